@@ -114,6 +114,52 @@ class EpisodeRunner:
             EpisodeError: the episode cannot continue; has its drop reason. Other exceptions are the environment's.
         """
         started = self.clock.monotonic()
+        context = self._open_attempt(spec, environment, recorded, answers)
+        episode, journal, branch = context.episode, context.episode.journal, current_branch()
+        try:
+            try:
+                # The program, within its time limit; in this coroutine, since each further one takes 300 bytes.
+                limit = episode.limit = TimeLimit(
+                    episode, self._services.settings.episode_timeout_s, on_stuck or _nobody
+                )
+                try:
+                    self.parking.begin(spec.episode_id, episode)
+                    await journal.begin_steps(branch, partial(_begun, environment, context))
+                except BaseException as error:  # noqa: BLE001 - foreign code: raised again, if it says how that ended
+                    ended = _ended_with(error, journal, limit)
+                    if ended is not None:
+                        raise ended  # noqa: B904 - it is the same one, or has it as its cause
+                finally:
+                    journal.end_steps(branch)
+                    episode.limit = None
+                    limit.end()
+                _check_end(environment, journal, limit)
+                stop_reason: StopReason = context.stop_reason or "completed"
+            except LimitReachedError as reached:
+                stop_reason = reached.stop_reason
+            if stop_reason != "completed":
+                self._reward_truncated(context, environment)
+            journal.finish()
+            self.finished(context)
+        except Exception as error:
+            error.add_note(episode.location)
+            raise
+        finally:
+            self.close_attempt(spec)
+        header = self._header(context, stop_reason, self.clock.monotonic() - started)
+        episode.partials.forget()
+        await _whatever_happens(self._store.commit_episode(spec, header, journal.digest, episode.metrics))
+        self.host.measured(spec, header, context.counted())
+        return header
+
+    def _open_attempt(
+        self,
+        spec: EpisodeSpec,
+        environment: type[Environment],
+        recorded: Iterable[JournalEntry],
+        answers: Iterable[JournalEntry],
+    ) -> LiveContext:
+        """Make the journal and the context of an attempt, and journal its first entry."""
         for seat in environment.seats:
             if seat not in spec.seats:
                 raise EnvironmentDefinitionError(
@@ -130,26 +176,7 @@ class EpisodeRunner:
         )
         episode = LiveEpisode(spec, journal, self._services, partials, began_under)
         context = self._running[spec.episode_id] = LiveContext(episode, environment)
-        try:
-            try:
-                await self._play(environment, context, on_stuck or _nobody)
-                stop_reason: StopReason = context.stop_reason or "completed"
-            except LimitReachedError as limit:
-                stop_reason = limit.stop_reason
-            if stop_reason != "completed":
-                self._reward_truncated(context, environment)
-            journal.finish()
-            self.finished(context)
-        except Exception as error:
-            error.add_note(episode.location)
-            raise
-        finally:
-            self.close_attempt(spec)
-        header = self._header(context, stop_reason, self.clock.monotonic() - started)
-        partials.forget()
-        await _whatever_happens(self._store.commit_episode(spec, header, journal.digest, episode.metrics))
-        self.host.measured(spec, header, context.counted())
-        return header
+        return context
 
     def _header(self, context: LiveContext, stop_reason: StopReason, seconds: float) -> EpisodeHeader:
         spec, agents = context.episode.spec, sorted(context.agents, key=lambda agent: (agent.seat, agent.index))
@@ -226,34 +253,6 @@ class EpisodeRunner:
             edits={} if spec.fork is None else spec.fork.edits,
             answers=answers,
         )
-
-    async def _play(
-        self, environment: type[Environment], context: LiveContext, on_stuck: Callable[[asyncio.Task[Any]], None]
-    ) -> None:
-        """Run the program within its time limit. Where the episode failed, that error is raised even if the program
-        caught it. The commit is outside the limit.
-        """
-        episode, journal, branch = context.episode, context.episode.journal, current_branch()
-        limit = episode.limit = TimeLimit(episode, self._services.settings.episode_timeout_s, on_stuck)
-        try:
-            self.parking.begin(episode.spec.episode_id, episode)
-            await journal.begin_steps(branch, partial(_begun, environment, context))
-        except BaseException as error:  # noqa: BLE001 - foreign code: raised again below, if it says how that ended
-            ended = _ended_with(error, journal, limit)
-            if ended is not None:
-                raise ended  # noqa: B904 - it is the same one, or has it as its cause
-        finally:
-            journal.end_steps(branch)
-            episode.limit = None
-            limit.end()
-        if isinstance(journal.failure, GlobalRandomError):
-            environment.own_random = True
-        if journal.failure is not None:
-            raise journal.failure
-        if journal.is_stopped:  # the program swallowed its cancellation: it will be resumed where it was
-            raise asyncio.CancelledError
-        if limit.has_given_up:  # also where the program swallowed the cancellation and returned
-            raise EpisodeError(limit.explanation, reason="episode_timeout")
 
     def _begin(
         self, journal: CallJournal, spec: EpisodeSpec, environment: type[Environment]
@@ -364,6 +363,18 @@ def _ended_with(error: BaseException, journal: CallJournal, limit: TimeLimit) ->
             ended.__cause__ = error
             return ended
     return of_the_episode(error, limit.task)
+
+
+def _check_end(environment: type[Environment], journal: CallJournal, limit: TimeLimit) -> None:
+    """Raise the error of an episode that failed, even if its program caught it."""
+    if isinstance(journal.failure, GlobalRandomError):
+        environment.own_random = True
+    if journal.failure is not None:
+        raise journal.failure
+    if journal.is_stopped:  # the program swallowed its cancellation: it will be resumed where it was
+        raise asyncio.CancelledError
+    if limit.has_given_up:  # also where the program swallowed the cancellation and returned
+        raise EpisodeError(limit.explanation, reason="episode_timeout")
 
 
 async def _whatever_happens(commit: Coroutine[Any, Any, None]) -> None:
