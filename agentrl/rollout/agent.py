@@ -200,9 +200,8 @@ class LiveAgent(Agent):
             EpisodeError: the engine returned a logprob that is not finite, or has lost the version that the
                 conversation stays on.
         """
-        episode, reservation = self._episode, self._reservation
+        episode, services, reservation = self._episode, self._episode.services, self._reservation
         priority = rank(episode.spec, self._sampled)
-        services = episode.services
         capabilities = services.engine.capabilities
         masked, routed = capabilities.sampling_mask and sampling.is_filtered, capabilities.expert_routing
         turn = self._partial = episode.partials.turn(call, self._weights_of, masked=masked)
@@ -219,12 +218,16 @@ class LiveAgent(Agent):
                 try:
                     request = self._request(turn, call, context, sampling, priority)
                     self._in_flight = request.request_id
-                    sampled = await self._generate(request, turn)
+                    sampled = await self._open().generate(request, turn.on_delta)
+                    self._keep_version(sampled)
                     if turn.pieces or sampled.finish_reason == "abort":
                         turn.call_returned(sampled)
                         completion = turn.completion(sampling, routed=routed)
                     else:
                         completion = sampled
+                except VersionNotServedError as error:
+                    self._refuse_newer_weights(error)
+                    raise
                 except EngineLostError as error:
                     self._in_flight = None
                     budget = await self._lost(error, turn, budget)
@@ -238,13 +241,21 @@ class LiveAgent(Agent):
         self._partial = None
         if len(turn.pieces) > 1:
             episode.metric("turns/interrupted", 1.0)
+        self._check_finite(completion, call)
+        return completion
+
+    def _check_finite(self, completion: Completion, call: Call) -> None:
+        """Refuse logprobs that are not finite.
+
+        Raises:
+            EpisodeError: the engine returned one.
+        """
         logprobs = completion.logprobs
         if not (math.isfinite(logprobs.dot(logprobs)) or np.isfinite(logprobs).all()):  # the first is five times faster
             raise EpisodeError(
                 f"the engine returned a non-finite logprob for {self._name}, call {call.call_id}",
                 reason="nonfinite_logprob",
             )
-        return completion
 
     @property
     def _name(self) -> str:
@@ -312,18 +323,13 @@ class LiveAgent(Agent):
             priority=priority,
         )
 
-    async def _generate(self, request: GenerateRequest, turn: PartialTurn) -> Completion:
-        """One engine call.
+    def _refuse_newer_weights(self, error: VersionNotServedError) -> None:
+        """Begin the episode again where its conversation stays on a version that the engine has lost.
 
         Raises:
-            EngineLostError: the engine is gone.
-            EpisodeError: it has lost the version that the conversation stays on.
+            EpisodeError: it does.
         """
-        try:
-            sampled = await self._open().generate(request, turn.on_delta)
-        except VersionNotServedError as error:
-            if self._kept_version is None:
-                raise
+        if self._kept_version is not None:
             raise EpisodeError(
                 f"the conversation of {self._name} was sampled by {self._kept_version} and must stay on it "
                 "(engine.refresh = 'episode'), but has lost its place in the engine, which serves newer weights now: "
@@ -331,8 +337,6 @@ class LiveAgent(Agent):
                 reason="version_gone",
                 begin_again=True,
             ) from error
-        self._keep_version(sampled)
-        return sampled
 
     def _open(self) -> EngineSession:
         if self._session is None:
