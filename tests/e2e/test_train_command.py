@@ -162,7 +162,6 @@ def test_ctrl_c_writes_a_checkpoint_and_resume_goes_on(repository: Path, tmp_pat
         _, said = process.communicate(timeout=280)
     assert process.returncode == 130, said
     summary = json.loads((tmp_path / "runs/long/summary.json").read_text())
-    assert summary["state"] == "stopped"
     went_on = shlex.join(["agentrl", *arguments, "--resume"])
     assert f"stopped; to continue: {went_on}\n" in said
     assert json.loads(run(tmp_path, "run", "list", "--json").stdout)[0]["state"] == "stopped"

@@ -185,7 +185,6 @@ def test_evaluations_that_a_rollback_undid_are_shown_no_more() -> None:
 def test_the_end_shows_the_whole_run_also_after_a_resume_and_a_curve_for_each_policy(tmp_path: Path) -> None:
     directory = RunDirectory.create(tmp_path / "run", "{}")
     summary = {"steps": 2, "rl_seconds": 1.0, "engine_busy_share": 0.5, "trainer_busy_share": 0.5, "held_out_tasks": 9}
-    summary |= {"state": "finished"}
     plan = RunPlan(name="demo", steps=4, max_staleness={"a": 1, "b": 1})
     stream = io.StringIO()
     for steps, held_out, shown in (((1, 2), (0, 0.25), io.StringIO()), ((3, 4), (2, 0.75), stream)):
