@@ -143,7 +143,7 @@ def find_parent(journal: Path, episode_id: str, attempt: int | None, at: int) ->
     turns = [(entry, body) for entry in whole if isinstance(body := entry.decode(), TurnEntry)]
     if not -len(turns) <= at < len(turns):
         raise InputError(
-            f"episode {episode_id} has {plural(len(turns), 'turn')}, which have no turn {at} to fork it at"
+            f"episode {episode_id} has {plural(len(turns), 'turn')}, so there is no turn {at} to fork it at"
         )
     at %= len(turns)
     entry = turns[at][0]
