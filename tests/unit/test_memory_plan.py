@@ -43,6 +43,7 @@ def allocated(config: RunConfig) -> int:
         pytest.param([], id="all weights"),
         pytest.param(["--policies.solver.lora.rank=4"], id="adapter"),
         pytest.param(["--policies.solver.lora.rank=4", "--model.dtype=bfloat16"], id="adapter, bfloat16"),
+        pytest.param(["--trainer.recompute=true"], id="recomputed"),
     ],
 )
 def test_the_activations_of_the_plan_are_those_of_a_real_step(repository: Path, overrides: list[str]) -> None:
