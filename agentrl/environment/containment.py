@@ -2,8 +2,8 @@
 
 Global random generators: games and programs draw from `random` and `numpy.random` while other episodes run in the same
 process. `GlobalRandom` gives each a state of its own, swapped in for its steps and out again, so that re-execution
-draws the same (80 us a step). `DrawDetector` only detects whether a step draws (0.1 to 0.2 ms a step; `EpisodeRunner` chooses
-the episodes that are checked).
+draws the same (0.1 ms a step). `DrawDetector` only detects whether a step draws (0.1 to 0.2 ms a step; `EpisodeRunner`
+chooses the episodes that are checked).
 
 Process ends: `sys.exit` and bare `BaseException`s of a program become errors of its episode. A process that an
 environment forked ends once it leaves the environment's code: the files and connections of the event loop belong to its
