@@ -6,9 +6,10 @@ through transformers with gradient checkpointing, `logits_to_keep`, and the log-
 
 `bytes_per_frozen_parameter`: of a bfloat16 base under an adapter. `published_bytes_per_parameter`: of the file of a
 version with all weights. `memory_over_plain`: peak bytes at 8,192 tokens. `memory_slope`: growth of the peak from 8,192
-to 16,384 tokens over twice that from 4,096 to 8,192. `largest_tensor_growth`: the largest tensor made at 8,192 over
-that at 4,096 tokens. `time_over_plain`: CPU seconds of a step without sharing, interleaved pairs.
-`shared_time_over_plain`: the same where rows of 7,800 tokens share down to 3,560, over the rows in one padded batch.
+to 16,384 tokens over twice that from 4,096 to 8,192, without gradients of parameters, which do not grow.
+`largest_tensor_growth`: the largest tensor made at 8,192 tokens over that at 4,096, gradients apart.
+`time_over_plain`: CPU seconds of a step without sharing, interleaved pairs. `shared_time_over_plain`: the same where
+rows of 7,800 tokens share down to 3,560, over the rows in one padded batch.
 """
 
 from __future__ import annotations
@@ -18,14 +19,13 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 import transformers
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_leaves
 
 from agentrl.config.policies import LoraConfig, PolicyConfig
 from agentrl.config.run import EngineConfig, EnvironmentConfig, ModelConfig, RunConfig, TrainerConfig
@@ -50,10 +50,11 @@ SHAPE = {
 }
 """116 million parameters."""
 SMALL = SHAPE | {"vocab_size": 8192, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4}
-TRAINED = 256
-"""Tokens at the end of each row."""
+TRAINED = 32
+"""One in so many tokens of a row is trained, at its end."""
 SHARED_ROWS, SHARED_LENGTH, SHARED_PREFIX = 6, 1300, 848
 PAIRS = 7
+Counter = TypeVar("Counter", bound=AllocationCounter)
 
 
 def figures(quick: bool) -> dict[str, float | None]:
@@ -83,7 +84,7 @@ def _rows(count: int, length: int, prefix: int = 0) -> list[TrainingSample]:
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, 8192, (count, length + 1)).astype(np.int32)
     tokens[:, :prefix] = tokens[0, :prefix]
-    mask, blank = np.arange(length + 1) > length - TRAINED, np.zeros(length + 1, np.float32)
+    mask, blank = np.arange(length + 1) > length - length // TRAINED, np.zeros(length + 1, np.float32)
     return [TrainingSample(token_ids=row, loss_mask=mask, behavior_logprobs=blank, advantages=blank) for row in tokens]
 
 
@@ -113,50 +114,49 @@ def _plain(model: Any, rows: Sequence[TrainingSample]) -> None:
     ids = torch.from_numpy(np.stack([row.token_ids for row in rows])).long()
     # No mask: none is needed for whole rows, and transformers makes one of L² where tensors have no data.
     causal = {"full_attention": None}
-    logits = model(input_ids=ids[:, :-1], attention_mask=causal, use_cache=False, logits_to_keep=TRAINED).logits
-    logprobs = logits.float().log_softmax(-1).gather(2, ids[:, -TRAINED:, None])
+    trained = (ids.shape[1] - 1) // TRAINED
+    logits = model(input_ids=ids[:, :-1], attention_mask=causal, use_cache=False, logits_to_keep=trained).logits
+    logprobs = logits.float().log_softmax(-1).gather(2, ids[:, -trained:, None])
     logprobs.sum().backward()
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 
-class _Counter(AllocationCounter):
-    """Also remembers the largest tensor that was made, without gradients of parameters."""
+class _WithoutGradients(AllocationCounter):
+    """Leaves out what has the size of a parameter, which are gradients, and remembers the largest storage."""
 
     def __init__(self, known: Sequence[Tensor]) -> None:
         super().__init__(known)
         self.largest = 0
-        self._shapes = {tensor.shape for tensor in known}
+        self._left_out = {tensor.untyped_storage().nbytes() for tensor in known}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = super().__torch_dispatch__(func, types, args, kwargs)
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor) and tensor.shape not in self._shapes:
-                self.largest = max(self.largest, tensor.untyped_storage().nbytes())
-        return result
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        if storage.nbytes() not in self._left_out:
+            super()._count(storage)
+            self.largest = max(self.largest, storage.nbytes())
 
 
 def _memory(path: Path) -> dict[str, float | None]:
-    found = {length: _our_bytes(path, length) for length in (4096, 8192, 16_384)}
-    peak = {length: each for length, (each, _) in found.items()}
-    largest = {length: each for length, (_, each) in found.items()}
-    print(f"peak bytes by tokens: {peak}; plain at 8192: {(plain := _plain_bytes(path, 8192))}", flush=True)
+    counted = {length: _counted(path, length, _WithoutGradients) for length in (4096, 8192, 16_384)}
+    peak = {length: each.peak for length, each in counted.items()}
+    ours, plain = _counted(path, 8192, AllocationCounter).peak, _plain_bytes(path, 8192)
+    print(f"peak bytes at 8,192 tokens: {ours}, plain {plain}; without gradients of parameters: {peak}", flush=True)
     return {
-        "memory_over_plain": peak[8192] / plain,
+        "memory_over_plain": ours / plain,
         "memory_slope": (peak[16_384] - peak[8192]) / (2 * (peak[8192] - peak[4096])),
-        "largest_tensor_growth": largest[8192] / largest[4096],
+        "largest_tensor_growth": counted[8192].largest / counted[4096].largest,
     }
 
 
-def _our_bytes(path: Path, length: int) -> tuple[int, int]:
-    """Peak bytes of a step on one row, and the bytes of the largest tensor it makes that is no gradient."""
+def _counted(path: Path, length: int, kind: type[Counter]) -> Counter:
+    """The bytes of a step on one row."""
     config = _configured(path, dtype="float32", recompute=True)
     model = load_models(config, torch.device("meta"))["policy"]
     module: nn.Module = model.model
-    with computable(model.model), _Counter([*module.parameters(), *module.buffers()]) as counted:
+    with computable(model.model), kind([*module.parameters(), *module.buffers()]) as counted:
         _ours(model, _rows(1, length))
-    return counted.peak, counted.largest
+    return counted
 
 
 def _plain_bytes(path: Path, length: int) -> int:
