@@ -86,8 +86,6 @@ def _trainer(config: RunConfig) -> list[MemoryPart]:
     tokens = "a smaller trainer.micro_batch_tokens, down to engine.max_context"
     if not config.trainer.recompute:
         tokens = f"trainer.recompute = true, or {tokens}"
-    if not config.trainer.recompute:
-        tokens = f"trainer.recompute = true, or {tokens}"
     optimized = "trained parameters, their gradients and AdamW's moments in float32"
     return [
         replace(part, name=f"weights in {held.dtype}", bytes=held.weights, setting=_DTYPE),

@@ -99,7 +99,7 @@ def test_doctor_says_what_does_not_fit_and_what_to_turn(
     assert main(["doctor", str(repository / "examples/01_tool_use.toml")]) == 1
     said = capsys.readouterr().out
     assert "it does not fit" in said
-    assert "→ trainer.recompute = true, or a smaller trainer.micro_batch_tokens" in said
+    assert "trainer.recompute = true, or a smaller trainer.micro_batch_tokens" in said
 
 
 def test_a_context_beyond_the_positions_is_named(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
