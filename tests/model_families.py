@@ -155,9 +155,9 @@ FAMILIES: dict[str, tuple[str, Mapping[str, Any]]] = {
     ),
     "DeepSeek-V2": ("DeepseekV2Config", {**_ROUTED, **_LATENT, "topk_method": "group_limited_greedy"}),
     "DeepSeek-V3": ("DeepseekV3Config", {**_ROUTED, **_LATENT}),
-    "DeepSeek-V3.2": (  # with fewer index heads, keys score 0 alike, and which of them are attended to is chance
+    "DeepSeek-V3.2": (  # its indexer selects all keys; otherwise it is refused
         "DeepseekV32Config",
-        {**_ROUTED, **_LATENT, "index_n_heads": 32, "index_head_dim": 8, "index_topk": 8},
+        {**_ROUTED, **_LATENT, "index_n_heads": 4, "index_head_dim": 8, "index_topk": MAX_CONTEXT},
     ),
     "Granite": (
         "GraniteConfig",

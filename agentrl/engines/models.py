@@ -138,6 +138,8 @@ def read_model(path: str | Path, *, dtype: torch.dtype, max_context: int, to_sam
         if to_sample:
             _check_positions(config, max_context, path, stretched=True)
             _check_window(config, max_context, path)
+        else:
+            check_key_selection(config, max_context, path)
         model, report = load(
             path,
             config=config,
@@ -278,6 +280,25 @@ def special_lengths(config: PretrainedConfig, max_context: int) -> list[int]:
             if type(value) is int and _SPECIAL.search(name) and 1 < value < max_context
         }
     )
+
+
+def check_key_selection(config: PretrainedConfig, max_context: int, path: str | Path) -> None:
+    """Refuse to train a model whose indexer selects the keys that are attended to, in contexts that it selects from.
+
+    Keys whose scores are equal are selected by chance: by how many others are forwarded with them. So the trainer's
+    rows need not have the probabilities that were sampled from, and the check at start may not meet such keys.
+
+    Raises:
+        ModelError: contexts may have more tokens than the indexer selects.
+    """
+    for name, value in config.get_text_config().to_dict().items():
+        if name.startswith("index_topk") and type(value) is int and value < max_context:
+            raise ModelError(
+                f"{path}: {config.model_type} attends to keys that an indexer selects ({name} = {value}). Which of "
+                "those with equal scores it takes depends on what is forwarded together, so rows cannot be trained "
+                f"with the probabilities they were sampled with; set engine.max_context to at most {value}, where all "
+                "keys are attended to, or train another model"
+            )
 
 
 def _check_directory(path: str | Path) -> None:

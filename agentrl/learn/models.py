@@ -31,7 +31,14 @@ from agentrl.config.run import RunConfig
 from agentrl.core.errors import ConfigError, ModelError
 from agentrl.core.ids import key64
 from agentrl.core.records import TrainingSample
-from agentrl.engines.models import in_float32, model_dtype, read_model, read_shapes, special_lengths
+from agentrl.engines.models import (
+    check_key_selection,
+    in_float32,
+    model_dtype,
+    read_model,
+    read_shapes,
+    special_lengths,
+)
 from agentrl.engines.weights import adaptable_layers, match_full_weights, read_matrices, read_weights
 from agentrl.learn.attention import ATTENTION
 from agentrl.learn.forward import device_tensor, token_logprobs
@@ -224,6 +231,7 @@ def load_models(config: RunConfig, device: torch.device) -> dict[str, PolicyMode
 def _load(path: Path, device: torch.device, dtype: torch.dtype, max_context: int) -> PreTrainedModel:
     if device.type == "meta":
         model = read_shapes(path, max_context=max_context, dtype=dtype)
+        check_key_selection(model.config, max_context, path)
     else:
         model = read_model(path, dtype=dtype, max_context=max_context, to_sample=False)
     module: nn.Module = model

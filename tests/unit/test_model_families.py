@@ -10,12 +10,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import transformers
 from peft.tuners.lora import LoraLayer
 
 from agentrl.config.policies import LoraConfig, PolicyConfig
+from agentrl.core.errors import ModelError
 from agentrl.learn.models import load_models
 from tests.model_families import (
     MAX_CONTEXT,
+    family_config,
     family_rows,
     long_run,
     plain_logprobs,
@@ -60,3 +63,24 @@ def test_routers_get_an_adapter_only_if_they_are_named(tmp_path: Path) -> None:
         run = long_run(path, policies={"policy": PolicyConfig(lora=LoraConfig(target_modules=targets))})
         policy = load_models(run, torch.device("cpu"))["policy"]
         assert any("router" in name for name in policy.published()) is expected
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("kind", ["AXK2Config", "DeepseekV32Config"])
+def test_a_model_that_selects_keys_is_refused_in_contexts_it_selects_from(
+    tmp_path: Path, kind: str, device: str
+) -> None:
+    """Before its weights are read: which of several keys with equal scores it attends to depends on what is forwarded
+    together."""
+    values = {**family_config("DeepSeek-V3.2").to_dict(), "index_topk": MAX_CONTEXT - 1}
+    values.pop("model_type")
+    getattr(transformers, kind)(**values).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=r"index_topk = 63.* set engine.max_context to at most 63"):
+        load_models(long_run(tmp_path), torch.device(device))
+
+
+def test_a_model_that_selects_all_keys_is_trained(tmp_path: Path) -> None:
+    path, rows = write_family("DeepSeek-V3.2", tmp_path), family_rows()
+    policy = load_models(long_run(path), torch.device("cpu"))["policy"]
+    found = np.concatenate(trained_logprobs(policy, rows, way="padded"))
+    np.testing.assert_allclose(found, np.concatenate(plain_logprobs(path, rows)), atol=1e-4, rtol=0)
