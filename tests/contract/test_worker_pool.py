@@ -171,7 +171,7 @@ def test_an_episode_that_kills_workers_is_dropped_and_its_neighbours_end(tmp_pat
             await at.drained()
             assert at.ends["e0"].drop_reason == "worker_lost"
             assert "3 worker processes died while it ran, and it got nowhere" in at.worker.last_failure
-            assert at.journal._log.rows("SELECT drop_reason, detail FROM episodes")[0][0] == "worker_lost"
+            assert at.journal.rows("SELECT drop_reason, detail FROM episodes")[0][0] == "worker_lost"
 
     run(main)
 
@@ -229,7 +229,7 @@ def test_a_parent_of_a_child_that_kills_workers_goes_on_without_it(tmp_path: Pat
             await at.drained()
             assert deaths(at) <= DEATHS
             assert at.ends["e0"].trajectories[0].reward == 1.0
-            rows = dict(at.journal._log.rows("SELECT episode, drop_reason FROM episodes"))
+            rows = dict(at.journal.rows("SELECT episode, drop_reason FROM episodes"))
             assert [name for name, reason in rows.items() if reason] == ["e0~0.r#1.0"]
             assert len(rows) == 4
 
@@ -284,7 +284,7 @@ def test_children_run_on_any_worker_and_a_parent_that_moves_finds_them_again(tmp
             (trajectory,) = at.ends["e0"].trajectories
             assert trajectory.reward == 8.0
             assert at.ends["e0"].measured_against[0].policy == "policy"
-            rows = at.journal._log.rows("SELECT episode, count(*) FROM episodes GROUP BY episode")
+            rows = at.journal.rows("SELECT episode, count(*) FROM episodes GROUP BY episode")
             assert sorted(rows) == [("e0", 1), *((f"e0~0.r#2.{index}", 1) for index in range(4))]
 
     run(main)
@@ -369,7 +369,7 @@ def test_what_environments_do_wrong_ends_as_in_one_process(tmp_path: Path, how: 
             while not at.ends and at.failure is None:
                 await asyncio.sleep(0.005)
             failure = at.failure and (type(at.failure), str(at.failure))
-            rows = at.journal._log.rows("SELECT attempt, drop_reason, detail FROM episodes ORDER BY attempt")
+            rows = at.journal.rows("SELECT attempt, drop_reason, detail FROM episodes ORDER BY attempt")
             told = [(attempt, reason, re.sub(r" at /\S+:\d+ in \w+", "", detail)) for attempt, reason, detail in rows]
             return (failure, told, at.times["e0"])
 
