@@ -33,7 +33,7 @@ from agentrl.environment.base import Environment, children_of
 from agentrl.environment.registry import load_function, name_of
 from agentrl.journal.entries import Begin, code_digest, decode_entries
 from agentrl.journal.port import JournalStore, RunLog
-from agentrl.journal.reader import EntryKey, TurnReader
+from agentrl.journal.reader import EpisodeKey, TurnReader
 from agentrl.journal.run_log import RunStart, SettingChange
 from agentrl.observe.alarms import LENGTH_STEPS
 from agentrl.orchestrator.buffer import history_of
@@ -418,7 +418,7 @@ def _played_by_other_code(resume_state: ResumeState, store: SqliteJournal, code:
         policies = {trajectory.policy for trajectory in header.trajectories}
         if header.location is None or all((policy, spec.episode_id) in resume_state.resolved for policy in policies):
             continue
-        keys.append(EntryKey(header.location.partition, spec.episode_id, spec.attempt))
+        keys.append(EpisodeKey(header.location.partition, spec.episode_id, spec.attempt))
         environments[spec.episode_id] = spec.environment
     reader, found = TurnReader(store.directory), dict[str, list[str]]()
     try:

@@ -24,7 +24,7 @@ from agentrl.credit.samples import input_digest, row_digest, samples, trained_po
 from agentrl.inspection.reader import checked_rows
 from agentrl.inspection.steps import StepLine, step_list, step_view
 from agentrl.inspection.tokens import step_rows
-from agentrl.journal.reader import EntryKey, TurnReader
+from agentrl.journal.reader import EpisodeKey, TurnReader
 from agentrl.journal.rows import trajectories
 from agentrl.orchestrator.checkpoints import holding
 
@@ -221,7 +221,7 @@ def _close(then: float | None, now: float) -> bool:
 
 def _step_inputs(reader: RunReader, turns: TurnReader, line: StepLine) -> Iterator[TrainingSample]:
     for unit in _units(reader, line.policy, line.lineage, line.step):
-        key = EntryKey(unit.location.partition, unit.episode_id, unit.attempt, unit.location.entries)
+        key = EpisodeKey(unit.location.partition, unit.episode_id, unit.attempt, unit.location.entries)
         (entries,) = turns.read_many([key])
         yield from samples(unit, trajectories(entries, line.policy))
 

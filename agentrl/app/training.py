@@ -42,7 +42,7 @@ class Run:
     policies: dict[str, Path]
     """Directory of each trainable policy's last version; loads with `from_pretrained`."""
     best: dict[str, Path]
-    """The same for the versions of the moment when `best.metric` was best; empty if it was never measured."""
+    """The same for the versions at which `best.metric` was best; empty if it was never measured."""
     summary: dict[str, Any]
     """The content of `summary.json`."""
     interrupted: bool
@@ -102,7 +102,7 @@ async def run_training(
     path = Path(config.directory) / config.name
     directory = RunDirectory.reopen(path) if resume else RunDirectory.create(path, config.model_dump_json(indent=1))
     code: dict[str, str] = {}
-    with contextlib.suppress(EnvironmentDefinitionError):  # of a notebook's, which no other process can run
+    with contextlib.suppress(EnvironmentDefinitionError):  # defined in a notebook: no other process can import it
         code = code_of(environment)
     info = {"name": config.name, "config": config.model_dump(mode="json"), "code": code}
     opened = _opened(config, directory, observers, clock, info=info, quiet=quiet, resume=resume)

@@ -72,7 +72,7 @@ class RunConnection:
         self._counted: dict[str, dict[str, Counted]] = {}
 
     def tell(self, message: wire.FromWorker) -> None:
-        """Say something to the run; never waits."""
+        """Send the run a message; never waits."""
         send(self._writer, message)
 
     # --- what episodes ask --------------------------------------------------------------------------------------------
@@ -136,7 +136,7 @@ class RunConnection:
         self._ends[spec.episode_id] = (digest, dict(metrics), detail)
 
     def measured(self, spec: EpisodeSpec, header: EpisodeHeader, counted: Mapping[str, Counted]) -> None:
-        """See `EpisodeHost.measured`: told with the end."""
+        """See `EpisodeHost.measured`: sent with the end."""
         self._counted[spec.episode_id] = dict(counted)
 
     def ended(self, number: int, header: EpisodeHeader) -> None:
@@ -159,7 +159,7 @@ class RunConnection:
     # --- what the run says --------------------------------------------------------------------------------------------
 
     def child_ended(self, message: wire.ChildEnded) -> None:
-        """Tell who waits for it, if anybody still does."""
+        """Notify whoever waits for it, if anybody still does."""
         on_end = self._children.get((message.number, message.attempt, message.call))
         if on_end is None:
             return
@@ -173,13 +173,13 @@ class RunConnection:
         on_end(message.index, wire.header_of(child, message.ended, message.partition))
 
     def recollected(self, message: wire.Recollected) -> None:
-        """Tell who asked."""
+        """Answer whoever asked."""
         answer = self._recollections.get(message.call)
         if answer is not None and not answer.done():
             answer.set_result(message.known)
 
     def failed(self, error: BaseException) -> None:
-        """A failure that is no episode's own ends the run. An unexpected error ends this process: code of an episode
+        """A failure that belongs to no episode ends the run. An unexpected error ends this process: code of an episode
         may have broken it, and the pool finds out whose."""
         if isinstance(error, AgentRLError) and not closed_under_us(error):
             tell_failure(self._writer, error)
@@ -190,13 +190,13 @@ class RunConnection:
         os._exit(1)
 
     def forget_all(self) -> None:
-        """Nothing is in flight here."""
+        """Forget all episodes."""
         for known in (self.numbers, self.specs, self._children, self._ends, self._counted):
             known.clear()
 
 
 def tell_failure(writer: asyncio.StreamWriter, error: BaseException) -> None:
-    """Tell the run of an error by its name and its words."""
+    """Report an error to the run: its class and its message."""
     if isinstance(error, AgentRLError):
         send(writer, wire.WorkerFailed(kind=type(error).__name__, message=str(error)))
         return
@@ -258,7 +258,7 @@ class WorkerHost:
         self._journal.check()
 
     async def tell_advanced(self) -> None:
-        """Say which episodes have got on since they came here."""
+        """Report the episodes that have made progress since they came here."""
         for episode_id in await self._journal.log.advanced():
             if episode_id in self.run.numbers:
                 self.run.tell(wire.Advanced(number=self.run.numbers[episode_id]))
@@ -323,7 +323,7 @@ async def _tell_advanced(host: WorkerHost) -> None:
 
 def main() -> None:
     """Serve the connection that was handed over, until it ends."""
-    faulthandler.enable()  # a crash tells its line of Python, into workers.log
+    faulthandler.enable()  # a crash writes its line of Python to workers.log
     descriptor, parent = map(int, sys.argv[1:])
     die_with(parent)
     with asyncio.Runner(loop_factory=SteadyLoop) as runner:
@@ -335,7 +335,7 @@ def main() -> None:
 
 async def _serve_and_leave(connection: socket.socket) -> None:
     await _serve(connection)
-    os._exit(0)  # the episodes in flight are nobody's any more
+    os._exit(0)  # the episodes in flight belong to nobody any more
 
 
 if __name__ == "__main__":

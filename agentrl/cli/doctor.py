@@ -132,7 +132,7 @@ def memory() -> list[Check]:
 
 
 def gpu() -> list[Check]:
-    """NVIDIA GPUs, as their driver tells."""
+    """NVIDIA GPUs, as their driver reports them."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return [Check(name="GPU", found="none; not needed")]
@@ -269,7 +269,7 @@ def plan(config: RunConfig | None = None) -> list[Check]:
     config = config or load(shipped_example("01_tool_use"))
     has_gpu = _version("torch") is not None and _asked_torch().stdout.split()[1:] not in ([], ["0"])
     device = "GPU" if has_gpu else "CPU"
-    engine = f"{config.engine.kind}, in this process, {config.threads} thread(s), on the {device}"
+    engine = f"{config.engine.kind}, {_engine_place(config)}, {config.threads} thread(s), on the {device}"
     checks = [Check(name="engine", found=engine)]
     if config.trainer.kind == "in_process" or _version("ray") is None:
         checks.append(Check(name="trainer", found=f"in this process, on the {device}"))
@@ -284,6 +284,14 @@ def plan(config: RunConfig | None = None) -> list[Check]:
     checks.append(Check(name="temporary files", found=short))
     checks.append(Check(name="runs", found=str(Path(config.directory).resolve())))
     return checks
+
+
+def _engine_place(config: RunConfig) -> str:
+    if config.engine.placement == "ray":
+        return "in a Ray actor"
+    if config.engine.kind == "vllm" or config.engine.placement == "process" or config.workers > 1:
+        return "in a process of its own"
+    return "in this process"
 
 
 def memory_of(config: RunConfig) -> list[Check]:

@@ -58,13 +58,13 @@ class Propose(agentrl.Environment):
 
 
 class Notebook:
-    """Notes of one attempt; re-execution makes them again."""
+    """Notes of one attempt; a re-execution rebuilds them."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
 
     def write(self, line: str) -> int:
-        """Append a line; how many there are."""
+        """Append a line and return the number of lines."""
         self.lines.append(line)
         return len(self.lines)
 

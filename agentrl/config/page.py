@@ -44,19 +44,19 @@ agentrl.train(config)
 agentrl train run.toml --policies.solver.learning_rate=1e-4
 ```
 
-On the command line a value is JSON, or text where it is not JSON. `--dry-run` prints the configuration as it is
-resolved and stops. An unknown key is refused with the nearest one there is. {count} fields in all; only
+On the command line a value is JSON, or else text. `--dry-run` prints the resolved configuration and stops. An unknown
+key is refused, and the nearest known one is named. There are {count} fields; only
 `environment.id` has no default, and `model.path` is empty only where every policy is remote or a bot.
 A reward, a tool or a task source is code: it belongs in an environment, not here.
 
-`--resume` reads the configuration anew. The column *on resume* says what a setting may do between two starts of a run:
+`--resume` reads the configuration again. The column *on resume* says whether a setting may change between two starts:
 
 * *may differ*: the new value holds from now on.
-* *may differ¹*: likewise, but not of a run with `deterministic = true`.
+* *may differ¹*: likewise, but not in a run with `deterministic = true`.
 * *per episode¹*: the new value holds for episodes that begin from now on, and for every attempt that begins again. An
-  episode that has begun goes on, to its end, with the value that it began with, which its first journal entry has. So
-  no row mixes two temperatures, and a recorded episode is executed again under the limits it was played under.
-* *refused*: another value is another run; `--resume` names the key and both values.
+  episode that has begun keeps its value to the end; its first journal entry records it. So no row mixes two
+  temperatures, and a replay has the limits that the episode was played under.
+* *refused*: another value would make it another run; `--resume` names the key and both values.
 """
 
 
@@ -105,7 +105,7 @@ def _section(section: type[BaseModel], path: str) -> str:
 
 
 SLIPS = 10**6
-"""Upper bounds from here on only catch slips; the page omits them."""
+"""Upper bounds this large only catch typing errors; the page omits them."""
 
 
 def _type(field: FieldInfo) -> str:

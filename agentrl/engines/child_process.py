@@ -210,7 +210,7 @@ class ChildProcess:
 
 
 class EngineProcess(ChildProcess):
-    """See `EngineChild`."""
+    """An `EngineChild` that is a child of this process."""
 
     def __init__(
         self,

@@ -157,7 +157,7 @@ class _AdapterConfig(msgspec.Struct, kw_only=True):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AdapterFile:
+class AdapterWeights:
     """An adapter read from PEFT files: per module A `[rank, in]` and B `[out, rank]`, B scaled by alpha / rank."""
 
     rank: int
@@ -165,7 +165,7 @@ class AdapterFile:
     canary: Canary | None
 
 
-def read_adapter(weights: WeightsRef) -> AdapterFile:
+def read_adapter(weights: WeightsRef) -> AdapterWeights:
     """Read and check an adapter directory in PEFT's format.
 
     Raises:
@@ -196,7 +196,7 @@ def read_adapter(weights: WeightsRef) -> AdapterFile:
             raise refusal(weights, f"{module} has values that are not finite once they are scaled by {scale:g}")
     if not matrices:
         raise refusal(weights, "it has no matrices")
-    return AdapterFile(rank=rank, matrices=matrices, canary=read_canary(weights, file))
+    return AdapterWeights(rank=rank, matrices=matrices, canary=read_canary(weights, file))
 
 
 def read_matrices(weights: WeightsRef) -> Mapping[str, Tensor]:
@@ -252,7 +252,7 @@ def _decode_config(weights: WeightsRef, content: bytes) -> _AdapterConfig:
     return config
 
 
-def check_adapter(weights: WeightsRef, adapter: AdapterFile, model: PreTrainedModel, *, max_rank: int) -> None:
+def check_adapter(weights: WeightsRef, adapter: AdapterWeights, model: PreTrainedModel, *, max_rank: int) -> None:
     """Refuse an adapter that does not fit a model; of the model, only the shapes are looked at.
 
     Raises:

@@ -56,13 +56,13 @@ class Open(WireMessage, frozen=True):
 
 
 class CloseSession(WireMessage, frozen=True):
-    """Give a session back."""
+    """Close a session."""
 
     session: int
 
 
 class Generate(WireMessage, frozen=True):
-    """A call of a session; `deltas`: whether somebody listens to them."""
+    """Sample in a session; `deltas`: whether the client wants new tokens as they come."""
 
     call: int
     session: int
@@ -76,13 +76,13 @@ class Generate(WireMessage, frozen=True):
 
 
 class Cancel(WireMessage, frozen=True):
-    """Nobody waits for a call any longer."""
+    """The client no longer waits for a call."""
 
     call: int
 
 
 class Abort(WireMessage, frozen=True):
-    """End a call with what it has."""
+    """End a call; it returns the tokens it has."""
 
     request_id: str
 
@@ -108,7 +108,7 @@ Request = Load | Open | CloseSession | Generate | Cancel | Abort | Serve | Score
 
 
 class Loaded(WireMessage, frozen=True):
-    """The engine is there; other clients reach it by the Unix socket `address`, where it is not empty."""
+    """The engine is ready; other clients reach it at the Unix socket `address`, if that is not empty."""
 
     capabilities: EngineCapabilities
     address: str
@@ -163,7 +163,7 @@ class NewTokens(WireMessage, frozen=True):
 
 
 class Busy(WireMessage, frozen=True):
-    """How long the engine has been computing since it was made; it does not hang."""
+    """A sign of life: the seconds that the engine has spent computing since it was made."""
 
     seconds: float
 
@@ -184,7 +184,7 @@ async def receive(reader: asyncio.StreamReader) -> bytes | None:
     """The next frame's body; None at the end of the connection, also in the middle of a frame.
 
     Raises:
-        ValueError: a frame no honest peer sends.
+        ValueError: the frame is larger than `MAX_FRAME_BYTES`.
     """
     try:
         size = int.from_bytes(await reader.readexactly(_HEAD_BYTES), "little")

@@ -27,12 +27,12 @@ import msgspec
 from agentrl.core.errors import InputError, JournalError
 from agentrl.exchange.episodes import encoded
 from agentrl.exchange.files import decode_json, directories, whole_file
-from agentrl.exchange.played import (
+from agentrl.exchange.foreign import (
     NOT_RECORDED,
+    ForeignAgent,
+    ForeignCall,
+    ForeignEpisode,
     MessageRow,
-    PlayedAgent,
-    PlayedCall,
-    PlayedEpisode,
     Reply,
     finite_numbers,
     text_of,
@@ -352,7 +352,7 @@ class _AtifTask(msgspec.Struct):
     data: dict[str, Any] = {}
 
 
-def read(source: Path) -> Iterator[PlayedEpisode]:
+def read(source: Path) -> Iterator[ForeignEpisode]:
     """The episodes of a file, of a directory of files, or of the trials of a job.
 
     Raises:
@@ -372,10 +372,10 @@ def read(source: Path) -> Iterator[PlayedEpisode]:
         yield _episode(trajectory, where, file.stem)
 
 
-def _episode(root: _Trajectory, where: str, stem: str) -> PlayedEpisode:
+def _episode(root: _Trajectory, where: str, stem: str) -> ForeignEpisode:
     extra = root.extra or {}
     name = root.trajectory_id or (stem if stem != "trajectory" else None) or root.session_id or stem
-    agents: dict[tuple[str, int], PlayedAgent] = {}
+    agents: dict[tuple[str, int], ForeignAgent] = {}
     _collect(root, agents, where)
     for (seat, index), agent in agents.items():
         agent.rewards = _typed(_field(extra, "reward_parts", f"{seat}[{index}]"), list[tuple[int | None, float]], [])
@@ -383,7 +383,7 @@ def _episode(root: _Trajectory, where: str, stem: str) -> PlayedEpisode:
     replies = [item for agent in agents.values() for row in agent.rows for item in row if isinstance(item, Reply)]
     times = [(reply.started, reply.started + reply.seconds) for reply in replies if reply.started]
     environment = _typed(extra.get("environment"), str, root.agent.name)
-    return PlayedEpisode(
+    return ForeignEpisode(
         name=name,
         where=where,
         source={
@@ -421,7 +421,7 @@ def _field(extra: dict[str, Any], *names: str) -> Any:
     return value
 
 
-def _collect(trajectory: _Trajectory, agents: dict[tuple[str, int], PlayedAgent], where: str) -> None:
+def _collect(trajectory: _Trajectory, agents: dict[tuple[str, int], ForeignAgent], where: str) -> None:
     """Collect the agent of a trajectory, then those of embedded trajectories."""
     if trajectory.schema_version not in VERSIONS:
         raise InputError(f"{where}: version {trajectory.schema_version[:40]!r}; read are 1.0 to 1.8")
@@ -432,7 +432,7 @@ def _collect(trajectory: _Trajectory, agents: dict[tuple[str, int], PlayedAgent]
         index = _typed(told, Annotated[int, msgspec.Meta(ge=0, lt=MAX_INDEX)], count)
         played = agents.setdefault(
             (agent.name, index),
-            PlayedAgent(seat=agent.name, index=index, policy=agent.model_name or agent.name, rows=[], rewards=[]),
+            ForeignAgent(seat=agent.name, index=index, policy=agent.model_name or agent.name, rows=[], rewards=[]),
         )
         played.rows += [with_observations(row) for row in _rows(trajectory.steps, played.policy, where)]
     for part in trajectory.subagent_trajectories or ():
@@ -521,12 +521,12 @@ def _reply(step: _Step, policy: str, context: list[int] | None, where: str) -> R
     )
 
 
-def _call(call: _AtifCall, observation: _Observation | None) -> PlayedCall:
+def _call(call: _AtifCall, observation: _Observation | None) -> ForeignCall:
     results = [] if observation is None else observation.results
     answer = next((result for result in results if result.source_call_id == call.tool_call_id), _Result())
     extra = answer.extra or {}
     told = (call.extra or {}).get("arguments")
-    return PlayedCall(
+    return ForeignCall(
         id=call.tool_call_id,
         name=call.function_name,
         arguments=call.arguments if told is None else told,

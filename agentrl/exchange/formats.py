@@ -41,7 +41,7 @@ class ImportFormat(NamedTuple):
 
     help: str
     read: str
-    """`module:function`, called with a path, gives the episodes there, as `played.PlayedEpisode`."""
+    """`module:function`, called with a path, gives the episodes there, as `foreign.ForeignEpisode`."""
 
 
 IMPORTS: Mapping[str, ImportFormat] = {

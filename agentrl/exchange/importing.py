@@ -1,7 +1,7 @@
-"""Imports: what other tools wrote, as a run that every reading command and the viewer read like any other.
+"""Imports files of other tools as a run, which every reading command and the viewer read like any other.
 
-Owns the run that is made: it is built beside its place and given its name when it is whole, so that a file that is
-refused at its last line leaves nothing. The files are taken as hostile; each error names file and line.
+Owns the run that is made: it is built under a temporary name and renamed when it is complete, so a file that is refused
+at its last line leaves nothing behind. The files are untrusted; each error names file and line.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from agentrl.core.clock import SystemClock
 from agentrl.core.errors import EpisodeError, InputError, StorageError
 from agentrl.core.files import remedy, rename_durably
 from agentrl.exchange.files import building, storable
+from agentrl.exchange.foreign import Reply, entries_of, header_of, missing, replies_of, spec_of
 from agentrl.exchange.formats import IMPORTS
-from agentrl.exchange.played import Reply, entries_of, header_of, missing, replies_of, spec_of
 from agentrl.journal.entries import episode_digest
 from agentrl.journal.store import SqliteJournal
 
 if TYPE_CHECKING:
-    from agentrl.exchange.played import PlayedEpisode
+    from agentrl.exchange.foreign import ForeignEpisode
     from agentrl.journal.entries import JournalEntry
 
 WORKER = "import"
@@ -50,7 +50,7 @@ class Imported(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def import_run(source: Path, format: str, target: Path) -> Imported:
-    """Make a run of other tools' files.
+    """Turn files of another tool into a run.
 
     Args:
         source: a file or a directory.
@@ -58,14 +58,14 @@ def import_run(source: Path, format: str, target: Path) -> Imported:
         target: the run's directory, which must not exist.
 
     Raises:
-        InputError: a file is not of the format, or breaks a bound; or the target exists.
+        InputError: a file is not of the format, or exceeds a limit; or the target exists.
         StorageError: the disk refused.
     """
     taken = f"{target}: exists; name a directory that does not"
     if os.path.lexists(target):
         raise InputError(taken)
     module, _, function = IMPORTS[format].read.partition(":")
-    episodes: Iterator[PlayedEpisode] = getattr(import_module(module), function)(source)
+    episodes: Iterator[ForeignEpisode] = getattr(import_module(module), function)(source)
     told = Counter[str]()
     try:
         with building(target) as built:
@@ -73,13 +73,13 @@ def import_run(source: Path, format: str, target: Path) -> Imported:
             if not told["episodes"]:
                 raise InputError(f"{source}: it contains no episode")
             rename_durably(built, target)
-    except FileExistsError as error:  # it came meanwhile
+    except FileExistsError as error:  # created meanwhile
         raise InputError(taken) from error
     except RecursionError as error:
         raise InputError(f"{source}: values nested deeper than can be read") from error
     except (OSError, StorageError) as error:
         why, mend = "the disk is full, or refuses", "free space or mend it, then import again"
-        if isinstance(error, OSError):  # and not the journal's, which speaks of a run that goes on
+        if isinstance(error, OSError):  # the journal's own message speaks of resuming a run
             why, mend = error.strerror or str(error), remedy(error)
         raise StorageError(f"{target}: the run cannot be written ({why}); {mend}") from error
     counts = {name: told.pop(name) for name in ("episodes", "turns")}
@@ -95,12 +95,12 @@ class _Times(SystemClock):
         return self.at or super().wall()
 
 
-async def _write(directory: Path, episodes: Iterator[PlayedEpisode], info: dict[str, Any], told: Counter[str]) -> None:
+async def _write(directory: Path, episodes: Iterator[ForeignEpisode], info: dict[str, Any], told: Counter[str]) -> None:
     clock = _Times()
     journal = SqliteJournal(directory, info=info, clock=clock)
     names: set[str] = set()
 
-    async def commit(played: PlayedEpisode, entries: list[JournalEntry]) -> None:
+    async def commit(played: ForeignEpisode, entries: list[JournalEntry]) -> None:
         spec, log = spec_of(played), journal.turn_log(WORKER)
         header = header_of(played, log.name, len(entries))
         try:
@@ -114,7 +114,7 @@ async def _write(directory: Path, episodes: Iterator[PlayedEpisode], info: dict[
         await journal.commit_episode(spec, header, episode_digest(entries), played.metrics, played.detail)
 
     try:
-        batch: list[tuple[PlayedEpisode, list[JournalEntry]]] = []
+        batch: list[tuple[ForeignEpisode, list[JournalEntry]]] = []
         size = 0
         for played in episodes:
             _check_names(played, names)
@@ -133,8 +133,8 @@ async def _write(directory: Path, episodes: Iterator[PlayedEpisode], info: dict[
         await journal.close()
 
 
-def _check_names(played: PlayedEpisode, names: set[str]) -> None:
-    """Refuse ids that are taken, and names that no list could show."""
+def _check_names(played: ForeignEpisode, names: set[str]) -> None:
+    """Refuse ids that are taken, and names that are too long to show."""
     if played.name in names:
         raise InputError(f"{played.where}: the id {played.name[:100]!r} is another episode's already")
     names.add(played.name)
@@ -144,8 +144,8 @@ def _check_names(played: PlayedEpisode, names: set[str]) -> None:
             raise InputError(f"{played.where}: a name of {len(name):,} characters; at most {MAX_NAME}")
 
 
-def _check_values(played: PlayedEpisode) -> None:
-    """Refuse what no journal keeps, and numbers with which nothing can be computed."""
+def _check_values(played: ForeignEpisode) -> None:
+    """Refuse values that the journal cannot store, and numbers out of range."""
     storable(played.task, played.where)
     for agent in played.agents:
         for item in (item for row in agent.rows for item in row):

@@ -15,11 +15,11 @@ import msgspec
 
 from agentrl.core.errors import InputError
 from agentrl.exchange.files import decode_json, directories, json_lines
-from agentrl.exchange.played import (
+from agentrl.exchange.foreign import (
     UNKNOWN,
+    ForeignAgent,
+    ForeignEpisode,
     MessageRow,
-    PlayedAgent,
-    PlayedEpisode,
     Reply,
     call_of,
     finite_numbers,
@@ -176,7 +176,7 @@ class _Shape(msgspec.Struct):
     completion: msgspec.Raw = msgspec.Raw()
 
 
-def read(source: Path) -> Iterator[PlayedEpisode]:
+def read(source: Path) -> Iterator[ForeignEpisode]:
     """The episodes of a file, or of the directory of a run.
 
     Raises:
@@ -201,11 +201,11 @@ def read(source: Path) -> Iterator[PlayedEpisode]:
             raise InputError(f"{where}: neither an episode, nor a trace, nor a rollout of verifiers: no `traces`")
 
 
-def _episode(told: _TraceEpisode, where: str) -> PlayedEpisode:
+def _episode(told: _TraceEpisode, where: str) -> ForeignEpisode:
     if not told.id:
         raise InputError(f"{where}: the episode has no id")
     policy = told.run.work.policy if told.run is not None and told.run.work is not None else None
-    agents: list[PlayedAgent] = []
+    agents: list[ForeignAgent] = []
     metrics: dict[str, float] = {}
     counts: dict[str, int] = {}
     several = len(told.traces) > 1
@@ -221,7 +221,7 @@ def _episode(told: _TraceEpisode, where: str) -> PlayedEpisode:
     stops = list(dict.fromkeys(trace.stop_condition for trace in told.traces if trace.stop_condition))
     starts = [trace.timing.start for trace in told.traces if trace.timing.start]
     failed = errors[-1] if errors and not told.ok else None
-    return PlayedEpisode(
+    return ForeignEpisode(
         name=told.id,
         where=where,
         source={"from": "verifiers", "where": where, "run": told.run.id if told.run is not None else None},
@@ -246,12 +246,12 @@ def _end(trace: _Trace) -> float:
     return max(timing.agent.end, timing.finalize.end, timing.scoring.end, *said)
 
 
-def _agent(trace: _Trace, index: int, policy: _Policy | None, where: str) -> PlayedAgent:
+def _agent(trace: _Trace, index: int, policy: _Policy | None, where: str) -> ForeignAgent:
     calls = {call.node: call for call in trace.calls if call.node is not None}
     models = [call.model for call in trace.calls if call.model]
     same = policy.start if policy is not None and policy.start == policy.end else None
     rewards = [reward.score * reward.weight for reward in trace.rewards.values() if reward is not None]
-    return PlayedAgent(
+    return ForeignAgent(
         seat=trace.agent.name,
         index=index,
         policy=models[-1] if models else trace.agent.name,
@@ -339,7 +339,7 @@ def _reply(node: _Node, call: _ModelCall, context: list[int] | None, ids: list[i
     )
 
 
-def _rollout(told: _Rollout, where: str) -> PlayedEpisode:
+def _rollout(told: _Rollout, where: str) -> ForeignEpisode:
     """A line of `results.jsonl`: messages and a reward, without tokens and times."""
     number = where.rpartition(" ")[2]
     row: MessageRow = [
@@ -355,14 +355,14 @@ def _rollout(told: _Rollout, where: str) -> PlayedEpisode:
         else:
             row.append(message_of(message))
     task = f"{told.task or 'task'}-{told.example_id if told.example_id is not None else number}"
-    agent = PlayedAgent(
+    agent = ForeignAgent(
         seat="agent",
         index=0,
         policy="agent",
         rows=[with_observations(row)],
         rewards=[] if told.reward is None else [(None, told.reward)],
     )
-    return PlayedEpisode(
+    return ForeignEpisode(
         name=f"r{number}",
         where=where,
         source={"from": "verifiers", "where": where},

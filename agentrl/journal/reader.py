@@ -38,7 +38,7 @@ MAX_FORK_DEPTH = 64
 """Forks of forks, at most; more means that references go round in a circle."""
 
 
-class EntryKey(NamedTuple):
+class EpisodeKey(NamedTuple):
     """The episode whose entries are read, and its commit's figures, if known."""
 
     partition: str
@@ -67,9 +67,9 @@ class TurnReader:
             JournalError: the partition cannot be read, an entry does not match its checksum, or the entries are not
                 as many as `entries` or not those of `digest`.
         """
-        return self.read_many([EntryKey(partition, episode_id, attempt, entries, digest)])[0]
+        return self.read_many([EpisodeKey(partition, episode_id, attempt, entries, digest)])[0]
 
-    def read_many(self, keys: Sequence[EntryKey]) -> list[list[JournalEntry]]:
+    def read_many(self, keys: Sequence[EpisodeKey]) -> list[list[JournalEntry]]:
         """The entries of several episodes, in the order of `keys`; raises as `read`."""
         by_partition: dict[str, set[str]] = {}
         for key in keys:
@@ -91,7 +91,7 @@ class TurnReader:
             _check_committed(key, rows)
         return answer
 
-    def beginnings(self, keys: Sequence[EntryKey]) -> list[JournalEntry]:
+    def beginnings(self, keys: Sequence[EpisodeKey]) -> list[JournalEntry]:
         """The first entries of episodes, as far as they can be read; unordered."""
         wanted = {(key.partition, key.episode_id): key.attempt for key in keys}
         found = []
@@ -244,7 +244,7 @@ def read_prefix(journal: str | Path, point: ForkPoint) -> list[JournalEntry]:
     return prefix_of(str(journal), point, read)
 
 
-def _check_committed(key: EntryKey, rows: Sequence[JournalEntry]) -> None:
+def _check_committed(key: EpisodeKey, rows: Sequence[JournalEntry]) -> None:
     """Refuse entries that are not those of the commit: each may be whole, and one missing or of another time."""
     if key.entries is not None and len(rows) != key.entries:
         difference = f"but it was committed with {key.entries}; the partition is damaged or was replaced"

@@ -106,7 +106,7 @@ class StepColumns:
 
 
 class MergedColumns:
-    """The rows of all ranks, in rank order."""
+    """The step's columns of all ranks as one, rows in rank order: for the step's file and its metrics."""
 
     def __init__(self, parts: Sequence[bytes]) -> None:
         """From what `StepColumns.encode` gave on each rank."""

@@ -28,7 +28,7 @@ from agentrl.core.clock import SystemClock
 from agentrl.core.errors import NonFiniteError, StorageError, TrainerError
 from agentrl.core.records import PolicyVersion, StepReport, TrainBatch, TrainingSample, Trajectory, Unit, WeightsRef
 from agentrl.credit.samples import ReadUnits, read_samples, trained_positions
-from agentrl.journal.reader import EntryKey, TurnReader
+from agentrl.journal.reader import EpisodeKey, TurnReader
 from agentrl.journal.rows import trajectories
 from agentrl.learn.columns import MergedColumns, StepColumns
 from agentrl.learn.forward import token_logprobs
@@ -465,7 +465,7 @@ def journal_reader(run_directory: Path) -> ReadUnits:
 
     def read(units: Sequence[Unit]) -> Sequence[Sequence[Trajectory]]:
         keys = [
-            EntryKey(item.location.partition, item.episode_id, item.attempt, item.location.entries) for item in units
+            EpisodeKey(item.location.partition, item.episode_id, item.attempt, item.location.entries) for item in units
         ]
         read = zip(units, reader.read_many(keys), strict=True)
         return [trajectories(entries, item.policy) for item, entries in read]

@@ -1,8 +1,8 @@
-"""A watch on the event loop: what blocks it, and errors that nobody awaits, are named with file and line.
+"""Watches the event loop: names, with file and line, the code that blocks it and the errors that nobody awaits.
 
-Code that blocks the loop stops every episode at once. A thread looks at a mark the loop renews; where the mark is old,
-it reads the stack of the loop's thread. Owns that thread. Does not interrupt anything. A loop that waits for work is
-never reported, nor is a starved machine.
+Code that blocks the loop stops every episode at once. A thread checks a timestamp that the loop renews; if it is old,
+the thread reads the stack of the loop's thread. Owns that thread. Does not interrupt anything. A loop that waits for
+work is never reported, nor is a starved machine.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ def watch_loop(
 
     Args:
         tell: takes one line for people; must be safe to call from a thread.
-        longest_s: the loop is blocked when it does not come round for so long, in seconds.
-        repeated_s: so long is enough, in seconds, for a place that does it twice: neither an import at its first use
-            nor a starved machine does. None: only `longest_s` counts.
+        longest_s: the loop counts as blocked after so many seconds without an iteration.
+        repeated_s: so many seconds are enough for a place that blocks twice, which neither a first import nor a
+            starved machine does. None: only `longest_s` counts.
         users_only: report a blocked loop only where the user's code is on the stack.
     """
     watch = _Watch(
@@ -149,7 +149,9 @@ def _user_frames(innermost: FrameType) -> list[FrameType]:
     """The user's frames on the loop's stack, innermost first; the innermost frame if there is none."""
     frames: list[FrameType] = []
     frame: FrameType | None = innermost
-    while frame is not None and frame.f_globals.get("__name__") != "asyncio.base_events":  # beyond is who runs the loop
+    while (
+        frame is not None and frame.f_globals.get("__name__") != "asyncio.base_events"
+    ):  # further out is the code that runs the loop
         if is_users(frame.f_code.co_filename):
             frames.append(frame)
         frame = frame.f_back

@@ -290,7 +290,13 @@ class Orchestrator:
         return [ready._replace(unit=unit) for ready, unit in zip(taken, units, strict=True)]
 
     async def _step_with(self, policy: str, taken: Sequence[ReadyUnit]) -> bool:
-        """Take the step while holding the trainer until its version is current, so that no checkpoint falls between."""
+        """Take the step while holding the trainer until its version is current, so that no checkpoint falls between.
+
+        The way of the new weights: `publish` has the trainer write their files (`learn/storage.py`) and the journal
+        record the version; `ServedVersions.make_current` sends the engine all versions it is to serve, and returns when
+        it has loaded the new one (`VersionTable.serve` in `engines/sessions.py`, then `_load` of the engine). Only then
+        are the units consumed, which makes room for new episodes, and the version becomes the board's current one.
+        """
         version = self.board.next_version(policy)
         batch = TrainBatch(
             step_id=version.step,

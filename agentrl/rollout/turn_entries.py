@@ -237,7 +237,7 @@ class PartialTurn:
             delivered = sum(len(piece.token_ids) for piece in self._delivered or ())
             self._delivered = None
             if len(completion.token_ids) > delivered:
-                self._unwritten = [*(self._unwritten or ()), part(completion, delivered, len(completion.token_ids))]
+                self._unwritten = [*(self._unwritten or ()), slice_of(completion, delivered, len(completion.token_ids))]
             self._write()
 
     def lost(self) -> bool:
@@ -283,7 +283,7 @@ class PartialTurn:
         newest = self.pieces[index]
         if newest.finish_reason != "abort" or newest.expert_routing is not None:
             return False
-        self.pieces[index] = part(newest, 0, len(newest.token_ids) - 1)
+        self.pieces[index] = slice_of(newest, 0, len(newest.token_ids) - 1)
         self.sampled -= 1
         self._written -= 1
         return True
@@ -340,7 +340,7 @@ def joined(pieces: Sequence[Completion]) -> Completion:
     )
 
 
-def part(piece: Completion, start: int, stop: int) -> Completion:
+def slice_of(piece: Completion, start: int, stop: int) -> Completion:
     """Tokens `[start, stop)` of a piece, with logprobs and versions alone."""
     spans = ((max(span.start, start) - start, min(span.stop, stop) - start, span.version) for span in piece.spans)
     return Completion(

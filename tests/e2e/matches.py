@@ -20,7 +20,7 @@ from agentrl.app.policies import weights_in
 from agentrl.core.records import Row
 from agentrl.inspection.reader import RunReader
 from agentrl.journal.entries import TurnEntry
-from agentrl.journal.reader import EntryKey, TurnReader
+from agentrl.journal.reader import EpisodeKey, TurnReader
 from agentrl.journal.rows import trajectories
 
 
@@ -128,7 +128,7 @@ def played(run: Path) -> list[tuple[TurnEntry, Row]]:
         entries = reader.episode(line.episode).entries
         turns = {entry.seat: entry for _, entry in entries if isinstance(entry, TurnEntry)}
         partition = next((run / "journal").glob("turns-*.db")).name
-        rows = trajectories(log.read_many([EntryKey(partition, line.episode, 0, len(entries))])[0])
+        rows = trajectories(log.read_many([EpisodeKey(partition, line.episode, 0, len(entries))])[0])
         found += [(turns[t.seat], t.rows[0]) for t in rows if t.rows]
     reader.close()
     log.close()

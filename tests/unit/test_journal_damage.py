@@ -15,7 +15,7 @@ from agentrl.core.errors import JournalError, StorageError
 from agentrl.core.records import PolicyVersion, Task
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.journal.entries import JournalEntry
-from agentrl.journal.reader import EntryKey, TurnReader
+from agentrl.journal.reader import EpisodeKey, TurnReader
 from agentrl.journal.run_log import SqliteRunLog
 from agentrl.journal.store import SqliteJournal
 from agentrl.rollout.byte_formats import STOP_TOKEN
@@ -124,7 +124,7 @@ def test_missing_entries_are_found(tmp_path: Path) -> None:
         connection.execute("DELETE FROM entries WHERE call = 'r#1'")
     connection.close()
     with pytest.raises(JournalError, match=r"2 entries in turns-w0\.db, but it was committed with 3"):
-        TurnReader(tmp_path).read_many([EntryKey("turns-w0.db", "e0", 0, 3)])
+        TurnReader(tmp_path).read_many([EpisodeKey("turns-w0.db", "e0", 0, 3)])
 
 
 def test_entries_that_are_whole_but_not_those_of_the_commit_are_found(tmp_path: Path) -> None:

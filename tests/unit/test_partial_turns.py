@@ -13,7 +13,7 @@ from agentrl.core.ports import SamplingParams
 from agentrl.core.records import Completion, MaskStatus, PolicyVersion, RoutingBreak, SamplingMask, VersionSpan
 from agentrl.journal.entries import JournalEntry, Partial, Span, encode_partial
 from agentrl.rollout.call_journal import Call
-from agentrl.rollout.turn_entries import EpisodePartials, PartialTurn, joined, part
+from agentrl.rollout.turn_entries import EpisodePartials, PartialTurn, joined, slice_of
 from agentrl.testing.memory_journal import MemoryTurnLog
 from tests.support.builders import make_completion
 
@@ -74,8 +74,8 @@ def test_routings_are_concatenated_and_break_where_positions_begin_again() -> No
 
 def test_a_part_keeps_the_spans_inside() -> None:
     whole = joined([piece([5, 6], 0), piece([7, 8], 1)])
-    assert part(whole, 1, 3).spans == (VersionSpan(0, 1, version(0)), VersionSpan(1, 2, version(1)))
-    assert part(whole, 2, 2).spans == ()
+    assert slice_of(whole, 1, 3).spans == (VersionSpan(0, 1, version(0)), VersionSpan(1, 2, version(1)))
+    assert slice_of(whole, 2, 2).spans == ()
 
 
 def row(

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from agentrl.core.ports import Refresh
     from agentrl.core.records import Float32Array, PolicyVersion, WeightsRef
     from agentrl.engines.embedded.capture import RoutingTap
-    from agentrl.engines.weights import AdapterFile, Canary
+    from agentrl.engines.weights import AdapterWeights, Canary
 
 BASE = -1
 """The place of rows that use no adapter."""
@@ -296,7 +296,7 @@ class EmbeddedVersions(VersionTable[Serving]):
         is_free = self.leases.refresh_of(policy) == "token" and not old.held and old.adapter != BASE
         return is_free and self._wanted.is_current(weights)
 
-    async def _swap_adapter(self, weights: WeightsRef, adapter: AdapterFile, canary: Canary | None) -> bool:
+    async def _swap_adapter(self, weights: WeightsRef, adapter: AdapterWeights, canary: Canary | None) -> bool:
         """Fill a free place or, where there is none, that of the policy's current version; False: that is held.
 
         Once begun it is finished, even if whoever asked for it is cancelled.
@@ -365,7 +365,7 @@ class AdapterBank:
         self.max_rank = max_rank
         self._model = model
         self._free = list(range(places))
-        self._filled: dict[int, AdapterFile] = {}
+        self._filled: dict[int, AdapterWeights] = {}
         self._layers: dict[str, BankLinear] = {}
         self._rank = 0
         self._selected: bytes | None = None
@@ -380,7 +380,7 @@ class AdapterBank:
         """The lowest empty place, None if all are filled."""
         return min(self._free) if self._free else None
 
-    def check(self, weights: WeightsRef, adapter: AdapterFile) -> None:
+    def check(self, weights: WeightsRef, adapter: AdapterWeights) -> None:
         """Refuse an adapter that does not fit the model.
 
         Raises:
@@ -388,7 +388,7 @@ class AdapterBank:
         """
         check_adapter(weights, adapter, self._model, max_rank=self.max_rank)
 
-    def fill(self, place: int, adapter: AdapterFile) -> None:
+    def fill(self, place: int, adapter: AdapterWeights) -> None:
         """Put a checked adapter into an empty place; call between two passes."""
         self._free.remove(place)
         self._filled[place] = adapter
@@ -404,12 +404,12 @@ class AdapterBank:
         else:
             self._write(place, adapter)
 
-    def empty(self, place: int) -> AdapterFile:
+    def empty(self, place: int) -> AdapterWeights:
         """Forget the adapter of `place`, which is returned; call when no row uses it."""
         self._free.append(place)
         return self._filled.pop(place)
 
-    def _wrap(self, adapter: AdapterFile) -> bool:
+    def _wrap(self, adapter: AdapterWeights) -> bool:
         """Give the layers of an adapter that no earlier one was on their share of the bank; whether there are any."""
         added = [name for name in adapter.matrices if name not in self._layers]
         for name in added:
@@ -426,7 +426,7 @@ class AdapterBank:
             layer.down = layer.base.weight.new_zeros(columns, layer.base.in_features)
             layer.up = layer.base.weight.new_zeros(columns, layer.base.out_features)
 
-    def _write(self, place: int, adapter: AdapterFile) -> None:
+    def _write(self, place: int, adapter: AdapterWeights) -> None:
         first = place * self._rank
         with torch.inference_mode():
             for name, layer in self._layers.items():

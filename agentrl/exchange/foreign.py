@@ -1,4 +1,4 @@
-"""Episodes played by other tools: their messages, their agents, and the journal entries they become.
+"""Episodes that other tools played: their messages, their agents, and the journal entries they become.
 
 Absent data is left out and listed in an entry `imported`; nothing is invented. A turn without token ids has its text;
 an episode without times has none.
@@ -31,12 +31,12 @@ from agentrl.journal.entries import (
 )
 
 UNKNOWN = -1
-"""Step and lineage of weights that nobody told of."""
+"""Step and lineage of weights of which nothing is known."""
 NOT_RECORDED = "not_recorded"
 """Outcome of a tool call of which only its observation is known."""
 
 
-class PlayedCall(msgspec.Struct, frozen=True, kw_only=True):
+class ForeignCall(msgspec.Struct, frozen=True, kw_only=True):
     """A tool call that a policy made."""
 
     id: str
@@ -52,7 +52,7 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
 
     text: str
     reasoning: str = ""
-    calls: Sequence[PlayedCall] = ()
+    calls: Sequence[ForeignCall] = ()
     context_ids: Sequence[int] | None = None
     """The tokens before it that are new in its row; None: not told."""
     token_ids: Sequence[int] | None = None
@@ -71,8 +71,8 @@ MessageRow = list[dict[str, Any] | Reply]
 """Messages and replies of one conversation, in order."""
 
 
-class PlayedAgent(msgspec.Struct, kw_only=True):
-    """An agent."""
+class ForeignAgent(msgspec.Struct, kw_only=True):
+    """An agent of an episode that another tool played."""
 
     seat: str
     index: int
@@ -82,8 +82,8 @@ class PlayedAgent(msgspec.Struct, kw_only=True):
     """(turn, value) by component; no turn: for the episode."""
 
 
-class PlayedEpisode(msgspec.Struct, kw_only=True):
-    """An episode."""
+class ForeignEpisode(msgspec.Struct, kw_only=True):
+    """An episode that another tool played, as an import reads it."""
 
     name: str
     where: str
@@ -94,7 +94,7 @@ class PlayedEpisode(msgspec.Struct, kw_only=True):
     task_id: str
     task: dict[str, Any]
     group: str
-    agents: list[PlayedAgent]
+    agents: list[ForeignAgent]
     stop_reason: str | None = None
     drop_reason: str | None = None
     detail: str = ""
@@ -105,7 +105,7 @@ class PlayedEpisode(msgspec.Struct, kw_only=True):
     """Step of the weights that played it, if the file names one for the whole episode."""
 
 
-def spec_of(played: PlayedEpisode) -> EpisodeSpec:
+def spec_of(played: ForeignEpisode) -> EpisodeSpec:
     """The admission of an episode."""
     return EpisodeSpec(
         episode_id=played.name,
@@ -118,7 +118,7 @@ def spec_of(played: PlayedEpisode) -> EpisodeSpec:
     )
 
 
-def entries_of(played: PlayedEpisode) -> list[JournalEntry]:
+def entries_of(played: ForeignEpisode) -> list[JournalEntry]:
     """The entries of an episode: agents side by side where all times are known, else one after the other."""
     seats = {agent.seat: agent.policy for agent in played.agents}
     begin = Begin(
@@ -135,7 +135,7 @@ def entries_of(played: PlayedEpisode) -> list[JournalEntry]:
     return [JournalEntry(played.name, 0, call, b"", encode_body(body)) for call, body in calls]
 
 
-def header_of(played: PlayedEpisode, partition: str, entries: int) -> EpisodeHeader:
+def header_of(played: ForeignEpisode, partition: str, entries: int) -> EpisodeHeader:
     """The header of an episode."""
     replies = {id(agent): list(_replies(agent)) for agent in played.agents}
     tokens = {key: sum(len(reply.token_ids or ()) for reply in said) for key, said in replies.items()}
@@ -166,7 +166,7 @@ def header_of(played: PlayedEpisode, partition: str, entries: int) -> EpisodeHea
     )
 
 
-def missing(played: PlayedEpisode) -> list[str]:
+def missing(played: ForeignEpisode) -> list[str]:
     """The kinds of data that the file lacks for the episode."""
     replies = replies_of(played)
     lacks = {
@@ -180,12 +180,12 @@ def missing(played: PlayedEpisode) -> list[str]:
     return [what for what, is_missing in lacks.items() if is_missing]
 
 
-def replies_of(played: PlayedEpisode) -> list[Reply]:
+def replies_of(played: ForeignEpisode) -> list[Reply]:
     """The replies of all its policies, agent by agent."""
     return [reply for agent in played.agents for reply in _replies(agent)]
 
 
-def _replies(agent: PlayedAgent) -> Iterator[Reply]:
+def _replies(agent: ForeignAgent) -> Iterator[Reply]:
     return (item for row in agent.rows for item in row if isinstance(item, Reply))
 
 
@@ -198,7 +198,7 @@ def _oldest(replies: Iterable[Reply], otherwise: int) -> tuple[int, int]:
     return step, lineage
 
 
-def _blocks(agent: PlayedAgent, where: str) -> Iterator[tuple[float, list[EntryBody]]]:
+def _blocks(agent: ForeignAgent, where: str) -> Iterator[tuple[float, list[EntryBody]]]:
     """Each turn with what belongs to it, and when it began; what was told after the last turn comes by itself."""
     turn = 0
     for number, row in enumerate(agent.rows):
@@ -227,7 +227,13 @@ def _blocks(agent: PlayedAgent, where: str) -> Iterator[tuple[float, list[EntryB
 
 
 def _turn(
-    agent: PlayedAgent, row: int, turn: int, messages: tuple[dict[str, Any], ...], reply: Reply, length: int, where: str
+    agent: ForeignAgent,
+    row: int,
+    turn: int,
+    messages: tuple[dict[str, Any], ...],
+    reply: Reply,
+    length: int,
+    where: str,
 ) -> TurnEntry:
     return TurnEntry(
         seat=agent.seat,
@@ -300,7 +306,7 @@ def _part(part: Any) -> str:
     return text if isinstance(text, str) else f"[{part.get('type', 'a part')} is not shown]"
 
 
-def call_of(call: Any) -> PlayedCall:
+def call_of(call: Any) -> ForeignCall:
     """A tool call, in any of the forms in use: `{name, arguments}`, `{function: {name, arguments}}`, either as JSON."""
     value = _parsed(call) if isinstance(call, str) else call
     value = value if isinstance(value, dict) else {"name": "?", "arguments": call}
@@ -308,7 +314,7 @@ def call_of(call: Any) -> PlayedCall:
     inner = function if isinstance(function, dict) else value
     arguments = inner.get("arguments")
     parsed = _parsed(arguments) if isinstance(arguments, str) else arguments
-    return PlayedCall(
+    return ForeignCall(
         id=str(value.get("id") or ""),
         name=str(inner.get("name", "?")),
         arguments=parsed if isinstance(parsed, dict) else arguments,
@@ -339,7 +345,7 @@ def with_observations(row: MessageRow) -> MessageRow:
     return answered
 
 
-def _answered(calls: Any, answers: list[dict[str, Any]]) -> list[PlayedCall]:
+def _answered(calls: Any, answers: list[dict[str, Any]]) -> list[ForeignCall]:
     """Match answers to calls by id, or in order if there are no ids."""
     by_id = {answer.get("tool_call_id"): answer for answer in answers}
     found = []
