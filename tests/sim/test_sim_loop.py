@@ -74,7 +74,7 @@ class PausableEngine:
 async def race() -> bool:
     engine = PausableEngine()
     async with asyncio.TaskGroup() as group:
-        group.create_task(engine.serve([]))
+        group.create_task(engine.update())
         for _ in range(2):
             group.create_task(engine.generate())
     return engine.torn
