@@ -157,9 +157,11 @@ class PolicyModel:
             ModelError: it was rounded when it was published, or is of another model.
         """
         read = read_weights(weights).tensors if self._adapter is None else read_matrices(weights)
-        rounded = next((tensor.dtype for tensor in read.values() if tensor.dtype != torch.float32), None)
-        if rounded is not None or self.has_masters:
-            raise ModelError(f"{weights.path}: published as {rounded}, so what was trained is not kept bit for bit")
+        if self.has_masters or any(tensor.dtype != torch.float32 for tensor in read.values()):
+            raise ModelError(
+                f"{weights.path}: rounded when it was published, so what was trained is not kept bit for bit; take the "
+                "weights of a checkpoint, which are float32"
+            )
         if self._adapter is None:
             state = dict(self.model.state_dict())
             read = match_full_weights(weights, read, state, self.model)

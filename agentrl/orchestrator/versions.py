@@ -169,7 +169,7 @@ class ServedVersions:
             await self._serve()
         except EngineError:
             if holder:
-                del self._pins[holder][weights.version]
+                self._pins[holder].pop(weights.version, None)
             if before is None:
                 del self.current[policy]
             else:

@@ -75,3 +75,18 @@ def test_a_version_that_waits_for_a_place_gets_that_of_one_that_is_unpinned_mean
         engine.open("s", "solver", pin=weights(2).version).close()
 
     asyncio.run(main())
+
+
+def test_a_refused_version_that_its_holder_has_unpinned_meanwhile_is_told_as_refused() -> None:
+    async def main() -> None:
+        engine, served = table()
+        await served.pin("evaluation", weights(1))
+        engine.refused = weights(2)
+        making = asyncio.ensure_future(served.make_current(weights(2), holder="batches"))
+        await asyncio.sleep(0)
+        served.unpin("batches", weights(2).version)
+        with pytest.raises(EngineError, match=r"solver@0\.2 refused"):
+            await making
+        assert served.current == {}
+
+    asyncio.run(main())

@@ -69,9 +69,9 @@ class EmbeddedEngine(ModelEngine[Serving]):
         fixed_shapes: compute every token alone, in passes of one shape, so that it is the same bit for bit whoever else
             is there and however often the conversation was interrupted; several times slower.
         threads: torch threads of this process.
-        where the model lies; None: the first GPU (not yet tested), or the CPU if there is none.
+        device: where the model lies; None: the first GPU (not yet tested), or the CPU if there is none.
         dtype: `float32`, `bfloat16`, or `auto`: the checkpoint's.
-        times durations.
+        clock: times durations.
     """
 
     versions: EmbeddedVersions
