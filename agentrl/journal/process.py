@@ -14,7 +14,7 @@ import fcntl
 import os
 import weakref
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Annotated, Literal, Protocol, TypeVar
 
 import msgspec
 
@@ -44,6 +44,9 @@ _BOOT = os.urandom(4).hex()
 State = Literal["", "running", "finished", "stopped", "failed"]
 """The state of the process: `stopped` by Ctrl-C or SIGTERM, `failed` with an error. Empty: no process ever led the run,
 as after an import."""
+
+_Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
+"""A record that counts beyond it is none of ours."""
 
 
 class RunLock:
@@ -162,10 +165,10 @@ class PlayedJournal(Protocol):
 class EpisodeProgress(msgspec.Struct, frozen=True, array_like=True):
     """An unfinished episode's progress on disk, and the number of consecutive deaths of the process without any."""
 
-    attempt: int
-    entries: int
-    partials: int
-    deaths: int
+    attempt: _Count
+    entries: _Count
+    partials: _Count
+    deaths: _Count
 
     def is_beyond(self, since: EpisodeProgress) -> bool:
         """Whether something new of the episode is on disk; the record of its start does not count."""
@@ -187,15 +190,15 @@ class ProcessRecord(msgspec.Struct, kw_only=True):
     """Whether episodes run in it. Where it has ended, it died under them."""
     fault: str = ""
     """How an environment broke the process, if known; a sentence."""
-    workers: int = 1
+    workers: _Count = 1
     """Worker processes of the run; 1: episodes ran in the process itself."""
     has_killer: bool = False
     """An episode killed a worker process or broke the event loop: the next one will not run in the run's process."""
     episodes: dict[str, EpisodeProgress] = {}
     """Unfinished training episodes, by id."""
-    evaluated: dict[str, int] = {}
+    evaluated: dict[str, _Count] = {}
     """Consecutive deaths by id of a held-out task; evaluations start over at each start."""
-    next_evaluation: int = 0
+    next_evaluation: _Count = 0
     """Number of the first evaluation episode since this start."""
 
     @staticmethod

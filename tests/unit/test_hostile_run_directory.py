@@ -20,6 +20,7 @@ from agentrl.core.errors import ConfigError, JournalError, StorageError
 from agentrl.core.files import replace_file
 from agentrl.inspection.reader import RunReader
 from agentrl.inspection.statistics import run_state
+from agentrl.journal.process import ProcessRecord, record_state, standing
 from agentrl.journal.reader import TurnReader
 from agentrl.journal.run_log import RunStart, SettingChange, SqliteRunLog
 from agentrl.journal.store import SqliteJournal
@@ -62,6 +63,24 @@ def test_any_numbers_can_be_shown(points: dict[int, float], steps: int) -> None:
 def test_any_curve_can_be_drawn(values: list[float]) -> None:
     assert curve(values)
     assert len(sparkline(values)) == len(values)
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"evaluated": {"held_out-1": int("9" * 4300)}},
+        {"episodes": {"e1": [0, 1, 0, 1 << 60]}},
+        {"episodes": {"e1": [0, 1, 0, -1]}},
+        {"next_evaluation": int("9" * 4300)},
+        {"workers": 10**30},
+    ],
+)
+def test_a_record_of_the_process_beyond_all_measure_counts_as_absent(tmp_path: Path, record: dict[str, object]) -> None:
+    """One more death, and Python would refuse to write the count."""
+    (tmp_path / "process.json").write_text(json.dumps({"state": "running", "is_playing": True, **record}))
+    assert ProcessRecord.read(tmp_path) == ProcessRecord()
+    record_state(tmp_path, "stopped")
+    assert standing(tmp_path) == "stopped"
 
 
 @pytest.mark.parametrize(
