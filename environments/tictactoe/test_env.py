@@ -75,7 +75,7 @@ def test_a_game_begins_after_its_opening() -> None:
 
 
 def test_a_game_that_is_over_before_it_begins_is_refused() -> None:
-    with pytest.raises(EnvironmentDefinitionError, match="over before anybody is asked"):
+    with pytest.raises(EnvironmentDefinitionError, match="over before the first turn"):
         play(TicTacToe, ["[0]"], data={"seed": 0, "opening": [0, 1, 3, 2, 6]})
 
 
