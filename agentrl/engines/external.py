@@ -129,7 +129,7 @@ class NoEngine:
 
     def open(self, session_id: str, policy: str, *, pin: PolicyVersion | None = None) -> EngineSession:
         """Refused: no policy is here."""
-        raise EngineError(f"{session_id}: no engine serves policy {policy!r}: all policies of the run live outside")
+        raise EngineError(f"{session_id}: no engine serves policy {policy!r}: all policies of the run are external")
 
     def abort(self, request_id: str) -> None:
         """Nothing is in flight."""
@@ -137,7 +137,7 @@ class NoEngine:
     async def serve(self, current: Collection[WeightsRef], pinned: Collection[WeightsRef] = ()) -> None:
         """Refused, unless there is nothing to serve: nothing here has weights."""
         for weights in (*current, *pinned):
-            raise EngineError(f"no engine takes {weights.path}: all policies of the run live outside")
+            raise EngineError(f"no engine takes {weights.path}: all policies of the run are external")
 
     async def ping(self) -> None:
         """Nothing computes."""
@@ -146,7 +146,7 @@ class NoEngine:
         self, version: PolicyVersion | str, token_ids: Int32Array, temperature: float = 1.0
     ) -> Float32Array:
         """Refused: nothing here has weights."""
-        raise EngineError(f"no engine scores tokens of {version}: all policies of the run live outside")
+        raise EngineError(f"no engine scores tokens of {version}: all policies of the run are external")
 
     def busy_seconds(self) -> float:
         """Never busy."""

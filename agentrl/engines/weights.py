@@ -376,7 +376,7 @@ def read_canary(weights: WeightsRef, file: WeightFile) -> Canary | None:
     """The canary of a version's file; None if it has none.
 
     Raises:
-        EngineError: what stands there is not a probe.
+        EngineError: the file's canary is damaged.
     """
     text = file.metadata.get(KEY)
     if text is None:
@@ -395,9 +395,9 @@ def read_canary(weights: WeightsRef, file: WeightFile) -> Canary | None:
         raise refusal(weights, f"its canary has {len(tokens)} tokens, or not a log-probability for each")
     for ids in (contexts, tokens):
         if int(ids.min()) < 0 or int(ids.max()) > np.iinfo(np.int32).max:
-            raise refusal(weights, "its canary has tokens of no vocabulary")
+            raise refusal(weights, "its canary has token ids that are negative, or beyond 32 bits")
     if not all(((each >= -_MAX_NATS) & (each <= 1e-3)).all() for each in (logprobs, start)):
-        raise refusal(weights, "its canary has log-probabilities that are none")
+        raise refusal(weights, f"its canary has log-probabilities outside [-{_MAX_NATS:g}, 0]")
     return Canary(
         contexts=contexts.astype(np.int32),
         token_ids=tokens.astype(np.int32),

@@ -363,7 +363,7 @@ class VllmEngine(ModelEngine[VllmVersion]):
         try:
             await self.versions.serve(current, pinned)
         except EngineDeadError as error:
-            raise EngineLostError("an update: vLLM died") from error
+            raise EngineLostError("vLLM died while its weights were updated") from error
 
     async def _switch_calls(self, old: VllmVersion, new: VllmVersion) -> None:
         """Move calls from `old` to `new`: begun turns in place where weights are replaced, others as new requests."""
