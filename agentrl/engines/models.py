@@ -44,6 +44,7 @@ _LOAD_ERRORS = (
     TypeError,
     AttributeError,
     ArithmeticError,
+    AssertionError,
     ImportError,
     RuntimeError,  # and RecursionError
     MemoryError,

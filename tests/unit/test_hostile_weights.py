@@ -85,6 +85,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "header": (oversized_header, "SafetensorError"),
     "deep": (deep_configuration, "cannot be (loaded|read)"),
     "heads": (lambda path: configuration(path, num_attention_heads="x"), "cannot be loaded"),
+    "padding": (lambda path: configuration(path, pad_token_id=10**6), "cannot be loaded.*AssertionError"),
     "layers": (lambda path: configuration(path, num_hidden_layers=3, layer_types=None), "missing"),
     "adapter": (lambda path: (path / "adapter_config.json").write_text("{}"), "holds an adapter"),
 }
