@@ -244,7 +244,10 @@ class Dispatcher:
         self.resume_held()
 
     def resume_held(self) -> None:
-        """Resume the episodes of a previous attempt that can go on; called again after every step."""
+        """Resume the episodes of a previous attempt that can continue now; called again after every step.
+
+        Only in deterministic mode must some wait: until the weights they began with have been recomputed.
+        """
         held, self._held = self._held, []
         for spec in held:
             resumable = self.admission.resumable(replace(spec, deadline=self._deadline(spec.purpose, spec.episode_id)))

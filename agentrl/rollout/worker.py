@@ -88,7 +88,7 @@ class AsyncioWorker:
         return self._runner.kv_budget
 
     def submit(self, spec: EpisodeSpec, on_end: OnEnd, *, resume: bool = False) -> None:
-        """Start an episode in its own task."""
+        """Start an episode in its own task; `resume`: it first replays what the journal holds of it."""
         self._start(spec, on_end, self._run(spec, on_end, resume=resume))
 
     def park(self, episode_id: str) -> bool:
@@ -134,11 +134,11 @@ class AsyncioWorker:
             # long where there are many, so `cancel`, which ends thousands, does not ask.
             if not self._is_cancelling and not all(other.cancelling() for other in asyncio.all_tasks()):
                 spec, on_end = known
-                self._start(spec, on_end, self._resume(spec, on_end))
+                self._start(spec, on_end, self._resume_stray(spec, on_end))
         elif (error := task.exception()) is not None:
             self._on_failure(error)
 
-    async def _resume(self, spec: EpisodeSpec, on_end: OnEnd) -> None:
+    async def _resume_stray(self, spec: EpisodeSpec, on_end: OnEnd) -> None:
         """Resume an episode whose task was cancelled by code that does not own it."""
         self._strays[spec.episode_id] += 1
         if self._strays[spec.episode_id] < MAX_STRAYS:
