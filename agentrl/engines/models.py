@@ -293,7 +293,7 @@ def check_key_selection(config: PretrainedConfig, max_context: int, path: str | 
         ModelError: contexts may have more tokens than the indexer selects.
     """
     for name, value in config.get_text_config().to_dict().items():
-        if name.startswith("index_topk") and type(value) is int and value < max_context:
+        if name.startswith(("index_topk", "indexer_budget")) and type(value) is int and value < max_context:
             raise ModelError(
                 f"{path}: {config.model_type} attends to keys that an indexer selects ({name} = {value}). Which of "
                 "those with equal scores it takes depends on what is forwarded together, so rows cannot be trained "
