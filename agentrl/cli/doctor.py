@@ -269,7 +269,7 @@ def plan(config: RunConfig | None = None) -> list[Check]:
     config = config or load(shipped_example("01_tool_use"))
     has_gpu = _version("torch") is not None and _asked_torch().stdout.split()[1:] not in ([], ["0"])
     device = "GPU" if has_gpu else "CPU"
-    engine = f"{config.engine.kind}, {_engine_place(config)}, {config.threads} thread(s), on the {device}"
+    engine = f"{config.engine.kind}, {_engine_process(config)}, {config.threads} thread(s), on the {device}"
     checks = [Check(name="engine", found=engine)]
     if config.trainer.kind == "in_process" or _version("ray") is None:
         checks.append(Check(name="trainer", found=f"in this process, on the {device}"))
@@ -286,7 +286,7 @@ def plan(config: RunConfig | None = None) -> list[Check]:
     return checks
 
 
-def _engine_place(config: RunConfig) -> str:
+def _engine_process(config: RunConfig) -> str:
     if config.engine.placement == "ray":
         return "in a Ray actor"
     if config.engine.kind == "vllm" or config.engine.placement == "process" or config.workers > 1:
