@@ -413,7 +413,7 @@ def shares_prefixes(model: PreTrainedModel, max_context: int) -> bool:
     own = "sdpa" if model._supports_sdpa else "eager"
     special = special_lengths(model.config, max_context)
     around = [row for length in special for row in (length - 1, min(length + 5, max_context))]
-    rows = _check_rows(model, [12, 12, 12, *around])
+    rows = _check_rows(model, [12, 13, 15, *around])  # of several lengths: else no row is padded, and no mask is tried
     differences: dict[bool, float] = {}
     with torch.no_grad(), in_float32(model):
         model.set_attn_implementation(own)
