@@ -200,7 +200,8 @@ def test_the_check_at_start_sees_what_only_long_rows_show() -> None:
             model.config.original_max_position_embeddings = length  # in its rope's parameters alone it is no length
         assert special_lengths(model.config, 128) == [length]
         assert shares_prefixes(model, 32)
-        with pytest.raises(ModelError, match=r"rows of 12, 13, 15, 31, 37 tokens together, differ.*max_context to at most 32"):
+        lengths = "12, 13, 15, 31, 37"
+        with pytest.raises(ModelError, match=rf"rows of {lengths} tokens together, differ.*max_context to at most 32"):
             shares_prefixes(model, 128)
         check_slots(model, "here", max_context=32)
         with pytest.raises(ModelError, match="other logits over slots than alone"):
