@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from agentrl.app.policies import adapter_slots_needed, largest_rank
@@ -13,6 +14,7 @@ from agentrl.config.run import RunConfig
 
 _CONTEXTS = "fewer engine.slots, or a smaller engine.max_context"
 _DTYPE = "model.dtype = 'bfloat16'"
+_THIS = "this process"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,18 +81,18 @@ def _trainer(config: RunConfig) -> list[MemoryPart]:
 
     held = trainer_memory(config)
     if config.trainer.kind == "in_process":
-        part = MemoryPart(process="this process", name="", bytes=0)
+        part = partial(MemoryPart, process=_THIS)
     else:
-        part = MemoryPart(process="trainer rank", name="", bytes=0, processes=config.trainer.workers)
+        part = partial(MemoryPart, process="trainer rank", processes=config.trainer.workers)
     rank = "a smaller policies.NAME.lora.rank, or a lora where there is none"
     tokens = "a smaller trainer.micro_batch_tokens, down to engine.max_context"
     if not config.trainer.recompute:
         tokens = f"trainer.recompute = true, or {tokens}"
     optimized = "trained parameters, their gradients and AdamW's moments in float32"
     return [
-        replace(part, name=f"weights in {held.dtype}", bytes=held.weights, setting=_DTYPE),
-        replace(part, name=optimized, bytes=held.trained, setting=rank),
-        replace(part, name=f"activations of {held.tokens:,} tokens", bytes=held.activations, setting=tokens),
+        part(name=f"weights in {held.dtype}", bytes=held.weights, setting=_DTYPE),
+        part(name=optimized, bytes=held.trained, setting=rank),
+        part(name=f"activations of {held.tokens:,} tokens", bytes=held.activations, setting=tokens),
     ]
 
 
@@ -98,13 +100,13 @@ def _engine(config: RunConfig, *, on_gpu: bool, device_bytes: int) -> list[Memor
     from agentrl.engines.memory import VLLM_SHARE, engine_memory
 
     section = config.engine
-    if section.kind == "embedded" and section.placement == "here" and config.workers == 1:
-        part = MemoryPart(process="this process", name="", bytes=0)
+    if config.engine_in_process:
+        part = partial(MemoryPart, process=_THIS)
     else:
-        part = MemoryPart(process="engine", name="", bytes=0, processes=section.replicas)
+        part = partial(MemoryPart, process="engine", processes=section.replicas)
     if section.kind == "vllm" and on_gpu:
         name = f"vLLM: {VLLM_SHARE:.0%} of the GPU for weights, keys and values"
-        return [replace(part, name=name, bytes=int(VLLM_SHARE * device_bytes))]
+        return [part(name=name, bytes=int(VLLM_SHARE * device_bytes))]
     adapters = adapter_slots_needed(config)
     held = engine_memory(
         Path(config.model.path).resolve(),
@@ -116,16 +118,16 @@ def _engine(config: RunConfig, *, on_gpu: bool, device_bytes: int) -> list[Memor
     )
     contexts = f"keys and values of {section.slots} contexts of {section.max_context:,} tokens"
     parts = [
-        replace(part, name=f"weights in {held.dtype}", bytes=held.weights, setting=_DTYPE),
-        replace(part, name=contexts, bytes=held.keys_and_values, setting=_CONTEXTS),
-        replace(part, name="logits", bytes=held.logits, setting=_CONTEXTS),
+        part(name=f"weights in {held.dtype}", bytes=held.weights, setting=_DTYPE),
+        part(name=contexts, bytes=held.keys_and_values, setting=_CONTEXTS),
+        part(name="logits", bytes=held.logits, setting=_CONTEXTS),
     ]
     if adapters:
         name = f"{adapters} adapters"
-        parts.append(replace(part, name=name, bytes=held.adapters, setting="a smaller policies.NAME.lora.rank"))
+        parts.append(part(name=name, bytes=held.adapters, setting="a smaller policies.NAME.lora.rank"))
     if copies := sum(policy.lora is None for policy in config.trained.values()):
         name = f"{copies} more of the weights, for the next version of a policy that trains all of them"
-        parts.append(replace(part, name=name, bytes=copies * held.weights, setting="a policies.NAME.lora"))
+        parts.append(part(name=name, bytes=copies * held.weights, setting="a policies.NAME.lora"))
     return parts
 
 
@@ -133,7 +135,7 @@ def _programs(parts: Sequence[MemoryPart]) -> list[MemoryPart]:
     """Python and its libraries in each process: what this one, which has imported the same, holds now."""
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
     resident = pages * os.sysconf("SC_PAGE_SIZE")
-    processes = {part.process: part.processes for part in parts} | {"this process": 1}
+    processes = {part.process: part.processes for part in parts} | {_THIS: 1}
     return [
         MemoryPart(process=process, name="Python and its libraries", bytes=resident, processes=count)
         for process, count in processes.items()

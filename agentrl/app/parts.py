@@ -100,7 +100,7 @@ async def _own_engine(
     if config.engine.kind == "vllm":
         check_vllm()
         return await _in_child_processes(config, EngineProgram(VLLM, arguments, VLLM_HOST), versions, tell, log)
-    if config.engine.placement != "here" or config.workers > 1:
+    if not config.engine_in_process:
         return await _in_child_processes(config, EngineProgram(EMBEDDED, arguments), versions, tell, log)
     from agentrl.engines.embedded.engine import EmbeddedEngine
 

@@ -289,9 +289,7 @@ def plan(config: RunConfig | None = None) -> list[Check]:
 def _engine_process(config: RunConfig) -> str:
     if config.engine.placement == "ray":
         return "in a Ray actor"
-    if config.engine.kind == "vllm" or config.engine.placement == "process" or config.workers > 1:
-        return "in a process of its own"
-    return "in this process"
+    return "in this process" if config.engine_in_process else "in a process of its own"
 
 
 def memory_of(config: RunConfig) -> list[Check]:

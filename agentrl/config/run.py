@@ -345,6 +345,11 @@ class RunConfig(Section):
         """The policies that learn."""
         return self.of_kind(PolicyConfig)
 
+    @property
+    def engine_in_process(self) -> bool:
+        """Whether the engine runs in the run's own process."""
+        return self.engine.kind == "embedded" and self.engine.placement == "here" and self.workers == 1
+
     def refresh_of(self, policy: str) -> Refresh:
         """When conversations of a policy served by our engine move to newer weights."""
         section = self.policies[policy]
