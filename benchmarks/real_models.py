@@ -24,6 +24,12 @@ FIGURES = (
     "largest_tensor_growth",
     "time_over_plain",
     "shared_time_over_plain",
+    "smollm2_start",
+    "smollm2_end",
+    "smollm2_gain",
+    "minutes",
+    "async_over_sync_reward",
+    "async_over_sync_wall",
 )
 
 if __name__ == "__main__":
