@@ -199,7 +199,7 @@ def schema_changed(run: Path, draw: Random) -> None:
 
 
 def files_damaged(run: Path, draw: Random) -> None:
-    """What else lies in a run: columns of steps, process record, status, metrics, configuration."""
+    """The files of a run beside its databases: step columns, process record, status, metrics, configuration."""
     steps = [path.relative_to(run) for path in sorted((run / "steps").rglob("*.safetensors"))]
     name = draw.choice([*steps[:3], "process.json", "status.json", "metrics.jsonl", "config.json"])
     content = bytearray((run / name).read_bytes())

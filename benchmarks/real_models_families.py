@@ -44,7 +44,7 @@ QUICK = ("Qwen3", "Llama 4", "Gemma 2", "Phi-3, LongRoPE", "gpt-oss", "Mamba 2")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Seen:
-    """What was seen of one architecture."""
+    """The measured errors of one architecture."""
 
     refused: str = ""
     ways: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""What a step takes in memory and in time beside plain transformers, on a Qwen3 with a vocabulary of 151,936.
+"""Memory and time of a training step beside plain transformers, on a Qwen3 with a vocabulary of 151,936.
 
 Bytes are those of every storage that is allocated and not yet released, parameters apart, over a forward and backward
 pass with recomputation; counted on tensors without data, which a test holds equal to a real step. Plain is one row

@@ -35,7 +35,7 @@ SHOWN = (
     agentrl.user("183"),
     agentrl.Message(role="assistant", content="183"),
 )
-"""What precedes every question: how the calculator is asked, twice."""
+"""The start of every prompt: two worked examples of a call to the calculator."""
 
 
 class WordProblems(agentrl.Environment):

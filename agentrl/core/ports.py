@@ -304,7 +304,10 @@ class EpisodeHost(Protocol):
         ...
 
     async def remember(self, spec: EpisodeSpec, call_id: str, key: str, structure: str) -> Recollection:
-        """What the run remembered of a proposal, which it then adds. Repeating a call adds it only once."""
+        """Record that a parent proposed `structure`, and return how often others like it were proposed.
+
+        Repeating a call counts it only once.
+        """
         ...
 
     def readmit(self, spec: EpisodeSpec) -> None:
@@ -331,7 +334,7 @@ class CommitLog(Protocol):
 
 
 class Counted(NamedTuple):
-    """What one policy did in an episode: its turns, and the values of `ctx.metric`."""
+    """The counts of one policy in one episode: its turns, and the values of `ctx.metric`."""
 
     turns: int
     """Turns of the policy's agents."""

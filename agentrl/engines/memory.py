@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from agentrl.core.machine import Memory, memory
-from agentrl.engines.models import kv_bytes_per_token, model_dtype, read_shapes
+from agentrl.engines.models import dtype_name, kv_bytes_per_token, model_dtype, read_shapes
 from agentrl.engines.weights import adaptable_layers
 
 VLLM_SHARE = 0.92
@@ -56,7 +56,7 @@ def engine_memory(
         sizes = sum(sum(named[name].weight.shape) for name in adaptable_layers(shapes))
     vocabulary = int(shapes.config.get_text_config().vocab_size)
     return EngineMemory(
-        dtype=str(computed).removeprefix("torch."),
+        dtype=dtype_name(computed),
         weights=sum(parameter.nbytes for parameter in shapes.parameters()),
         adapters=adapter_slots * max_rank * sizes * computed.itemsize,
         keys_and_values=slots * (max_context + 1) * kv_bytes_per_token(shapes.config),

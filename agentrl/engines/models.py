@@ -80,12 +80,16 @@ def model_dtype(path: str | Path, setting: str, device: torch.device) -> torch.d
         except (RuntimeError, TypeError):
             lacking = True
     if lacking:
-        name = str(dtype).removeprefix("torch.")
         raise ModelError(
-            f"{path}: model.dtype = {setting!r} means {name}, in which {device} does not compute; set model.dtype to "
-            "float32"
+            f"{path}: model.dtype = {setting!r} means {dtype_name(dtype)}, in which {device} does not compute; "
+            "set model.dtype to float32"
         )
     return dtype
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """A dtype as a configuration names it, such as `bfloat16`."""
+    return str(dtype).removeprefix("torch.")
 
 
 def _checkpoint_dtype(path: Path) -> torch.dtype:

@@ -11,6 +11,7 @@ id never serves two digests; a version that nobody wants any more by its turn is
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
@@ -230,7 +231,7 @@ class NotWantedError(EngineError):
     """The owner gave up a version while it was waiting to be loaded."""
 
 
-class VersionTable(Generic[LiveT]):
+class VersionTable(ABC, Generic[LiveT]):
     """The versions of an engine in this process. Subclasses load them.
 
     Args:
@@ -329,21 +330,21 @@ class VersionTable(Generic[LiveT]):
         elif self._wanted.is_current(weights) and not self.is_current(known):
             await self._make_current(known)
 
+    @abstractmethod
     async def _load(self, weights: WeightsRef) -> None:
         """Load a version that is not live, and make it current where `_wanted` says so.
 
         Raises:
             EngineError: the files do not match their digest or the model; all is as before.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     async def _make_current(self, serving: LiveT) -> None:
         """Make a live version current."""
-        raise NotImplementedError
 
+    @abstractmethod
     def settle(self, serving: LiveT) -> None:
         """A call, pin or lease of `serving` has ended: forget it if nothing needs it any more."""
-        raise NotImplementedError
 
     def _check_wanted(self, weights: WeightsRef) -> None:
         if weights not in self._wanted.all:
@@ -386,7 +387,7 @@ class VersionTable(Generic[LiveT]):
         self._changed.set()
 
 
-class ModelEngine(Generic[LiveT]):
+class ModelEngine(ABC, Generic[LiveT]):
     """Base of the engines that compute in this process: opens sessions and checks calls."""
 
     capabilities: EngineCapabilities
@@ -402,13 +403,13 @@ class ModelEngine(Generic[LiveT]):
         self.versions.of_policy(policy)
         return None if pin is None else self.versions.of_version(pin)
 
+    @abstractmethod
     def _check_running(self, what: str) -> None:
         """Refuse work of an engine that has ended; `what` names the work.
 
         Raises:
             EngineError: it has ended.
         """
-        raise NotImplementedError
 
     def _check_call(self, session: Session[LiveT], request: GenerateRequest, in_flight: Container[str]) -> None:
         """Refuse a call that no engine takes; `in_flight` are the request ids of others.

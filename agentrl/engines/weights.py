@@ -26,7 +26,7 @@ from torch import nn
 
 from agentrl.core.files import WEIGHT_FILES
 from agentrl.engines.child_process import MAKE_ROOM
-from agentrl.engines.models import ONE_LOAD_AT_A_TIME, computable, first_names
+from agentrl.engines.models import ONE_LOAD_AT_A_TIME, computable, dtype_name, first_names
 from agentrl.engines.versions import refusal
 
 if TYPE_CHECKING:
@@ -442,12 +442,11 @@ def check_answer(
 
 
 def _too_far(weights: WeightsRef, difference: float, tolerance: float, dtype: torch.dtype) -> EngineError:
-    name = str(dtype).removeprefix("torch.")
     return refusal(
         weights,
         f"the engine's log-probabilities of its canary differ by {difference:.2g} nats on average from those its "
-        f"trainer computed; with {name} in the engine at most {tolerance:g} are taken. Either these are not the "
-        "trainer's weights on the trainer's model, or both compute so differently that no ratio means anything",
+        f"trainer computed; with {dtype_name(dtype)} in the engine at most {tolerance:g} are taken. Either these are "
+        "not the trainer's weights on the trainer's model, or both compute so differently that no ratio means anything",
     )
 
 

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from agentrl.config.run import RunConfig
 from agentrl.core.records import TrainingSample
-from agentrl.engines.models import computable
+from agentrl.engines.models import computable, dtype_name
 from agentrl.learn.forward import token_logprobs
 from agentrl.learn.models import PolicyModel, load_models
 from agentrl.learn.packing import pack
@@ -55,7 +55,7 @@ def trainer_memory(config: RunConfig) -> TrainerMemory:
     trained = {parameter for model in models.values() for parameter in model.parameters.values()}
     computed = {parameter for model in models.values() for parameter in model.model.parameters()}
     return TrainerMemory(
-        dtype=str(next(iter(models.values())).model.dtype).removeprefix("torch."),
+        dtype=dtype_name(next(iter(models.values())).model.dtype),
         weights=_bytes(computed - trained),
         trained=_bytes(trained) * (2 + _OPTIMIZER_STATES),
         activations=max(_activations(config, name, model) for name, model in models.items()),

@@ -194,7 +194,7 @@ def load_models(config: RunConfig, device: torch.device) -> dict[str, PolicyMode
         base = _load(path, device, dtype, config.engine.max_context)
         replay = _replay(base, config)
         matrices, can = _matrices(base), _adaptable(base)
-        shared = _shares_prefixes(base, config.engine.max_context)
+        shared = shares_prefixes(base, config.engine.max_context)
         base.requires_grad_(False)
         peft_model: peft.PeftModel | None = None
         adapters: dict[str, str] = {}
@@ -221,7 +221,7 @@ def load_models(config: RunConfig, device: torch.device) -> dict[str, PolicyMode
         if name not in result:
             model = _load(path, device, dtype, config.engine.max_context)
             replay = _replay(model, config)
-            shared = _shares_prefixes(model, config.engine.max_context)
+            shared = shares_prefixes(model, config.engine.max_context)
             result[name] = PolicyModel(model=model, peft_model=None, adapter=None, shared=shared, replay=replay)
     for policy_model in result.values():
         policy_model.train()
@@ -263,14 +263,6 @@ def _recompute_layers(model: PreTrainedModel, replay: RoutingReplay | None) -> N
     for layer in module.modules():
         if isinstance(layer, GradientCheckpointingLayer):
             layer.training = True  # of the layer alone: transformers asks it, and its parts have no dropout
-
-
-def _shares_prefixes(model: PreTrainedModel, max_context: int) -> bool:
-    """`shares_prefixes`, and True for a model without weights."""
-    if model.device.type != "meta":
-        return shares_prefixes(model, max_context)
-    model.set_attn_implementation(ATTENTION)
-    return True
 
 
 @torch.no_grad()
@@ -405,11 +397,15 @@ def shares_prefixes(model: PreTrainedModel, max_context: int) -> bool:
     Short rows are packed together with one on each side of every length below `max_context` that the model's
     configuration names (`special_lengths`): windows and chunks are invisible in shorter ones. That costs what a
     few rows of such a length cost in a step. Computed in float32, layer by layer, since rounding would hide a wrong
-    position. The model is left with the attention that goes with the answer.
+    position. The model is left with the attention that goes with the answer. A model without weights, on the meta
+    device, is taken to share.
 
     Raises:
         ModelError: neither does, or the model cannot be forwarded at all.
     """
+    if model.device.type == "meta":
+        model.set_attn_implementation(ATTENTION)
+        return True
     own = "sdpa" if model._supports_sdpa else "eager"
     special = special_lengths(model.config, max_context)
     around = [row for length in special for row in (length - 1, min(length + 5, max_context))]

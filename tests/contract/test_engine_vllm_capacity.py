@@ -1,5 +1,5 @@
-"""What vLLM says it holds is what it holds, what it cannot hold is refused before it starts, and measuring how fast it
-computes leaves nothing behind."""
+"""vLLM holds as many tokens as it reports, is refused before it starts where they cannot fit, and is measured for speed
+without leaving anything behind."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import EngineCapabilityError, EngineError
 from agentrl.core.machine import memory
-from agentrl.engines.models import kv_bytes_per_token, model_dtype, read_shapes
+from agentrl.engines.models import dtype_name, kv_bytes_per_token, model_dtype, read_shapes
 from agentrl.engines.vllm import worker
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def start_vllm(model_path: str, settings: VllmSettings, *, kv_memory: int = 0, t
         model=model_path,
         skip_tokenizer_init=True,
         load_format="safetensors",  # "auto" would unpickle *.bin, and prefer consolidated*.safetensors
-        dtype=str(shapes.config.dtype).removeprefix("torch."),  # type: ignore[arg-type] # "auto" would halve float32
+        dtype=dtype_name(shapes.config.dtype),  # type: ignore[arg-type] # "auto" would halve float32
         max_model_len=max_context,
         max_num_seqs=slots + 1,  # the one more is for a canary, which would wait for a call to end
         block_size=_BLOCK,
