@@ -368,8 +368,8 @@ def test_scores_match_a_plain_forward_pass(zoo: ModelZoo) -> None:
 def test_loading_leaves_the_global_random_state_alone(zoo: ModelZoo) -> None:
     async def main() -> None:
         engine = load(zoo)
+        first = zoo.full(PolicyVersion("solver", 0, 1))  # draws weights, so before the state is read
         state = torch.random.get_rng_state()
-        first = zoo.full(PolicyVersion("solver", 0, 1))
         await engine.serve([first], [first])
         await engine.open("s", "solver").generate(request("r", prompt(5)))
         assert torch.equal(state, torch.random.get_rng_state())
