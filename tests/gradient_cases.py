@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -13,24 +15,31 @@ from torch import Tensor
 
 from agentrl.config.run import PolicyConfig
 from agentrl.core.records import PolicyVersion, Row, TrainBatch, Trajectory, Unit
-from agentrl.learn.ranks import OneRank
 from agentrl.learn.trainer import PolicyTrainer
 from tests.learn_cases import LORA, Episodes, make_rows, run_config
 
-T = TypeVar("T")
 POLICIES = ("proposer", "solver")
 
 
 @dataclass
-class Rank(OneRank):
-    """One rank of several, whose gradients are added up by hand."""
+class Rank:
+    """One rank of several, each in a thread of its own, which leaves sums to the caller."""
 
-    rank: int = 0
-    size: int = 1
+    rank: int
+    size: int
+    meet: threading.Barrier
+    messages: list[bytes]
 
-    def share(self, items: Sequence[T]) -> Sequence[T]:
-        """This rank's contiguous share."""
-        return items[self.rank * len(items) // self.size : (self.rank + 1) * len(items) // self.size]
+    def sum(self, tensors: Sequence[Tensor]) -> None:
+        """Gradients are added up by hand."""
+
+    def gather(self, data: bytes) -> list[bytes]:
+        """Every rank's bytes."""
+        self.messages[self.rank] = data
+        self.meet.wait()
+        every = list(self.messages)
+        self.meet.wait()
+        return every
 
 
 def split(row: Row) -> tuple[Row, Row]:
@@ -110,13 +119,18 @@ class TwoPolicies:
         return self._gradients(trainer)
 
     def _distributed(self) -> dict[str, Tensor]:
-        parts = []
-        for rank in range(3):
-            trainer = self._trainer(ranks=Rank(rank, 3))
+        meet, messages = threading.Barrier(3, timeout=600), [b""] * 3
+        trainers = [self._trainer(ranks=Rank(rank, 3, meet, messages)) for rank in range(3)]
+        for trainer in trainers:
             trainer.start(self._checkpoint)
+
+        def gradients(trainer: PolicyTrainer) -> dict[str, Tensor]:
             for policy in POLICIES:
                 trainer.forward_backward(self._batch(policy))
-            parts.append(self._gradients(trainer))
+            return self._gradients(trainer)
+
+        with ThreadPoolExecutor(3) as threads:
+            parts = list(threads.map(gradients, trainers))
         return {policy: torch.stack([part[policy] for part in parts]).sum(0) for policy in POLICIES}
 
     def _trainer(

@@ -60,21 +60,21 @@ def samples(unit: Unit, trajectories: Sequence[Trajectory]) -> list[TrainingSamp
     return result
 
 
-def read_samples(units: Sequence[Unit], read: ReadUnits) -> list[TrainingSample]:
-    """The samples of several units, in order.
+def read_samples(units: Sequence[Unit], read: ReadUnits) -> list[list[TrainingSample]]:
+    """The samples of each of several units, in order.
 
     Raises:
         UntrainableUnitsError: rows of some cannot be trained, each with the reason.
         JournalError: a partition cannot be read at all.
     """
     try:
-        return [sample for unit, episode in zip(units, read(units), strict=True) for sample in samples(unit, episode)]
+        return [samples(unit, episode) for unit, episode in zip(units, read(units), strict=True)]
     except EntriesError:
-        found: list[TrainingSample] = []
+        found: list[list[TrainingSample]] = []
         untrainable = []
         for unit in units:
             try:
-                found += samples(unit, read([unit])[0])
+                found.append(samples(unit, read([unit])[0]))
             except EntriesError as error:
                 untrainable.append((unit.episode_id, unit.attempt, str(error)))
         if untrainable:

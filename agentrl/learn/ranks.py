@@ -11,16 +11,40 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-T = TypeVar("T")
-
 TIMEOUT = timedelta(minutes=10)
 """How long a rank waits for the others."""
+
+
+def equal_shares(count: int, ranks: int) -> list[range]:
+    """Contiguous ranges of `count` items, one for each rank, whose lengths differ by at most 1."""
+    return [range(rank * count // ranks, (rank + 1) * count // ranks) for rank in range(ranks)]
+
+
+def balanced_shares(sizes: Sequence[int], ranks: int) -> list[range]:
+    """Contiguous ranges of the items, one for each rank; no other such ranges have a smaller largest sum of sizes."""
+    low, high = max(sizes, default=0), sum(sizes)
+    while low < high:  # the smallest limit under which the ranks suffice
+        limit = (low + high) // 2
+        low, high = (low, limit) if len(_filled(sizes, limit)) <= ranks else (limit + 1, high)
+    shares = _filled(sizes, high)
+    return shares + [range(len(sizes), len(sizes))] * (ranks - len(shares))
+
+
+def _filled(sizes: Sequence[int], limit: int) -> list[range]:
+    """Ranges, each as long as its sum of sizes stays within the limit."""
+    shares, start, total = list[range](), 0, 0
+    for at, size in enumerate(sizes):
+        if total + size > limit:
+            shares.append(range(start, at))
+            start, total = at, 0
+        total += size
+    return [*shares, range(start, len(sizes))]
 
 
 class Ranks(Protocol):
@@ -28,10 +52,6 @@ class Ranks(Protocol):
 
     rank: int
     size: int
-
-    def share(self, items: Sequence[T]) -> Sequence[T]:
-        """This rank's contiguous share of `items`; the shares in rank order make up the whole."""
-        ...
 
     def sum(self, tensors: Sequence[Tensor]) -> None:
         """Replace each tensor by its sum over the ranks, bit-identical on all of them. All of one dtype."""
@@ -47,10 +67,6 @@ class OneRank:
 
     rank = 0
     size = 1
-
-    def share(self, items: Sequence[T]) -> Sequence[T]:
-        """All of them."""
-        return items
 
     def sum(self, tensors: Sequence[Tensor]) -> None:
         """Nothing to add."""
@@ -79,10 +95,6 @@ class ProcessGroup:
         dist.init_process_group(
             backend, init_method=f"file://{rendezvous}", rank=rank, world_size=size, timeout=TIMEOUT
         )
-
-    def share(self, items: Sequence[T]) -> Sequence[T]:
-        """See `Ranks.share`."""
-        return items[self.rank * len(items) // self.size : (self.rank + 1) * len(items) // self.size]
 
     def sum(self, tensors: Sequence[Tensor]) -> None:
         """See `Ranks.sum`; one message for all tensors, wherever they lie."""

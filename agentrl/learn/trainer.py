@@ -12,6 +12,7 @@ what is frozen is not here; any number of ranks, micro-batches or rows per unit 
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -35,7 +36,7 @@ from agentrl.learn.forward import token_logprobs
 from agentrl.learn.losses import SUMS, Loss, loss_metrics, make_loss
 from agentrl.learn.models import PolicyModel, load_models
 from agentrl.learn.packing import MicroBatch, pack
-from agentrl.learn.ranks import OneRank, Ranks
+from agentrl.learn.ranks import OneRank, Ranks, balanced_shares, equal_shares
 from agentrl.learn.storage import CanaryMaker, LearnerState, Publisher, load_checkpoint, save_checkpoint, writing
 
 P = ParamSpec("P")
@@ -202,8 +203,9 @@ class PolicyTrainer:
             learner.open = _OpenStep(batch.step_id)
         step = learner.open
         units = [unit for unit in batch.units if (unit.episode_id, unit.attempt) not in step.units]
-        share = self._ranks.share(units)
-        samples = read_samples(share, self._read)
+        samples = self._read_share(units)
+        if samples is None:
+            return
         step.units.update((unit.episode_id, unit.attempt) for unit in units)
         complete = False
         try:
@@ -214,14 +216,46 @@ class PolicyTrainer:
                 learner.discard()
         step.seconds += self._clock.monotonic() - started
 
+    def _read_share(self, units: Sequence[Unit]) -> list[TrainingSample] | None:
+        """The samples of this rank's share of some units; None: another rank could not read its own, and raises.
+
+        Shares are contiguous, so that the ranks' rows in rank order are those of one rank, and balanced by tokens. To
+        count these, each rank first reads as many units as the others.
+
+        Raises:
+            UntrainableUnitsError, JournalError: see `forward_backward`.
+        """
+        rank, size = self._ranks.rank, self._ranks.size
+        places = equal_shares(len(units), size)[rank]
+        found: dict[int, list[TrainingSample]] = {}
+        counted = b""
+        try:
+            found.update(zip(places, read_samples([units[place] for place in places], self._read), strict=True))
+            counted = json.dumps([sum(map(self._forwarded_tokens, found[place])) for place in places]).encode()
+        finally:  # the others wait for this, whatever happened
+            every = self._ranks.gather(counted)
+        if not all(every):
+            return None
+        places = balanced_shares([tokens for each in every for tokens in json.loads(each)], size)[rank]
+        missing = [place for place in places if place not in found]
+        found.update(zip(missing, read_samples([units[place] for place in missing], self._read), strict=True))
+        return [sample for place in places for sample in found[place]]
+
+    def _is_forwarded(self, sample: TrainingSample) -> bool:
+        """Whether any gradient can come from a row; one whose advantages are all 0 counts as consumed all the same."""
+        return bool(self._config.trainer.entropy_bonus or sample.advantages.any())
+
+    def _forwarded_tokens(self, sample: TrainingSample) -> int:
+        """Tokens of a row that go through the model, if none are shared."""
+        return len(sample.token_ids) if self._is_forwarded(sample) else 0
+
     def _accumulate(
         self, learner: _Learner, step: _OpenStep, samples: Sequence[TrainingSample], *, normaliser: float
     ) -> None:
         settings = self._config.trainer
         bonus = settings.entropy_bonus
         first = step.columns.add(samples, learner.version._replace(step=learner.step))
-        # A row whose advantages are all 0 has no gradient: it counts as consumed and is not forwarded.
-        used = [index for index, sample in enumerate(samples) if bonus or sample.advantages.any()]
+        used = [index for index, sample in enumerate(samples) if self._is_forwarded(sample)]
         totals = step.totals
         totals["samples"] += len(samples)
         totals["tokens"] += sum(map(len, trained_positions(samples)))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from agentrl.learn.ranks import ProcessGroup
+from agentrl.learn.ranks import ProcessGroup, balanced_shares
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
@@ -28,3 +28,21 @@ def test_tensors_of_the_host_and_empty_messages_pass_through(
         assert group.gather(b"columns") == [b"columns"]
     finally:
         group.close()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "ranks", "largest"),
+    [
+        ([9, 1, 1, 1], 2, 9),
+        ([1, 1, 1, 9], 2, 9),
+        ([5, 5, 5, 5], 2, 10),
+        ([3, 4, 5, 6, 7], 3, 11),
+        ([4], 3, 4),
+        ([], 2, 0),
+    ],
+)
+def test_shares_are_balanced_by_size_and_make_up_the_whole(sizes: list[int], ranks: int, largest: int) -> None:
+    shares = balanced_shares(sizes, ranks)
+    assert len(shares) == ranks
+    assert [at for share in shares for at in share] == list(range(len(sizes)))
+    assert max(sum(sizes[at] for at in share) for share in shares) == largest
