@@ -29,7 +29,7 @@ from agentrl.environment.base import Environment
 from agentrl.environment.registry import resolve
 from agentrl.inspection.conversation import TurnAct, conversation
 from agentrl.inspection.reader import RunReader
-from agentrl.observe.sinks import JsonlSink
+from agentrl.observe.run_state import MetricsFile
 from agentrl.orchestrator.buffer import EpisodeBuffer, WholeGroups
 from agentrl.orchestrator.dispatch import Signal
 from agentrl.orchestrator.evaluation import evaluation_metrics, together
@@ -123,9 +123,9 @@ def evaluate(
             f"{dropped[0].drop_reason}: a score over the rest would flatter"
         )
     if journal is not None:
-        with contextlib.closing(JsonlSink(kept / "metrics.jsonl")) as sink:
+        with contextlib.closing(MetricsFile(kept / "metrics.jsonl")) as file:
             for name in config.policies:
-                sink.record(name, 0, evaluation_metrics(headers, name))
+                file.record(name, 0, evaluation_metrics(headers, name))
     return Evaluation(together(headers), episodes)
 
 

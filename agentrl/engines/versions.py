@@ -1,16 +1,36 @@
-"""The versions that an engine is to serve: the state that `Engine.serve` asks for, to which every engine reconciles."""
+"""The versions an engine is to serve, those it can sample from, and the sessions that hold on to them.
+
+`WantedVersions` is the state that `Engine.serve` asks for, to which every engine reconciles. The engines that compute
+in this process do that with a `VersionTable`, whose subclasses load weights and move calls. A `Session` holds on to a
+version from `open` until it is closed and its last call has ended: by a pin, a lease, or a call in flight; `Leases`
+says what each refresh means between two turns. `ModelEngine` checks what any call must satisfy.
+Invariants: a version that is current, pinned by the owner, or held by a session or a call is not forgotten; a version
+id never serves two digests; a version that nobody wants any more by its turn is not loaded.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Coroutine, Iterable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
-from agentrl.core.errors import EngineError
+import msgspec
+import numpy as np
+
+from agentrl.core.errors import EngineError, EngineLostError, VersionNotServedError
+from agentrl.core.records import Completion
 
 if TYPE_CHECKING:
-    from agentrl.core.records import PolicyVersion, WeightsRef
+    from collections.abc import Container
+
+    from agentrl.core.ports import Delta, EngineCapabilities, GenerateRequest, Refresh
+    from agentrl.core.records import FinishReason, Float32Array, Int32Array, PolicyVersion, WeightsRef
+
+
+CANARY_KEY = "agentrl_probe"
+"""Name of the canary in the metadata of a version's safetensors file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +68,452 @@ class WantedVersions:
 def in_order(current: Iterable[WeightsRef], pinned: Iterable[WeightsRef]) -> list[WeightsRef]:
     """The order in which an engine loads versions: older before newer ones of their policy."""
     return sorted({*current, *pinned}, key=lambda weights: weights.version)
+
+
+class CanaryJson(msgspec.Struct, forbid_unknown_fields=True):
+    """The canary as JSON."""
+
+    contexts: list[list[int]]
+    token_ids: list[int]
+    logprobs: list[list[float]]
+    start_logprobs: list[list[float]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Canary:
+    """The canary check's question and the right answer: the log-probability of each token after each context."""
+
+    contexts: Int32Array  # [m, k]
+    token_ids: Int32Array  # [n]
+    logprobs: Float32Array  # [m, n], under the version
+    start_logprobs: Float32Array  # [m, n], under the model the run began with
+    is_exact: bool = True
+    """Whether the version's file holds its weights unrounded."""
+
+    def metadata(self) -> dict[str, str]:
+        """For the metadata of the version's safetensors file."""
+        columns = (self.contexts, self.token_ids, self.logprobs, self.start_logprobs)
+        said = CanaryJson(*(column.tolist() for column in columns))
+        return {CANARY_KEY: msgspec.json.encode(said).decode()}
+
+    def check_vocabulary(self, weights: WeightsRef, vocabulary: int) -> None:
+        """Refuse the canary of another model.
+
+        Raises:
+            EngineError: it has tokens beyond the vocabulary.
+        """
+        if max(int(self.contexts.max()), int(self.token_ids.max())) >= vocabulary:
+            raise refusal(weights, f"its canary has tokens outside the model's vocabulary of {vocabulary}")
+
+    def asks_like(self, other: Canary) -> bool:
+        """Whether answers to both can be compared."""
+        return np.array_equal(self.contexts, other.contexts) and np.array_equal(self.token_ids, other.token_ids)
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class LiveVersion:
+    """A version that can be sampled from, and who needs it."""
+
+    version: PolicyVersion
+    digest: str = ""
+    canary: Canary | None = None
+    """The answers that its trainer computed; tells it apart from other versions."""
+    pinned: bool = False
+    """Whether the engine's owner wants it served although it may not be current."""
+    pins: int = 0
+    """Sessions opened on it."""
+    leases: int = 0
+    """Sessions that stay on it for now, by refresh `lazy` or `episode`."""
+    calls: int = 0
+    """Calls in flight that it samples."""
+
+    @property
+    def held(self) -> bool:
+        """Whether something besides calls in flight needs it to stay as it is."""
+        return self.pinned or self.pins > 0 or self.leases > 0
+
+
+LiveT = TypeVar("LiveT", bound=LiveVersion)
+
+
+class SessionOwner(Protocol):
+    """The engine, as far as its sessions need it."""
+
+    async def generate(self, session: Any, request: GenerateRequest, on_delta: Delta | None) -> Completion:
+        """One call of `session`."""
+        ...
+
+    def abort(self, request_id: str) -> None:
+        """End a call in flight."""
+        ...
+
+    def session_ended(self, session: Any) -> None:
+        """`session` is closed and has no call in flight: give back whatever it holds."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class Session(Generic[LiveT]):
+    """See `agentrl.core.ports.EngineSession`; made by an engine's `open`."""
+
+    engine: SessionOwner
+    session_id: str
+    policy: str
+    pin: LiveT | None
+    lease: LiveT | None = None
+    request: GenerateRequest | None = None
+    """The request of the call in flight."""
+    closed: bool = False
+
+    def __post_init__(self) -> None:
+        if self.pin is not None:
+            self.pin.pins += 1
+
+    @property
+    def has_kv(self) -> bool:
+        """Whether its keys and values are assumed to be cached still; vLLM does not report when it drops a prefix."""
+        return True
+
+    async def generate(self, request: GenerateRequest, on_delta: Delta | None = None) -> Completion:
+        """See `agentrl.core.ports.EngineSession.generate`."""
+        return await self.engine.generate(self, request, on_delta)
+
+    def close(self) -> None:
+        """See `agentrl.core.ports.EngineSession.close`."""
+        if self.closed:
+            return
+        self.closed = True
+        if self.request is None:
+            self.engine.session_ended(self)
+        else:
+            self.engine.abort(self.request.request_id)
+
+    def end_call(self) -> None:
+        """Mark the call in flight as ended."""
+        self.request = None
+        if self.closed:
+            self.engine.session_ended(self)
+
+
+def keeping_version(refresh: Refresh | Mapping[str, Refresh], policies: Iterable[str]) -> frozenset[str]:
+    """The policies whose conversations stay on one version; see `EngineCapabilities.keeps_version`."""
+    return frozenset(
+        policy for policy in policies if (refresh if isinstance(refresh, str) else refresh[policy]) == "episode"
+    )
+
+
+def needs_adapters(refresh: Refresh | Mapping[str, Refresh]) -> Refresh | None:
+    """The refresh, of all policies or of one, that several versions must be served side by side for; None: none is."""
+    found = (refresh,) if isinstance(refresh, str) else refresh.values()
+    return next((each for each in found if each in ("episode", "lazy")), None)
+
+
+class Leases(Generic[LiveT]):
+    """Leases of one engine's sessions.
+
+    Args:
+        refresh: when sessions move to newer weights: of all policies, or by policy.
+        max_staleness: refresh `lazy`: how many steps a session of a policy may stay behind; 1 where absent.
+        current: a policy's newest version.
+        on_release: called with a version when a lease or a pin on it has ended.
+    """
+
+    def __init__(
+        self,
+        *,
+        refresh: Refresh | Mapping[str, Refresh],
+        max_staleness: Mapping[str, int],
+        current: Callable[[str], LiveT],
+        on_release: Callable[[LiveT], None],
+    ) -> None:
+        self._refresh = refresh
+        self._max_staleness = max_staleness
+        self._current = current
+        self._on_release = on_release
+        self._holders: set[Session[LiveT]] = set()
+
+    def refresh_of(self, policy: str) -> Refresh:
+        """When sessions of a policy move to newer weights."""
+        return self._refresh if isinstance(self._refresh, str) else self._refresh[policy]
+
+    def resolve(self, session: Session[LiveT]) -> LiveT:
+        """The version that samples the next call of `session`, by its pin, its lease, or the refresh."""
+        if session.pin is not None:
+            return session.pin
+        current, refresh = self._current(session.policy), self.refresh_of(session.policy)
+        if refresh in ("token", "turn"):
+            return current
+        lease = session.lease
+        if lease is not None and (refresh == "episode" or self._is_fresh(session, lease, current)):
+            return lease
+        self.end_lease(session)
+        session.lease = current
+        current.leases += 1
+        self._holders.add(session)
+        return current
+
+    def _is_fresh(self, session: Session[LiveT], lease: LiveT, current: LiveT) -> bool:
+        mine, newest = lease.version, current.version
+        bound = self._max_staleness.get(session.policy, 1)
+        return session.has_kv and mine.lineage == newest.lineage and newest.step - mine.step <= bound
+
+    def end_lease(self, session: Session[LiveT]) -> None:
+        """End the lease of a session, where it has one."""
+        lease = session.lease
+        if lease is not None:
+            session.lease = None
+            lease.leases -= 1
+            self._holders.discard(session)
+            self._on_release(lease)
+
+    def close(self, session: Session[LiveT]) -> None:
+        """The session is closed: it needs neither its lease nor its pinned version any more."""
+        self.end_lease(session)
+        pin = session.pin
+        if pin is not None:
+            session.pin = None
+            pin.pins -= 1
+            self._on_release(pin)
+
+    def forget(self, version: LiveT) -> None:
+        """End the leases of a version."""
+        for session in [session for session in self._holders if session.lease is version]:
+            self.end_lease(session)
+
+    def revoke(self, live: Collection[LiveT]) -> bool:
+        """Under `lazy`, end the leases of the oldest of these versions that only idle sessions hold on to."""
+        idle = [
+            version
+            for version in live
+            if version.leases
+            and self.refresh_of(version.version.policy) == "lazy"
+            and self._current(version.version.policy) is not version
+            and not (version.pinned or version.pins or version.calls)
+        ]
+        if not idle:
+            return False
+        oldest = min(idle, key=lambda version: (version.version.lineage, version.version.step))
+        self.forget(oldest)
+        return True
+
+
+class NotWantedError(EngineError):
+    """The owner gave up a version while it was waiting to be loaded."""
+
+
+class VersionTable(ABC, Generic[LiveT]):
+    """The versions of an engine in this process. Subclasses load them.
+
+    Args:
+        refresh: when sessions move to newer weights: of all policies, or by policy.
+        max_staleness: refresh `lazy`: how many steps a session of a policy may stay behind; 1 where absent.
+        places: adapters that are served side by side; 0: the engine serves full weights.
+    """
+
+    def __init__(self, *, refresh: Refresh | Mapping[str, Refresh], max_staleness: Mapping[str, int], places: int):
+        self.places = places
+        self.live: dict[PolicyVersion, LiveT] = {}
+        """Versions that can be sampled from."""
+        self.current: dict[str, LiveT] = {}
+        """By policy."""
+        self.leases: Leases[LiveT] = Leases(
+            refresh=refresh, max_staleness=max_staleness, current=self.of_policy, on_release=self.settle
+        )
+        self.held: set[str] = set()
+        """Policies whose new calls wait for an update."""
+        self._wanted = WantedVersions()
+        self._one_at_a_time = asyncio.Lock()
+        self._changed = asyncio.Event()
+        self._closed = False
+
+    # --- lookup -------------------------------------------------------------------------------------------------------
+
+    def of_policy(self, policy: str) -> LiveT:
+        """A policy's current version.
+
+        Raises:
+            EngineError: the engine does not serve the policy.
+        """
+        serving = self.current.get(policy)
+        if serving is None:
+            raise EngineError(f"no policy {policy!r} in this engine; it serves: {', '.join(sorted(self.current))}")
+        return serving
+
+    def of_version(self, version: PolicyVersion) -> LiveT:
+        """A live version.
+
+        Raises:
+            VersionNotServedError: the version is not (or no longer) here.
+        """
+        serving = self.live.get(version)
+        if serving is None:
+            names = ", ".join(sorted(map(str, self.live)))
+            raise VersionNotServedError(
+                f"version {version} is not served here (live: {names}); pin it by serve(..., pinned) first"
+            )
+        return serving
+
+    def is_live(self, serving: LiveT) -> bool:
+        """Whether it can still be sampled from."""
+        return self.live.get(serving.version) is serving
+
+    def is_current(self, serving: LiveT) -> bool:
+        """Whether it is its policy's current version."""
+        return self.current.get(serving.version.policy) is serving
+
+    def canaries(self, but: LiveT, *also: LiveT) -> dict[str, Canary]:
+        """The canary answers of the versions that `but` may be mistaken for, by version."""
+        others = (*also, *self.live.values())
+        return {str(each.version): each.canary for each in others if each is not but and each.canary is not None}
+
+    # --- reconciliation -----------------------------------------------------------------------------------------------
+
+    async def serve(self, current: Collection[WeightsRef], pinned: Collection[WeightsRef]) -> None:
+        """See `agentrl.core.ports.Engine.serve`. Of several failures the first is raised, after all else is done."""
+        for weights in (*current, *pinned):
+            self.of_policy(weights.version.policy)
+        self._wanted = self._wanted.followed_by(current, pinned)
+        for serving in list(self.live.values()):
+            serving.pinned = self._wanted.has_pin(serving.version)
+            self.settle(serving)
+        failures = []
+        async with self._one_at_a_time:
+            for weights in in_order(current, pinned):
+                try:
+                    await self._reconcile(weights)
+                except NotWantedError:
+                    continue
+                except EngineLostError:
+                    raise
+                except EngineError as error:
+                    failures.append(error)
+        if failures:
+            raise failures[0]
+
+    async def _reconcile(self, weights: WeightsRef) -> None:
+        self._check_wanted(weights)
+        known = self.live.get(weights.version)
+        if known is None or not known.digest:
+            await self._load(weights)
+        elif known.digest != weights.sha256:
+            raise refusal(weights, "this version is served with other weights; version ids are never reused")
+        elif self._wanted.is_current(weights) and not self.is_current(known):
+            await self._make_current(known)
+
+    @abstractmethod
+    async def _load(self, weights: WeightsRef) -> None:
+        """Load a version that is not live, and make it current where `_wanted` says so.
+
+        Raises:
+            EngineError: the files do not match their digest or the model; all is as before.
+        """
+
+    @abstractmethod
+    async def _make_current(self, serving: LiveT) -> None:
+        """Make a live version current."""
+
+    @abstractmethod
+    def settle(self, serving: LiveT) -> None:
+        """A call, pin or lease of `serving` has ended: forget it if nothing needs it any more."""
+
+    def _check_wanted(self, weights: WeightsRef) -> None:
+        if weights not in self._wanted.all:
+            raise NotWantedError(f"weights {weights.version} are not wanted any more")
+
+    async def _wait_for_adapter_slot(self, weights: WeightsRef, adapters: Collection[LiveT]) -> None:
+        """Wait until one of the live `adapters`, which fill all places, may have gone.
+
+        Raises:
+            NotWantedError: the owner gave the version up.
+            EngineError: none ever will.
+        """
+        if self.leases.revoke(adapters):
+            return
+        if all(each.pinned or self.is_current(each) for each in adapters):
+            taken = ", ".join(sorted(str(each.version) for each in adapters))
+            raise refusal(
+                weights, f"all {self.places} adapter places are taken by {taken}; unpin one, or raise adapter_slots"
+            )
+        await self._change()
+        self._check_wanted(weights)
+
+    async def _change(self) -> None:
+        self._check_open()  # it may have ended while files were read, and then nothing changes any more
+        self._changed.clear()
+        await self._changed.wait()
+        self._check_open()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineError("the engine ended before the update could be applied")
+
+    def wake(self) -> None:
+        """Something that an update may wait for has changed."""
+        self._changed.set()
+
+    def close(self) -> None:
+        """The engine ended: updates that wait fail."""
+        self._closed = True
+        self._changed.set()
+
+
+def empty_completion(context: int, reason: FinishReason) -> Completion:
+    """The reply to a call that sampled nothing."""
+    return Completion(
+        token_ids=np.zeros(0, np.int32),
+        logprobs=np.zeros(0, np.float32),
+        finish_reason=reason,
+        spans=(),
+        prompt_tokens=context,
+    )
+
+
+class ModelEngine(ABC, Generic[LiveT]):
+    """Base of the engines that compute in this process: opens sessions and checks calls."""
+
+    capabilities: EngineCapabilities
+    versions: VersionTable[LiveT]
+    _vocabulary: int
+
+    def _resolve_pin(self, policy: str, pin: PolicyVersion | None) -> LiveT | None:
+        """The version that a session is pinned to.
+
+        Raises:
+            EngineError: the policy or the version is not served here.
+        """
+        self.versions.of_policy(policy)
+        return None if pin is None else self.versions.of_version(pin)
+
+    @abstractmethod
+    def _check_running(self, what: str) -> None:
+        """Refuse work of an engine that has ended; `what` names the work.
+
+        Raises:
+            EngineError: it has ended.
+        """
+
+    def _check_call(self, session: Session[LiveT], request: GenerateRequest, in_flight: Container[str]) -> None:
+        """Refuse a call that no engine takes; `in_flight` are the request ids of others.
+
+        Raises:
+            EngineError: the engine has ended, the session is closed or has a call, or the tokens or the temperature
+                make no sense.
+        """
+        where = f"call {request.request_id} of session {session.session_id}"
+        self._check_running(where)
+        if session.closed:
+            raise EngineError(f"{where}: the session is closed")
+        if session.request is not None or request.request_id in in_flight:
+            raise EngineError(f"{where}: a session has one call at a time, with a request id of its own")
+        ids = request.token_ids
+        if len(ids) == 0 or int(ids.min()) < 0 or int(ids.max()) >= self._vocabulary:
+            raise EngineError(f"{where}: the context must have tokens, all in [0, {self._vocabulary})")
+        if not request.sampling.temperature > 0:
+            raise EngineError(f"{where}: temperature {request.sampling.temperature} is not above 0")
+
+    def _samples_nothing(self, request: GenerateRequest) -> bool:
+        """Whether a call ends before its first token, for want of room or tokens."""
+        return len(request.token_ids) >= self.capabilities.max_context or request.sampling.max_tokens < 1
 
 
 async def run_to_end(work: Coroutine[Any, Any, None]) -> None:

@@ -27,7 +27,7 @@ from torch import nn
 from agentrl.core.files import WEIGHT_FILES
 from agentrl.engines.child_process import MAKE_ROOM
 from agentrl.engines.models import ONE_LOAD_AT_A_TIME, computable, dtype_name, first_names
-from agentrl.engines.versions import refusal
+from agentrl.engines.versions import CANARY_KEY, Canary, CanaryJson, refusal
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -36,11 +36,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from agentrl.core.errors import EngineError
-    from agentrl.core.records import Float32Array, Int32Array, WeightsRef
+    from agentrl.core.records import Float32Array, WeightsRef
 
 _WEIGHT_TYPES = (torch.float32, torch.bfloat16, torch.float16)
-KEY = "agentrl_probe"
-"""In the metadata of the safetensors file."""
 _MAX_CONTEXTS = 64
 _MAX_LENGTH = 512
 _MAX_TOKENS = 128
@@ -332,59 +330,19 @@ _NEARER = 2.0
 """An answer that is this many times nearer to another version is that version's."""
 
 
-class _CanaryJson(msgspec.Struct, forbid_unknown_fields=True):
-    """The canary as JSON."""
-
-    contexts: list[list[int]]
-    token_ids: list[int]
-    logprobs: list[list[float]]
-    start_logprobs: list[list[float]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Canary:
-    """The canary check's question and the right answer: the log-probability of each token after each context."""
-
-    contexts: Int32Array  # [m, k]
-    token_ids: Int32Array  # [n]
-    logprobs: Float32Array  # [m, n], under the version
-    start_logprobs: Float32Array  # [m, n], under the model the run began with
-    is_exact: bool = True
-    """Whether the version's file holds its weights unrounded."""
-
-    def metadata(self) -> dict[str, str]:
-        """For the metadata of the version's safetensors file."""
-        columns = (self.contexts, self.token_ids, self.logprobs, self.start_logprobs)
-        said = _CanaryJson(*(column.tolist() for column in columns))
-        return {KEY: msgspec.json.encode(said).decode()}
-
-    def check_vocabulary(self, weights: WeightsRef, vocabulary: int) -> None:
-        """Refuse the canary of another model.
-
-        Raises:
-            EngineError: it has tokens beyond the vocabulary.
-        """
-        if max(int(self.contexts.max()), int(self.token_ids.max())) >= vocabulary:
-            raise refusal(weights, f"its canary has tokens outside the model's vocabulary of {vocabulary}")
-
-    def asks_like(self, other: Canary) -> bool:
-        """Whether answers to both can be compared."""
-        return np.array_equal(self.contexts, other.contexts) and np.array_equal(self.token_ids, other.token_ids)
-
-
 def read_canary(weights: WeightsRef, file: WeightFile) -> Canary | None:
     """The canary of a version's file; None if it has none.
 
     Raises:
         EngineError: the file's canary is damaged.
     """
-    text = file.metadata.get(KEY)
+    text = file.metadata.get(CANARY_KEY)
     if text is None:
         return None
     try:
         if len(text) > _MAX_CHARACTERS:
             raise ValueError(f"{len(text)} characters")
-        said = msgspec.json.decode(text, type=_CanaryJson)
+        said = msgspec.json.decode(text, type=CanaryJson)
         contexts, tokens = np.array(said.contexts, np.int64), np.array(said.token_ids, np.int64)
         logprobs, start = (np.array(rows, np.float64) for rows in (said.logprobs, said.start_logprobs))
     except (ValueError, OverflowError) as error:  # msgspec's errors are ValueErrors

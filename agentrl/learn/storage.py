@@ -34,7 +34,7 @@ from agentrl.core.errors import StorageError, TrainerError
 from agentrl.core.files import WEIGHT_FILES, remedy, rename_durably, sha256_of, staged
 from agentrl.core.ids import key64
 from agentrl.core.records import PolicyVersion, StepReport, TrainingSample, WeightsRef
-from agentrl.engines.weights import Canary
+from agentrl.engines.versions import Canary
 from agentrl.learn.forward import token_logprobs
 from agentrl.learn.packing import pack
 

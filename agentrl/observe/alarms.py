@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from agentrl.observe.metrics import BROKEN_FORMAT
-from agentrl.observe.run_directory import open_lines, write_line
+from agentrl.observe.run_state import open_lines, write_line
 
 if TYPE_CHECKING:
     from pathlib import Path

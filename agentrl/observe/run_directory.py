@@ -14,12 +14,10 @@ one of our files.
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import json
 import os
 import shutil
-import stat
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -28,13 +26,9 @@ from agentrl.core.files import LOCAL, replace_file
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
-    from io import FileIO
     from pathlib import Path
 
     from agentrl.core.records import WeightsRef
-
-_OPENED = os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-
 
 ENGINE_LOG = "engine.log"
 WORKERS_LOG = "workers.log"
@@ -165,35 +159,3 @@ def _alone_in(path: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
-
-
-def open_lines(path: Path) -> FileIO:
-    """Open a file of lines to append, unbuffered; a last line that was cut short by a kill is ended first.
-
-    Raises:
-        OSError: it cannot be opened, or is not a regular file.
-    """
-    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | _OPENED, 0o600)
-    try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise OSError(0, "not a regular file")
-        size = os.fstat(descriptor).st_size
-        if size and os.pread(descriptor, 1, size - 1) != b"\n":
-            os.write(descriptor, b"\n")
-        return os.fdopen(descriptor, "ab", buffering=0)  # nothing stays behind that a full disk refused
-    except BaseException:
-        os.close(descriptor)
-        raise
-
-
-def write_line(file: FileIO, record: Mapping[str, Any]) -> None:
-    """Append a record as a line of JSON.
-
-    Raises:
-        OSError: the disk failed; a partial line is removed.
-    """
-    line = (json.dumps(record) + "\n").encode()
-    written = file.write(line)
-    if written != len(line):  # a full disk takes the beginning, and refuses only the next call
-        file.truncate(file.seek(0, os.SEEK_END) - (written or 0))
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -18,8 +18,16 @@ from agentrl.core.clock import Clock, SystemClock
 from agentrl.core.text import plural, safe_line
 from agentrl.observe.alarms import alarms, write_alarm
 from agentrl.observe.progress import Display, display, spinner
-from agentrl.observe.run_state import RunPlan, RunState, Status, read_metrics, with_engine_share, write_status
-from agentrl.observe.sinks import JsonlSink, Sink
+from agentrl.observe.run_state import (
+    MetricsFile,
+    RunPlan,
+    RunState,
+    Status,
+    read_metrics,
+    with_engine_share,
+    write_status,
+)
+from agentrl.observe.sinks import Sink
 from agentrl.observe.view import curve
 
 if TYPE_CHECKING:
@@ -67,7 +75,7 @@ class RunObserver:
         self._clock = clock or SystemClock()
         self._started = self._clock.monotonic()
         self._display: Display | None = None
-        self._jsonl = JsonlSink(directory.metrics)
+        self._metrics_file = MetricsFile(directory.metrics)
         self._sinks = list(sinks)
         self._probe: Callable[[], Status] | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -84,7 +92,7 @@ class RunObserver:
             self._timer.cancel()
         if self._display is not None:
             self._display.close()
-        self._jsonl.close()
+        self._metrics_file.close()
         for sink in list(self._sinks):
             self._safely(sink, sink.close)
 
@@ -219,7 +227,7 @@ class RunObserver:
 
     def _record(self, policy: str, step: int, metrics: Mapping[str, float]) -> None:
         self.state.record(policy, step, metrics)
-        self._jsonl.record(policy, step, metrics)
+        self._metrics_file.record(policy, step, metrics)
         for sink in list(self._sinks):
             self._safely(sink, lambda sink=sink: sink.record(policy, step, metrics))  # type: ignore[misc]
 

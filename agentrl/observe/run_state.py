@@ -1,24 +1,32 @@
-"""The state of a run as displays show it, folded from its metrics, its configuration and its status.
+"""The state of a run as displays show it, and the two files that carry it to other processes.
 
-`RunState` folds metric lines (a repeated step replaces the older one, as after a resume) and knows what the
-configuration says about bounds. `Status` is a moment of the loop, written once a second to `status.json` for other
-processes; nothing of the run depends on that file, and an unreadable one counts as absent.
+`RunState` folds the lines of `metrics.jsonl` (a repeated step replaces the older one, as after a resume) and knows what
+the configuration says about bounds. `Status` is a moment of the loop, written once a second to `status.json`; nothing
+of the run depends on that file, and an unreadable one counts as absent.
 """
 
 from __future__ import annotations
 
+import errno
 import io
 import json
+import math
+import os
+import stat
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
-from agentrl.core.files import open_regular, read_at_most, replace_file, size_of
+from agentrl.core.errors import StorageError
+from agentrl.core.files import open_regular, read_at_most, remedy, replace_file, size_of
 from agentrl.core.text import plural
+
+if TYPE_CHECKING:
+    from io import FileIO
 
 Values = Mapping[str, float]
 
@@ -239,6 +247,72 @@ def read_metrics(path: Path, state: RunState) -> None:
                 name: value for name, value in row.items() if isinstance(value, float) or _whole(value) is not None
             }
             state.record(policy, step, numbers)
+
+
+class MetricsFile:
+    """`metrics.jsonl`: a line per step, `{"policy", "step", name: value, …}`; NaN and infinity are null."""
+
+    def __init__(self, path: str | Path) -> None:
+        """Open the file to append.
+
+        Raises:
+            StorageError: it cannot be opened.
+        """
+        self.path = Path(path)
+        try:
+            self._file = open_lines(self.path)
+        except OSError as error:
+            raise StorageError(f"{self.path}: metrics cannot be written ({error.strerror})") from error
+
+    def record(self, policy: str, step: int, values: Mapping[str, float]) -> None:
+        """Append and flush a line.
+
+        Raises:
+            StorageError: the disk refused.
+        """
+        finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        try:
+            write_line(self._file, {"policy": policy, "step": step, **finite})
+        except OSError as error:
+            raise StorageError(f"{self.path}: metrics cannot be written ({error.strerror}); {remedy(error)}") from error
+
+    def close(self) -> None:
+        """Close the file. Idempotent."""
+        self._file.close()
+
+
+def open_lines(path: Path) -> FileIO:
+    """Open a file of lines to append, unbuffered; a last line that was cut short by a kill is ended first.
+
+    Raises:
+        OSError: it cannot be opened, or is not a regular file.
+    """
+    descriptor = os.open(
+        path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600
+    )
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(0, "not a regular file")
+        size = os.fstat(descriptor).st_size
+        if size and os.pread(descriptor, 1, size - 1) != b"\n":
+            os.write(descriptor, b"\n")
+        return os.fdopen(descriptor, "ab", buffering=0)  # nothing stays behind that a full disk refused
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def write_line(file: FileIO, record: Mapping[str, Any]) -> None:
+    """Append a record as a line of JSON.
+
+    Raises:
+        OSError: the disk failed; a partial line is removed.
+    """
+    line = (json.dumps(record) + "\n").encode()
+    written = file.write(line)
+    if written != len(line):  # a full disk takes the beginning, and refuses only the next call
+        file.truncate(file.seek(0, os.SEEK_END) - (written or 0))
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:

@@ -1,9 +1,8 @@
-"""Sinks: destinations of metrics besides the journal.
+"""Sinks: destinations of metrics besides the run directory.
 
-Every run has a `JsonlSink`, which writes `metrics.jsonl`. trackio, wandb and tensorboard are imported only if a
-configuration asks for them; they get names and values unchanged. A metric of policy P is logged under its own name if P
-is the only policy that learns, else as `P/name`: these tools know one series per name. `prometheus` formats the newest
-values.
+trackio, wandb and tensorboard are imported only if a configuration asks for them; they get names and values unchanged.
+A metric of policy P is logged under its own name if P is the only policy that learns, else as `P/name`: these tools
+know one series per name. `prometheus` formats the newest values.
 """
 
 from __future__ import annotations
@@ -17,18 +16,16 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from agentrl.core.errors import ConfigError, StorageError
-from agentrl.core.files import remedy
+from agentrl.core.errors import ConfigError
 from agentrl.core.machine import install_command
 from agentrl.observe.metrics import describe
-from agentrl.observe.run_directory import open_lines, write_line
 from agentrl.observe.view import plain
 
 SinkName = Literal["trackio", "wandb", "tensorboard"]
 
 
 class Sink(Protocol):
-    """A destination of metrics besides the journal."""
+    """A destination of metrics besides the run directory."""
 
     def record(self, policy: str, step: int, values: Mapping[str, float]) -> None:
         """Take the values of one step; must not block for long."""
@@ -37,38 +34,6 @@ class Sink(Protocol):
     def close(self) -> None:
         """Write what is buffered and release. Idempotent."""
         ...
-
-
-class JsonlSink:
-    """`metrics.jsonl`: a line per step, `{"policy", "step", name: value, …}`; NaN and infinity are null."""
-
-    def __init__(self, path: str | Path) -> None:
-        """Open the file to append.
-
-        Raises:
-            StorageError: it cannot be opened.
-        """
-        self.path = Path(path)
-        try:
-            self._file = open_lines(self.path)
-        except OSError as error:
-            raise StorageError(f"{self.path}: metrics cannot be written ({error.strerror})") from error
-
-    def record(self, policy: str, step: int, values: Mapping[str, float]) -> None:
-        """Append and flush a line.
-
-        Raises:
-            StorageError: the disk refused.
-        """
-        finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
-        try:
-            write_line(self._file, {"policy": policy, "step": step, **finite})
-        except OSError as error:
-            raise StorageError(f"{self.path}: metrics cannot be written ({error.strerror}); {remedy(error)}") from error
-
-    def close(self) -> None:
-        """Close the file. Idempotent."""
-        self._file.close()
 
 
 def open_sinks(names: Sequence[SinkName], directory: Path, config: Mapping[str, Any]) -> list[Sink]:

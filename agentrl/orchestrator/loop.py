@@ -294,7 +294,7 @@ class Orchestrator:
 
         The way of the new weights: `publish` has the trainer write their files (`learn/storage.py`) and the journal
         record the version; `ServedVersions.make_current` sends the engine all versions it is to serve, and returns when
-        it has loaded the new one (`VersionTable.serve` in `engines/sessions.py`, then `_load` of the engine). Only then
+        it has loaded the new one (`VersionTable.serve` in `engines/versions.py`, then `_load` of the engine). Only then
         are the units consumed, which makes room for new episodes, and the version becomes the board's current one.
         """
         version = self.board.next_version(policy)

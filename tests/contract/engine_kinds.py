@@ -24,7 +24,7 @@ from agentrl.engines.child_process import EngineProgram
 from agentrl.engines.client import ProcessEngine
 from agentrl.engines.embedded.engine import EmbeddedEngine
 from agentrl.engines.fleet import ReplicatedEngine
-from agentrl.engines.weights import Canary
+from agentrl.engines.versions import Canary
 from agentrl.simulation.virtual_time import simulate
 from tests.contract.scripted_program import VOCABULARY, scripted_engine
 

@@ -14,7 +14,7 @@ import torch
 from agentrl.core.errors import EngineError
 from agentrl.core.records import WeightsRef
 from agentrl.engines.embedded.engine import EmbeddedEngine
-from agentrl.engines.weights import KEY
+from agentrl.engines.versions import CANARY_KEY
 from tests.contract.engine_kinds import (
     ModelZoo,
     canary_of,
@@ -192,5 +192,5 @@ HOSTILE = {
 @pytest.mark.parametrize("case", sorted(HOSTILE))
 def test_a_probe_that_is_none_is_refused(zoo: ModelZoo, tmp_path: Path, case: str) -> None:
     text, message = HOSTILE[case]
-    weights = write_adapter(tmp_path / "1", version(1), zoo.load(), seed=1, metadata={KEY: text})
+    weights = write_adapter(tmp_path / "1", version(1), zoo.load(), seed=1, metadata={CANARY_KEY: text})
     asyncio.run(check_refused(load_engine(zoo), zoo, weights, message))

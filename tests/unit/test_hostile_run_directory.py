@@ -28,8 +28,17 @@ from agentrl.observe.alarms import Alarm, write_alarm
 from agentrl.observe.progress import spinner
 from agentrl.observe.run_directory import RunDirectory
 from agentrl.observe.run_observer import RunObserver
-from agentrl.observe.run_state import MAX_POLICIES, RunPlan, RunState, Status, read_metrics, read_status, write_status
-from agentrl.observe.sinks import JsonlSink, open_sinks, prometheus
+from agentrl.observe.run_state import (
+    MAX_POLICIES,
+    MetricsFile,
+    RunPlan,
+    RunState,
+    Status,
+    read_metrics,
+    read_status,
+    write_status,
+)
+from agentrl.observe.sinks import open_sinks, prometheus
 from agentrl.observe.view import MAX_TEXT, curve, plain, sparkline, view
 from tests.journal_cases import write_run
 
@@ -198,7 +207,7 @@ def test_nothing_is_appended_to_what_is_not_a_file(tmp_path: Path, kind: str) ->
     for name in ("metrics.jsonl", "alarms.jsonl"):
         {"link": lambda p: p.symlink_to(precious), "pipe": os.mkfifo, "directory": Path.mkdir}[kind](tmp_path / name)
     with pytest.raises(StorageError, match="metrics cannot be written"):
-        JsonlSink(tmp_path / "metrics.jsonl")
+        MetricsFile(tmp_path / "metrics.jsonl")
     write_alarm(tmp_path, Alarm("n", "", "t", "a"), 1)
     assert precious.read_text() == "precious"
 
@@ -206,7 +215,7 @@ def test_nothing_is_appended_to_what_is_not_a_file(tmp_path: Path, kind: str) ->
 def test_a_line_cut_short_by_a_kill_costs_no_later_line(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"policy": "policy", "step": 1, "loss": 1.0}\n{"policy": "policy", "st')
-    sink = JsonlSink(path)
+    sink = MetricsFile(path)
     sink.record("policy", 2, {"loss": 2.0})
     sink.close()
     state = RunState(plan=RunPlan())

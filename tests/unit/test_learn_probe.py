@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM
 from agentrl.config.run import EngineConfig, PolicyConfig
 from agentrl.core.errors import TrainerError
 from agentrl.core.records import PolicyVersion, WeightsRef
-from agentrl.engines.weights import Canary, read_adapter, read_canary, read_weights
+from agentrl.engines.versions import Canary
+from agentrl.engines.weights import read_adapter, read_canary, read_weights
 from agentrl.learn.trainer import PolicyTrainer
 from tests.learn_cases import LORA, Episodes, make_rows, run_config, write_model, write_tokenizer
 

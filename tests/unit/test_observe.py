@@ -29,6 +29,7 @@ from agentrl.observe.progress import evaluation_line, figures
 from agentrl.observe.run_directory import RunDirectory
 from agentrl.observe.run_observer import RunObserver
 from agentrl.observe.run_state import (
+    MetricsFile,
     RunPlan,
     RunState,
     Status,
@@ -38,7 +39,6 @@ from agentrl.observe.run_state import (
     with_engine_share,
     write_status,
 )
-from agentrl.observe.sinks import JsonlSink, Sink
 from agentrl.observe.view import curve, duration, sparkline, view
 
 STEP = {
@@ -73,14 +73,14 @@ def test_names_are_unique_and_have_unit_and_meaning() -> None:
 def test_the_sink_writes_a_line_per_step_and_appends(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     for step in (1, 2):
-        sink: Sink = JsonlSink(path)
+        sink = MetricsFile(path)
         sink.record("policy", step, {"loss": float("nan"), "reward/mean": 0.5})
         sink.close()
         sink.close()
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert lines == [{"policy": "policy", "step": step, "loss": None, "reward/mean": 0.5} for step in (1, 2)]
     with pytest.raises(StorageError, match="metrics cannot be written"):
-        JsonlSink(tmp_path / "nowhere" / "metrics.jsonl")
+        MetricsFile(tmp_path / "nowhere" / "metrics.jsonl")
 
 
 PLAN = RunPlan(name="demo", environment="guess", steps=40, max_staleness={"policy": 1})

@@ -20,7 +20,7 @@ import numpy as np
 
 from agentrl.core.records import Completion, VersionSpan
 from agentrl.engines.embedded.forward import Pass
-from agentrl.engines.sessions import Session, empty_completion
+from agentrl.engines.versions import Session, empty_completion
 
 if TYPE_CHECKING:
     import asyncio

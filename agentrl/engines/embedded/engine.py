@@ -30,7 +30,7 @@ from agentrl.engines.embedded.forward import Pass, PassRunner, check_memory, che
 from agentrl.engines.embedded.slots import SlotCache, SlotColumns
 from agentrl.engines.embedded.versions import EmbeddedSettings, EmbeddedVersions, ServedModel, Serving
 from agentrl.engines.models import load_model, model_dtype
-from agentrl.engines.sessions import ModelEngine, empty_completion, keeping_version, needs_adapters
+from agentrl.engines.versions import ModelEngine, empty_completion, keeping_version, needs_adapters
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from agentrl.core.ports import Delta, GenerateRequest, Refresh
     from agentrl.core.records import FinishReason, Float32Array, Int32Array, PolicyVersion, WeightsRef
     from agentrl.engines.embedded.forward import EngineStats
-    from agentrl.engines.weights import Canary
+    from agentrl.engines.versions import Canary
 
 _DELTA_SECONDS = 0.2
 

@@ -31,8 +31,7 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
 from agentrl.engines.models import ready_to_sample
-from agentrl.engines.sessions import LiveVersion, VersionTable
-from agentrl.engines.versions import refusal
+from agentrl.engines.versions import LiveVersion, VersionTable, refusal
 from agentrl.engines.weights import (
     check_adapter,
     check_answer,
@@ -52,7 +51,8 @@ if TYPE_CHECKING:
     from agentrl.core.ports import Refresh
     from agentrl.core.records import Float32Array, PolicyVersion, WeightsRef
     from agentrl.engines.embedded.capture import RoutingTap
-    from agentrl.engines.weights import AdapterWeights, Canary
+    from agentrl.engines.versions import Canary
+    from agentrl.engines.weights import AdapterWeights
 
 BASE = -1
 """The place of rows that use no adapter."""

@@ -25,7 +25,7 @@ from agentrl.core.errors import EngineCapabilityError, EngineError, EngineLostEr
 from agentrl.core.ids import key64
 from agentrl.core.ports import EngineCapabilities
 from agentrl.core.records import Completion, VersionSpan
-from agentrl.engines.sessions import ModelEngine, Session, empty_completion, keeping_version, needs_adapters
+from agentrl.engines.versions import ModelEngine, Session, empty_completion, keeping_version, needs_adapters
 from agentrl.engines.vllm.startup import VllmSettings, kv_tokens, prefill_rate, shapes_to_serve, start_vllm
 from agentrl.engines.vllm.versions import VllmVersion, VllmVersions
 

@@ -37,8 +37,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from agentrl.core.errors import EngineError, EngineLostError, VersionNotServedError
 from agentrl.engines.child_process import VARIABLE
-from agentrl.engines.sessions import LiveVersion, VersionTable
-from agentrl.engines.versions import refusal, run_to_end
+from agentrl.engines.versions import LiveVersion, VersionTable, refusal, run_to_end
 from agentrl.engines.weights import (
     check_adapter,
     check_answer,
@@ -57,8 +56,8 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from agentrl.core.records import Float32Array, Int32Array, PolicyVersion, WeightsRef
+    from agentrl.engines.versions import Canary
     from agentrl.engines.vllm.startup import VllmSettings
-    from agentrl.engines.weights import Canary
 
 _FIRST_LABEL = "default"
 """vLLM's name for the weights it was started with."""
