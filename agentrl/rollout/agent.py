@@ -66,44 +66,40 @@ DEEPEST = 3
 """Depth of a child episode, in the priority of a call; deeper ones count as this."""
 
 
-class LiveAgent(Agent):
-    """One conversation, sampled by an engine and written to the journal."""
+class TurnSampler:
+    """Samples whole turns of one conversation: its engine session, its KV reservation, the turn that is under way.
+
+    Args:
+        episode: the running attempt.
+        seat: whose policy samples.
+        index: of the agent within its seat.
+    """
 
     __slots__ = (
         "_episode",
         "_in_flight",
-        "_messages",
-        "_number",
+        "_kept_version",
         "_partial",
-        "_pauses",
-        "_pending",
         "_reservation",
-        "_rows",
         "_sampled",
         "_session",
         "_settings",
-        "_turn_rewards",
-        "_turns",
         "_weights_of",
-        "counts",
         "index",
+        "pauses",
         "policy",
-        "rewards",
         "seat",
     )
 
-    def __init__(self, episode: LiveEpisode, seat: str, index: int, tools: Sequence[ToolSpec]) -> None:
+    def __init__(self, episode: LiveEpisode, seat: str, index: int) -> None:
         self.seat = seat
         self.index = index
-        self.rewards: tuple[float, ...] = ()
-        self.counts: dict[str, float] = {}
         self._episode = episode
         binding = episode.spec.seats[seat]
         self.policy = binding.policy
         self._weights_of = binding.policy if binding.pin is None else binding.pin.policy
         """The policy whose versions sample: another than the seat's where a past version of it is pinned."""
         self._settings = episode.policy_settings(seat)
-        self._rows = TokenRows(self._settings.chat_format, tools)
         kv_budget = episode.services.kv_budget
         self._reservation: Reservation | None = None
         """None if the engine's memory is not bounded, or another than the run's engine samples."""
@@ -117,82 +113,12 @@ class LiveAgent(Agent):
         """Request id of the engine call that runs."""
         self._partial: PartialTurn | None = None
         """The turn that is being sampled."""
-        self._pauses: tuple[Pause, ...] = ()
+        self.pauses: tuple[Pause, ...] = ()
         """Pauses of the turn that is being sampled, or of the last one."""
-        self._turns: list[Turn] = []
         self._sampled = 0
-        self._turn_rewards: dict[int, float] | None = None
-        self._messages: list[Message] = []
-        self._pending: tuple[Message, ...] = ()
-        self._number = len(episode.agents)
-        """Index in `LiveEpisode.agents`."""
+        """Tokens sampled so far, which decide the priority of a call."""
 
-    @property
-    def turns(self) -> Sequence[Turn]:
-        """The agent's turns so far."""
-        return self._turns
-
-    @property
-    def messages(self) -> Sequence[Message]:
-        """The conversation so far."""
-        return self._messages
-
-    async def act(self, *messages: Message, max_tokens: int | None = None) -> Turn:
-        """Ask the policy; a recorded turn is recalled from the journal."""
-        services = self._episode.services
-        limits = self._settings.limits
-        if len(self._turns) >= limits.max_turns:
-            raise LimitReachedError(
-                f"agent {self.seat!r} has used its {plural(limits.max_turns, 'turn')}", stop_reason="max_turns"
-            )
-        messages, self._pending = tuple(map(_valid, (*self._pending, *messages))), ()
-        journal = self._episode.journal
-        if not journal.is_new:
-            messages = tuple(map(decode_message, journal.fork_edits())) or messages
-        sampling = self._sampling(max_tokens)
-        asked = asked_hash(sampling.max_tokens.to_bytes(4, "little"), *self._rows.question(messages))
-        before, known = len(self._rows), None if journal.is_new else journal.peek(asked)
-        if isinstance(known, TurnEntry):
-            context = known.context_ids
-            self._rows.ask_again(context)
-        elif known is not None:  # it fitted when it was recorded: a smaller context of now bounds only new calls
-            context = self._rows.ask(messages)
-        else:
-            context = self._ask(messages, limits.max_context)
-        call = journal.open(asked, partial(_described, self.seat, messages))
-        if call.waits:
-            await journal.reach(call)
-        recorded = None if call.recorded is None else journal.recall(call, TurnEntry)
-        if recorded is not None:
-            completion = completion_of(recorded)
-            sampled = completion.token_ids.tolist()
-        else:
-            started = services.clock.monotonic()
-            if journal.is_over_time:
-                journal.refuse_for_time(call)
-            # The time limit is paused while the run's engine samples, but not while a bot or an endpoint does.
-            limit = None if self._settings.is_external else self._episode.limit
-            try:
-                with Performing(journal, call, "a turn", limit):
-                    completion = await self._sample(call, self._rows.context(), sampling)
-            except EngineError as error:
-                journal.fail(error)
-                raise
-            sampled = completion.token_ids.tolist()
-            self._write(call, messages, context, before, completion, sampled, services.clock.monotonic() - started)
-        return self._answered(call, messages, completion, sampled)
-
-    def _ask(self, messages: Sequence[Message], max_context: int) -> bytes:
-        """The tokens of new messages, which must fit."""
-        characters = sum([len(message.content) for message in messages])
-        if characters > CHARACTERS_PER_TOKEN * max_context:
-            self._full(characters // CHARACTERS_PER_TOKEN)
-        context = self._rows.ask(messages)
-        if len(self._rows) >= max_context:
-            self._full(len(self._rows))
-        return context
-
-    async def _sample(self, call: Call, context: Int32Array, sampling: SamplingParams) -> Completion:
+    async def sample(self, call: Call, context: Int32Array, sampling: SamplingParams) -> Completion:
         """Sample one whole turn after `context`, `[T]`.
 
         Raises:
@@ -205,7 +131,7 @@ class LiveAgent(Agent):
         capabilities = services.engine.capabilities
         masked, routed = capabilities.sampling_mask and sampling.is_filtered, capabilities.expert_routing
         turn = self._partial = episode.partials.turn(call, self._weights_of, masked=masked)
-        self._pauses = ()
+        self.pauses = ()
         budget: RetryBudget | None = None
         completion = turn.completion(sampling, routed=routed) if turn.pieces else None
         try:
@@ -265,7 +191,7 @@ class LiveAgent(Agent):
     async def _wait_for_kv(self, turn: PartialTurn, reservation: Reservation, priority: int) -> None:
         with self._episode.time_limit_paused(), self._pausing(turn, "no_room"):
             await reservation.wait(priority)
-        self._episode.metric("no_room_s", self._pauses[-1].seconds)
+        self._episode.metric("no_room_s", self.pauses[-1].seconds)
 
     async def _lost(self, error: EngineLostError, turn: PartialTurn, budget: RetryBudget | None) -> RetryBudget:
         """Wait before the next call, after the engine was lost in the middle of one.
@@ -292,7 +218,7 @@ class LiveAgent(Agent):
         clock = self._episode.services.clock
         since = clock.monotonic()
         yield
-        self._pauses = (*self._pauses, Pause(turn.sampled, clock.monotonic() - since, why))
+        self.pauses = (*self.pauses, Pause(turn.sampled, clock.monotonic() - since, why))
 
     def _release_kv(self) -> None:
         if self._reservation is not None:
@@ -352,6 +278,120 @@ class LiveAgent(Agent):
         if self._kept_version is None and sampled.spans and self._weights_of in keeps_version:
             self._kept_version = sampled.spans[0].version
 
+    def suspend(self) -> None:
+        """Give back what the engine holds, as the episode is parked; a call in flight is cut, and gives it back when it
+        returns.
+        """
+        if self._in_flight is not None:
+            self._episode.services.engine.abort(self._in_flight)
+        else:
+            self.close()
+
+    def close(self) -> None:
+        """Give KV, slot and lease back. Idempotent."""
+        self._release_kv()
+        if self._session is not None:
+            self._session.close()
+            self._session = None
+
+    def running_versions(self) -> Iterator[PolicyVersion]:
+        """The versions that sampled the running turn, as far as its calls have returned."""
+        for piece in () if self._partial is None else self._partial.pieces:
+            for span in piece.spans:
+                yield span.version
+
+
+class LiveAgent(TurnSampler, Agent):
+    """One conversation, sampled by an engine and written to the journal."""
+
+    __slots__ = (
+        "_messages",
+        "_number",
+        "_pending",
+        "_rows",
+        "_turn_rewards",
+        "_turns",
+        "counts",
+        "rewards",
+    )
+
+    def __init__(self, episode: LiveEpisode, seat: str, index: int, tools: Sequence[ToolSpec]) -> None:
+        super().__init__(episode, seat, index)
+        self.rewards: tuple[float, ...] = ()
+        self.counts: dict[str, float] = {}
+        self._rows = TokenRows(self._settings.chat_format, tools)
+        self._turns: list[Turn] = []
+        self._turn_rewards: dict[int, float] | None = None
+        self._messages: list[Message] = []
+        self._pending: tuple[Message, ...] = ()
+        self._number = len(episode.agents)
+        """Index in `LiveEpisode.agents`."""
+
+    @property
+    def turns(self) -> Sequence[Turn]:
+        """The agent's turns so far."""
+        return self._turns
+
+    @property
+    def messages(self) -> Sequence[Message]:
+        """The conversation so far."""
+        return self._messages
+
+    async def act(self, *messages: Message, max_tokens: int | None = None) -> Turn:
+        """Ask the policy; a recorded turn is recalled from the journal."""
+        services = self._episode.services
+        limits = self._settings.limits
+        if len(self._turns) >= limits.max_turns:
+            raise LimitReachedError(
+                f"agent {self.seat!r} has used its {plural(limits.max_turns, 'turn')}", stop_reason="max_turns"
+            )
+        messages, self._pending = tuple(map(_valid, (*self._pending, *messages))), ()
+        journal = self._episode.journal
+        if not journal.is_new:
+            messages = tuple(map(decode_message, journal.fork_edits())) or messages
+        sampling = self._sampling(max_tokens)
+        asked = asked_hash(sampling.max_tokens.to_bytes(4, "little"), *self._rows.question(messages))
+        before, known = len(self._rows), None if journal.is_new else journal.peek(asked)
+        if isinstance(known, TurnEntry):
+            context = known.context_ids
+            self._rows.ask_again(context)
+        elif known is not None:  # it fitted when it was recorded: a smaller context of now bounds only new calls
+            context = self._rows.ask(messages)
+        else:
+            context = self._ask(messages, limits.max_context)
+        call = journal.open(asked, partial(_described, self.seat, messages))
+        if call.waits:
+            await journal.reach(call)
+        recorded = None if call.recorded is None else journal.recall(call, TurnEntry)
+        if recorded is not None:
+            completion = completion_of(recorded)
+            sampled = completion.token_ids.tolist()
+        else:
+            started = services.clock.monotonic()
+            if journal.is_over_time:
+                journal.refuse_for_time(call)
+            # The time limit is paused while the run's engine samples, but not while a bot or an endpoint does.
+            limit = None if self._settings.is_external else self._episode.limit
+            try:
+                with Performing(journal, call, "a turn", limit):
+                    completion = await self.sample(call, self._rows.context(), sampling)
+            except EngineError as error:
+                journal.fail(error)
+                raise
+            sampled = completion.token_ids.tolist()
+            self._write(call, messages, context, before, completion, sampled, services.clock.monotonic() - started)
+        return self._answered(call, messages, completion, sampled)
+
+    def _ask(self, messages: Sequence[Message], max_context: int) -> bytes:
+        """The tokens of new messages, which must fit."""
+        characters = sum([len(message.content) for message in messages])
+        if characters > CHARACTERS_PER_TOKEN * max_context:
+            self._full(characters // CHARACTERS_PER_TOKEN)
+        context = self._rows.ask(messages)
+        if len(self._rows) >= max_context:
+            self._full(len(self._rows))
+        return context
+
     def restart(self, *messages: Message) -> None:
         """Begin a new row; the messages are sent with the next `act`."""
         self._rows.restart()
@@ -378,29 +418,12 @@ class LiveAgent(Agent):
             self.reward(penalty)
         return accepted
 
-    def suspend(self) -> None:
-        """Give back what the engine holds, as the episode is parked; a call in flight is cut, and gives it back when it
-        returns.
-        """
-        if self._in_flight is not None:
-            self._episode.services.engine.abort(self._in_flight)
-        else:
-            self.close()
-
-    def close(self) -> None:
-        """Give KV, slot and lease back. Idempotent."""
-        self._release_kv()
-        if self._session is not None:
-            self._session.close()
-            self._session = None
-
     def versions(self) -> Iterator[PolicyVersion]:
         """The versions that sampled the agent's tokens, those of the returned calls of the running turn included."""
-        running = self._partial
-        pieces = () if running is None else running.pieces
-        for completion in (*(turn.completion for turn in self._turns), *pieces):
-            for span in completion.spans:
+        for turn in self._turns:
+            for span in turn.completion.spans:
                 yield span.version
+        yield from self.running_versions()
 
     def header(self) -> TrajectoryHeader:
         """The agent's part of the episode's header."""
@@ -504,7 +527,7 @@ class LiveAgent(Agent):
             parent_context=before,
             routing_breaks=completion.routing_breaks,
             weights_of="" if self._weights_of == self.policy else self._weights_of,
-            pauses=self._pauses,
+            pauses=self.pauses,
         )
         self._episode.journal.write(call, entry)
         self._episode.partials.turn_recorded(call)

@@ -1,0 +1,223 @@
+"""The token-prefix tree of one seat: which row of tokens a conversation that a client sends continues.
+
+A client sends its whole conversation with every request, and is free to edit it. `TokenTree` compares messages with
+what the seat was asked and has answered, and gives the tokens of the request: those of the longest known history as
+the engine has them, then those of the messages that are new. A row grows at its end only; wherever a history leaves a
+row before its end, another row begins with the tokens they share.
+
+Invariants
+1. A turn's sampled tokens belong to one row, where they are trained. Rows that branch off behind them hold the same
+   tokens as context.
+2. A row's tokens are, turn by turn, context and sampled tokens, as the engine had them: nothing that was sampled is
+   tokenised again where its history is known.
+3. Nothing is guessed: where a history fits turns of different tokens, the request gets a row rendered from its
+   messages.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from array import array
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from agentrl.core.ports import ChatFormat
+    from agentrl.core.records import FinishReason, Int32Array, Message, ToolSpec
+
+ForkCause = Literal["conversation", "branch", "reply", "history", "tools", "ambiguous"]
+"""Why a request did not continue a row.
+
+* `conversation`: it holds no reply of the seat, so it begins one (a sub-agent, a compacted history).
+* `branch`: its history was continued before, or another call continues it now.
+* `reply`, `history`: the client changed a reply, or another message before one.
+* `tools`: it offers other tools.
+* `ambiguous`: its history fits several turns of different tokens, and the request is quarantined in a row that is
+  rendered from its messages.
+"""
+
+
+@dataclass(slots=True, eq=False)
+class TreeRow:
+    """One row of tokens, the context of a call in flight included."""
+
+    number: int
+    tokens: array[int] = field(default_factory=lambda: array("i"))
+    last: TreeTurn | None = None
+    is_busy: bool = False
+    """A call in flight continues it."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TreeTurn:
+    """A turn of a row."""
+
+    row: TreeRow
+    end: int
+    """Tokens of the row up to the end of the turn."""
+    after: FinishReason
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a request may continue the row here."""
+        return self.row.last is self and not self.row.is_busy
+
+    def history(self) -> array[int]:
+        """Tokens of the row up to the end of the turn."""
+        return self.row.tokens[: self.end]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Placement:
+    """Where a request belongs."""
+
+    row: TreeRow
+    before: int
+    """Tokens of the row before this request's; 0 for a new row, whatever it shares with another."""
+    new_messages: int
+    """Messages at the end of the request that no turn of the row had seen."""
+    cause: ForkCause | None
+    """Why it began a row; None if it continues one, or begins the first."""
+    path: bytes
+    """Digest of tools and messages of the request."""
+    bare_path: bytes
+    """Digest of its messages."""
+
+    @property
+    def context_ids(self) -> bytes:
+        """The row's new context tokens, as `int32`; ask before the turn is answered."""
+        return self.row.tokens[self.before :].tobytes()
+
+    def context(self) -> Int32Array:
+        """The whole context, as the engine gets it; shape [T]. Ask before the turn is answered."""
+        return np.frombuffer(self.row.tokens.tobytes(), dtype=np.int32)
+
+
+class TokenTree:
+    """The rows of one seat of one attempt."""
+
+    def __init__(self, chat_format: ChatFormat) -> None:
+        self._format = chat_format
+        self.rows: list[TreeRow] = []
+        """All rows, by number."""
+        self._turns: dict[bytes, list[TreeTurn]] = {}
+        """Turns by the digest of tools and conversation up to their reply."""
+        self._known: set[bytes] = set()
+        """Digests of every beginning of every conversation placed so far, tools left out."""
+        self._replies: set[bytes] = set()
+        """Digests of all replies."""
+
+    def place(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> Placement:
+        """Find or begin the row of a request; it is busy until `answer` or `withdraw`.
+
+        Raises:
+            ModelError: the chat template refuses the conversation.
+        """
+        said = [said_digest(message) for message in messages]
+        paths, bare = _paths(_tools_digest(tools), said), _paths(b"", said)
+        turn, at, cause = None, 0, self._cause(messages, said, bare)
+        for at in range(len(messages) - 1, 0, -1):
+            found = self._turns.get(paths[at])
+            if found:
+                turn = next((each for each in found if each.is_open), found[0])
+                if any(each.history() != turn.history() for each in found):
+                    turn, at, cause = None, 0, "ambiguous"
+                break
+        else:
+            at = 0
+        if turn is None:
+            if cause == "branch":
+                cause = "tools"
+            row = TreeRow(len(self.rows), array("i", self._format.start(messages, tools)))
+            before = 0
+        else:
+            new = self._format.extend(messages[at:], after=turn.after)
+            row, before = turn.row, turn.end
+            if turn.is_open:
+                cause = None
+                row.tokens.extend(new)
+            else:
+                row, before = TreeRow(len(self.rows), turn.history()), 0
+                row.tokens.extend(new)
+        if row.number == len(self.rows):
+            cause = cause if self.rows else None
+            self.rows.append(row)
+        row.is_busy = True
+        self._known.update(bare)
+        return Placement(
+            row=row, before=before, new_messages=len(messages) - at, cause=cause, path=paths[-1], bare_path=bare[-1]
+        )
+
+    def answer(
+        self, placement: Placement, sampled: Sequence[int], finish_reason: FinishReason, reply: Message
+    ) -> TreeTurn:
+        """Append the tokens of a sampled turn; `reply` is the message as the client gets it."""
+        row = placement.row
+        row.tokens.extend(sampled)
+        turn = row.last = TreeTurn(row, len(row.tokens), finish_reason)
+        row.is_busy = False
+        said = said_digest(reply)
+        self._replies.add(said)
+        self._known.add(_next(placement.bare_path, said))
+        self._turns.setdefault(_next(placement.path, said), []).append(turn)
+        return turn
+
+    def withdraw(self, placement: Placement) -> None:
+        """Nothing was sampled for a request: take its context back. Its row's number is not given again."""
+        del placement.row.tokens[placement.before :]
+        placement.row.is_busy = False
+
+    def _cause(self, messages: Sequence[Message], said: Sequence[bytes], bare: Sequence[bytes]) -> ForkCause:
+        """Why a request would begin a row; `said` and `bare` are digests of its messages and of its beginnings."""
+        if self._replies.isdisjoint(said):
+            return "conversation"
+        shared = next((n for n in range(len(messages), -1, -1) if bare[n] in self._known), 0)
+        if all(message.role != "assistant" for message in messages[shared:]):
+            return "branch"
+        return "reply" if messages[shared].role == "assistant" else "history"
+
+
+def said_digest(message: Message) -> bytes:
+    """Digest of a message for comparisons. Of a reply, white space around the text does not count, and of arguments
+    neither the order of keys nor the spelling: clients write them anew."""
+    is_reply = message.role == "assistant"
+    calls = [(call.id, call.name, _arguments(call.arguments)) for call in message.tool_calls]
+    content = message.content.strip() if is_reply else message.content
+    parts = json.dumps((message.role, message.tool_call_id, message.name, calls, content), ensure_ascii=True)
+    return hashlib.blake2b(parts.encode(), digest_size=16).digest()
+
+
+def _arguments(arguments: object) -> str:
+    """Arguments in one spelling."""
+    value = arguments
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            return value
+    try:
+        return json.dumps(value, sort_keys=True, ensure_ascii=True, default=dict)
+    except (TypeError, ValueError, RecursionError):
+        return str(arguments)
+
+
+def _tools_digest(tools: Sequence[ToolSpec]) -> bytes:
+    said = [(tool.name, tool.description, tool.parameters) for tool in tools]
+    return hashlib.blake2b(json.dumps(said, sort_keys=True, default=dict).encode(), digest_size=16).digest()
+
+
+def _paths(start: bytes, said: Sequence[bytes]) -> list[bytes]:
+    """Digests of the first 0, 1, … messages behind a beginning."""
+    paths = [_next(b"", start)]
+    for each in said:
+        paths.append(_next(paths[-1], each))
+    return paths
+
+
+def _next(path: bytes, said: bytes) -> bytes:
+    return hashlib.blake2b(path + said, digest_size=16).digest()
