@@ -120,7 +120,9 @@ class TokenTree:
         """
         said = [said_digest(message) for message in messages]
         paths, bare = _paths(_tools_digest(tools), said), _paths(b"", said)
-        turn, at, cause = None, 0, self._cause(messages, said, bare)
+        turn: TreeTurn | None = None
+        cause: ForkCause | None = self._cause(messages, said, bare)
+        at = 0
         for at in range(len(messages) - 1, 0, -1):
             found = self._turns.get(paths[at])
             if found:
