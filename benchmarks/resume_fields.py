@@ -233,11 +233,10 @@ def base(path: Path) -> dict[str, Any]:
             "past": {"kind": "past", "of": "guesser", "every": 2},
         },
         "seats": {"helper": "second"},
-        "engine": {"refresh": "turn"},
+        "engine": {"refresh": "turn", "max_context": 512},
         "credit": {"group_size": GROUP},
         "checkpoint": {"every": CHECKPOINT, "versions": 0},
         "evaluation": {"tasks": 0},
-        "trainer": {"kind": "in_process"},
     }
 
 

@@ -30,10 +30,10 @@ def train(*, resume: bool) -> None:
         steps=STEPS,
         environment={"id": "calculator"},
         model={"path": "agentrl.environments:calculator/model"},
-        policies={"solver": {"step_size": 32}},
+        policies={"solver": {"step_size": 32, "learning_rate": 3e-4}},
         sampling={"max_tokens": 32, "max_turns": 6},
         engine={"slots": 96, "max_context": 192},
-        trainer={"kind": "in_process"},  # without Ray: starts four seconds sooner
+        trainer={"tokens_per_unit": 64},
         checkpoint={"every": 2},
         evaluation={"tasks": 0},
     )

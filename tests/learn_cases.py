@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from agentrl.config.policies import AnyPolicy, LoraConfig, PolicyConfig
-from agentrl.config.run import EnvironmentConfig, ModelConfig, RunConfig, TrainerConfig
+from agentrl.config.run import EngineConfig, EnvironmentConfig, ModelConfig, RunConfig, TrainerConfig
 from agentrl.core.records import DataLocation, Row, TrainBatch, TrainingSample, Trajectory, TrajectoryCredit, Unit
 from agentrl.credit.samples import ReadUnits
 from agentrl.journal.entries import Begin, JournalEntry, Span, TurnEntry, encode_body
@@ -86,7 +86,8 @@ def run_config(model: Path, *, policies: Mapping[str, AnyPolicy] | None = None, 
         environment=EnvironmentConfig(id="test"),
         model=ModelConfig(path=str(model)),
         policies=policies or {"policy": PolicyConfig(learning_rate=1e-2)},
-        trainer=TrainerConfig(**trainer),
+        engine=EngineConfig(max_context=512),
+        trainer=TrainerConfig(**{"micro_batch_tokens": 8192, **trainer}),
     )
 
 

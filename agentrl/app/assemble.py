@@ -153,10 +153,9 @@ def assemble(config: RunConfig, environment: type[Environment], parts: Parts) ->
 
 
 def _plan(config: RunConfig, environment: type[Environment]) -> TrainingPlan:
-    step_size = {name: policy.step_size for name, policy in config.trained.items()}
     return TrainingPlan(
-        step_size=step_size,
-        normaliser={name: float(size * config.trainer.tokens_per_unit) for name, size in step_size.items()},
+        step_size={name: policy.step_size for name, policy in config.trained.items()},
+        tokens_per_unit=config.trainer.tokens_per_unit,
         demands=demands_of(config, environment),
         evaluate_every=config.evaluation.every,
         checkpoint_every=config.checkpoint.every,

@@ -1,20 +1,35 @@
-"""Predicts the memory of a run, process by process, before any weight is loaded."""
+"""Predicts the memory of a run, process by process, before any weight is loaded; and sizes what is left to memory:
+the longest context and the micro-batches."""
 
 from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from agentrl.app.policies import adapter_slots_needed, largest_rank
 from agentrl.config.run import RunConfig
+from agentrl.core.errors import ConfigError
 
+USED_SHARE = 0.8
+"""Share of the free memory that contexts and micro-batches may fill: allocators keep some, and others need some."""
+MIN_CONTEXT = 256
+"""Tokens of the shortest context that is chosen where memory bounds it."""
+MAX_CONTEXT = 1 << 15
+"""Tokens of the longest context that is chosen for a model that states no number of positions."""
+MAX_CHOSEN = 10**8
+"""Larger numbers in a run's files were not chosen here."""
+MAX_MICRO_BATCH = 1 << 14
+"""Tokens beyond which a larger micro-batch is hardly faster."""
 _CONTEXTS = "fewer engine.slots, or a smaller engine.max_context"
 _DTYPE = "model.dtype = 'bfloat16'"
 _THIS = "this process"
+_ACTIVATIONS = "activations"
+_VLLM = "vLLM"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,13 +89,98 @@ def memory_plan(config: RunConfig) -> MemoryPlan:
     return MemoryPlan(parts=tuple(parts), free=there.free)
 
 
+def sized(config: RunConfig, before: Mapping[str, Any]) -> RunConfig:
+    """The configuration with `engine.max_context` and `trainer.micro_batch_tokens` chosen where they are 0.
+
+    Both are powers of two, or what the model or each other bounds them to, so that they hardly depend on what else runs
+    on the machine.
+
+    Args:
+        config: of the run.
+        before: the configuration that the run was started with, as data: what was chosen then is kept; else empty.
+
+    Raises:
+        ModelError: a directory holds no model that can be trained and served.
+        ConfigError: not even short contexts fit into memory.
+    """
+    context = config.engine.max_context or _chosen_before(before, "engine", "max_context")
+    tokens = config.trainer.micro_batch_tokens or _chosen_before(before, "trainer", "micro_batch_tokens")
+    if not config.model.path or (context and (tokens or not config.trained)):
+        return _with_sizes(config, context, tokens)
+    context = context or _fitting_context(config)
+    if not tokens and config.trained:
+        tokens = _fitting_tokens(_with_sizes(config, context, context))
+    return _with_sizes(config, context, tokens)
+
+
+def _chosen_before(before: Mapping[str, Any], section: str, name: str) -> int:
+    values = before.get(section)
+    found = values.get(name) if isinstance(values, Mapping) else None
+    return found if type(found) is int and 0 < found <= MAX_CHOSEN else 0
+
+
+def _with_sizes(config: RunConfig, context: int, tokens: int) -> RunConfig:
+    engine = config.engine.model_copy(update={"max_context": context})
+    trainer = config.trainer.model_copy(update={"micro_batch_tokens": tokens})
+    return config.model_copy(update={"engine": engine, "trainer": trainer})
+
+
+def _fitting_context(config: RunConfig) -> int:
+    """The longest context that the model has positions for, and that fits with one row of it per micro-batch."""
+    from agentrl.engines.models import longest_context
+
+    bound = longest_context(config.model.path, embedded=config.engine.kind == "embedded") or MAX_CONTEXT
+    few = min(MIN_CONTEXT, bound)
+    plan = memory_plan(_with_sizes(config, few, few))
+    held, limit = _held(plan), _limit(plan)
+    if held > limit:
+        raise ConfigError(
+            f"nothing fits: with contexts of {few} tokens the run would hold {held >> 20:,} MiB, and it may take "
+            f"{limit >> 20:,}, which is {USED_SHARE:.0%} of what is free. Set {', or '.join(plan.settings_to_turn())}"
+        )
+    if bound == few:
+        return bound
+    more = min(2 * few, bound)
+    per_token = (_held(memory_plan(_with_sizes(config, more, more))) - held) / (more - few)
+    fitting = few + int((limit - held) / max(per_token, 1.0))
+    return bound if fitting >= bound else 1 << (fitting.bit_length() - 1)
+
+
+def _fitting_tokens(config: RunConfig) -> int:
+    """Tokens of a micro-batch that fit beside everything else; at least one row of full length.
+
+    Args:
+        config: with a context, and micro-batches of one row.
+    """
+    context = config.engine.max_context
+    if context >= MAX_MICRO_BATCH:
+        return context
+    plan = memory_plan(config)
+    (row,) = (part for part in plan.parts if part.name.startswith(_ACTIVATIONS))
+    fitting = context + int((_limit(plan) - _held(plan)) / row.processes / max(row.bytes / context, 1.0))
+    return max(context, min(MAX_MICRO_BATCH, 1 << (max(fitting, 1).bit_length() - 1)))
+
+
+def _held(plan: MemoryPlan) -> int:
+    """Bytes of all processes, but for vLLM on a GPU, which sizes itself to the share that it reserves."""
+    return sum(part.bytes * part.processes for part in plan.parts if not part.name.startswith(_VLLM))
+
+
+def _limit(plan: MemoryPlan) -> int:
+    """Bytes that may be filled, on all devices over which the run's processes spread."""
+    import torch
+
+    processes = sum({part.process: part.processes for part in plan.parts}.values())
+    return int(USED_SHARE * plan.free) * max(1, min(torch.cuda.device_count(), processes))
+
+
 def _trainer(config: RunConfig) -> list[MemoryPart]:
     if not config.trained:
         return []
     from agentrl.learn.memory import trainer_memory
 
     held = trainer_memory(config)
-    if config.trainer.kind == "in_process":
+    if config.trains_in_process:
         part = partial(MemoryPart, process=_THIS)
     else:
         part = partial(MemoryPart, process="trainer rank", processes=config.trainer.workers)
@@ -92,7 +192,7 @@ def _trainer(config: RunConfig) -> list[MemoryPart]:
     return [
         part(name=f"weights in {held.dtype}", bytes=held.weights, setting=_DTYPE),
         part(name=optimized, bytes=held.trained, setting=rank),
-        part(name=f"activations of {held.tokens:,} tokens", bytes=held.activations, setting=tokens),
+        part(name=f"{_ACTIVATIONS} of {held.tokens:,} tokens", bytes=held.activations, setting=tokens),
     ]
 
 
@@ -105,7 +205,7 @@ def _engine(config: RunConfig, *, on_gpu: bool, device_bytes: int) -> list[Memor
     else:
         part = partial(MemoryPart, process="engine", processes=section.replicas)
     if section.kind == "vllm" and on_gpu:
-        name = f"vLLM: {VLLM_SHARE:.0%} of the GPU for weights, keys and values"
+        name = f"{_VLLM}: {VLLM_SHARE:.0%} of the GPU for weights, keys and values"
         return [part(name=name, bytes=int(VLLM_SHARE * device_bytes))]
     adapters = adapter_slots_needed(config)
     held = engine_memory(

@@ -166,7 +166,7 @@ def _placement(config: RunConfig, log: Path | None, *, gpus: bool = True) -> Pla
         )
     from agentrl.cluster.engine_actors import RayPlacement
 
-    ranks = config.trainer.workers if config.trainer.kind == "ray" else 0
+    ranks = 0 if config.trains_in_process else config.trainer.workers
     return RayPlacement(processes=config.engine.replicas + ranks if gpus else 0)
 
 
@@ -261,7 +261,7 @@ def installed_version(distribution: str) -> str | None:
 
 def make_trainer(config: RunConfig, directory: Path) -> Trainer:
     """The trainer a configuration asks for."""
-    if config.trainer.kind == "in_process":
+    if config.trains_in_process:
         from agentrl.learn.trainer import InProcessTrainer
 
         return InProcessTrainer(config, directory)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from agentrl.app.parts import Adapters
-from agentrl.app.policies import rollout_settings
+from agentrl.app.policies import MAX_EXTERNAL_CONTEXT, rollout_settings
 from agentrl.config.load import recorded_config
 from agentrl.config.run import RunConfig
 from agentrl.core import ids
@@ -144,7 +144,8 @@ async def _one(reader: RunReader, episode_id: str, attempt: int | None, asked: _
         host=ReplayHost([*inherited, *own]),
         clock=Adapters().clock,
         settings=dataclasses.replace(
-            rollout_settings(asked.config, asked.chat_format, asked.config.engine.max_context), on_code_change="try"
+            rollout_settings(asked.config, asked.chat_format, asked.config.engine.max_context or MAX_EXTERNAL_CONTEXT),
+            on_code_change="try",
         ),
     )
     environment.load()

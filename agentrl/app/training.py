@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from agentrl.app.memory import sized
 from agentrl.app.parts import Adapters, code_of, load_config, task_source
 from agentrl.app.parts import held_out as held_out_source
 from agentrl.app.policies import demands_of, split_groups
@@ -77,6 +78,7 @@ def train(
     config = load_config(config)
     chosen = resolve(environment if environment is not None else config.environment.id)
     demands_of(config, chosen)  # refuses what could never start, before anything is loaded
+    config = sized(config, RunDirectory.config(Path(config.directory) / config.name) if resume else {})
     run = run_training(config, chosen, tasks=tasks, held_out=held_out, observers=observers, resume=resume, quiet=quiet)
     return run_in_shared_loop(run, Path(config.directory) / config.name)
 

@@ -271,7 +271,7 @@ def plan(config: RunConfig | None = None) -> list[Check]:
     device = "GPU" if has_gpu else "CPU"
     engine = f"{config.engine.kind}, {_engine_process(config)}, {config.threads} thread(s), on the {device}"
     checks = [Check(name="engine", found=engine)]
-    if config.trainer.kind == "in_process" or _version("ray") is None:
+    if config.trains_in_process or _version("ray") is None:
         checks.append(Check(name="trainer", found=f"in this process, on the {device}"))
     else:
         address = os.environ.get("RAY_ADDRESS")
@@ -294,10 +294,10 @@ def _engine_process(config: RunConfig) -> str:
 
 def memory_of(config: RunConfig) -> list[Check]:
     """Predict the peak memory of each process of a run, and compare it with the free memory."""
-    from agentrl.app.memory import memory_plan
+    from agentrl.app.memory import memory_plan, sized
 
     try:
-        found = memory_plan(config)
+        found = memory_plan(sized(config, {}))
     except InputError as error:
         return [Check(name="model", found=str(error), level="missing")]
     checks = []

@@ -402,7 +402,7 @@ id = "env.py:CLASS"   # beside this file
 path = "agentrl.environments:calculator/model"   # 0.84 M parameters, part of agentrl; or a directory of yours
 
 [policies.solver]
-learning_rate = 3e-4  # all weights are trained; for larger models add [policies.solver.lora] and try 1e-5
+learning_rate = 3e-4  # a pretrained model takes the default: 1e-6, or 1e-5 with [policies.solver.lora]
 step_size = 64        # episodes per optimizer step
 max_staleness = 1     # 0 is synchronous training
 
@@ -416,6 +416,9 @@ max_turns = 6
 [engine]
 slots = 96
 max_context = 192     # longest conversation, in tokens
+
+[trainer]
+tokens_per_unit = 64  # sampled tokens of a typical episode
 
 [evaluation]
 tasks = 256           # held-out tasks, before the first step and after the last

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
 from agentrl.config.load import dump_toml, sections_in
 from agentrl.config.run import EnvironmentConfig, ModelConfig, RunConfig, on_resume
-from agentrl.config.section import NumberUnit
+from agentrl.config.section import DerivedDefault, NumberUnit
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -136,6 +136,8 @@ def _name(annotation: Any) -> str:
 def _default(field: FieldInfo) -> str:
     if field.is_required():
         return "*needed*"
+    if derived := next((mark.words for mark in field.metadata if isinstance(mark, DerivedDefault)), ""):
+        return derived
     value = field.default
     if isinstance(value, tuple | list):
         return ", ".join(f"`{item}`" for item in value) or "empty"

@@ -6,12 +6,13 @@ A tagged union by `kind`; a setting that a kind cannot have does not parse. `Run
 from __future__ import annotations
 
 import ipaddress
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
 from agentrl.config.section import (
+    DerivedDefault,
     Episodes,
     Fixed,
     Free,
@@ -48,6 +49,15 @@ class _Sampled(Section):
     """Settings of `[sampling]` that this policy overrides, such as `temperature` or `max_tokens`."""
 
 
+LEARNING_RATES = {"adapter": 1e-5, "full": 1e-6}
+"""Default learning rates. An adapter takes about ten times the rate of all weights (Schulman et al., 2025, "LoRA
+Without Regret"); 1e-6 is what other libraries train all weights of pretrained models with."""
+
+
+def _learning_rate(policy: dict[str, Any]) -> float:
+    return LEARNING_RATES["full" if policy.get("lora") is None else "adapter"]
+
+
 class PolicyConfig(_Sampled):
     """A policy that learns: an adapter on the base model, or all weights."""
 
@@ -55,8 +65,11 @@ class PolicyConfig(_Sampled):
     """The default: weights that learn."""
     lora: Fixed[LoraConfig | None] = None
     """Train an adapter of this shape; null trains all weights."""
-    learning_rate: Free[Rate] = 3e-4
-    """AdamW's learning rate, after warm-up."""
+    learning_rate: Annotated[Free[Rate], DerivedDefault("`1e-5` with `lora`, `1e-6` without")] = Field(
+        default_factory=_learning_rate
+    )
+    """AdamW's learning rate, after warm-up. The defaults are those of pretrained models with billions of parameters;
+    tiny ones learn with 100 times as much."""
     step_size: WaveFixed[Episodes] = 64
     """Units (the policy's parts of episodes) per optimizer step."""
     max_staleness: WaveFixed[MaybeSteps] = 1

@@ -96,8 +96,9 @@ class EngineConfig(Section):
     """Engines side by side, each in a process of its own; new weights reach them one after another."""
     slots: WaveFixed[Annotated[Positive, NumberUnit("conversations")]] = 64
     """Conversations whose KV is held at once; they share each forward pass."""
-    max_context: PerEpisode[Tokens] = 512
-    """Longest conversation; memory for the KV grows with it."""
+    max_context: PerEpisode[Annotated[NonNegative, NumberUnit("tokens")]] = 0
+    """Longest conversation; memory for the KV grows with it. 0: as many tokens as the model has positions, or fewer
+    where memory holds fewer; a resumed run keeps what was found at its start."""
     refresh: WaveFixed[Literal["auto", "token", "token_keep_kv", "turn", "episode", "lazy"]] = "auto"
     """When a conversation in flight moves to newer weights. `auto`, by policy: `lazy` for an adapter, `token` for full
     weights, which allow only `token` and `turn` (docs/engines.md). `token` recomputes the conversation's KV;
@@ -201,18 +202,21 @@ class OptimizerConfig(Section):
 class TrainerConfig(Section):
     """The trainer."""
 
-    kind: Free[Literal["ray", "in_process"]] = "ray"
-    """`ray`: Ray actors beside the engine; `in_process`: a thread, for debugging and without Ray."""
+    kind: Free[Literal["auto", "ray", "in_process"]] = "auto"
+    """Where it trains. `in_process`: in a thread of the run's process, without Ray. `ray`: in Ray actors beside the
+    engine, one for each rank. `auto`: `in_process` unless there are several `workers`."""
     workers: Free[Annotated[Positive, NumberUnit("processes")]] = 1
     """Data-parallel ranks; any number gives the same update."""
     loss: LossConfig = PolicyGradientLoss()
     entropy_bonus: Free[Annotated[float, NumberUnit("per nat")]] = 0.0
     """Weight of the trained tokens' entropy, divided by the same constant as the loss; a positive weight slows
     collapse."""
-    tokens_per_unit: Free[Tokens] = 64
-    """The constant c of the normaliser step_size × c: a typical number of sampled tokens per unit."""
-    micro_batch_tokens: Free[Tokens] = 8192
-    """Padded tokens per forward pass: bounds memory; the update is the same for any value."""
+    tokens_per_unit: Free[Annotated[NonNegative, NumberUnit("tokens")]] = 0
+    """The summed token losses of a step are divided by step_size × this constant (Dr. GRPO, arXiv:2503.20783). 0: by
+    the number of tokens that were sampled in the step, so that every token counts the same (DAPO, arXiv:2503.14476)."""
+    micro_batch_tokens: Free[Annotated[NonNegative, NumberUnit("tokens")]] = 0
+    """Padded tokens per forward pass: bounds memory; the update is the same for any value. 0: as many as memory holds,
+    at most 16,384."""
     recompute: Free[bool] = False
     """Keep only the input of each layer for the backward pass and compute the rest of it again there: activations take
     a fraction of the memory, a step about a third more time; the update is the same."""
@@ -350,6 +354,11 @@ class RunConfig(Section):
         """Whether the engine runs in the run's own process."""
         return self.engine.kind == "embedded" and self.engine.placement == "here" and self.workers == 1
 
+    @property
+    def trains_in_process(self) -> bool:
+        """Whether the trainer runs in the run's own process."""
+        return self.trainer.kind == "in_process" or (self.trainer.kind == "auto" and self.trainer.workers == 1)
+
     def refresh_of(self, policy: str) -> Refresh:
         """When conversations of a policy served by our engine move to newer weights."""
         section = self.policies[policy]
@@ -378,12 +387,16 @@ class RunConfig(Section):
 
     @property
     def threads(self) -> int:
-        """Torch threads of each engine and each trainer rank on CPUs: an even share of the machine's cores.
+        """Torch threads of each engine and each trainer rank on CPUs: an even share of the machine's cores among those
+        that compute at once. Where one policy learns at `max_staleness` 0, engines and ranks compute by turns.
 
         One in a deterministic run, because the number of threads decides the order of additions.
         """
-        ranks = self.trainer.workers if self.trainer.kind == "ray" else 1
-        return 1 if self.deterministic else max(1, len(os.sched_getaffinity(0)) // (self.engine.replicas + ranks))
+        if self.deterministic:
+            return 1
+        bounds = [policy.max_staleness for policy in self.trained.values()]
+        engines, ranks = self.engine.replicas, self.trainer.workers if bounds else 0
+        return max(1, len(os.sched_getaffinity(0)) // (max(engines, ranks) if bounds == [0] else engines + ranks))
 
     @property
     def filtered(self) -> list[str]:
@@ -463,7 +476,9 @@ def _differences(
     """Compare leaf by leaf; a setting that an older version did not write had its default."""
     for name, field in type(section).model_fields.items():
         path, value = (*above, name), getattr(section, name)
-        default = None if field.is_required() else to_jsonable_python(field.get_default())
+        default = None
+        if not field.is_required():
+            default = to_jsonable_python(field.get_default(call_default_factory=True, validated_data=dict(before)))
         then = before.get(name, default)
         if isinstance(value, BaseModel) and isinstance(then, Mapping):
             yield from _differences(value, now[name], then, path)
@@ -510,6 +525,11 @@ def check_together(config: RunConfig) -> None:
     _check_freeze(config)
     _check_best(config)
     _check_full_weights(config)
+    if config.trainer.kind == "in_process" and config.trainer.workers > 1:
+        raise ValueError(
+            f"trainer.workers = {config.trainer.workers} are processes of their own, and trainer.kind = 'in_process' "
+            "trains in the run's: set trainer.kind = 'ray', or trainer.workers = 1"
+        )
     if config.deterministic:
         _check_deterministic(config)
     _check_engine(config)

@@ -34,6 +34,12 @@ class OnResume(NamedTuple):
         return self.rule != "refused" and (self.of_deterministic or not deterministic)
 
 
+class DerivedDefault(NamedTuple):
+    """The default of a setting that depends on others, in words, for the configuration page."""
+
+    words: str
+
+
 T = TypeVar("T")
 
 Free = Annotated[T, OnResume("may differ")]

@@ -541,7 +541,7 @@ class TrainBatch:
     policy: str
     units: tuple[Unit, ...]
     normaliser: float
-    """The constant that divides the summed token losses: step_size × configured tokens per unit."""
+    """The constant that divides the summed token losses; see `trainer.tokens_per_unit`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 ONE_LOAD_AT_A_TIME = Lock()
 """transformers changes global state while it loads; an update that was cancelled may still be at it."""
 _SPECIAL = re.compile("window|chunk|block|topk|original_max_position")
+_SELECTED_KEYS = ("index_topk", "indexer_budget")
+"""Settings of models whose indexer selects the keys that are attended to: how many it selects."""
 _LOAD_ERRORS = (
     OSError,
     ValueError,
@@ -297,7 +299,7 @@ def check_key_selection(config: PretrainedConfig, max_context: int, path: str | 
         ModelError: contexts may have more tokens than the indexer selects.
     """
     for name, value in config.get_text_config().to_dict().items():
-        if name.startswith(("index_topk", "indexer_budget")) and type(value) is int and value < max_context:
+        if name.startswith(_SELECTED_KEYS) and type(value) is int and value < max_context:
             raise ModelError(
                 f"{path}: {config.model_type} attends to keys that an indexer selects ({name} = {value}). Which of "
                 "those with equal scores it takes depends on what is forwarded together, so rows cannot be trained "
@@ -415,12 +417,40 @@ def hold_positions(model: PreTrainedModel, max_context: int) -> None:
             module.register_forward_hook(shorten)
 
 
-def _check_window(config: PretrainedConfig, max_context: int, path: str | Path) -> None:
-    """The embedded engine's attention knows no window."""
+def longest_context(path: str | Path, *, embedded: bool) -> int | None:
+    """The longest context that a model can be sampled and trained in; None if nothing in `config.json` bounds it.
+
+    Args:
+        path: the model's directory.
+        embedded: whether the embedded engine is to sample it.
+
+    Raises:
+        ModelError: the directory holds no model.
+    """
+    _check_directory(path)
+    try:
+        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        text = config.get_text_config()
+    except _LOAD_ERRORS as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ModelError(f"{path}: config.json describes no causal LM ({reason})") from error
+    bounds = [getattr(text, "max_position_embeddings", None), _window(config) if embedded else None]
+    bounds += [value for name, value in text.to_dict().items() if name.startswith(_SELECTED_KEYS)]
+    return min((each for each in bounds if type(each) is int and each > 1), default=None)
+
+
+def _window(config: PretrainedConfig) -> int | None:
+    """Tokens of the window that some layers attend to; None if all attend to the whole context."""
     text = config.get_text_config()
     layer_types, window = getattr(text, "layer_types", None), getattr(text, "sliding_window", None)
     slides = layer_types is None or "sliding_attention" in layer_types
-    if window is not None and slides and getattr(text, "use_sliding_window", True) and max_context > window:
+    return window if slides and getattr(text, "use_sliding_window", True) else None
+
+
+def _check_window(config: PretrainedConfig, max_context: int, path: str | Path) -> None:
+    """The embedded engine's attention knows no window."""
+    window = _window(config)
+    if window is not None and max_context > window:
         raise ModelError(
             f"{path}: the model attends to a window of {window} tokens, which the embedded engine serves only up to "
             f"that length; set engine.max_context to at most {window}, or engine.kind to vllm"

@@ -22,7 +22,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from agentrl.core.errors import InputError, RunDirectoryError, StorageError
-from agentrl.core.files import LOCAL, replace_file
+from agentrl.core.files import LOCAL, open_regular, read_at_most, replace_file
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -36,6 +36,7 @@ WORKERS_LOG = "workers.log"
 _FINISH = "make room or permission there, then finish the run with --resume"
 
 
+_MAX_CONFIG_BYTES = 1 << 20
 _HALF_CONFIG = ".config.json"
 """Left by a process that was killed in `replace_file`; does not prevent another start."""
 
@@ -102,6 +103,16 @@ class RunDirectory:
         if not (directory.journal.is_dir() or (path / "config.json").is_file()):
             raise RunDirectoryError(f"nothing to resume: {path} holds no run; start it without --resume")
         return directory
+
+    @staticmethod
+    def config(path: Path) -> Mapping[str, Any]:
+        """The configuration that a run was started with, as data; empty where none can be read."""
+        try:
+            with open_regular(path / "config.json") as file:
+                found = json.loads(read_at_most(file, _MAX_CONFIG_BYTES))
+        except (OSError, ValueError, RecursionError):
+            return {}
+        return found if isinstance(found, dict) else {}
 
     def forget_if_refused(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -72,7 +72,8 @@ class TrainingPlan:
     """The part of the configuration that the loop needs."""
 
     step_size: Mapping[str, int]
-    normaliser: Mapping[str, float]
+    tokens_per_unit: int
+    """The summed token losses of a step are divided by this times the step's size; 0: by its sampled tokens."""
     demands: Sequence[Demand]
     """Demand of root groups in turn; starts over after the last."""
     evaluate_every: int = 0
@@ -302,7 +303,7 @@ class Orchestrator:
             step_id=version.step,
             policy=policy,
             units=tuple(ready.unit for ready in taken),
-            normaliser=self.plan.normaliser[policy],
+            normaliser=self._normaliser(policy, taken),
         )
         waited = self._metrics.before_step(policy)
         self._stepping[policy] = batch.step_id
@@ -335,6 +336,12 @@ class Orchestrator:
         await self.opponents.add_version(weights)
         await self.retention.prune(weights, self._needed())
         return True
+
+    def _normaliser(self, policy: str, taken: Sequence[ReadyUnit]) -> float:
+        if self.plan.tokens_per_unit:
+            return float(self.plan.step_size[policy] * self.plan.tokens_per_unit)
+        sampled = sum(trajectory.tokens for ready in taken for trajectory in ready.trajectories)
+        return float(max(1, sampled))
 
     async def _watch(self) -> None:
         """End the run with the reason when nothing runs, nothing can start, and a policy still waits."""

@@ -1,0 +1,112 @@
+"""Settings that a run derives from its policies, its model and the machine, where they are left out."""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentrl.app import memory as planned
+from agentrl.app.memory import MAX_MICRO_BATCH, MIN_CONTEXT, USED_SHARE, memory_plan, sized
+from agentrl.cli.main import main
+from agentrl.config.load import load
+from agentrl.config.run import RunConfig
+from agentrl.core.errors import ConfigError
+from agentrl.core.machine import Memory
+from agentrl.engines import memory as engine_memory
+
+POSITIONS = 1024
+"""Of the model in environments/calculator/model."""
+
+
+def configured(repository: Path, **sections: Any) -> RunConfig:
+    model = {"path": str(repository / "environments/calculator/model")}
+    return RunConfig(**{"environment": {"id": "calculator"}, "model": model, **sections})
+
+
+def free(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    monkeypatch.setattr(engine_memory, "memory", lambda: Memory(free=size, total=size))
+    monkeypatch.setattr(planned, "_programs", lambda parts: [])
+
+
+def test_an_adapter_takes_ten_times_the_learning_rate_of_all_weights(repository: Path) -> None:
+    policies = {"a": {"lora": {"rank": 4}}, "b": {}, "c": {"lora": {}, "learning_rate": 0.5}}
+    config = configured(repository, policies=policies, seats={"solver": "a"})
+    assert [policy.learning_rate for policy in config.trained.values()] == [1e-5, 1e-6, 0.5]
+
+
+def test_the_trainer_takes_ray_where_there_are_several_ranks(repository: Path) -> None:
+    assert configured(repository).trains_in_process
+    assert not configured(repository, trainer={"workers": 2}).trains_in_process
+    assert not configured(repository, trainer={"kind": "ray"}).trains_in_process
+    with pytest.raises(ValueError, match=r"trainer.workers = 2.*trainer.kind = 'ray'"):
+        configured(repository, trainer={"kind": "in_process", "workers": 2})
+
+
+def test_engine_and_trainer_have_all_cores_where_they_compute_by_turns(
+    repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    assert configured(repository).threads == 4
+    assert configured(repository, policies={"solver": {"max_staleness": 0}}).threads == 8
+    assert configured(repository, trainer={"workers": 3}).threads == 2
+    assert configured(repository, deterministic=True, policies={"solver": {"max_staleness": 0}}).threads == 1
+
+
+def test_the_losses_of_a_step_are_divided_by_its_sampled_tokens(sample_run: Path) -> None:
+    query = """SELECT normaliser, sum(tokens) FROM steps JOIN
+        (SELECT DISTINCT policy AS p, lineage AS l, step AS s, episode, attempt, seat, agent FROM step_units)
+        ON p = steps.policy AND l = steps.lineage AND s = steps.step
+        JOIN (SELECT episode AS e, attempt AS n, seat AS w, agent AS i, tokens AS sampled FROM trajectories)
+        ON e = episode AND n = attempt AND w = seat AND i = agent GROUP BY policy, lineage, step"""
+    with sqlite3.connect(sample_run / "journal" / "control.db") as journal:
+        found = journal.execute(query.replace("sum(tokens)", "sum(sampled)")).fetchall()
+    assert found
+    assert all(normaliser == sampled for normaliser, sampled in found)
+
+
+def test_a_context_is_as_long_as_the_model_has_positions(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    free(monkeypatch, 1 << 36)
+    config = sized(configured(repository), {})
+    assert (config.engine.max_context, config.trainer.micro_batch_tokens) == (POSITIONS, MAX_MICRO_BATCH)
+
+
+def test_memory_bounds_contexts_and_micro_batches(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    least = configured(repository, engine={"max_context": MIN_CONTEXT}, trainer={"micro_batch_tokens": MIN_CONTEXT})
+    free(monkeypatch, 1)
+    size = int(1.3 * memory_plan(least).total / USED_SHARE)
+    free(monkeypatch, size)
+    config = sized(configured(repository), {})
+    assert MIN_CONTEXT <= config.engine.max_context < POSITIONS
+    assert memory_plan(config).total <= size
+    free(monkeypatch, 1 << 36)
+    kept = sized(configured(repository), config.model_dump(mode="json"))
+    assert (kept.engine, kept.trainer) == (config.engine, config.trainer), "a resumed run keeps what was found"
+    explicit = sized(configured(repository, engine={"max_context": 100}), config.model_dump(mode="json"))
+    assert explicit.engine.max_context == 100
+
+
+def test_a_memory_that_nothing_fits_into_is_refused(
+    repository: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    free(monkeypatch, 1 << 20)
+    with pytest.raises(ConfigError, match=r"nothing fits: .*256 tokens.*MiB.*engine.slots"):
+        sized(configured(repository), {})
+    file = tmp_path / "train.toml"
+    file.write_text(f'[environment]\nid = "calculator"\n[model]\npath = "{repository}/environments/calculator/model"\n')
+    assert main(["doctor", str(file), "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)["sections"]["memory"]
+    assert any("nothing fits" in check["found"] for check in report)
+    assert main(["train", str(file), f"--directory={tmp_path}"]) == 2
+    assert "nothing fits" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_files_without_these_settings_are_read(tmp_path: Path) -> None:
+    (tmp_path / "train.toml").write_text('[environment]\nid = "calculator"\n[model]\npath = "."\n')
+    config = load(tmp_path / "train.toml")
+    assert (config.engine.max_context, config.trainer.micro_batch_tokens) == (0, 0)
