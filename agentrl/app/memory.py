@@ -168,10 +168,10 @@ def _held(plan: MemoryPlan) -> int:
 
 def _limit(plan: MemoryPlan) -> int:
     """Bytes that may be filled, on all devices over which the run's processes spread."""
-    import torch
+    from agentrl.engines.memory import device_count
 
     processes = sum({part.process: part.processes for part in plan.parts}.values())
-    return int(USED_SHARE * plan.free) * max(1, min(torch.cuda.device_count(), processes))
+    return int(USED_SHARE * plan.free) * min(device_count(), processes)
 
 
 def _trainer(config: RunConfig) -> list[MemoryPart]:

@@ -70,3 +70,8 @@ def device_memory() -> tuple[Memory, bool]:
         free, total = torch.cuda.mem_get_info()
         return Memory(free, total), True
     return memory(), False
+
+
+def device_count() -> int:
+    """The GPUs of this machine, or 1: the machine itself."""
+    return max(1, torch.cuda.device_count())
