@@ -116,15 +116,11 @@ class TrainerRank:
         return self._trainer.optim_step(policy, step_id)
 
     def publish(self, policy: str, version: PolicyVersion) -> WeightsRef:
-        """See `PolicyTrainer.publish`; on rank 0 only, which writes the files."""
+        """See `PolicyTrainer.publish`."""
         return self._trainer.publish(policy, version)
 
-    def published(self, version: PolicyVersion) -> None:
-        """See `PolicyTrainer.published`; on the other ranks."""
-        self._trainer.published(version)
-
     def save(self, directory: str) -> None:
-        """See `PolicyTrainer.save`; on rank 0 only."""
+        """See `PolicyTrainer.save`."""
         self._trainer.save(Path(directory))
 
 
@@ -217,13 +213,12 @@ class RayTrainerPool:
 
     async def publish(self, policy: str, version: PolicyVersion) -> WeightsRef:
         """See `PolicyTrainer.publish`."""
-        (reference,) = await self._call(self._actors[:1], "publish", policy, version)
-        await self._call(self._actors[1:], "published", version)
-        return reference  # type: ignore[no-any-return]
+        references: Sequence[WeightsRef] = await self._all("publish", policy, version)
+        return references[0]
 
     async def save(self, directory: str) -> None:
         """See `PolicyTrainer.save`."""
-        await self._call(self._actors[:1], "save", await asyncio.to_thread(os.path.abspath, directory))
+        await self._all("save", await asyncio.to_thread(os.path.abspath, directory))
 
     async def close(self) -> None:
         """Stop the ranks and, if the pool started it, Ray. Idempotent."""

@@ -12,9 +12,11 @@ start does not depend on the others'.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import partial
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property, partial
 from inspect import signature
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -43,6 +45,7 @@ from agentrl.engines.weights import adaptable_layers, match_full_weights, read_m
 from agentrl.learn.attention import ATTENTION
 from agentrl.learn.forward import device_tensor, token_logprobs
 from agentrl.learn.packing import pack
+from agentrl.learn.ranks import gathered
 from agentrl.learn.routing_replay import RoutingReplay
 
 if TYPE_CHECKING:
@@ -134,20 +137,52 @@ class PolicyModel:
         config["target_modules"] = sorted(config["target_modules"])
         return config
 
-    def published(self) -> Mapping[str, Tensor]:
-        """The tensors of a version's safetensors file, in the layout `from_pretrained` reads; not copies."""
+    def published(self) -> Iterator[tuple[str, Tensor]]:
+        """The tensors of a version's safetensors file by name, in the layout `from_pretrained` reads, one at a time."""
+        tensors = self._own_tensors()
+        for piece in self._converted_together:
+            yield from self._converted(dict(gathered({name: tensors[name] for name in piece}))).items()
+
+    def published_layout(self) -> Mapping[str, Tensor]:
+        """Tensors without data, with the names, shapes and dtypes of those that `published` yields, in its order."""
+        tensors = self._own_tensors()
+        pieces = [_without_data(tensors, piece) for piece in self._converted_together]
+        return {name: tensor for piece in pieces for name, tensor in self._converted(piece).items()}
+
+    def _own_tensors(self) -> dict[str, Tensor]:
+        """The tensors that a version is made of, those of large elements first; not copies."""
         if self._adapter is not None:  # PEFT's own way goes through the adapters of all policies
             mark = f".{self._adapter}."
             return {f"base_model.model.{name.replace(mark, '.')}": tensor for name, tensor in self.parameters.items()}
         state: dict[str, Tensor] = {}
         seen: set[int] = set()
         for name, tensor in self.model.state_dict().items():
-            if "lora_" in name or tensor.data_ptr() in seen:
-                continue  # of an adapter on a shared base; or tied to a tensor that is already in
-            seen.add(tensor.data_ptr())
-            state[name.replace(".base_layer.", ".")] = tensor
-        converted = revert_weight_conversion(self.model, state)
-        return {name: tensor.contiguous() for name, tensor in converted.items()}
+            if tensor.data_ptr() not in seen:  # else it is tied to one that is already in
+                seen.add(tensor.data_ptr())
+                state[name] = tensor
+        return dict(sorted(state.items(), key=lambda item: -item[1].element_size()))
+
+    @cached_property
+    def _converted_together(self) -> list[list[str]]:
+        """The names of `_own_tensors` in pieces that can be converted to the layout of a checkpoint by themselves.
+
+        Most architectures convert each tensor by itself, so that no two have to be whole at once.
+        """
+        tensors = self._own_tensors()
+        expected = _shapes(self._converted(_without_data(tensors, tensors)))
+        ways: tuple[Callable[[str], str], ...] = (str, _layer, lambda _: "")
+        for part_of in ways:
+            pieces: dict[str, list[str]] = {}
+            for name in tensors:
+                pieces.setdefault(part_of(name), []).append(name)
+            converted = [self._converted(_without_data(tensors, piece)) for piece in pieces.values()]
+            if _shapes(chain.from_iterable(each.items() for each in converted)) == expected:
+                break
+        return list(pieces.values())
+
+    def _converted(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Tensors of the model as a checkpoint holds them."""
+        return tensors if self._adapter is not None else revert_weight_conversion(self.model, tensors)
 
     def load_published(self, weights: WeightsRef) -> None:
         """Put the weights of a published version in place, bit for bit.
@@ -166,12 +201,26 @@ class PolicyModel:
             state = dict(self.model.state_dict())
             read = match_full_weights(weights, read, state, self.model)
         else:
-            state = dict(self.published())
+            state = self._own_tensors()
             if {name: tensor.shape for name, tensor in read.items()} != {name: state[name].shape for name in state}:
                 raise ModelError(f"{weights.path}: an adapter of other modules, or of another rank")
         with torch.no_grad():
             for name, tensor in read.items():
                 state[name].copy_(tensor)
+
+
+def _without_data(tensors: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
+    return {name: torch.empty(tensors[name].shape, dtype=tensors[name].dtype, device="meta") for name in names}
+
+
+def _shapes(tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    return {name: (tensor.shape, tensor.dtype) for name, tensor in dict(tensors).items()}
+
+
+def _layer(name: str) -> str:
+    """The layer that a parameter belongs to: its name up to the first number."""
+    found = re.match(r".*?\.\d+\.", name)
+    return found[0] if found else ""
 
 
 def load_models(config: RunConfig, device: torch.device) -> dict[str, PolicyModel]:

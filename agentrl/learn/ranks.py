@@ -8,14 +8,21 @@ is nccl, which moves tensors of the rank's device only; that path has not been r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from agentrl.core.errors import AgentRLError, StorageError, TrainerError
+
+T = TypeVar("T")
 
 TIMEOUT = timedelta(minutes=10)
 """How long a rank waits for the others."""
@@ -45,6 +52,62 @@ def _filled(sizes: Sequence[int], limit: int) -> list[range]:
             start, total = at, 0
         total += size
     return [*shares, range(start, len(sizes))]
+
+
+def gathered(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Tensors by name, one at a time, each whole where every rank holds a shard; all ranks must iterate to the end."""
+    for name, tensor in tensors.items():
+        yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor; the same memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def own_rows(tensor: Tensor) -> slice:
+    """The rows of a tensor (its first dimension) that this rank holds."""
+    if not isinstance(tensor, DTensor):
+        return slice(0, len(tensor))
+    (dimension,) = (at for at, placement in enumerate(tensor.placements) if placement.is_shard(0))
+    rows = -(-len(tensor) // tensor.device_mesh.size(dimension))
+    start = min(len(tensor), rows * tensor.device_mesh.get_local_rank(dimension))
+    return slice(start, min(len(tensor), start + rows))
+
+
+@contextmanager
+def to_the_end(items: Iterable[T]) -> Iterator[Iterator[T]]:
+    """Iterate over what all ranks make together, to the end even when the block fails: the other ranks do the same."""
+    iterator = iter(items)
+    try:
+        yield iterator
+    finally:
+        for _ in iterator:
+            pass
+
+
+def from_first(ranks: Ranks, work: Callable[[], bytes]) -> bytes:
+    """Run `work` on every rank; return on every rank what rank 0 made, or raise what it raised.
+
+    Raises:
+        StorageError, TrainerError: rank 0 raised one.
+    """
+    made, refusal = b"", ["", ""]
+    try:
+        made = work()
+    except AgentRLError as error:
+        if type(error) not in _REFUSALS.values():
+            raise
+        refusal = [type(error).__name__, str(error)]
+    (kind, text), made = msgspec.msgpack.decode(
+        ranks.gather(msgspec.msgpack.encode((refusal, made)))[0], type=tuple[tuple[str, str], bytes]
+    )
+    if kind:
+        raise _REFUSALS[kind](text)
+    return made
+
+
+_REFUSALS: Mapping[str, type[AgentRLError]] = {error.__name__: error for error in (StorageError, TrainerError)}
 
 
 class Ranks(Protocol):

@@ -20,14 +20,14 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from agentrl.core.errors import StorageError, TrainerError
@@ -37,12 +37,28 @@ from agentrl.core.records import PolicyVersion, StepReport, TrainingSample, Weig
 from agentrl.engines.versions import Canary
 from agentrl.learn.forward import token_logprobs
 from agentrl.learn.packing import pack
+from agentrl.learn.ranks import gathered, local, own_rows, to_the_end
 
 if TYPE_CHECKING:
     from agentrl.core.records import Float32Array, Int32Array
     from agentrl.learn.models import PolicyModel
 
 _MOMENTS = ("step", "exp_avg", "exp_avg_sq")
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""Dtypes by their names in safetensors files."""
 
 (FULL_FILE,) = WEIGHT_FILES["full"]
 ADAPTER_FILE, ADAPTER_CONFIG = WEIGHT_FILES["adapter"]
@@ -91,21 +107,36 @@ Parameters = Mapping[str, nn.Parameter]
 
 
 def save_checkpoint(
-    directory: Path, parameters: Parameters, optimizer: torch.optim.Optimizer | None, state: LearnerState
+    directory: Path,
+    parameters: Parameters,
+    optimizer: torch.optim.Optimizer | None,
+    state: LearnerState,
+    *,
+    writes: bool = True,
 ) -> None:
-    """Write a learner's state into `directory`, which must not exist.
+    """Write a learner's state into `directory`, which must not exist; whole tensors, whoever holds shards of them.
+
+    Args:
+        directory: of the policy, in the checkpoint.
+        parameters: that the optimizer changes.
+        optimizer: None: its state is left out.
+        state: of the learner.
+        writes: whether this rank writes the files; the others take part, so that each tensor can be gathered.
 
     Raises:
         StorageError: the disk refused, or the directory exists.
     """
-    weights = {name: parameter.detach().contiguous() for name, parameter in parameters.items()}
+    moments = _moments(parameters, optimizer)
     rng = {"torch_cpu": torch.get_rng_state().numpy().tobytes().hex()}
-    with writing(directory):
-        directory.mkdir(parents=True)
-        save_file(weights, directory / "weights.safetensors")
-        save_file(_moments(parameters, optimizer), directory / "optimizer.safetensors")
-        (directory / "rng.json").write_text(json.dumps(rng))
-        (directory / "state.json").write_bytes(msgspec.json.encode(state))
+    with to_the_end(chain(gathered(parameters), gathered(moments))) as tensors:
+        if not writes:
+            return
+        with writing(directory):
+            directory.mkdir(parents=True)
+            _write_tensors(directory / "weights.safetensors", parameters, tensors)
+            _write_tensors(directory / "optimizer.safetensors", moments, tensors)
+            (directory / "rng.json").write_text(json.dumps(rng))
+            (directory / "state.json").write_bytes(msgspec.json.encode(state))
 
 
 def load_checkpoint(directory: Path, parameters: Parameters, optimizer: torch.optim.Optimizer | None) -> LearnerState:
@@ -114,29 +145,57 @@ def load_checkpoint(directory: Path, parameters: Parameters, optimizer: torch.op
     Raises:
         TrainerError: the directory lacks a file, or holds another policy's or another configuration's state.
     """
+    made: dict[Tensor, dict[str, Tensor]] = {}
     try:
-        weights = load_file(directory / "weights.safetensors")
-        moments = load_file(directory / "optimizer.safetensors")
         rng = json.loads((directory / "rng.json").read_text())
         state = msgspec.json.decode((directory / "state.json").read_bytes(), type=LearnerState)
+        with (
+            safe_open(directory / "weights.safetensors", framework="pt") as weights,
+            safe_open(directory / "optimizer.safetensors", framework="pt") as moments,
+        ):
+            if optimizer is not None and moments.keys():
+                made = {parameter: _no_moments(parameter) for parameter in parameters.values()}
+            named = zip(parameters, made.values(), strict=False)
+            found = {f"{name}|{moment}": each for name, own in named for moment, each in own.items()}
+            if _shapes(weights) != _shapes(parameters) or (made and _shapes(moments) != _shapes(found)):
+                raise TrainerError(
+                    f"the checkpoint in {directory} holds other weights than the configuration trains; "
+                    "resume with the model and the policy sections the run was started with"
+                )
+            for name, parameter in parameters.items():
+                _read_into(parameter, weights, name)
+            for name, tensor in found.items():
+                _read_into(tensor, moments, name)
     except (OSError, SafetensorError, ValueError) as error:
         raise TrainerError(f"checkpoint {directory} cannot be read: {error}; resume from an older one") from error
-    shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
-    if shapes != {name: tuple(parameter.shape) for name, parameter in parameters.items()}:
-        raise TrainerError(
-            f"the checkpoint in {directory} holds other weights than the configuration trains; "
-            "resume with the model and the policy sections the run was started with"
-        )
-    with torch.no_grad():
-        for name, parameter in parameters.items():
-            parameter.copy_(weights[name])
-    if optimizer is not None and moments:
-        by_parameter: dict[int, dict[str, Any]] = {}
-        for index, name in enumerate(parameters):
-            by_parameter[index] = {moment: moments[f"{name}|{moment}"] for moment in _MOMENTS}
-        optimizer.load_state_dict({"state": by_parameter, "param_groups": optimizer.state_dict()["param_groups"]})
+    if optimizer is not None:
+        optimizer.state.clear()
+        optimizer.state.update(made)
     torch.set_rng_state(torch.frombuffer(bytearray.fromhex(rng["torch_cpu"]), dtype=torch.uint8))
     return state
+
+
+def _shapes(tensors: Any) -> dict[str, list[int]]:
+    """Shapes by name, of tensors or of an open file."""
+    if isinstance(tensors, Mapping):
+        return {name: list(tensor.shape) for name, tensor in tensors.items()}
+    return {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118
+
+
+def _no_moments(parameter: nn.Parameter) -> dict[str, Tensor]:
+    """AdamW's state of a parameter, sharded as it is, all zeros."""
+    step = torch.zeros((), device=parameter.device)
+    return {"step": step, "exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
+
+
+@torch.no_grad()
+def _read_into(tensor: Tensor, file: Any, name: str) -> None:
+    """Copy a tensor of an open file, or the rows of it that this rank holds, into `tensor`."""
+    own = local(tensor)
+    if not tensor.ndim:
+        own.copy_(file.get_tensor(name))
+    elif own.numel():
+        own.copy_(file.get_slice(name)[own_rows(tensor)])
 
 
 def _moments(parameters: Parameters, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
@@ -144,7 +203,7 @@ def _moments(parameters: Parameters, optimizer: torch.optim.Optimizer | None) ->
     if optimizer is None:
         return {}
     return {
-        f"{name}|{moment}": optimizer.state[parameter][moment].contiguous()
+        f"{name}|{moment}": optimizer.state[parameter][moment]
         for name, parameter in parameters.items()
         if parameter in optimizer.state
         for moment in _MOMENTS
@@ -182,7 +241,8 @@ class Publisher:
     def _write(self, directory: Path, name: str, model: PolicyModel, canary: Canary | None) -> None:
         """Write all files of a version."""
         metadata = {"format": "pt"} | (canary.metadata() if canary is not None else {})
-        _write_tensors(directory / name, model.published(), metadata)
+        with to_the_end(model.published()) as tensors:
+            _write_tensors(directory / name, model.published_layout(), tensors, metadata)
         adapter_config = model.adapter_config()
         if adapter_config is None:
             self._add_companions(directory)
@@ -211,19 +271,33 @@ class Publisher:
                 shutil.copyfile(file, target)
 
 
-def _write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
-    """Write a safetensors file, the same for the same tensors and metadata."""
-    save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, path, metadata=metadata)
-    with path.open("r+b") as file:  # safetensors leaves the order of metadata to chance
-        header = file.read(int.from_bytes(file.read(8), "little"))
-        found = json.loads(header)["__metadata__"]
-        file.seek(8)
-        file.write(header.replace(_compact(found), _compact(dict(sorted(found.items()))), 1))
+def _write_tensors(
+    path: Path,
+    layout: Mapping[str, Tensor],
+    tensors: Iterator[tuple[str, Tensor]],
+    metadata: Mapping[str, str] | None = None,
+) -> None:
+    """Write a safetensors file, one tensor at a time; the same for the same tensors and metadata.
 
-
-def _compact(metadata: Mapping[str, str]) -> bytes:
-    """As safetensors writes it."""
-    return json.dumps(metadata, separators=(",", ":"), ensure_ascii=False).encode()
+    Args:
+        path: of the file.
+        layout: tensors of the same names, shapes and dtypes, in the same order; those of larger elements come first,
+            so that all are aligned.
+        tensors: as many as in `layout` are taken.
+        metadata: of the file.
+    """
+    header: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
+    end = 0
+    for name, tensor in layout.items():
+        start, end = end, end + tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for (name, expected), (found, tensor) in zip(layout.items(), tensors, strict=False):
+            assert (name, expected.shape, expected.dtype) == (found, tensor.shape, tensor.dtype)
+            file.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
 class CanaryMaker:

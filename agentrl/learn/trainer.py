@@ -17,9 +17,11 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -36,7 +38,7 @@ from agentrl.learn.forward import token_logprobs
 from agentrl.learn.losses import SUMS, Loss, loss_metrics, make_loss
 from agentrl.learn.models import PolicyModel, load_models
 from agentrl.learn.packing import MicroBatch, pack
-from agentrl.learn.ranks import OneRank, Ranks, balanced_shares, equal_shares
+from agentrl.learn.ranks import OneRank, Ranks, balanced_shares, equal_shares, from_first
 from agentrl.learn.storage import CanaryMaker, LearnerState, Publisher, load_checkpoint, save_checkpoint, writing
 
 P = ParamSpec("P")
@@ -355,20 +357,21 @@ class PolicyTrainer:
         """
         merged = MergedColumns(self._ranks.gather(step.columns.encode()))
         path = f"steps/{learner.name}/{learner.version.lineage}.{step.step_id}.safetensors"
-        refusal = ""
-        if self._ranks.rank == 0:
-            try:
+
+        def write() -> bytes:
+            if self._ranks.rank == 0:
                 merged.write(self._directory / path)
-            except StorageError as error:
-                refusal = str(error)
-        refusal = self._ranks.gather(refusal.encode())[0].decode()  # no rank steps unless all do
-        if refusal:
+            return b""
+
+        try:
+            from_first(self._ranks, write)  # no rank steps unless all do
+        except StorageError:
             learner.discard()
-            raise StorageError(refusal)
+            raise
         return path, merged
 
     def publish(self, policy: str, version: PolicyVersion) -> WeightsRef:
-        """Write the policy's weights as an immutable version; later steps start from it.
+        """Write the policy's weights as an immutable version; later steps start from it. All ranks must publish.
 
         Raises:
             TrainerError: the version is not of the policy's step, or exists with other weights.
@@ -377,14 +380,16 @@ class PolicyTrainer:
         learner = self._learner(policy)
         if (version.policy, version.step) != (policy, learner.step):
             raise TrainerError(f"policy {policy!r} is at step {learner.step} and cannot be published as {version}")
-        canary = None if self._canaries is None else self._canaries.of(learner.model)
-        reference = self._publisher.publish(version, learner.model, canary)
+
+        def write() -> bytes:
+            canary = None if self._canaries is None else self._canaries.of(learner.model)
+            if self._ranks.rank == 0:
+                return msgspec.json.encode(self._publisher.publish(version, learner.model, canary))
+            return b""
+
+        reference = msgspec.json.decode(from_first(self._ranks, write), type=WeightsRef)
         learner.version = version
         return reference
-
-    def published(self, version: PolicyVersion) -> None:
-        """Take note that another rank published the policy's weights."""
-        self._learner(version.policy).version = version
 
     def discard(self, policy: str) -> None:
         """Forget the gradient accumulated for the policy's next step."""
@@ -443,7 +448,7 @@ class PolicyTrainer:
         return total["loss"], grad_norm
 
     def save(self, directory: Path) -> None:
-        """Write every policy's state into an empty directory, one folder each; rank 0's task.
+        """Write every policy's state into an empty directory, one folder each. All ranks must save; rank 0 writes.
 
         Raises:
             TrainerError: a step is in progress: its gradient is not part of a checkpoint.
@@ -452,8 +457,13 @@ class PolicyTrainer:
         for name, learner in self._learners.items():
             if learner.open is not None:
                 raise TrainerError(f"policy {name!r}: step {learner.open.step_id} is in progress; apply it first")
-            state = LearnerState(step=learner.step, version=learner.version, report=learner.report)
-            save_checkpoint(directory / name, learner.model.parameters, learner.optimizer, state)
+            from_first(self._ranks, partial(self._save, learner, directory / name))
+
+    def _save(self, learner: _Learner, directory: Path) -> bytes:
+        state = LearnerState(step=learner.step, version=learner.version, report=learner.report)
+        writes = self._ranks.rank == 0
+        save_checkpoint(directory, learner.model.parameters, learner.optimizer, state, writes=writes)
+        return b""
 
     def _learner(self, policy: str) -> _Learner:
         learner = self._learners.get(policy)

@@ -74,7 +74,7 @@ def test_a_version_that_cannot_be_written_leaves_nothing_behind(
     model: Path, tmp_path: Path, episodes: Episodes
 ) -> None:
     trainer = started(model, tmp_path, episodes)
-    with little_space(), pytest.raises(StorageError, match=r"versions/policy/0\.0: .*space") as caught:
+    with little_space(), pytest.raises(StorageError, match=r"versions/policy/0\.0: .*size of files") as caught:
         trainer.publish("policy", START)
     assert "\n" not in str(caught.value)
     assert caught.value.exit_code == 74
@@ -91,7 +91,7 @@ def test_a_version_directory_that_cannot_be_made_is_named(model: Path, tmp_path:
 
 def test_a_checkpoint_that_cannot_be_written_is_named(model: Path, tmp_path: Path, episodes: Episodes) -> None:
     trainer = started(model, tmp_path, episodes)
-    with little_space(), pytest.raises(StorageError, match=r"checkpoint/policy: .*space"):
+    with little_space(), pytest.raises(StorageError, match=r"checkpoint/policy: .*size of files"):
         trainer.save(tmp_path / "checkpoint")
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(StorageError, match="file/policy"):

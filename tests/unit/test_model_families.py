@@ -63,7 +63,7 @@ def test_routers_get_an_adapter_only_if_they_are_named(tmp_path: Path) -> None:
     for targets, expected in (((), False), (("q_proj", "router"), True)):
         run = long_run(path, policies={"policy": PolicyConfig(lora=LoraConfig(target_modules=targets))})
         policy = load_models(run, torch.device("cpu"))["policy"]
-        assert any("router" in name for name in policy.published()) is expected
+        assert any("router" in name for name in policy.published_layout()) is expected
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
