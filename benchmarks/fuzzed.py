@@ -34,9 +34,8 @@ from agentrl.cli.main import main
 from agentrl.core.ids import stream
 from agentrl.core.text import safe
 from agentrl.exchange.formats import EXPORTS
-from agentrl.journal.control import CHECKED
+from agentrl.journal.control import CHECKED, row_checksum
 from agentrl.journal.entries import entry_checksum
-from agentrl.journal.schema import row_checksum
 
 MEMORY_BYTES = 512 << 20
 CPU_SECONDS = 120.0

@@ -21,6 +21,7 @@ from pathlib import Path
 from agentrl.core.ids import stream
 from agentrl.core.records import DataLocation, EpisodeHeader, EpisodeSpec, PolicyVersion, Task
 from agentrl.journal import control
+from agentrl.journal.control import row_checksum
 from agentrl.journal.entries import (
     Begin,
     JournalEntry,
@@ -31,7 +32,6 @@ from agentrl.journal.entries import (
     entry_checksum,
     episode_digest,
 )
-from agentrl.journal.schema import row_checksum
 from agentrl.journal.store import SqliteJournal
 from tests.support.builders import make_episode_header, make_spec
 

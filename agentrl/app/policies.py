@@ -43,9 +43,11 @@ SPARE = 1
 # --- seats ------------------------------------------------------------------------------------------------------------
 
 
-def pinned_policies(config: RunConfig) -> list[str]:
-    """The policies whose episodes are pinned to versions: adapters of a deterministic run, which live side by side."""
-    return [name for name, policy in config.trained.items() if config.deterministic and policy.lora is not None]
+def pinned_policies(config: RunConfig) -> dict[str, int]:
+    """The policies whose episodes are pinned to versions (adapters of a deterministic run, which live side by side),
+    and how many steps the oldest of these versions is behind the current one."""
+    trained = config.trained.items() if config.deterministic else ()
+    return {name: policy.max_staleness for name, policy in trained if policy.lora is not None}
 
 
 class Casting(NamedTuple):

@@ -221,14 +221,13 @@ class Recovery:
         Returns:
             For each opponent pool its versions, oldest first.
         """
-        pinned = pinned_policies(config)
         older: Mapping[str, Sequence[PolicyVersion]] = {}
         if self.manifest is not None:
             older = await serve_older(config, served, journal, self.manifest.versions, self.manifest.opponents)
         for name, version in trainable.items():
             parent = None if self.manifest is None else self.manifest.versions[name]
             weights = await publish(trainer, journal, version, parent, step=None)
-            await served.make_current(weights, holder=BATCHES if name in pinned else "")
+            await served.make_current(weights)
         return await serve_opponents(config, served, older)
 
     def resume_state(self, config: RunConfig, journal: RunJournal) -> ResumeState:
@@ -488,9 +487,9 @@ async def serve_older(
         EngineError: its files are gone, or not what was published.
     """
     board = PolicyBoard(versions, (), journal.parents())
-    for policy in versions.keys() & pinned_policies(config):
-        now = versions[policy].step
-        for step in range(max(now - config.trained[policy].max_staleness, 0), now):
+    for policy, steps_behind in pinned_policies(config).items():
+        now = versions[policy].step if policy in versions else 0
+        for step in range(max(now - steps_behind, 0), now):
             version = board.at(policy, step)
             weights = journal.published(version)
             if weights is None:

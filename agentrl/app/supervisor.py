@@ -27,7 +27,7 @@ import msgspec
 
 from agentrl.app.assemble import Parts, assemble
 from agentrl.app.parts import Adapters, make_chat_format, make_workers
-from agentrl.app.policies import given_weights, load_weights
+from agentrl.app.policies import given_weights, load_weights, pinned_policies
 from agentrl.app.recovery import Code, find_start
 from agentrl.cluster.worker_pool import NAMED, SUSPECTED
 from agentrl.config.run import Difference, RunConfig
@@ -254,7 +254,7 @@ async def _run_once(setup: RunSetup) -> Orchestrator:
             stack.push_async_callback(workers.close)
         else:
             record.workers = 1
-        served = ServedVersions(engine)
+        served = ServedVersions(engine, batches=pinned_policies(config))
         await load_weights(config, served, store, await asyncio.to_thread(given_weights, config))
         store.record_start(point.record)
         trainable = {name: point.versions[name] for name in config.trained}

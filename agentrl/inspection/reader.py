@@ -25,11 +25,12 @@ from agentrl.core.errors import AgentRLError, InputError, JournalError
 from agentrl.core.records import ForkPoint, PolicyVersion
 from agentrl.inspection.ledger import RunLedger, run_ledger
 from agentrl.inspection.where import Column, parse
+from agentrl.journal.control import row_checksum
 from agentrl.journal.entries import Begin, EntryBody, JournalEntry, decode_entries
 from agentrl.journal.process import standing
 from agentrl.journal.reader import TurnReader, read_prefix
 from agentrl.journal.run_log import SqliteRunLog
-from agentrl.journal.schema import CONTROL_FILE, all_rows, row_checksum
+from agentrl.journal.schema import CONTROL_FILE, all_rows
 from agentrl.observe.run_state import SILENT_S, read_status
 
 if TYPE_CHECKING:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import sqlite3
+import zlib
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -23,7 +24,8 @@ from agentrl.core.records import (
     TrajectoryHeader,
     WeightsRef,
 )
-from agentrl.journal.schema import DAMAGE, all_rows, database_error, insert_rows, row_checksum
+from agentrl.journal.schema import DAMAGE, all_rows, database_error
+from agentrl.journal.writer import insert_rows
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -109,6 +111,11 @@ class ControlTables:
         self.pruned_files = ControlTable(database, "pruned_files", "file rule pruned_at", checksum=True, once=True)
         self.metrics = ControlTable(database, "metrics", "policy step name value recorded_at")
         self.meta = ControlTable(database, "meta", "key value", once=True)
+
+
+def row_checksum(table: str, values: Sequence[Any]) -> int:
+    """CRC-32 over a control row: its table and all its other columns."""
+    return zlib.crc32(_ENCODER.encode(values), zlib.crc32(table.encode()))
 
 
 ADMISSION_COLUMNS = "episode attempt purpose environment task parent group_id spec admitted_at"

@@ -1,4 +1,4 @@
-"""The two kinds of databases: their tables, how they are opened, and how rows are written and read.
+"""The two kinds of databases: their tables, how they are opened and read.
 
 Invariants: a database this module opens has exactly the tables below, byte for byte, in this format, or opening it is
 a `JournalError`; so a hostile file brings no view, trigger or virtual table of its own. Neither it nor its directory is
@@ -9,18 +9,14 @@ from __future__ import annotations
 
 import os
 import sqlite3
-import zlib
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import quote
-
-import msgspec
 
 from agentrl.core.errors import JournalError, StorageError
 from agentrl.core.files import LOCAL
 from agentrl.journal.entries import FORMAT
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
     from pathlib import Path
 
 Kind = Literal["control", "turns"]
@@ -30,9 +26,6 @@ MAX_VALUE_BYTES = 64 << 20
 """Longest text or blob of a row, written or read."""
 DAMAGE = (sqlite3.Error, UnicodeDecodeError)
 """Errors of reading a damaged database; the second if SQLite's own message quotes invalid text."""
-_ENCODER = msgspec.msgpack.Encoder()
-_CHUNK = 32
-"""Rows of one INSERT, at most."""
 
 _META = "CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID"
 
@@ -282,32 +275,6 @@ def database_error(
         # a reader, too, needs room: for the index of the write-ahead log
         return JournalError(f"{path}: the disk refused ({error}); free space or mend the disk, then try again")
     return damage(f"{path}: cannot be read ({error}); it is damaged, or not a database of agentrl")
-
-
-# --- rows -------------------------------------------------------------------------------------------------------------
-
-
-def row_checksum(table: str, values: Sequence[Any]) -> int:
-    """CRC-32 over a control row: its table and all its other columns."""
-    return zlib.crc32(_ENCODER.encode(values), zlib.crc32(table.encode()))
-
-
-def insert_rows(connection: sqlite3.Connection, insert: str, width: int, rows: Sequence[Sequence[Any]]) -> None:
-    """Insert rows of `width` columns; `insert` is `INSERT … VALUES `, to be followed by the placeholders."""
-    placeholders = "(" + ",".join("?" * width) + ")"
-    whole = len(rows) - len(rows) % _CHUNK
-    if whole:
-        statement = insert + ",".join([placeholders] * _CHUNK)
-        for start in range(0, whole, _CHUNK):
-            connection.execute(statement, [value for row in rows[start : start + _CHUNK] for value in row])
-    rest = rows[whole:]
-    size = 1
-    while rest:  # powers of two, so that few statements are ever prepared
-        if len(rest) & size:
-            statement = insert + ",".join([placeholders] * size)
-            connection.execute(statement, [value for row in rest[:size] for value in row])
-            rest = rest[size:]
-        size *= 2
 
 
 def all_rows(connection: sqlite3.Connection, path: Path, statement: str, *parameters: Any) -> list[Any]:

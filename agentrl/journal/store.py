@@ -28,8 +28,8 @@ from agentrl.journal.process import RunLock
 from agentrl.journal.pruning import prune
 from agentrl.journal.reader import TurnReader, read_prefix
 from agentrl.journal.run_log import START_KEY, ControlLogReader, RunStart, SqliteRunLog
-from agentrl.journal.schema import CONTROL_FILE, MAX_VALUE_BYTES, insert_rows, meta, open_to_write, private_directory
-from agentrl.journal.writer import Database, GroupCommitWriter
+from agentrl.journal.schema import CONTROL_FILE, MAX_VALUE_BYTES, meta, open_to_write, private_directory
+from agentrl.journal.writer import Database, GroupCommitWriter, insert_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

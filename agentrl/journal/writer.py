@@ -27,6 +27,8 @@ FLUSH_SECONDS = 0.2
 """Longest time a queued row waits for a round when nobody waits for it."""
 LINGER_SECONDS = 0.004
 """How long a round waits for more rows once somebody waits for it."""
+_CHUNK = 32
+"""Rows of one INSERT, at most."""
 
 Row = Sequence[Any]
 
@@ -207,6 +209,24 @@ class GroupCommitWriter:
                 "Free space or mend the disk, then start again with --resume"
             )
         return None
+
+
+def insert_rows(connection: sqlite3.Connection, insert: str, width: int, rows: Sequence[Sequence[Any]]) -> None:
+    """Insert rows of `width` columns; `insert` is `INSERT … VALUES `, to be followed by the placeholders."""
+    placeholders = "(" + ",".join("?" * width) + ")"
+    whole = len(rows) - len(rows) % _CHUNK
+    if whole:
+        statement = insert + ",".join([placeholders] * _CHUNK)
+        for start in range(0, whole, _CHUNK):
+            connection.execute(statement, [value for row in rows[start : start + _CHUNK] for value in row])
+    rest = rows[whole:]
+    size = 1
+    while rest:  # powers of two, so that few statements are ever prepared
+        if len(rest) & size:
+            statement = insert + ",".join([placeholders] * size)
+            connection.execute(statement, [value for row in rest[:size] for value in row])
+            rest = rest[size:]
+        size *= 2
 
 
 def _identity(path: Path) -> tuple[int, int] | None:

@@ -46,7 +46,6 @@ from agentrl.orchestrator.metrics import Counts
 from agentrl.orchestrator.scheduler import Demand, Scheduler
 from agentrl.orchestrator.tasks import Curriculum
 from agentrl.orchestrator.versions import (
-    BATCHES,
     BestCheckpointTracker,
     Opponents,
     PolicyBoard,
@@ -136,7 +135,7 @@ class Orchestrator:
             buffer=self.buffer,
             board=self.board,
             clock=self.clock,
-            max_lag=self.scheduler.max_lag,
+            max_lag={policy: self.scheduler.max_lag(policy) for policy in self.board.trainable},
         )
 
     # --- from outside -----------------------------------------------------------------------------------------------
@@ -259,6 +258,7 @@ class Orchestrator:
                 continue
             step = self.board.step(policy)
             self.dispatcher.drop_frozen()
+            self.dispatcher.resume_held()
             is_full = await self.journal_retention.check_step(self._steps_left())
             if (is_full or (plan.checkpoint_every and step % plan.checkpoint_every == 0)) and not phases.is_over(
                 policy
@@ -322,14 +322,11 @@ class Orchestrator:
         weights = await publish(self.trainer, self.store, version, self.board.current(policy), step)
         if self.roles is not None:
             self.roles.commit_step(policy)
-        await self.versions.make_current(weights, holder=BATCHES if self.scheduler.keeps(policy) else "")
+        await self.versions.make_current(weights)
         self.buffer.consume(taken)  # not before: it makes room for episodes, which are to begin with the new version
         metrics = self._metrics.of_step(report, taken, waited)
         metrics |= {"run/lineage": float(version.lineage), "run/code_changes": float(self.code_changes)}
         self.board.advance(version)
-        if (outdated := self.scheduler.outdated(policy)) is not None:
-            self.versions.unpin(BATCHES, outdated)
-        self.dispatcher.resume_held()
         self.store.record_metrics(policy, version.step, metrics)
         self.best.record_metrics(policy, metrics, self._versions())
         self.observer.on_step(policy, version.step, metrics)
@@ -473,7 +470,7 @@ class StepMetrics:
         buffer: EpisodeBuffer,
         board: PolicyBoard,
         clock: Clock,
-        max_lag: Callable[[str], int | None],
+        max_lag: Mapping[str, int | None],
     ) -> None:
         self._engine = engine
         self._dispatcher = dispatcher
@@ -510,7 +507,7 @@ class StepMetrics:
         wall = max(now - since, 1e-9)
         trajectories = [trajectory for ready in taken for trajectory in ready.trajectories]
         lags = [float(self._board.staleness(PolicyVersion(policy, t.lineage, t.oldest_step))) for t in trajectories]
-        limit, lineage = self._max_lag(policy), self._board.current(policy).lineage
+        limit, lineage = self._max_lag[policy], self._board.current(policy).lineage
         rewards = [sum(t.reward or 0.0 for t in ready.trajectories) for ready in taken]
         ended = self._buffer.counts.since(self._counts[policy])
         self._counts[policy] = self._buffer.counts.copy()
@@ -552,8 +549,10 @@ class StepMetrics:
                 metrics[f"reward/{seat}"] = _mean([t.reward or 0.0 for t in trajectories if t.seat == seat])
         metrics.update(report.metrics)
         metrics.update(self._buffer.selection_bias[policy].metrics())
-        for name, value in ended.metrics(policy, self._dispatcher.memory.structure_entropy()).items():
+        for name, value in ended.metrics(policy).items():
             metrics.setdefault(name, value)
+        if ended.of("proposals") and (entropy := self._dispatcher.memory.structure_entropy()) is not None:
+            metrics["proposals/structure_entropy"] = entropy
         return metrics
 
     def _tokens_per_s(self, policy: str, now: float, tokens: float) -> float:

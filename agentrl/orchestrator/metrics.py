@@ -111,13 +111,8 @@ class Counts:
 
     # --- metrics of a step --------------------------------------------------------------------------------------------
 
-    def metrics(self, policy: str, structure_entropy: float | None) -> dict[str, float]:
-        """Metrics of all episodes and of the policy's own.
-
-        Args:
-            policy: whose step it is.
-            structure_entropy: of the newest proposals, in nats; None if not known.
-        """
+    def metrics(self, policy: str) -> dict[str, float]:
+        """Metrics of all episodes and of those of `policy`, whose step it is."""
         metrics: dict[str, float] = {}
         if superseded := self.of("superseded"):
             metrics["episodes/superseded"] = superseded
@@ -132,9 +127,9 @@ class Counts:
         if decided := sum(won.values()):
             metrics |= {f"won/{seat}": count / decided for seat, count in won.items()}
             metrics["episodes/decided"] = decided
-        return metrics | self._of_proposals(structure_entropy) | self._of_policy(policy)
+        return metrics | self._of_proposals() | self._of_policy(policy)
 
-    def _of_proposals(self, structure_entropy: float | None) -> dict[str, float]:
+    def _of_proposals(self) -> dict[str, float]:
         """Metrics of proposed tasks: gate, repetitions, pass rates."""
         metrics: dict[str, float] = {}
         passed, refused = (self.of_all_policies("metric", name) for name in (GATE_PASSED, GATE_REFUSED))
@@ -142,8 +137,6 @@ class Counts:
             metrics["gate/acceptance"] = passed / asked
         if made := self.of("proposals"):
             metrics |= {"proposals/made": made, "proposals/repeated": self.of("proposals made before") / made}
-            if structure_entropy is not None:
-                metrics["proposals/structure_entropy"] = structure_entropy
         solved = self.each("groups")
         if groups := sum(solved.values()):
             metrics |= {f"pass_rate/{name}": solved.get(name, 0.0) / groups for name in PASS_RATES}

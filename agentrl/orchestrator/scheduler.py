@@ -252,15 +252,7 @@ class Scheduler:
         self._opponents.record_result(header)
         return self._starvation.record_end(header, self._buffer.policies_of(spec), learning)
 
-    # --- versions -----------------------------------------------------------------------------------------------------
-
-    def keeps(self, policy: str) -> bool:
-        """Whether the engine must keep the policy's versions until they are `outdated`."""
-        return False
-
-    def outdated(self, policy: str) -> PolicyVersion | None:
-        """The version that the engine need not keep any more, after a step of the policy."""
-        return None
+    # --- steps --------------------------------------------------------------------------------------------------------
 
     def may_step(self, policy: str, demand: Demand) -> bool:
         """Whether a policy may take its step: enough units are ready, or no more can come.
@@ -374,7 +366,7 @@ class SynchronousBatchScheduler(Scheduler):
     b − S. So the weights after any number of kills are those of the undisturbed run, bit for bit, where the engine
     computes in fixed shapes. The price: a fast episode waits for the slowest of its batch.
 
-    Owns batches, pins, and which versions the engine must keep.
+    Owns batches and pins; `ServedVersions` keeps the pinned versions served.
 
     Args:
         demand: what a root group brings.
@@ -468,15 +460,6 @@ class SynchronousBatchScheduler(Scheduler):
         """An episode's batch, and the first batch that need not have ended when its own began."""
         batch = self.batch_of(episode_id)
         return batch, batch - max(bound.max_staleness for bound in self._bounds.values())
-
-    def keeps(self, policy: str) -> bool:
-        """Whether the engine must keep the policy's versions until they are `outdated`."""
-        return policy in self._pinned
-
-    def outdated(self, policy: str) -> PolicyVersion | None:
-        """The version that no later batch plays with, after a step of the policy."""
-        step = self._board.step(policy) - self._bounds[policy].max_staleness - 1
-        return self._board.at(policy, step) if self.keeps(policy) and step >= 0 else None
 
     def resumable(self, spec: EpisodeSpec) -> EpisodeSpec | None:
         """The spec with which an episode of a previous attempt can continue now; None: its weights have yet to be

@@ -136,7 +136,7 @@ async def record_durably(
 
 
 BATCHES = "synchronous batches"
-"""The holder that pins the versions of a deterministic run's batches in `ServedVersions`."""
+"""The holder that pins the versions with which a deterministic run samples its batches in `ServedVersions`."""
 
 
 class ServedVersions:
@@ -144,32 +144,43 @@ class ServedVersions:
 
     Every change sends the engine the whole table (`Engine.serve`), so it does not matter which changes it saw
     before: a replica that joins late and a restarted process end up serving the same versions.
+
+    Args:
+        engine: serves them.
+        batches: for each policy that samples the batches of a deterministic run, how many steps the oldest version it
+            samples with is behind the current one; these versions are pinned for `BATCHES`.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, *, batches: Mapping[str, int] | None = None) -> None:
         self.engine = engine
+        self._batches = dict(batches or {})
         self.current: dict[str, WeightsRef] = {}
         """By policy; without policies that still use the weights the engine was started with."""
         self._pins: dict[str, dict[PolicyVersion, WeightsRef]] = {}
         """Pinned versions by holder."""
         self._unpinning: set[asyncio.Task[None]] = set()
 
-    async def make_current(self, weights: WeightsRef, *, holder: str = "") -> None:
-        """Serve new conversations of a policy with a version, and pin it for `holder`, if one is named.
+    async def make_current(self, weights: WeightsRef) -> None:
+        """Serve new conversations of a policy with a version; it takes the place of the oldest one of `BATCHES`.
 
         Raises:
-            EngineError: the engine refused the version; the one before it keeps serving.
+            EngineError: the engine refused the version; those before it keep serving.
         """
         policy = weights.version.policy
         before = self.current.get(policy)
         self.current[policy] = weights
-        if holder:
-            self._pins.setdefault(holder, {})[weights.version] = weights
+        pins = self._pins.setdefault(BATCHES, {})
+        outdated: dict[PolicyVersion, WeightsRef] = {}
+        if policy in self._batches:
+            oldest = weights.version.step - self._batches[policy]
+            for version in [each for each in pins if each.policy == policy and each.step < oldest]:
+                outdated[version] = pins.pop(version)
+            pins[weights.version] = weights
         try:
             await self._serve()
         except EngineError:
-            if holder:
-                self._pins[holder].pop(weights.version, None)
+            pins.pop(weights.version, None)
+            pins.update(outdated)
             if before is None:
                 del self.current[policy]
             else:

@@ -20,8 +20,8 @@ from agentrl.config.run import RunConfig, check_unchanged
 from agentrl.core.errors import ConfigError
 from agentrl.core.text import plural
 from agentrl.inspection.reader import RunReader
+from agentrl.journal.control import row_checksum
 from agentrl.journal.entries import Begin, JournalEntry, TurnEntry, encode_body, entry_checksum, episode_digest
-from agentrl.journal.schema import row_checksum
 from agentrl.observe.run_state import SILENT_S, read_status, write_status
 from benchmarks.resume_fields import (
     NOT_RUN,

@@ -18,7 +18,7 @@ from agentrl.core.records import PolicyVersion, Task
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.orchestrator import loop
 from agentrl.orchestrator.loop import Orchestrator, RunOutcome
-from agentrl.orchestrator.versions import BATCHES, ServedVersions
+from agentrl.orchestrator.versions import ServedVersions
 from agentrl.rollout.byte_formats import STOP_TOKEN, PlainFormat
 from agentrl.simulation.recording_trainer import RecordingTrainer
 from agentrl.testing.memory_journal import MemoryJournal
@@ -161,11 +161,11 @@ class SmallRun:
             for name in trainable
         }
         weights = {name: await self.trainer.publish(name, version) for name, version in versions.items()}
-        served = ServedVersions(engine)
+        served = ServedVersions(engine, batches=pinned_policies(self.config))
         older = await serve_older(self.config, served, self.journal, self.resumed_at, self.drawn_from)
         for name, published in weights.items():
             self.journal.record_version(published, self.resumed_at.get(name))
-            await served.make_current(published, holder=BATCHES if name in pinned_policies(self.config) else "")
+            await served.make_current(published)
         opponents = await serve_opponents(self.config, served, older)
         await self.journal.flush()
         parts = Parts(

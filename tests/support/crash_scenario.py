@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agentrl.app.assemble import Parts, assemble
-from agentrl.app.policies import castings
+from agentrl.app.policies import castings, pinned_policies
 from agentrl.app.recovery import Recovery, clear_leftovers
 from agentrl.config.run import RunConfig
 from agentrl.core.clock import LoopClock
@@ -162,7 +162,7 @@ class CrashScenario:
         engine = _WitnessedEngine(self._witnessed(machine), versions=versions, seconds_per_token=0.05)
         engine.machine = machine
         first = {name: versions[name] for name in self.trainable}
-        served = ServedVersions(engine)
+        served = ServedVersions(engine, batches=pinned_policies(self.config))
         opponents = await recovery.serve(self.config, first, trainer, served, journal)
         parts = Parts(
             served=served,

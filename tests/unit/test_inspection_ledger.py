@@ -14,9 +14,8 @@ from agentrl.cli.main import main
 from agentrl.core.errors import JournalError
 from agentrl.inspection.ledger import RunLedger
 from agentrl.inspection.reader import RunReader
-from agentrl.journal.control import CHECKED
+from agentrl.journal.control import CHECKED, row_checksum
 from agentrl.journal.entries import JournalEntry, Span, TurnEntry, encode_body, entry_checksum
-from agentrl.journal.schema import row_checksum
 from tests.journal_cases import write_run
 
 

@@ -9,7 +9,7 @@ import pytest
 from agentrl.core.errors import EngineError
 from agentrl.core.records import PolicyVersion, WeightsRef
 from agentrl.engines.scripted import ScriptedEngine
-from agentrl.orchestrator.versions import ServedVersions
+from agentrl.orchestrator.versions import BATCHES, ServedVersions
 
 
 class OnePlace(ScriptedEngine):
@@ -30,20 +30,20 @@ def weights(step: int) -> WeightsRef:
 
 def table() -> tuple[OnePlace, ServedVersions]:
     engine = OnePlace([[3]], versions={"solver": PolicyVersion("solver", 0, 0)})
-    return engine, ServedVersions(engine)
+    return engine, ServedVersions(engine, batches={"solver": 1})
 
 
 def test_a_version_that_the_engine_refuses_is_not_in_the_table() -> None:
     async def main() -> None:
         engine, served = table()
-        await served.make_current(weights(1), holder="batches")
+        await served.make_current(weights(1))
         engine.refused = weights(2)
-        for serve in (served.make_current(weights(2), holder="batches"), served.pin("evaluation", weights(2))):
+        for serve in (served.make_current(weights(2)), served.pin("evaluation", weights(2))):
             with pytest.raises(EngineError, match=r"solver@0\.2 refused"):
                 await serve
         assert (served.current["solver"], served.pinned()) == (weights(1), {weights(1).version})
         assert served.pinned_by("evaluation") == []
-        served.unpin("batches", weights(1).version)
+        served.unpin(BATCHES, weights(1).version)
         await served.make_current(weights(3))
         assert not engine.has_pin(weights(1).version)
 
@@ -53,9 +53,9 @@ def test_a_version_that_the_engine_refuses_is_not_in_the_table() -> None:
 def test_a_version_is_served_until_its_last_holder_unpins_it() -> None:
     async def main() -> None:
         engine, served = table()
-        for holder in ("batches", "evaluation", "evaluation"):
+        for holder in (BATCHES, "evaluation", "evaluation"):
             await served.pin(holder, weights(1))
-        for holder, stays in (("evaluation", True), ("evaluation", True), ("nobody", True), ("batches", False)):
+        for holder, stays in (("evaluation", True), ("evaluation", True), ("nobody", True), (BATCHES, False)):
             served.unpin(holder, weights(1).version)
             await asyncio.sleep(0.01)
             assert engine.has_pin(weights(1).version) is stays
@@ -82,9 +82,9 @@ def test_a_refused_version_that_its_holder_has_unpinned_meanwhile_is_told_as_ref
         engine, served = table()
         await served.pin("evaluation", weights(1))
         engine.refused = weights(2)
-        making = asyncio.ensure_future(served.make_current(weights(2), holder="batches"))
+        making = asyncio.ensure_future(served.make_current(weights(2)))
         await asyncio.sleep(0)
-        served.unpin("batches", weights(2).version)
+        served.unpin(BATCHES, weights(2).version)
         with pytest.raises(EngineError, match=r"solver@0\.2 refused"):
             await making
         assert served.current == {}
