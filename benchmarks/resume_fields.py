@@ -91,6 +91,7 @@ CHANGED: dict[str, Any] = {
     "steps": TRAINED + 1,
     "engine.max_context": 60,
     "engine.refresh": "lazy",
+    "engine.vllm": {"enforce_eager": True},
     "sampling.max_tokens": 3,
     "sampling.max_turns": 2,
     "sampling.top_p": 0.5,
@@ -109,6 +110,7 @@ BESIDE: dict[str, dict[str, Any]] = {
     "best.stop_at": {"best.metric": "reward/mean"},
     "best.stop_fall": {"best.metric": "reward/mean"},
     "engine.replicas": {"engine.placement": "process"},
+    "engine.vllm": {"engine.kind": "vllm", "sampling.top_p": 1.0},
     "trainer.loss.clip_low": {"trainer.loss": {"kind": "ppo"}},
     "trainer.loss.clip_high": {"trainer.loss": {"kind": "ppo"}},
 }

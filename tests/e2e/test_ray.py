@@ -213,7 +213,7 @@ def test_engines_in_actors_are_replaced_when_they_or_their_actors_die(session: R
 
     async def main() -> None:
         near = EmbeddedEngine.load(versions=START, **arguments)
-        replicas = [ProcessEngine(program, START, placement=RayPlacement(processes=2)) for _ in range(2)]
+        replicas = [ProcessEngine(program, START, placement=RayPlacement()) for _ in range(2)]
         for replica in replicas:
             await replica.ready()
         engine = ReplicatedEngine(replicas)
@@ -278,7 +278,7 @@ from agentrl.engines.child_process import EngineProgram
 PROGRAM = EngineProgram("tests.contract.scripted_program:scripted_engine", {"max_context": 4096, "refresh": "token"})
 
 async def main():
-    placement = RayPlacement(processes=0)
+    placement = RayPlacement()
     first = await placement.start(PROGRAM)
     import ray
     [raylet] = [each.process for each in ray._private.worker._global_node.all_processes["raylet"]]
@@ -343,7 +343,7 @@ async def main():
     await episodes.write(directory)
     steps = []
     told, versions = [], {"policy": PolicyVersion("policy", 0, 0)}
-    engine = ProcessEngine(SCRIPTED, versions, placement=RayPlacement(processes=2), tell=told.append)
+    engine = ProcessEngine(SCRIPTED, versions, placement=RayPlacement(), tell=told.append)
     for step in (1, 2):
         pool = RayTrainerPool(run_config(model), directory)
         await pool.start(None if step == 1 else str(directory / "checkpoint"))

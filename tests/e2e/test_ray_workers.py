@@ -31,7 +31,7 @@ def parent_of(number: int) -> int:
 
 def test_episodes_of_workers_in_actors_go_on_when_process_or_actor_dies(tmp_path: Path) -> None:
     async def main() -> None:
-        async with workplace(tmp_path, 3, environments.TwoTurns, RayPlacement(processes=0)) as at:
+        async with workplace(tmp_path, 3, environments.TwoTurns, RayPlacement()) as at:
             at.submit(*(at.spec(f"e{number}") for number in range(6)))
             await at.until(lambda: len(at.reached()) == 6)
             await at.until(lambda: all(len(at.journal.recorded(f"e{number}", 0)[0]) == 2 for number in range(6)))
@@ -63,7 +63,7 @@ def test_episodes_of_workers_in_actors_go_on_when_process_or_actor_dies(tmp_path
 
 def test_children_run_in_any_actor(tmp_path: Path) -> None:
     async def main() -> None:
-        async with workplace(tmp_path, 2, environments.Parent, RayPlacement(processes=0)) as at:
+        async with workplace(tmp_path, 2, environments.Parent, RayPlacement()) as at:
             at.submit(at.spec("e0"))
             await at.until(lambda: len(list(at.directory.glob("child.*"))) == 2)
             at.open()

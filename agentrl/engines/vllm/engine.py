@@ -197,6 +197,8 @@ class VllmEngine(ModelEngine[VllmVersion]):
         kv_memory: int = 0,
         threads: int = 1,
         dtype: str = "auto",
+        memory_share: float = 0.0,
+        arguments: Mapping[str, Any] = MappingProxyType({}),
     ) -> VllmEngine:
         """Start vLLM on a model directory, measure how fast it computes contexts, and serve it.
 
@@ -213,9 +215,12 @@ class VllmEngine(ModelEngine[VllmVersion]):
             kv_memory: bytes for keys and values; 0: as vLLM decides on a GPU, what `slots` contexts need on CPU.
             threads: torch threads of its worker on CPU.
             dtype: what it computes in: `float32`, `bfloat16`, or `auto`: the checkpoint's.
+            memory_share: share of the device's memory; see `engine.memory_share` of the configuration.
+            arguments: further engine arguments by vLLM's names; see `[engine.vllm]` of the configuration.
 
         Raises:
             ModelError: the directory holds no such model.
+            ConfigError: `arguments` has one that is refused.
             EngineCapabilityError: the arguments cannot be combined.
             EngineError: vLLM does not start; the message says why.
             EngineLostError: vLLM died during the measurement.
@@ -229,6 +234,8 @@ class VllmEngine(ModelEngine[VllmVersion]):
             max_rank=max_rank,
             max_staleness=max_staleness,
             dtype=dtype,
+            memory_share=memory_share,
+            arguments=arguments,
         )
         llm = start_vllm(model_path, settings, kv_memory=kv_memory, threads=threads)
         try:

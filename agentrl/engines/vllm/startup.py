@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from agentrl.core.errors import EngineCapabilityError, EngineError
 from agentrl.core.machine import memory
 from agentrl.engines.models import dtype_name, kv_bytes_per_token, model_dtype, read_shapes
 from agentrl.engines.vllm import worker
+from agentrl.engines.vllm.arguments import check_arguments
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -58,6 +60,10 @@ class VllmSettings:
     max_rank: int
     max_staleness: Mapping[str, int]
     dtype: str = "auto"
+    memory_share: float = 0.0
+    """Share of the device's memory; 0: vLLM's own default on a GPU, what `slots` contexts need on CPU."""
+    arguments: Mapping[str, Any] = MappingProxyType({})
+    """Further engine arguments by vLLM's names."""
 
 
 def start_vllm(model_path: str, settings: VllmSettings, *, kv_memory: int = 0, threads: int = 1) -> AsyncLLM:
@@ -65,38 +71,51 @@ def start_vllm(model_path: str, settings: VllmSettings, *, kv_memory: int = 0, t
 
     Raises:
         ModelError: the directory holds no such model.
+        ConfigError: an argument of `[engine.vllm]` is refused; see `arguments.check_arguments`.
         EngineError: vLLM does not start; it says why.
     """
-    slots, max_context = settings.slots, settings.max_context
-    shapes = shapes_to_serve(model_path, settings)
     os.environ["OMP_NUM_THREADS"] = str(threads)
     if not torch.cuda.is_available():
         # vLLM compiles parts of its sampler even with `enforce_eager`: a C++ compiler at work for a minute, for nothing
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-    arguments = AsyncEngineArgs(
-        model=model_path,
-        skip_tokenizer_init=True,
-        load_format="safetensors",  # "auto" would unpickle *.bin, and prefer consolidated*.safetensors
-        dtype=dtype_name(shapes.config.dtype),  # type: ignore[arg-type] # "auto" would halve float32
-        max_model_len=max_context,
-        max_num_seqs=slots + 1,  # the one more is for a canary, which would wait for a call to end
-        block_size=_BLOCK,
-        scheduling_policy="priority",
-        logprobs_mode="processed_logprobs",
-        enable_log_requests=False,
-        disable_log_stats=True,
-        use_tqdm_on_load=False,
-        config_format="hf",  # "auto" would prefer params.json
-        worker_extension_cls=f"{worker.__name__}.WorkerExtension",
-        weight_transfer_config=WeightTransferConfig(backend=worker.BACKEND),
-        **_memory(shapes.config, slots=slots, max_context=max_context, kv_memory=kv_memory),
-        **_adapters(settings.adapter_slots, settings.max_rank),
-    )
+    arguments = engine_arguments(model_path, settings, kv_memory=kv_memory)
     try:
-        return AsyncLLM.from_engine_args(arguments)
+        return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
     except Exception as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise EngineError(f"vLLM does not start on {model_path}: {reason[:_REASON]}") from error
+
+
+def engine_arguments(model_path: str, settings: VllmSettings, *, kv_memory: int = 0) -> dict[str, Any]:
+    """The arguments that vLLM is started with, by its own names.
+
+    Raises:
+        ModelError: the directory holds no such model.
+        ConfigError: an argument of `[engine.vllm]` is refused.
+        EngineCapabilityError: the memory does not suffice, or no adapter can be so large.
+    """
+    check_arguments(settings.arguments, on_gpu=torch.cuda.is_available())
+    shapes = shapes_to_serve(model_path, settings)
+    return {
+        "model": model_path,
+        "skip_tokenizer_init": True,
+        "load_format": "safetensors",  # "auto" would unpickle *.bin, and prefer consolidated*.safetensors
+        "dtype": dtype_name(shapes.config.dtype),  # type: ignore[arg-type] # "auto" would halve float32
+        "max_model_len": settings.max_context,
+        "max_num_seqs": settings.slots + 1,  # the one more is for a canary, which would wait for a call to end
+        "block_size": _BLOCK,
+        "scheduling_policy": "priority",
+        "logprobs_mode": "processed_logprobs",
+        "enable_log_requests": False,
+        "disable_log_stats": True,
+        "use_tqdm_on_load": False,
+        "config_format": "hf",  # "auto" would prefer params.json
+        "worker_extension_cls": f"{worker.__name__}.WorkerExtension",
+        "weight_transfer_config": WeightTransferConfig(backend=worker.BACKEND),
+        **_memory(shapes, settings, kv_memory=kv_memory),
+        **_adapters(settings.adapter_slots, settings.max_rank),
+        **settings.arguments,
+    }
 
 
 def shapes_to_serve(model_path: str, settings: VllmSettings) -> PreTrainedModel:
@@ -120,22 +139,28 @@ def _adapters(places: int, max_rank: int) -> dict[str, Any]:
     return {"enable_lora": True, "max_loras": places + 1, "max_cpu_loras": places + 1, "max_lora_rank": fitting[0]}
 
 
-def _memory(config: Any, *, slots: int, max_context: int, kv_memory: int) -> dict[str, Any]:
+def _memory(shapes: PreTrainedModel, settings: VllmSettings, *, kv_memory: int) -> dict[str, Any]:
     """On CPU vLLM would take most of the machine's memory, and its compiler gains nothing on small models."""
+    slots, max_context = settings.slots, settings.max_context
     blocks = -(-max_context // _BLOCK)
-    block = _BLOCK * kv_bytes_per_token(config)
-    if 0 < kv_memory < (blocks + 1) * block:  # vLLM would say so in its log only
+    block = _BLOCK * kv_bytes_per_token(shapes.config)
+    on_gpu, (free, total) = torch.cuda.is_available(), memory()
+    if settings.memory_share and not on_gpu:
+        kv_memory = int(settings.memory_share * total) - sum(each.nbytes for each in shapes.parameters())
+    is_given = kv_memory or (settings.memory_share and not on_gpu)
+    if is_given and kv_memory < (blocks + 1) * block:  # vLLM would say so in its log only
         raise EngineCapabilityError(
-            f"the memory for keys and values is {kv_memory >> 20} MiB, one context of {max_context} tokens needs "
-            f"{-(-(blocks + 1) * block >> 20)}; lower engine.max_context"
+            f"the memory for keys and values is {max(kv_memory, 0) >> 20} MiB, one context of {max_context} tokens "
+            f"needs {-(-(blocks + 1) * block >> 20)}; lower engine.max_context, or raise engine.memory_share"
         )
-    if torch.cuda.is_available():
-        return {"kv_cache_memory_bytes": kv_memory} if kv_memory else {}
-    needed, free = kv_memory or max((slots * blocks + 8) * block, 1 << 24), memory().free
+    if on_gpu:
+        share = {"gpu_memory_utilization": settings.memory_share} if settings.memory_share else {}
+        return {**share, "kv_cache_memory_bytes": kv_memory} if kv_memory else share
+    needed = kv_memory or max((slots * blocks + 8) * block, 1 << 24)
     if needed > free:  # vLLM's worker would say so in its log only
         raise EngineCapabilityError(
             f"keys and values of {slots} contexts of {max_context} tokens take {needed >> 20} MiB, and {free >> 20} "
-            "are free; lower engine.slots or engine.max_context"
+            "are free; lower engine.slots, engine.max_context or engine.memory_share"
         )
     return {
         "kv_cache_memory_bytes": needed,

@@ -1,0 +1,133 @@
+"""Which GPUs each trainer rank and each engine computes on: a pure function of the configuration and the machine.
+
+Trainer ranks take GPUs from the first, one each; engines take them from the last, as many each as vLLM's parallel sizes
+multiply to. Where there are fewer GPUs than both need, they meet in the middle: a rank and an engine share a GPU, the
+engine takes a stated share of its memory when it starts, and the rank may not allocate more than the rest. So either
+may start first, and an engine can be started again beside a loaded trainer. GPUs of a Ray cluster are never shared, and
+those of one engine are on one node.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from agentrl.config.policies import ExternalPolicyConfig
+from agentrl.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from agentrl.config.run import RunConfig
+    from agentrl.core.machine import Gpu
+
+ALONE = 0.9
+"""Share of a GPU's memory that an engine takes where it has the GPU to itself."""
+SHARED = 0.45
+"""The same where a trainer rank computes on the GPU too."""
+CONTEXTS = 0.05
+"""Share of a GPU that two processes have for CUDA itself, which neither's allocator counts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DevicePlan:
+    """An assignment of GPUs; the numbers are positions in `gpus`."""
+
+    gpus: tuple[Gpu, ...]
+    """Of the machine or the cluster. None: everything computes on CPUs."""
+    ranks: tuple[int, ...] = ()
+    """The GPU of each trainer rank."""
+    engines: tuple[tuple[int, ...], ...] = ()
+    """The GPUs of each engine."""
+    shares: tuple[float, ...] = ()
+    """The share of the memory of each of its GPUs that an engine takes."""
+
+    def gpus_of_engine(self, replica: int) -> tuple[Gpu, ...]:
+        """The GPUs of an engine; empty: it computes on CPUs."""
+        return tuple(self.gpus[at] for at in self.engines[replica]) if self.engines else ()
+
+    def gpu_of_rank(self, rank: int) -> Gpu | None:
+        """The GPU of a trainer rank; None: it computes on CPUs."""
+        return self.gpus[self.ranks[rank]] if self.ranks else None
+
+    def share_of_rank(self, rank: int) -> float:
+        """The share of its GPU's memory that a trainer rank may allocate."""
+        taken = [share for held, share in zip(self.engines, self.shares, strict=True) if self.ranks[rank] in held]
+        return 1.0 - CONTEXTS - sum(taken)
+
+    def lines(self) -> list[str]:
+        """The assignment in words, a line for each GPU."""
+        lines = []
+        for at, gpu in enumerate(self.gpus):
+            users = [f"trainer rank {rank}" for rank, held in enumerate(self.ranks) if held == at]
+            users += [f"engine {number}" for number, held in enumerate(self.engines) if at in held]
+            shares = [share for held, share in zip(self.engines, self.shares, strict=True) if at in held]
+            if len(users) > 1:
+                rank = self.ranks.index(at)
+                users = [f"{users[0]} ({self.share_of_rank(rank):.0%} of its memory)", f"{users[1]} ({shares[0]:.0%})"]
+            elif shares:
+                users = [f"{users[0]} ({shares[0]:.0%} of its memory)"]
+            where = f" of node {gpu.node[:8]}" if gpu.node else ""
+            lines.append(f"GPU {gpu.id}{where}: {' and '.join(users) or 'not used'}")
+        return lines
+
+
+def plan_devices(config: RunConfig, gpus: Sequence[Gpu], *, ranks: bool = True, engines: bool = True) -> DevicePlan:
+    """Assign the GPUs of a machine or a cluster to the trainer ranks and engines of a run.
+
+    Args:
+        config: of the run.
+        gpus: those there are; GPUs of a cluster name their node.
+        ranks: whether the trainer computes on these.
+        engines: whether the engines do.
+
+    Raises:
+        ConfigError: there are too few, or a rank would have no memory left.
+    """
+    if not gpus:
+        return DevicePlan(gpus=())
+    serves = any(not isinstance(policy, ExternalPolicyConfig) for policy in config.policies.values())
+    count = (1 if config.trains_in_process else config.trainer.workers) if ranks and config.trained else 0
+    replicas, each = config.engine.replicas if engines and serves else 0, config.engine.devices
+    free: dict[str, list[int]] = defaultdict(list)
+    for at, gpu in enumerate(gpus):
+        free[gpu.node].append(at)
+    may_share = not any(free.keys())
+    blocks: list[tuple[int, ...]] = []
+    for _ in range(replicas):
+        node = max(free, key=lambda name: len(free[name]))
+        if len(free[node]) < each:
+            break
+        blocks.append(tuple(free[node][-each:]))
+        del free[node][-each:]
+    taken = {at for block in blocks for at in block}
+    left = [at for at in range(len(gpus)) if may_share or at not in taken]
+    if len(blocks) < replicas or len(left) < count:
+        raise ConfigError(_too_few(config, len(gpus), ranks=count, engines=replicas, may_share=may_share))
+    held = tuple(left[:count])
+    plan = DevicePlan(gpus=tuple(gpus), ranks=held, engines=tuple(sorted(blocks)), shares=())
+    shares = tuple(
+        config.engine.memory_share or (SHARED if set(block) & set(held) else ALONE) for block in plan.engines
+    )
+    plan = DevicePlan(gpus=plan.gpus, ranks=held, engines=plan.engines, shares=shares)
+    for rank in range(count):
+        if plan.share_of_rank(rank) < CONTEXTS:
+            raise ConfigError(
+                f"engine.memory_share = {config.engine.memory_share} leaves {plan.share_of_rank(rank):.0%} of GPU "
+                f"{gpus[held[rank]].id} to trainer rank {rank}, which shares it: lower it, or leave it out"
+            )
+    return plan
+
+
+def _too_few(config: RunConfig, count: int, *, ranks: int, engines: int, may_share: bool) -> str:
+    each = config.engine.devices
+    sizes = f"engine.replicas = {engines} of {each} GPU{'s' * (each > 1)} each" if engines else "no engine"
+    needed = f"trainer.workers = {ranks} and {sizes}" if ranks else sizes
+    lower = "trainer.workers, engine.replicas or a parallel size of [engine.vllm]"
+    there = f"{count} GPU{'s' * (count > 1)}"
+    if may_share:
+        return f"{needed} do not fit on {there}, even where ranks share GPUs with engines; lower {lower}"
+    return (
+        f"{needed} do not fit on the {there} of the Ray cluster, where an engine's GPUs are on one node and none is "
+        f"shared; lower {lower}, or run on one machine without RAY_ADDRESS, where a rank and an engine can share a GPU"
+    )

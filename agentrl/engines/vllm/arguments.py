@@ -1,0 +1,180 @@
+"""The table `[engine.vllm]`: engine arguments that go to vLLM by name, checked before anything is started.
+
+The names and types are those of vLLM's own argument class, read from the source of the installed vLLM, since importing
+vLLM takes seconds and changes the process. An argument that would break a promise of agentrl is refused with the
+reason, and one that a setting of agentrl decides with the name of that setting. Types that are vLLM's own classes are
+left to vLLM, which checks them when it starts.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import importlib.util
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import TypeAdapter, ValidationError
+
+from agentrl.core.errors import ConfigError
+
+_CLASSES = ("EngineArgs", "AsyncEngineArgs")
+CANARY_LOGPROBS = 128
+"""Log-probabilities that the canary check asks for at once; see `engines.weights`."""
+
+_OWNED = {
+    "model": "model.path",
+    "model_weights": "model.path",
+    "revision": "model.revision",
+    "code_revision": "model.revision",
+    "tokenizer_revision": "model.revision",
+    "dtype": "model.dtype, which the trainer computes in too",
+    "max_model_len": "engine.max_context",
+    "max_num_seqs": "engine.slots",
+    "gpu_memory_utilization": "engine.memory_share",
+    "device_ids": "engine.placement and engine.replicas (`agentrl doctor FILE` prints which GPUs each engine gets)",
+    "enable_lora": "policies.NAME.lora",
+    "max_loras": "policies.NAME.lora",
+    "max_cpu_loras": "policies.NAME.lora",
+    "max_lora_rank": "policies.NAME.lora.rank",
+}
+"""Arguments that a setting of agentrl decides."""
+
+_ONE_HOST = (
+    "an engine is the processes of one host, which end with it; set engine.replicas and engine.placement = 'ray'"
+)
+_OTHER_MODEL = "vLLM would serve another model than the one that is trained"
+_OTHER_CODE = "it names code to run inside vLLM, which nothing here has checked"
+_OTHER_KEYS = "keys and values from outside were computed by weights that no span records"
+
+_REFUSED = {
+    "logprobs_mode": "recorded log-probabilities must be those of the distribution that was sampled from "
+    "(processed_logprobs)",
+    "trust_remote_code": "it runs code that comes with a checkpoint",
+    "load_format": "other loaders unpickle files, or load nothing; weights are read from safetensors",
+    "model_loader_extra_config": "it configures loaders other than that of safetensors files",
+    "skip_tokenizer_init": "token ids go in and come out; vLLM must never tokenize a text again",
+    "tokenizer": "token ids go in and come out; vLLM needs no tokenizer",
+    "enable_sleep_mode": "a vLLM that sleeps drops weights and adapters that it says it serves (vLLM issue 29341)",
+    "scheduling_policy": "the canary check of new weights goes before all that waits, by priority",
+    "enable_log_requests": "it writes the tokens of conversations into a log",
+    "enable_return_routed_experts": "the experts would be captured and thrown away; set engine.kind = 'embedded' and "
+    "engine.capture_routing",
+    "return_sampling_mask": "the kept sets would be captured and thrown away; set engine.kind = 'embedded'",
+    "watermark_config": "a watermark changes the distribution that is sampled from",
+    "diffusion_config": "a diffusion model has no log-probability of one token after another",
+    "logits_processors": f"it changes the distribution that is sampled from, and {_OTHER_CODE}",
+    "worker_extension_cls": "agentrl's own extension brings new weights in",
+    "weight_transfer_config": "agentrl decides how new weights come in",
+    "worker_cls": _OTHER_CODE,
+    "scheduler_cls": _OTHER_CODE,
+    "reasoning_parser_plugin": _OTHER_CODE,
+    "io_processor_plugin": _OTHER_CODE,
+    "hf_overrides": _OTHER_MODEL,
+    "hf_config_path": _OTHER_MODEL,
+    "config_format": _OTHER_MODEL,
+    "model_class_overrides": _OTHER_MODEL,
+    "runner": _OTHER_MODEL,
+    "convert": _OTHER_MODEL,
+    "hf_token": "a secret does not belong into a configuration, which is kept with the run; set HF_TOKEN",
+    "kv_transfer_config": _OTHER_KEYS,
+    "ec_transfer_config": _OTHER_KEYS,
+    "enable_elastic_ep": "the GPUs of an engine are assigned once, when it starts",
+    **dict.fromkeys(
+        (
+            *("nnodes", "node_rank", "master_addr", "master_port", "data_parallel_rank", "data_parallel_start_rank"),
+            *("data_parallel_size_local", "data_parallel_address", "data_parallel_rpc_port", "data_parallel_backend"),
+            *("data_parallel_hybrid_lb", "data_parallel_external_lb", "data_parallel_multi_port_external_lb"),
+        ),
+        _ONE_HOST,
+    ),
+}
+"""Arguments that would break a promise, whatever their value."""
+
+_PLAIN = {
+    **{each.__name__: each for each in (bool, int, float, str, list, dict, set, tuple)},
+    **{"Any": Any, "Literal": Literal},
+}
+
+
+def check_arguments(arguments: Mapping[str, Any], *, on_gpu: bool) -> None:
+    """Refuse what `[engine.vllm]` must not say to the installed vLLM; all mistakes at once.
+
+    Args:
+        arguments: values by the name of an engine argument.
+        on_gpu: whether vLLM will compute on GPUs.
+
+    Raises:
+        ConfigError: an argument is unknown, of a wrong type, decided by another setting, or would break a promise.
+    """
+    if not arguments:
+        return
+    types = argument_types()
+    problems = [
+        f"engine.vllm.{name}: {problem}"
+        for name, value in arguments.items()
+        if (problem := _problem(name, value, types, on_gpu=on_gpu))
+    ]
+    if problems:
+        raise ConfigError("\n  ".join(problems))
+
+
+def argument_types() -> dict[str, str]:
+    """The arguments of the installed vLLM: the annotation of each, as its source has it."""
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or not spec.submodule_search_locations:
+        raise ConfigError("engine.vllm: vLLM is not installed, so its arguments cannot be checked")
+    source = Path(spec.submodule_search_locations[0], "engine", "arg_utils.py")
+    module = ast.parse(source.read_text(encoding="utf-8"))
+    classes = [node for node in module.body if isinstance(node, ast.ClassDef) and node.name in _CLASSES]
+    return {
+        field.target.id: ast.unparse(field.annotation)
+        for node in classes
+        for field in node.body
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and field.target.id[0] != "_"
+    }
+
+
+def _problem(name: str, value: Any, types: Mapping[str, str], *, on_gpu: bool) -> str:
+    """What is wrong with an argument; empty: nothing."""
+    if name not in types:
+        near = difflib.get_close_matches(name.replace("-", "_"), types, n=1)
+        return f"vLLM has no such engine argument{f'; did you mean {near[0]}?' if near else ''}"
+    if name in _OWNED:
+        return f"is decided by {_OWNED[name]}; leave it out here"
+    if name in _REFUSED:
+        return f"is refused: {_REFUSED[name]}"
+    return _type_problem(value, types[name]) or next(iter(_value_problems(name, value, on_gpu=on_gpu)), "")
+
+
+def _type_problem(value: Any, annotation: str) -> str:
+    try:
+        accepted = TypeAdapter(eval(annotation, {"__builtins__": {}}, _PLAIN))  # noqa: S307 (vLLM's own source)
+    except Exception:  # noqa: BLE001 (a class of vLLM's own, which vLLM checks)
+        return ""
+    given = set(value) if annotation.startswith("set[") and isinstance(value, list) else value
+    try:
+        accepted.validate_python(given, strict=True)
+    except ValidationError:
+        return f"{value!r} is no {annotation}"
+    return ""
+
+
+def _value_problems(name: str, value: Any, *, on_gpu: bool) -> Iterator[str]:
+    if name == "distributed_executor_backend" and value not in ("mp", "uni"):
+        yield f"{value!r} is refused: {_ONE_HOST}"
+    if name == "max_logprobs" and 0 <= value < CANARY_LOGPROBS:
+        yield f"{value} is refused: the canary check of new weights asks for {CANARY_LOGPROBS} log-probabilities"
+    if name == "quantization" and value in ("gguf", "bitsandbytes"):
+        yield f"{value!r} is refused: it needs a loader of its own; weights are read from safetensors"
+    if name == "enable_chunked_prefill" and value and not on_gpu:
+        yield "true is refused: on CPUs a request with a seed kills vLLM 0.32 in a chunked prefill"
+    if name == "speculative_config":
+        if not isinstance(value, Mapping):
+            yield f"{value!r} is no table"
+        elif value.get("rejection_sample_method", "standard") not in ("standard", "block"):
+            yield (
+                f"rejection_sample_method = {value['rejection_sample_method']!r} is refused: it accepts tokens that "
+                "the model did not sample, so no log-probability belongs to them"
+            )
