@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass
-from types import MappingProxyType
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -62,7 +61,7 @@ class VllmSettings:
     dtype: str = "auto"
     memory_share: float = 0.0
     """Share of the device's memory; 0: vLLM's own default on a GPU, what `slots` contexts need on CPU."""
-    arguments: Mapping[str, Any] = MappingProxyType({})
+    arguments: Mapping[str, Any] = field(default_factory=dict)
     """Further engine arguments by vLLM's names."""
 
 
