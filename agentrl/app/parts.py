@@ -306,6 +306,11 @@ def make_trainer(config: RunConfig, directory: Path) -> Trainer:
     if config.trains_in_process:
         from agentrl.learn.trainer import InProcessTrainer
 
+        plan = device_plan(config)
+        if plan.ranks and not config.engine_in_process:
+            import torch
+
+            torch.cuda.set_per_process_memory_fraction(plan.share_of_rank(0), plan.ranks[0])
         return InProcessTrainer(config, directory)
     from agentrl.cluster.trainer_pool import RayTrainerPool
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agentrl.app.memory import sized
-from agentrl.app.parts import Adapters, code_of, load_config, task_source
+from agentrl.app.parts import Adapters, code_of, device_plan, load_config, make_engine, task_source
 from agentrl.app.parts import held_out as held_out_source
 from agentrl.app.policies import demands_of, split_groups
 from agentrl.app.recovery import Code
@@ -111,6 +111,8 @@ async def run_training(
     async with opened as (store, observer, changed):
         for line in split_groups(config, demands_of(config, environment)):
             observer.warn(line)
+        for line in device_plan(config).lines() if adapters.engine is make_engine else ():
+            observer.say(line)
         if len(held_out_tasks) < available:
             observer.say(
                 f"evaluating on {len(held_out_tasks):,} of {available:,} held-out tasks, drawn with seed {config.seed}"

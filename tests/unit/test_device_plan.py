@@ -41,7 +41,7 @@ def configuration(ranks: int = 1, replicas: int = 1, size: int = 1, **engine: An
             "model": {"path": "unused"},
             "engine": {"kind": "vllm", "replicas": replicas, "vllm": {"tensor_parallel_size": size}, **engine},
             "policies": {"policy": {"lora": {}}},
-            "trainer": {"workers": ranks},
+            "trainer": {"kind": "ray", "workers": ranks},
         }
     )
 
