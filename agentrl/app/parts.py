@@ -304,13 +304,11 @@ def installed_version(distribution: str) -> str | None:
 def make_trainer(config: RunConfig, directory: Path) -> Trainer:
     """The trainer a configuration asks for."""
     if config.trains_in_process:
-        from agentrl.learn.trainer import InProcessTrainer
+        from agentrl.learn.trainer import InProcessTrainer, limit_memory
 
         plan = device_plan(config)
         if plan.ranks and not config.engine_in_process:
-            import torch
-
-            torch.cuda.set_per_process_memory_fraction(plan.share_of_rank(0), plan.ranks[0])
+            limit_memory(plan.ranks[0], plan.share_of_rank(0))
         return InProcessTrainer(config, directory)
     from agentrl.cluster.trainer_pool import RayTrainerPool
 

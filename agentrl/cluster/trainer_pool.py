@@ -104,12 +104,10 @@ class TrainerRank:
         # gloo listens on the interface this names; by default it would be the host's first.
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         from agentrl.learn.ranks import OneRank, ProcessGroup
-        from agentrl.learn.trainer import PolicyTrainer, device_of
+        from agentrl.learn.trainer import PolicyTrainer, device_of, limit_memory
 
-        if memory_share and (device := device_of(rank)).type == "cuda":
-            import torch
-
-            torch.cuda.set_per_process_memory_fraction(memory_share, device)
+        if memory_share:
+            limit_memory(rank, memory_share)
         ranks: OneRank | ProcessGroup = OneRank()
         if size > 1:
             ranks = ProcessGroup(Path(rendezvous), rank=rank, size=size, device=device_of(rank))

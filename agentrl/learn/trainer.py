@@ -503,6 +503,12 @@ def device_of(rank: int) -> torch.device:
     return torch.device("cpu")
 
 
+def limit_memory(rank: int, share: float) -> None:
+    """Let this process allocate at most this share of the memory of a rank's GPU; an engine may have the rest."""
+    if (device := device_of(rank)).type == "cuda":
+        torch.cuda.set_per_process_memory_fraction(share, device)
+
+
 def journal_reader(run_directory: Path) -> ReadUnits:
     """Reads the run's journal, each unit where its location says."""
     reader = TurnReader(run_directory / "journal")
