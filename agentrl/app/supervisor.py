@@ -328,7 +328,9 @@ def _new_record(setup: RunSetup) -> ProcessRecord:
         where = "" if last.workers == 1 else ", in worker processes"
         setup.observer.warn(f"the process before {ended}. It ran {_named(running)}{where}; they go on where they were")
     if is_suspicious and configured == 1:
-        why = f"{_named(suspects)} got nowhere at {SUSPECTED} such deaths in a row" if suspects else "an episode did so"
+        why = (
+            f"{_named(suspects)} got nowhere at {SUSPECTED} such deaths in a row" if suspects else "one may do so again"
+        )
         what = (
             f"episodes are played in {record.workers} worker processes, where one that kills its process is found, "
             "dropped by name as worker_lost, and kills nothing else"

@@ -27,7 +27,7 @@ from agentrl.inspection.ledger import RunLedger, run_ledger
 from agentrl.inspection.where import Column, parse
 from agentrl.journal.control import row_checksum
 from agentrl.journal.entries import Begin, EntryBody, JournalEntry, decode_entries
-from agentrl.journal.process import standing
+from agentrl.journal.process import is_writer_dead, standing
 from agentrl.journal.reader import TurnReader, read_prefix
 from agentrl.journal.run_log import SqliteRunLog
 from agentrl.journal.schema import CONTROL_FILE, all_rows
@@ -565,13 +565,13 @@ class RunReader:
         return {str(policy): float(reward) for policy, reward in self.log.rows(statement, purpose)}
 
     def standing(self) -> str:
-        """The state of the run: `running`, `finished`, `stopped` (Ctrl-C), `failed` (an error), `killed`; empty if no
-        process ever led it, as after an import.
+        """The state of the run: `running`, `finished`, `stopped` (Ctrl-C), `failed` (an error), `killed`, `unknown`
+        (its record is damaged); empty if no process ever led it, as after an import.
 
         If the lock is invisible, as for a process in another container, a fresh status counts as a sign of life.
         """
         found = standing(self.path)
-        if found == "killed":
+        if found == "killed" and not is_writer_dead(self.path):
             status = read_status(self.path)
             if status is not None and abs(SystemClock().wall() - status.wall) < SILENT_S:
                 return "running"

@@ -14,13 +14,14 @@ import fcntl
 import os
 import weakref
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Annotated, BinaryIO, Literal, Protocol, TypeVar
 
 import msgspec
 
 from agentrl.core import ids
 from agentrl.core.errors import RunDirectoryError, StorageError
 from agentrl.core.files import open_regular, read_at_most, remedy, replace_file
+from agentrl.core.text import safe_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -41,9 +42,9 @@ MAX_RECORD_BYTES = 16 << 20
 _BOOT = os.urandom(4).hex()
 """Process ids are used again, in containers by the very next process."""
 
-State = Literal["", "running", "finished", "stopped", "failed"]
-"""The state of the process: `stopped` by Ctrl-C or SIGTERM, `failed` with an error. Empty: no process ever led the run,
-as after an import."""
+State = Literal["", "running", "finished", "stopped", "failed", "unknown"]
+"""The state of the process: `stopped` by Ctrl-C or SIGTERM, `failed` with an error, `unknown` where the record cannot
+be read. Empty: no process ever led the run, as after an import."""
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
 """A record that counts beyond it is none of ours."""
@@ -90,17 +91,32 @@ class RunLock:
 
 
 def writer_of(directory: Path) -> int | None:
-    """The live process that writes a run, found without touching its lock; None: none that is seen from here."""
+    """The live process that writes a run, found without touching its lock; None: none that is seen from here.
+
+    Inodes are numbered by device, and overlay file systems report another device than the kernel's list of locks: a
+    lock of the same inode is this one if its device is the same too, or its holder the process that the file names.
+    """
     try:
-        held = str((directory / LOCK_FILE).stat(follow_symlinks=False).st_ino)
+        with open_regular(directory / LOCK_FILE) as file:
+            found, named = os.fstat(file.fileno()), _holder(file)
         locks = Path("/proc/locks").read_text(encoding="ascii", errors="replace").splitlines()
     except OSError:
         return None
+    device = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}"
     for line in locks:  # such as `7: FLOCK  ADVISORY  WRITE 4711 08:01:1311768 0 EOF`
         words = line.split()
-        if len(words) > 5 and words[1] == "FLOCK" and words[5].rpartition(":")[2] == held:
-            return int(words[4])
+        if len(words) > 5 and words[1] == "FLOCK":
+            where, _, inode = words[5].rpartition(":")
+            holder = int(words[4])
+            if inode == str(found.st_ino) and (where == device or holder == named):
+                return holder
     return None
+
+
+def _holder(file: BinaryIO) -> int | None:
+    """The process id that a lock file names; None: it names none."""
+    named = file.read(32).strip()
+    return int(named) if named.isdigit() and len(named) < 12 else None
 
 
 def check_partitions(directory: Path) -> None:
@@ -200,15 +216,26 @@ class ProcessRecord(msgspec.Struct, kw_only=True):
     """Consecutive deaths by id of a held-out task; evaluations start over at each start."""
     next_evaluation: _Count = 0
     """Number of the first evaluation episode since this start."""
+    machine: str = ""
+    """The boot and the process-id namespace that the newest process runs in: only there its id means anything."""
 
     @staticmethod
     def read(run: Path) -> ProcessRecord:
-        """Read the record of a run; an empty one if there is none."""
+        """Read the record of a run; an empty one if there is none.
+
+        One that cannot be read is taken for the worst that it may have said, since how often episodes killed their
+        process is lost with it: the process died under its episodes, and one of them may do so again.
+        """
+        path = run / PROCESS_FILE
         try:
-            with open_regular(run / PROCESS_FILE) as file:
+            with open_regular(path) as file:
                 return msgspec.json.decode(read_at_most(file, MAX_RECORD_BYTES), type=ProcessRecord)
-        except (OSError, ValueError, RecursionError):  # msgspec's errors are ValueErrors
+        except FileNotFoundError:
             return ProcessRecord()
+        except (OSError, ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors
+            why = error.strerror if isinstance(error, OSError) else error
+            fault = f"nobody knows how, since {path} cannot be read ({safe_line(str(why))[:200]})"
+            return ProcessRecord(state="unknown", is_playing=True, fault=fault, has_killer=True)
 
     def write(self, run: Path) -> None:
         """Write the record, whole or not at all.
@@ -261,6 +288,7 @@ class ProcessRecord(msgspec.Struct, kw_only=True):
             episodes=episodes,
             evaluated=evaluated if is_death else {},
             next_evaluation=journal.next_number("v"),
+            machine=_machine(),
         )
 
     def deaths(self, spec: EpisodeSpec) -> int:
@@ -287,7 +315,7 @@ def leading(run: Path) -> Iterator[None]:
     Raises:
         StorageError: the disk refused at the beginning. At the end nothing is said: the run then counts as killed.
     """
-    record_state(run, "running")
+    msgspec.structs.replace(ProcessRecord.read(run), state="running", machine=_machine()).write(run)
     try:
         yield
     except BaseException as error:
@@ -302,6 +330,31 @@ def standing(run: Path) -> str:
         return "running"
     state = ProcessRecord.read(run).state
     return "killed" if state == "running" else state
+
+
+def is_writer_dead(run: Path) -> bool:
+    """Whether the process that last led a run is known to have ended; False where it may live on another machine."""
+    try:
+        with open_regular(run / "journal" / LOCK_FILE) as file:
+            holder = _holder(file)
+    except OSError:
+        return False
+    machine = _machine()
+    if holder is None or not machine or ProcessRecord.read(run).machine != machine:
+        return False
+    try:
+        status = Path(f"/proc/{holder}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        return isinstance(error, FileNotFoundError | ProcessLookupError)
+    return status.rpartition(")")[2].split()[:1] in (["Z"], ["X"])  # it has ended, and its parent has not looked yet
+
+
+def _machine() -> str:
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except (OSError, ValueError):
+        return ""
 
 
 def _this_process() -> str:

@@ -84,12 +84,19 @@ def test_any_curve_can_be_drawn(values: list[float]) -> None:
         {"workers": 10**30},
     ],
 )
-def test_a_record_of_the_process_beyond_all_measure_counts_as_absent(tmp_path: Path, record: dict[str, object]) -> None:
+def test_a_record_of_the_process_beyond_all_measure_is_not_believed(tmp_path: Path, record: dict[str, object]) -> None:
     """One more death, and Python would refuse to write the count."""
     (tmp_path / "process.json").write_text(json.dumps({"state": "running", "is_playing": True, **record}))
-    assert ProcessRecord.read(tmp_path) == ProcessRecord()
+    assert standing(tmp_path) == "unknown"
+    found = ProcessRecord.read(tmp_path)
+    assert (found.episodes, found.evaluated, found.has_killer) == ({}, {}, True)
     record_state(tmp_path, "stopped")
     assert standing(tmp_path) == "stopped"
+    assert ProcessRecord.read(tmp_path).has_killer
+
+
+def test_only_a_run_without_a_record_was_never_led(tmp_path: Path) -> None:
+    assert (standing(tmp_path), ProcessRecord.read(tmp_path)) == ("", ProcessRecord())
 
 
 @pytest.mark.parametrize(

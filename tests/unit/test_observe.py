@@ -9,6 +9,8 @@ import json
 import math
 import os
 import re
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -21,7 +23,7 @@ from agentrl.core.errors import StorageError
 from agentrl.core.records import PolicyVersion
 from agentrl.inspection.reader import RunReader
 from agentrl.inspection.statistics import run_state
-from agentrl.journal.process import State, leading, record_state
+from agentrl.journal.process import ProcessRecord, State, leading, record_state, writer_of
 from agentrl.journal.store import SqliteJournal
 from agentrl.observe.metrics import METRICS, describe
 from agentrl.observe.page import page
@@ -359,5 +361,38 @@ def test_how_a_process_left_a_run_stays_behind(
     found = run_state(reader)
     assert (found.standing, found.status) == (outcome, Status(phase="training", wall=1.0))
     write_status(directory.path, Status(phase="training", wall=time.time()))
+    assert reader.standing() == ("running" if outcome == "killed" else outcome), "the process in its lock lives"
+    lock = directory.path / "journal" / "run.lock"
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    lock.write_text(f"{ended.pid}\n")
+    os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
+    assert reader.standing() == outcome, "it has ended, and its parent has not waited for it yet"
+    ended.wait()
+    assert reader.standing() == outcome, "there is no such process"
+    record = ProcessRecord.read(directory.path)
+    record.machine = "another"
+    record.write(directory.path)
     assert reader.standing() == ("running" if outcome == "killed" else outcome), "its lock may be another container's"
     reader.close()
+
+
+def test_the_lock_of_another_file_with_the_same_inode_number_is_not_the_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Inodes are numbered by device."""
+    (tmp_path / "run.lock").write_text("41\n")
+    found = (tmp_path / "run.lock").stat()
+    here = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}"
+    read = Path.read_text
+
+    def writer(*locks: str) -> int | None:
+        listed = "".join(f"{n}: FLOCK  ADVISORY  WRITE {lock} 0 EOF\n" for n, lock in enumerate(locks))
+        monkeypatch.setattr(
+            Path, "read_text", lambda path, *a, **b: listed if str(path) == "/proc/locks" else read(path, *a, **b)
+        )
+        return writer_of(tmp_path)
+
+    assert writer(f"42 {here}:{found.st_ino}") == 42
+    assert writer(f"42 ff:fe:{found.st_ino}") is None
+    assert writer(f"42 ff:fe:{found.st_ino}", f"41 ff:fd:{found.st_ino}") == 41, "an overlay's device is another"
+    assert writer(f"41 {here}:{found.st_ino + 1}") is None

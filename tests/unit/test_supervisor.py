@@ -367,7 +367,11 @@ def test_deaths_of_the_process_count_in_a_row_while_an_episode_gets_nowhere(tmp_
     asyncio.run(write(specs=[replace(both[1], attempt=1)]))
     assert begins(tmp_path) == {"e0": 2, "e1": 1}
     (tmp_path / "process.json").write_bytes(b"\xff{")
-    assert begins(tmp_path) == {"e0": 0, "e1": 0}
+    record = ProcessRecord.read(tmp_path)
+    assert (record.state, record.has_killer) == ("unknown", True)
+    assert "process.json" in record.fault
+    assert begins(tmp_path) == {"e0": 1, "e1": 1}, "they may have died before: it is not known how often"
+    assert ProcessRecord.read(tmp_path).has_killer, "episodes run in worker processes from now on"
 
 
 def test_a_life_that_died_before_it_published_anything_keeps_its_lineage(tmp_path: Path) -> None:
