@@ -173,7 +173,8 @@ class Engine(Sampler, Protocol):
 
         Raises:
             EngineError: the files of a version do not match their digest or the model: its policy stays at the version
-                before, or the pin is missing. All others are served.
+                before, or the pin is missing. All others are served. A pin that was served and is lost, since the
+                engine's process started again without its files, is none of these: sessions that ask for it hear it.
         """
         ...
 

@@ -361,6 +361,8 @@ class ProcessEngine:
         self._first_versions = dict(versions)
         self._wanted = self._served = WantedVersions()
         """The newest request, and the part that the process confirmed, which a new process receives first."""
+        self._gone: dict[WeightsRef, EngineError] = {}
+        """Pinned versions that a process served and the next one could not load any more, until they are unpinned."""
         self._connection: Connection | None = None
         self._is_welcomed = False
         """The process has been given its versions; before, nothing else is sent to it."""
@@ -425,7 +427,8 @@ class ProcessEngine:
     async def _restore(self, connection: Connection) -> None:
         """Have a fresh process serve what the one before did.
 
-        A pinned version whose files are gone is left out: opening a session that pins it is refused by name.
+        A pinned version whose files are gone is left out: opening a session that pins it is refused by name, and it
+        stands in the way of no later version.
         """
         current = self._served.current.values()
         if current:
@@ -437,8 +440,8 @@ class ProcessEngine:
                 restored |= {weights}
             except EngineLostError:
                 raise
-            except EngineError:
-                continue
+            except EngineError as error:
+                self._gone[weights] = error
         self._served = WantedVersions(self._served.current, restored & self._wanted.pinned)
 
     async def died(self, how: str) -> None:
@@ -467,7 +470,9 @@ class ProcessEngine:
             served = ", ".join(sorted(self._first_versions))
             raise EngineError(f"no policy {policy!r} in this engine; it serves: {served}")
         if pin is not None and not self._served.has_pin(pin) and pin != self._current(pin.policy):
-            raise VersionNotServedError(f"version {pin} is not served here; pin it by serve(..., pinned)")
+            lost = [error for weights, error in self._gone.items() if weights.version == pin]
+            why = f"the engine's process had to start again: {lost[0]}" if lost else "pin it by serve(..., pinned)"
+            raise VersionNotServedError(f"version {pin} is not served here; {why}")
         return RoutedSession(self, session_id, policy, pin)
 
     def is_available(self, replica: Connection) -> bool:
@@ -497,9 +502,15 @@ class ProcessEngine:
     # --- control ----------------------------------------------------------------------------------------------------
 
     async def serve(self, current: Collection[WeightsRef], pinned: Collection[WeightsRef] = ()) -> None:
-        """See `agentrl.core.ports.Engine.serve`; versions of which the process dies again and again are refused."""
+        """See `agentrl.core.ports.Engine.serve`; versions of which the process dies again and again are refused.
+
+        A pin that was served before and that a new process could not load is not asked for again, and is no failure:
+        whoever samples from it hears of it.
+        """
         wanted = self._wanted = self._wanted.followed_by(current, pinned)
         self._served = self._served.without_pins_but(wanted)
+        kept = wanted.pinned.difference(wanted.current.values())
+        self._gone = {weights: error for weights, error in self._gone.items() if weights in kept}
         try:
             await run_to_end(self._serve(in_order(current, pinned)))
         except EngineError:
@@ -510,7 +521,7 @@ class ProcessEngine:
     async def _serve(self, asked: Sequence[WeightsRef]) -> None:
         for _ in range(LOSSES_OF_AN_UPDATE):
             connection = await self._connected()
-            sent = self._wanted
+            sent = WantedVersions(self._wanted.current, self._wanted.pinned.difference(self._gone))
             with contextlib.suppress(EngineLostError):
                 await connection.serve(sent.current.values(), sent.pinned)
                 self._served = sent.without_pins_but(self._wanted)

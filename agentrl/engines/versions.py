@@ -33,6 +33,9 @@ CANARY_KEY = "agentrl_probe"
 """Name of the canary in the metadata of a version's safetensors file."""
 
 
+T = TypeVar("T")
+
+
 @dataclass(frozen=True, slots=True)
 class WantedVersions:
     """The state that an engine's owner asked for last."""
@@ -516,16 +519,24 @@ class ModelEngine(ABC, Generic[LiveT]):
         return len(request.token_ids) >= self.capabilities.max_context or request.sampling.max_tokens < 1
 
 
-async def run_to_end(work: Coroutine[Any, Any, None]) -> None:
-    """Run work to its end even if the caller is cancelled, who then hears of it when the work has ended."""
+async def run_to_end(work: Coroutine[Any, Any, T]) -> T:
+    """Run work to its end even if the caller is cancelled, who then hears of it when the work has ended.
+
+    So no lock that the caller holds is released under the work. A caller that is cancelled twice does not wait.
+    """
     task = asyncio.get_running_loop().create_task(work)
     try:
-        await asyncio.shield(task)
+        return await asyncio.shield(task)
     except asyncio.CancelledError:
+        task.add_done_callback(_forget)
         await asyncio.wait({task})
-        if not task.cancelled():
-            task.exception()  # the caller is gone: nobody else hears of it
         raise
+
+
+def _forget(task: asyncio.Task[Any]) -> None:
+    """Ignore how work ended whose caller is gone: nobody else hears of it."""
+    if not task.cancelled():
+        task.exception()
 
 
 def refusal(weights: WeightsRef, reason: str) -> EngineError:

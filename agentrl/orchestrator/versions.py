@@ -175,6 +175,7 @@ class ServedVersions:
             oldest = weights.version.step - self._batches[policy]
             for version in [each for each in pins if each.policy == policy and each.step < oldest]:
                 outdated[version] = pins.pop(version)
+            outdated |= {each: ref for each, ref in pins.items() if each == weights.version}
             pins[weights.version] = weights
         try:
             await self._serve()
@@ -191,13 +192,16 @@ class ServedVersions:
         """Serve a version until `holder` unpins it, whatever becomes current. Idempotent.
 
         Raises:
-            EngineError: the engine refused the version; it is not pinned.
+            EngineError: the engine refused the version; it is not pinned, unless it was before.
         """
-        self._pins.setdefault(holder, {})[weights.version] = weights
+        pins = self._pins.setdefault(holder, {})
+        before = pins.get(weights.version)
+        pins[weights.version] = weights
         try:
             await self._serve()
         except EngineError:
-            self._pins[holder].pop(weights.version, None)
+            if pins.pop(weights.version, None) is not None and before is not None:  # else unpinned meanwhile
+                pins[weights.version] = before
             raise
 
     def unpin(self, holder: str, *versions: PolicyVersion) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from agentrl.core.errors import EngineLostError
+from agentrl.core.errors import EngineError, EngineLostError
 from agentrl.core.ports import Delta, EngineSession, GenerateRequest
 from agentrl.core.records import Completion, PolicyVersion, WeightsRef
 from agentrl.engines.scripted import ScriptedEngine
@@ -86,6 +86,15 @@ class ListingEngine(ScriptedEngine):
     ) -> Float32Array:
         """The steps."""
         return np.array(sorted(weights.version.step for weights in self._loaded), np.float32)
+
+
+class FileEngine(ListingEngine):
+    """Refuses a version whose file is missing; reads no other file."""
+
+    async def load(self, weights: WeightsRef) -> None:
+        """See `ScriptedEngine.load`."""
+        if not await asyncio.to_thread(os.path.exists, weights.path):
+            raise EngineError(f"weights {weights.version} refused: there is no {weights.path}")
 
 
 class OnePlaceEngine(ScriptedEngine):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 from agentrl.core.errors import EngineError
 from agentrl.core.records import WeightsRef
 from agentrl.engines.embedded.engine import EmbeddedEngine
-from agentrl.engines.versions import CANARY_KEY
+from agentrl.engines.versions import CANARY_KEY, Canary
 from tests.contract.engine_kinds import (
     ModelZoo,
     canary_of,
@@ -159,6 +160,45 @@ def test_full_weights_that_are_others_are_refused_and_those_before_come_back(
         await engine.close()
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("cancellations", [1, 2])
+def test_a_swap_that_fails_after_its_caller_is_gone_is_nobodys_error_and_what_was_asked_next_waits_for_it(
+    zoo: ModelZoo, tmp_path: Path, cancellations: int
+) -> None:
+    heard: list[str] = []
+
+    async def main() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: heard.append(context["message"]))
+        engine = load_engine(zoo)
+        canary = canary_of(zoo.load(seed=2), zoo.load())
+        wrong = write_full(tmp_path / "wrong", version(1), tensors_of(zoo, 3), canary=canary)
+        swapping = asyncio.Event()
+        answer = engine.versions._answer
+
+        async def answer_late(serving: Any, asked: Canary) -> Any:
+            swapping.set()
+            await asyncio.sleep(0.05)
+            return await answer(serving, asked)
+
+        engine.versions._answer = answer_late
+        update = asyncio.ensure_future(engine.serve([wrong]))
+        await swapping.wait()
+        for _ in range(cancellations):
+            update.cancel()
+            await asyncio.sleep(0)
+        after = asyncio.ensure_future(
+            engine.serve([write_full(tmp_path / "2", version(2), tensors_of(zoo, 2), canary=canary)])
+        )
+        with pytest.raises(asyncio.CancelledError):
+            await update
+        await after
+        await check_serves(engine, zoo.load(seed=2), 2)
+        await engine.close()
+
+    asyncio.run(main())
+    gc.collect()
+    assert heard == []
 
 
 def said(**changes: Any) -> str:

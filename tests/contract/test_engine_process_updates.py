@@ -1,13 +1,19 @@
-"""Updates of an engine in a process of its own: whose caller is cancelled, and that kill the process."""
+"""Updates of an engine in a process of its own: cancelled callers, lost files, versions that kill the process."""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from agentrl.core.errors import EngineError
+from agentrl.core.errors import EngineError, VersionNotServedError
+from agentrl.core.records import WeightsRef
 from agentrl.engines.child_process import EngineProgram
+from agentrl.orchestrator.versions import ServedVersions
 from tests.contract.engine_kinds import START, prompt, request, version
 from tests.contract.test_engine_process import made, weights_of
 
@@ -41,6 +47,43 @@ def test_a_call_that_supersedes_another_takes_effect_at_once_also_in_the_process
         await engine.serve([weights_of(2)])
         await waiting
         assert (await engine.open("a", "solver").generate(request("a", prompt(9)))).spans[0].version == version(2)
+        await engine.close()
+
+    asyncio.run(main())
+
+
+def test_a_lost_pin_stands_in_the_way_of_no_later_version(tmp_path: Path) -> None:
+    """Its files vanish, and the engine's process starts again."""
+
+    def of(step: int) -> WeightsRef:
+        path = tmp_path / str(step)
+        path.touch()
+        return replace(weights_of(step), path=str(path))
+
+    async def main() -> None:
+        engine, _ = await made(EngineProgram("tests.contract.scripted_program:FileEngine", {}))
+        served = ServedVersions(engine)
+        await served.make_current(of(1))
+        for step in (2, 3):
+            await served.pin("opponents", of(step))
+        (tmp_path / "2").unlink()
+        os.kill(engine.supervisor.process_id, signal.SIGKILL)
+        assert (await engine.score("solver", prompt(1))).tolist() == [1, 3]
+        with pytest.raises(VersionNotServedError, match=r"solver@0\.2 .* there is no "):
+            engine.open("a", "solver", pin=version(2))
+        await served.make_current(of(4))
+        assert (await engine.score("solver", prompt(1))).tolist() == [3, 4]
+        refused = replace(of(5), path=str(tmp_path / "none"))
+        for serve in (served.make_current(refused), served.pin("evaluation", refused)):
+            with pytest.raises(EngineError, match=r"solver@0\.5 refused"):
+                await serve
+        assert served.current["solver"].version == version(4)
+        assert served.pinned() == {version(2), version(3)}
+        served.unpin("opponents", version(2))
+        await served.make_current(of(4))
+        await served.pin("opponents", of(2))
+        assert (await engine.score("solver", prompt(1))).tolist() == [2, 3, 4]
+        engine.open("b", "solver", pin=version(2)).close()
         await engine.close()
 
     asyncio.run(main())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Collection
 
 import pytest
 
@@ -16,6 +17,12 @@ class OnePlace(ScriptedEngine):
     """Refuses one version; loads another when nothing else is pinned."""
 
     refused: WeightsRef | None = None
+    refuses_all = False
+
+    async def serve(self, current: Collection[WeightsRef], pinned: Collection[WeightsRef] = ()) -> None:
+        if self.refuses_all:
+            raise EngineError("refused")
+        await super().serve(current, pinned)
 
     async def load(self, weights: WeightsRef) -> None:
         if weights == self.refused:
@@ -88,5 +95,20 @@ def test_a_refused_version_that_its_holder_has_unpinned_meanwhile_is_told_as_ref
         with pytest.raises(EngineError, match=r"solver@0\.2 refused"):
             await making
         assert served.current == {}
+
+    asyncio.run(main())
+
+
+def test_a_pin_that_cannot_be_served_again_stays_as_it_was() -> None:
+    async def main() -> None:
+        engine, served = table()
+        await served.make_current(weights(1))
+        await served.pin("evaluation", weights(1))
+        engine.refuses_all = True
+        for again in (served.pin("evaluation", weights(1)), served.make_current(weights(1))):
+            with pytest.raises(EngineError, match="refused"):
+                await again
+        for holder in ("evaluation", BATCHES):
+            assert served.pinned_by(holder) == [weights(1).version]
 
     asyncio.run(main())

@@ -31,7 +31,7 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
 from agentrl.engines.models import ready_to_sample
-from agentrl.engines.versions import LiveVersion, VersionTable, refusal
+from agentrl.engines.versions import LiveVersion, VersionTable, refusal, run_to_end
 from agentrl.engines.weights import (
     check_adapter,
     check_answer,
@@ -239,7 +239,7 @@ class EmbeddedVersions(VersionTable[Serving]):
             if refresh == "turn":
                 self.held.add(policy)
                 await self._turn_boundary(weights)
-            await asyncio.shield(self._swap_full(weights, read, canary))
+            await run_to_end(self._swap_full(weights, read, canary))
         finally:
             self.held.discard(policy)
             self.wake()
@@ -286,7 +286,7 @@ class EmbeddedVersions(VersionTable[Serving]):
         while True:
             while bank.free_slot() is None and not self._is_replaceable(weights):
                 await self._wait_for_adapter_slot(weights, [s for s in self.live.values() if s.adapter != BASE])
-            if await asyncio.shield(self._swap_adapter(weights, adapter, canary)):
+            if await run_to_end(self._swap_adapter(weights, adapter, canary)):
                 return
 
     def _is_replaceable(self, weights: WeightsRef) -> bool:
