@@ -98,6 +98,9 @@ CHANGED: dict[str, Any] = {
     "sampling.min_p": 0.1,
     "credit.group_size": 2,
     "credit.turn_credit": "to_go",
+    "credit.advantage": "group_mean",
+    "trainer.loss.name": "ppo",
+    "trainer.loss.options": {"max_ratio": 2.0},
     "journal.keep": 0,
     "journal.budget_mib": 4096,
 }
@@ -111,8 +114,6 @@ BESIDE: dict[str, dict[str, Any]] = {
     "best.stop_fall": {"best.metric": "reward/mean"},
     "engine.replicas": {"engine.placement": "process"},
     "engine.vllm": {"engine.kind": "vllm", "sampling.top_p": 1.0},
-    "trainer.loss.clip_low": {"trainer.loss": {"kind": "ppo"}},
-    "trainer.loss.clip_high": {"trainer.loss": {"kind": "ppo"}},
 }
 """What has to be changed too for the setting to be one."""
 
@@ -365,8 +366,6 @@ def changed(setting: Setting, path: Path) -> tuple[RunConfig, RunConfig]:
     before, now = base(path), base(path)
     for key, value in BESIDE.get(setting.key, {}).items():
         _set(now, key, value)
-    if setting.section.__name__.endswith("Loss"):
-        _set(now, "trainer.loss.kind", get_args(setting.section.model_fields["kind"].annotation)[0])
     first = RunConfig(**before)
     if setting.key in NOT_RUN:
         return first, first.model_copy(update={setting.key: CHANGED.get(setting.key) or _other(setting, first)})

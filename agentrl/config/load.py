@@ -40,8 +40,9 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Read the configuration in a TOML file, changed by `overrides`.
 
     Args:
-        path: the file. A relative `model.path`, `environment.id` (a file's), `policies.NAME.path` or `policies.NAME.id`
-            (a file's) is looked up first beside it, then in the working directory.
+        path: the file. A relative `model.path` or `policies.NAME.path`, and the file of an `environment.id`,
+            `policies.NAME.id`, `trainer.loss.name` or `credit.advantage`, is looked up first beside it, then in the
+            working directory.
         overrides: `section.field=value`, with or without leading dashes; values are JSON, or else text.
 
     Raises:
@@ -64,7 +65,10 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     chosen = _resolve_code(source, config.environment.id, key="environment.id")
     environment = config.environment.model_copy(update={"id": chosen})
     policies = {name: _resolve_policy(source, name, policy) for name, policy in config.policies.items()}
-    return config.model_copy(update={"model": model, "environment": environment, "policies": policies})
+    update = {"model": model, "environment": environment, "policies": policies}
+    loss = _resolve_code(source, config.trainer.loss.name, key="trainer.loss.name")
+    advantage = _resolve_code(source, config.credit.advantage, key="credit.advantage")
+    return config.model_copy(update=update).with_functions(loss=loss, advantage=advantage)
 
 
 def read_mapping(data: Mapping[str, Any], source: str | Path, model: type[S]) -> S:
@@ -179,7 +183,7 @@ def _split(override: str) -> tuple[tuple[str, ...], str]:
     parts = tuple(name.split("."))
     if not sign or not all(parts):
         raise ConfigError(
-            f"{override!r}: an override is written section.field=value, for example trainer.loss.kind=ppo"
+            f"{override!r}: an override is written section.field=value, for example trainer.loss.name=ppo"
         )
     return parts, text
 
@@ -201,7 +205,6 @@ def _set(data: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
 
 
 def _validated(data: dict[str, Any], raw: Mapping[tuple[str, ...], str], source: str) -> RunConfig:
-    _choose_default_members(RunConfig, data)
     try:
         return RunConfig.model_validate(data)
     except ValidationError as error:
@@ -220,20 +223,6 @@ def _wanted_text(error: ValidationError) -> Iterator[tuple[str, ...]]:
     for detail in error.errors(include_url=False):
         if detail["type"] == "string_type":
             yield tuple(str(part) for part in keys_of_error(detail["loc"], RunConfig))
-
-
-def _choose_default_members(model: type[BaseModel], data: dict[str, Any]) -> None:
-    """Add the default's tag to a table of a tagged union that leaves its tag out."""
-    for name, field in model.model_fields.items():
-        value = data.get(name)
-        if not isinstance(value, dict):
-            continue
-        if isinstance(field.discriminator, str) and isinstance(field.default, BaseModel):
-            value.setdefault(field.discriminator, getattr(field.default, field.discriminator))
-        members, named = sections_in(field.annotation)
-        for table in value.values() if named else [value]:
-            if len(members) == 1 and isinstance(table, dict):
-                _choose_default_members(members[0], table)
 
 
 # --- writing ----------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar
 
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
@@ -43,6 +43,7 @@ from agentrl.config.section import (
     package_directory,
 )
 from agentrl.core.errors import ConfigError
+from agentrl.core.functions import Kind, installed
 from agentrl.core.ids import is_safe_name
 
 if TYPE_CHECKING:
@@ -171,10 +172,11 @@ class CreditConfig(Section):
 
     group_size: Fixed[Episodes] = 8
     """Episodes sampled per task and compared with each other."""
-    advantage: Free[Literal["leave_one_out", "group_mean", "group_std", "role_mean", "none"]] = "leave_one_out"
+    advantage: Free[str] = "leave_one_out"
     """The baseline of a reward. Over the other members of its group in the same seat: `leave_one_out` (RLOO),
     `group_mean` (Dr. GRPO) or `group_std` (GRPO, by n - 1). `role_mean`: the policy's mean reward in that seat so far
-    (zero-sum games, SPIRAL). `none`: REINFORCE on the raw reward."""
+    (zero-sum games, SPIRAL). `none`: REINFORCE on the raw reward. Or a function, as `trainer.loss.name`
+    (docs/algorithms.md)."""
     release: Fixed[Literal["group", "episode", "late"]] = "group"
     """When a group's episodes may be trained. `group`: once all of them have ended. `late`: the first half together,
     every later one when it ends, with its full reward and the same first half as baseline. `episode`: each when it
@@ -184,37 +186,28 @@ class CreditConfig(Section):
     the turns before it, each turn compared with what the rest of the group earned from that turn on."""
 
 
-class PolicyGradientLoss(Section):
-    """Truncated importance weights against the recorded logprobs, with a trust region on the probability."""
-
-    kind: Free[Literal["truncated"]] = "truncated"
-    """The default; correct at any staleness."""
-    max_ratio: Free[Rate] = 5.0
-    """Cap on the importance weight pi/mu, which carries no gradient (CISPO, arXiv:2506.13585)."""
-    trust_region: Free[Rate] = 0.2
-    """A token whose probability moved further than this in its advantage's direction is masked (DPPO-TV)."""
+LOSSES = ("truncated", "ppo", "reinforce")
+"""Names of the built-in losses (`learn.losses`)."""
+ADVANTAGES = ("leave_one_out", "group_mean", "group_std", "role_mean", "none")
+"""Names of the built-in advantage estimators (`credit.advantages`)."""
 
 
-class PpoLoss(Section):
-    """Clipped surrogate against the recorded logprobs (PPO, arXiv:1707.06347), with dual clip (arXiv:1912.09729)."""
+class LossConfig(Section):
+    """The loss, and the constant that divides it (docs/algorithms.md)."""
 
-    kind: Free[Literal["ppo"]] = "ppo"
-    """For comparison with other libraries."""
-    clip_low: Free[Rate] = 0.2
-    """The ratio earns no reward below 1 - this."""
-    clip_high: Free[Rate] = 0.28
-    """The ratio earns no reward above 1 + this; larger than `clip_low`, which preserves exploration (DAPO,
-    arXiv:2503.14476)."""
-
-
-class ReinforceLoss(Section):
-    """-A log pi, without correction: correct only at staleness 0."""
-
-    kind: Free[Literal["reinforce"]] = "reinforce"
-    """The plain estimator, for comparison."""
-
-
-LossConfig = Annotated[PolicyGradientLoss | PpoLoss | ReinforceLoss, Field(discriminator="kind")]
+    name: Free[str] = "truncated"
+    """A built-in loss, the name of one that an installed package gives, `module:function`, or
+    `path/to/file.py:function`, in a TOML file relative to that file. The default, truncated importance weights with a
+    trust region, is correct at any staleness."""
+    options: Free[dict[str, Any]] = {}
+    """Arguments of the function, such as `{ clip_high = 0.3 }`."""
+    sequence_mean: Free[bool] = False
+    """Divide each conversation's loss by the number of its tokens, and the step's by the number of its conversations
+    (GRPO, arXiv:2402.03300), so that long ones weigh no more than short ones; false: see `trainer.tokens_per_unit`."""
+    kl: Free[Annotated[float, Field(ge=0), NumberUnit("per nat")]] = 0.0
+    """Weight of the divergence from the reference, the base model under the policy's adapter; 0: none."""
+    kl_estimator: Free[Literal["k1", "k2", "k3"]] = "k3"
+    """How the divergence of a token is estimated (Schulman 2020)."""
 
 
 class OptimizerConfig(Section):
@@ -236,7 +229,7 @@ class TrainerConfig(Section):
     engine, one for each rank. `auto`: `in_process` unless there are several `workers`."""
     workers: Free[Annotated[Positive, NumberUnit("processes")]] = 1
     """Data-parallel ranks; any number gives the same update."""
-    loss: LossConfig = PolicyGradientLoss()
+    loss: LossConfig = LossConfig()
     entropy_bonus: Free[Annotated[float, NumberUnit("per nat")]] = 0.0
     """Weight of the trained tokens' entropy, divided by the same constant as the loss; a positive weight slows
     collapse."""
@@ -368,6 +361,24 @@ class RunConfig(Section):
     def _check_together(self) -> RunConfig:
         check_together(self)
         return self
+
+    def with_functions(self, *, loss: str | None = None, advantage: str | None = None) -> RunConfig:
+        """The configuration with other references to the loss and the advantage estimator; None: as they are.
+
+        Raises:
+            ConfigError: they cannot be with other settings.
+        """
+        trainer, credit = self.trainer, self.credit
+        if loss is not None:
+            trainer = trainer.model_copy(update={"loss": trainer.loss.model_copy(update={"name": loss})})
+        if advantage is not None:
+            credit = credit.model_copy(update={"advantage": advantage})
+        changed = self.model_copy(update={"trainer": trainer, "credit": credit})
+        try:
+            check_together(changed)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        return changed
 
     def of_kind(self, kind: type[P]) -> dict[str, P]:
         """The policies of a kind, in the order of the configuration."""
@@ -540,6 +551,7 @@ def check_together(config: RunConfig) -> None:
         if not is_safe_name(name):
             raise ValueError(f"{key}: {name!r} becomes part of a path: letters, digits, '.', '_' and '-' only")
     _check_model(config)
+    _check_functions(config)
     _check_credit(config)
     _check_release(config)
     _check_seats(config)
@@ -573,6 +585,20 @@ def _check_model(config: RunConfig) -> None:
         )
 
 
+def _check_functions(config: RunConfig) -> None:
+    """Check that each function is built in, or can be one of the user's."""
+    named: tuple[tuple[Kind, str, str, Sequence[str]], ...] = (
+        ("loss", "trainer.loss.name", config.trainer.loss.name, LOSSES),
+        ("advantage", "credit.advantage", config.credit.advantage, ADVANTAGES),
+    )
+    for kind, key, name, built_in in named:
+        if name not in built_in and ":" not in name and name not in installed(kind):
+            raise ValueError(
+                f"{key} = {name!r}: there is no such {kind}; built in are {', '.join((*built_in, *installed(kind)))}. "
+                "One of your own is `module:function` or `path/to/file.py:function`"
+            )
+
+
 def _check_credit(config: RunConfig) -> None:
     credit = config.credit
     if credit.turn_credit == "to_go" and credit.advantage == "role_mean":
@@ -604,9 +630,15 @@ def _not_with_release(config: RunConfig) -> Iterator[tuple[str, str]]:
     if credit.advantage == "group_std":
         why = "who ends first depends on what it does, so to divide by the spread of the first ones is biased"
         yield advantage, f"{why}. Set advantage = 'leave_one_out'"
-    if credit.advantage == "group_mean":
+    elif credit.advantage == "group_mean":
         why = "a mean that counts the member itself differs for early and late ones, which is biased"
         yield advantage, f"{why}. Set advantage = 'leave_one_out'"
+    elif credit.advantage not in ("leave_one_out", "role_mean", "none"):
+        why = "only a baseline that leaves out the member itself is the same for early and late ones, and unbiased"
+        yield advantage, f"{why}. Set advantage = 'leave_one_out'"
+    if config.trainer.loss.sequence_mean:
+        why = "the divisor would depend on who ended first, and short members would weigh more"
+        yield "trainer.loss.sequence_mean = true", f"{why}. Set sequence_mean = false"
     if credit.turn_credit == "to_go":
         yield "credit.turn_credit = 'to_go'", "earlier groups are remembered as wholes. Set turn_credit = 'sum'"
     if config.deterministic:

@@ -560,6 +560,9 @@ class TrainingSample:
     episode_id: str = ""
     row_index: int = 0
     seat: str = ""
+    agent: int = 0
+    """The agent's number within its seat."""
+    turn_index: Int32Array | None = None  # [T], the turn that sampled the token, -1 elsewhere; None: all are of turn 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

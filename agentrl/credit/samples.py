@@ -106,6 +106,8 @@ def _samples(row: Row, credit: TrajectoryCredit, *, episode_id: str, row_index: 
             episode_id=episode_id,
             row_index=row_index,
             seat=credit.seat,
+            agent=credit.index,
+            turn_index=row.turn_index,
         )
 
 

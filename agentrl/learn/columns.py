@@ -31,7 +31,7 @@ from safetensors.numpy import load, save
 
 from agentrl.core.records import PolicyVersion, TrainingSample
 from agentrl.credit.samples import input_digest, row_digest, token_lags, trained_positions
-from agentrl.learn.losses import LOG_RATIO_LIMIT
+from agentrl.learn.loss_batch import LOG_RATIO_LIMIT
 from agentrl.learn.packing import MicroBatch
 from agentrl.learn.storage import writing
 
@@ -59,6 +59,9 @@ class StepColumns:
         self._behavior: list[NDArray[np.float32]] = []
         self._lags: list[NDArray[np.int32]] = []
         self._fresh: list[bool] = []
+
+    def __len__(self) -> int:
+        return len(self._rows)
 
     def add(self, samples: Sequence[TrainingSample], version: PolicyVersion) -> int:
         """Append rows that the weights of `version` are computed over; returns the index of the first."""

@@ -1,161 +1,259 @@
-"""Policy losses: pure functions of log-probabilities, one value per token, chosen by configuration.
+"""Policy losses: pure functions of a `LossBatch`, one value per token, chosen by name; and their derivatives.
 
-Owns: the formulas, their masks and what is measured about the ratio. Does not own: the model (`logprobs.py`), the
-normaliser (a constant of the step, `TrainBatch.normaliser`), advantages (`credit`). Every loss corrects against the
-*recorded* log-probabilities of the tokens, so one episode may mix policy versions. `LossTerms.sums` are additive over
-tokens, rows, micro-batches and ranks; `loss_metrics` turns their totals into means.
+Symbols: pi = exp(logprobs), mu = exp(behavior_logprobs), A = advantages, w = pi / mu, sg = stop-gradient. Every loss
+corrects against the *recorded* log-probabilities, so one episode may mix policy versions. docs/algorithms.md has them
+in one table, with the names TRL and verl give them, and when to use which.
 
-Symbols: pi = exp(logprobs), mu = exp(behavior_logprobs), A = advantages, w = pi / mu, sg = stop-gradient.
+A loss is evaluated on columns that are leaves, apart from the model: `evaluate` gives the derivative of the sum by each
+log-probability and each entropy, and the trainer sends those back through the model in micro-batches. So a loss that
+ties tokens together (a sequence-level ratio, a user's function) sees the whole step at once, however it is split.
+
+Owns: the formulas, normalisers, the divergence from the reference, what is measured about the ratio. Does not own: the
+model (`forward.py`), the columns (`loss_batch.py`), advantages (`credit`).
 
 The gradient of a token's loss with respect to its log pi is bounded by |A| times
 truncated   max_ratio, also far from mu: the weight is a constant, cut there
-ppo         max(1 + clip_high, DUAL_CLIP): the former where A > 0, the latter where A < 0
+ppo         max(1 + clip_high, dual_clip): the former where A > 0, the latter where A < 0
 reinforce   1
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
-from functools import partial
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
-from agentrl.config.run import LossConfig, PolicyGradientLoss, PpoLoss, ReinforceLoss
+from agentrl.core.errors import ConfigError, TrainerError
+from agentrl.core.functions import FunctionCode, Mark, find, mark_of
+from agentrl.learn.loss_batch import LOG_RATIO_LIMIT, LossBatch, TokenGradients
 
-LOG_RATIO_LIMIT = 20.0
-"""log w is clamped to ±20, so that no recorded value can overflow the ratio."""
+if TYPE_CHECKING:
+    from agentrl.config.run import TrainerConfig
 
 SUMS = ("measured_tokens", "k3", "abs_logprob_difference", "masked", "truncated", "ratio", "ratio_squared")
-"""The entries of `LossTerms.sums`, in this order."""
+"""The entries of `measure`'s sums, in this order."""
+
+LossFunction = Callable[..., Tensor]
 
 
-class LossTerms(NamedTuple):
-    """A loss over some tokens, and the sums for its metrics."""
-
-    loss: Tensor
-    """Per token, shape of `logprobs`; 0 where `loss_mask` is False. Sum it and divide by the constant normaliser."""
-    sums: Tensor
-    """[len(SUMS)], float64, without gradient; see `loss_metrics`."""
-
-
-def log_ratio(logprobs: Tensor, behavior_logprobs: Tensor) -> Tensor:
-    """log w = log pi - log mu, clamped to ±`LOG_RATIO_LIMIT`."""
-    return (logprobs - behavior_logprobs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-
-
-def _terms(
-    loss: Tensor, *, logprobs: Tensor, behavior_logprobs: Tensor, loss_mask: Tensor, masked: Tensor, truncated: Tensor
-) -> LossTerms:
-    """`loss` with the statistics of the ratio; `masked` and `truncated` are boolean, per token."""
-    with torch.no_grad():
-        log_w = log_ratio(logprobs, behavior_logprobs)[loss_mask].double()
-        w = log_w.exp()
-        difference = (logprobs - behavior_logprobs)[loss_mask].double().abs()
-        columns = (
-            torch.ones_like(w),
-            w - 1 - log_w,
-            difference,
-            masked[loss_mask].double(),
-            truncated[loss_mask].double(),
-            w,
-            w * w,
-        )
-        sums = torch.stack([column.sum() for column in columns])
-    return LossTerms(torch.where(loss_mask, loss, torch.zeros_like(loss)), sums)
-
-
-def truncated(
-    logprobs: Tensor, behavior_logprobs: Tensor, advantages: Tensor, loss_mask: Tensor, section: PolicyGradientLoss
-) -> LossTerms:
+def truncated(batch: LossBatch, *, max_ratio: float = 5.0, trust_region: float = 0.2) -> Tensor:
     """Truncated importance weight with a trust region: -sg(min(w, C)) · keep · A · log pi.
 
-    C = `section.max_ratio` (CISPO, arXiv:2506.13585). keep = 0 where A > 0 and pi - mu > `section.trust_region`, or
-    A <= 0 and pi - mu < -`section.trust_region` (DPPO-TV, arXiv:2602.04879): a token whose probability has already
-    moved that far in its advantage's direction pushes no further. All tensors have one shape, any; `loss_mask` is bool.
+    C = `max_ratio` (CISPO, arXiv:2506.13585). keep = 0 where A > 0 and pi - mu > `trust_region`, or A <= 0 and pi - mu
+    < -`trust_region` (DPPO-TV, arXiv:2602.04879): a token whose probability has already moved that far in its
+    advantage's direction pushes no further.
     """
     with torch.no_grad():
-        w = log_ratio(logprobs, behavior_logprobs).exp()
-        moved = logprobs.exp() - behavior_logprobs.exp()
-        masked = torch.where(advantages > 0, moved > section.trust_region, moved < -section.trust_region)
-        weight = torch.where(masked, torch.zeros_like(w), w.clamp(max=section.max_ratio)) * advantages
-    return _terms(
-        -weight * logprobs,
-        logprobs=logprobs,
-        behavior_logprobs=behavior_logprobs,
-        loss_mask=loss_mask,
-        masked=masked,
-        truncated=w > section.max_ratio,
-    )
+        moved = batch.logprobs.exp() - batch.behavior_logprobs.exp()
+        masked = torch.where(batch.advantages > 0, moved > trust_region, moved < -trust_region)
+        weight = batch.ratio.clamp(max=max_ratio).masked_fill(masked, 0.0)
+    return -weight * batch.advantages * batch.logprobs
 
 
-DUAL_CLIP = 3.0
-"""A token of negative advantage whose ratio is above this pushes no further (verl's `clip_ratio_c`): else its gradient
-grows with the ratio, without bound."""
-
-
-def ppo(
-    logprobs: Tensor, behavior_logprobs: Tensor, advantages: Tensor, loss_mask: Tensor, section: PpoLoss
-) -> LossTerms:
+def ppo(batch: LossBatch, *, clip_low: float = 0.2, clip_high: float = 0.28, dual_clip: float = 3.0) -> Tensor:
     """Clipped surrogate (PPO, arXiv:1707.06347) with dual clip (Ye et al. 2020, arXiv:1912.09729).
 
     -min(w A, clip(w, 1 - l, 1 + h) A) where A >= 0, -max(min(w A, clip(w, 1 - l, 1 + h) A), c A) where A < 0.
-    l = `section.clip_low`, h = `section.clip_high` (asymmetric: DAPO, arXiv:2503.14476), c = `DUAL_CLIP`.
-    Tokens whose gradient a clip removed count as masked. All tensors have one shape, any; `loss_mask` is bool.
+    l = `clip_low`, h = `clip_high` (asymmetric: DAPO, arXiv:2503.14476), c = `dual_clip`: without it the gradient of a
+    token of negative advantage grows with the ratio, without bound.
     """
-    w = log_ratio(logprobs, behavior_logprobs).exp()
-    clipped = w.clamp(1 - section.clip_low, 1 + section.clip_high)
-    objective = torch.minimum(w * advantages, clipped * advantages)
-    objective = torch.where(advantages < 0, torch.maximum(objective, DUAL_CLIP * advantages), objective)
-    loss = -objective
+    return _clipped(batch.ratio, batch.advantages, clip_low, clip_high, dual_clip)
+
+
+def _clipped(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float) -> Tensor:
+    clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
+    objective = torch.minimum(ratio * advantages, clipped * advantages)
+    return -torch.where(advantages < 0, torch.maximum(objective, dual_clip * advantages), objective)
+
+
+def reinforce(batch: LossBatch) -> Tensor:
+    """-A log pi (REINFORCE, Williams 1992), without correction: right only where pi sampled the tokens itself."""
+    return -batch.advantages * batch.logprobs
+
+
+BUILT_IN: dict[str, tuple[LossFunction, Mark]] = {
+    "truncated": (truncated, Mark("loss", per_token=True)),
+    "ppo": (ppo, Mark("loss", per_token=True)),
+    "reinforce": (reinforce, Mark("loss", per_token=True)),
+}
+"""Losses by the name in `trainer.loss.name`. All of them are 0, with gradient 0, where the advantage is 0."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loss:
+    """A loss with its options, and what is added to it."""
+
+    name: str
+    function: LossFunction
+    options: Mapping[str, Any]
+    mark: Mark
+    skips_zeros: bool
+    """Whether a row whose advantages are all 0 has no gradient, and need not be forwarded."""
+    entropy_bonus: float = 0.0
+    kl: float = 0.0
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether log-probabilities of the reference have to be computed."""
+        return self.mark.reference or bool(self.kl)
+
+    @property
+    def uses_entropy(self) -> bool:
+        """Whether the entropy may carry a gradient."""
+        return bool(self.entropy_bonus) or not self.skips_zeros
+
+    def evaluate(self, batch: LossBatch, weights: Tensor) -> TokenGradients:
+        """The weighted loss of each token, and the derivatives of its sum.
+
+        Args:
+            batch: its `logprobs` and `entropies` require a gradient and are leaves.
+            weights: [n], the normaliser: what each token's loss is multiplied by.
+
+        Raises:
+            TrainerError: the function raised, or did not return a loss per token that depends on the batch.
+        """
+        policy = self._checked(batch) * weights
+        by_logprob, by_entropy = self._derivatives(policy, batch)
+        loss, weight = policy.detach(), by_logprob.abs()
+        if self.entropy_bonus:
+            loss = loss - self.entropy_bonus * weights * batch.entropies.detach()
+            by_entropy = by_entropy - self.entropy_bonus * weights
+        if self.kl and batch.reference_logprobs is not None:
+            away = divergence(batch.logprobs, batch.reference_logprobs, estimator=self.kl_estimator)
+            away = self.kl * weights * away
+            loss, by_logprob = loss + away.detach(), by_logprob + self._derivatives(away, batch)[0]
+        return TokenGradients(loss, by_logprob, by_entropy, weight)
+
+    def _derivatives(self, loss: Tensor, batch: LossBatch) -> tuple[Tensor, Tensor]:
+        """Of a sum by each log-probability and each entropy; raises as `evaluate`."""
+        if not len(batch):
+            return torch.zeros_like(batch.logprobs), torch.zeros_like(batch.entropies)
+        try:
+            found = torch.autograd.grad(loss.sum(), [batch.logprobs, batch.entropies], allow_unused=True)
+        except RuntimeError as error:
+            raise TrainerError(
+                f"the loss {self.name} gave no gradient: {error}. A loss builds its result from the batch it is given, "
+                "keeps no tensor between calls and calls no backward()"
+            ) from error
+        by_logprob, by_entropy = (torch.zeros_like(loss) if each is None else each for each in found)
+        return by_logprob, by_entropy
+
+    def _checked(self, batch: LossBatch) -> Tensor:
+        """What the function returns for a batch; raises as `evaluate`."""
+        try:
+            loss = self.function(batch, **self.options)
+        except Exception as error:
+            raise TrainerError(f"the loss {self.name} raised {type(error).__name__}: {error}") from error
+        shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+        if shape != tuple(batch.logprobs.shape):
+            raise TrainerError(
+                f"the loss {self.name} returned {shape}; it must be a tensor with the loss of each token, of shape "
+                f"{tuple(batch.logprobs.shape)} as batch.logprobs. agentrl sums and normalises it"
+            )
+        if not loss.requires_grad and len(batch):
+            raise TrainerError(
+                f"the loss {self.name} does not depend on batch.logprobs or batch.entropies, so nothing would be "
+                "learned: was it detached?"
+            )
+        return loss
+
+
+def make_loss(section: TrainerConfig, code: FunctionCode | None = None) -> Loss:
+    """The loss a configuration names.
+
+    Args:
+        section: of the trainer.
+        code: of a user's loss, as another process described it; None: it is found here.
+
+    Raises:
+        ConfigError: there is no such loss, or its options do not fit.
+    """
+    config = section.loss
+    function, mark = BUILT_IN.get(config.name, (None, None))
+    skips_zeros = function is not None
+    if function is None or mark is None:
+        function = (code or find("loss", config.name, key="trainer.loss.name")).load()
+        mark = mark_of(function)
+    check_options(function, config.options, "trainer.loss.options")
+    return Loss(
+        name=config.name.rpartition(":")[2],
+        function=function,
+        options=config.options,
+        mark=mark,
+        skips_zeros=skips_zeros and not (section.entropy_bonus or config.kl),
+        entropy_bonus=section.entropy_bonus,
+        kl=config.kl,
+        kl_estimator=config.kl_estimator,
+    )
+
+
+def check_options(function: Callable[..., Any], options: Mapping[str, Any], key: str) -> None:
+    """Refuse options that are no parameters of a function, or that it needs and are absent.
+
+    Raises:
+        ConfigError: the option, and those that the function has.
+    """
+    known = list(inspect.signature(function).parameters.values())[1:]
+    names = [parameter.name for parameter in known]
+    try:
+        inspect.signature(function).bind(None, **options)
+    except TypeError as error:
+        raise ConfigError(f"{key}: {function.__name__}: {error}; its options: {', '.join(names) or 'none'}") from None
+    for parameter in known:
+        default, value = parameter.default, options.get(parameter.name)
+        kind = (int, float) if isinstance(default, float) else type(default)
+        if value is None or default is parameter.empty or default is None:
+            continue
+        if not isinstance(value, kind) or (isinstance(value, bool) and not isinstance(default, bool)):
+            raise ConfigError(f"{key}.{parameter.name} = {value!r}: expected {type(default).__name__}")
+
+
+def divergence(logprobs: Tensor, reference: Tensor, *, estimator: Literal["k1", "k2", "k3"]) -> Tensor:
+    """Estimate of KL(pi || reference) per token, from tokens of pi (Schulman 2020, joschu.net/blog/kl-approx.html).
+
+    With d = log pi - log ref: k1 = d, unbiased; k2 = d²/2, biased and of low variance; k3 = exp(-d) - 1 + d, unbiased
+    and never negative. Their derivatives by log pi are 1, d and 1 - exp(-d): that of k2 is the one whose expectation is
+    the gradient of the divergence, and that of k1 has expectation 0, so that k1 alone does not pull back.
+    """
+    d = (logprobs - reference).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    match estimator:
+        case "k1":
+            return d
+        case "k2":
+            return d * d / 2
+        case "k3":
+            return torch.exp(-d) - 1 + d
+
+
+def measure(batch: LossBatch, gradients: TokenGradients, weights: Tensor) -> Tensor:
+    """Sums over the tokens, [len(SUMS)] in float64, additive over tokens, micro-batches and ranks.
+
+    Masked is a token with an advantage whose loss has no gradient; truncated one that weighs less than its ratio.
+    """
     with torch.no_grad():
-        masked = (clipped * advantages < w * advantages) | ((advantages < 0) & (w > DUAL_CLIP))
-    return _terms(
-        loss,
-        logprobs=logprobs,
-        behavior_logprobs=behavior_logprobs,
-        loss_mask=loss_mask,
-        masked=masked,
-        truncated=torch.zeros_like(masked),
-    )
-
-
-def reinforce(
-    logprobs: Tensor, behavior_logprobs: Tensor, advantages: Tensor, loss_mask: Tensor, section: ReinforceLoss
-) -> LossTerms:
-    """-A log pi (REINFORCE, Williams 1992), without correction: right only where pi sampled the tokens itself.
-
-    All arguments have one shape, any; `loss_mask` is bool. `behavior_logprobs` is only measured against.
-    """
-    nothing = torch.zeros_like(loss_mask)
-    return _terms(
-        -advantages * logprobs,
-        logprobs=logprobs,
-        behavior_logprobs=behavior_logprobs,
-        loss_mask=loss_mask,
-        masked=nothing,
-        truncated=nothing,
-    )
-
-
-Loss = Callable[[Tensor, Tensor, Tensor, Tensor], LossTerms]
-"""A loss with its configuration bound: (logprobs, behavior_logprobs, advantages, loss_mask)."""
-
-
-def make_loss(section: LossConfig) -> Loss:
-    """The loss a configuration section names, with the section bound to it."""
-    match section:
-        case PolicyGradientLoss():
-            return partial(truncated, section=section)
-        case PpoLoss():
-            return partial(ppo, section=section)
-        case ReinforceLoss():
-            return partial(reinforce, section=section)
+        log_w = batch.log_ratio.double()
+        w = log_w.exp()
+        scale = (batch.advantages * weights).double().abs()
+        weight = gradients.weight.double()
+        columns = (
+            torch.ones_like(w),
+            w - 1 - log_w,
+            (batch.logprobs - batch.behavior_logprobs).double().abs(),
+            ((weight == 0) & (scale > 0)).double(),
+            ((weight > 0) & (weight < 0.999 * w * scale)).double(),
+            w,
+            w * w,
+        )
+        return torch.stack([column.sum() for column in columns])
 
 
 def loss_metrics(sums: Tensor) -> Mapping[str, float]:
-    """Means per trained token from the totals of `LossTerms.sums`.
+    """Means per trained token from the totals of `measure`.
 
     Returns:
         `k3` (the k3 estimate of KL(mu || pi), Schulman 2020), `abs_logprob_difference`, `masked_fraction`,

@@ -21,6 +21,7 @@ from agentrl.config.run import RunConfig
 from agentrl.core.records import TrainingSample
 from agentrl.engines.models import computable, dtype_name
 from agentrl.learn.forward import token_logprobs
+from agentrl.learn.losses import BUILT_IN
 from agentrl.learn.models import PolicyModel, load_models
 from agentrl.learn.packing import pack
 
@@ -78,7 +79,7 @@ def _activations(config: RunConfig, policy: str, model: PolicyModel) -> int:
             model.model,
             batch,
             shared=model.shared_prefixes,
-            entropy_gradient=bool(config.trainer.entropy_bonus),
+            entropy_gradient=bool(config.trainer.entropy_bonus) or config.trainer.loss.name not in BUILT_IN,
             replay=model.replay,
         )
         (output.logprob.sum() + output.entropy.sum()).backward()

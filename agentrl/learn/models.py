@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property, partial
 from inspect import signature
 from itertools import chain
@@ -101,6 +102,16 @@ class PolicyModel:
         """Make this policy's adapter the one the model computes with."""
         if self._peft is not None and self._adapter is not None and self._peft.active_adapter != self._adapter:
             self._peft.set_adapter(self._adapter)
+
+    @contextmanager
+    def as_reference(self) -> Iterator[None]:
+        """Within the context the model computes as the base under the adapter, for a policy that has one."""
+        if self._peft is None:
+            yield
+            return
+        with self._peft.disable_adapter():
+            yield
+        self.activate()
 
     def train(self) -> None:
         """Let this policy's parameters be trained."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,20 +22,23 @@ from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 import msgspec
+import numpy as np
 import torch
 from torch import Tensor
 
 from agentrl.config.policies import PolicyConfig
 from agentrl.config.run import OptimizerConfig, RunConfig
 from agentrl.core.clock import SystemClock
-from agentrl.core.errors import NonFiniteError, StorageError, TrainerError
+from agentrl.core.errors import ConfigError, NonFiniteError, StorageError, TrainerError
+from agentrl.core.functions import FunctionCode
 from agentrl.core.records import PolicyVersion, StepReport, TrainBatch, TrainingSample, Trajectory, Unit, WeightsRef
-from agentrl.credit.samples import ReadUnits, read_samples, trained_positions
+from agentrl.credit.samples import ReadUnits, read_samples
 from agentrl.journal.reader import EpisodeKey, TurnReader
 from agentrl.journal.rows import trajectories
 from agentrl.learn.columns import MergedColumns, StepColumns
-from agentrl.learn.forward import token_logprobs
-from agentrl.learn.losses import SUMS, Loss, loss_metrics, make_loss
+from agentrl.learn.forward import HeadOutput, token_logprobs
+from agentrl.learn.loss_batch import LossBatch, TokenColumns, TokenGradients
+from agentrl.learn.losses import SUMS, loss_metrics, make_loss, measure
 from agentrl.learn.models import PolicyModel, load_models
 from agentrl.learn.packing import MicroBatch, pack
 from agentrl.learn.ranks import OneRank, Ranks, balanced_shares, equal_shares, from_first
@@ -138,6 +141,7 @@ class PolicyTrainer:
         ranks: Ranks | None = None,
         read: ReadUnits | None = None,
         publishes: bool = True,
+        loss: FunctionCode | None = None,
     ) -> None:
         """Nothing is loaded before `start`.
 
@@ -147,12 +151,16 @@ class PolicyTrainer:
             ranks: the data-parallel group; None: alone.
             read: where token data comes from; None: the run's journal.
             publishes: whether versions are published, each with its canary: what the weights at the start say is kept.
+            loss: the user's loss that the configuration names, as another process found it; None: it is found here.
+
+        Raises:
+            ConfigError: there is no such loss, or its options do not fit.
         """
         self._config = config
         self._directory = run_directory
         self._ranks: Ranks = ranks if ranks is not None else OneRank()
         self._read = read if read is not None else journal_reader(run_directory)
-        self._loss: Loss = make_loss(config.trainer.loss)
+        self._loss = make_loss(config.trainer, loss)
         self._publisher = Publisher(run_directory, Path(config.model.path))
         self._publishes = publishes
         self._canaries: CanaryMaker | None = None
@@ -175,6 +183,12 @@ class PolicyTrainer:
             self._directory.mkdir(parents=True, exist_ok=True)
         models = load_models(self._config, device_of(self._ranks.rank))
         for name, policy in self._config.trained.items():
+            if self._loss.needs_reference and models[name].kind == "full":
+                raise ConfigError(
+                    f"the loss {self._loss.name} with trainer.loss.kl = {self._config.trainer.loss.kl} reads "
+                    f"log-probabilities of the base under the adapter, and policies.{name} trains all weights: set "
+                    f"policies.{name}.lora, or choose a loss without a reference and kl = 0"
+                )
             optimizer, steps = self._config.trainer.optimizer, self._config.steps_of(name)
             self._learners[name] = _Learner(name, models[name], policy, optimizer, steps=steps)
         if self._publishes and self._ranks.rank == 0:
@@ -205,6 +219,11 @@ class PolicyTrainer:
             learner.open = _OpenStep(batch.step_id)
         step = learner.open
         units = [unit for unit in batch.units if (unit.episode_id, unit.attempt) not in step.units]
+        if step.units and units and self._sees_step:
+            raise TrainerError(
+                f"policy {batch.policy!r}: the loss {self._loss.name}, or the mean over sequences, sees a whole "
+                f"step at once, and step {batch.step_id} was begun without some of its units"
+            )
         samples = self._read_share(units)
         if samples is None:
             return
@@ -245,54 +264,175 @@ class PolicyTrainer:
 
     def _is_forwarded(self, sample: TrainingSample) -> bool:
         """Whether any gradient can come from a row; one whose advantages are all 0 counts as consumed all the same."""
-        return bool(self._config.trainer.entropy_bonus or sample.advantages.any())
+        return bool(not self._loss.skips_zeros or sample.advantages.any())
 
     def _forwarded_tokens(self, sample: TrainingSample) -> int:
         """Tokens of a row that go through the model, if none are shared."""
         return len(sample.token_ids) if self._is_forwarded(sample) else 0
 
+    @property
+    def _sees_step(self) -> bool:
+        """Whether a token's loss depends on other tokens of the step, so that all ranks speak of it first."""
+        return not self._loss.mark.per_token or self._config.trainer.loss.sequence_mean
+
     def _accumulate(
         self, learner: _Learner, step: _OpenStep, samples: Sequence[TrainingSample], *, normaliser: float
     ) -> None:
-        settings = self._config.trainer
-        bonus = settings.entropy_bonus
-        first = step.columns.add(samples, learner.version._replace(step=learner.step))
-        used = [index for index, sample in enumerate(samples) if self._is_forwarded(sample)]
-        totals = step.totals
+        version = learner.version._replace(step=learner.step)
+        first, totals = step.columns.add(samples, version), step.totals
+        columns = TokenColumns.of(samples, version, group_size=self._config.credit.group_size)
+        weights = self._weights(columns, normaliser)
         totals["samples"] += len(samples)
-        totals["tokens"] += sum(map(len, trained_positions(samples)))
-        totals["skipped_samples"] += len(samples) - len(used)
-        totals["row_tokens"] += sum(len(samples[index].token_ids) for index in used)
+        totals["tokens"] += len(columns)
         learner.model.activate()
-        shared = learner.model.shared_prefixes
-        for packed in pack([samples[index] for index in used], max_tokens=settings.micro_batch_tokens, share=shared):
-            head = token_logprobs(
-                learner.model.model,
-                packed,
-                shared=shared,
-                entropy_gradient=bool(bonus),
-                replay=learner.model.replay,
-            )
-            device = head.logprob.device
-            terms = self._loss(
-                head.logprob,
-                torch.from_numpy(packed.behavior_logprobs).to(device),
-                torch.from_numpy(packed.advantages).to(device),
-                torch.ones_like(head.logprob, dtype=torch.bool),
-            )
-            per_token = terms.loss - bonus * head.entropy if bonus else terms.loss
-            loss = per_token.sum() / normaliser
-            loss.backward()
-            values = torch.stack([loss.detach(), head.entropy.detach().sum(), head.kept_mass.sum()]).tolist()
-            for name, value in zip(_MEASURED, [*values, *terms.sums.tolist()], strict=True):
-                totals[name] += value
-            totals["forwarded_tokens"] += len(packed.token_ids)
-            totals["unrouted_tokens"] += _unrouted(packed)
-            logprobs, entropies = (column.detach().cpu().numpy() for column in (head.logprob, head.entropy))
-            step.columns.record(packed, logprobs, entropies, [first + index for index in used])
-            if not math.isfinite(values[0]) and step.suspect is None:
-                wrong = int((~per_token.detach().isfinite()).nonzero()[0])
+        known: TokenGradients | None = None
+        if not self._loss.mark.per_token:
+            known = self._evaluated(learner, step, samples, columns, weights)
+            used = [
+                index
+                for index in range(len(samples))
+                if any(bool(each[columns.starts[index] : columns.starts[index + 1]].any()) for each in known[1:3])
+            ]
+        else:
+            used = [index for index, sample in enumerate(samples) if self._is_forwarded(sample)]
+        totals["skipped_samples"] += len(samples) - len(used)
+        for packed in self._packed(learner, samples, used):
+            tokens = torch.from_numpy(columns.tokens_of(_members(packed, used)))
+            head = self._forward(learner, packed, entropy_gradient=self._loss.uses_entropy)
+            gradients = known.of(tokens) if known is not None else None
+            if gradients is None:
+                batch = self._loss_batch(learner, packed, columns.take(tokens.numpy()), head)
+                gradients = self._loss.evaluate(batch, weights[tokens])
+                self._count(step, packed, samples, used, batch, gradients, weights[tokens], head)
+                rows = [first + index for index in used]
+                logprobs, entropies = (column.detach().cpu().numpy() for column in (head.logprob, head.entropy))
+                step.columns.record(packed, logprobs, entropies, rows)
+            outputs = [(head.logprob, gradients.by_logprob), (head.entropy, gradients.by_entropy)]
+            live = [(output, by.to(output.device)) for output, by in outputs if output.requires_grad]
+            torch.autograd.backward([output for output, _ in live], [by for _, by in live])
+            if step.suspect is None and not bool(gradients.loss.isfinite().all()):
+                wrong = int((~gradients.loss.isfinite()).nonzero()[0])
                 step.suspect = samples[used[int(packed.sample[wrong])]].episode_id
+
+    def _weights(self, columns: TokenColumns, normaliser: float) -> Tensor:
+        """What each token's loss is multiplied by, [n]: a share of the whole step, on all ranks."""
+        count = len(columns)
+        if not self._config.trainer.loss.sequence_mean:
+            return torch.full((count,), 1.0 / normaliser)
+        lengths = np.bincount(columns.agent) if count else np.zeros(0, np.int64)
+        total = torch.tensor([len(lengths)], dtype=torch.float64)
+        self._ranks.sum([total])
+        return torch.from_numpy((1.0 / (float(total[0]) * lengths[columns.agent])).astype(np.float32))
+
+    def _evaluated(
+        self,
+        learner: _Learner,
+        step: _OpenStep,
+        samples: Sequence[TrainingSample],
+        columns: TokenColumns,
+        weights: Tensor,
+    ) -> TokenGradients:
+        """The loss of a whole step, of which this rank has some rows, and its derivatives for their tokens.
+
+        The log-probabilities come from a forward pass of their own, since the derivative for one token may depend on
+        the log-probability of every other.
+        """
+        names = ("logprobs", "entropies", *(("reference_logprobs",) if self._loss.needs_reference else ()))
+        computed = {name: np.zeros(len(columns), np.float32) for name in names}
+        everyone = list(range(len(samples)))
+        for packed in self._packed(learner, samples, everyone):
+            tokens = columns.tokens_of(_members(packed, everyone))
+            with torch.no_grad():
+                head = self._forward(learner, packed, entropy_gradient=False)
+            batch = self._loss_batch(learner, packed, columns.take(tokens), head)
+            for name in names:
+                computed[name][tokens] = getattr(batch, name).detach().cpu().numpy()
+            step.totals["kept_mass"] += float(head.kept_mass.sum())
+            self._count_forward(step, packed, samples, everyone)
+            first = len(step.columns) - len(samples)
+            logprobs, entropies = (computed[name][tokens] for name in names[:2])
+            step.columns.record(packed, logprobs, entropies, [first + index for index in everyone])
+        whole, values = TokenColumns.merge(self._ranks.gather(columns.encode(computed | {"weights": weights.numpy()})))
+        own = slice(*self._own_tokens(len(columns)))
+        every = {name: torch.from_numpy(values[name]) for name in (*names, "weights")}
+        batch = LossBatch(
+            whole,
+            logprobs=every["logprobs"].requires_grad_(),
+            entropies=every["entropies"].requires_grad_(),
+            reference_logprobs=every.get("reference_logprobs"),
+        )
+        found = self._loss.evaluate(batch, every["weights"])
+        known = TokenGradients(*(column[own] for column in found))
+        mine = LossBatch(
+            columns,
+            logprobs=torch.from_numpy(computed["logprobs"]),
+            entropies=torch.from_numpy(computed["entropies"]),
+        )
+        step.totals["loss"] += float(known.loss.sum())
+        step.totals["entropy"] += float(computed["entropies"].sum())
+        for name, value in zip(SUMS, measure(mine, known, weights).tolist(), strict=True):
+            step.totals[name] += value
+        return known
+
+    def _own_tokens(self, count: int) -> tuple[int, int]:
+        """Where this rank's tokens lie among those of all ranks."""
+        counts = [int.from_bytes(each, "little") for each in self._ranks.gather(count.to_bytes(8, "little"))]
+        before = sum(counts[: self._ranks.rank])
+        return before, before + count
+
+    def _packed(
+        self, learner: _Learner, samples: Sequence[TrainingSample], used: Sequence[int]
+    ) -> Iterator[MicroBatch]:
+        limit, shared = self._config.trainer.micro_batch_tokens, learner.model.shared_prefixes
+        return pack([samples[index] for index in used], max_tokens=limit, share=shared)
+
+    def _forward(self, learner: _Learner, packed: MicroBatch, *, entropy_gradient: bool) -> HeadOutput:
+        return token_logprobs(
+            learner.model.model,
+            packed,
+            shared=learner.model.shared_prefixes,
+            entropy_gradient=entropy_gradient,
+            replay=learner.model.replay,
+        )
+
+    def _loss_batch(self, learner: _Learner, packed: MicroBatch, columns: TokenColumns, head: HeadOutput) -> LossBatch:
+        """The columns of a micro-batch, apart from the model's graph."""
+        reference = None
+        if self._loss.needs_reference:
+            with torch.no_grad(), learner.model.as_reference():
+                reference = self._forward(learner, packed, entropy_gradient=False).logprob
+        return LossBatch(
+            columns,
+            logprobs=head.logprob.detach().requires_grad_(),
+            entropies=head.entropy.detach().requires_grad_(),
+            reference_logprobs=reference,
+        )
+
+    def _count(
+        self,
+        step: _OpenStep,
+        packed: MicroBatch,
+        samples: Sequence[TrainingSample],
+        used: Sequence[int],
+        batch: LossBatch,
+        gradients: TokenGradients,
+        weights: Tensor,
+        head: HeadOutput,
+    ) -> None:
+        """Add a micro-batch to the totals of the step."""
+        sums = [gradients.loss.sum(), batch.entropies.detach().sum(), head.kept_mass.sum()]
+        values = [*torch.stack(sums).tolist(), *measure(batch, gradients, weights).tolist()]
+        for name, value in zip(_MEASURED, values, strict=True):
+            step.totals[name] += value
+        self._count_forward(step, packed, samples, used)
+
+    @staticmethod
+    def _count_forward(
+        step: _OpenStep, packed: MicroBatch, samples: Sequence[TrainingSample], used: Sequence[int]
+    ) -> None:
+        step.totals["row_tokens"] += sum(len(samples[index].token_ids) for index in _members(packed, used))
+        step.totals["forwarded_tokens"] += len(packed.token_ids)
+        step.totals["unrouted_tokens"] += _unrouted(packed)
 
     def optim_step(self, policy: str, step_id: int) -> StepReport:
         """Apply the accumulated gradient; repeating the last applied step id returns its report.
@@ -487,6 +627,12 @@ def _metrics(total: Mapping[str, float], *, learning_rate: float, routed: bool) 
     if routed and total["forwarded_tokens"]:
         metrics["unrouted_share"] = total["unrouted_tokens"] / total["forwarded_tokens"]
     return metrics
+
+
+def _members(batch: MicroBatch, used: Sequence[int]) -> list[int]:
+    """The samples of a micro-batch that was packed from those of `used`, in its order."""
+    changes = np.flatnonzero(np.diff(batch.sample, prepend=-1))
+    return [used[int(index)] for index in batch.sample[changes]]
 
 
 def _unrouted(batch: MicroBatch) -> int:

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from agentrl.config.policies import LoraConfig, PolicyConfig
-from agentrl.config.run import PpoLoss, ReinforceLoss, TrainerConfig
+from agentrl.config.run import LossConfig, TrainerConfig
 from agentrl.core.records import PolicyVersion, Row
 from agentrl.learn.trainer import PolicyTrainer
 from tests.learn_cases import VOCABULARY, Episodes, run_config, write_model
@@ -47,8 +47,8 @@ def sample(network: torch.nn.Module, generator: torch.Generator) -> tuple[list[R
     [
         (None, TrainerConfig().loss, 3e-3),
         (LoraConfig(rank=8, alpha=16.0), TrainerConfig().loss, 1e-2),
-        (None, PpoLoss(), 3e-3),
-        (None, ReinforceLoss(), 3e-3),
+        (None, LossConfig(name="ppo"), 3e-3),
+        (None, LossConfig(name="reinforce"), 3e-3),
     ],
 )
 def test_reward_rises(tmp_path: Path, lora: LoraConfig | None, loss: object, learning_rate: float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from agentrl.config.run import PolicyGradientLoss
-from agentrl.core.records import SamplingMask, TrainingSample
+from agentrl.core.records import PolicyVersion, SamplingMask, TrainingSample
 from agentrl.credit.samples import trained_positions
 from agentrl.learn.forward import token_logprobs
-from agentrl.learn.losses import make_loss
+from agentrl.learn.loss_batch import LossBatch, TokenColumns
+from agentrl.learn.losses import truncated
 from agentrl.learn.models import load_models
 from agentrl.learn.packing import pack
 from tests.learn_cases import VOCABULARY, make_samples, run_config, write_model
@@ -48,8 +49,10 @@ def packed_loss(
     loss = torch.zeros((), dtype=torch.float64)
     for batch in pack(samples, max_tokens=max_tokens, share=share):
         lp = token_logprobs(model, batch, shared=True).logprob
-        columns = (torch.from_numpy(batch.behavior_logprobs), torch.from_numpy(batch.advantages))
-        loss = loss + make_loss(PolicyGradientLoss())(lp, *columns, torch.ones_like(lp, dtype=torch.bool)).loss.sum()
+        members = [samples[int(index)] for index in dict.fromkeys(batch.sample.tolist())]
+        columns = TokenColumns.of(members, PolicyVersion("policy", 0, 0), group_size=1)
+        assert np.array_equal(columns.behavior_logprobs, batch.behavior_logprobs)
+        loss = loss + truncated(LossBatch(columns, logprobs=lp, entropies=lp)).sum()
     return loss
 
 
@@ -67,8 +70,10 @@ def naive_loss(model: PreTrainedModel, samples: Sequence[TrainingSample]) -> Ten
                 kept = torch.tensor([index in {*ids, token} for index in range(VOCABULARY)])
                 row = row.masked_fill(~kept, -torch.inf)
             lp = row.log_softmax(0)[token]
-            columns = [torch.tensor([float(c[position])]) for c in (sample.behavior_logprobs, sample.advantages)]
-            loss = loss + make_loss(PolicyGradientLoss())(lp[None], *columns, torch.tensor([True])).loss.sum()
+            mu, advantage = float(sample.behavior_logprobs[position]), float(sample.advantages[position])
+            moved = math.exp(lp.item()) - math.exp(mu)
+            weight = 0.0 if (moved > 0.2 if advantage > 0 else moved < -0.2) else min(math.exp(lp.item() - mu), 5.0)
+            loss = loss - weight * advantage * lp
     model.set_attn_implementation(implementation)
     return loss
 

@@ -181,7 +181,7 @@ def test_dry_run_prints_the_resolved_configuration(directory: Path, capsys: pyte
     assert "steps = 7" in text
     assert f'path = "{(directory / "other").resolve()}"' in text
     assert (
-        answer(capsys, "train", "run.toml", "--trainer.loss.kind=ppo", "--dry-run")["trainer"]["loss"]["kind"] == "ppo"
+        answer(capsys, "train", "run.toml", "--trainer.loss.name=ppo", "--dry-run")["trainer"]["loss"]["name"] == "ppo"
     )
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from agentrl.config.load import dump_toml, keys, load
-from agentrl.config.run import PpoLoss, check_unchanged
+from agentrl.config.run import check_unchanged
 from agentrl.core.errors import ConfigError
 
 BASE = '[environment]\nid = "calculator"\n[model]\npath = "tiny"\n'
@@ -21,13 +21,13 @@ def write(directory: Path, text: str = BASE) -> Path:
 
 def test_overrides_change_the_file_and_keep_text_text(tmp_path: Path) -> None:
     overrides = [
-        "--trainer.loss.kind=ppo",
+        "--trainer.loss.name=ppo",
         "name=12",
         "--policies.solver.lora.rank=4",
         "--environment.options.terms=[2, 4]",
     ]
     config = load(write(tmp_path), overrides)
-    assert config.trainer.loss == PpoLoss()
+    assert config.trainer.loss.name == "ppo"
     assert config.name == "12"
     assert list(config.policies) == ["solver"]
     assert config.policies["solver"].lora is not None
@@ -35,9 +35,11 @@ def test_overrides_change_the_file_and_keep_text_text(tmp_path: Path) -> None:
     assert config.environment.options == {"terms": [2, 4]}
 
 
-def test_a_loss_without_a_kind_is_the_default_one(tmp_path: Path) -> None:
-    config = load(write(tmp_path, BASE + "[trainer.loss]\nmax_ratio = 2.5\n"))
-    assert (config.trainer.loss.kind, config.trainer.loss.max_ratio) == ("truncated", 2.5)  # type: ignore[union-attr]
+def test_the_file_of_a_loss_and_of_an_advantage_lies_beside_the_file_that_names_them(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").touch()
+    config = load(write(tmp_path, BASE), ["trainer.loss.name=mine.py:sapo", "credit.advantage=mine.py:max_rl"])
+    assert config.trainer.loss.name == f"{tmp_path.resolve()}/mine.py:sapo"
+    assert config.credit.advantage == f"{tmp_path.resolve()}/mine.py:max_rl"
 
 
 def test_a_model_beside_the_file_is_found_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,14 +61,14 @@ def test_dumped_configuration_loads_as_the_same(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("trainer.los.kind=ppo", "unknown key trainer.los; did you mean trainer.loss?"),
+        ("trainer.los.name=ppo", "unknown key trainer.los; did you mean trainer.loss?"),
         ("trainr.workers=2", "unknown key trainr; did you mean trainer?"),
         ("step_size=3", "unknown key step_size; did you mean policies.<name>.step_size?"),
         ("policies.policy.stepsize=3", "did you mean policies.policy.step_size?"),
         ("policies.policy.lora.ranks=3", "did you mean policies.policy.lora.rank?"),
-        ("trainer.loss.maxratio=2", "did you mean trainer.loss.max_ratio?"),
-        ("trainer.loss.clip_low=0.1", "trainer.loss.clip_low belongs to trainer.loss.kind = 'ppo'"),
-        ("trainer.loss.kind=grpo", "trainer.loss.kind = \"grpo\": expected one of 'truncated', 'ppo', 'reinforce'"),
+        ("trainer.loss.sequence_means=true", "did you mean trainer.loss.sequence_mean?"),
+        ("trainer.loss.name=sappo", "trainer.loss.name = 'sappo': there is no such loss; built in are truncated, ppo"),
+        ("credit.advantage=maxrl", "credit.advantage = 'maxrl': there is no such advantage; built in are leave_one"),
         ("steps=many", 'steps = "many": expected a whole number'),
         ("steps=0", "steps = 0: expected greater than 0"),
         ("engine.refresh=never", "engine.refresh = \"never\": expected 'auto', 'token', 'token_keep_kv'"),

@@ -36,14 +36,14 @@ def test_file_python_and_command_line_mean_the_same(tmp_path: Path) -> None:
     path.write_text(
         '[environment]\nid = "calculator"\n[model]\npath = "agentrl.environments:calculator/model"\n'
         "[policies.solver]\nlearning_rate = 1e-4\n[policies.solver.lora]\nrank = 4\n"
-        '[trainer.loss]\nkind = "ppo"\n[seats]\nagent = "solver"\n'
+        '[trainer.loss]\nname = "ppo"\n[seats]\nagent = "solver"\n'
     )
     from_file = load(path)
     python = agentrl.RunConfig(
         environment={"id": "calculator"},
         model={"path": "agentrl.environments:calculator/model"},
         policies={"solver": {"learning_rate": 1e-4, "lora": {"rank": 4}}},
-        trainer={"loss": {"kind": "ppo"}},
+        trainer={"loss": {"name": "ppo"}},
         seats={"agent": "solver"},
     )
     (tmp_path / "empty.toml").touch()
@@ -52,7 +52,7 @@ def test_file_python_and_command_line_mean_the_same(tmp_path: Path) -> None:
         "--model.path=agentrl.environments:calculator/model",
         "--policies.solver.learning_rate=1e-4",
         "--policies.solver.lora.rank=4",
-        "--trainer.loss.kind=ppo",
+        "--trainer.loss.name=ppo",
         "--seats.agent=solver",
     ]
     assert from_file == python == load(tmp_path / "empty.toml", overrides)

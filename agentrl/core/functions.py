@@ -1,0 +1,378 @@
+"""A user's losses and advantage estimators: marked, found, identified by their code, and shipped to other processes.
+
+What runs is a *slice* of the function's file: the function and the imports, definitions and constants of its module
+that it refers to, and nothing else. So a script that calls `agentrl.train` can be given to other processes without
+starting a run there, and a change elsewhere in it is no change of the function. The digest of the slice identifies the
+code in the journal. A function that its file does not define as it is (a closure, a lambda, one patched by hand) cannot
+be recorded or shipped, and is refused.
+
+Owns: the marks, references, slices, digests. Does not own: which functions are built in (`credit.advantages`,
+`learn.losses`), what is done with them.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import hashlib
+import importlib
+import importlib.metadata
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal, NamedTuple, TypeVar, overload
+
+from agentrl.core.errors import ConfigError
+
+Kind = Literal["loss", "advantage"]
+F = TypeVar("F", bound=Callable[..., Any])
+
+ENTRY_POINTS: dict[Kind, str] = {"loss": "agentrl.losses", "advantage": "agentrl.advantages"}
+"""Entry-point groups in which installed packages name their functions."""
+_MARK = "__agentrl_mark__"
+
+
+class Mark(NamedTuple):
+    """What a decorator says about a function."""
+
+    kind: Kind
+    per_token: bool = False
+    """Of a loss: a token's loss depends on the columns of that token alone."""
+    reference: bool = False
+    """Of a loss: it reads `reference_logprobs`."""
+    over: Literal["group", "step"] = "group"
+    """Of an advantage: the agents it compares in one call."""
+
+
+@overload
+def loss(function: F) -> F: ...
+@overload
+def loss(*, per_token: bool = False, reference: bool = False) -> Callable[[F], F]: ...
+def loss(function: Any = None, *, per_token: bool = False, reference: bool = False) -> Any:
+    """Mark a function of a `LossBatch` as a loss, for `train(config, loss=…)` or `trainer.loss.name`.
+
+    The function returns the loss of each token, shape [n] as `batch.logprobs`; agentrl sums it and divides by the
+    normaliser. It is called once per step, with all tokens of the step, so its result cannot depend on how the step is
+    split into micro-batches or ranks. It must be pure. Further parameters are set by `trainer.loss.options`.
+
+    Args:
+        function: the loss.
+        per_token: promise that a token's loss depends on the columns of that token alone; the loss is then called per
+            micro-batch, which saves a forward pass.
+        reference: whether it reads `batch.reference_logprobs`, which cost a forward pass.
+
+    Example:
+        >>> @loss
+        ... def reinforce(batch):
+        ...     return -batch.advantages * batch.logprobs
+    """
+    mark = Mark("loss", per_token=per_token, reference=reference)
+    return _marked(function, mark) if function is not None else lambda given: _marked(given, mark)
+
+
+@overload
+def advantage(function: F) -> F: ...
+@overload
+def advantage(*, over: Literal["group", "step"] = "group") -> Callable[[F], F]: ...
+def advantage(function: Any = None, *, over: Literal["group", "step"] = "group") -> Any:
+    """Mark a function of a `Group` as an advantage estimator, for `train(config, advantage=…)` or `credit.advantage`.
+
+    The function returns one advantage per reward of the group, in order; for turn-level credit, one list per reward,
+    with an advantage per turn. It must be pure. Further parameters are set by `credit.advantage_options`.
+
+    Args:
+        function: the estimator.
+        over: the agents it sees at once: those of one group, or all of an optimizer step.
+
+    Example:
+        >>> @advantage
+        ... def centred(group):
+        ...     mean = sum(group.rewards) / len(group.rewards)
+        ...     return [reward - mean for reward in group.rewards]
+    """
+    mark = Mark("advantage", over=over)
+    return _marked(function, mark) if function is not None else lambda given: _marked(given, mark)
+
+
+def _marked(function: F, mark: Mark) -> F:
+    setattr(function, _MARK, mark)
+    return function
+
+
+def mark_of(function: Callable[..., Any]) -> Mark:
+    """What the function's decorator says.
+
+    Raises:
+        ConfigError: it has none.
+    """
+    mark = getattr(function, _MARK, None)
+    if not isinstance(mark, Mark):
+        name = getattr(function, "__qualname__", repr(function))
+        raise ConfigError(
+            f"{name} is neither a loss nor an advantage: put @agentrl.loss or @agentrl.advantage above it"
+        )
+    return mark
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FunctionCode:
+    """A function of the user's by its code: what is recorded, and sent to other processes."""
+
+    reference: str
+    """`module:function` of an installed package, or `/path/to/file.py:function`."""
+    digest: str
+    """Of the slice."""
+    source: str | None = None
+    """Content of the file; None: the function is installed, and every process imports its own."""
+
+    def load(self) -> Callable[..., Any]:
+        """The function; of a file, compiled from its slice.
+
+        Raises:
+            ConfigError: the code raised, or the installed function is not that of the process that recorded it.
+        """
+        location, _, name = self.reference.rpartition(":")
+        if self.source is not None:
+            function = _execute(_Slice(self.source, location, name), self.digest)[name]
+        else:
+            function = getattr(_import(location, self.reference), name)
+            found = _Slice(_text_of(function, self.reference), location, name).digest
+            if found != self.digest:
+                raise ConfigError(
+                    f"{self.reference}: the code installed here ({found}) is not the code that was given "
+                    f"({self.digest}): install the same version everywhere"
+                )
+        return function  # type: ignore[no-any-return]
+
+
+def installed(kind: Kind) -> dict[str, str]:
+    """Functions that installed packages give, `module:function` by name."""
+    return {point.name: point.value for point in importlib.metadata.entry_points(group=ENTRY_POINTS[kind])}
+
+
+def find(kind: Kind, reference: str, *, key: str) -> FunctionCode:
+    """The code of a function by its name in an entry point, `module:function` or `path/to/file.py:function`.
+
+    Args:
+        kind: what it is to be.
+        reference: the reference.
+        key: the setting, for messages.
+
+    Raises:
+        ConfigError: the reference names nothing, or something that is not marked as `kind`, or cannot be recorded.
+    """
+    reference = installed(kind).get(reference, reference)
+    location, _, name = reference.rpartition(":")
+    if not (location and name.isidentifier()):
+        raise ConfigError(f"{key} = {reference!r}: give `module:function` or `path/to/file.py:function`")
+    if location.endswith(".py"):
+        path = Path(location).resolve()
+        if not path.is_file():
+            raise ConfigError(f"{key}: there is no file {path}")
+        code = _code_of_file(path, name)
+    else:
+        code = describe(getattr(_import(location, key), name, None), kind, key=key)
+    function = code.load()
+    if (found := mark_of(function).kind) != kind:
+        raise ConfigError(f"{key}: {reference} is marked as {found}; put @agentrl.{kind} above it")
+    return code
+
+
+def describe(function: object, kind: Kind, *, key: str) -> FunctionCode:
+    """The code of a function of this process.
+
+    Raises:
+        ConfigError: it is not marked as `kind`, or its file does not define it as it is.
+    """
+    if not inspect.isfunction(function):
+        raise ConfigError(f"{key}: {function!r} is no function that a module defines with `def`")
+    if (found := mark_of(function).kind) != kind:
+        raise ConfigError(f"{key}: {function.__qualname__} is marked as {found}; put @agentrl.{kind} above it")
+    name, module = function.__qualname__, sys.modules.get(function.__module__)
+    if function.__closure__ or not name.isidentifier():
+        raise ConfigError(
+            f"{key}: {name} is a closure, a lambda or a method, whose code alone does not say what it computes: write "
+            "it at the top level of a file, and give its numbers as options"
+        )
+    text = _text_of(function, name)
+    file = str(Path(inspect.getsourcefile(function) or "").resolve())
+    if function.__module__ != "__main__" and _is_installed(function.__module__):
+        part = _Slice(text, function.__module__, name)
+        code = FunctionCode(reference=f"{function.__module__}:{name}", digest=part.digest)
+    else:
+        code = _code_of_file(Path(file), name)
+        part = _Slice(text, file, name)
+    _check_live(part, vars(module) if module is not None else {}, key)
+    return code
+
+
+def _code_of_file(path: Path, name: str) -> FunctionCode:
+    text = path.read_text(encoding="utf-8")
+    part = _Slice(text, str(path), name)
+    part.check_imports()
+    return FunctionCode(reference=f"{path}:{name}", digest=part.digest, source=text)
+
+
+def _text_of(function: Callable[..., Any], where: str) -> str:
+    """The content of the file that defines a function.
+
+    Raises:
+        ConfigError: it was defined in a shell or a notebook.
+    """
+    file = inspect.getsourcefile(function)
+    if file is None or not Path(file).is_file():
+        raise ConfigError(f"{where} was not defined in a file, so it cannot be recorded or shipped: write it into one")
+    return Path(file).read_text(encoding="utf-8")
+
+
+class _Slice:
+    """The statements of a module that a function needs, in their order.
+
+    Raises:
+        ConfigError: the text is no Python, or does not define the function.
+    """
+
+    def __init__(self, text: str, location: str, name: str) -> None:
+        self.location = location
+        try:
+            body = ast.parse(text, location).body
+        except SyntaxError as error:
+            raise ConfigError(f"{location}:{error.lineno}: {error.msg}") from None
+        wanted, found = {name}, set[int]()
+        grew = True
+        while grew:
+            grew = False
+            for index, statement in enumerate(body):
+                if index in found or not (wanted & set(_bound(statement)) or _is_future(statement)):
+                    continue
+                found.add(index)
+                wanted |= {node.id for node in ast.walk(statement) if isinstance(node, ast.Name)}
+                grew = True
+        self.statements = [body[index] for index in sorted(found)]
+        self.names = [each for statement in self.statements for each in _bound(statement)]
+        if name not in self.names:
+            raise ConfigError(f"{location} defines no function {name!r} at its top level")
+        words = "\n".join(map(ast.unparse, self.statements))
+        self.digest = hashlib.blake2b(words.encode("utf-8", "replace"), digest_size=8).hexdigest()
+
+    def check_imports(self) -> None:
+        """Refuse imports of files that would not be shipped.
+
+        Raises:
+            ConfigError: the module that is imported.
+        """
+        for statement in self.statements:
+            for node in ast.walk(statement):
+                modules: list[str] = []
+                if isinstance(node, ast.Import):
+                    modules = [alias.name for alias in node.names]
+                elif isinstance(node, ast.ImportFrom):
+                    modules = ["." * node.level + (node.module or "")]
+                for module in modules:
+                    if not _is_installed(module):
+                        raise ConfigError(
+                            f"{self.location} imports {module}, which is not installed, so that its code would be "
+                            "neither recorded nor shipped: write what the function needs into its own file, or "
+                            "install the package and give `module:function`"
+                        )
+
+
+def _bound(statement: ast.stmt) -> Iterator[str]:
+    """The names that a statement at the top level of a module binds; none for what starts a program."""
+    match statement:
+        case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+            yield name
+        case ast.Import(names=names) | ast.ImportFrom(names=names):
+            yield from (alias.asname or alias.name.partition(".")[0] for alias in names)
+        case ast.If(test=test) if any(isinstance(n, ast.Name) and n.id == "__name__" for n in ast.walk(test)):
+            return
+        case ast.If() | ast.Try() | ast.With():
+            for inner in ast.iter_child_nodes(statement):
+                for each in inner.body if isinstance(inner, ast.ExceptHandler) else [inner]:
+                    if isinstance(each, ast.stmt):
+                        yield from _bound(each)
+        case ast.Assign() | ast.AnnAssign() | ast.AugAssign():
+            yield from (n.id for n in ast.walk(statement) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
+
+
+def _is_future(statement: ast.stmt) -> bool:
+    return isinstance(statement, ast.ImportFrom) and statement.module == "__future__"
+
+
+def _execute(part: _Slice, digest: str) -> dict[str, Any]:
+    """The names that the statements of a slice define, in a module of their own.
+
+    Raises:
+        ConfigError: one of them raised.
+    """
+    module = ModuleType(f"agentrl_function_{digest}")
+    module.__dict__["__file__"] = part.location
+    if not part.location.endswith(".py"):  # an installed module, whose relative imports work
+        module.__dict__["__package__"] = part.location.rpartition(".")[0]
+    sys.modules[module.__name__] = module
+    code = compile(ast.Module(body=part.statements, type_ignores=[]), part.location, "exec", dont_inherit=True)
+    try:
+        exec(code, module.__dict__)
+    except Exception as error:
+        raise ConfigError(f"{part.location}: cannot be loaded: {type(error).__name__}: {error}") from error
+    return vars(module)
+
+
+def _check_live(part: _Slice, live: dict[str, Any], key: str) -> None:
+    """Refuse a function whose module no longer holds what its file defines.
+
+    Raises:
+        ConfigError: the name that differs.
+    """
+    defined = _execute(part, part.digest)
+    for name in part.names:
+        if is_replaced(defined.get(name), live.get(name)):
+            raise ConfigError(
+                f"{key}: {name} is not what {part.location} defines: it was replaced in this process, or the file was "
+                "edited after it was imported. What is recorded and shipped is the file: write the change there"
+            )
+
+
+def is_replaced(ours: object, live: object) -> bool:
+    """Whether a name of a module holds something else than a fresh execution of the module's file gives it."""
+    if ours is live:
+        return False
+    if inspect.isfunction(ours):
+        code, found = inspect.unwrap(ours).__code__, inspect.unwrap(live) if callable(live) else None
+        return not inspect.isfunction(found) or found.__code__ != code
+    if inspect.isclass(ours):
+        own = [(name, made) for name, made in vars(ours).items() if inspect.isfunction(made)]
+        return not inspect.isclass(live) or any(is_replaced(made, vars(live).get(name)) for name, made in own)
+    return isinstance(ours, int | float | str | tuple) and ours != live
+
+
+def _import(module: str, key: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        here = str(Path.cwd())
+        if error.name == module.partition(".")[0] and here not in sys.path:
+            sys.path.append(here)
+            return _import(module, key)
+        raise ConfigError(f"{key}: there is no module {error.name}") from None
+    except Exception as error:
+        raise ConfigError(f"{key}: cannot import {module}: {type(error).__name__}: {error}") from error
+
+
+def _is_installed(module: str) -> bool:
+    """Whether a module is of the standard library or of an installed distribution."""
+    top = module.partition(".")[0]
+    if top in sys.stdlib_module_names or top in (__name__.partition(".")[0], builtins.__name__):
+        return True
+    try:
+        spec = importlib.util.find_spec(top) if top else None
+    except (ImportError, ValueError):
+        return False
+    places = [spec.origin or "", *(spec.submodule_search_locations or ())] if spec is not None else []
+    if any({"site-packages", "dist-packages"} & set(Path(place).parts) for place in places):
+        return True
+    return bool(places) and top in importlib.metadata.packages_distributions()

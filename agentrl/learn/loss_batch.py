@@ -1,0 +1,241 @@
+"""What a loss sees: the trained tokens of a step as flat columns, and who belongs together.
+
+`TokenColumns` are the columns that are known before any forward pass, as numpy arrays; `LossBatch` adds what the model
+computes, as tensors. Ids are dense integers from 0, so that a mean over a conversation is one `index_add`.
+
+Owns: the columns, their exchange between ranks, means and sums over ids. Does not own: the formulas (`losses.py`), the
+forward pass, the normaliser.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from safetensors.numpy import load, save
+from torch import Tensor
+
+from agentrl.core import ids
+from agentrl.credit.samples import token_lags, trained_positions
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from agentrl.core.records import PolicyVersion, TrainingSample
+
+LOG_RATIO_LIMIT = 20.0
+"""log w is clamped to ±20, so that no recorded value can overflow the ratio."""
+
+Id = Literal["row", "turn", "agent", "episode", "seat", "group"]
+IDS: tuple[Id, ...] = ("row", "turn", "agent", "episode", "seat", "group")
+_SHARED: tuple[Id, ...] = ("seat", "group")
+"""Ids that rows of several ranks may have in common; an episode is always on one rank."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenColumns:
+    """The trained tokens of some samples, sample after sample: n tokens."""
+
+    behavior_logprobs: NDArray[np.float32]  # [n]
+    advantages: NDArray[np.float32]  # [n]
+    lags: NDArray[np.int32]  # [n], -1: unknown
+    row: NDArray[np.int64]  # [n] each, dense from 0
+    turn: NDArray[np.int64]
+    agent: NDArray[np.int64]
+    episode: NDArray[np.int64]
+    seat: NDArray[np.int64]
+    group: NDArray[np.int64]
+    names: dict[str, list[str]]
+    """Names of the seats and groups, by their id."""
+    starts: NDArray[np.int64]  # [samples + 1], where each sample's tokens begin
+
+    @staticmethod
+    def of(samples: Sequence[TrainingSample], version: PolicyVersion, *, group_size: int) -> TokenColumns:
+        """The columns of samples that the weights of `version` are computed over."""
+        positions = trained_positions(samples)
+        counts = [len(at) for at in positions]
+        names: dict[Id, list[tuple[object, ...]]] = {name: [] for name in IDS}
+        for sample, at in zip(samples, positions, strict=True):
+            agent = (sample.episode_id, sample.seat, sample.agent)
+            turns = np.zeros(len(at), int) if sample.turn_index is None else sample.turn_index[at]
+            names["turn"] += ((*agent, int(turn)) for turn in turns)
+            keys: dict[Id, tuple[object, ...]] = {
+                "row": (sample.episode_id, sample.row_index),
+                "agent": agent,
+                "episode": (sample.episode_id,),
+                "seat": (sample.seat,),
+                "group": (_group(sample.episode_id, group_size),),
+            }
+            for name, key in keys.items():
+                names[name] += [key] * len(at)
+        numbers = {name: {key: index for index, key in enumerate(dict.fromkeys(names[name]))} for name in IDS}
+        own = {name: np.array([numbers[name][key] for key in names[name]], np.int64) for name in IDS}
+
+        def taken(columns: Sequence[NDArray[Any]], kind: Any) -> NDArray[Any]:
+            parts = [column[at] for column, at in zip(columns, positions, strict=True)]
+            whole: NDArray[Any] = np.concatenate([np.empty(0, kind), *parts]).astype(kind)
+            return whole
+
+        return TokenColumns(
+            behavior_logprobs=taken([sample.behavior_logprobs for sample in samples], np.float32),
+            advantages=taken([sample.advantages for sample in samples], np.float32),
+            lags=taken([token_lags(sample, version) for sample in samples], np.int32),
+            names={name: [str(key[0]) for key in numbers[name]] for name in _SHARED},
+            starts=np.cumsum([0, *counts], dtype=np.int64),
+            **own,
+        )
+
+    def __len__(self) -> int:
+        return len(self.row)
+
+    def tokens_of(self, members: Sequence[int]) -> NDArray[np.int64]:
+        """The tokens of some samples, in the order of the samples."""
+        parts = [np.arange(self.starts[member], self.starts[member + 1]) for member in members]
+        return np.concatenate([np.empty(0, np.int64), *parts])
+
+    def take(self, tokens: NDArray[np.int64]) -> TokenColumns:
+        """The columns of some tokens; their ids stay as they are."""
+        columns = {name: getattr(self, name)[tokens] for name in ("behavior_logprobs", "advantages", "lags", *IDS)}
+        return TokenColumns(**columns, names=self.names, starts=np.array([0, len(tokens)]))
+
+    def encode(self, computed: dict[str, NDArray[np.float32]]) -> bytes:
+        """Serialise the columns, with columns that the model computed, for the other ranks."""
+        columns = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "names"}
+        named = np.frombuffer(json.dumps(self.names).encode(), np.uint8)
+        return save({**columns, **{f"computed_{name}": value for name, value in computed.items()}, "names": named})
+
+    @staticmethod
+    def merge(parts: Sequence[bytes]) -> tuple[TokenColumns, dict[str, NDArray[np.float32]]]:
+        """The columns of all ranks as one, in rank order, from what `encode` gave on each."""
+        decoded = [load(part) for part in parts]
+        names = [json.loads(part["names"].tobytes()) for part in decoded]
+        columns = {name: np.concatenate([part[name] for part in decoded]) for name in decoded[0] if name != "names"}
+        merged: dict[str, list[str]] = {}
+        for kind in _SHARED:
+            merged[kind] = list(dict.fromkeys(name for each in names for name in each[kind]))
+            number = {name: index for index, name in enumerate(merged[kind])}
+            found = [
+                np.array([number[name] for name in each[kind]], np.int64)[part[kind]]
+                for part, each in zip(decoded, names, strict=True)
+                if len(part[kind])
+            ]
+            columns[kind] = np.concatenate([np.empty(0, np.int64), *found])
+        for kind in IDS:
+            if kind not in _SHARED:
+                sizes = [int(part[kind].max()) + 1 if len(part[kind]) else 0 for part in decoded]
+                before = np.cumsum([0, *sizes[:-1]])
+                columns[kind] = np.concatenate([part[kind] + at for part, at in zip(decoded, before, strict=True)])
+        lengths = np.concatenate([np.diff(part["starts"]) for part in decoded])
+        columns["starts"] = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+        computed = {name.removeprefix("computed_"): columns.pop(name) for name in list(columns) if "computed_" in name}
+        return TokenColumns(**columns, names=merged), computed
+
+
+def _group(episode_id: str, group_size: int) -> str:
+    """The group an episode belongs to: that of its spawn, or of its root's task."""
+    parent, _, _ = episode_id.rpartition(".")
+    digits = episode_id[1:]
+    if parent or not digits.isdecimal():
+        return parent or episode_id
+    return f"g{ids.root_number(episode_id) // group_size}"
+
+
+class LossBatch:
+    """The trained tokens of one optimizer step of one policy, as columns of shape [n].
+
+    A loss returns the loss of each token. Ids say which tokens belong together: `batch.mean(values, "agent")` is, for
+    each token, the mean over its conversation. Of the columns only `logprobs` and `entropies` carry a gradient.
+
+    Example:
+        A sequence-level ratio (GSPO) is `batch.mean(batch.log_ratio, "agent").exp()`.
+    """
+
+    def __init__(
+        self, columns: TokenColumns, *, logprobs: Tensor, entropies: Tensor, reference_logprobs: Tensor | None = None
+    ) -> None:
+        self.logprobs = logprobs
+        """log pi of each token under the weights that are trained."""
+        self.entropies = entropies
+        """Entropy in nats of the distribution that each token was drawn from, under the weights that are trained."""
+        device = logprobs.device
+        self.behavior_logprobs = torch.from_numpy(columns.behavior_logprobs).to(device)
+        """log mu, recorded when the token was sampled, by whichever version did."""
+        self.reference_logprobs = reference_logprobs
+        """log-probabilities of the base model under the adapter; None unless the loss is marked with `reference`."""
+        self.advantages = torch.from_numpy(columns.advantages).to(device)
+        """Advantage of each token's agent, or of its turn."""
+        self.mask = torch.ones(len(columns), dtype=torch.bool, device=device)
+        """True: every token of these columns is trained; tokens of prompts and tools are not among them."""
+        self.lags = torch.from_numpy(columns.lags).to(device)
+        """int32: optimizer steps between the weights that sampled the token and those that are trained; -1: unknown."""
+        for name in IDS:
+            setattr(self, name, torch.from_numpy(getattr(columns, name)).to(device))
+        self.seats: Sequence[str] = columns.names["seat"]
+        """Names of the seats, by the ids in `seat`."""
+
+    row: Tensor
+    """int64 ids, from 0: the token sequence. An agent has one, and one more for each rewrite of its context."""
+    turn: Tensor
+    """The turn that sampled the token: one engine call of one agent."""
+    agent: Tensor
+    """The conversation: one agent in one episode."""
+    episode: Tensor
+    """The episode."""
+    seat: Tensor
+    """The seat; see `seats`."""
+    group: Tensor
+    """The episodes that are compared with each other."""
+
+    def __len__(self) -> int:
+        return len(self.logprobs)
+
+    @property
+    def log_ratio(self) -> Tensor:
+        """log w = log pi - log mu, clamped to ±`LOG_RATIO_LIMIT`."""
+        return (self.logprobs - self.behavior_logprobs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+
+    @property
+    def ratio(self) -> Tensor:
+        """The importance ratio w = pi / mu."""
+        return self.log_ratio.exp()
+
+    @cached_property
+    def proximal_logprobs(self) -> Tensor:
+        """Log-probabilities of a policy between the one that sampled and the one that is trained, without gradient.
+
+        log mu + (1 - 1/lag) (log pi - log mu), and log pi at lag 0: the version one step before the current one, by
+        interpolation instead of a forward pass (A-3PO, arXiv:2512.06547; AReaL's `loglinear`). An unknown lag is 1.
+        """
+        lags = self.lags.to(self.logprobs.dtype)
+        share = torch.where(self.lags == 0, torch.ones_like(lags), 1 - 1 / lags.clamp(min=1))
+        now = self.logprobs.detach()
+        return self.behavior_logprobs + share * (now - self.behavior_logprobs)
+
+    def sum(self, values: Tensor, by: Id) -> Tensor:
+        """For each token the sum of `values` over the tokens with its id, shape [n]."""
+        number = getattr(self, by)
+        size = int(number.max()) + 1 if len(number) else 0
+        return values.new_zeros(size).index_add(0, number, values)[number]
+
+    def mean(self, values: Tensor, by: Id) -> Tensor:
+        """For each token the mean of `values` over the tokens with its id, shape [n]."""
+        return self.sum(values, by) / self.sum(torch.ones_like(values), by)
+
+
+class TokenGradients(NamedTuple):
+    """A loss and its derivatives, per token, [n] each, without gradient."""
+
+    loss: Tensor
+    by_logprob: Tensor
+    by_entropy: Tensor
+    weight: Tensor
+    """How much the token's log-probability moves, by the policy's loss alone."""
+
+    def of(self, tokens: Tensor) -> TokenGradients:
+        """Those of some tokens, by index."""
+        return TokenGradients(*(column[tokens] for column in self))

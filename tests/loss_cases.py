@@ -1,0 +1,52 @@
+"""Batches for losses, from plain lists."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from agentrl.config.run import LossConfig, TrainerConfig
+from agentrl.learn.loss_batch import IDS, LossBatch, TokenColumns, TokenGradients
+from agentrl.learn.losses import Loss, make_loss
+
+
+def loss_named(name: str, **options: Any) -> Loss:
+    """A built-in loss."""
+    return make_loss(TrainerConfig(loss=LossConfig(name=name, options=options)))
+
+
+def batch_of(
+    logprobs: Sequence[float],
+    behavior: Sequence[float],
+    advantages: Sequence[float],
+    *,
+    entropies: Sequence[float] | None = None,
+    reference: Sequence[float] | None = None,
+    lags: Sequence[int] | None = None,
+    ids: Mapping[str, Sequence[int]] | None = None,
+) -> LossBatch:
+    """Tokens in float64; those without an id have 0."""
+    count = len(logprobs)
+    numbers = {name: np.array((ids or {}).get(name, [0] * count), np.int64) for name in IDS}
+    columns = TokenColumns(
+        behavior_logprobs=np.array(behavior, np.float64),  # type: ignore[arg-type]
+        advantages=np.array(advantages, np.float64),  # type: ignore[arg-type]
+        lags=np.array(lags or [0] * count, np.int32),
+        names={"seat": ["agent"], "group": ["g0"]},
+        starts=np.array([0, count]),
+        **numbers,
+    )
+    return LossBatch(
+        columns,
+        logprobs=torch.tensor(list(logprobs), dtype=torch.float64, requires_grad=True),
+        entropies=torch.tensor(list(entropies or [0.0] * count), dtype=torch.float64, requires_grad=True),
+        reference_logprobs=None if reference is None else torch.tensor(list(reference), dtype=torch.float64),
+    )
+
+
+def evaluated(loss: Loss, batch: LossBatch) -> TokenGradients:
+    """The loss and its derivatives, undivided."""
+    return loss.evaluate(batch, torch.ones(len(batch), dtype=torch.float64))
