@@ -24,6 +24,7 @@ FIGURES = (
     "largest_tensor_growth",
     "time_over_plain",
     "shared_time_over_plain",
+    "doctor_error",
     "smollm2_start",
     "smollm2_end",
     "smollm2_gain",

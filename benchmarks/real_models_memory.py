@@ -8,8 +8,8 @@ through transformers with gradient checkpointing, `logits_to_keep`, and the log-
 version with all weights. `memory_over_plain`: peak bytes at 8,192 tokens. `memory_slope`: growth of the peak from 8,192
 to 16,384 tokens over twice that from 4,096 to 8,192, without gradients of parameters, which do not grow.
 `largest_tensor_growth`: the largest tensor made at 8,192 tokens over that at 4,096, gradients apart.
-`time_over_plain`: CPU seconds of a step without sharing, interleaved pairs. `shared_time_over_plain`: the same where
-rows of 7,800 tokens share down to 3,560, over the rows in one padded batch.
+`time_over_plain`: CPU seconds of a step without sharing, interleaved pairs, one thread.
+`shared_time_over_plain`: the same where rows of 7,800 tokens share down to 3,560, over the rows in one padded batch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -53,7 +53,8 @@ SMALL = SHAPE | {"vocab_size": 8192, "hidden_size": 256, "intermediate_size": 76
 TRAINED = 32
 """One in so many tokens of a row is trained, at its end."""
 SHARED_ROWS, SHARED_LENGTH, SHARED_PREFIX = 6, 1300, 848
-PAIRS = 7
+PAIRS, SHARED_PAIRS = 7, 3
+"""Interleaved steps; one of those that share takes a minute."""
 Counter = TypeVar("Counter", bound=AllocationCounter)
 
 
@@ -180,25 +181,24 @@ def _times(path: Path, *, quick: bool) -> dict[str, float | None]:
     model = load_models(_configured(path, dtype="float32"), torch.device("cpu"))["policy"]
     load: Any = transformers.AutoModelForCausalLM.from_pretrained
     plain = load(path, dtype=torch.float32, attn_implementation="sdpa")
-    alone = _rows(1, 512 if quick else 2048)
     part = 4 if quick else 1
-    together = _rows(SHARED_ROWS, SHARED_LENGTH // part, SHARED_PREFIX // part)
-    pairs = 3 if quick else PAIRS
-    return {
-        "time_over_plain": _ratio(lambda: _ours(model, alone), lambda: _plain(plain, alone), pairs),
-        "shared_time_over_plain": _ratio(lambda: _ours(model, together), lambda: _plain(plain, together), pairs),
+    _ratio("warm-up", model, plain, _rows(1, 256), 1)
+    measured = {
+        "time_over_plain": (_rows(1, 2048 // part), 3 if quick else PAIRS),
+        "shared_time_over_plain": (_rows(SHARED_ROWS, SHARED_LENGTH // part, SHARED_PREFIX // part), SHARED_PAIRS),
     }
+    return {name: _ratio(name, model, plain, rows, pairs) for name, (rows, pairs) in measured.items()}
 
 
-def _ratio(ours: Callable[[], None], plain: Callable[[], None], pairs: int) -> float:
-    """Median of the ratio of CPU seconds over interleaved pairs, after one of each that is not counted."""
+def _ratio(name: str, model: PolicyModel, plain: Any, rows: Sequence[TrainingSample], pairs: int) -> float:
+    """Median of the ratio of CPU seconds over interleaved pairs."""
     ratios = []
-    for number in range(pairs + 1):
-        seconds = []
-        for step in (ours, plain):
-            start = time.process_time()
-            step()
-            seconds.append(time.process_time() - start)
-        if number:
-            ratios.append(seconds[0] / seconds[1])
+    for number in range(1, pairs + 1):
+        start = time.process_time()
+        _ours(model, rows)
+        middle = time.process_time()
+        _plain(plain, rows)
+        ours, theirs = middle - start, time.process_time() - middle
+        print(f"{name}, pair {number} of {pairs}: {ours:.1f} s, plain {theirs:.1f} s", flush=True)
+        ratios.append(ours / theirs)
     return statistics.median(ratios)

@@ -3,7 +3,6 @@ the longest context and the micro-batches."""
 
 from __future__ import annotations
 
-import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from typing import Any
 from agentrl.app.policies import adapter_slots_needed, largest_rank
 from agentrl.config.run import RunConfig
 from agentrl.core.errors import ConfigError
+from agentrl.core.machine import anonymous_bytes
 
 USED_SHARE = 0.8
 """Share of the free memory that contexts and micro-batches may fill: allocators keep some, and others need some."""
@@ -30,6 +30,9 @@ _DTYPE = "model.dtype = 'bfloat16'"
 _THIS = "this process"
 _ACTIVATIONS = "activations"
 _VLLM = "vLLM"
+_GAPS = "gaps between them in the heap"
+_FRAGMENTATION = 0.2
+"""Gaps in glibc's heap, as a share of the activations: 2 to 34 % in `benchmarks.real_models --part doctor`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +86,9 @@ def memory_plan(config: RunConfig) -> MemoryPlan:
     from agentrl.engines.memory import device_memory
 
     there, on_gpu = device_memory()
-    parts = [*_trainer(config), *_engine(config, on_gpu=on_gpu, device_bytes=there.total)] if config.model.path else []
+    parts: list[MemoryPart] = []
+    if config.model.path:
+        parts = [*_trainer(config, on_gpu=on_gpu), *_engine(config, on_gpu=on_gpu, device_bytes=there.total)]
     if not on_gpu:
         parts += _programs(parts)
     return MemoryPlan(parts=tuple(parts), free=there.free)
@@ -156,8 +161,9 @@ def _fitting_tokens(config: RunConfig) -> int:
     if context >= MAX_MICRO_BATCH:
         return context
     plan = memory_plan(config)
-    (row,) = (part for part in plan.parts if part.name.startswith(_ACTIVATIONS))
-    fitting = context + int((_limit(plan) - _held(plan)) / row.processes / max(row.bytes / context, 1.0))
+    rows = [part for part in plan.parts if part.name.startswith((_ACTIVATIONS, _GAPS))]
+    per_token = sum(part.bytes * part.processes for part in rows) / context
+    fitting = context + int((_limit(plan) - _held(plan)) / max(per_token, 1.0))
     return max(context, min(MAX_MICRO_BATCH, 1 << (max(fitting, 1).bit_length() - 1)))
 
 
@@ -174,7 +180,7 @@ def _limit(plan: MemoryPlan) -> int:
     return int(USED_SHARE * plan.free) * min(device_count(), processes)
 
 
-def _trainer(config: RunConfig) -> list[MemoryPart]:
+def _trainer(config: RunConfig, *, on_gpu: bool) -> list[MemoryPart]:
     if not config.trained:
         return []
     from agentrl.learn.memory import trainer_memory
@@ -189,11 +195,15 @@ def _trainer(config: RunConfig) -> list[MemoryPart]:
     if not config.trainer.recompute:
         tokens = f"trainer.recompute = true, or {tokens}"
     optimized = "trained parameters, their gradients and AdamW's moments in float32"
-    return [
+    parts = [
         part(name=f"weights in {held.dtype}", bytes=held.weights, setting=_DTYPE),
         part(name=optimized, bytes=held.trained, setting=rank),
         part(name=f"{_ACTIVATIONS} of {held.tokens:,} tokens", bytes=held.activations, setting=tokens),
     ]
+    if not on_gpu:
+        gaps = int(_FRAGMENTATION * held.activations)
+        parts.append(part(name=f"{_GAPS}, about", bytes=gaps, setting=tokens))
+    return parts
 
 
 def _engine(config: RunConfig, *, on_gpu: bool, device_bytes: int) -> list[MemoryPart]:
@@ -232,11 +242,13 @@ def _engine(config: RunConfig, *, on_gpu: bool, device_bytes: int) -> list[Memor
 
 
 def _programs(parts: Sequence[MemoryPart]) -> list[MemoryPart]:
-    """Python and its libraries in each process: what this one, which has imported the same, holds now."""
-    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
-    resident = pages * os.sysconf("SC_PAGE_SIZE")
+    """Python and its libraries in each process: what this one, which has imported the same, holds now.
+
+    Without their code, which is in files, held once for all processes, and read again where memory is short.
+    """
+    held = anonymous_bytes()
     processes = {part.process: part.processes for part in parts} | {_THIS: 1}
     return [
-        MemoryPart(process=process, name="Python and its libraries", bytes=resident, processes=count)
+        MemoryPart(process=process, name="Python and its libraries", bytes=held, processes=count)
         for process, count in processes.items()
     ]

@@ -87,6 +87,15 @@ def gpus() -> tuple[Gpu, ...]:
 
 
 _DRIVER_S = 20
+
+
+def anonymous_bytes() -> int:
+    """Memory of this process that no file backs, so that the system cannot take it back: without code, in use now."""
+    status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
+    lines = dict(line.split(":", 1) for line in status.splitlines())
+    return int(lines["RssAnon"].split()[0]) << 10
+
+
 _COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
 
 

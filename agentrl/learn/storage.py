@@ -34,6 +34,7 @@ from agentrl.core.errors import StorageError, TrainerError
 from agentrl.core.files import WEIGHT_FILES, remedy, rename_durably, sha256_of, staged
 from agentrl.core.ids import key64
 from agentrl.core.records import PolicyVersion, StepReport, TrainingSample, WeightsRef
+from agentrl.engines.models import dtype_name
 from agentrl.engines.versions import Canary
 from agentrl.learn.forward import token_logprobs
 from agentrl.learn.packing import pack
@@ -241,17 +242,18 @@ class Publisher:
     def _write(self, directory: Path, name: str, model: PolicyModel, canary: Canary | None) -> None:
         """Write all files of a version."""
         metadata = {"format": "pt"} | (canary.metadata() if canary is not None else {})
+        layout = model.published_layout()
         with to_the_end(model.published()) as tensors:
-            _write_tensors(directory / name, model.published_layout(), tensors, metadata)
+            _write_tensors(directory / name, layout, tensors, metadata)
         adapter_config = model.adapter_config()
         if adapter_config is None:
-            self._add_companions(directory)
+            self._add_companions(directory, next(iter(layout.values())).dtype)
         else:
             text = json.dumps(adapter_config, indent=2, sort_keys=True, default=list)
             (directory / ADAPTER_CONFIG).write_text(text)
 
-    def _add_companions(self, directory: Path) -> None:
-        """Link the run's own copy of configuration and tokenizer, made once, into a version."""
+    def _add_companions(self, directory: Path, dtype: torch.dtype) -> None:
+        """Link the run's own copy of configuration and tokenizer, made once, into a version with weights of a dtype."""
         source = self._root / ".companions"
         if not source.is_dir():
             with staged(source) as copy:
@@ -261,6 +263,7 @@ class Publisher:
                             target = copy / file.relative_to(self._model_path)
                             target.parent.mkdir(parents=True, exist_ok=True)
                             shutil.copyfile(file, target)
+                _state_dtype(copy / "config.json", dtype)
                 rename_durably(copy, source)
         for file in sorted(path for path in source.rglob("*") if path.is_file()):
             target = directory / file.relative_to(source)
@@ -269,6 +272,17 @@ class Publisher:
                 os.link(file, target)
             except OSError:  # a file system without hard links
                 shutil.copyfile(file, target)
+
+
+def _state_dtype(path: Path, dtype: torch.dtype) -> None:
+    """Let a model's configuration say the dtype of the published weights, where it said that of the checkpoint's."""
+    config = json.loads(path.read_text(encoding="utf-8"))
+    stated = [part for part in (config, *config.values()) if isinstance(part, dict)]
+    keys = [(part, key) for part in stated for key in ("dtype", "torch_dtype") if isinstance(part.get(key), str)]
+    if any(part[key] != dtype_name(dtype) for part, key in keys):
+        for part, key in keys:
+            part[key] = dtype_name(dtype)
+        path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def _write_tensors(

@@ -111,6 +111,20 @@ def test_all_weights_have_float32_masters_and_are_published_rounded(
     assert json.loads((Path(reference.path) / "config.json").read_text())["dtype"] == "bfloat16"
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_version_says_the_dtype_it_is_published_in(tmp_path: Path, episodes: Episodes, dtype: str) -> None:
+    path = write_model(tmp_path / "model")
+    if dtype == "float32":
+        AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).save_pretrained(path)
+    write_tokenizer(path)
+    trainer = started(config_of(path, dtype), tmp_path / "run", episodes)
+    reference = trainer.publish("policy", PolicyVersion("policy", 0, 0))
+    assert {each.dtype for each in load_file(Path(reference.path) / "model.safetensors").values()} == {
+        getattr(torch, dtype)
+    }
+    assert AutoModelForCausalLM.from_pretrained(reference.path, dtype="auto").dtype == getattr(torch, dtype)
+
+
 def test_gradients_in_bfloat16_are_near_those_in_float32(rounded: Path, tmp_path: Path, episodes: Episodes) -> None:
     gradients = []
     for dtype in ("float32", "bfloat16"):
