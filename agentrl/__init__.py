@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from agentrl.environment.base import (
         Agent,
         ChildResult,
+        Endpoint,
         Environment,
         EpisodeContext,
         LimitReachedError,
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     )
     from agentrl.environment.games import PettingZooEnvironment, TextArenaEnvironment
     from agentrl.environment.gym import GymEnvironment, gym_environment
+    from agentrl.environment.harness import HarnessEnvironment, HarnessEpisode
     from agentrl.environment.registry import make, register, spec
     from agentrl.environment.tasks import learnability
     from agentrl.environment.tools import ToolEnvironment, ToolEpisode, tool
@@ -44,9 +46,12 @@ _HOME = {
     "Agent": "environment.base",
     "AgentRLError": "core.errors",
     "ChildResult": "environment.base",
+    "Endpoint": "environment.base",
     "Environment": "environment.base",
     "EpisodeContext": "environment.base",
     "GymEnvironment": "environment.gym",
+    "HarnessEnvironment": "environment.harness",
+    "HarnessEpisode": "environment.harness",
     "InfrastructureError": "core.errors",
     "LimitReachedError": "environment.base",
     "Message": "core.records",
@@ -78,9 +83,12 @@ __all__ = [
     "Agent",
     "AgentRLError",
     "ChildResult",
+    "Endpoint",
     "Environment",
     "EpisodeContext",
     "GymEnvironment",
+    "HarnessEnvironment",
+    "HarnessEpisode",
     "InfrastructureError",
     "LimitReachedError",
     "Message",

@@ -15,8 +15,10 @@ import sys
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from numbers import Real
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar
 
 from agentrl.core.errors import AgentRLError, EnvironmentDefinitionError, RewardError, error_words
@@ -171,6 +173,36 @@ class Agent(ABC):
         """The conversation so far, the agent's own messages included."""
 
 
+class Endpoint(ABC):
+    """A model endpoint on this machine whose models are an episode's seats; see `EpisodeContext.endpoint`.
+
+    It answers OpenAI's chat completions and its clients' requests for the list of models.
+    """
+
+    url: str
+    """For clients of OpenAI's protocols; ends with `/v1`."""
+    key: str
+    """Admits to all seats: the model's name says which."""
+    keys: Mapping[str, str]
+    """By seat, a key that admits to it alone."""
+
+    @abstractmethod
+    def variables(self) -> dict[str, str]:
+        """Environment variables by which the usual clients find the endpoint and the key."""
+
+    @abstractmethod
+    def limit_reached(self) -> LimitReachedError | None:
+        """The first limit that refused a request."""
+
+    @abstractmethod
+    async def unless_it_fails(self, program: Awaitable[T]) -> T:
+        """Await a program that asks the endpoint; it is cancelled when the episode cannot go on.
+
+        Raises:
+            AgentRLError: the episode cannot go on.
+        """
+
+
 class EpisodeContext(ABC):
     """The handle that `run` receives. Every call is journaled under the branch that makes it."""
 
@@ -220,6 +252,31 @@ class EpisodeContext(ABC):
                 results compared. `snapshot`: it has `get_state()` and `set_state(state)`, JSON data or bytes; the state
                 after the last recorded call is restored. `pinned`: it does not come back, and the episode begins again.
             seed: seeds those random states; give one to share them between episodes. Default: the episode's seed.
+        """
+
+    @abstractmethod
+    def endpoint(
+        self,
+        *,
+        aliases: Mapping[str, str] = MappingProxyType({}),
+        volatile: Sequence[str] = (),
+        ignored_fields: Sequence[str] = (),
+        recall: bool = True,
+    ) -> AbstractAsyncContextManager[Endpoint]:
+        """A model endpoint for an agent from outside: each request is a turn of the seat that the model's name says.
+
+        Use it around an effect that runs the agent. Seats that it serves take no `act`. Re-execution begins the episode
+        again, and gives the same replies to the same requests.
+
+        Args:
+            aliases: further names of models, with the seat that each stands for.
+            volatile: regular expressions of text that is left out where requests are compared.
+            ignored_fields: fields of requests that are ignored where the run cannot honour them, not refused.
+            recall: whether an attempt that begins again gets the replies of the attempts before it.
+
+        Raises:
+            EnvironmentDefinitionError: a seat has acted, or a pattern is no regular expression.
+            EpisodeError: an earlier execution left entries: the episode begins again.
         """
 
     @abstractmethod

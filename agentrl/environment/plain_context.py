@@ -10,7 +10,7 @@ import asyncio
 import inspect
 import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import EnvironmentDefinitionError, error_words
@@ -219,6 +219,14 @@ class PlainContext(EpisodeContext):
     def uuid(self) -> str:
         """A random UUID."""
         return uuid4(self._rng)
+
+    def endpoint(self, **_: object) -> NoReturn:
+        """Refuse: an endpoint needs a run that samples.
+
+        Raises:
+            EnvironmentDefinitionError: always.
+        """
+        raise EnvironmentDefinitionError("an agent from outside needs a run: a seat played by hand has no endpoint")
 
     async def sleep(self, seconds: float) -> None:
         """Wait."""

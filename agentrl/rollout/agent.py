@@ -379,7 +379,8 @@ class LiveAgent(TurnSampler, Agent):
                 journal.fail(error)
                 raise
             sampled = completion.token_ids.tolist()
-            self._write(call, messages, context, before, completion, sampled, services.clock.monotonic() - started)
+            seconds = services.clock.monotonic() - started
+            self._write(call, self.entry(messages, self._rows.row, context, before, completion, seconds, self.pauses))
         return self._answered(call, messages, completion, sampled)
 
     def _ask(self, messages: Sequence[Message], max_context: int) -> bytes:
@@ -485,27 +486,37 @@ class LiveAgent(TurnSampler, Agent):
             return sampling
         return dataclasses.replace(sampling, max_tokens=max_tokens)
 
-    def _write(
+    def entry(
         self,
-        call: Call,
         messages: Sequence[Message],
+        row: int,
         context: bytes,
         before: int,
         completion: Completion,
-        sampled: Sequence[int],
         seconds: float,
-    ) -> None:
-        services = self._episode.services
-        chat_format = self._settings.chat_format
+        pauses: tuple[Pause, ...],
+    ) -> TurnEntry:
+        """The journal entry of the agent's next turn.
+
+        Args:
+            messages: that are new.
+            row: of the agent, which the turn continues.
+            context: the new context tokens, as `int32`.
+            before: tokens of the row before these.
+            completion: what was sampled.
+            seconds: that it took.
+            pauses: of the turn.
+        """
+        chat_format, sampled = self._settings.chat_format, completion.token_ids.tolist()
         drift = chat_format.drift(sampled)
         if drift is not None:
             self._episode.metric(f"drift/{drift}", 1.0, self)
         routing, mask = completion.expert_routing, completion.sampling_mask
-        entry = TurnEntry(
+        return TurnEntry(
             seat=self.seat,
             index=self.index,
             policy=self.policy,
-            row=self._rows.row,
+            row=row,
             turn=len(self._turns),
             context_ids=context,
             token_ids=completion.token_ids.tobytes(),
@@ -516,7 +527,7 @@ class LiveAgent(TurnSampler, Agent):
             messages=tuple([message_data(message) for message in messages]),
             temperature=self._settings.sampling.temperature,
             seconds=seconds,
-            started=services.clock.wall() - seconds,
+            started=self._episode.services.clock.wall() - seconds,
             expert_routing=None if routing is None else routing.tobytes(),
             routing_shape=() if routing is None else routing.shape,
             routing_start=completion.routing_start,
@@ -527,8 +538,11 @@ class LiveAgent(TurnSampler, Agent):
             parent_context=before,
             routing_breaks=completion.routing_breaks,
             weights_of="" if self._weights_of == self.policy else self._weights_of,
-            pauses=self.pauses,
+            pauses=pauses,
         )
+
+    def _write(self, call: Call, entry: TurnEntry) -> None:
+        """Append the entry of a turn, whose partials are then not needed."""
         self._episode.journal.write(call, entry)
         self._episode.partials.turn_recorded(call)
 

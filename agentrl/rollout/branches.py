@@ -181,6 +181,10 @@ class RecordedCalls:
         """The recorded answer of the outside world to a call."""
         return self._answers.get(call_id)
 
+    def forget_answers(self) -> None:
+        """Give no answer that was not given yet."""
+        self._answers = _NONE
+
     def key_of(self, entry: JournalEntry | None) -> StreamKey:
         """Seed and attempt under which a call was made; the episode's own for a new call."""
         return self.key if entry is None else self._keys.get(entry.episode_id, self.key)

@@ -176,6 +176,7 @@ class CallJournal:
         "failure",
         "is_new",
         "is_over_time",
+        "is_resumed",
         "own_random",
         "written",
     )
@@ -217,6 +218,8 @@ class CallJournal:
         self._recorded = NOTHING_RECORDED
         if own or inherited or edits or answers:
             self._recorded = RecordedCalls(episode_id, (seed, attempt), own, inherited, edits, answers)
+        self.is_resumed = bool(own)
+        """An earlier execution of the attempt left entries."""
         self.is_new = self._recorded.is_empty
         """Nothing was recorded before: every call is new."""
         stray = ReplayMismatchError if self.is_new else self._stray  # nothing recorded can stray
@@ -270,6 +273,27 @@ class CallJournal:
             now = "something else" if describe is None else on_one_line(describe())
             self.mismatch(call_id, f"the journal holds {describe_entry(body)}", f"the code now asks {now}")
         return Call(call_id, asked, body, branch, number)
+
+    def open_named(self, call_id: str, asked: bytes) -> Call:
+        """A call that names itself by what it asks, made by no branch and in no order: a request to the gateway.
+
+        Its answer, if this was asked before, is taken out of `answers`; the caller writes it anew.
+
+        Raises:
+            UnstructuredConcurrencyError: the episode has ended.
+            asyncio.CancelledError: the episode was stopped.
+        """
+        if self._ended:
+            raise UnstructuredConcurrencyError(f"episode {self._episode_id}, call {call_id}: it ended meanwhile")
+        if self._stopped:
+            raise asyncio.CancelledError
+        answer = self._recorded.remove_answer(call_id)
+        recorded = None if answer is None or answer.asked != asked else answer.decode()
+        return Call(call_id, asked, recorded, waits=False)
+
+    def forget_answers(self) -> None:
+        """Nothing that was answered before is recalled."""
+        self._recorded.forget_answers()
 
     def peek(self, asked: bytes) -> EntryBody | None:
         """The recorded body of the calling branch's next call, if exactly this was asked; the call is not made."""

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from agentrl.core.ports import ChatFormat, EpisodeHost, Sampler, SamplingParams
     from agentrl.core.records import EpisodeSpec, PolicyVersion, Turn
     from agentrl.environment.base import Limits
+    from agentrl.gateway.server import Gateway
     from agentrl.rollout.branches import Branch
     from agentrl.rollout.call_journal import CallJournal
     from agentrl.rollout.kv_budget import KVBudget
@@ -108,6 +109,7 @@ class Services:
     settings: RolloutSettings
     parking: Parking
     kv_budget: KVBudget
+    gateway: Gateway
 
     def policy_settings(self, policy: str) -> PolicySettings:
         """The settings of a policy."""

@@ -12,10 +12,13 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from functools import partial
 from typing import Any
+
+import msgspec
 
 from agentrl.core import ids
 from agentrl.core.clock import Clock
@@ -30,7 +33,8 @@ from agentrl.core.records import (
 )
 from agentrl.environment.base import Environment, LimitReachedError, valid_unicode
 from agentrl.environment.containment import of_the_episode
-from agentrl.journal.entries import Begin, JournalEntry, PlayedUnder, code_digest
+from agentrl.gateway.server import Gateway
+from agentrl.journal.entries import Begin, JournalEntry, PlayedUnder, TurnEntry, code_digest, encode_body
 from agentrl.journal.port import TurnLog
 from agentrl.rollout.call_journal import CallJournal, begin_branch, current_branch
 from agentrl.rollout.context import LiveContext
@@ -43,6 +47,7 @@ from agentrl.rollout.episode import (
     Services,
     TimeLimit,
 )
+from agentrl.rollout.harness_agent import standalone
 from agentrl.rollout.kv_budget import kv_budget_of
 from agentrl.rollout.turn_entries import EpisodePartials
 
@@ -77,6 +82,7 @@ class EpisodeRunner:
             settings=settings,
             parking=self.parking,
             kv_budget=self.kv_budget,
+            gateway=Gateway(),
         )
         self._store = store
         self._log = log
@@ -231,6 +237,22 @@ class EpisodeRunner:
             return self._log.read(spec.episode_id, spec.attempt)
         except JournalError as error:
             raise EpisodeError(f"it cannot go on: {error}", reason="journal_damaged") from None
+
+    async def recalled(self, spec: EpisodeSpec) -> list[JournalEntry]:
+        """The turns of earlier attempts that agents from outside asked for, each with its whole context; a later
+        attempt's instead of an earlier one's."""
+        found: dict[str, JournalEntry] = {}
+        await self._log.flush()
+        for attempt in range(spec.attempt):
+            try:
+                entries = await self.recorded(dataclasses.replace(spec, attempt=attempt))
+            except EpisodeError:
+                continue  # damaged: what is not recalled is sampled again
+            named = [(entry, entry.decode()) for entry in entries if not ids.is_numbered(entry.call_id)]
+            turns = [(entry, body) for entry, body in named if isinstance(body, TurnEntry)]
+            for (entry, _), body in zip(turns, standalone([body for _, body in turns]), strict=True):
+                found[entry.call_id] = msgspec.structs.replace(entry, body=encode_body(body))
+        return list(found.values())
 
     def forget(self, spec: EpisodeSpec) -> None:
         """An attempt has failed: discard its partial turns."""

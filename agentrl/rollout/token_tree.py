@@ -19,12 +19,13 @@ from __future__ import annotations
 import hashlib
 import json
 from array import array
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
 if TYPE_CHECKING:
+    import re
     from collections.abc import Sequence
 
     from agentrl.core.ports import ChatFormat
@@ -99,10 +100,17 @@ class Placement:
 
 
 class TokenTree:
-    """The rows of one seat of one attempt."""
+    """The rows of one seat of one attempt.
 
-    def __init__(self, chat_format: ChatFormat) -> None:
+    Args:
+        chat_format: of the seat's policy.
+        volatile: what differs from request to request by nature, such as a date: where a message is known but for
+            these, it is known, and the tokens of its first appearance stay.
+    """
+
+    def __init__(self, chat_format: ChatFormat, volatile: Sequence[re.Pattern[str]] = ()) -> None:
         self._format = chat_format
+        self._volatile = volatile
         self.rows: list[TreeRow] = []
         """All rows, by number."""
         self._turns: dict[bytes, list[TreeTurn]] = {}
@@ -118,7 +126,7 @@ class TokenTree:
         Raises:
             ModelError: the chat template refuses the conversation.
         """
-        said = [said_digest(message) for message in messages]
+        said = [self._said(message) for message in messages]
         paths, bare = _paths(_tools_digest(tools), said), _paths(b"", said)
         turn: TreeTurn | None = None
         cause: ForkCause | None = self._cause(messages, said, bare)
@@ -163,16 +171,45 @@ class TokenTree:
         row.tokens.extend(sampled)
         turn = row.last = TreeTurn(row, len(row.tokens), finish_reason)
         row.is_busy = False
-        said = said_digest(reply)
+        said = self._said(reply)
         self._replies.add(said)
         self._known.add(_next(placement.bare_path, said))
         self._turns.setdefault(_next(placement.path, said), []).append(turn)
         return turn
 
+    def identity(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> bytes:
+        """Digest of a request's tools and messages; equal for requests that are placed alike."""
+        return _paths(_tools_digest(tools), [self._said(message) for message in messages])[-1]
+
+    def restate(self, placement: Placement, context: Int32Array) -> Placement:
+        """Give a request the context it had when its reply was recorded, instead of the one rendered now.
+
+        Its row continues if the context does; else it gets a row of its own.
+        """
+        row, before, recorded = placement.row, placement.before, array("i", context.tobytes())
+        if recorded[:before] == row.tokens[:before]:
+            del row.tokens[before:]
+            row.tokens.extend(recorded[before:])
+            return placement
+        self.withdraw(placement)
+        row = TreeRow(len(self.rows), recorded, is_busy=True)
+        self.rows.append(row)
+        return replace(placement, row=row, before=0)
+
     def withdraw(self, placement: Placement) -> None:
         """Nothing was sampled for a request: take its context back. Its row's number is not given again."""
         del placement.row.tokens[placement.before :]
         placement.row.is_busy = False
+
+    def _said(self, message: Message) -> bytes:
+        """Digest of a message for comparisons. Of a reply, white space around the text does not count, and of arguments
+        neither the order of keys nor the spelling: clients write them anew."""
+        content = message.content.strip() if message.role == "assistant" else message.content
+        for pattern in self._volatile:
+            content = pattern.sub("", content)
+        calls = [(call.id, call.name, _arguments(call.arguments)) for call in message.tool_calls]
+        parts = json.dumps((message.role, message.tool_call_id, message.name, calls, content), ensure_ascii=True)
+        return hashlib.blake2b(parts.encode(), digest_size=16).digest()
 
     def _cause(self, messages: Sequence[Message], said: Sequence[bytes], bare: Sequence[bytes]) -> ForkCause:
         """Why a request would begin a row; `said` and `bare` are digests of its messages and of its beginnings."""
@@ -182,16 +219,6 @@ class TokenTree:
         if all(message.role != "assistant" for message in messages[shared:]):
             return "branch"
         return "reply" if messages[shared].role == "assistant" else "history"
-
-
-def said_digest(message: Message) -> bytes:
-    """Digest of a message for comparisons. Of a reply, white space around the text does not count, and of arguments
-    neither the order of keys nor the spelling: clients write them anew."""
-    is_reply = message.role == "assistant"
-    calls = [(call.id, call.name, _arguments(call.arguments)) for call in message.tool_calls]
-    content = message.content.strip() if is_reply else message.content
-    parts = json.dumps((message.role, message.tool_call_id, message.name, calls, content), ensure_ascii=True)
-    return hashlib.blake2b(parts.encode(), digest_size=16).digest()
 
 
 def _arguments(arguments: object) -> str:

@@ -184,12 +184,13 @@ class AsyncioWorker:
         environment = self._environment(spec.environment)
         task = asyncio.current_task()
         assert task is not None
-        failures = 0
+        failures, recalls = 0, resume
         while True:
             begin_again = False
             try:
                 recorded = await self._read_recorded(spec) if resume else ()
-                header = await self._runner.run(spec, environment, recorded, on_stuck=self._on_stuck)
+                answers = await self._runner.recalled(spec) if recalls and spec.attempt and not recorded else ()
+                header = await self._runner.run(spec, environment, recorded, answers=answers, on_stuck=self._on_stuck)
                 break
             except EngineLostError as error:
                 reason, detail = "engine_lost", str(error)
@@ -205,7 +206,9 @@ class AsyncioWorker:
                 return
             if begin_again:
                 begin_again = spec.fork is None and spec.attempt + 1 < MAX_ATTEMPTS
+                recalls = True
             elif reason == "environment_error":
+                recalls = False
                 failures += 1
                 begin_again = failures < self._data_attempts
             if not begin_again:

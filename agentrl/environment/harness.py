@@ -1,0 +1,260 @@
+"""Environments whose agent is a program of its own: a loop over a model client, a graph, a command line.
+
+`HarnessEnvironment` starts the program, gives it the address and the keys of a model endpoint, and rewards what came of
+it. Each request of the program is a turn of a seat. The program runs with the rights of this user (docs/security.md).
+
+A program that is started again, since it or this process was killed, begins in its initial state: an empty working
+directory. It is given the recorded replies while its requests are the same as before, and new ones after that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import inspect
+import json
+import os
+import re
+import shutil
+import signal
+import sys
+import tempfile
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from agentrl.core.errors import EffectError, EnvironmentDefinitionError, EpisodeError, RewardError
+from agentrl.core.records import Task, Turn
+from agentrl.environment.base import Endpoint, Environment, EpisodeContext, Split, TaskSource
+
+OUTPUT_BYTES = 65_536
+"""Bytes kept of the end of what a command wrote."""
+VOLATILE = (
+    r"\b\d{4}-\d{2}-\d{2}(?:[T ]\d{2}:\d{2}(?::\d{2}(?:\.\d+)?)?(?:Z|[+-]\d{2}:?\d{2})?)?",
+    r"\b[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}\b",
+    r"/tmp/[\w./-]+",
+    r"/dev/shm/[\w./-]+",
+)
+"""Patterns of dates, UUIDs and temporary paths."""
+_FIELD = re.compile(r"\{(task|endpoint)\.(\w+)\}")
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HarnessEpisode:
+    """What came of a program, as `reward` sees it."""
+
+    turns: Mapping[str, Sequence[Turn]]
+    """By seat."""
+    result: Any
+    """What `play` returned; of a command the end of its output."""
+    error: str | None
+    """How it failed; None if it ended by itself, a command with exit status 0."""
+    directory: Path | None
+    """Working directory of a command; it is removed after `reward`."""
+    truncated: bool
+    """A limit of turns, context or time refused a request."""
+
+
+class HarnessEnvironment(Environment):
+    """An agent from outside, trained as it is: a command line, or a coroutine (override `play`).
+
+    Example:
+        class Coder(agentrl.HarnessEnvironment):
+            seats = ("main",)
+            command = ["mini", "--task", "{task.question}", "--model", "openai/main"]
+            task_file = "tasks.jsonl"
+
+            def reward(self, task, episode):
+                return float((episode.directory / "answer.txt").exists())
+    """
+
+    # --- override these ---------------------------------------------------------------------------------------------
+
+    command: ClassVar[Sequence[str]] = ()
+    """The program and its arguments. `{task.NAME}` is an entry of the task's data, or its `id`; `{endpoint.url}` and
+    `{endpoint.key}` are the model's, which the environment variables of the usual clients hold too."""
+    task_file: ClassVar[str] = ""
+    """JSON lines beside the module, a task each: an object with its data, perhaps an `id`, and a `split` (`train` or
+    `held_out`; default `train`)."""
+    aliases: ClassVar[Mapping[str, str]] = {}
+    """Names of models that a program asks for, with the seat that each stands for. A seat's own name always works, and
+    with a provider before it, as in `openai/main`."""
+    volatile: ClassVar[Sequence[str]] = VOLATILE
+    """Regular expressions of text that differs from request to request by nature, and is left out where requests are
+    compared with earlier ones."""
+    ignored_fields: ClassVar[Sequence[str]] = ()
+    """Fields of requests that a run cannot honour (`temperature`, `tool_choice`), and that are ignored instead of
+    refused."""
+    replay_stable: ClassVar[bool] = True
+    """Whether running the program again from its beginning, with the recorded replies, is harmless. If not, an episode
+    that was interrupted begins again with new replies."""
+    failed_reward: ClassVar[float | None] = None
+    """Reward of an episode whose program fails; None: it is an error of the environment, and tried again."""
+
+    async def play(self, task: Task, endpoint: Endpoint) -> Any:
+        """Run the agent; returns JSON data. By default it runs `command`."""
+        return await self._run_command(task, endpoint)
+
+    @abstractmethod
+    def reward(self, task: Task, episode: HarnessEpisode) -> float | Mapping[str, float]:
+        """A finite number for every seat that acted, or one for each by name."""
+
+    # --- machinery --------------------------------------------------------------------------------------------------
+
+    _directory: Path | None = None
+
+    @classmethod
+    def tasks(cls, split: Split, *, seed: int = 0) -> TaskSource:
+        """The tasks of `task_file`.
+
+        Raises:
+            EnvironmentDefinitionError: there is no such file, or a line of it is no task.
+        """
+        if not cls.task_file:
+            return super().tasks(split, seed=seed)
+        path = Path(inspect.getfile(cls)).parent / cls.task_file
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise EnvironmentDefinitionError(f"{cls.__qualname__}.task_file: {path}: {error}") from error
+        found = [_task(line, n, path) for n, line in enumerate(lines, 1) if line.strip()]
+        return [task for task, of in found if of == split]
+
+    async def run(self, ctx: EpisodeContext) -> None:
+        """Start the program, answer its requests, and reward it when it has ended."""
+        result: Any = None
+        error: str | None = None
+        try:
+            async with ctx.endpoint(
+                aliases=self.aliases,
+                volatile=self.volatile,
+                ignored_fields=self.ignored_fields,
+                recall=self.replay_stable,
+            ) as endpoint:
+                try:
+                    result = await ctx.effect("harness", lambda: self._played(ctx.task, endpoint))
+                except EffectError as failure:
+                    error = failure.error
+                limit = endpoint.limit_reached()
+            if limit is not None:
+                ctx.truncate(limit)
+            if error is None and self._directory is not None:
+                result, error = result["output"], result["error"]
+            if error is not None and limit is None and self.failed_reward is None:
+                raise EpisodeError(
+                    f"the program failed: {error}. Set failed_reward if that is the policy's doing",
+                    reason="environment_error",
+                )
+            turns = {seat: ctx.agent(seat).turns for seat in self.seats}
+            value: float | Mapping[str, float] | None = self.failed_reward
+            if error is None or limit is not None or value is None:
+                value = self.reward(
+                    ctx.task,
+                    HarnessEpisode(
+                        turns=turns, result=result, error=error, directory=self._directory, truncated=limit is not None
+                    ),
+                )
+            if value is None:
+                raise RewardError(f"{type(self).__name__}.reward returned None; return a number")
+            for seat, acted in turns.items():
+                if acted and (not isinstance(value, Mapping) or seat in value):
+                    ctx.agent(seat).reward(value[seat] if isinstance(value, Mapping) else value)
+        finally:
+            if self._directory is not None:
+                await asyncio.to_thread(shutil.rmtree, self._directory, ignore_errors=True)
+
+    async def _played(self, task: Task, endpoint: Endpoint) -> Any:
+        """What the program returned, unless the episode fails first."""
+        return await endpoint.unless_it_fails(self.play(task, endpoint))
+
+    async def _run_command(self, task: Task, endpoint: Endpoint) -> dict[str, Any]:
+        """Run `command` in an empty directory, and end everything it started.
+
+        Raises:
+            EpisodeError: it was killed: the episode begins again.
+        """
+        if not self.command:
+            raise EnvironmentDefinitionError(f"{type(self).__qualname__} needs a `command`, or a `play` of its own")
+        arguments = [_filled(argument, task, endpoint) for argument in self.command]
+        self._directory = Path(tempfile.mkdtemp(prefix="agentrl-harness-"))
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *arguments,
+                cwd=self._directory,
+                env={**os.environ, **endpoint.variables()},
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=_die_with_parent(),
+            )
+        except (OSError, ValueError) as error:
+            raise EnvironmentDefinitionError(f"{type(self).__qualname__}.command: {arguments[0]!r}: {error}") from error
+        output = bytearray()
+        assert process.stdout is not None
+        reading = asyncio.get_running_loop().create_task(_read_end(process.stdout, output))
+        try:
+            status = await process.wait()
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            await process.wait()
+            await asyncio.wait({reading}, timeout=1.0)  # a process that left the group may hold the pipe open
+            reading.cancel()
+        if status < 0:
+            raise EpisodeError(
+                f"the program was killed by {signal.Signals(-status).name}; it is started again",
+                reason="harness_killed",
+                begin_again=True,
+            )
+        written = output.decode("utf-8", "replace")
+        failure = None if status == 0 else f"exit status {status}: {written[-500:].strip()}"
+        return {"output": written, "error": failure}
+
+
+def _task(line: str, number: int, path: Path) -> tuple[Task, str]:
+    """A task and its split."""
+    try:
+        data = json.loads(line)
+        split = data.pop("split", "train")
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise EnvironmentDefinitionError(f"{path}, line {number}: a task is a JSON object ({error})") from error
+    return Task(id=str(data.pop("id", f"{path.stem}-{number}")), data=data), split
+
+
+def _filled(argument: str, task: Task, endpoint: Endpoint) -> str:
+    """An argument of a command with its fields filled in."""
+
+    def value(found: re.Match[str]) -> str:
+        of, name = found.groups()
+        values = {"id": task.id, **task.data} if of == "task" else {"url": endpoint.url, "key": endpoint.key}
+        if name not in values:
+            raise EnvironmentDefinitionError(f"command: {found[0]}: there is {', '.join(values)}")
+        return str(values[name])
+
+    return _FIELD.sub(value, argument)
+
+
+async def _read_end(stream: asyncio.StreamReader, output: bytearray) -> None:
+    """Read a stream to its end and keep its last `OUTPUT_BYTES`."""
+    while part := await stream.read(OUTPUT_BYTES):
+        output += part
+        del output[:-OUTPUT_BYTES]
+
+
+def _die_with_parent() -> Callable[[], None] | None:
+    """Run in the child before the program: the kernel ends it when this process dies."""
+    if sys.platform != "linux":
+        return None
+    prctl, parent = ctypes.CDLL(None).prctl, os.getpid()
+
+    def ask() -> None:
+        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
+
+    return ask

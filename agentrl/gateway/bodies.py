@@ -1,0 +1,85 @@
+"""Bodies of requests, all of them hostile: bounded in size before and after decompression, and in depth."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from importlib import import_module
+from typing import Any
+
+from agentrl.gateway.calls import RequestRefusedError
+
+MAX_BODY_BYTES = 32 << 20
+"""Bytes of a body, before and after decompression."""
+MAX_DEPTH = 64
+"""Levels of objects and lists in a body."""
+
+
+def unpacked(body: bytes, encoding: str) -> bytes:
+    """A body without its `Content-Encoding`: identity, gzip, deflate or zstd.
+
+    Raises:
+        RequestRefusedError: the encoding is another, the body does not have it, or it becomes too long.
+    """
+    match encoding.strip().lower():
+        case "" | "identity":
+            return body
+        case "gzip" | "x-gzip" | "deflate":
+            unpacker = zlib.decompressobj(47)  # both headers
+            try:
+                found = unpacker.decompress(body, MAX_BODY_BYTES + 1)
+            except zlib.error as error:
+                raise RequestRefusedError(f"the body is not {encoding}: {error}") from None
+            is_whole = unpacker.eof
+        case "zstd":
+            found, is_whole = _unpacked_zstd(body)
+        case _:
+            raise RequestRefusedError(f"content-encoding {encoding[:40]!r} is not read; use gzip, deflate or zstd")
+    if len(found) > MAX_BODY_BYTES:
+        raise RequestRefusedError(f"the body is longer than {MAX_BODY_BYTES} bytes when it is unpacked", "large")
+    if not is_whole:
+        raise RequestRefusedError(f"the body ends in the middle of its {encoding} data")
+    return found
+
+
+def _unpacked_zstd(body: bytes) -> tuple[bytes, bool]:
+    """Content of a zstd body, at most a byte more than is taken, and whether that is all."""
+    try:
+        zstd = import_module("zstandard")
+    except ImportError:
+        raise RequestRefusedError(
+            "zstd bodies are read where the package zstandard is installed: `pip install zstandard`, or send gzip"
+        ) from None
+    try:
+        unpacker = zstd.ZstdDecompressor(max_window_size=1 << 27).stream_reader(body)
+        found = unpacker.read(MAX_BODY_BYTES + 1)
+    except zstd.ZstdError as error:
+        raise RequestRefusedError(f"the body is not zstd: {error}") from None
+    return found, True
+
+
+def parsed(body: bytes) -> dict[str, Any]:
+    """The JSON object of a body.
+
+    Raises:
+        RequestRefusedError: it is none, is not UTF-8, or is nested too deeply.
+    """
+    try:
+        value = json.loads(body.decode(), parse_constant=_refuse_constant)
+    except UnicodeDecodeError as error:
+        raise RequestRefusedError(f"the body is not UTF-8 at byte {error.start}") from None
+    except (ValueError, RecursionError) as error:
+        raise RequestRefusedError(f"the body is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise RequestRefusedError("the body must be a JSON object")
+    level: list[Any] = [value]
+    for _ in range(MAX_DEPTH):
+        level = [item for parent in level for item in (parent.values() if isinstance(parent, dict) else parent)]
+        level = [item for item in level if isinstance(item, dict | list)]
+    if level:
+        raise RequestRefusedError(f"the body is nested deeper than {MAX_DEPTH} levels")
+    return value
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")

@@ -1,0 +1,234 @@
+"""OpenAI's chat completions: `POST /v1/chat/completions`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, get_args
+
+from agentrl.core.records import Message, Role, ToolCall, ToolSpec
+from agentrl.gateway.calls import ChatReply, ChatRequest, RequestRefusedError, number, objects, shown, stop_texts, text
+
+MOST_REPLIES = 64
+"""Largest `n`."""
+_ROLES: dict[str, Role] = {**{role: role for role in get_args(Role)}, "developer": "system", "function": "tool"}
+_DEMANDS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "frequency_penalty",
+    "presence_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "logprobs",
+    "tool_choice",
+    "parallel_tool_calls",
+    "response_format",
+    "functions",
+    "modalities",
+    "audio",
+    "prediction",
+    "web_search_options",
+)
+_ERRORS = {"key": "invalid_api_key", "model": "model_not_found", "context": "context_length_exceeded"}
+
+
+class ChatCompletions:
+    """See `calls.ChatProtocol`."""
+
+    name = "chat completions"
+    keepalive = b": waiting\n\n"
+
+    def read(self, body: Mapping[str, Any]) -> ChatRequest:
+        """See `calls.ChatProtocol.read`."""
+        options = body.get("stream_options")
+        replies = number(body, "n") or 1
+        if replies > MOST_REPLIES:
+            raise RequestRefusedError(f"n is {replies}; at most {MOST_REPLIES} replies are given", "invalid", "n")
+        return ChatRequest(
+            model=text(body.get("model"), "model"),
+            messages=messages(body.get("messages")),
+            tools=[_tool(tool) for tool in objects(body.get("tools") or [], "tools")],
+            max_tokens=number(body, "max_completion_tokens") or number(body, "max_tokens"),
+            stop=stop_texts(body.get("stop"), "stop"),
+            n=replies,
+            stream=body.get("stream") is True,
+            demands={name: body[name] for name in _DEMANDS if body.get(name) is not None},
+            options={"include_usage": isinstance(options, dict) and options.get("include_usage") is True},
+        )
+
+    def whole(self, request: ChatRequest, replies: Sequence[ChatReply]) -> dict[str, Any]:
+        """See `calls.ChatProtocol.whole`."""
+        choices = [
+            {"index": n, "message": _message(reply), "logprobs": None, "finish_reason": _finish_reason(reply)}
+            for n, reply in enumerate(replies)
+        ]
+        return {**_head(request, replies, "chat.completion"), "choices": choices, "usage": _usage(replies)}
+
+    def events(self, request: ChatRequest, replies: Sequence[ChatReply]) -> Sequence[tuple[str | None, Any]]:
+        """See `calls.ChatProtocol.events`."""
+        head = _head(request, replies, "chat.completion.chunk")
+        if request.options["include_usage"]:
+            head["usage"] = None
+        found: list[tuple[str | None, Any]] = []
+
+        def add(index: int, delta: dict[str, Any], finish_reason: str | None = None) -> None:
+            choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+            found.append((None, {**head, "choices": [choice]}))
+
+        for index, reply in enumerate(replies):
+            add(index, {"role": "assistant", "content": ""})
+            if reply.thinking:
+                add(index, {"reasoning_content": reply.thinking})
+            if reply.message.content:
+                add(index, {"content": reply.message.content})
+            for n, call in enumerate(reply.message.tool_calls):
+                add(index, {"tool_calls": [{"index": n, **call_value(call)}]})
+            add(index, {}, _finish_reason(reply))
+        if request.options["include_usage"]:
+            found.append((None, {**head, "choices": [], "usage": _usage(replies)}))
+        return [*found, (None, "[DONE]")]
+
+    def refusal(self, refused: RequestRefusedError) -> dict[str, Any]:
+        """See `calls.ChatProtocol.refusal`."""
+        return openai_refusal(refused)
+
+
+def openai_refusal(refused: RequestRefusedError) -> dict[str, Any]:
+    """The body of a refusal in OpenAI's form."""
+    kind = "authentication_error" if refused.kind == "key" else "invalid_request_error"
+    if refused.kind == "unavailable":
+        kind = "server_error"
+    error = {"message": str(refused), "type": kind, "param": refused.parameter, "code": _ERRORS.get(refused.kind)}
+    return {"error": error}
+
+
+def messages(value: Any) -> list[Message]:
+    """The messages of a request.
+
+    Raises:
+        RequestRefusedError: they are none, or contain more than text.
+    """
+    found: list[Message] = []
+    names: dict[str, str] = {}
+    for n, item in enumerate(objects(value, "messages")):
+        where = f"messages[{n}]"
+        role = _ROLES.get(str(item.get("role")))
+        if role is None:
+            raise RequestRefusedError(f"{where}.role is {shown(item.get('role'))}", "invalid", where)
+        calls = tuple(_call(call, where) for call in objects(item.get("tool_calls") or [], f"{where}.tool_calls"))
+        names.update((call.id, call.name) for call in calls)
+        answered = item.get("tool_call_id")
+        found.append(
+            Message(
+                role=role,
+                content=content_text(item.get("content"), f"{where}.content"),
+                tool_calls=calls if role == "assistant" else (),
+                tool_call_id=text(answered, f"{where}.tool_call_id") if answered is not None else None,
+                name=names.get(str(answered)) if role == "tool" else None,
+            )
+        )
+    if not found or found[-1].role == "assistant":
+        raise RequestRefusedError(
+            "messages must end with a message of the user, the system or a tool: a reply cannot be continued",
+            "invalid",
+            "messages",
+        )
+    return found
+
+
+def content_text(value: Any, where: str) -> str:
+    """The text of a message's content: text, or a list of parts with text.
+
+    Raises:
+        RequestRefusedError: it contains an image, say.
+    """
+    if value is None:
+        return ""
+    if isinstance(value, str):
+        return value
+    parts = []
+    for part in objects(value, where):
+        kind = part.get("type", "text")
+        if kind not in ("text", "input_text", "output_text", "refusal"):
+            raise RequestRefusedError(
+                f"{where} has a part of type {shown(kind)}; this model reads text", "invalid", where
+            )
+        parts.append(text(part.get("text", part.get("refusal")), f"{where}.text"))
+    return "\n".join(parts)
+
+
+def call_value(call: ToolCall) -> dict[str, Any]:
+    """A tool call in OpenAI's form."""
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments_text(call)}}
+
+
+def arguments_text(call: ToolCall) -> str:
+    """The arguments of a call as JSON; as they are where they did not parse."""
+    return call.arguments if isinstance(call.arguments, str) else json.dumps(call.arguments, ensure_ascii=False)
+
+
+def arguments_of(written: Any) -> Mapping[str, Any] | str:
+    """The arguments of a call that a client sends back."""
+    if isinstance(written, dict):
+        return written
+    try:
+        value = json.loads(written)
+    except (TypeError, ValueError, RecursionError):
+        return str(written)
+    return value if isinstance(value, dict) else str(written)
+
+
+def _call(call: Mapping[str, Any], where: str) -> ToolCall:
+    function = call.get("function")
+    if not isinstance(function, dict):
+        raise RequestRefusedError(f"{where}.tool_calls has a call of no function", "invalid", where)
+    name = text(function.get("name"), f"{where}.tool_calls.function.name")
+    return ToolCall(id=str(call.get("id", "")), name=name, arguments=arguments_of(function.get("arguments", "")))
+
+
+def _tool(tool: Mapping[str, Any]) -> ToolSpec:
+    function = tool.get("function")
+    if tool.get("type", "function") != "function" or not isinstance(function, dict):
+        raise RequestRefusedError(
+            f"a tool of type {shown(tool.get('type'))} is none this model has", "invalid", "tools"
+        )
+    parameters = function.get("parameters") or {"type": "object", "properties": {}}
+    if not isinstance(parameters, dict):
+        raise RequestRefusedError(f"tools: parameters are {shown(parameters)}, no JSON schema", "invalid", "tools")
+    return ToolSpec(
+        name=text(function.get("name"), "tools.function.name"),
+        description=text(function.get("description") or "", "tools.function.description"),
+        parameters=parameters,
+    )
+
+
+def _head(request: ChatRequest, replies: Sequence[ChatReply], kind: str) -> dict[str, Any]:
+    reply = replies[0]
+    return {"id": f"chatcmpl-{reply.reply_id}", "object": kind, "created": reply.created, "model": request.model}
+
+
+def _message(reply: ChatReply) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": reply.message.content or None, "refusal": None}
+    if reply.thinking:
+        message["reasoning_content"] = reply.thinking
+    if reply.message.tool_calls:
+        message["tool_calls"] = [call_value(call) for call in reply.message.tool_calls]
+    elif message["content"] is None:
+        message["content"] = ""
+    return message
+
+
+def _finish_reason(reply: ChatReply) -> str:
+    return "stop" if reply.finish_reason == "stop_text" else reply.finish_reason
+
+
+def _usage(replies: Sequence[ChatReply]) -> dict[str, Any]:
+    prompt, sampled = replies[0].prompt_tokens, sum(reply.completion_tokens for reply in replies)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": sampled,
+        "total_tokens": prompt + sampled,
+        "prompt_tokens_details": {"cached_tokens": replies[0].cached_tokens},
+    }

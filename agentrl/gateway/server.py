@@ -1,0 +1,386 @@
+"""The gateway: one HTTP server per worker, on loopback, in front of the seats of the episodes that run there.
+
+`Gateway.open` gives the seats of an attempt an address and keys, which end with the attempt. A key admits to the seats
+it was made for, in a header (`Authorization: Bearer`, `x-api-key`) or in the address (`/key/KEY/v1/…`). The server
+listens while something is open.
+
+1. A call is sampled once: if its client goes away before it has the reply, the reply is owed, and the next request that
+   is equal to the byte gets it. So does a request with the same `Idempotency-Key`. Equal requests of clients that have
+   their replies are calls of their own.
+2. A client sees latency, never an error, while its call waits for the engine: streams carry comments, other answers
+   begin with white space.
+3. Whatever a client sends, its answer is a refusal in its protocol's own form.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import re
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from agentrl.core.errors import AgentRLError, StorageError
+from agentrl.gateway import bodies
+from agentrl.gateway.calls import ChatProtocol, ChatReply, ChatRequest, RequestRefusedError, Seat, shown
+from agentrl.gateway.chat_completions import ChatCompletions, openai_refusal
+
+if TYPE_CHECKING:
+    from aiohttp import web
+
+HOST = "127.0.0.1"
+KEEPALIVE_S = 10.0
+"""Seconds between the signs of life that a waiting client gets."""
+MOST_CALLS = 1024
+"""Calls of one attempt that wait at a time."""
+_KEY = re.compile(r"/key/([^/]+)(/.*)")
+
+Answer = Callable[["web.Request"], Awaitable["web.StreamResponse"]]
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class OpenSeats:
+    """The seats of an attempt while the gateway serves them."""
+
+    url: str
+    """Address for clients that ask for OpenAI's protocols; ends with `/v1`."""
+    key: str
+    """Admits to every seat, by the model's name."""
+    keys: Mapping[str, str]
+    """By seat, a key that admits to it alone."""
+    seats: Mapping[str, Seat]
+    """By name of the model, aliases included."""
+    failure: asyncio.Future[None]
+    """Gets the error with which the episode cannot go on."""
+    calls: dict[bytes, list[_Call]] = field(default_factory=dict)
+    """Calls that run, or whose reply is owed, by digest of the request."""
+    by_idempotency_key: dict[str, _Call] = field(default_factory=dict)
+    running: set[asyncio.Task[Any]] = field(default_factory=set)
+
+    @property
+    def root_url(self) -> str:
+        """Address for clients of the Messages protocol, which add `/v1` themselves."""
+        return self.url.removesuffix("/v1")
+
+
+@dataclass(eq=False, slots=True)
+class _Call:
+    """A call and its clients."""
+
+    task: asyncio.Task[Sequence[ChatReply]]
+    clients: int = 0
+    """Clients that wait for it now."""
+
+
+class Gateway:
+    """The server of one process."""
+
+    def __init__(self) -> None:
+        self._admitted: dict[bytes, tuple[OpenSeats, str | None]] = {}
+        """By digest of the key: what it admits to; a name limits it to one seat."""
+        self._runner: web.AppRunner | None = None
+        self._port = 0
+        self._starting = asyncio.Lock()
+
+    @asynccontextmanager
+    async def open(self, seats: Mapping[str, Seat], aliases: Mapping[str, str]) -> AsyncIterator[OpenSeats]:
+        """Serve seats until the context is left; calls in flight are cancelled then.
+
+        Args:
+            seats: by name.
+            aliases: further names of models, with the seat that each stands for.
+
+        Raises:
+            StorageError: nothing can listen on loopback.
+        """
+        async with self._starting:
+            if self._runner is None:
+                await self._start()
+            opened = OpenSeats(
+                url=f"http://{HOST}:{self._port}/v1",
+                key=_new_key(),
+                keys={name: _new_key() for name in seats},
+                seats={**seats, **{alias: seats[name] for alias, name in aliases.items()}},
+                failure=asyncio.get_running_loop().create_future(),
+            )
+            self._admitted[_digest(opened.key)] = (opened, None)
+            self._admitted.update({_digest(key): (opened, name) for name, key in opened.keys.items()})
+        try:
+            yield opened
+        finally:
+            for key in (opened.key, *opened.keys.values()):
+                del self._admitted[_digest(key)]
+            for task in opened.running:
+                task.cancel()
+            await asyncio.gather(*opened.running, return_exceptions=True)
+            opened.failure.cancel()
+            async with self._starting:
+                if not self._admitted:
+                    await self._stop()
+
+    async def _start(self) -> None:
+        from aiohttp import web
+
+        application = web.Application(client_max_size=bodies.MAX_BODY_BYTES)
+        application.router.add_route("*", "/{path:.*}", self._answer)
+        runner = web.AppRunner(application, access_log=None, handler_cancellation=True, auto_decompress=False)
+        await runner.setup()
+        try:
+            await web.TCPSite(runner, HOST, 0).start()
+        except OSError as error:
+            await runner.cleanup()
+            raise StorageError(f"the gateway cannot listen on {HOST} ({error.strerror})") from error
+        self._runner, self._port = runner, runner.addresses[0][1]
+
+    async def _stop(self) -> None:
+        runner, self._runner = self._runner, None
+        if runner is None:
+            return
+        for client in runner.server.connections if runner.server is not None else ():
+            if client.transport is not None:
+                client.transport.abort()  # nobody is waited for, who may never read what was answered
+        await runner.cleanup()
+
+    # --- a request, in order ------------------------------------------------------------------------------------------
+
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
+        """Answer any request."""
+        path, in_address = request.path, None
+        if found := _KEY.fullmatch(path):
+            in_address, path = found.groups()
+        protocol = _PROTOCOLS.get(path)
+        try:
+            self._check_own(request)
+            opened, seat = self._admit(request, in_address)
+            if path == "/v1/models" and request.method == "GET":
+                return _json(200, _models(opened, seat))
+            if protocol is None or request.method != "POST":
+                raise RequestRefusedError(
+                    f"there is no {request.method} {shown(path)} here; there are: GET /v1/models, "
+                    f"{', '.join(f'POST {known}' for known in _PROTOCOLS)}",
+                    "model",
+                )
+            body = await _body(request)
+            chat = protocol.read(bodies.parsed(body))
+            return await self._chat(request, protocol, chat, opened, seat, _digest(path, body))
+        except RequestRefusedError as refused:
+            return _json(refused.status, (protocol.refusal if protocol else openai_refusal)(refused))
+
+    def _check_own(self, request: web.Request) -> None:
+        """Refuse browsers: a page whose name resolves to this machine would be admitted by a key it guessed or saw."""
+        if request.host not in (f"{HOST}:{self._port}", f"localhost:{self._port}") or "Origin" in request.headers:
+            raise RequestRefusedError(
+                "the gateway answers programs of this machine, under its own address", "forbidden"
+            )
+
+    def _admit(self, request: web.Request, in_address: str | None) -> tuple[OpenSeats, str | None]:
+        """What the key of a request admits to.
+
+        Raises:
+            RequestRefusedError: it has none, or one of no episode that runs.
+        """
+        given = request.headers.get("Authorization", "")
+        bearer = given[7:].strip() if given[:7].lower() == "bearer " else ""
+        key = in_address or request.headers.get("x-api-key") or bearer
+        admitted = self._admitted.get(_digest(key))
+        if admitted is None:
+            why = "the key is of no episode that runs here: keys end with their episode" if key else "there is no key"
+            raise RequestRefusedError(why, "key")
+        return admitted
+
+    async def _chat(
+        self,
+        request: web.Request,
+        protocol: ChatProtocol,
+        chat: ChatRequest,
+        opened: OpenSeats,
+        limited_to: str | None,
+        digest: bytes,
+    ) -> web.StreamResponse:
+        """Sample, recall or join the call of a request, and hand its replies over."""
+        seat = _seat_of(opened, chat.model, limited_to)
+        retries = request.headers.get("x-stainless-retry-count", "0") != "0"
+        call = _call_of(opened, digest, request.headers.get("Idempotency-Key", ""), retries=retries)
+        if call is None:
+            if len(opened.running) >= MOST_CALLS:
+                raise RequestRefusedError(f"{MOST_CALLS} calls of this episode wait already", "unavailable")
+            call = _Call(asyncio.get_running_loop().create_task(_replies(opened, seat, chat)))
+            opened.running.add(call.task)
+            call.task.add_done_callback(opened.running.discard)
+            opened.calls.setdefault(digest, []).append(call)
+            if key := request.headers.get("Idempotency-Key", ""):
+                opened.by_idempotency_key[key] = call
+        call.clients += 1
+        try:
+            response = await _hand_over(request, protocol, chat, call.task)
+        except BaseException:
+            call.clients -= 1
+            raise
+        call.clients -= 1
+        _forget(opened, digest, call)
+        return response
+
+
+def _seat_of(opened: OpenSeats, model: str, limited_to: str | None) -> Seat:
+    """The seat a model's name stands for.
+
+    Raises:
+        RequestRefusedError: there is none, or the key does not admit to it.
+    """
+    seat = opened.seats.get(model) or opened.seats.get(model.rpartition("/")[2])
+    if seat is None:
+        raise RequestRefusedError(
+            f"there is no model {shown(model)}; the models are the episode's seats: {', '.join(opened.seats)}",
+            "model",
+            "model",
+        )
+    if limited_to not in (None, seat.seat):
+        raise RequestRefusedError(f"the key admits to {limited_to!r}, and the model is {shown(model)}", "forbidden")
+    return seat
+
+
+def _call_of(opened: OpenSeats, digest: bytes, idempotency_key: str, *, retries: bool) -> _Call | None:
+    """The call whose reply a request is to get; None if it is a new one."""
+    if idempotency_key:
+        return opened.by_idempotency_key.get(idempotency_key)
+    for call in opened.calls.get(digest, ()):
+        if not call.clients or retries:
+            return call
+    return None
+
+
+def _forget(opened: OpenSeats, digest: bytes, call: _Call) -> None:
+    """A client has the replies of a call: it is owed to nobody."""
+    same = opened.calls.get(digest, [])
+    if call in same:
+        same.remove(call)
+    if not same:
+        opened.calls.pop(digest, None)
+
+
+async def _replies(opened: OpenSeats, seat: Seat, chat: ChatRequest) -> Sequence[ChatReply]:
+    """The replies of a call; an error that ends the episode is told to its owner."""
+    try:
+        if chat.n == 1:
+            return [await seat.reply(chat)]
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(seat.reply(chat)) for _ in range(chat.n)]
+        return [task.result() for task in tasks]
+    except BaseException as error:  # noqa: BLE001 - raised again
+        cause = error.exceptions[0] if isinstance(error, BaseExceptionGroup) else error
+        if not isinstance(cause, RequestRefusedError | asyncio.CancelledError) and not opened.failure.done():
+            opened.failure.set_exception(cause)
+            opened.failure.exception()  # its owner may have ended meanwhile
+        raise cause from None
+
+
+async def _hand_over(
+    request: web.Request, protocol: ChatProtocol, chat: ChatRequest, task: asyncio.Task[Sequence[ChatReply]]
+) -> web.StreamResponse:
+    """Wait for the replies of a call and write them; the task goes on if the client goes away."""
+    await asyncio.wait({task}, timeout=0 if chat.stream else KEEPALIVE_S)
+    response: web.StreamResponse | None = None
+    while not task.done():
+        response = response or await _begun(request, chat)
+        await response.write(protocol.keepalive if chat.stream else b" ")
+        await asyncio.wait({task}, timeout=KEEPALIVE_S)
+    try:
+        replies = task.result()
+    except (AgentRLError, asyncio.CancelledError) as error:
+        refused = _refused(error)
+        if response is None:
+            raise refused from None
+        said = protocol.refusal(refused)
+        await response.write(_event("error", said) if chat.stream else _dumped(said))
+    else:
+        response = response or await _begun(request, chat)
+        if chat.stream:
+            await response.write(b"".join(_event(name, data) for name, data in protocol.events(chat, replies)))
+        else:
+            await response.write(_dumped(protocol.whole(chat, replies)))
+    await response.write_eof()
+    return response
+
+
+async def _begun(request: web.Request, chat: ChatRequest) -> web.StreamResponse:
+    """An answer whose status and headers are sent."""
+    from aiohttp import web
+
+    kind = "text/event-stream" if chat.stream else "application/json"
+    response = web.StreamResponse(headers={"Content-Type": kind, "Cache-Control": "no-store"})
+    await response.prepare(request)
+    return response
+
+
+def _refused(error: BaseException) -> RequestRefusedError:
+    """What a client is told of an error; of one that ends the episode only that."""
+    if isinstance(error, RequestRefusedError):
+        return error
+    if isinstance(error, asyncio.CancelledError):
+        return RequestRefusedError("the episode has ended", "key")
+    return RequestRefusedError("the episode cannot go on", "unavailable")
+
+
+async def _body(request: web.Request) -> bytes:
+    """The body of a request, unpacked.
+
+    Raises:
+        RequestRefusedError: it is too long, or not packed as it says.
+    """
+    from aiohttp import web
+
+    try:
+        body = await request.read()
+    except web.HTTPRequestEntityTooLarge:
+        raise RequestRefusedError(f"the body is longer than {bodies.MAX_BODY_BYTES} bytes", "large") from None
+    return bodies.unpacked(body, request.headers.get("Content-Encoding", ""))
+
+
+def _models(opened: OpenSeats, limited_to: str | None) -> dict[str, Any]:
+    """The models a key admits to, in the form of both OpenAI and Anthropic."""
+    names = [name for name, seat in opened.seats.items() if limited_to in (None, seat.seat)]
+    data = [
+        {"id": name, "object": "model", "type": "model", "display_name": name, "created": 0, "owned_by": "agentrl"}
+        for name in names
+    ]
+    return {"object": "list", "data": data, "has_more": False, "first_id": names[0], "last_id": names[-1]}
+
+
+def _event(name: str | None, data: Any) -> bytes:
+    """One server-sent event."""
+    written = data.encode() if isinstance(data, str) else _dumped(data)
+    return (b"" if name is None else f"event: {name}\n".encode()) + b"data: " + written + b"\n\n"
+
+
+def _dumped(value: Any) -> bytes:
+    """JSON in ASCII: lone surrogates of a model's arguments stay escaped."""
+    return json.dumps(value, default=dict).encode()
+
+
+def _json(status: int, value: Any) -> web.Response:
+    from aiohttp import web
+
+    return web.Response(
+        status=status, body=_dumped(value), content_type="application/json", headers={"Cache-Control": "no-store"}
+    )
+
+
+def _new_key() -> str:
+    return f"sk-{secrets.token_urlsafe(32)}"
+
+
+def _digest(*parts: str | bytes) -> bytes:
+    """Digest of a key, or of a request's path and body; keys are looked up by it, so that the time tells nothing."""
+    digest = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        digest.update(part if isinstance(part, bytes) else part.encode("utf-8", "surrogateescape"))
+        digest.update(b"\0")
+    return digest.digest()
+
+
+_PROTOCOLS: Mapping[str, ChatProtocol] = {"/v1/chat/completions": ChatCompletions()}
+"""By path."""

@@ -1,0 +1,358 @@
+"""A seat that an agent from outside holds: every request to the gateway is a turn of it.
+
+`HarnessAgent.reply` finds the row of tokens a request continues (`token_tree.py`), samples the reply or recalls it, and
+writes the turn. Calls run side by side, each row with an engine session of its own.
+
+Invariants
+1. The seat is one agent with one reward, however many rows its client's conversations become: they are one unit.
+2. A call is named by what it asks, and how often that was asked before in the attempt. So an attempt that begins again
+   recalls the replies of the attempts before it in whatever order its client asks; what it does not ask for again is
+   no part of it.
+3. A recalled reply is written with the context it was sampled from, to the token.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from bisect import bisect_left
+from collections import Counter
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import msgspec
+import numpy as np
+
+from agentrl.core.errors import EngineError, EnvironmentDefinitionError, ModelError
+from agentrl.core.ids import key64
+from agentrl.core.records import Completion, SamplingMask, Turn
+from agentrl.core.text import plural
+from agentrl.environment.base import LimitReachedError
+from agentrl.gateway.calls import ChatReply, ChatRequest, RequestRefusedError, shown
+from agentrl.journal.entries import TurnEntry, asked_hash
+from agentrl.rollout.agent import CHARACTERS_PER_TOKEN, LiveAgent, TurnSampler
+from agentrl.rollout.token_tree import TokenTree
+from agentrl.rollout.turn_entries import completion_of, message_data, slice_of
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator, Mapping, Sequence
+
+    from agentrl.core.ports import SamplingParams
+    from agentrl.core.records import Message, PolicyVersion
+    from agentrl.environment.base import Limits
+    from agentrl.rollout.call_journal import Call
+    from agentrl.rollout.episode import LiveEpisode
+    from agentrl.rollout.token_tree import Placement
+
+_OFF: Mapping[str, tuple[Any, ...]] = {
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "logit_bias": ({},),
+    "logprobs": (False,),
+    "tool_choice": ("auto", {"type": "auto"}),
+    "parallel_tool_calls": (True,),
+    "response_format": ({"type": "text"},),
+    "functions": ([],),
+    "modalities": (["text"],),
+}
+"""Values that change nothing, by demand; those of the run's own sampling are compared with the run's."""
+_THOUGHT = re.compile(r"\s*(?:<think>)?(.*?)</think>", re.DOTALL)
+_LETTERS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
+
+
+class RowSampler(TurnSampler):
+    """Samples the turns of one row."""
+
+    __slots__ = ("_row",)
+
+    def __init__(self, episode: LiveEpisode, seat: str, row: int) -> None:
+        super().__init__(episode, seat, 0)
+        self._row = row
+
+    @property
+    def _name(self) -> str:
+        return f"{super()._name}.{self._row}"
+
+
+class HarnessAgent(LiveAgent):
+    """The agent of a seat whose turns an agent from outside asks for.
+
+    Args:
+        episode: the running attempt.
+        seat: of the environment.
+        volatile: what differs from request to request by nature; see `TokenTree`.
+        ignored: demands that are not honoured and not refused.
+    """
+
+    __slots__ = ("_asked", "_ignored", "_in_progress", "_samplers", "_tree", "limit_reached")
+
+    def __init__(
+        self, episode: LiveEpisode, seat: str, volatile: Sequence[re.Pattern[str]], ignored: Collection[str]
+    ) -> None:
+        super().__init__(episode, seat, 0, ())
+        self._tree = TokenTree(self._settings.chat_format, volatile)
+        self._samplers: dict[int, RowSampler] = {}
+        self._asked: Counter[bytes] = Counter()
+        self._ignored = ignored
+        self._in_progress = 0
+        self.limit_reached: LimitReachedError | None = None
+        """The first limit that refused a request."""
+
+    async def act(self, *messages: Message, max_tokens: int | None = None) -> NoReturn:
+        """Refuse: the turns of the seat are asked for through the gateway."""
+        raise EnvironmentDefinitionError(f"the turns of seat {self.seat!r} are asked for through ctx.endpoint()")
+
+    def restart(self, *messages: Message) -> NoReturn:
+        """Refuse: see `act`."""
+        raise EnvironmentDefinitionError(f"the rows of seat {self.seat!r} are its client's: see ctx.endpoint()")
+
+    def count_tokens(self, request: ChatRequest) -> int:
+        """See `gateway.calls.Seat.count_tokens`."""
+        placed = self._place(request)
+        length = len(placed.row.tokens)
+        self._tree.withdraw(placed)
+        return length
+
+    async def reply(self, request: ChatRequest) -> ChatReply:
+        """See `gateway.calls.Seat.reply`."""
+        self._check_demands(request)
+        sampling = self._sampling(request.max_tokens)
+        self._check_limits(self._settings.limits)
+        path = self._tree.identity(request.messages, request.tools)
+        asked = asked_hash(path, sampling.max_tokens.to_bytes(4, "little"), *map(_encoded, request.stop))
+        call_id = f"{self.seat}:{asked.hex()}.{self._asked[asked]}"
+        self._asked[asked] += 1
+        call = self._episode.journal.open_named(call_id, asked)
+        self._in_progress += 1
+        try:
+            if isinstance(call.recorded, TurnEntry):
+                return self._recall(request, call, call.recorded)
+            return await self._sample_new(request, call, sampling)
+        finally:
+            self._in_progress -= 1
+
+    def _recall(self, request: ChatRequest, call: Call, recorded: TurnEntry) -> ChatReply:
+        """Give the reply of an earlier attempt, whose entry holds its whole context."""
+        context = np.frombuffer(recorded.context_ids, dtype="<i4")
+        placed = self._tree.restate(self._place(request), context)
+        entry = msgspec.structs.replace(
+            recorded,
+            row=placed.row.number,
+            turn=len(self._turns),
+            context_ids=placed.context_ids,
+            parent_context=placed.before,
+            messages=tuple(message_data(message) for message in _new(request, placed)),
+        )
+        self._write(call, entry)
+        self._episode.metric("replies/recalled", 1.0, self)
+        return self._replied(request, call, placed, completion_of(recorded), recorded.started)
+
+    async def _sample_new(self, request: ChatRequest, call: Call, sampling: SamplingParams) -> ChatReply:
+        """Sample a reply and write its turn."""
+        clock = self._episode.services.clock
+        placed = self._place(request)
+        sampler = self._samplers.get(placed.row.number)
+        if sampler is None:
+            sampler = self._samplers[placed.row.number] = RowSampler(self._episode, self.seat, placed.row.number)
+        started = clock.monotonic()
+        try:
+            if len(placed.row.tokens) >= self._settings.limits.max_context:
+                self._refuse_context(len(placed.row.tokens))
+            with self._episode.time_limit_paused():
+                completion = self._cut(await sampler.sample(call, placed.context(), sampling), request.stop)
+            entry = self.entry(
+                _new(request, placed),
+                placed.row.number,
+                placed.context_ids,
+                placed.before,
+                completion,
+                clock.monotonic() - started,
+                sampler.pauses,
+            )
+            self._write(call, entry)
+        except EngineError as error:
+            self._episode.journal.fail(error)
+            raise
+        except BaseException:
+            self._tree.withdraw(placed)
+            raise
+        return self._replied(request, call, placed, completion, entry.started)
+
+    def _replied(
+        self, request: ChatRequest, call: Call, placed: Placement, completion: Completion, started: float
+    ) -> ChatReply:
+        """Append a turn that is in the journal, and return it as the client gets it."""
+        chat_format = self._settings.chat_format
+        sampled = completion.token_ids.tolist()
+        prompt_tokens = len(placed.row.tokens)
+        text = chat_format.decode(sampled)
+        message = chat_format.parse(sampled)
+        stop_text = next((stop for stop in request.stop if stop in text), None)
+        calls = tuple(
+            dataclasses.replace(each, id=self._tool_call_id(call.call_id, n))
+            for n, each in enumerate(message.tool_calls)
+        )
+        content = message.content if stop_text is None else message.content.partition(stop_text)[0]
+        message = dataclasses.replace(message, content=content, tool_calls=calls)
+        self._tree.answer(placed, sampled, completion.finish_reason, message)
+        if placed.cause is not None:
+            self._episode.metric(f"rows/{placed.cause}", 1.0, self)
+        if completion.finish_reason == "length" and stop_text is None:
+            self._episode.metric("turns/length", 1.0, self)
+        if self._episode.limit is not None:
+            self._episode.limit.restart()
+        self._sampled += self._tokens_of(completion)
+        self._messages.extend(_new(request, placed))
+        self._messages.append(message)
+        self._turns.append(Turn(text=message.content, message=message, completion=completion))
+        thought = _THOUGHT.match(text)
+        return ChatReply(
+            reply_id=f"{self._key(call.call_id):016x}",
+            created=int(started),
+            message=message,
+            thinking=thought[1].strip() if thought and thought[1].strip() not in message.content else "",
+            finish_reason=_finish_reason(completion, message, stop_text),
+            stop_text=stop_text,
+            prompt_tokens=prompt_tokens,
+            completion_tokens=len(sampled),
+            cached_tokens=completion.cached_tokens,
+        )
+
+    def _place(self, request: ChatRequest) -> Placement:
+        """The row of a request.
+
+        Raises:
+            RequestRefusedError: it does not fit the context, or the chat template refuses it.
+        """
+        characters = sum(len(message.content) for message in request.messages)
+        if characters > CHARACTERS_PER_TOKEN * self._settings.limits.max_context:
+            self._refuse_context(characters // CHARACTERS_PER_TOKEN)
+        try:
+            return self._tree.place(request.messages, request.tools)
+        except ModelError as error:
+            raise RequestRefusedError(f"the model's chat template refuses the messages: {error}") from None
+
+    def _check_demands(self, request: ChatRequest) -> None:
+        """Refuse what the run samples otherwise.
+
+        Raises:
+            RequestRefusedError: the request asks for it.
+        """
+        sampling = self._settings.sampling
+        own: dict[str, tuple[Any, ...]] = {
+            "temperature": (sampling.temperature,),
+            "top_p": (sampling.top_p,),
+            "top_k": (sampling.top_k, *(() if sampling.top_k else (-1,))),
+            "min_p": (sampling.min_p,),
+        }
+        for name, value in request.demands.items():
+            honoured = own.get(name) or _OFF.get(name, ())
+            if name in self._ignored or value in honoured or (name == "tool_choice" and not request.tools):
+                continue
+            has = f"the run has {shown(honoured[0])}" if honoured else "no run has it"
+            raise RequestRefusedError(
+                f"{name} is {shown(value)}, and {has}: leave it out of the request, or name {name!r} in the "
+                "environment's ignored_fields",
+                "invalid",
+                name,
+            )
+        if request.stop and self._episode.services.engine.capabilities.expert_routing:
+            raise RequestRefusedError("stop: a run that records expert routing cannot end a reply at a text")
+
+    def _check_limits(self, limits: Limits) -> None:
+        """Refuse turns beyond the limits.
+
+        Raises:
+            RequestRefusedError: a limit is reached.
+        """
+        if self._episode.journal.is_over_time:
+            self._refuse(LimitReachedError("the episode has used its time", stop_reason="time_limit"))
+        if len(self._turns) + self._in_progress >= limits.max_turns:
+            what = f"seat {self.seat!r} has used its {plural(limits.max_turns, 'turn')}"
+            self._refuse(LimitReachedError(what, stop_reason="max_turns"))
+
+    def _refuse_context(self, tokens: int) -> NoReturn:
+        limit = self._settings.limits.max_context
+        what = f"the conversation has at least {tokens} tokens, and the maximum context length is {limit}"
+        self._refuse(LimitReachedError(what, stop_reason="context_length"))
+
+    def _refuse(self, limit: LimitReachedError) -> NoReturn:
+        self.limit_reached = self.limit_reached or limit
+        raise RequestRefusedError(str(limit), "context" if limit.stop_reason == "context_length" else "limit")
+
+    def _cut(self, completion: Completion, stops: Sequence[str]) -> Completion:
+        """A completion up to the token in which a text of `stops` ends: what would have been sampled with it.
+
+        It then has no closing token, as one that its limit ended.
+        """
+        decode, ids = self._settings.chat_format.decode, completion.token_ids.tolist()
+        if not any(stop in decode(ids) for stop in stops):
+            return completion
+        end = (
+            bisect_left(range(1, len(ids) + 1), True, key=lambda n: any(stop in decode(ids[:n]) for stop in stops)) + 1
+        )
+        mask = completion.sampling_mask
+        if mask is not None:
+            counts = mask.counts[:end]
+            mask = SamplingMask(counts=counts, token_ids=mask.token_ids[: int(counts[counts > 0].sum())])
+        return dataclasses.replace(
+            slice_of(completion, 0, end),
+            finish_reason="length",
+            sampling_mask=mask,
+            prompt_tokens=completion.prompt_tokens,
+            cached_tokens=completion.cached_tokens,
+        )
+
+    def _key(self, *parts: object) -> int:
+        return key64(self._episode.spec.episode_id, *parts)
+
+    def _tool_call_id(self, call_id: str, number: int) -> str:
+        """The id of a tool call: nine letters and digits, which every chat template takes."""
+        key, letters = self._key(call_id, number), ""
+        for _ in range(9):
+            key, at = divmod(key, len(_LETTERS))
+            letters += _LETTERS[at]
+        return letters
+
+    def versions(self) -> Iterator[PolicyVersion]:
+        """See `LiveAgent.versions`."""
+        yield from super().versions()
+        for sampler in self._samplers.values():
+            yield from sampler.running_versions()
+
+    def suspend(self) -> None:
+        """See `LiveAgent.suspend`."""
+        for sampler in self._samplers.values():
+            sampler.suspend()
+
+    def close(self) -> None:
+        """See `LiveAgent.close`."""
+        super().close()
+        for sampler in self._samplers.values():
+            sampler.close()
+
+
+def standalone(entries: Sequence[TurnEntry]) -> Iterator[TurnEntry]:
+    """Turns of one attempt, in order, each with its whole context."""
+    rows: dict[tuple[str, int, int], bytes] = {}
+    for entry in entries:
+        key = (entry.seat, entry.index, entry.row)
+        context = rows.get(key, b"")[: 4 * entry.parent_context] + entry.context_ids
+        rows[key] = context + entry.token_ids
+        yield msgspec.structs.replace(entry, context_ids=context, parent_context=0)
+
+
+def _new(request: ChatRequest, placed: Placement) -> Sequence[Message]:
+    return request.messages[len(request.messages) - placed.new_messages :]
+
+
+def _finish_reason(completion: Completion, message: Message, stop_text: str | None) -> Any:
+    if message.tool_calls:
+        return "tool_calls"
+    if stop_text is not None:
+        return "stop_text"
+    return "length" if completion.finish_reason == "length" else "stop"
+
+
+def _encoded(text: str) -> bytes:
+    return text.encode("utf-8", "replace")

@@ -1,0 +1,361 @@
+"""Agents from outside: what they ask, what they get, and what the journal holds of it."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import aiohttp
+import pytest
+
+import agentrl
+from agentrl.gateway import bodies
+from agentrl.gateway.calls import RequestRefusedError
+from agentrl.journal.entries import TurnEntry
+from tests.unit.episodes import Played, play
+
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {}, "b": {}}}},
+    }
+]
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+class Loop(agentrl.HarnessEnvironment):
+    """A coroutine that asks; subclasses say what."""
+
+    seats = ("main",)
+
+    def reward(self, task: agentrl.Task, episode: agentrl.HarnessEpisode) -> float:
+        return 1.0 if episode.error is None else -1.0
+
+    async def play(self, task: agentrl.Task, endpoint: agentrl.Endpoint) -> Any:
+        async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {endpoint.key}"}) as client:
+            return await self.loop(client, endpoint)
+
+    async def loop(self, client: aiohttp.ClientSession, endpoint: agentrl.Endpoint) -> Any:
+        raise NotImplementedError
+
+
+async def ask(
+    client: aiohttp.ClientSession, endpoint: agentrl.Endpoint, messages: Sequence[Any], **more: Any
+) -> tuple[int, dict[str, Any]]:
+    body = {"model": "main", "messages": messages, **more}
+    async with client.post(f"{endpoint.url}/chat/completions", json=body) as response:
+        return response.status, json.loads(await response.read())
+
+
+def turns(played: Played) -> list[TurnEntry]:
+    return [entry for entry in played.entries if isinstance(entry, TurnEntry)]
+
+
+class ToolLoop(Loop):
+    """An ordinary loop with one tool."""
+
+    async def loop(self, client: aiohttp.ClientSession, endpoint: agentrl.Endpoint) -> Any:
+        messages: list[Any] = [user("1 + 2?")]
+        while True:
+            _, reply = await ask(client, endpoint, messages, tools=TOOLS)
+            choice = reply["choices"][0]
+            messages.append(choice["message"])
+            if choice["finish_reason"] != "tool_calls":
+                return messages[-1]["content"]
+            for call in choice["message"]["tool_calls"]:
+                arguments = json.loads(call["function"]["arguments"])
+                messages.append({"role": "tool", "tool_call_id": call["id"], "content": str(sum(arguments.values()))})
+
+
+def test_a_loop_with_a_tool_is_one_row_of_what_was_sampled() -> None:
+    played = play(ToolLoop, [CALL, "3"])
+    assert played.header.drop_reason is None
+    assert (played.header.reward, played.header.turns, played.header.stop_reason) == (1.0, 2, "completed")
+    first, second = turns(played)
+    assert (first.row, second.row, second.parent_context) == (0, 0, len(first.context_ids + first.token_ids) // 4)
+    assert played.seen[1][: len(played.seen[0])] == played.seen[0]
+    assert second.text.startswith("3")
+
+
+class Branching(Loop):
+    """Sub-agents and an edited history: three rows, one reward."""
+
+    async def loop(self, client: aiohttp.ClientSession, endpoint: agentrl.Endpoint) -> Any:
+        _, first = await ask(client, endpoint, [user("a")])
+        await ask(client, endpoint, [user("sub-agent")])
+        history = [user("a"), first["choices"][0]["message"]]
+        await ask(client, endpoint, [*history, user("b")])
+        await ask(client, endpoint, [*history, user("c")])
+
+
+def test_rows_of_an_episode_are_one_trajectory_with_one_reward() -> None:
+    played = play(Branching, ["one", "two", "three", "four"])
+    assert [entry.row for entry in turns(played)] == [0, 1, 0, 2]
+    assert [(t.reward, t.tokens) for t in played.header.trajectories] == [(1.0, 4 + 4 + 6 + 5)]
+    assert {name: value for name, value in played.metrics.items() if name.startswith("rows/")} == {
+        "rows/conversation": 1.0,
+        "rows/branch": 1.0,
+    }
+
+
+class Refused(Loop):
+    """Asks for what a run does not have."""
+
+    asked: ClassVar[Mapping[str, Any]] = {}
+    answers: ClassVar[list[tuple[int, dict[str, Any]]]] = []
+
+    async def loop(self, client: aiohttp.ClientSession, endpoint: agentrl.Endpoint) -> Any:
+        self.answers.append(await ask(client, endpoint, **{"messages": [user("a")], **self.asked}))
+
+
+@pytest.mark.parametrize(
+    ("asked", "status", "says"),
+    [
+        ({"temperature": 0.2}, 400, "temperature"),
+        ({"logit_bias": {"1": 1}}, 400, "logit_bias"),
+        ({"response_format": {"type": "json_object"}}, 400, "response_format"),
+        ({"tool_choice": "required", "tools": TOOLS}, 400, "tool_choice"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, 400, "image_url"),
+        ({"messages": []}, 400, "messages"),
+        ({"messages": [user("a"), {"role": "assistant", "content": "b"}]}, 400, "messages"),
+        ({"messages": [{"role": ["x"], "content": "b"}]}, 400, "role"),
+        ({"messages": "hello"}, 400, "messages"),
+        ({"model": "gpt-9"}, 404, "main"),
+        ({"max_tokens": 0}, 400, "max_tokens"),
+        ({"n": 1000}, 400, "n is 1000"),
+        ({"messages": [user("a" * 5000)]}, 400, "context"),
+    ],
+)
+def test_what_a_run_cannot_honour_is_refused_in_words(asked: Mapping[str, Any], status: int, says: str) -> None:
+    answers: list[tuple[int, dict[str, Any]]] = []
+    environment = type("Asked", (Refused,), {"asked": asked, "answers": answers, "__module__": __name__})
+    play(environment, ["x"])
+    assert answers[0][0] == status
+    assert says in answers[0][1]["error"]["message"]
+
+
+class Keys(Loop):
+    """Keys of two seats, none, another's, and one in the address."""
+
+    seats = ("main", "small")
+    statuses: ClassVar[list[int]] = []
+
+    async def play(self, task: agentrl.Task, endpoint: agentrl.Endpoint) -> Any:
+        statuses = self.statuses
+        async with aiohttp.ClientSession() as client:
+
+            async def get(key: str, **headers: str) -> None:
+                url = endpoint.url.replace("/v1", f"{key}/v1/models")
+                async with client.get(url, headers=headers) as response:
+                    statuses.append(response.status)
+
+            await get("")
+            await get("", Authorization="Bearer sk-other")
+            await get("", **{"x-api-key": endpoint.key})
+            await get(f"/key/{endpoint.keys['small']}")
+            await get(f"/key/{endpoint.key}", Origin="https://page.example")
+            await get(f"/key/{endpoint.key}", Host="page.example")
+        async with aiohttp.ClientSession(headers={"x-api-key": endpoint.keys["small"]}) as client:
+            statuses.append((await ask(client, endpoint, [user("a")]))[0])
+            statuses.append((await ask(client, endpoint, [user("a")], model="openai/small"))[0])
+
+
+def test_a_key_admits_to_its_own_seats_from_programs_of_this_machine() -> None:
+    Keys.statuses.clear()
+    assert play(Keys, ["x"]).header.turns == 1
+    assert Keys.statuses == [401, 401, 200, 200, 403, 403, 403, 200]
+
+
+class Streaming(Loop):
+    """Reads a stream."""
+
+    events: ClassVar[list[Any]] = []
+
+    async def loop(self, client: aiohttp.ClientSession, endpoint: agentrl.Endpoint) -> Any:
+        body = {
+            "model": "main",
+            "messages": [user("a")],
+            "tools": TOOLS,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        async with client.post(f"{endpoint.url}/chat/completions", json=body) as response:
+            text = (await response.read()).decode()
+        lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line.startswith("data: ")]
+        assert lines[-1] == "[DONE]"
+        self.events.extend(map(json.loads, lines[:-1]))
+
+
+def test_a_stream_holds_text_calls_and_true_counts() -> None:
+    Streaming.events.clear()
+    played = play(Streaming, [f"well{CALL}"])
+    deltas = [event["choices"][0]["delta"] for event in Streaming.events if event["choices"]]
+    assert "".join(delta.get("content") or "" for delta in deltas) == "well"
+    calls = [call for delta in deltas for call in delta.get("tool_calls", [])]
+    assert [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in calls] == [
+        ("add", {"a": 1, "b": 2})
+    ]
+    usage = Streaming.events[-1]["usage"]
+    assert usage["completion_tokens"] == len(turns(played)[0].token_ids) // 4
+    assert usage["prompt_tokens"] == len(turns(played)[0].context_ids) // 4
+
+
+class Stopping(Loop):
+    """Ends replies at a text."""
+
+    said: ClassVar[list[Any]] = []
+
+    async def loop(self, client: aiohttp.ClientSession, endpoint: agentrl.Endpoint) -> Any:
+        _, first = await ask(client, endpoint, [user("a")], stop=["END"])
+        self.said.append(first["choices"][0])
+        await ask(client, endpoint, [user("a"), first["choices"][0]["message"], user("b")], stop=["END"])
+
+
+def test_a_stop_text_ends_the_tokens_that_are_kept_too() -> None:
+    Stopping.said.clear()
+    played = play(Stopping, ["one END two", "three"])
+    assert Stopping.said[0]["message"]["content"] == "one "
+    assert Stopping.said[0]["finish_reason"] == "stop"
+    first, second = turns(played)
+    assert (first.text, first.finish_reason, second.row) == ("one END", "length", 0)
+    held = bytes(token for token in played.seen[1] if token < 256)
+    assert b"one END" in held
+    assert b"two" not in held
+
+
+class Retrying(Loop):
+    """Goes away in the middle of a call, and asks again."""
+
+    async def loop(self, client: aiohttp.ClientSession, endpoint: agentrl.Endpoint) -> Any:
+        body = {"model": "main", "messages": [user("a")], "stream": True}
+        response = await client.post(f"{endpoint.url}/chat/completions", json=body)
+        response.close()
+        replies = []
+        for headers in ({}, {"Idempotency-Key": "k"}, {"Idempotency-Key": "k"}, {}):
+            async with client.post(f"{endpoint.url}/chat/completions", json=body, headers=headers) as answer:
+                replies.append(json.loads((await answer.read()).split(b"\n\n")[0].removeprefix(b"data: "))["id"])
+        return replies
+
+
+def test_retries_get_the_reply_of_their_call_and_equal_requests_their_own() -> None:
+    played = play(Retrying, ["one", "two", "three", "four"])
+    assert played.header.turns in (3, 4)  # the first may have been whole before its client went away
+
+
+class Limited(Loop):
+    """Asks until it is refused."""
+
+    async def loop(self, client: aiohttp.ClientSession, endpoint: agentrl.Endpoint) -> Any:
+        status, asked = 200, 0
+        while status == 200:
+            status, _ = await ask(client, endpoint, [user(str(asked := asked + 1))])
+        return asked
+
+
+def test_a_limit_refuses_the_request_and_truncates_the_episode() -> None:
+    played = play(Limited, ["a", "b", "c"], max_turns=2)
+    assert (played.header.stop_reason, played.header.turns, played.header.reward) == ("max_turns", 2, 1.0)
+
+
+class Hung(Loop):
+    """Asks once and then hangs."""
+
+    async def loop(self, client: aiohttp.ClientSession, endpoint: agentrl.Endpoint) -> Any:
+        await ask(client, endpoint, [user("a")])
+        await asyncio.Event().wait()
+
+
+def test_a_program_that_hangs_is_ended_by_the_time_limit() -> None:
+    played = play(Hung, ["a"], episode_timeout_s=0.3)
+    assert (played.header.stop_reason, played.header.turns) == ("time_limit", 1)
+
+
+class Failing(Loop):
+    """Raises after a turn."""
+
+    async def loop(self, client: aiohttp.ClientSession, endpoint: agentrl.Endpoint) -> Any:
+        await ask(client, endpoint, [user("a")])
+        raise ValueError("of the program")
+
+
+def test_a_program_that_fails_is_an_error_unless_its_environment_says_otherwise() -> None:
+    assert play(Failing, ["a"]).header.drop_reason == "environment_error"
+    environment = type("Penalised", (Failing,), {"failed_reward": -2.0, "__module__": __name__})
+    assert play(environment, ["a"]).header.reward == -2.0
+
+
+PROGRAM = """
+import json, os, sys, urllib.request
+body = {"model": "main", "messages": [{"role": "user", "content": sys.argv[1]}]}
+request = urllib.request.Request(
+    os.environ["OPENAI_BASE_URL"] + "/chat/completions", json.dumps(body).encode(),
+    {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"})
+reply = json.load(urllib.request.urlopen(request))
+open("answer.txt", "w").write(reply["choices"][0]["message"]["content"])
+"""
+
+
+class Command(agentrl.HarnessEnvironment):
+    """A child process."""
+
+    seats = ("main",)
+    command = (sys.executable, "-c", PROGRAM, "{task.question} ({task.id})")
+
+    def reward(self, task: agentrl.Task, episode: agentrl.HarnessEpisode) -> float:
+        assert episode.directory is not None
+        return float((episode.directory / "answer.txt").read_text() == "yes")
+
+
+def test_a_command_line_is_an_agent() -> None:
+    played = play(Command, ["yes"], data={"question": "well?"})
+    assert played.header.reward == 1.0
+    assert "well? (t)" in bytes(token for token in played.seen[0] if token < 256).decode()
+
+
+def test_a_command_that_is_killed_begins_again_with_the_same_replies() -> None:
+    program = (
+        PROGRAM
+        + "\nif 'yes' == open('answer.txt').read() and not os.path.exists(sys.argv[2]):\n"
+        + ("    open(sys.argv[2], 'w').close(); os.kill(os.getpid(), 9)\n")
+    )
+    with tempfile.TemporaryDirectory() as directory:
+        command = (sys.executable, "-c", program, "?", str(Path(directory, "killed")))
+        environment = type("Killed", (Command,), {"command": command, "__module__": __name__})
+        played = play(environment, ["yes", "another"])
+    assert (played.header.attempt, played.header.reward, len(played.seen)) == (1, 1.0, 1)
+    assert played.metrics["replies/recalled"] == 1.0
+    assert [entry.turn for entry in turns(played)] == [0]
+
+
+@pytest.mark.parametrize(
+    ("body", "encoding"),
+    [
+        (b"[" * 100_000, ""),
+        (b'{"a":' * 80 + b"1" + b"}" * 80, ""),
+        (b'{"a": "\xff"}', ""),
+        (b"[]", ""),
+        (b'{"a": NaN}', ""),
+        (gzip.compress(b" " * (bodies.MAX_BODY_BYTES + 1)), "gzip"),
+        (gzip.compress(b"{}")[:-4], "gzip"),
+        (b"{}", "gzip"),
+        (b"{}", "br"),
+        (b"{}", "zstd"),
+    ],
+)
+def test_hostile_bodies_are_refused(body: bytes, encoding: str) -> None:
+    with pytest.raises(RequestRefusedError):
+        bodies.parsed(bodies.unpacked(body, encoding))
+
+
+def test_a_packed_body_is_read() -> None:
+    assert bodies.parsed(bodies.unpacked(gzip.compress(b'{"a": 1}'), "gzip")) == {"a": 1}
