@@ -28,6 +28,8 @@ from agentrl.core.errors import AgentRLError, StorageError
 from agentrl.gateway import bodies
 from agentrl.gateway.calls import ChatProtocol, ChatReply, ChatRequest, RequestRefusedError, Seat, shown
 from agentrl.gateway.chat_completions import ChatCompletions, openai_refusal
+from agentrl.gateway.messages import Messages
+from agentrl.gateway.responses import Responses
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -37,6 +39,7 @@ KEEPALIVE_S = 10.0
 """Seconds between the signs of life that a waiting client gets."""
 MOST_CALLS = 1024
 """Calls of one attempt that wait at a time."""
+COUNT_TOKENS = "/v1/messages/count_tokens"
 _KEY = re.compile(r"/key/([^/]+)(/.*)")
 
 Answer = Callable[["web.Request"], Awaitable["web.StreamResponse"]]
@@ -166,6 +169,8 @@ class Gateway:
                 )
             body = await _body(request)
             chat = protocol.read(bodies.parsed(body))
+            if path == COUNT_TOKENS:
+                return _json(200, {"input_tokens": _seat_of(opened, chat.model, seat).count_tokens(chat)})
             return await self._chat(request, protocol, chat, opened, seat, _digest(path, body))
         except RequestRefusedError as refused:
             return _json(refused.status, (protocol.refusal if protocol else openai_refusal)(refused))
@@ -382,5 +387,10 @@ def _digest(*parts: str | bytes) -> bytes:
     return digest.digest()
 
 
-_PROTOCOLS: Mapping[str, ChatProtocol] = {"/v1/chat/completions": ChatCompletions()}
+_PROTOCOLS: Mapping[str, ChatProtocol] = {
+    "/v1/chat/completions": ChatCompletions(),
+    "/v1/responses": Responses(),
+    "/v1/messages": Messages(),
+    COUNT_TOKENS: Messages(),
+}
 """By path."""

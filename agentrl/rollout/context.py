@@ -17,11 +17,10 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import inspect
-import re
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -77,12 +76,11 @@ from agentrl.rollout.call_journal import (
     plain_and_encoded,
 )
 from agentrl.rollout.gather import gather
-from agentrl.rollout.harness_agent import HarnessAgent
+from agentrl.rollout.harness_agent import opened_endpoint
 
 if TYPE_CHECKING:
     import random
 
-    from agentrl.gateway.server import OpenSeats
     from agentrl.rollout.branches import StreamKey
     from agentrl.rollout.episode import LiveEpisode
 
@@ -210,42 +208,16 @@ class LiveContext(EpisodeContext):
         self.resources = (*self.resources, resource)
         return resource
 
-    @asynccontextmanager
-    async def endpoint(
+    def endpoint(
         self,
         *,
         aliases: Mapping[str, str] = MappingProxyType({}),
         volatile: Sequence[str] = (),
         ignored_fields: Sequence[str] = (),
         recall: bool = True,
-    ) -> AsyncIterator[LiveEndpoint]:
+    ) -> AbstractAsyncContextManager[Endpoint]:
         """Serve the seats to an agent from outside."""
-        if self._journal.is_resumed:
-            raise EpisodeError(
-                f"episode {self._spec.episode_id}: its agent from outside died with its process; the episode begins "
-                "again, with the same replies to the same requests",
-                reason="harness_lost",
-                begin_again=True,
-            )
-        if self.agents:
-            raise EnvironmentDefinitionError(
-                "ctx.endpoint() was called after ctx.agent(): its seats have no agents yet"
-            )
-        try:
-            patterns = [re.compile(pattern) for pattern in volatile]
-        except re.error as error:
-            raise EnvironmentDefinitionError(
-                f"volatile: {error.pattern!r} is no regular expression: {error}"
-            ) from error
-        strangers = sorted(set(aliases.values()) - set(self._spec.seats))
-        if strangers:
-            raise EnvironmentDefinitionError(f"aliases name {strangers[0]!r}, no seat of {self._spec.environment}")
-        if not recall:
-            self._journal.forget_answers()
-        agents = {seat: HarnessAgent(self.episode, seat, patterns, ignored_fields) for seat in self._spec.seats}
-        self.agents.extend(agents.values())
-        async with self._services.gateway.open(agents, aliases) as opened:
-            yield LiveEndpoint(opened, tuple(agents.values()))
+        return opened_endpoint(self.episode, self.agents, aliases, volatile, ignored_fields, recall=recall)
 
     def patched(self, id: str) -> bool:
         """Whether code that was added while episodes were in flight may run here."""
@@ -383,45 +355,6 @@ class LiveContext(EpisodeContext):
         self._journal.end()
         for agent in self.agents:
             agent.close()
-
-
-class LiveEndpoint(Endpoint):
-    """The gateway's address and keys of one attempt."""
-
-    __slots__ = ("_agents", "_opened", "key", "keys", "url")
-
-    def __init__(self, opened: OpenSeats, agents: Sequence[HarnessAgent]) -> None:
-        self.url, self.key, self.keys = opened.url, opened.key, opened.keys
-        self._opened = opened
-        self._agents = agents
-
-    def variables(self) -> dict[str, str]:
-        """See `Endpoint.variables`."""
-        return {
-            "OPENAI_BASE_URL": self.url,
-            "OPENAI_API_BASE": self.url,
-            "OPENAI_API_KEY": self.key,
-            "ANTHROPIC_BASE_URL": self._opened.root_url,
-            "ANTHROPIC_API_KEY": self.key,
-            "ANTHROPIC_AUTH_TOKEN": self.key,
-        }
-
-    def limit_reached(self) -> LimitReachedError | None:
-        """See `Endpoint.limit_reached`."""
-        return next((agent.limit_reached for agent in self._agents if agent.limit_reached is not None), None)
-
-    async def unless_it_fails(self, program: Awaitable[T]) -> T:
-        """See `Endpoint.unless_it_fails`."""
-        running = asyncio.get_running_loop().create_task(_awaited(program))
-        try:
-            await asyncio.wait({running, self._opened.failure}, return_when=asyncio.FIRST_COMPLETED)
-            if self._opened.failure.done():
-                self._opened.failure.result()
-            result: T = await running
-            return result
-        finally:
-            running.cancel()
-            await asyncio.wait({running})
 
 
 class LiveChild(ChildEpisode):

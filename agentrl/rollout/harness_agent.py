@@ -13,20 +13,22 @@ Invariants
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import re
 from bisect import bisect_left
 from collections import Counter
-from typing import TYPE_CHECKING, Any, NoReturn
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import msgspec
 import numpy as np
 
-from agentrl.core.errors import EngineError, EnvironmentDefinitionError, ModelError
+from agentrl.core.errors import EngineError, EnvironmentDefinitionError, EpisodeError, ModelError
 from agentrl.core.ids import key64
 from agentrl.core.records import Completion, SamplingMask, Turn
 from agentrl.core.text import plural
-from agentrl.environment.base import LimitReachedError
+from agentrl.environment.base import Endpoint, LimitReachedError
 from agentrl.gateway.calls import ChatReply, ChatRequest, RequestRefusedError, shown
 from agentrl.journal.entries import TurnEntry, asked_hash
 from agentrl.rollout.agent import CHARACTERS_PER_TOKEN, LiveAgent, TurnSampler
@@ -34,14 +36,17 @@ from agentrl.rollout.token_tree import TokenTree
 from agentrl.rollout.turn_entries import completion_of, message_data, slice_of
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping, Sequence
+    from collections.abc import AsyncIterator, Awaitable, Collection, Iterator, Mapping, Sequence
 
     from agentrl.core.ports import SamplingParams
     from agentrl.core.records import Message, PolicyVersion
     from agentrl.environment.base import Limits
+    from agentrl.gateway.server import OpenSeats
     from agentrl.rollout.call_journal import Call
     from agentrl.rollout.episode import LiveEpisode
     from agentrl.rollout.token_tree import Placement
+
+T = TypeVar("T")
 
 _OFF: Mapping[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,),
@@ -332,6 +337,81 @@ class HarnessAgent(LiveAgent):
             sampler.close()
 
 
+@asynccontextmanager
+async def opened_endpoint(
+    episode: LiveEpisode,
+    agents: list[LiveAgent],
+    aliases: Mapping[str, str],
+    volatile: Sequence[str],
+    ignored_fields: Collection[str],
+    *,
+    recall: bool,
+) -> AsyncIterator[Endpoint]:
+    """See `EpisodeContext.endpoint`; the agents of the seats are added to `agents`."""
+    spec, journal = episode.spec, episode.journal
+    if journal.is_resumed:
+        raise EpisodeError(
+            f"episode {spec.episode_id}: its agent from outside died with its process; the episode begins again, with "
+            "the same replies to the same requests",
+            reason="harness_lost",
+            begin_again=True,
+        )
+    if agents:
+        raise EnvironmentDefinitionError("ctx.endpoint() was called after ctx.agent(): its seats have no agents yet")
+    try:
+        patterns = [re.compile(pattern) for pattern in volatile]
+    except re.error as error:
+        raise EnvironmentDefinitionError(f"volatile: {error.pattern!r} is no regular expression: {error}") from error
+    strangers = sorted(set(aliases.values()) - set(spec.seats))
+    if strangers:
+        raise EnvironmentDefinitionError(f"aliases name {strangers[0]!r}, no seat of {spec.environment}")
+    if not recall:
+        journal.forget_answers()
+    seats = {seat: HarnessAgent(episode, seat, patterns, ignored_fields) for seat in spec.seats}
+    agents.extend(seats.values())
+    async with episode.services.gateway.open(seats, aliases) as opened:
+        yield LiveEndpoint(opened, tuple(seats.values()))
+
+
+class LiveEndpoint(Endpoint):
+    """The gateway's address and keys of one attempt."""
+
+    __slots__ = ("_agents", "_opened", "key", "keys", "url")
+
+    def __init__(self, opened: OpenSeats, agents: Sequence[HarnessAgent]) -> None:
+        self.url, self.key, self.keys = opened.url, opened.key, opened.keys
+        self._opened = opened
+        self._agents = agents
+
+    def variables(self) -> dict[str, str]:
+        """See `Endpoint.variables`."""
+        return {
+            "OPENAI_BASE_URL": self.url,
+            "OPENAI_API_BASE": self.url,
+            "OPENAI_API_KEY": self.key,
+            "ANTHROPIC_BASE_URL": self._opened.root_url,
+            "ANTHROPIC_API_KEY": self.key,
+            "ANTHROPIC_AUTH_TOKEN": self.key,
+        }
+
+    def limit_reached(self) -> LimitReachedError | None:
+        """See `Endpoint.limit_reached`."""
+        return next((agent.limit_reached for agent in self._agents if agent.limit_reached is not None), None)
+
+    async def unless_it_fails(self, program: Awaitable[T]) -> T:
+        """See `Endpoint.unless_it_fails`."""
+        running = asyncio.get_running_loop().create_task(_awaited(program))
+        try:
+            await asyncio.wait({running, self._opened.failure}, return_when=asyncio.FIRST_COMPLETED)
+            if self._opened.failure.done():
+                self._opened.failure.result()
+            result: T = await running
+            return result
+        finally:
+            running.cancel()
+            await asyncio.wait({running})
+
+
 def standalone(entries: Sequence[TurnEntry]) -> Iterator[TurnEntry]:
     """Turns of one attempt, in order, each with its whole context."""
     rows: dict[tuple[str, int, int], bytes] = {}
@@ -340,6 +420,10 @@ def standalone(entries: Sequence[TurnEntry]) -> Iterator[TurnEntry]:
         context = rows.get(key, b"")[: 4 * entry.parent_context] + entry.context_ids
         rows[key] = context + entry.token_ids
         yield msgspec.structs.replace(entry, context_ids=context, parent_context=0)
+
+
+async def _awaited(program: Awaitable[Any]) -> Any:
+    return await program
 
 
 def _new(request: ChatRequest, placed: Placement) -> Sequence[Message]:

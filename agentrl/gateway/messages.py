@@ -1,0 +1,217 @@
+"""Anthropic's Messages: `POST /v1/messages` and `/v1/messages/count_tokens`.
+
+A message of blocks becomes messages: each tool result one of a tool, the texts one of the user. Thinking that a client
+sends back is left out: the tokens that were sampled hold it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from agentrl.core.records import Message, ToolCall, ToolSpec
+from agentrl.gateway.calls import (
+    ChatReply,
+    ChatRequest,
+    RefusalKind,
+    RequestRefusedError,
+    number,
+    objects,
+    shown,
+    stop_texts,
+    text,
+)
+from agentrl.gateway.chat_completions import arguments_text
+
+_DEMANDS = ("temperature", "top_p", "top_k", "tool_choice", "mcp_servers", "container")
+_ERRORS: Mapping[RefusalKind, str] = {
+    "key": "authentication_error",
+    "forbidden": "permission_error",
+    "limit": "permission_error",
+    "model": "not_found_error",
+    "large": "request_too_large",
+    "unavailable": "overloaded_error",
+}
+_STOP_REASONS = {
+    "stop": "end_turn",
+    "length": "max_tokens",
+    "tool_calls": "tool_use",
+    "stop_text": "stop_sequence",
+}
+MALFORMED = "malformed_arguments"
+"""Only key of the input that a client gets for a call whose arguments are no JSON object; its value is their text."""
+
+
+class Messages:
+    """See `calls.ChatProtocol`."""
+
+    name = "messages"
+    keepalive = b'event: ping\ndata: {"type": "ping"}\n\n'
+
+    def read(self, body: Mapping[str, Any]) -> ChatRequest:
+        """See `calls.ChatProtocol.read`."""
+        return ChatRequest(
+            model=text(body.get("model"), "model"),
+            messages=_messages(body),
+            tools=[_tool(tool) for tool in objects(body.get("tools") or [], "tools")],
+            max_tokens=number(body, "max_tokens"),
+            stop=stop_texts(body.get("stop_sequences"), "stop_sequences"),
+            stream=body.get("stream") is True,
+            demands={name: body[name] for name in _DEMANDS if body.get(name) is not None},
+        )
+
+    def whole(self, request: ChatRequest, replies: Sequence[ChatReply]) -> dict[str, Any]:
+        """See `calls.ChatProtocol.whole`."""
+        reply = replies[0]
+        return {
+            **_head(request, reply),
+            "content": list(_blocks(reply)),
+            "stop_reason": _STOP_REASONS[reply.finish_reason],
+            "stop_sequence": reply.stop_text if reply.finish_reason == "stop_text" else None,
+            "usage": _usage(reply, reply.completion_tokens),
+        }
+
+    def events(self, request: ChatRequest, replies: Sequence[ChatReply]) -> Sequence[tuple[str | None, Any]]:
+        """See `calls.ChatProtocol.events`."""
+        reply = replies[0]
+        found: list[dict[str, Any]] = []
+        start = {**_head(request, reply), "content": [], "stop_reason": None, "stop_sequence": None}
+        found.append({"type": "message_start", "message": {**start, "usage": _usage(reply, 0)}})
+        for n, block in enumerate(_blocks(reply)):
+            match block["type"]:
+                case "thinking":
+                    empty = {**block, "thinking": ""}
+                    delta = {"type": "thinking_delta", "thinking": block["thinking"]}
+                case "text":
+                    empty, delta = {**block, "text": ""}, {"type": "text_delta", "text": block["text"]}
+                case _:
+                    call = ToolCall(id="", name="", arguments=block["input"])
+                    empty = {**block, "input": {}}
+                    delta = {"type": "input_json_delta", "partial_json": arguments_text(call)}
+            found.append({"type": "content_block_start", "index": n, "content_block": empty})
+            found.append({"type": "content_block_delta", "index": n, "delta": delta})
+            found.append({"type": "content_block_stop", "index": n})
+        whole = self.whole(request, replies)
+        delta = {"stop_reason": whole["stop_reason"], "stop_sequence": whole["stop_sequence"]}
+        found.append({"type": "message_delta", "delta": delta, "usage": {"output_tokens": reply.completion_tokens}})
+        found.append({"type": "message_stop"})
+        return [(event["type"], event) for event in found]
+
+    def refusal(self, refused: RequestRefusedError) -> dict[str, Any]:
+        """See `calls.ChatProtocol.refusal`."""
+        kind = _ERRORS.get(refused.kind, "invalid_request_error")
+        return {"type": "error", "error": {"type": kind, "message": str(refused)}}
+
+
+def _messages(body: Mapping[str, Any]) -> list[Message]:
+    """The messages of a request, the system's first.
+
+    Raises:
+        RequestRefusedError: they are none, or contain more than text.
+    """
+    found: list[Message] = []
+    names: dict[str, str] = {}
+    if body.get("system"):
+        found.append(Message(role="system", content=_text(body["system"], "system")))
+    for n, item in enumerate(objects(body.get("messages"), "messages")):
+        where, content = f"messages[{n}].content", item.get("content")
+        blocks = [{"type": "text", "text": content}] if isinstance(content, str) else objects(content, where)
+        match item.get("role"):
+            case "assistant":
+                found.append(_said(blocks, where))
+                names.update((call.id, call.name) for call in found[-1].tool_calls)
+            case "user":
+                found += _heard(blocks, where, names)
+            case "system":
+                found.append(Message(role="system", content=_text(blocks, where)))
+            case other:
+                raise RequestRefusedError(f"messages[{n}].role is {shown(other)}", "invalid", where)
+    if not found or found[-1].role == "assistant":
+        raise RequestRefusedError("messages must end with one of the user: a reply cannot be continued")
+    return found
+
+
+def _said(blocks: Sequence[Mapping[str, Any]], where: str) -> Message:
+    """The model's message."""
+    texts: list[str] = []
+    calls: list[ToolCall] = []
+    for block in blocks:
+        match block.get("type"):
+            case "text":
+                texts.append(text(block.get("text"), where))
+            case "tool_use":
+                given = block.get("input")
+                if not isinstance(given, dict):
+                    raise RequestRefusedError(f"{where}: input is {shown(given)}, no object", "invalid", where)
+                arguments = given[MALFORMED] if set(given) == {MALFORMED} else given
+                name = text(block.get("name"), where)
+                calls.append(ToolCall(id=text(block.get("id"), where), name=name, arguments=arguments))
+            case "thinking" | "redacted_thinking":
+                pass
+            case other:
+                raise RequestRefusedError(f"{where} has a block of type {shown(other)}", "invalid", where)
+    return Message(role="assistant", content="\n".join(texts), tool_calls=tuple(calls))
+
+
+def _heard(blocks: Sequence[Mapping[str, Any]], where: str, names: Mapping[str, str]) -> Iterator[Message]:
+    """The messages in a message of the user."""
+    texts: list[str] = []
+    for block in blocks:
+        if block.get("type") == "tool_result":
+            answered = text(block.get("tool_use_id"), where)
+            content = _text(block.get("content") or "", where)
+            yield Message(role="tool", content=content, tool_call_id=answered, name=names.get(answered))
+        else:
+            texts.append(_text([block], where))
+    if texts:
+        yield Message(role="user", content="\n".join(texts))
+
+
+def _text(value: Any, where: str) -> str:
+    """Text, or the texts of blocks.
+
+    Raises:
+        RequestRefusedError: a block is something else.
+    """
+    if isinstance(value, str):
+        return value
+    found = []
+    for block in objects(value, where):
+        if block.get("type") != "text":
+            kind = shown(block.get("type"))
+            raise RequestRefusedError(f"{where} has a block of type {kind}; this model reads text", "invalid", where)
+        found.append(text(block.get("text"), where))
+    return "\n".join(found)
+
+
+def _tool(tool: Mapping[str, Any]) -> ToolSpec:
+    schema = tool.get("input_schema")
+    if not isinstance(schema, dict):
+        raise RequestRefusedError(
+            f"a tool of type {shown(tool.get('type'))} is none this model has", "invalid", "tools"
+        )
+    description = text(tool.get("description") or "", "tools.description")
+    return ToolSpec(name=text(tool.get("name"), "tools.name"), description=description, parameters=schema)
+
+
+def _head(request: ChatRequest, reply: ChatReply) -> dict[str, Any]:
+    return {"id": f"msg_{reply.reply_id}", "type": "message", "role": "assistant", "model": request.model}
+
+
+def _blocks(reply: ChatReply) -> Iterator[dict[str, Any]]:
+    if reply.thinking:
+        yield {"type": "thinking", "thinking": reply.thinking, "signature": reply.reply_id}
+    if reply.message.content:
+        yield {"type": "text", "text": reply.message.content}
+    for call in reply.message.tool_calls:
+        given = {MALFORMED: call.arguments} if isinstance(call.arguments, str) else dict(call.arguments)
+        yield {"type": "tool_use", "id": call.id, "name": call.name, "input": given}
+
+
+def _usage(reply: ChatReply, sampled: int) -> dict[str, int]:
+    return {
+        "input_tokens": reply.prompt_tokens - reply.cached_tokens,
+        "cache_read_input_tokens": reply.cached_tokens,
+        "cache_creation_input_tokens": 0,
+        "output_tokens": sampled,
+    }

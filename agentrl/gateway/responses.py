@@ -1,0 +1,224 @@
+"""OpenAI's Responses: `POST /v1/responses`, stateless: every request holds its whole conversation.
+
+The items of one reply (reasoning, text, calls) are one message of the model. A tool of type `custom` is offered to the
+model as a function with one argument, `input`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from agentrl.core.records import Message, Role, ToolCall, ToolSpec
+from agentrl.gateway.calls import ChatReply, ChatRequest, RequestRefusedError, number, objects, shown, text
+from agentrl.gateway.chat_completions import arguments_of, arguments_text, content_text, openai_refusal
+
+_DEMANDS = ("temperature", "top_p", "top_logprobs", "tool_choice", "parallel_tool_calls")
+_STATE = ("previous_response_id", "conversation", "background", "prompt")
+_ROLES: Mapping[str, Role] = {"user": "user", "system": "system", "developer": "system"}
+_CUSTOM = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
+
+
+class Responses:
+    """See `calls.ChatProtocol`."""
+
+    name = "responses"
+    keepalive = b": waiting\n\n"
+
+    def read(self, body: Mapping[str, Any]) -> ChatRequest:
+        """See `calls.ChatProtocol.read`."""
+        for name in _STATE:
+            if body.get(name):
+                raise RequestRefusedError(
+                    f"{name}: nothing is kept between requests; send the whole conversation in `input`", "invalid", name
+                )
+        demands = {name: body[name] for name in _DEMANDS if body.get(name) is not None}
+        written = body.get("text")
+        if isinstance(written, dict) and written.get("format") is not None:
+            demands["response_format"] = written["format"]
+        tools = objects(body.get("tools") or [], "tools")
+        return ChatRequest(
+            model=text(body.get("model"), "model"),
+            messages=_messages(body),
+            tools=[_tool(tool) for tool in tools],
+            max_tokens=number(body, "max_output_tokens"),
+            stream=body.get("stream") is True,
+            demands=demands,
+            options={
+                "tools": tools,
+                "instructions": body.get("instructions"),
+                "custom": {tool.get("name") for tool in tools if tool.get("type") == "custom"},
+            },
+        )
+
+    def whole(self, request: ChatRequest, replies: Sequence[ChatReply]) -> dict[str, Any]:
+        """See `calls.ChatProtocol.whole`."""
+        reply = replies[0]
+        is_cut = reply.finish_reason == "length"
+        return {
+            **_head(request, reply),
+            "status": "incomplete" if is_cut else "completed",
+            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+            "output": list(_items(request, reply)),
+            "usage": {
+                "input_tokens": reply.prompt_tokens,
+                "input_tokens_details": {"cached_tokens": reply.cached_tokens},
+                "output_tokens": reply.completion_tokens,
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": reply.prompt_tokens + reply.completion_tokens,
+            },
+        }
+
+    def events(self, request: ChatRequest, replies: Sequence[ChatReply]) -> Sequence[tuple[str | None, Any]]:
+        """See `calls.ChatProtocol.events`."""
+        reply = replies[0]
+        empty = {**_head(request, reply), "status": "in_progress", "incomplete_details": None, "output": []}
+        found: list[dict[str, Any]] = [
+            {"type": "response.created", "response": empty},
+            {"type": "response.in_progress", "response": empty},
+        ]
+        for n, item in enumerate(_items(request, reply)):
+            found += _item_events(item, n)
+        whole = self.whole(request, replies)
+        found.append({"type": f"response.{whole['status']}", "response": whole})
+        return [(event["type"], {**event, "sequence_number": n}) for n, event in enumerate(found)]
+
+    def refusal(self, refused: RequestRefusedError) -> dict[str, Any]:
+        """See `calls.ChatProtocol.refusal`."""
+        return openai_refusal(refused)
+
+
+def _messages(body: Mapping[str, Any]) -> list[Message]:
+    """The messages in the items of a request.
+
+    Raises:
+        RequestRefusedError: they are none, or contain more than text.
+    """
+    given = body.get("input")
+    items = [{"role": "user", "content": given}] if isinstance(given, str) else objects(given, "input")
+    found: list[Message] = []
+    names: dict[str, str] = {}
+    if body.get("instructions"):
+        found.append(Message(role="system", content=text(body["instructions"], "instructions")))
+    for n, item in enumerate(items):
+        where = f"input[{n}]"
+        match item.get("type", "message"):
+            case "message" if item.get("role") == "assistant":
+                _say(found, content=content_text(item.get("content"), where))
+            case "message":
+                role = _ROLES.get(str(item.get("role")))
+                if role is None:
+                    raise RequestRefusedError(f"{where}.role is {shown(item.get('role'))}", "invalid", where)
+                found.append(Message(role=role, content=content_text(item.get("content"), where)))
+            case "function_call" | "custom_tool_call" as kind:
+                call = _call(item, kind, where)
+                names[call.id] = call.name
+                _say(found, call=call)
+            case "function_call_output" | "custom_tool_call_output":
+                answered = text(item.get("call_id"), f"{where}.call_id")
+                content = content_text(item.get("output"), f"{where}.output")
+                found.append(Message(role="tool", content=content, tool_call_id=answered, name=names.get(answered)))
+            case "reasoning":
+                pass  # the tokens that were sampled hold it
+            case other:
+                raise RequestRefusedError(f"{where} is of type {shown(other)}, which is not read", "invalid", where)
+    if not found or found[-1].role == "assistant":
+        raise RequestRefusedError("input must end with a message or the output of a tool: a reply cannot be continued")
+    return found
+
+
+def _say(found: list[Message], *, content: str = "", call: ToolCall | None = None) -> None:
+    """Add an item to the message of the model that is being read."""
+    if not found or found[-1].role != "assistant":
+        found.append(Message(role="assistant", content=""))
+    said = found[-1]
+    text_so_far = f"{said.content}\n{content}" if said.content and content else said.content or content
+    found[-1] = replace(said, content=text_so_far, tool_calls=(*said.tool_calls, *(() if call is None else (call,))))
+
+
+def _call(item: Mapping[str, Any], kind: str, where: str) -> ToolCall:
+    call_id, name = text(item.get("call_id"), f"{where}.call_id"), text(item.get("name"), f"{where}.name")
+    if kind == "custom_tool_call":
+        return ToolCall(id=call_id, name=name, arguments={"input": text(item.get("input"), f"{where}.input")})
+    return ToolCall(id=call_id, name=name, arguments=arguments_of(item.get("arguments", "")))
+
+
+def _tool(tool: Mapping[str, Any]) -> ToolSpec:
+    kind = tool.get("type")
+    if kind not in ("function", "custom"):
+        raise RequestRefusedError(f"a tool of type {shown(kind)} is none this model has", "invalid", "tools")
+    parameters = _CUSTOM if kind == "custom" else tool.get("parameters") or {"type": "object", "properties": {}}
+    if not isinstance(parameters, dict):
+        raise RequestRefusedError(f"tools: parameters are {shown(parameters)}, no JSON schema", "invalid", "tools")
+    description = text(tool.get("description") or "", "tools.description")
+    return ToolSpec(name=text(tool.get("name"), "tools.name"), description=description, parameters=parameters)
+
+
+def _head(request: ChatRequest, reply: ChatReply) -> dict[str, Any]:
+    return {
+        "id": f"resp_{reply.reply_id}",
+        "object": "response",
+        "created_at": reply.created,
+        "model": request.model,
+        "error": None,
+        "instructions": request.options["instructions"],
+        "metadata": {},
+        "parallel_tool_calls": True,
+        "previous_response_id": None,
+        "store": False,
+        "temperature": None,
+        "tool_choice": "auto",
+        "tools": request.options["tools"],
+        "top_p": None,
+        "truncation": "disabled",
+    }
+
+
+def _items(request: ChatRequest, reply: ChatReply) -> Iterator[dict[str, Any]]:
+    """The items of a reply's output."""
+    if reply.thinking:
+        content = [{"type": "reasoning_text", "text": reply.thinking}]
+        yield {"id": f"rs_{reply.reply_id}", "type": "reasoning", "summary": [], "content": content}
+    if reply.message.content or not reply.message.tool_calls:
+        part = {"type": "output_text", "text": reply.message.content, "annotations": [], "logprobs": []}
+        yield {
+            "id": f"msg_{reply.reply_id}",
+            "type": "message",
+            "role": "assistant",
+            "status": "completed",
+            "content": [part],
+        }
+    for call in reply.message.tool_calls:
+        item = {"id": f"fc_{call.id}", "call_id": call.id, "name": call.name, "status": "completed"}
+        if call.name in request.options["custom"]:
+            given = call.arguments if isinstance(call.arguments, str) else call.arguments.get("input", "")
+            yield {**item, "type": "custom_tool_call", "input": str(given)}
+        else:
+            yield {**item, "type": "function_call", "arguments": arguments_text(call)}
+
+
+def _item_events(item: Mapping[str, Any], number: int) -> Iterator[dict[str, Any]]:
+    """The events of one item of a reply's output."""
+    at = {"item_id": item["id"], "output_index": number}
+    match item["type"]:
+        case "message":
+            part = item["content"][0]
+            here = {**at, "content_index": 0}
+            yield {"type": "response.output_item.added", "output_index": number, "item": {**item, "content": []}}
+            yield {"type": "response.content_part.added", **here, "part": {**part, "text": ""}}
+            yield {"type": "response.output_text.delta", **here, "delta": part["text"], "logprobs": []}
+            yield {"type": "response.output_text.done", **here, "text": part["text"], "logprobs": []}
+            yield {"type": "response.content_part.done", **here, "part": part}
+        case "function_call":
+            written = item["arguments"]
+            yield {"type": "response.output_item.added", "output_index": number, "item": {**item, "arguments": ""}}
+            yield {"type": "response.function_call_arguments.delta", **at, "delta": written}
+            yield {"type": "response.function_call_arguments.done", **at, "name": item["name"], "arguments": written}
+        case "custom_tool_call":
+            yield {"type": "response.output_item.added", "output_index": number, "item": {**item, "input": ""}}
+            yield {"type": "response.custom_tool_call_input.delta", **at, "delta": item["input"]}
+            yield {"type": "response.custom_tool_call_input.done", **at, "input": item["input"]}
+        case _:
+            yield {"type": "response.output_item.added", "output_index": number, "item": {**item, "content": []}}
+    yield {"type": "response.output_item.done", "output_index": number, "item": item}
