@@ -6,6 +6,7 @@ embedded engine. Never executes code from a directory, never unpickles.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import warnings
@@ -36,6 +37,11 @@ if TYPE_CHECKING:
 
 ONE_LOAD_AT_A_TIME = Lock()
 """transformers changes global state while it loads; an update that was cancelled may still be at it."""
+_MOST = (
+    (re.compile("vocab_size"), 1 << 24),
+    (re.compile("layers|experts"), 1 << 14),
+)
+"""Sizes in a model's configuration, by their names, and the most that is believed: some 40 times the largest known."""
 _SPECIAL = re.compile("window|chunk|block|topk|original_max_position")
 _SELECTED_KEYS = ("index_topk", "indexer_budget")
 """Settings of models whose indexer selects the keys that are attended to: how many it selects."""
@@ -316,8 +322,29 @@ def _check_directory(path: str | Path) -> None:
     if (Path(path) / "adapter_config.json").exists():  # transformers would load it too, unpickling adapter_model.bin
         raise ModelError(f"{path}: holds an adapter (adapter_config.json). Merge it into the model, or move it away")
     _check_shards(Path(path))
+    _check_sizes(Path(path))
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
+
+
+def _check_sizes(path: Path) -> None:
+    """Refuse sizes of no model: to build its modules, or to compute over its vocabulary, would take for ever.
+
+    Raises:
+        ModelError: config.json has one.
+    """
+    try:
+        config = json.loads((path / "config.json").read_bytes())
+    except (OSError, ValueError, RecursionError):  # transformers, which reads it next, says what is wrong
+        return
+    parts = [config, *config.values()] if isinstance(config, dict) else []
+    for name, value in itertools.chain.from_iterable(part.items() for part in parts if isinstance(part, dict)):
+        for words, most in _MOST:
+            if words.search(name) and isinstance(value, int) and value > most:
+                raise ModelError(
+                    f"{path}: config.json says {name} = {str(value)[:30]}, and no model has more than {most:,}: it is "
+                    "damaged, or another's. Copy the directory again"
+                )
 
 
 def _check_shards(path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from agentrl.app.memory import memory_plan
 from agentrl.cli.main import main
 from agentrl.config.load import load
 from agentrl.config.run import RunConfig
+from agentrl.core.errors import ModelError
 from agentrl.core.machine import Memory
 from agentrl.engines import memory as engine_memory
 from agentrl.learn.forward import token_logprobs
@@ -100,6 +102,19 @@ def test_doctor_says_what_does_not_fit_and_what_to_turn(
     said = capsys.readouterr().out
     assert "it does not fit" in said
     assert "trainer.recompute = true, or a smaller trainer.micro_batch_tokens" in said
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("vocab_size", 2**50), ("num_hidden_layers", 10**9), ("vocab_size", 10**400)],
+    ids=["vocabulary", "layers", "beyond float"],
+)
+def test_sizes_of_no_model_are_named_at_once(repository: Path, tmp_path: Path, name: str, value: int) -> None:
+    shutil.copytree(repository / "environments/calculator/model", tmp_path / "model")
+    path = tmp_path / "model/config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), name: value}))
+    with pytest.raises(ModelError, match=f"config.json says {name} = 1"):
+        memory_plan(configured(repository, f"--model.path={tmp_path / 'model'}"))
 
 
 def test_a_context_beyond_the_positions_is_named(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
