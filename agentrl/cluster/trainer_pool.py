@@ -44,6 +44,7 @@ LEARNING = (
     "agentrl.learn.attention",
     "agentrl.learn.forward",
     "agentrl.learn.packing",
+    "agentrl.learn.sharding",
     "agentrl.learn.trainer",
     "agentrl.credit.samples",
     "agentrl.journal.rows",

@@ -229,6 +229,13 @@ class TrainerConfig(Section):
     engine, one for each rank. `auto`: `in_process` unless there are several `workers`."""
     workers: Free[Annotated[Positive, NumberUnit("processes")]] = 1
     """Data-parallel ranks; any number gives the same update."""
+    sharding: Free[Literal["auto", "none", "full"]] = "auto"
+    """What each of several ranks holds. `none`: all weights, gradients and optimizer states. `full`: a part of each of
+    them, with layers gathered while they compute (FSDP2); the update is the same. `auto`: `none` if that takes at most
+    half of a rank's memory, else `full`."""
+    shard_group: Free[Annotated[NonNegative, NumberUnit("ranks")]] = 0
+    """Ranks that hold one copy of sharded weights together, such as those of one node; gradients are added up inside
+    each group, then between groups (HSDP). Must divide `workers`. 0: all ranks are one group."""
     loss: LossConfig = LossConfig()
     entropy_bonus: Free[Annotated[float, NumberUnit("per nat")]] = 0.0
     """Weight of the trained tokens' entropy, divided by the same constant as the loss; a positive weight slows
@@ -570,6 +577,11 @@ def check_together(config: RunConfig) -> None:
         raise ValueError(
             f"trainer.workers = {config.trainer.workers} are processes of their own, and trainer.kind = 'in_process' "
             "trains in the run's: set trainer.kind = 'ray', or trainer.workers = 1"
+        )
+    if config.trainer.shard_group and config.trainer.workers % config.trainer.shard_group:
+        raise ValueError(
+            f"trainer.shard_group = {config.trainer.shard_group} does not divide trainer.workers = "
+            f"{config.trainer.workers}: every rank belongs to one group of that size"
         )
     if config.deterministic:
         _check_deterministic(config)

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from agentrl.config.run import RunConfig
 from agentrl.core.records import TrainingSample
+from agentrl.engines.memory import device_memory
 from agentrl.engines.models import computable, dtype_name
 from agentrl.learn.forward import token_logprobs
 from agentrl.learn.losses import BUILT_IN
@@ -53,15 +54,30 @@ def trainer_memory(config: RunConfig) -> TrainerMemory:
         ConfigError: an adapter is to be on what cannot be both trained and served.
     """
     models = load_models(config, torch.device("meta"))
-    trained = {parameter for model in models.values() for parameter in model.parameters.values()}
-    computed = {parameter for model in models.values() for parameter in model.model.parameters()}
+    weights, trained = _held(models)
     return TrainerMemory(
         dtype=dtype_name(next(iter(models.values())).model.dtype),
-        weights=_bytes(computed - trained),
-        trained=_bytes(trained) * (2 + _OPTIMIZER_STATES),
+        weights=weights,
+        trained=trained,
         activations=max(_activations(config, name, model) for name, model in models.items()),
         tokens=_micro_batch_tokens(config),
     )
+
+
+def replicas_fit(config: RunConfig, ranks: int) -> bool:
+    """Whether each of several ranks on this machine can hold all models: weights, gradients and optimizer take at most
+    half of its memory, an even share of the machine's where there is no GPU. The other half is for activations.
+    """
+    held = _held(load_models(config, torch.device("meta")))
+    memory, on_gpu = device_memory()
+    return sum(held) <= memory.total / (2 if on_gpu else 2 * ranks)
+
+
+def _held(models: Mapping[str, PolicyModel]) -> tuple[int, int]:
+    """Bytes of `TrainerMemory.weights` and `TrainerMemory.trained`, on one rank."""
+    trained = {parameter for model in models.values() for parameter in model.parameters.values()}
+    computed = {parameter for model in models.values() for parameter in model.model.parameters()}
+    return _bytes(computed - trained), _bytes(trained) * (2 + _OPTIMIZER_STATES)
 
 
 def _micro_batch_tokens(config: RunConfig) -> int:

@@ -26,6 +26,7 @@ import peft
 import torch
 from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -44,12 +45,14 @@ from agentrl.engines.models import (
 )
 from agentrl.engines.weights import adaptable_layers, match_full_weights, read_matrices, read_weights
 from agentrl.learn.attention import ATTENTION
-from agentrl.learn.forward import device_tensor, token_logprobs
-from agentrl.learn.packing import pack
+from agentrl.learn.forward import HeadOutput, device_tensor, token_logprobs
+from agentrl.learn.packing import MicroBatch, pack
 from agentrl.learn.ranks import gathered
 from agentrl.learn.routing_replay import RoutingReplay
+from agentrl.learn.sharding import ShardedForward
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
     from transformers import PreTrainedModel
 
     from agentrl.core.records import WeightsRef
@@ -83,6 +86,8 @@ class PolicyModel:
         """See `load_models`, which makes these."""
         self.model = model
         """The causal LM, adapters of all policies injected."""
+        self._dtype = model.dtype
+        """Dtype that the model computes in, and is published in."""
         self.shared_prefixes = shared
         """Whether the model can be forwarded over a prefix tree (`shares_prefixes`)."""
         self.replay = replay
@@ -95,6 +100,7 @@ class PolicyModel:
         their values."""
         self._computed: dict[str, nn.Parameter] = {}
         """The rounded parameters that the model computes with, of those whose master is in `parameters`."""
+        self._sharded: ShardedForward | None = None
         self._peft = peft_model
         self._adapter = adapter
 
@@ -112,6 +118,22 @@ class PolicyModel:
         with self._peft.disable_adapter():
             yield
         self.activate()
+
+    @property
+    def sharded(self) -> bool:
+        """Whether every rank holds a shard of each tensor, so that all must call this model together."""
+        return self._sharded is not None
+
+    def shard(self, forward: ShardedForward) -> None:
+        """Compute by a model's shards; before `train`."""
+        self._sharded = forward
+
+    def token_logprobs(
+        self, batch: MicroBatch, *, entropy_gradient: bool = False, replay: RoutingReplay | None = None
+    ) -> HeadOutput:
+        """See `forward.token_logprobs`; with the active adapter."""
+        forward = self._sharded or partial(token_logprobs, self.model)
+        return forward(batch, shared=self.shared_prefixes, entropy_gradient=entropy_gradient, replay=replay)
 
     def train(self) -> None:
         """Let this policy's parameters be trained."""
@@ -152,12 +174,13 @@ class PolicyModel:
         """The tensors of a version's safetensors file by name, in the layout `from_pretrained` reads, one at a time."""
         tensors = self._own_tensors()
         for piece in self._converted_together:
-            yield from self._converted(dict(gathered({name: tensors[name] for name in piece}))).items()
+            rounded = {name: tensors[name].to(self._published_dtype(tensors[name])) for name in piece}
+            yield from self._converted(dict(gathered(rounded))).items()
 
     def published_layout(self) -> Mapping[str, Tensor]:
         """Tensors without data, with the names, shapes and dtypes of those that `published` yields, in its order."""
         tensors = self._own_tensors()
-        pieces = [_without_data(tensors, piece) for piece in self._converted_together]
+        pieces = [self._without_data(tensors, piece) for piece in self._converted_together]
         return {name: tensor for piece in pieces for name, tensor in self._converted(piece).items()}
 
     def _own_tensors(self) -> dict[str, Tensor]:
@@ -167,10 +190,11 @@ class PolicyModel:
             return {f"base_model.model.{name.replace(mark, '.')}": tensor for name, tensor in self.parameters.items()}
         state: dict[str, Tensor] = {}
         seen: set[int] = set()
-        for name, tensor in self.model.state_dict().items():
-            if tensor.data_ptr() not in seen:  # else it is tied to one that is already in
-                seen.add(tensor.data_ptr())
-                state[name] = tensor
+        for name, tensor in self.model.state_dict(keep_vars=True).items():
+            place = id(tensor) if isinstance(tensor, DTensor) else tensor.data_ptr()
+            if place not in seen:  # else it is tied to one that is already in
+                seen.add(place)
+                state[name] = tensor.detach()
         return dict(sorted(state.items(), key=lambda item: -item[1].element_size()))
 
     @cached_property
@@ -180,16 +204,29 @@ class PolicyModel:
         Most architectures convert each tensor by itself, so that no two have to be whole at once.
         """
         tensors = self._own_tensors()
-        expected = _shapes(self._converted(_without_data(tensors, tensors)))
+        expected = _shapes(self._converted(self._without_data(tensors, tensors)))
         ways: tuple[Callable[[str], str], ...] = (str, _layer, lambda _: "")
         for part_of in ways:
             pieces: dict[str, list[str]] = {}
             for name in tensors:
                 pieces.setdefault(part_of(name), []).append(name)
-            converted = [self._converted(_without_data(tensors, piece)) for piece in pieces.values()]
+            converted = [self._converted(self._without_data(tensors, piece)) for piece in pieces.values()]
             if _shapes(chain.from_iterable(each.items() for each in converted)) == expected:
                 break
         return list(pieces.values())
+
+    def _published_dtype(self, tensor: Tensor) -> torch.dtype:
+        """The shards of a model all of whose weights are trained are masters; it is published as it computes."""
+        rounds = self._sharded is not None and self._adapter is None and tensor.is_floating_point()
+        return self._dtype if rounds and isinstance(tensor, DTensor) else tensor.dtype
+
+    def _without_data(self, tensors: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
+        """Tensors that have names, shapes and dtypes of those to publish."""
+        chosen = {name: tensors[name] for name in names}
+        return {
+            name: torch.empty(tensor.shape, dtype=self._published_dtype(tensor), device="meta")
+            for name, tensor in chosen.items()
+        }
 
     def _converted(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Tensors of the model as a checkpoint holds them."""
@@ -220,10 +257,6 @@ class PolicyModel:
                 state[name].copy_(tensor)
 
 
-def _without_data(tensors: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
-    return {name: torch.empty(tensors[name].shape, dtype=tensors[name].dtype, device="meta") for name in names}
-
-
 def _shapes(tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> dict[str, tuple[torch.Size, torch.dtype]]:
     return {name: (tensor.shape, tensor.dtype) for name, tensor in dict(tensors).items()}
 
@@ -234,12 +267,14 @@ def _layer(name: str) -> str:
     return found[0] if found else ""
 
 
-def load_models(config: RunConfig, device: torch.device) -> dict[str, PolicyModel]:
+def load_models(config: RunConfig, device: torch.device, mesh: DeviceMesh | None = None) -> dict[str, PolicyModel]:
     """A model for every policy of the run that learns.
 
     Args:
         config: of the run.
         device: where the models compute. On `meta` they have shapes and no weights, and are taken to share prefixes.
+        mesh: of ranks on that kind of device, over which the models are sharded; they are loaded into main memory
+            first. None: each rank has all of them.
 
     Raises:
         ModelError: the directory is not a causal LM that can be trained, or has no routers that can follow the routing
@@ -248,6 +283,8 @@ def load_models(config: RunConfig, device: torch.device) -> dict[str, PolicyMode
     """
     path = Path(config.model.path).resolve()
     dtype = model_dtype(path, config.model.dtype, device)
+    if mesh is not None:
+        device = torch.device("cpu")
     adapted = {name: policy.lora for name, policy in config.trained.items() if policy.lora is not None}
     result: dict[str, PolicyModel] = {}
     if adapted:
@@ -283,7 +320,13 @@ def load_models(config: RunConfig, device: torch.device) -> dict[str, PolicyMode
             replay = _replay(model, config)
             shared = shares_prefixes(model, config.engine.max_context)
             result[name] = PolicyModel(model=model, peft_model=None, adapter=None, shared=shared, replay=replay)
+    sharded: dict[int, ShardedForward] = {}
     for policy_model in result.values():
+        if mesh is not None:
+            if id(policy_model.model) not in sharded:
+                masters = policy_model.kind == "full"
+                sharded[id(policy_model.model)] = ShardedForward(policy_model.model, mesh, masters=masters)
+            policy_model.shard(sharded[id(policy_model.model)])
         policy_model.train()
         if config.trainer.recompute:
             _recompute_layers(policy_model.model, policy_model.replay)

@@ -18,6 +18,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from agentrl.core.errors import AgentRLError, StorageError, TrainerError
@@ -54,10 +55,15 @@ def _filled(sizes: Sequence[int], limit: int) -> list[range]:
     return [*shares, range(start, len(sizes))]
 
 
+def whole(tensor: Tensor) -> Tensor:
+    """A tensor, gathered where every rank holds a shard of it; all ranks must ask."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 def gathered(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Tensors by name, one at a time, each whole where every rank holds a shard; all ranks must iterate to the end."""
+    """Tensors by name, one at a time, each whole; all ranks must iterate to the end."""
     for name, tensor in tensors.items():
-        yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        yield name, whole(tensor)
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -124,6 +130,10 @@ class Ranks(Protocol):
         """Every rank's bytes, in rank order."""
         ...
 
+    def mesh(self, shards: int) -> DeviceMesh | None:
+        """The ranks as a mesh on which models are sharded, each copy over `shards` of them; None: there is no group."""
+        ...
+
 
 class OneRank:
     """A trainer on its own."""
@@ -137,6 +147,9 @@ class OneRank:
     def gather(self, data: bytes) -> list[bytes]:
         """This rank's bytes."""
         return [data]
+
+    def mesh(self, shards: int) -> DeviceMesh | None:
+        """None."""
 
 
 class ProcessGroup:
@@ -154,6 +167,8 @@ class ProcessGroup:
         self.rank = rank
         self.size = size
         self._device = device
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(
             backend, init_method=f"file://{rendezvous}", rank=rank, world_size=size, timeout=TIMEOUT
@@ -175,6 +190,13 @@ class ProcessGroup:
         received = [torch.empty_like(padded) for _ in range(self.size)]
         dist.all_gather(received, padded)
         return [part[: int(size)].cpu().numpy().tobytes() for part, size in zip(received, sizes, strict=True)]
+
+    def mesh(self, shards: int) -> DeviceMesh | None:
+        """See `Ranks.mesh`; `shards` must divide the size."""
+        if shards == self.size:
+            return init_device_mesh(self._device.type, (self.size,))
+        names = ("replicate", "shard")
+        return init_device_mesh(self._device.type, (self.size // shards, shards), mesh_dim_names=names)
 
     def close(self) -> None:
         """Leave the group."""

@@ -36,7 +36,6 @@ from agentrl.core.ids import key64
 from agentrl.core.records import PolicyVersion, StepReport, TrainingSample, WeightsRef
 from agentrl.engines.models import dtype_name
 from agentrl.engines.versions import Canary
-from agentrl.learn.forward import token_logprobs
 from agentrl.learn.packing import pack
 from agentrl.learn.ranks import gathered, local, own_rows, to_the_end
 
@@ -365,6 +364,6 @@ class CanaryMaker:
         found = np.zeros(len(samples), np.float32)
         with torch.no_grad():
             for batch in pack(samples, max_tokens=_PASS, share=model.shared_prefixes):
-                head = token_logprobs(model.model, batch, shared=model.shared_prefixes)
+                head = model.token_logprobs(batch)
                 found[batch.sample] = head.logprob.cpu().numpy()
         return found.reshape(len(self._contexts), len(self._token_ids))

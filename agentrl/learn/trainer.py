@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -36,12 +37,13 @@ from agentrl.credit.samples import ReadUnits, read_samples
 from agentrl.journal.reader import EpisodeKey, TurnReader
 from agentrl.journal.rows import trajectories
 from agentrl.learn.columns import MergedColumns, StepColumns
-from agentrl.learn.forward import HeadOutput, token_logprobs
+from agentrl.learn.forward import HeadOutput
 from agentrl.learn.loss_batch import LossBatch, TokenColumns, TokenGradients
 from agentrl.learn.losses import SUMS, loss_metrics, make_loss, measure
+from agentrl.learn.memory import replicas_fit
 from agentrl.learn.models import PolicyModel, load_models
 from agentrl.learn.packing import MicroBatch, pack
-from agentrl.learn.ranks import OneRank, Ranks, balanced_shares, equal_shares, from_first
+from agentrl.learn.ranks import OneRank, Ranks, balanced_shares, equal_shares, from_first, whole
 from agentrl.learn.storage import CanaryMaker, LearnerState, Publisher, load_checkpoint, save_checkpoint, writing
 
 P = ParamSpec("P")
@@ -181,7 +183,9 @@ class PolicyTrainer:
         torch.set_num_threads(self._config.threads)
         with writing(self._directory):
             self._directory.mkdir(parents=True, exist_ok=True)
-        models = load_models(self._config, device_of(self._ranks.rank))
+        shards = shard_group(self._config, self._ranks)
+        mesh = self._ranks.mesh(shards) if shards > 1 else None
+        models = load_models(self._config, device_of(self._ranks.rank), mesh)
         for name, policy in self._config.trained.items():
             if self._loss.needs_reference and models[name].kind == "full":
                 raise ConfigError(
@@ -191,7 +195,7 @@ class PolicyTrainer:
                 )
             optimizer, steps = self._config.trainer.optimizer, self._config.steps_of(name)
             self._learners[name] = _Learner(name, models[name], policy, optimizer, steps=steps)
-        if self._publishes and self._ranks.rank == 0:
+        if self._publishes and (self._ranks.rank == 0 or mesh is not None):
             self._canaries = CanaryMaker(next(iter(models.values())), max_context=self._config.engine.max_context)
         if resume_from is not None:
             for name, learner in self._learners.items():
@@ -296,7 +300,8 @@ class PolicyTrainer:
         else:
             used = [index for index, sample in enumerate(samples) if self._is_forwarded(sample)]
         totals["skipped_samples"] += len(samples) - len(used)
-        for packed in self._packed(learner, samples, used):
+        reference = known is None and self._loss.needs_reference
+        for packed in self._packed(learner, samples, used, backward=True, reference=reference):
             tokens = torch.from_numpy(columns.tokens_of(_members(packed, used)))
             head = self._forward(learner, packed, entropy_gradient=self._loss.uses_entropy)
             gradients = known.of(tokens) if known is not None else None
@@ -340,7 +345,8 @@ class PolicyTrainer:
         names = ("logprobs", "entropies", *(("reference_logprobs",) if self._loss.needs_reference else ()))
         computed = {name: np.zeros(len(columns), np.float32) for name in names}
         everyone = list(range(len(samples)))
-        for packed in self._packed(learner, samples, everyone):
+        reference = self._loss.needs_reference
+        for packed in self._packed(learner, samples, everyone, backward=False, reference=reference):
             tokens = columns.tokens_of(_members(packed, everyone))
             with torch.no_grad():
                 head = self._forward(learner, packed, entropy_gradient=False)
@@ -352,11 +358,11 @@ class PolicyTrainer:
             first = len(step.columns) - len(samples)
             logprobs, entropies = (computed[name][tokens] for name in names[:2])
             step.columns.record(packed, logprobs, entropies, [first + index for index in everyone])
-        whole, values = TokenColumns.merge(self._ranks.gather(columns.encode(computed | {"weights": weights.numpy()})))
+        merged, values = TokenColumns.merge(self._ranks.gather(columns.encode(computed | {"weights": weights.numpy()})))
         own = slice(*self._own_tokens(len(columns)))
         every = {name: torch.from_numpy(values[name]) for name in (*names, "weights")}
         batch = LossBatch(
-            whole,
+            merged,
             logprobs=every["logprobs"].requires_grad_(),
             entropies=every["entropies"].requires_grad_(),
             reference_logprobs=every.get("reference_logprobs"),
@@ -381,26 +387,55 @@ class PolicyTrainer:
         return before, before + count
 
     def _packed(
-        self, learner: _Learner, samples: Sequence[TrainingSample], used: Sequence[int]
+        self,
+        learner: _Learner,
+        samples: Sequence[TrainingSample],
+        used: Sequence[int],
+        *,
+        backward: bool,
+        reference: bool,
     ) -> Iterator[MicroBatch]:
+        """The micro-batches of this rank, each computed before the next is asked for.
+
+        The ranks of a sharded model compute equally many: one that has fewer than another takes part with rows that
+        have no loss, when its own are done.
+
+        Args:
+            learner: whose model computes them.
+            samples: of this rank.
+            used: which of them.
+            backward: whether each is computed forward and backward.
+            reference: whether the reference is computed for each, in between.
+        """
         limit, shared = self._config.trainer.micro_batch_tokens, learner.model.shared_prefixes
-        return pack([samples[index] for index in used], max_tokens=limit, share=shared)
+        batches = pack([samples[index] for index in used], max_tokens=limit, share=shared)
+        if not learner.model.sharded:
+            yield from batches
+            return
+        own = list(batches)
+        every = [int(count) for count in self._ranks.gather(str(len(own)).encode())]
+        yield from own
+        for _ in range(max(every) - len(own)):
+            (blank,) = pack([_BLANK], max_tokens=limit, share=shared)
+            with torch.set_grad_enabled(backward):
+                head = self._forward(learner, blank, entropy_gradient=False)
+            if reference:
+                self._reference(learner, blank)
+            if backward:
+                head.logprob.sum().mul(0.0).backward()
 
     def _forward(self, learner: _Learner, packed: MicroBatch, *, entropy_gradient: bool) -> HeadOutput:
-        return token_logprobs(
-            learner.model.model,
-            packed,
-            shared=learner.model.shared_prefixes,
-            entropy_gradient=entropy_gradient,
-            replay=learner.model.replay,
-        )
+        model = learner.model
+        return model.token_logprobs(packed, entropy_gradient=entropy_gradient, replay=model.replay)
+
+    def _reference(self, learner: _Learner, packed: MicroBatch) -> Tensor:
+        """Log-probabilities of the base under the policy's adapter."""
+        with torch.no_grad(), learner.model.as_reference():
+            return self._forward(learner, packed, entropy_gradient=False).logprob
 
     def _loss_batch(self, learner: _Learner, packed: MicroBatch, columns: TokenColumns, head: HeadOutput) -> LossBatch:
         """The columns of a micro-batch, apart from the model's graph."""
-        reference = None
-        if self._loss.needs_reference:
-            with torch.no_grad(), learner.model.as_reference():
-                reference = self._forward(learner, packed, entropy_gradient=False).logprob
+        reference = self._reference(learner, packed) if self._loss.needs_reference else None
         return LossBatch(
             columns,
             logprobs=head.logprob.detach().requires_grad_(),
@@ -484,10 +519,11 @@ class PolicyTrainer:
         """Sums over all ranks: over tokens, and the norm of the gradient, which is then clipped."""
         gradients = learner.gradients()
         totals = torch.tensor([step.totals[name] for name in _TOTALS], dtype=torch.float64)
-        self._ranks.sum(gradients)
+        if not learner.model.sharded:  # else every backward pass has added them up
+            self._ranks.sum(gradients)
         self._ranks.sum([totals])
         norm = torch.nn.utils.clip_grad_norm_(learner.model.parameters.values(), learner.max_grad_norm)
-        return dict(zip(_TOTALS, totals.tolist(), strict=True)), float(norm)
+        return dict(zip(_TOTALS, totals.tolist(), strict=True)), float(whole(norm))
 
     def _write_columns(self, learner: _Learner, step: _OpenStep) -> tuple[str, MergedColumns]:
         """Write the step's file, rank 0's task; returns its path in the run and the rows of all ranks.
@@ -525,6 +561,8 @@ class PolicyTrainer:
             canary = None if self._canaries is None else self._canaries.of(learner.model)
             if self._ranks.rank == 0:
                 return msgspec.json.encode(self._publisher.publish(version, learner.model, canary))
+            if learner.model.sharded:
+                deque(learner.model.published(), maxlen=0)
             return b""
 
         reference = msgspec.json.decode(from_first(self._ranks, write), type=WeightsRef)
@@ -640,6 +678,26 @@ def _unrouted(batch: MicroBatch) -> int:
     if batch.expert_routing is None:
         return len(batch.token_ids)
     return int((batch.expert_routing < 0).any(axis=(1, 2)).sum())
+
+
+_BLANK = TrainingSample(
+    token_ids=np.zeros(2, np.int32),
+    loss_mask=np.array([False, True]),
+    behavior_logprobs=np.zeros(2, np.float32),
+    advantages=np.zeros(2, np.float32),
+)
+"""A row without anything to learn."""
+
+
+def shard_group(config: RunConfig, ranks: Ranks) -> int:
+    """How many ranks hold one copy of the weights together; 1: each holds all of them."""
+    match config.trainer.sharding:
+        case "none":
+            return 1
+        case "auto" if ranks.size == 1 or ranks.gather(b"1" if replicas_fit(config, ranks.size) else b"")[0]:
+            return 1
+        case _:
+            return config.trainer.shard_group or ranks.size
 
 
 def device_of(rank: int) -> torch.device:

@@ -1,0 +1,61 @@
+"""Runs a function on every rank of a group of processes, gloo over loopback, without Ray."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from agentrl.learn.ranks import ProcessGroup
+
+PATIENCE_S = 600.0
+
+
+def on_ranks(size: int, function: str, *arguments: Any) -> list[Any]:
+    """What `module:function(ranks, *arguments)` returns on each rank; arguments and results are JSON."""
+    with tempfile.TemporaryDirectory() as directory:
+        started = [
+            subprocess.Popen(
+                [sys.executable, "-m", "tests.rank_processes", directory, str(rank), str(size), function],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
+                text=True,
+            )
+            for rank in range(size)
+        ]
+        try:
+            for process in started:
+                assert process.stdin is not None
+                process.stdin.write(json.dumps(arguments))
+                process.stdin.close()
+                process.stdin = None
+            said = [process.communicate(timeout=PATIENCE_S)[0] for process in started]
+        finally:
+            for process in started:
+                process.kill()
+                process.wait()
+    assert all(process.returncode == 0 for process in started), said
+    return [json.loads(text.splitlines()[-1]) for text in said]
+
+
+def main() -> None:
+    """One rank: arguments on standard input, the result on the last line of standard output."""
+    directory, rank, size, function = sys.argv[1:]
+    torch.set_num_threads(1)
+    module, _, name = function.partition(":")
+    ranks = ProcessGroup(Path(directory, "rendezvous"), rank=int(rank), size=int(size), device=torch.device("cpu"))
+    result = getattr(importlib.import_module(module), name)(ranks, *json.load(sys.stdin))
+    ranks.close()
+    sys.stdout.write(json.dumps(result) + "\n")
+
+
+if __name__ == "__main__":
+    main()

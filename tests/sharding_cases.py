@@ -1,0 +1,145 @@
+"""Steps of a policy on some ranks, sharded or not, and what they leave: gradients, figures, files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from agentrl.config.policies import AnyPolicy, PolicyConfig
+from agentrl.config.run import OptimizerConfig
+from agentrl.core.records import PolicyVersion, Trajectory, Unit
+from agentrl.learn.ranks import OneRank, ProcessGroup, Ranks, gathered, local
+from agentrl.learn.trainer import PolicyTrainer
+from tests.learn_cases import LORA, Episodes, make_rows, run_config
+
+FUNCTION = "tests.sharding_cases:on_rank"
+EPISODES = {"policy": 11, "other": 1}
+"""Units of a step: of `other`, all but one of several ranks have none."""
+
+
+def case(
+    model: Path,
+    directory: Path,
+    *,
+    lora: bool = False,
+    policies: Sequence[str] = ("policy",),
+    sharding: str = "full",
+    steps: int = 1,
+    first: int = 1,
+    resume_from: str | None = None,
+    **trainer: Any,
+) -> dict[str, Any]:
+    """The arguments of `run_case`, as JSON can hold them."""
+    return {
+        "model": str(model),
+        "directory": str(directory),
+        "lora": lora,
+        "policies": list(policies),
+        "steps": [first, first + steps],
+        "resume_from": resume_from,
+        "trainer": {"sharding": sharding, "micro_batch_tokens": 40, **trainer},
+    }
+
+
+def on_rank(ranks: ProcessGroup, cases: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The results of `run_case` for several cases, one after the other."""
+    return [run_case(ranks, each) for each in cases]
+
+
+def alone(cases: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The same in this process."""
+    return [run_case(OneRank(), each) for each in cases]
+
+
+def run_case(ranks: Ranks, case: Mapping[str, Any]) -> dict[str, Any]:
+    """Take the steps of a case, each policy in turn; rank 0 leaves `gradients.safetensors` of the last one.
+
+    Returns:
+        `losses` and `norms` of the steps, `bytes` that this rank holds of weights, gradients and optimizer states,
+        `checkpoint`, and the `versions` by policy.
+    """
+    directory = Path(case["directory"])
+    directory.mkdir(parents=True, exist_ok=True)
+    lora = LORA if case["lora"] else None
+    policies: dict[str, AnyPolicy] = {name: PolicyConfig(lora=lora, learning_rate=1e-2) for name in case["policies"]}
+    # Nothing is clipped, so that what is written is the gradient.
+    settings = {"optimizer": OptimizerConfig(max_grad_norm=1e9), "workers": ranks.size, **case["trainer"]}
+    config = run_config(Path(case["model"]), policies=policies, **settings)
+    episodes = {name: Episodes(make_rows(at, EPISODES[name]), policy=name, seed=at) for at, name in enumerate(policies)}
+
+    def read(units: Sequence[Unit]) -> Sequence[Sequence[Trajectory]]:
+        return [(episodes[unit.policy].trajectories[int(unit.episode_id[1:])],) for unit in units]
+
+    trainer = PolicyTrainer(config, directory, ranks=ranks, read=read)
+    trainer.start(None if case["resume_from"] is None else Path(case["resume_from"]))
+    gradients: dict[str, Tensor] = {}
+    for name in policies:
+        _capture(trainer._learner(name), gradients)
+    losses, norms = [], []
+    for step in range(*case["steps"]):
+        for name in policies:
+            batch = episodes[name].batch(step)
+            for part in (batch.units[:3], batch.units):  # in two calls, as units come in
+                trainer.forward_backward(replace(batch, units=part))
+        for name in policies:
+            report = trainer.optim_step(name, step)
+            losses.append(report.loss)
+            norms.append(report.grad_norm)
+    if ranks.rank == 0:
+        save_file(gradients, directory / "gradients.safetensors")
+    versions = {}
+    for name in policies:
+        versions[name] = trainer.publish(name, PolicyVersion(name, 0, case["steps"][1] - 1)).path
+    trainer.save(directory / "checkpoint")
+    return {
+        "losses": losses,
+        "norms": norms,
+        "bytes": _held_bytes(trainer, list(policies)),
+        "checkpoint": str(directory / "checkpoint"),
+        "versions": versions,
+    }
+
+
+def _capture(learner: Any, gradients: dict[str, Tensor]) -> None:
+    """Keep the gradients of the last step of a learner, summed over ranks; its own stay until the next."""
+    apply = learner.apply
+
+    def captured(rate: float) -> None:
+        own = {f"{learner.name}/{name}": parameter.grad for name, parameter in learner.model.parameters.items()}
+        gradients.update({name: gradient.clone() for name, gradient in gathered(own)})
+        apply(rate)
+
+    learner.apply = captured
+
+
+def _held_bytes(trainer: PolicyTrainer, policies: Sequence[str]) -> int:
+    """Bytes of weights and optimizer states, and of a gradient for each trained parameter."""
+    held: dict[int, int] = {}
+    for learner in (trainer._learner(name) for name in policies):
+        trained = list(learner.model.parameters.values())
+        states = [each for state in learner.optimizer.state.values() for each in state.values()]
+        for tensor in (*learner.model.model.parameters(), *trained, *states):
+            held[id(tensor)] = local(tensor).nbytes
+        held[id(learner)] = sum(local(parameter).nbytes for parameter in trained)
+    return sum(held.values())
+
+
+def gradient_error(found: Path, expected: Path) -> float:
+    """The norm of the difference over that of the gradient, the worst policy's."""
+    mine, other = (load_file(path / "gradients.safetensors") for path in (found, expected))
+    assert mine.keys() == other.keys()
+    worst = 0.0
+    for policy in {name.split("/")[0] for name in mine}:
+        names = [name for name in mine if name.startswith(f"{policy}/")]
+        off, whole = (
+            torch.cat([tensors[name].double().flatten() for name in names])
+            for tensors in ({name: mine[name] - other[name] for name in names}, other)
+        )
+        worst = max(worst, float(off.norm() / whole.norm()))
+    return worst

@@ -1,0 +1,111 @@
+"""Ranks that hold shards of the weights (FSDP2, gloo): the same update, files for any number of ranks, less memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.learn_cases import run_config, write_model
+from tests.rank_processes import on_ranks
+from tests.sharding_cases import FUNCTION, alone, case, gradient_error
+
+pytestmark = pytest.mark.timeout(900)
+
+
+def cases(root: Path, ranks: int) -> dict[str, dict[str, Any]]:
+    def made(name: str, model: str = "qwen3", **settings: Any) -> dict[str, Any]:
+        return case(root / model, root / name / str(ranks), **settings)
+
+    return {
+        "all weights": made("all"),
+        "all weights, replicated": made("replicated", sharding="none"),
+        "adapters of two policies": made("adapters", lora=True, policies=("policy", "other"), recompute=True),
+        "experts": made("experts", "moe"),
+        "bfloat16": made("bfloat16", "bfloat16"),
+        "adapters on bfloat16": made("adapters on bfloat16", "bfloat16", lora=True),
+    }
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("sharding")
+    for kind in ("qwen3", "moe"):
+        write_model(root / kind, kind=kind)
+    from transformers import AutoModelForCausalLM
+
+    AutoModelForCausalLM.from_pretrained(root / "qwen3", dtype=torch.bfloat16).save_pretrained(root / "bfloat16")
+    return root
+
+
+@pytest.fixture(scope="module")
+def results(root: Path) -> dict[str, list[dict[str, Any]]]:
+    """Of each case: on one rank, then on each of two."""
+    one, two = cases(root, 1), cases(root, 2)
+    every = on_ranks(2, FUNCTION, list(two.values()))
+    found = zip(alone(list(one.values())), *every, strict=True)
+    return dict(zip(one, map(list, found), strict=True))
+
+
+@pytest.mark.parametrize("name", cases(Path(), 1))
+def test_two_ranks_give_the_update_of_one(root: Path, results: dict[str, list[dict[str, Any]]], name: str) -> None:
+    one, *two = results[name]
+    rounded = "bfloat16" in name
+    error = gradient_error(*(Path(cases(root, ranks)[name]["directory"]) for ranks in (2, 1)))
+    assert error <= (2e-2 if rounded else 1e-6)
+    for each in two:
+        assert each["losses"] == pytest.approx(one["losses"], abs=1e-2 if rounded else 1e-6)
+        assert each["norms"] == two[0]["norms"]
+        assert each["norms"] == pytest.approx(one["norms"], rel=2e-2 if rounded else 1e-6)
+    for policy in one["versions"]:
+        (mine,), (other,) = (list(Path(each["versions"][policy]).glob("*.safetensors")) for each in (two[0], one))
+        found, expected = load_file(mine), load_file(other)
+        assert found.keys() == expected.keys()
+        for key, tensor in expected.items():
+            assert found[key].dtype == tensor.dtype
+            # AdamW's first step is as long as the learning rate wherever the gradient is not 0.
+            torch.testing.assert_close(found[key], tensor, rtol=2e-2, atol=2e-2 if rounded else 1e-5)
+
+
+@pytest.mark.parametrize("name", ["all weights", "adapters of two policies", "experts"])
+def test_a_checkpoint_of_two_ranks_is_resumed_by_one(
+    root: Path, results: dict[str, list[dict[str, Any]]], name: str
+) -> None:
+    settings = {"lora": name.startswith("adapters"), "policies": cases(root, 1)[name]["policies"]}
+    model = Path(cases(root, 1)[name]["model"])
+    whole, resumed = alone(
+        [
+            case(model, root / name / "undisturbed", steps=2, **settings),
+            case(model, root / name / "resumed", first=2, resume_from=results[name][1]["checkpoint"], **settings),
+        ]
+    )
+    assert resumed["losses"] == pytest.approx(whole["losses"][-len(resumed["losses"]) :], abs=1e-6)
+    assert resumed["norms"] == pytest.approx(whole["norms"][-len(resumed["norms"]) :], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_checkpoints_go_from_two_ranks_to_four_in_groups_of_two_and_to_one(
+    root: Path, results: dict[str, list[dict[str, Any]]]
+) -> None:
+    model, saved = root / "qwen3", results["all weights"][1]["checkpoint"]
+    (whole,) = alone([case(model, root / "four" / "undisturbed", steps=3)])
+    four, *_ = on_ranks(4, FUNCTION, [case(model, root / "four" / "4", first=2, resume_from=saved, shard_group=2)])
+    (one,) = alone([case(model, root / "four" / "1", first=3, resume_from=four[0]["checkpoint"])])
+    losses = results["all weights"][1]["losses"] + four[0]["losses"] + one["losses"]
+    assert losses == pytest.approx(whole["losses"], abs=1e-6)
+
+
+def test_each_rank_holds_its_part_alone(results: dict[str, list[dict[str, Any]]]) -> None:
+    for name in ("all weights", "adapters of two policies", "experts"):
+        one, *two = results[name]
+        assert max(each["bytes"] for each in two) <= 0.55 * one["bytes"]
+    one, *two = results["all weights, replicated"]
+    assert [each["bytes"] for each in two] == [one["bytes"]] * 2
+
+
+def test_groups_that_do_not_divide_the_ranks_are_refused(root: Path) -> None:
+    with pytest.raises(ValueError, match=r"trainer\.shard_group = 2.*trainer\.workers = 3"):
+        run_config(root / "qwen3", workers=3, shard_group=2)
