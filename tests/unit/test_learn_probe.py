@@ -52,7 +52,7 @@ def stepped(trainer: PolicyTrainer, episodes: Episodes, resume: Path | None = No
 def test_it_is_what_the_published_files_say(tmp_path: Path, episodes: Episodes, kind: str, with_adapter: bool) -> None:
     path = write_model(tmp_path / "model", kind=kind)
     write_tokenizer(path)
-    trained = PolicyConfig(lora=LORA) if with_adapter else PolicyConfig()
+    trained = PolicyConfig(lora=LORA if with_adapter else None, learning_rate=1e-2)
     untrained = PolicyConfig(lora=LORA if kind == "qwen3" else None)
     policies = {"policy": trained, "other": untrained}
     config = run_config(path, policies=policies)
