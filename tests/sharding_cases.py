@@ -13,7 +13,9 @@ from torch import Tensor
 
 from agentrl.config.policies import AnyPolicy, PolicyConfig
 from agentrl.config.run import OptimizerConfig
+from agentrl.core.functions import loss
 from agentrl.core.records import PolicyVersion, Trajectory, Unit
+from agentrl.learn.loss_batch import LossBatch
 from agentrl.learn.ranks import OneRank, ProcessGroup, Ranks, gathered, local
 from agentrl.learn.trainer import PolicyTrainer
 from tests.learn_cases import LORA, Episodes, make_rows, run_config
@@ -21,6 +23,12 @@ from tests.learn_cases import LORA, Episodes, make_rows, run_config
 FUNCTION = "tests.sharding_cases:on_rank"
 EPISODES = {"policy": 11, "other": 1}
 """Units of a step: of `other`, all but one of several ranks have none."""
+
+
+@loss
+def spread(batch: LossBatch) -> Tensor:
+    """A loss whose derivative for one token depends on the log-probability of every other in the step."""
+    return -batch.advantages * batch.logprobs * (1.0 + batch.logprobs.mean())
 
 
 def case(
@@ -85,7 +93,8 @@ def run_case(ranks: Ranks, case: Mapping[str, Any]) -> dict[str, Any]:
     for step in range(*case["steps"]):
         for name in policies:
             batch = episodes[name].batch(step)
-            for part in (batch.units[:3], batch.units):  # in two calls, as units come in
+            # In two calls, as units come in, unless the loss sees a whole step.
+            for part in (batch.units,) if "loss" in case["trainer"] else (batch.units[:3], batch.units):
                 trainer.forward_backward(replace(batch, units=part))
         for name in policies:
             report = trainer.optim_step(name, step)

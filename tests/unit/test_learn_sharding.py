@@ -24,6 +24,8 @@ def cases(root: Path, ranks: int) -> dict[str, dict[str, Any]]:
         "all weights": made("all"),
         "all weights, replicated": made("replicated", sharding="none"),
         "adapters of two policies": made("adapters", lora=True, policies=("policy", "other"), recompute=True),
+        "adapters and their base": made("reference", lora=True, loss={"name": "ppo", "kl": 0.1}),
+        "a loss of whole steps": made("step", lora=True, loss={"name": "tests.sharding_cases:spread", "kl": 0.1}),
         "experts": made("experts", "moe"),
         "bfloat16": made("bfloat16", "bfloat16"),
         "adapters on bfloat16": made("adapters on bfloat16", "bfloat16", lora=True),
