@@ -33,7 +33,8 @@ from agentrl.app.parts import Adapters
 from agentrl.app.training import Run, run_training
 from agentrl.config.load import sections_in
 from agentrl.config.policies import BotPolicy, FrozenPolicy, OpponentPoolPolicy, PolicyConfig, RemotePolicy
-from agentrl.config.run import RunConfig, check_unchanged, on_resume
+from agentrl.config.resume import check_unchanged, on_resume
+from agentrl.config.run import RunConfig
 from agentrl.config.section import OnResume, Section
 from agentrl.core.errors import ConfigError
 from agentrl.core.ports import Engine, GenerateRequest

@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from agentrl.app.policies import SPARE, pinned_policies
 from agentrl.config.policies import BotPolicy, OpponentPoolPolicy
-from agentrl.config.run import Difference, RunConfig
+from agentrl.config.resume import Difference
+from agentrl.config.run import RunConfig
 from agentrl.core.clock import Clock
 from agentrl.core.errors import EngineError, RunDirectoryError, StorageError
 from agentrl.core.files import LOCAL, Disk, remove_leftovers

@@ -30,7 +30,8 @@ from agentrl.app.parts import Adapters, make_chat_format, make_workers
 from agentrl.app.policies import given_weights, load_weights, pinned_policies
 from agentrl.app.recovery import Code, find_start
 from agentrl.cluster.worker_pool import NAMED, SUSPECTED
-from agentrl.config.run import Difference, RunConfig
+from agentrl.config.resume import Difference
+from agentrl.config.run import RunConfig
 from agentrl.core.clock import RetryBudget, SteadyLoop
 from agentrl.core.errors import (
     AgentRLError,

@@ -16,7 +16,8 @@ from agentrl.app.parts import held_out as held_out_source
 from agentrl.app.policies import demands_of, split_groups
 from agentrl.app.recovery import Code
 from agentrl.app.supervisor import RunSetup, ended_by_ctrl_c, run_in_shared_loop, supervise
-from agentrl.config.run import Difference, RunConfig, check_unchanged
+from agentrl.config.resume import Difference, check_unchanged
+from agentrl.config.run import RunConfig
 from agentrl.core.errors import EnvironmentDefinitionError
 from agentrl.core.ports import Observer
 from agentrl.core.records import Task

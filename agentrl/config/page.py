@@ -9,7 +9,8 @@ import sys
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
 from agentrl.config.load import dump_toml, sections_in
-from agentrl.config.run import EnvironmentConfig, ModelConfig, RunConfig, on_resume
+from agentrl.config.resume import on_resume
+from agentrl.config.run import EnvironmentConfig, ModelConfig, RunConfig
 from agentrl.config.section import DerivedDefault, NumberUnit
 
 if TYPE_CHECKING:

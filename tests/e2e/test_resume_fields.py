@@ -16,7 +16,8 @@ import msgspec
 import pytest
 
 from agentrl.cli.main import main
-from agentrl.config.run import RunConfig, check_unchanged
+from agentrl.config.resume import check_unchanged
+from agentrl.config.run import RunConfig
 from agentrl.core.errors import ConfigError
 from agentrl.core.text import plural
 from agentrl.inspection.reader import RunReader

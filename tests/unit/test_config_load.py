@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from agentrl.config.load import dump_toml, keys, load
-from agentrl.config.run import check_unchanged
+from agentrl.config.resume import check_unchanged
 from agentrl.core.errors import ConfigError
 
 BASE = '[environment]\nid = "calculator"\n[model]\npath = "tiny"\n'
