@@ -174,6 +174,8 @@ class Gateway:
             return await self._chat(request, protocol, chat, opened, seat, _digest(path, body))
         except RequestRefusedError as refused:
             return _json(refused.status, (protocol.refusal if protocol else openai_refusal)(refused))
+        except ConnectionResetError:
+            return _json(499, {})  # its client went away, and nobody reads this
 
     def _check_own(self, request: web.Request) -> None:
         """Refuse browsers: a page whose name resolves to this machine would be admitted by a key it guessed or saw."""

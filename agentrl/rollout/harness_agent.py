@@ -115,7 +115,7 @@ class HarnessAgent(LiveAgent):
         """See `gateway.calls.Seat.count_tokens`."""
         placed = self._place(request)
         length = len(placed.row.tokens)
-        self._tree.withdraw(placed)
+        self._tree.withdraw(placed, forget=True)
         return length
 
     async def reply(self, request: ChatRequest) -> ChatReply:
@@ -391,7 +391,6 @@ class LiveEndpoint(Endpoint):
             "OPENAI_API_KEY": self.key,
             "ANTHROPIC_BASE_URL": self._opened.root_url,
             "ANTHROPIC_API_KEY": self.key,
-            "ANTHROPIC_AUTH_TOKEN": self.key,
         }
 
     def limit_reached(self) -> LimitReachedError | None:

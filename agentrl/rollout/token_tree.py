@@ -117,6 +117,8 @@ class TokenTree:
         """Turns by the digest of tools and conversation up to their reply."""
         self._known: set[bytes] = set()
         """Digests of every beginning of every conversation placed so far, tools left out."""
+        self._answered: set[bytes] = set()
+        """Digests of all conversations that were answered, without the reply and tools."""
         self._replies: set[bytes] = set()
         """Digests of all replies."""
 
@@ -173,6 +175,7 @@ class TokenTree:
         row.is_busy = False
         said = self._said(reply)
         self._replies.add(said)
+        self._answered.add(placement.bare_path)
         self._known.add(_next(placement.bare_path, said))
         self._turns.setdefault(_next(placement.path, said), []).append(turn)
         return turn
@@ -196,10 +199,16 @@ class TokenTree:
         self.rows.append(row)
         return replace(placement, row=row, before=0)
 
-    def withdraw(self, placement: Placement) -> None:
-        """Nothing was sampled for a request: take its context back. Its row's number is not given again."""
-        del placement.row.tokens[placement.before :]
-        placement.row.is_busy = False
+    def withdraw(self, placement: Placement, *, forget: bool = False) -> None:
+        """Nothing was sampled for a request: take its context back.
+
+        With `forget` nothing has used the number of a row it began, which the next row gets.
+        """
+        row = placement.row
+        del row.tokens[placement.before :]
+        row.is_busy = False
+        if forget and row is self.rows[-1] and not row.tokens:
+            self.rows.pop()
 
     def _said(self, message: Message) -> bytes:
         """Digest of a message for comparisons. Of a reply, white space around the text does not count, and of arguments
@@ -213,9 +222,9 @@ class TokenTree:
 
     def _cause(self, messages: Sequence[Message], said: Sequence[bytes], bare: Sequence[bytes]) -> ForkCause:
         """Why a request would begin a row; `said` and `bare` are digests of its messages and of its beginnings."""
-        if self._replies.isdisjoint(said):
-            return "conversation"
         shared = next((n for n in range(len(messages), -1, -1) if bare[n] in self._known), 0)
+        if self._replies.isdisjoint(said) and not (messages[shared:] and bare[shared] in self._answered):
+            return "conversation"
         if all(message.role != "assistant" for message in messages[shared:]):
             return "branch"
         return "reply" if messages[shared].role == "assistant" else "history"

@@ -145,7 +145,8 @@ def test_a_history_that_is_known_continues_its_row_with_the_tokens_that_were_sam
         (said("A", "one", "b", "two", "c"), (), "history"),
         (said("so far", "two", "c"), (), "history"),
         (said("a", "one", "b", "two", "c"), TOOLS, "tools"),
-        (said("a", "few", "b", "shots", "c"), (), "conversation"),
+        (said("a", "few", "b", "shots", "c"), (), "reply"),
+        (said("z", "few", "b", "shots", "c"), (), "conversation"),
         (said("hello"), (), "conversation"),
     ],
 )

@@ -1,0 +1,231 @@
+"""The Messages and Responses protocols: what is read of a conversation, and how a reply is written."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import pytest
+
+import agentrl
+from agentrl.core.records import Message, ToolCall
+from agentrl.gateway.calls import ChatProtocol, ChatReply, ChatRequest, RequestRefusedError
+from agentrl.gateway.chat_completions import ChatCompletions
+from agentrl.gateway.messages import Messages
+from agentrl.gateway.responses import Responses
+from agentrl.rollout.byte_formats import PlainFormat
+from agentrl.rollout.token_tree import TokenTree
+from tests.unit.episodes import Played, play
+from tests.unit.test_gateway import CALL, Loop, turns
+
+if TYPE_CHECKING:
+    import aiohttp
+
+PARAMETERS = {"type": "object", "properties": {"a": {}, "b": {}}}
+
+
+async def post(client: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> tuple[int, Any]:
+    async with client.post(url, json=body) as response:
+        text = (await response.read()).decode()
+    if not body.get("stream"):
+        return response.status, json.loads(text)
+    return response.status, [json.loads(line[6:]) for line in text.split("\n") if line.startswith("data: {")]
+
+
+class MessagesLoop(Loop):
+    """A tool loop over Messages."""
+
+    stream = False
+    seen: ClassVar[list[Any]] = []
+
+    async def loop(self, client: aiohttp.ClientSession, endpoint: agentrl.Endpoint) -> Any:
+        tools = [{"name": "add", "description": "", "input_schema": PARAMETERS}]
+        messages: list[Any] = [{"role": "user", "content": "1 + 2?"}]
+        while True:
+            asked = {"model": "main", "max_tokens": 99, "system": "brief", "messages": messages, "tools": tools}
+            _, counted = await post(client, f"{endpoint.url}/messages/count_tokens", asked)
+            _, reply = await post(client, f"{endpoint.url}/messages", {**asked, "stream": self.stream})
+            self.seen.append((counted["input_tokens"], reply))
+            content = _content(reply) if self.stream else reply["content"]
+            messages.append({"role": "assistant", "content": content})
+            calls = [block for block in content if block["type"] == "tool_use"]
+            if not calls:
+                return content[-1]["text"]
+            messages.append(
+                {
+                    "role": "user",
+                    "content": [
+                        {"type": "tool_result", "tool_use_id": call["id"], "content": [{"type": "text", "text": "3"}]}
+                        for call in calls
+                    ],
+                }
+            )
+
+
+def _content(events: list[Any]) -> list[Any]:
+    """The blocks of a stream."""
+    blocks: list[Any] = []
+    for event in events:
+        if event["type"] == "content_block_start":
+            blocks.append(event["content_block"])
+        elif event["type"] == "content_block_delta":
+            delta = event["delta"]
+            if delta["type"] == "input_json_delta":
+                blocks[-1]["input"] = json.loads(delta["partial_json"])
+            else:
+                blocks[-1]["text"] += delta["text"]
+    return blocks
+
+
+class MessagesStream(MessagesLoop):
+    """The same, streamed."""
+
+    stream = True
+
+
+class ResponsesLoop(Loop):
+    """A tool loop over Responses."""
+
+    stream = False
+
+    async def loop(self, client: aiohttp.ClientSession, endpoint: agentrl.Endpoint) -> Any:
+        items: list[Any] = [{"role": "user", "content": [{"type": "input_text", "text": "1 + 2?"}]}]
+        tools = [{"type": "function", "name": "add", "parameters": PARAMETERS}]
+        while True:
+            body = {"model": "main", "input": items, "tools": tools, "instructions": "brief", "stream": self.stream}
+            _, reply = await post(client, f"{endpoint.url}/responses", body)
+            output = reply[-1]["response"]["output"] if self.stream else reply["output"]
+            items += output
+            calls = [item for item in output if item["type"] == "function_call"]
+            if not calls:
+                return output[-1]["content"][0]["text"]
+            items += [{"type": "function_call_output", "call_id": call["call_id"], "output": "3"} for call in calls]
+
+
+class ResponsesStream(ResponsesLoop):
+    """The same, streamed."""
+
+    stream = True
+
+
+def one_row(played: Played) -> None:
+    assert (played.header.drop_reason, played.header.reward) == (None, 1.0)
+    first, second = turns(played)
+    assert (first.row, second.row) == (0, 0)
+    assert [message["role"] for message in first.messages] == ["system", "user"]
+    assert [message["role"] for message in second.messages] == ["tool"]
+    assert played.seen[1][: len(played.seen[0])] == played.seen[0]
+
+
+@pytest.mark.parametrize("environment", [MessagesLoop, MessagesStream, ResponsesLoop, ResponsesStream])
+def test_a_tool_loop_is_one_row_in_every_protocol(environment: type[agentrl.Environment]) -> None:
+    one_row(play(environment, [CALL, "3"]))
+
+
+def test_tokens_are_counted_as_they_are_then_sampled_from() -> None:
+    MessagesLoop.seen.clear()
+    play(MessagesLoop, [CALL, "3"])
+    for counted, reply in MessagesLoop.seen:
+        usage = reply["usage"]
+        assert counted == usage["input_tokens"] + usage["cache_read_input_tokens"]
+
+
+MALFORMED = ToolCall(id="abc", name="add", arguments='{"name": "add", "arguments": [1')
+SAID = Message(
+    role="assistant", content="so", tool_calls=(ToolCall(id="x1", name="add", arguments={"a": 1}), MALFORMED)
+)
+REPLY = ChatReply(
+    reply_id="r",
+    created=1,
+    message=SAID,
+    thinking="hm",
+    finish_reason="tool_calls",
+    stop_text=None,
+    prompt_tokens=5,
+    completion_tokens=7,
+    cached_tokens=2,
+)
+
+
+def echoed(protocol: ChatProtocol) -> Message:
+    """The model's message as a client sends it back."""
+    request = ChatRequest(
+        model="m", messages=[], options={"include_usage": False, "tools": [], "instructions": None, "custom": set()}
+    )
+    whole = protocol.whole(request, [REPLY])
+    results = [("x1", "3"), ("abc", "no")]
+    if isinstance(protocol, ChatCompletions):
+        tools = [{"role": "tool", "tool_call_id": call, "content": said} for call, said in results]
+        body: dict[str, Any] = {"messages": [{"role": "user", "content": "?"}, whole["choices"][0]["message"], *tools]}
+    elif isinstance(protocol, Messages):
+        blocks = [{"type": "tool_result", "tool_use_id": call, "content": said} for call, said in results]
+        said = {"role": "assistant", "content": whole["content"]}
+        body = {"messages": [{"role": "user", "content": "?"}, said, {"role": "user", "content": blocks}]}
+    else:
+        outputs = [{"type": "function_call_output", "call_id": call, "output": said} for call, said in results]
+        body = {"input": [{"role": "user", "content": "?"}, *whole["output"], *outputs]}
+    read = protocol.read({"model": "m", **json.loads(json.dumps(body))}).messages
+    assert [message.role for message in read] == ["user", "assistant", "tool", "tool"]
+    assert [message.name for message in read[2:]] == ["add", "add"]
+    return read[1]
+
+
+@pytest.mark.parametrize("protocol", [ChatCompletions(), Messages(), Responses()], ids=lambda protocol: protocol.name)
+def test_a_reply_that_a_client_sends_back_is_known(protocol: ChatProtocol) -> None:
+    """Also one whose arguments are no JSON."""
+    tree = TokenTree(PlainFormat())
+    assert tree.identity([echoed(protocol)], ()) == tree.identity([SAID], ())
+
+
+@pytest.mark.parametrize(
+    ("protocol", "body"),
+    [
+        (Messages(), {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}),
+        (Messages(), {"messages": [{"role": "user", "content": "a"}], "tools": [{"type": "bash_20250124"}]}),
+        (Messages(), {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "{"}]}),
+        (Messages(), {"messages": [{"role": "user", "content": "a"}], "max_tokens": "many"}),
+        (Messages(), {"messages": [7]}),
+        (Responses(), {"input": "a", "previous_response_id": "resp_1"}),
+        (Responses(), {"input": "a", "background": True}),
+        (Responses(), {"input": "a", "tools": [{"type": "web_search"}]}),
+        (Responses(), {"input": [{"type": "item_reference", "id": "x"}]}),
+        (Responses(), {"input": []}),
+        (Responses(), {}),
+        (ChatCompletions(), {"messages": [{"role": "user", "content": {"text": "a"}}]}),
+        (ChatCompletions(), {"messages": [{"role": "user", "content": "a"}], "tools": [{"type": "retrieval"}]}),
+        (ChatCompletions(), {"messages": [{"role": "user", "content": "a"}], "stop": [1]}),
+    ],
+)
+def test_what_cannot_be_read_is_refused_in_the_form_of_its_protocol(protocol: ChatProtocol, body: Any) -> None:
+    with pytest.raises(RequestRefusedError) as refused:
+        protocol.read({"model": "m", **body})
+    assert refused.value.status == 400
+    assert str(refused.value) in json.dumps(protocol.refusal(refused.value), ensure_ascii=False)
+
+
+def test_a_custom_tool_is_a_function_of_one_text() -> None:
+    protocol = Responses()
+    body = {"model": "m", "input": "a", "tools": [{"type": "custom", "name": "apply", "description": "patch"}]}
+    request = protocol.read(body)
+    assert list(request.tools[0].parameters["properties"]) == ["input"]
+    call = ToolCall(id="c", name="apply", arguments={"input": "*** begin"})
+    said = Message(role="assistant", content="", tool_calls=(call,))
+    (item,) = protocol.whole(request, [_with(said)])["output"]
+    assert (item["type"], item["input"]) == ("custom_tool_call", "*** begin")
+    output = {"type": "custom_tool_call_output", "call_id": "c", "output": "ok"}
+    again = protocol.read({**body, "input": [{"role": "user", "content": "a"}, item, output]})
+    assert again.messages[1].tool_calls == (call,)
+
+
+def _with(message: Message) -> ChatReply:
+    return ChatReply(
+        reply_id="r",
+        created=1,
+        message=message,
+        thinking="",
+        finish_reason="tool_calls",
+        stop_text=None,
+        prompt_tokens=1,
+        completion_tokens=1,
+        cached_tokens=0,
+    )
