@@ -1,7 +1,7 @@
 """Model directories: load a local Hugging Face causal LM for sampling or training, or read its shapes alone.
 
-Owns: the checks a directory must pass, positions that depend on a context's length, and the attention that suits the
-embedded engine. Never executes code from a directory, never unpickles.
+Owns: the checks a directory must pass, and positions that depend on a context's length. Never executes code from a
+directory, never unpickles.
 """
 
 from __future__ import annotations
@@ -20,9 +20,7 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn import functional
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from agentrl.core.errors import ModelError
@@ -60,7 +58,6 @@ _LOAD_ERRORS = (
     StrictDataclassError,
 )
 """Raised by transformers on a directory that is damaged, or whose configuration makes no sense."""
-_ATTENTION_NAME = "agentrl_grouped"
 _STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 """Floating-point dtypes by their names in a safetensors header."""
 
@@ -118,15 +115,6 @@ def _checkpoint_dtype(path: Path) -> torch.dtype:
         raise ModelError(f"{path}: cannot be loaded as a causal LM: its dtype cannot be read ({reason})") from error
     found = getattr(torch, found, None) if isinstance(found, str) else found
     return found if isinstance(found, torch.dtype) and found.is_floating_point else torch.float32
-
-
-def load_model(path: str, *, max_context: int, dtype: torch.dtype, device: str) -> PreTrainedModel:
-    """Load a local Hugging Face causal LM directory for sampling.
-
-    Raises:
-        ModelError: the directory holds no such model, or one that cannot serve contexts of `max_context`.
-    """
-    return ready_to_sample(read_model(path, dtype=dtype, max_context=max_context), device)
 
 
 def read_model(path: str | Path, *, dtype: torch.dtype, max_context: int, to_sample: bool = True) -> PreTrainedModel:
@@ -201,14 +189,6 @@ def read_shapes(path: str | Path, *, max_context: int, dtype: torch.dtype | None
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise ModelError(f"{path}: config.json describes no causal LM ({reason})") from error
     _check_positions(config, max_context, path, stretched=False)  # vLLM does not stretch them
-    return model
-
-
-def ready_to_sample(model: PreTrainedModel, device: str | torch.device) -> PreTrainedModel:
-    """Move a model to its device, without gradients or dropout, with the attention that suits the slots."""
-    module: nn.Module = model
-    module.to(device).requires_grad_(False).train(False)
-    use_grouped_attention(model)
     return model
 
 
@@ -482,32 +462,3 @@ def _check_window(config: PretrainedConfig, max_context: int, path: str | Path) 
             f"{path}: the model attends to a window of {window} tokens, which the embedded engine serves only up to "
             f"that length; set engine.max_context to at most {window}, or engine.kind to vllm"
         )
-
-
-def use_grouped_attention(model: PreTrainedModel) -> None:
-    """Let a model on CPU attend without repeating keys and values; models with attention of their own keep it."""
-    if model.device.type == "cpu" and model.config._attn_implementation == "sdpa":
-        AttentionInterface.register(_ATTENTION_NAME, _grouped_attention)
-        model.set_attn_implementation(_ATTENTION_NAME)
-
-
-def _grouped_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    **unused: Any,
-) -> tuple[Tensor, None]:
-    """Queries `[B, heads, t, dim]` over keys and values `[B, kv_heads, T, dim]`, as `sdpa` computes it."""
-    if attention_mask is None or unused.get("position_bias") is not None:
-        attended: tuple[Tensor, None] = sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **unused
-        )
-        return attended
-    out = functional.scaled_dot_product_attention(
-        query, key, value, attn_mask=attention_mask, dropout_p=dropout, scale=scaling, enable_gqa=True
-    )
-    return out.transpose(1, 2).contiguous(), None

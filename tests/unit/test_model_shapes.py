@@ -13,8 +13,8 @@ from transformers import Gemma3Config, MistralConfig
 
 from agentrl.core.errors import ModelError
 from agentrl.core.records import TrainingSample
-from agentrl.engines.embedded.forward import check_slots
-from agentrl.engines.models import kv_bytes_per_token, load_model, read_shapes, special_lengths
+from agentrl.engines.embedded.forward import check_slots, load_model
+from agentrl.engines.models import kv_bytes_per_token, read_shapes, special_lengths
 from agentrl.learn.attention import ATTENTION
 from agentrl.learn.forward import token_logprobs
 from agentrl.learn.models import load_models, shares_prefixes

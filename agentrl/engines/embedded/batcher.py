@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from agentrl.core.ports import Delta, GenerateRequest
     from agentrl.core.records import FinishReason
     from agentrl.engines.embedded.capture import KeptSetRecorder, RoutingTap
+    from agentrl.engines.embedded.forward import ServedModel, Serving
     from agentrl.engines.embedded.slots import SlotCache, SlotColumns, Slots
-    from agentrl.engines.embedded.versions import ServedModel, Serving
 
 _WORTH_SHARING = 8
 """Shortest common prefix, in tokens, that is copied from another conversation instead of computed."""

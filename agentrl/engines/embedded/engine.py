@@ -1,41 +1,83 @@
 """The embedded engine: continuous batching of any local Hugging Face causal LM in this process.
 
-Owns: the life of sessions and calls, one worker thread, and the loop that alternates plans and forward passes.
-Does not tokenise, and does not know episodes.
+`EmbeddedEngine` owns the life of sessions and calls, one worker thread, and the loop that alternates plans and forward
+passes; it does not tokenise, and does not know episodes. `EmbeddedVersions` owns the live versions and how a published
+one comes to serve: it is read and checked off the loop, and swapped in between two passes.
+
+refresh   adapters                                   full weights (one copy per version that must stay)
+token     calls in flight go on under the new one    the same
+turn      calls in flight end on theirs              new calls wait until those in flight have ended, then the swap
+episode   sessions stay on theirs until they close   refused
+lazy      sessions stay until their lag exceeds      refused
+          `max_staleness`, their KV is gone, or a place is short
+
 Invariants:
-1. The event loop schedules, the worker computes; they never touch the same state at once (`_between_passes`).
+1. The event loop schedules, the worker computes; they never touch the same state at once (`between_passes`).
 2. Weights change between two forward passes; a completion's spans say which weights sampled each token.
 3. Keys and values of one version never serve another, except inside a call with refresh `token` and `keep_kv`.
 4. An error in a pass fails the calls in flight and the engine, by name; nothing hangs.
+5. A version that is current, pinned, leased or used by a call is never overwritten; a policy has exactly one current
+   version; base weights serve as long as anything is built on them.
+6. Until a new version has passed its canary check nothing has changed that a later pass could see, so that any failure
+   leaves the old version serving.
 """
 
 from __future__ import annotations
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from transformers import AutoModelForCausalLM
 
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import EngineCapabilityError, EngineError
 from agentrl.core.ports import EngineCapabilities
 from agentrl.core.records import Completion
+from agentrl.engines.embedded.adapter_bank import AdapterBank
 from agentrl.engines.embedded.batcher import ActiveRequest, Batcher, EmbeddedSession, SlotTable
 from agentrl.engines.embedded.capture import KeptSetRecorder, RoutingTap
-from agentrl.engines.embedded.forward import Pass, PassRunner, check_memory, check_rows, check_slots
+from agentrl.engines.embedded.forward import (
+    BASE,
+    Pass,
+    PassRunner,
+    ServedModel,
+    Serving,
+    check_memory,
+    check_rows,
+    check_slots,
+    load_model,
+    ready_to_sample,
+)
 from agentrl.engines.embedded.slots import SlotCache, SlotColumns
-from agentrl.engines.embedded.versions import EmbeddedSettings, EmbeddedVersions, ServedModel, Serving
-from agentrl.engines.models import load_model, model_dtype
-from agentrl.engines.versions import ModelEngine, empty_completion, keeping_version, needs_adapters
+from agentrl.engines.models import model_dtype
+from agentrl.engines.versions import (
+    ModelEngine,
+    VersionTable,
+    empty_completion,
+    keeping_version,
+    needs_adapters,
+    refusal,
+    run_to_end,
+)
+from agentrl.engines.weights import (
+    check_answer,
+    match_full_weights,
+    read_adapter,
+    read_canary,
+    read_weights,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping
+    from collections.abc import Callable, Collection, Iterable, Mapping
 
     from numpy.typing import NDArray
+    from torch import Tensor
     from transformers import PreTrainedModel
 
     from agentrl.core.clock import Clock
@@ -43,8 +85,22 @@ if TYPE_CHECKING:
     from agentrl.core.records import FinishReason, Float32Array, Int32Array, PolicyVersion, WeightsRef
     from agentrl.engines.embedded.forward import EngineStats
     from agentrl.engines.versions import Canary
+    from agentrl.engines.weights import AdapterWeights
 
 _DELTA_SECONDS = 0.2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbeddedSettings:
+    """How an embedded engine works, beyond what its capabilities say; see `EmbeddedEngine.load`."""
+
+    slots: int
+    refresh: Refresh | Mapping[str, Refresh]
+    keep_kv: bool
+    max_rank: int
+    max_staleness: Mapping[str, int]
+    prefill_tokens: int
+    fixed_shapes: bool
 
 
 class EmbeddedEngine(ModelEngine[Serving]):
@@ -58,7 +114,7 @@ class EmbeddedEngine(ModelEngine[Serving]):
         versions: for each policy, the version that the directory's weights are.
         slots: conversations whose KV is held at once.
         max_context: longest context in tokens, completion included.
-        refresh: when sessions move to newer weights, of all policies or by policy; see `versions.py`.
+        refresh: when sessions move to newer weights, of all policies or by policy; see above.
         keep_kv: whether calls in flight keep the KV that older weights computed (refresh `token`).
         capture_routing: record the experts of each position.
         capture_mask: record the kept set of each sampled token.
@@ -88,7 +144,7 @@ class EmbeddedEngine(ModelEngine[Serving]):
         slots, context = settings.slots, capabilities.max_context
         self.capabilities = capabilities
         self._vocabulary = int(model.config.vocab_size)
-        self._tap = RoutingTap(model, slots=slots, capacity=context) if capabilities.expert_routing else None
+        self.tap = RoutingTap(model, slots=slots, capacity=context) if capabilities.expert_routing else None
         self._kept = KeptSetRecorder(slots) if capabilities.sampling_mask else None
         self._columns = SlotColumns(slots=slots, capacity=context)
         self._table = SlotTable(slots, clock=clock)
@@ -98,7 +154,7 @@ class EmbeddedEngine(ModelEngine[Serving]):
             columns=self._columns,
             table=self._table,
             prefill_tokens=settings.prefill_tokens,
-            tap=self._tap,
+            tap=self.tap,
             kept=self._kept,
             fixed_shapes=settings.fixed_shapes,
         )
@@ -107,23 +163,12 @@ class EmbeddedEngine(ModelEngine[Serving]):
             columns=self._columns,
             device=model.device,
             dtype=model.dtype,
-            tap=self._tap,
+            tap=self.tap,
             kept=self._kept,
             clock=clock,
         )
-        self._between_passes = asyncio.Lock()
-        self.versions = EmbeddedVersions(
-            ServedModel.of(model),
-            versions.values(),
-            settings=settings,
-            places=capabilities.adapters,
-            between_passes=self._between_passes,
-            switch=self._switch_calls,
-            on_worker=self._on_worker,
-            answer=self._answer,
-            interrupt=self._interrupt,
-            tap=self._tap,
-        )
+        self.between_passes = asyncio.Lock()
+        self.versions = EmbeddedVersions(self, ServedModel.of(model), versions.values(), settings=settings)
         self._keep_kv = settings.keep_kv
         self._clock = clock
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="agentrl-engine")
@@ -202,7 +247,7 @@ class EmbeddedEngine(ModelEngine[Serving]):
         return EmbeddedSession(self, session_id, policy, self._resolve_pin(policy, pin))
 
     def session_ended(self, session: EmbeddedSession) -> None:
-        """See `sessions.SessionOwner`."""
+        """See `agentrl.engines.versions.SessionOwner`."""
         self._table.free_slot(session)
         self.versions.leases.close(session)
 
@@ -218,7 +263,7 @@ class EmbeddedEngine(ModelEngine[Serving]):
         call = ActiveRequest(request, session, loop.create_future(), on_delta, self._arrivals)
         self._calls[request.request_id], session.request = call, request
         self._batcher.submit(call)
-        self._interrupt()
+        self.interrupt()
         if self._loop_task is None:
             self._loop_task = loop.create_task(self._run(), name="agentrl-embedded-engine")
             self._loop_task.add_done_callback(self._loop_ended)
@@ -226,7 +271,7 @@ class EmbeddedEngine(ModelEngine[Serving]):
             return await call.future
         except asyncio.CancelledError:
             call.ending = True
-            self._interrupt()
+            self.interrupt()
             raise
 
     def _check_running(self, what: str) -> None:
@@ -239,7 +284,7 @@ class EmbeddedEngine(ModelEngine[Serving]):
         """Plan, run, finish; lives while there are calls."""
         batcher, loop = self._batcher, asyncio.get_running_loop()
         while True:
-            async with self._between_passes:
+            async with self.between_passes:
                 self._runner.interrupted = False
                 for call in batcher.drop_ending():
                     self._end(call, aborted=True)
@@ -265,7 +310,7 @@ class EmbeddedEngine(ModelEngine[Serving]):
         session = call.session
         stopped = not aborted and self._columns.stopped(session.slot)
         reason: FinishReason = "abort" if aborted else "stop" if stopped else "length"
-        completion = call.complete(self._columns, reason, tap=self._tap, kept=self._kept)
+        completion = call.complete(self._columns, reason, tap=self.tap, kept=self._kept)
         serving = call.serving
         if serving is not None:
             self._runner.stats.cached_tokens += call.cached
@@ -302,29 +347,31 @@ class EmbeddedEngine(ModelEngine[Serving]):
                 failure.__cause__ = cause
                 call.future.set_exception(failure)
 
-    def _interrupt(self) -> None:
+    def interrupt(self) -> None:
         """There is something to do between two passes."""
         self._runner.interrupted = True
         self._wake.set()
 
     async def ping(self) -> None:
         """See `agentrl.core.ports.Engine.ping`: heard from when a forward pass has ended."""
-        await self._on_worker(lambda: None)
+        await self.on_worker(lambda: None)
 
-    async def _on_worker(self, work: Callable[[], None]) -> None:
+    async def on_worker(self, work: Callable[[], None]) -> None:
+        """Run work on the thread that computes."""
         await asyncio.get_running_loop().run_in_executor(self._worker, work)
 
     # --- control ------------------------------------------------------------------------------------------------------
 
     async def serve(self, current: Collection[WeightsRef], pinned: Collection[WeightsRef] = ()) -> None:
-        """See `agentrl.core.ports.Engine.serve`; what happens to calls in flight is described in `versions.py`."""
+        """See `agentrl.core.ports.Engine.serve`; what happens to calls in flight is described above."""
         self._check_running("an update")
         try:
             await self.versions.serve(current, pinned)
         finally:
             self._wake.set()
 
-    def _switch_calls(self, old: Serving, new: Serving) -> None:
+    def switch_calls(self, old: Serving, new: Serving) -> None:
+        """Go on under `new` with the calls that `old` samples; between two passes."""
         for call in list(self._batcher.running.values()):
             if call.serving is old and call.session.pin is None:
                 self._batcher.switch(call, new, keep_kv=self._keep_kv)
@@ -333,8 +380,8 @@ class EmbeddedEngine(ModelEngine[Serving]):
         """Compute nothing after the present pass, so that an update finds calls at a defined position."""
         self.versions.paused = True
         self.versions.wake()
-        self._interrupt()
-        async with self._between_passes:
+        self.interrupt()
+        async with self.between_passes:
             pass
 
     async def resume(self) -> None:
@@ -347,23 +394,23 @@ class EmbeddedEngine(ModelEngine[Serving]):
         call = self._calls.get(request_id)
         if call is not None:
             call.ending = True
-            self._interrupt()
+            self.interrupt()
 
     async def score(
         self, version: PolicyVersion | str, token_ids: Int32Array, temperature: float = 1.0
     ) -> Float32Array:
         """See `agentrl.core.ports.Engine.score`."""
         versions = self.versions
-        self._interrupt()
-        async with self._between_passes:
+        self.interrupt()
+        async with self.between_passes:
             self._check_running(f"scores of {version}")
             serving = versions.of_policy(version) if isinstance(version, str) else versions.of_version(version)
             ids, loop = token_ids.astype(np.int64), asyncio.get_running_loop()
             one = self._alone(serving, np.array([len(ids)]))
             return await loop.run_in_executor(self._worker, self._runner.score, one, ids, temperature)
 
-    async def _answer(self, serving: Serving, canary: Canary) -> Float32Array:
-        """To the canary of `serving`; between two passes."""
+    async def answer(self, serving: Serving, canary: Canary) -> Float32Array:
+        """The log-probabilities, `[m, n]`, that a version gives to a canary; between two passes."""
         contexts, tokens = canary.contexts.astype(np.int64), canary.token_ids.astype(np.int64)
         one = self._alone(serving, np.full(len(contexts), contexts.shape[1]))
         loop = asyncio.get_running_loop()
@@ -393,9 +440,243 @@ class EmbeddedEngine(ModelEngine[Serving]):
         self._fail_calls("the engine was closed", None)
         for call in self._batcher.calls():
             call.ending = True
-        self._interrupt()
+        self.interrupt()
         task = self._loop_task
         if task is not None:
             await asyncio.wait([task])
-        async with self._between_passes:  # a swap that has begun is finished
+        async with self.between_passes:  # a swap that has begun is finished
             self._worker.shutdown()
+
+
+class EmbeddedVersions(VersionTable[Serving]):
+    """The versions of one embedded engine; updates are applied one after another, between its passes.
+
+    Args:
+        engine: computes with them.
+        base: the loaded model.
+        versions: its weights, as the first version of every policy.
+        settings: the engine's.
+    """
+
+    def __init__(
+        self,
+        engine: EmbeddedEngine,
+        base: ServedModel,
+        versions: Iterable[PolicyVersion],
+        *,
+        settings: EmbeddedSettings,
+    ) -> None:
+        super().__init__(
+            refresh=settings.refresh, max_staleness=settings.max_staleness, places=engine.capabilities.adapters
+        )
+        self._engine = engine
+        self.base = base
+        self._max_rank = settings.max_rank
+        self._spare: ServedModel | None = None
+        self.paused = False
+        for version in versions:
+            self.live[version] = self.current[version.policy] = Serving(version=version, served=base)
+
+    # --- copies and places --------------------------------------------------------------------------------------------
+
+    def _servings_of(self, served: ServedModel) -> list[Serving]:
+        """Live versions that a model copy serves."""
+        return [serving for serving in self.live.values() if serving.served is served]
+
+    def _overwritable(self, policy: str) -> ServedModel | None:
+        """The copy that the next full version of `policy` may overwrite; None: it needs a copy of its own.
+
+        The base copy is never given away while adapters are built on it.
+        """
+        old = self.of_policy(policy)
+        if old.held or old.served.bank is not None:
+            return None
+        for other in self._servings_of(old.served):
+            if other is not old and (other.held or other.calls or self.is_current(other)):
+                return None
+        return old.served
+
+    def _new_copy(self) -> ServedModel:
+        """A copy of the architecture, to be filled: one that came to serve nothing, if there is one."""
+        if self._spare is not None:
+            spare, self._spare = self._spare, None
+            return spare
+        template = self.base.model
+        with torch.random.fork_rng(devices=[]):
+            make: Any = AutoModelForCausalLM.from_config
+            model = make(template.config, dtype=template.dtype, trust_remote_code=False)
+        served = ServedModel.of(ready_to_sample(model, template.device))
+        if self._engine.tap is not None:
+            self._engine.tap.attach(served.model)
+        return served
+
+    def _bank(self) -> AdapterBank:
+        """The adapter bank of the base model, made when first needed."""
+        if self.base.bank is None:
+            self.base.bank = AdapterBank(self.base.model, places=self.places, max_rank=self._max_rank)
+        return self.base.bank
+
+    def settle(self, serving: Serving) -> None:
+        """See `VersionTable.settle`; base weights cost nothing to keep while the copy stands."""
+        self.wake()
+        if serving.held or serving.calls or self.is_current(serving) or not self.is_live(serving):
+            return
+        if serving.adapter != BASE:
+            del self.live[serving.version]
+            self._bank().empty(serving.adapter)
+        elif serving.served is not self.base:
+            del self.live[serving.version]
+            if self._spare is None and not self._servings_of(serving.served):
+                self._spare = serving.served
+
+    # --- updates ------------------------------------------------------------------------------------------------------
+
+    async def _load(self, weights: WeightsRef) -> None:
+        await (self._load_full(weights) if weights.kind == "full" else self._load_adapter(weights))
+
+    async def _make_current(self, serving: Serving) -> None:
+        self._engine.interrupt()
+        async with self._engine.between_passes:
+            self._promote(serving)
+
+    def _promote(self, new: Serving) -> None:
+        """Make a version current whose weights are in place; call between two passes."""
+        policy = new.version.policy
+        old = self.of_policy(policy)
+        self.live[new.version] = self.current[policy] = new
+        if self.leases.refresh_of(policy) == "token":
+            self._engine.switch_calls(old, new)
+        self.settle(old)
+
+    async def _load_full(self, weights: WeightsRef) -> None:
+        policy, base = weights.version.policy, self.base
+        refresh = self.leases.refresh_of(policy)
+        if refresh in ("episode", "lazy"):
+            raise refusal(
+                weights,
+                f"refresh {refresh!r} needs adapters; with full weights set engine.refresh to auto, token or turn",
+            )
+        file = await asyncio.to_thread(read_weights, weights)
+        read = await asyncio.to_thread(match_full_weights, weights, file.tensors, base.state, base.model)
+        canary = self._of_the_model(weights, read_canary(weights, file))
+        try:
+            if refresh == "turn":
+                self.held.add(policy)
+                await self._turn_boundary(weights)
+            await run_to_end(self._swap_full(weights, read, canary))
+        finally:
+            self.held.discard(policy)
+            self.wake()
+
+    async def _turn_boundary(self, weights: WeightsRef) -> None:
+        old = self.of_policy(weights.version.policy)
+        while old.calls and self._wanted.is_current(weights) and self._overwritable(old.version.policy) is not None:
+            if self.paused:
+                raise refusal(weights, "the engine is paused in the middle of turns; resume it, or use refresh token")
+            await self._change()
+
+    async def _swap_full(self, weights: WeightsRef, read: Mapping[str, Tensor], canary: Canary | None) -> None:
+        """Once begun it is finished, even if whoever asked for it is cancelled."""
+        self._engine.interrupt()
+        async with self._engine.between_passes:
+            self._check_open()
+            is_current = self._wanted.is_current(weights)
+            target = self._overwritable(weights.version.policy) if is_current else None
+            served = target or self._new_copy()
+            before = served.copied() if target is not None and canary is not None else None
+            overwritten = {serving.version: serving for serving in self._servings_of(served)}
+            for version in overwritten:
+                del self.live[version]  # from here on nobody can hold it
+            new = self._serving(weights, canary, served)
+            await self._engine.on_worker(lambda: served.overwrite(read))
+            try:
+                await self._check_answer(weights, new, *overwritten.values())
+            except BaseException:
+                if before is not None:
+                    await self._engine.on_worker(lambda: served.overwrite(before))
+                elif target is None:
+                    self._spare = served
+                self.live |= overwritten
+                raise
+            self._add(new, is_current=is_current)
+
+    async def _load_adapter(self, weights: WeightsRef) -> None:
+        adapter = await asyncio.to_thread(read_adapter, weights)
+        if self.places == 0:
+            raise refusal(weights, "the engine was started without places for adapters (adapter_slots = 0)")
+        bank = self._bank()
+        bank.check(weights, adapter)
+        canary = self._of_the_model(weights, adapter.canary)
+        while True:
+            while bank.free_slot() is None and not self._is_replaceable(weights):
+                await self._wait_for_adapter_slot(weights, [s for s in self.live.values() if s.adapter != BASE])
+            if await run_to_end(self._swap_adapter(weights, adapter, canary)):
+                return
+
+    def _is_replaceable(self, weights: WeightsRef) -> bool:
+        """Whether nothing holds the policy's current adapter once these weights are current."""
+        policy = weights.version.policy
+        old = self.of_policy(policy)
+        is_free = self.leases.refresh_of(policy) == "token" and not old.held and old.adapter != BASE
+        return is_free and self._wanted.is_current(weights)
+
+    async def _swap_adapter(self, weights: WeightsRef, adapter: AdapterWeights, canary: Canary | None) -> bool:
+        """Fill a free place or, where there is none, that of the policy's current version; False: that is held.
+
+        Once begun it is finished, even if whoever asked for it is cancelled.
+        """
+        replaced = None
+        self._engine.interrupt()
+        async with self._engine.between_passes:
+            self._check_open()
+            old, bank = self.of_policy(weights.version.policy), self._bank()
+            is_current, place = self._wanted.is_current(weights), bank.free_slot()
+            if place is None:
+                if not self._is_replaceable(weights):
+                    return False
+                del self.live[old.version]  # from here on nobody can hold it
+                place, replaced = old.adapter, bank.empty(old.adapter)
+            filled = place
+            new = self._serving(weights, canary, self.base, adapter=filled)
+            await self._engine.on_worker(lambda: bank.fill(filled, adapter))
+            try:
+                await self._check_answer(weights, new, old)
+            except BaseException:
+                bank.empty(filled)
+                if replaced is not None:
+                    former = replaced
+                    await self._engine.on_worker(lambda: bank.fill(filled, former))
+                    self.live[old.version] = old
+                raise
+            self._add(new, is_current=is_current)
+            return True
+
+    def _serving(
+        self, weights: WeightsRef, canary: Canary | None, served: ServedModel, *, adapter: int = BASE
+    ) -> Serving:
+        return Serving(version=weights.version, digest=weights.sha256, canary=canary, served=served, adapter=adapter)
+
+    def _add(self, new: Serving, *, is_current: bool) -> None:
+        """A version whose weights are in place can be sampled from; call between two passes."""
+        new.pinned = self._wanted.has_pin(new.version)
+        self.live[new.version] = new
+        if is_current:
+            self._promote(new)
+        else:
+            self.settle(new)  # nobody may want it any more
+
+    def _of_the_model(self, weights: WeightsRef, canary: Canary | None) -> Canary | None:
+        if canary is not None:
+            canary.check_vocabulary(weights, int(self.base.model.config.vocab_size))
+        return canary
+
+    async def _check_answer(self, weights: WeightsRef, new: Serving, *replaced: Serving) -> None:
+        """The canary check, between the same two passes, before anything samples from the version.
+
+        Raises:
+            EngineError: it does not answer as the trainer does.
+        """
+        if new.canary is not None:
+            answer = await self._engine.answer(new, new.canary)
+            others, dtype = self.canaries(new, *replaced), new.served.model.dtype
+            check_answer(weights, new.canary, answer, dtype=dtype, others=others)

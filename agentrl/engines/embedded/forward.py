@@ -1,7 +1,7 @@
-"""Forward passes over slots, in the engine's worker thread, and the check that a model supports them.
+"""The model of the embedded engine, its forward passes over slots, and the check that it supports them.
 
-`PassRunner` turns slots into model inputs, runs the model, samples, and writes the results to the columns. The event
-loop plans which slots run and which weights serve them.
+`PassRunner` turns slots into model inputs, runs the model, samples, and writes the results to the columns, in the
+engine's worker thread. The event loop plans which slots run and which weights serve them.
 
 Invariants: rows of a pass do not affect one another; padding is written to a position that is never read; the n-th
 token of a request depends only on (seed, n) and its distribution, never on the rest of the batch; a logprob is that of
@@ -15,35 +15,121 @@ contexts, and for contexts that grow beyond a length at which the model may chan
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch import nn
+from torch.nn import functional
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import EngineCapabilityError, ModelError
 from agentrl.core.machine import memory
 from agentrl.engines.embedded.slots import SamplingBatch, SlotCache, SlotColumns
-from agentrl.engines.models import in_float32, kv_bytes_per_token, special_lengths
+from agentrl.engines.models import in_float32, kv_bytes_per_token, read_model, special_lengths
+from agentrl.engines.versions import LiveVersion
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from numpy.typing import NDArray
     from torch import Tensor
     from transformers import PreTrainedModel
 
     from agentrl.core.clock import Clock
+    from agentrl.engines.embedded.adapter_bank import AdapterBank
     from agentrl.engines.embedded.capture import KeptSetRecorder, RoutingTap
     from agentrl.engines.embedded.slots import Slots
-    from agentrl.engines.embedded.versions import AdapterBank
 
+_ATTENTION_NAME = "agentrl_grouped"
+BASE = -1
+"""In place of an adapter's place in the bank, of rows that use no adapter."""
 _REPEAT_SECONDS = 0.1
 """How long the worker executes one plan; partials are delivered about every 0.2 s."""
 _CONTEXTS = ((0, 5, 1, 3, 2, 4), (0, 2, 0, 1))
 _PIECES = ((4, 2), (1, 1), (1, 1))
 """Tokens of each context computed by each pass."""
 _ROW_TOKENS = 9
+
+
+def load_model(path: str, *, max_context: int, dtype: torch.dtype, device: str) -> PreTrainedModel:
+    """Load a local Hugging Face causal LM directory for sampling.
+
+    Raises:
+        ModelError: the directory holds no such model, or one that cannot serve contexts of `max_context`.
+    """
+    return ready_to_sample(read_model(path, dtype=dtype, max_context=max_context), device)
+
+
+def ready_to_sample(model: PreTrainedModel, device: str | torch.device) -> PreTrainedModel:
+    """Move a model to its device, without gradients or dropout, with the attention that suits the slots.
+
+    On the CPU it attends without repeating keys and values; models with attention of their own keep it.
+    """
+    module: nn.Module = model
+    module.to(device).requires_grad_(False).train(False)
+    if model.device.type == "cpu" and model.config._attn_implementation == "sdpa":
+        AttentionInterface.register(_ATTENTION_NAME, _grouped_attention)
+        model.set_attn_implementation(_ATTENTION_NAME)
+    return model
+
+
+def _grouped_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **unused: Any,
+) -> tuple[Tensor, None]:
+    """Queries `[B, heads, t, dim]` over keys and values `[B, kv_heads, T, dim]`, as `sdpa` computes it."""
+    if attention_mask is None or unused.get("position_bias") is not None:
+        attended: tuple[Tensor, None] = sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **unused
+        )
+        return attended
+    out = functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=attention_mask, dropout_p=dropout, scale=scaling, enable_gqa=True
+    )
+    return out.transpose(1, 2).contiguous(), None
+
+
+@dataclass(slots=True, eq=False)
+class ServedModel:
+    """One copy of the model's weights."""
+
+    model: PreTrainedModel
+    state: Mapping[str, Tensor]
+    """Its parameters and persistent buffers under the names of the checkpoint."""
+    bank: AdapterBank | None = None
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> ServedModel:
+        """Wrap a loaded model."""
+        return cls(model, dict(model.state_dict()))
+
+    def overwrite(self, weights: Mapping[str, Tensor]) -> None:
+        """Copy checked weights into place."""
+        with torch.inference_mode():
+            for name, tensor in weights.items():
+                if name in self.state:
+                    self.state[name].copy_(tensor)
+
+    def copied(self) -> dict[str, Tensor]:
+        """A copy of the present weights, which `overwrite` can restore."""
+        return {name: tensor.clone() for name, tensor in self.state.items()}
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Serving(LiveVersion):
+    """A version the embedded engine can sample from."""
+
+    served: ServedModel
+    adapter: int = BASE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

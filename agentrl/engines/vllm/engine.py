@@ -251,7 +251,7 @@ class VllmEngine(ModelEngine[VllmVersion]):
         return VllmSession(self, session_id, policy, self._resolve_pin(policy, pin))
 
     def session_ended(self, session: VllmSession) -> None:
-        """See `sessions.SessionOwner`."""
+        """See `agentrl.engines.versions.SessionOwner`."""
         self.versions.leases.close(session)
 
     async def generate(

@@ -1,0 +1,201 @@
+"""The LoRA adapters that the embedded engine serves side by side on one base model.
+
+LoRA: Hu et al., 2021, arXiv:2106.09685. y = W x + B ((A x) * row mask), the A of the pass's adapters stacked, their B
+side by side; where they are many, adapter by adapter in one batched product, as in Punica (arXiv:2310.18547).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from agentrl.engines.weights import check_adapter, linear_layer
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from transformers import PreTrainedModel
+
+    from agentrl.core.records import WeightsRef
+    from agentrl.engines.weights import AdapterWeights
+
+_MANY = 4
+"""With more adapters in a pass, each row is computed with its own; with fewer, it is cheaper to compute the columns of
+all of them for every row, and to mask what is not its own."""
+_NOTHING = np.empty(0, np.int64)
+
+
+class AdapterBank:
+    """The adapters of one base model. Layers are wrapped when the first adapter arrives."""
+
+    def __init__(self, model: PreTrainedModel, *, places: int, max_rank: int) -> None:
+        self.max_rank = max_rank
+        self._model = model
+        self._free = list(range(places))
+        self._filled: dict[int, AdapterWeights] = {}
+        self._layers: dict[str, BankLinear] = {}
+        self._rank = 0
+        self._selected: bytes | None = None
+        self._narrowed = _NOTHING
+        self.active = False
+        self.mask: Tensor | None = None
+        """Float [B, 1, columns]: 1 where the column is of the row's adapter; None: all are."""
+        self.groups: _Groups | None = None
+        """Set instead where there are many adapters."""
+
+    def free_slot(self) -> int | None:
+        """The lowest empty place, None if all are filled."""
+        return min(self._free) if self._free else None
+
+    def check(self, weights: WeightsRef, adapter: AdapterWeights) -> None:
+        """Refuse an adapter that does not fit the model.
+
+        Raises:
+            EngineError: wrong rank, module or shape.
+        """
+        check_adapter(weights, adapter, self._model, max_rank=self.max_rank)
+
+    def fill(self, place: int, adapter: AdapterWeights) -> None:
+        """Put a checked adapter into an empty place; call between two passes."""
+        self._free.remove(place)
+        self._filled[place] = adapter
+        self._selected, self._narrowed = None, _NOTHING
+        wrapped = self._wrap(adapter)
+        grown = max(self._rank, adapter.rank)
+        needed = (max(self._filled) + 1) * grown
+        if wrapped or grown > self._rank or needed > next(iter(self._layers.values())).down.shape[0]:
+            self._rank = grown
+            self._allocate(needed)
+            for at, filled in self._filled.items():
+                self._write(at, filled)
+        else:
+            self._write(place, adapter)
+
+    def empty(self, place: int) -> AdapterWeights:
+        """Forget the adapter of `place`, which is returned; call when no row uses it."""
+        self._free.append(place)
+        return self._filled.pop(place)
+
+    def _wrap(self, adapter: AdapterWeights) -> bool:
+        """Give the layers of an adapter that no earlier one was on their share of the bank; whether there are any."""
+        added = [name for name in adapter.matrices if name not in self._layers]
+        for name in added:
+            layer = linear_layer(self._model, name)
+            assert layer is not None, "checked before"
+            parent, _, child = name.rpartition(".")
+            wrapped = BankLinear(layer, self)
+            setattr(self._model.get_submodule(parent), child, wrapped)
+            self._layers[name] = wrapped
+        return bool(added)
+
+    def _allocate(self, columns: int) -> None:
+        for layer in self._layers.values():
+            layer.down = layer.base.weight.new_zeros(columns, layer.base.in_features)
+            layer.up = layer.base.weight.new_zeros(columns, layer.base.out_features)
+
+    def _write(self, place: int, adapter: AdapterWeights) -> None:
+        first = place * self._rank
+        with torch.inference_mode():
+            for name, layer in self._layers.items():
+                layer.down[first : first + self._rank] = 0
+                layer.up[first : first + self._rank] = 0
+                if name in adapter.matrices:
+                    down, up = adapter.matrices[name]
+                    layer.down[first : first + adapter.rank] = down
+                    layer.up[first : first + adapter.rank] = up.t()
+
+    def select(self, adapters: NDArray[np.int64]) -> None:
+        """Say which adapter each row of the next pass uses, `[B]`; -1: none."""
+        key = adapters.tobytes()
+        if key == self._selected:
+            return
+        self._selected = key
+        used = np.unique(adapters[adapters >= 0])
+        self.active = len(used) > 0
+        if not self.active:
+            return
+        self._narrow(used)
+        narrowed, weight = self._narrowed, next(iter(self._layers.values())).base.weight
+        everyone = bool((adapters >= 0).all())
+        self.mask, self.groups = None, None
+        if everyone and len(narrowed) > _MANY:
+            self.groups = _grouped(np.searchsorted(narrowed, adapters), len(narrowed), weight.device)
+        elif len(narrowed) > 1 or not everyone:
+            mask = torch.from_numpy(adapters[:, None, None] == np.repeat(narrowed, self._rank))
+            self.mask = mask.to(weight)
+
+    def _narrow(self, used: NDArray[np.int64]) -> None:
+        """Compute the columns of these adapters, and of few others: which ones there are changes almost every pass."""
+        known = self._narrowed
+        if np.array_equal(used, known) or (1 < len(used) < len(known) <= 2 * len(used) and np.isin(used, known).all()):
+            return
+        self._narrowed = used
+        first, last = int(used[0]), int(used[-1]) + 1
+        columns: slice | Tensor = slice(first * self._rank, last * self._rank)
+        if last - first > len(used):
+            columns = torch.from_numpy((used[:, None] * self._rank + np.arange(self._rank)).reshape(-1))
+        for layer in self._layers.values():
+            layer.narrow(columns, self._rank)
+
+
+class BankLinear(nn.Module):
+    """A linear layer and the bank's share of it."""
+
+    def __init__(self, base: nn.Linear, bank: AdapterBank) -> None:
+        super().__init__()
+        self.base = base
+        self.down = base.weight.new_zeros(0, base.in_features)
+        self.up = base.weight.new_zeros(0, base.out_features)
+        self._plain = (base.weight, base.bias, bank)  # in a tuple: reached at once, and registered only once
+        self._live = self._apart = (self.down.t(), self.up)
+
+    def narrow(self, columns: slice | Tensor, rank: int) -> None:
+        """Compute only these columns from now on: those of adapters of this rank."""
+        down, up = self.down[columns], self.up[columns]
+        self._live = (down.t(), up)
+        self._apart = (down.view(-1, rank, down.shape[1]).transpose(1, 2), up.view(-1, rank, up.shape[1]))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """`[..., in]` → `[..., out]`."""
+        weight, bias, bank = self._plain
+        if not bank.active:
+            return functional.linear(hidden, weight, bias)
+        flat = hidden.reshape(-1, hidden.shape[-1])
+        out = functional.linear(flat, weight, bias)
+        if bank.groups is not None:
+            down, up = self._apart
+            count, rows, places = bank.groups
+            by_row = flat.view(len(places), -1)
+            grouped = by_row.index_select(0, rows).view(count, -1, flat.shape[-1])
+            added = torch.bmm(torch.bmm(grouped, down), up).view(len(rows), -1)
+            out.view(len(places), -1).add_(added.index_select(0, places))
+        else:
+            down, up = self._live
+            low = torch.mm(flat, down)
+            if bank.mask is not None:
+                low.view(len(bank.mask), -1, low.shape[-1]).mul_(bank.mask)
+            out.addmm_(low, up)
+        return out.view(*hidden.shape[:-1], -1)
+
+
+class _Groups(NamedTuple):
+    """The rows of a pass by adapter, padded with row 0 to the same number each."""
+
+    adapters: int
+    rows: Tensor  # int64 [adapters * most rows of one]
+    places: Tensor  # int64 [B], where each row lies in `rows`
+
+
+def _grouped(adapters: NDArray[np.int64], count: int, device: torch.device) -> _Groups:
+    """Rows by adapter, from the number of each row's."""
+    order = np.argsort(adapters, kind="stable")
+    sizes = np.bincount(adapters, minlength=count)
+    most = int(sizes.max())
+    within = np.arange(len(adapters)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    rows, places = np.zeros(count * most, np.int64), np.empty(len(adapters), np.int64)
+    places[order] = adapters[order] * most + within
+    rows[places] = np.arange(len(adapters))
+    return _Groups(count, torch.from_numpy(rows).to(device), torch.from_numpy(places).to(device))
