@@ -77,7 +77,7 @@ class Parts:
     tell: Callable[[str], None] = lambda line: None
     """Takes a line for people."""
     code_changes: int = 0
-    """How often a resume met changed environment code."""
+    """Number of resumes that met changed environment code."""
 
 
 def assemble(config: RunConfig, environment: type[Environment], parts: Parts) -> Orchestrator:

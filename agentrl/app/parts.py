@@ -178,7 +178,7 @@ def device_plan(config: RunConfig) -> DevicePlan:
 
 
 def _placement(config: RunConfig, log: Path | None, plan: DevicePlan, replica: int) -> Placement:
-    """Where a replica's process runs."""
+    """The placement of a replica's process."""
     if config.engine.placement != "ray":
         return LocalPlacement(log, gpus=[gpu.id for gpu in plan.gpus_of_engine(replica)])
     from agentrl.cluster.engine_actors import RayPlacement
@@ -188,7 +188,7 @@ def _placement(config: RunConfig, log: Path | None, plan: DevicePlan, replica: i
 
 
 def _worker_placement(config: RunConfig, log: Path) -> Placement:
-    """Where a process that plays episodes runs; it needs no GPU."""
+    """The placement of a worker's process, which needs no GPU."""
     if config.engine.placement != "ray":
         return LocalPlacement(log)
     from agentrl.cluster.engine_actors import RayPlacement

@@ -301,7 +301,7 @@ async def load_weights(
 
 
 def adapter_slots_needed(config: RunConfig) -> int:
-    """How many adapters the engine must be able to serve at once; 0: none."""
+    """Number of adapters that the engine must be able to serve at once."""
     trained = [policy for policy in config.trained.values() if policy.lora is not None]
     slots = sum(policy.max_staleness + 2 for policy in trained)
     slots += sum(rank_in(policy) > 0 for policy in config.of_kind(FrozenPolicy).values())

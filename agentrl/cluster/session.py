@@ -36,7 +36,7 @@ OBJECT_STORE_BYTES = 80 << 20
 """Trainers get small records and read token data themselves: the smallest store Ray accepts is plenty."""
 
 ANSWERS_S = 5.0
-"""How long the Ray at `RAY_ADDRESS` may take to accept a connection."""
+"""Longest time the Ray at `RAY_ADDRESS` may take to accept a connection."""
 
 _LONGEST_TEMPORARY = 40
 """Ray's sockets lie deep below its directory, and a Unix socket's path has at most 107 characters."""

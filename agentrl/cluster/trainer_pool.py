@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 PATIENCE_S = 60.0
-"""How long the other ranks may continue after one refused a call, before the group counts as stuck."""
+"""Longest time, in seconds, that the other ranks may continue after one refused a call; then the group is stuck."""
 
 LOOK_S = 1.0
 """Seconds between two looks at a local Ray: a call that is waiting does not fail when Ray dies."""

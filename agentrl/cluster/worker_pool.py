@@ -46,7 +46,7 @@ SPLIT = 4
 NAMED = 16
 """Episodes that a message names, before it counts the rest."""
 CANCEL_S = 10.0
-"""How long a process may take to stop its episodes before it is killed: longer than the wait for a stuck program."""
+"""Longest time a process may take to stop its episodes: longer than the wait for a stuck program. Then it is killed."""
 
 
 @dataclass(slots=True, eq=False)
@@ -114,7 +114,7 @@ class WorkerPool:
         self._settings = settings
         self._engine = engine
         self.placement = placement
-        """Where they run; may be replaced until they start."""
+        """The placement of the processes; may be replaced until they start."""
         self._clock = clock
         self._tell = tell
         self._share = -(-settings.max_in_flight // settings.workers)

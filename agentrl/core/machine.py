@@ -50,7 +50,7 @@ class Gpu(NamedTuple):
     name: str
     memory: Memory
     node: str = ""
-    """Of a Ray cluster; empty: this machine."""
+    """Id of the node in a Ray cluster; empty: this machine."""
 
 
 def gpus() -> tuple[Gpu, ...]:

@@ -47,7 +47,7 @@ class EngineCapabilities:
     expert_routing: bool
     sampling_mask: bool
     adapters: int
-    """How many adapters the engine serves side by side; 0: full weights only."""
+    """Number of adapters the engine serves side by side; 0: full weights only."""
     max_context: int
     """Longest context in tokens, including the completion."""
     exact_continuation: bool = True

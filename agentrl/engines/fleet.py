@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from agentrl.core.records import Float32Array, Int32Array, PolicyVersion, WeightsRef
 
 FENCE_S = 30.0
-"""How long the others wait for one replica's update to full weights."""
+"""Longest time the other replicas wait for one replica's update to full weights."""
 BACK_S = 1.0
 """Seconds between checks whether a lost replica is back."""
 

@@ -34,7 +34,7 @@ ExitProcess = Callable[[], Coroutine[Any, Any, None]]
 LONGEST_ADDRESS = 107
 """Characters of a Unix socket's path."""
 BUSY_S = 0.2
-"""How often, at most, the client hears how long the engine has been computing."""
+"""Shortest time, in seconds, between two reports of the engine's busy time to the client."""
 
 
 class ConnectionHandler:

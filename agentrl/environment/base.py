@@ -94,7 +94,7 @@ class ToolCallError(AgentRLError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChildResult:
-    """How a child episode ended."""
+    """The result of a child episode."""
 
     episode_id: str
     drop_reason: str | None

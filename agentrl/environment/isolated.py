@@ -41,7 +41,7 @@ _LONGEST_BYTES = 64 << 20
 """Largest message."""
 
 _START_S = 60.0
-"""How long a process may take to import a module on a busy machine."""
+"""Longest time a process may take to import a module on a busy machine."""
 _LONGEST_END_S = 2.0
 _PR_SET_PDEATHSIG = 1
 _STATES = ("get_state", "set_state")

@@ -206,7 +206,7 @@ class _Counting:
                 self._problem(f"episode {episode} attempt {attempt}: {committed} were committed, {name} has {there}")
 
     def _surviving(self, log: SqliteRunLog) -> Counter[tuple[Key, str]]:
-        """How often each unit was trained on the line that led to the newest versions."""
+        """Number of times each unit was trained on the line that led to the newest versions."""
         consumed: Counter[tuple[Key, str]] = Counter()
         for policy, version in self._through.items():
             for lineage, first, last in log.surviving(version):

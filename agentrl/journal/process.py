@@ -33,8 +33,8 @@ T = TypeVar("T")
 
 LOCK_FILE = "run.lock"
 LET_GO_S = 30
-"""How long a process may take to release a partition: a worker that Ray started survives a killed run by some seconds,
-in which it plays and writes on."""
+"""Longest time, in seconds, that a process may take to release a partition: a worker that Ray started survives a killed
+run by some seconds, in which it plays and writes on."""
 _held: weakref.WeakSet[RunLock] = weakref.WeakSet()
 
 PROCESS_FILE = "process.json"
@@ -205,7 +205,7 @@ class ProcessRecord(msgspec.Struct, kw_only=True):
     is_playing: bool = False
     """Whether episodes run in it. Where it has ended, it died under them."""
     fault: str = ""
-    """How an environment broke the process, if known; a sentence."""
+    """The fault of an environment that broke the process, as a sentence; empty if none is known."""
     workers: _Count = 1
     """Worker processes of the run; 1: episodes ran in the process itself."""
     has_killer: bool = False

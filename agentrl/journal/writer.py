@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 FLUSH_SECONDS = 0.2
 """Longest time a queued row waits for a round when nobody waits for it."""
 LINGER_SECONDS = 0.004
-"""How long a round waits for more rows once somebody waits for it."""
+"""Time a round waits for more rows once a caller waits for it."""
 _CHUNK = 32
 """Rows of one INSERT, at most."""
 

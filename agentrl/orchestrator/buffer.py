@@ -125,7 +125,7 @@ class Group:
     headers: list[EpisodeHeader] = field(default_factory=list)
     """Headers of the members that ended, dropped ones included, in order of their ends."""
     released: int = 0
-    """How many of `headers` have been released."""
+    """Number of `headers` that have been released."""
     earlier: tuple[EarlierMean, ...] = ()
     """Mean rewards of its policies in earlier groups, when it was admitted."""
     frozen: BaselineSet | None = None
@@ -381,7 +381,7 @@ class EpisodeBuffer:
         self._begun: dict[str, dict[str, int]] = {policy: {} for policy in self.trainable}
         """For outstanding units, by policy and episode: `_consumed` when they began."""
         self._beginnings: dict[str, Counter[int]] = {policy: Counter() for policy in self.trainable}
-        """How many outstanding units began at each value of `_consumed`."""
+        """By policy, the number of outstanding units that began at each value of `_consumed`."""
         self._unresolved: dict[str, set[str]] = {}
         self._trained: set[str] = set()
         self.ledger = Ledger()

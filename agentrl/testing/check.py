@@ -78,7 +78,7 @@ class EnvironmentReport:
     """Number of re-executions of an episode from a prefix of its journal."""
     rewards: list[float] = field(default_factory=list)
     resume_class: ResourceLevel = "replay"
-    """How the episodes came back: re-executed and compared, from snapshots of their resources, or not at all."""
+    """How episodes were recovered: re-executed and compared, from snapshots of their resources, or not at all."""
     called: set[str] = field(default_factory=set)
     """Tools the random policy called."""
     uncalled: list[str] = field(default_factory=list)

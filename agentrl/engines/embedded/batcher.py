@@ -38,9 +38,9 @@ if TYPE_CHECKING:
 _WORTH_SHARING = 8
 """Shortest common prefix, in tokens, that is copied from another conversation instead of computed."""
 _TURNS_IN_A_ROW = 16
-"""How many calls per slot go ahead of one that waits: by one step of priority, or because their session has a slot."""
+"""Calls per slot that may overtake a waiting one: for each step of priority, or because their session has a slot."""
 _PATIENCE = 4
-"""For how many steps contexts that are few beside the decoding rows wait for others to be computed with."""
+"""Number of steps that a few contexts wait for others to be prefilled with, while many rows decode."""
 _LONG_IDLE_SECONDS = 1.0
 
 

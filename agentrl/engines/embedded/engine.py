@@ -92,7 +92,7 @@ _DELTA_SECONDS = 0.2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddedSettings:
-    """How an embedded engine works, beyond what its capabilities say; see `EmbeddedEngine.load`."""
+    """Settings of an embedded engine besides its capabilities; see `EmbeddedEngine.load`."""
 
     slots: int
     refresh: Refresh | Mapping[str, Refresh]

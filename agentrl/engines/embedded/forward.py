@@ -47,7 +47,7 @@ _ATTENTION_NAME = "agentrl_grouped"
 BASE = -1
 """In place of an adapter's place in the bank, of rows that use no adapter."""
 _REPEAT_SECONDS = 0.1
-"""How long the worker executes one plan; partials are delivered about every 0.2 s."""
+"""Longest time, in seconds, that the worker repeats one plan; partial turns are delivered about every 0.2 s."""
 _CONTEXTS = ((0, 5, 1, 3, 2, 4), (0, 2, 0, 1))
 _PIECES = ((4, 2), (1, 1), (1, 1))
 """Tokens of each context computed by each pass."""

@@ -57,7 +57,7 @@ class VllmCall:
     on_delta: Delta | None
     clock: Clock
     serving: VllmVersion
-    """Whose weights sample it, or sampled it last."""
+    """The version that samples it, or sampled it last."""
     name: str = ""
     """Id of the request to vLLM."""
     is_running: bool = False
