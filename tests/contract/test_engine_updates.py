@@ -97,7 +97,6 @@ def test_by_default_every_token_has_the_logprob_that_its_version_alone_gives(zoo
         {
             "environment": {"id": "none"},
             "model": {"path": str(zoo.directory())},
-            "engine": {"max_context": 256},
             "policies": {"solver": {"lora": {"rank": 4}}, "proposer": {}},
             "engine": {"max_context": 256},
         }
