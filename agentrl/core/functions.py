@@ -22,8 +22,10 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib.abc import InspectLoader
+from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
+from types import CodeType
 from typing import Any, Literal, NamedTuple, TypeVar, overload
 
 from agentrl.core.errors import ConfigError
@@ -303,20 +305,35 @@ def _is_future(statement: ast.stmt) -> bool:
     return isinstance(statement, ast.ImportFrom) and statement.module == "__future__"
 
 
+class _SliceLoader(InspectLoader):
+    """Imports the statements of a slice as a module."""
+
+    def __init__(self, part: _Slice) -> None:
+        self._part = part
+
+    def get_source(self, fullname: str) -> None:
+        """None: the statements stand at the lines of their file, which shows them in a traceback."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        """The statements, compiled."""
+        body = ast.Module(body=self._part.statements, type_ignores=[])
+        return compile(body, self._part.location, "exec", dont_inherit=True)
+
+
 def _execute(part: _Slice, digest: str) -> dict[str, Any]:
     """The names that the statements of a slice define, in a module of their own.
 
     Raises:
         ConfigError: one of them raised.
     """
-    module = ModuleType(f"agentrl_function_{digest}")
+    loader = _SliceLoader(part)
+    module = importlib.util.module_from_spec(ModuleSpec(f"agentrl_function_{digest}", loader))
     module.__dict__["__file__"] = part.location
     if not part.location.endswith(".py"):  # an installed module, whose relative imports work
         module.__dict__["__package__"] = part.location.rpartition(".")[0]
     sys.modules[module.__name__] = module
-    code = compile(ast.Module(body=part.statements, type_ignores=[]), part.location, "exec", dont_inherit=True)
     try:
-        exec(code, module.__dict__)
+        loader.exec_module(module)
     except Exception as error:
         raise ConfigError(f"{part.location}: cannot be loaded: {type(error).__name__}: {error}") from error
     return vars(module)

@@ -100,8 +100,8 @@ FIRST = "(SELECT min(episode) FROM step_units WHERE policy = 'solver')"
         (
             "ledger",
             [
-                f"UPDATE step_units SET episode = {FIRST} WHERE policy = 'solver' AND episode = (SELECT max(episode)"
-                " FROM step_units WHERE policy = 'solver')"
+                "UPDATE step_units SET episode = (SELECT min(episode) FROM step_units WHERE lineage = 1) WHERE"
+                " policy = 'solver' AND episode = (SELECT max(episode) FROM step_units WHERE lineage = 1)"
             ],
         ),
         ("step", ["UPDATE steps SET input_digest = 'x' WHERE step = 1"]),

@@ -13,9 +13,9 @@ import difflib
 import importlib.util
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal  # noqa: F401 (names in vLLM's annotations, which pydantic looks up here)
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import PydanticUndefinedAnnotation, PydanticUserError, ValidationError, create_model
 
 from agentrl.core.errors import ConfigError
 
@@ -92,11 +92,6 @@ _REFUSED = {
 }
 """Arguments that would break a promise, whatever their value."""
 
-_PLAIN = {
-    **{each.__name__: each for each in (bool, int, float, str, list, dict, set, tuple)},
-    **{"Any": Any, "Literal": Literal},
-}
-
 
 def check_arguments(arguments: Mapping[str, Any], *, on_gpu: bool) -> None:
     """Refuse what `[engine.vllm]` must not say to the installed vLLM; all mistakes at once.
@@ -150,12 +145,14 @@ def _problem(name: str, value: Any, types: Mapping[str, str], *, on_gpu: bool) -
 
 def _type_problem(value: Any, annotation: str) -> str:
     try:
-        accepted = TypeAdapter(eval(annotation, {"__builtins__": {}}, _PLAIN))  # noqa: S307 (vLLM's own source)
-    except Exception:  # noqa: BLE001 (a class of vLLM's own, which vLLM checks)
+        field: Any = (annotation, ...)
+        accepted = create_model("EngineArgument", __module__=__name__, value=field)
+        accepted.model_rebuild()
+    except (PydanticUserError, PydanticUndefinedAnnotation, TypeError):  # a class of vLLM's own, which vLLM checks
         return ""
     given = set(value) if annotation.startswith("set[") and isinstance(value, list) else value
     try:
-        accepted.validate_python(given, strict=True)
+        accepted.model_validate({"value": given}, strict=True)
     except ValidationError:
         return f"{value!r} is no {annotation}"
     return ""
