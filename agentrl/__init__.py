@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from agentrl.app.training import Run, train
     from agentrl.config.run import RunConfig
     from agentrl.core.errors import AgentRLError, InfrastructureError
+    from agentrl.core.functions import advantage, loss
     from agentrl.core.records import Message, Task, ToolCall, Turn
+    from agentrl.credit.advantages import Group
     from agentrl.environment.base import (
         Agent,
         ChildResult,
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
     from agentrl.environment.registry import make, register, spec
     from agentrl.environment.tasks import learnability
     from agentrl.environment.tools import ToolEnvironment, ToolEpisode, tool
+    from agentrl.learn.loss_batch import LossBatch
     from agentrl.testing.check import check_environment
 
 _HOME = {
@@ -49,11 +52,13 @@ _HOME = {
     "Endpoint": "environment.base",
     "Environment": "environment.base",
     "EpisodeContext": "environment.base",
+    "Group": "credit.advantages",
     "GymEnvironment": "environment.gym",
     "HarnessEnvironment": "environment.harness",
     "HarnessEpisode": "environment.harness",
     "InfrastructureError": "core.errors",
     "LimitReachedError": "environment.base",
+    "LossBatch": "learn.loss_batch",
     "Message": "core.records",
     "PettingZooEnvironment": "environment.games",
     "Run": "app.training",
@@ -65,11 +70,13 @@ _HOME = {
     "ToolEnvironment": "environment.tools",
     "ToolEpisode": "environment.tools",
     "Turn": "core.records",
+    "advantage": "core.functions",
     "check_environment": "testing.check",
     "evaluate": "app.evaluation",
     "fork": "app.forks",
     "gym_environment": "environment.gym",
     "learnability": "environment.tasks",
+    "loss": "core.functions",
     "make": "environment.registry",
     "register": "environment.registry",
     "spec": "environment.registry",
@@ -86,11 +93,13 @@ __all__ = [
     "Endpoint",
     "Environment",
     "EpisodeContext",
+    "Group",
     "GymEnvironment",
     "HarnessEnvironment",
     "HarnessEpisode",
     "InfrastructureError",
     "LimitReachedError",
+    "LossBatch",
     "Message",
     "PettingZooEnvironment",
     "Run",
@@ -102,11 +111,13 @@ __all__ = [
     "ToolEnvironment",
     "ToolEpisode",
     "Turn",
+    "advantage",
     "check_environment",
     "evaluate",
     "fork",
     "gym_environment",
     "learnability",
+    "loss",
     "make",
     "register",
     "spec",

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from agentrl.core import ids
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, TrajectoryCredit
-from agentrl.orchestrator.buffer import Credits, Group, ReadyUnit, ReleasePolicy
+from agentrl.orchestrator.buffer import Credits, OpenGroup, ReadyUnit, ReleasePolicy
 from agentrl.orchestrator.loop import Orchestrator
 from agentrl.orchestrator.scheduler import Demand
 from agentrl.simulation.engine import EmulatedEngine
@@ -36,11 +36,11 @@ class WholeTasks:
         self._held: dict[int, list[tuple[Sequence[EpisodeHeader], Credits]]] = defaultdict(list)
         self._ended: Counter[int] = Counter()
 
-    def record_admission(self, spec: EpisodeSpec, group: Group) -> None:
+    def record_admission(self, spec: EpisodeSpec, group: OpenGroup) -> None:
         """As it is."""
         self._inner.record_admission(spec, group)
 
-    def record_end(self, spec: EpisodeSpec, group: Group) -> tuple[Sequence[EpisodeHeader], Credits]:
+    def record_end(self, spec: EpisodeSpec, group: OpenGroup) -> tuple[Sequence[EpisodeHeader], Credits]:
         """Nobody, or everybody of the task: parents end after their children."""
         task = ids.root_number(spec.episode_id) // PROPOSALS
         self._held[task].append(self._inner.record_end(spec, group))
@@ -90,12 +90,12 @@ class FirstOfMore:
         self._running: dict[str, set[str]] = defaultdict(set)
         self._first: dict[str, list[EpisodeHeader]] = defaultdict(list)
 
-    def record_admission(self, spec: EpisodeSpec, group: Group) -> None:
+    def record_admission(self, spec: EpisodeSpec, group: OpenGroup) -> None:
         """Note who races."""
         self._inner.record_admission(spec, group)
         self._running[spec.group_id].add(spec.episode_id)
 
-    def record_end(self, spec: EpisodeSpec, group: Group) -> tuple[Sequence[EpisodeHeader], Credits]:
+    def record_end(self, spec: EpisodeSpec, group: OpenGroup) -> tuple[Sequence[EpisodeHeader], Credits]:
         """The winners together; a loser alone, to be dropped."""
         if spec.parent_id is None:
             return self._inner.record_end(spec, group)
@@ -103,12 +103,12 @@ class FirstOfMore:
         self._running[spec.group_id].discard(spec.episode_id)
         first = self._first[spec.group_id]
         if len(first) >= WANTED:
-            return self._inner.record_end(spec, Group(0, headers=[header]))
+            return self._inner.record_end(spec, OpenGroup(0, headers=[header]))
         first.append(header)
         if len(first) < WANTED:
             return (), {}
         self._lose(self._running.pop(spec.group_id))
-        return self._inner.record_end(spec, Group(0, headers=list(first)))
+        return self._inner.record_end(spec, OpenGroup(0, headers=list(first)))
 
 
 def race(orchestrator: Orchestrator) -> None:

@@ -14,7 +14,7 @@ from agentrl.core.clock import Clock
 from agentrl.core.files import LOCAL, Disk
 from agentrl.core.ports import ChatFormat, Engine, Observer, Trainer
 from agentrl.core.records import PolicyVersion, Task
-from agentrl.credit.advantages import ADVANTAGES, ReleaseRule
+from agentrl.credit.advantages import ADVANTAGES, Estimator, ReleaseRule, StepAdvantages, make_estimator
 from agentrl.credit.baselines import Mean, Role, RoleMeans
 from agentrl.environment.base import Environment, TaskSource
 from agentrl.environment.registry import name_of
@@ -135,6 +135,7 @@ def assemble(config: RunConfig, environment: type[Environment], parts: Parts) ->
         opponents=opponents,
         best=best,
         roles=_roles(config, parts.role_means),
+        step_advantages=_step_advantages(config),
         tell=parts.tell,
         code_changes=parts.code_changes,
     )
@@ -201,7 +202,13 @@ def _buffer(config: RunConfig, parts: Parts) -> EpisodeBuffer:
 def _release(config: RunConfig, parts: Parts) -> ReleasePolicy:
     credit, trainable = config.credit, config.trained
     if credit.release == "group":
-        return WholeGroups(trainable, ADVANTAGES[credit.advantage], to_go=credit.turn_credit == "to_go")
+        estimator = _estimator(config)
+        if estimator is None or estimator.mark.over == "step":
+            function = ADVANTAGES["none" if estimator is not None else credit.advantage]
+            return WholeGroups(trainable, function, to_go=credit.turn_credit == "to_go")
+        # The order of ends, and so what had ended when a group was admitted, is no part of a deterministic run.
+        history = None if config.deterministic else parts.resume_state.history
+        return WholeGroups(trainable, estimator, to_go=credit.turn_credit == "to_go", history=history)
     return FirstFinishers(
         trainable,
         ReleaseRule() if credit.release == "late" else ReleaseRule(share=0.0),
@@ -210,6 +217,19 @@ def _release(config: RunConfig, parts: Parts) -> ReleasePolicy:
         frozen=parts.resume_state.baselines,
         compares=credit.advantage == "leave_one_out",
     )
+
+
+def _estimator(config: RunConfig) -> Estimator | None:
+    """The advantage estimator, if it is one that sees a `Group`."""
+    credit = config.credit
+    return None if credit.advantage in ADVANTAGES else make_estimator(credit.advantage, credit.advantage_options)
+
+
+def _step_advantages(config: RunConfig) -> StepAdvantages | None:
+    estimator = _estimator(config)
+    if estimator is None or estimator.mark.over != "step":
+        return None
+    return StepAdvantages(estimator, group_size=config.credit.group_size)
 
 
 def _roles(config: RunConfig, means: Mapping[Role, Mean]) -> RoleMeans | None:

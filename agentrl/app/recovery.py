@@ -22,10 +22,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from agentrl.app.policies import SPARE, pinned_policies
 from agentrl.config.policies import BotPolicy, OpponentPoolPolicy
 from agentrl.config.resume import Difference
-from agentrl.config.run import RunConfig
+from agentrl.config.run import ADVANTAGES, LOSSES, RunConfig
 from agentrl.core.clock import Clock
 from agentrl.core.errors import EngineError, RunDirectoryError, StorageError
 from agentrl.core.files import LOCAL, Disk, remove_leftovers
+from agentrl.core.functions import FunctionCode, check_options, find
 from agentrl.core.ports import Trainer
 from agentrl.core.records import BaselineSet, EpisodeHeader, EpisodeSpec, PolicyVersion, Proposal
 from agentrl.core.text import plural
@@ -241,6 +242,7 @@ class Recovery:
             opponents=config.of_kind(OpponentPoolPolicy).keys(),
             remembered=None if config.deterministic else MEMORY_SIZE,
             step_sizes={name: policy.step_size for name, policy in config.trained.items()},
+            with_history=config.credit.advantage not in ADVANTAGES,
         )
 
 
@@ -283,6 +285,7 @@ def read_resume_state(
     opponents: Collection[str] = (),
     remembered: int | None = None,
     step_sizes: Mapping[str, int] | None = None,
+    with_history: bool = False,
 ) -> ResumeState:
     """The state that a resumed run continues from.
 
@@ -293,6 +296,7 @@ def read_resume_state(
         opponents: policies that stand for past versions.
         remembered: how many proposals to read back; None: all.
         step_sizes: of the policies that learn.
+        with_history: whether to fold the rewards of earlier groups also where no baseline was frozen.
     """
     log.verify()
     next_number = -(-log.next_number("e") // group_size) * group_size
@@ -318,7 +322,7 @@ def read_resume_state(
         against=tuple(log.against(opponents)),
         proposals=log.proposals(remembered),
         baselines={name: baselines[name] for name in open_groups & baselines.keys()},
-        history=history_of(log.members(), open_groups) if baselines else RewardHistory(),
+        history=history_of(log.members(), open_groups) if baselines or with_history else RewardHistory(),
         selection_bias=selection_bias_from_journal(sizes, dispatched, resolved),
     )
 
@@ -442,11 +446,12 @@ class Code(NamedTuple):
 
     @staticmethod
     def of(config: RunConfig, environment: type[Environment]) -> Code:
-        """The code of the environment, its children, and bots."""
+        """The code of the environment, its children, bots, and the user's loss and advantage."""
         environments = {}
         for each in (environment, *children_of(environment)):
             environments[name_of(each)] = (_file_of(each), code_digest(each.source()))
         files = dict(environments.values())
+        files |= {code.reference: code.digest for code in functions_of(config)}
         for name, bot in config.of_kind(BotPolicy).items():
             try:
                 program = load_function(bot.id, f"policies.{name}.id")
@@ -454,6 +459,22 @@ class Code(NamedTuple):
             except (OSError, TypeError):
                 continue  # it has no source
         return Code(files, environments)
+
+
+def functions_of(config: RunConfig) -> list[FunctionCode]:
+    """The code of the user's loss and of the user's advantage, where the run has them.
+
+    Raises:
+        ConfigError: there is no such function, or it cannot be recorded, or its options do not fit.
+    """
+    found = []
+    if config.trainer.loss.name not in LOSSES:
+        found.append(find("loss", config.trainer.loss.name, key="trainer.loss.name"))
+        check_options(found[-1].load(), config.trainer.loss.options, "trainer.loss.options")
+    if config.credit.advantage not in ADVANTAGES:
+        found.append(find("advantage", config.credit.advantage, key="credit.advantage"))
+        check_options(found[-1].load(), config.credit.advantage_options, "credit.advantage_options")
+    return found
 
 
 def _file_of(made: Any) -> str:

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from agentrl.config.load import recorded_config
-from agentrl.config.run import RunConfig
+from agentrl.config.run import LOSSES, RunConfig
 from agentrl.core.errors import AgentRLError, InputError, JournalError
+from agentrl.core.functions import find
 from agentrl.core.machine import install_command
 from agentrl.core.records import DataLocation, PolicyVersion, TrainBatch, TrajectoryCredit, Unit, WeightsRef
 from agentrl.core.text import plural
@@ -120,6 +121,7 @@ def compute_step(reader: RunReader, line: StepLine) -> StepComputed:
         base = Path(config.model.path)
         if not base.is_dir():
             raise InputError(f"its base model, {base}, is not on this machine")
+        _check_loss(config, reader, line.lineage)
         trainer = _trainer(config, reader.path)
         batch, started_from = _batch(reader, line.policy, line.lineage, line.step)
         between: list[tuple[TrainBatch, float]] = []
@@ -194,6 +196,23 @@ def _kept_masters(
                 break
         else:
             raise JournalError(f"the record of the step that made {version} is gone, or damaged")
+
+
+def _check_loss(config: RunConfig, reader: RunReader, lineage: int) -> None:
+    """Refuse to compute with another code of the user's loss than the step was taken with.
+
+    Raises:
+        InputError: the code differs, or was not recorded.
+    """
+    name = config.trainer.loss.name
+    if name in LOSSES:
+        return
+    now = find("loss", name, key="trainer.loss.name")
+    then = next((start.code.get(now.reference) for start in reader.log.starts() if start.lineage == lineage), None)
+    if then != now.digest:
+        raise InputError(
+            f"the code of the loss {now.reference} is now {now.digest}; the step was taken with {then or 'another'}"
+        )
 
 
 def _trainer(config: RunConfig, run: Path) -> PolicyTrainer:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import difflib
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,11 +14,12 @@ from agentrl.app.memory import sized
 from agentrl.app.parts import Adapters, code_of, device_plan, load_config, make_engine, task_source
 from agentrl.app.parts import held_out as held_out_source
 from agentrl.app.policies import demands_of, split_groups
-from agentrl.app.recovery import Code
+from agentrl.app.recovery import Code, functions_of
 from agentrl.app.supervisor import RunSetup, ended_by_ctrl_c, run_in_shared_loop, supervise
 from agentrl.config.resume import Difference, check_unchanged
 from agentrl.config.run import RunConfig
 from agentrl.core.errors import EnvironmentDefinitionError
+from agentrl.core.functions import describe
 from agentrl.core.ports import Observer
 from agentrl.core.records import Task
 from agentrl.environment.base import Environment, TaskSource
@@ -51,12 +52,14 @@ class Run:
     """Whether it was stopped, by Ctrl-C or a signal."""
 
 
-def train(
+def train(  # noqa: PLR0913 - what a run is given, all but the first by name
     config: RunConfig | str | Path,
     *,
     environment: type | None = None,
     tasks: TaskSource | None = None,
     held_out: Sequence[Task] | None = None,
+    loss: Callable[..., Any] | None = None,
+    advantage: Callable[..., Any] | None = None,
     resume: bool = False,
     quiet: bool = False,
     observers: Sequence[Observer] = (),
@@ -68,6 +71,8 @@ def train(
         environment: a class that replaces `config.environment.id`.
         tasks: training tasks that replace the environment's own.
         held_out: evaluation tasks that replace the environment's `held_out` split.
+        loss: a function marked with `agentrl.loss` that replaces `config.trainer.loss.name`.
+        advantage: a function marked with `agentrl.advantage` that replaces `config.credit.advantage`.
         resume: continue from the newest checkpoint of the run directory.
         quiet: show no progress on the terminal.
         observers: called at every step and evaluation, in the event loop; they must return at once.
@@ -76,7 +81,10 @@ def train(
         InputError: the configuration, model, environment or run directory is invalid.
         AgentRLError: the run failed; its newest checkpoint stays valid.
     """
-    config = load_config(config)
+    config = load_config(config).with_functions(
+        loss=None if loss is None else describe(loss, "loss", key="loss").reference,
+        advantage=None if advantage is None else describe(advantage, "advantage", key="advantage").reference,
+    )
     chosen = resolve(environment if environment is not None else config.environment.id)
     demands_of(config, chosen)  # refuses what could never start, before anything is loaded
     config = sized(config, RunDirectory.config(Path(config.directory) / config.name) if resume else {})
@@ -97,6 +105,7 @@ async def run_training(
 ) -> Run:
     """`train`, in a running event loop and with adapters of the caller's choice."""
     adapters = adapters or Adapters()
+    functions_of(config)  # refuses what could never run
     clock = adapters.clock
     started = clock.monotonic()
     chat_format = adapters.chat_format(config)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib.util
-import inspect
 import os
 import sys
 import tempfile
@@ -21,9 +20,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agentrl.cluster.session import RaySession, brief, kept_signal_handlers, on_node
-from agentrl.config.run import RunConfig
+from agentrl.config.run import LOSSES, RunConfig
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import AgentRLError, ConfigError, TrainerError, TrainerLostError
+from agentrl.core.functions import FunctionCode, find, is_replaced
 from agentrl.engines.child_process import visible_gpus
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ LOOK_S = 1.0
 
 LEARNING = (
     "agentrl.learn.losses",
+    "agentrl.learn.loss_batch",
     "agentrl.learn.attention",
     "agentrl.learn.forward",
     "agentrl.learn.packing",
@@ -65,25 +66,12 @@ def refuse_patches() -> None:
         installed = importlib.util.module_from_spec(live.__spec__)
         live.__spec__.loader.exec_module(installed)
         for part, ours in vars(installed).items():
-            if not part.startswith("__") and _is_replaced(ours, vars(live).get(part)):
+            if not part.startswith("__") and is_replaced(ours, vars(live).get(part)):
                 raise ConfigError(
                     f"{name}.{part} was replaced in this process, and trainer.kind = 'ray' trains in processes of its "
                     "own, with the installed one. Set trainer.kind = 'in_process', where the replacement counts, or "
                     "leave it out"
                 )
-
-
-def _is_replaced(ours: object, live: object) -> bool:
-    """Whether a name in a module was replaced since the module's file was loaded."""
-    if ours is live:
-        return False
-    if inspect.isfunction(ours):
-        code, found = inspect.unwrap(ours).__code__, inspect.unwrap(live) if callable(live) else None
-        return not inspect.isfunction(found) or found.__code__ != code
-    if inspect.isclass(ours):
-        own = [(name, made) for name, made in vars(ours).items() if inspect.isfunction(made)]
-        return not inspect.isclass(live) or any(_is_replaced(made, vars(live).get(name)) for name, made in own)
-    return isinstance(ours, int | float | str | tuple) and ours != live
 
 
 class TrainerRank:
@@ -99,6 +87,7 @@ class TrainerRank:
         rendezvous: str,
         gpu: str | None,
         memory_share: float,
+        loss: FunctionCode | None,
     ) -> None:
         if gpu is not None:  # otherwise Ray has set it, or there is none
             os.environ.update(visible_gpus([gpu]))
@@ -112,7 +101,7 @@ class TrainerRank:
         ranks: OneRank | ProcessGroup = OneRank()
         if size > 1:
             ranks = ProcessGroup(Path(rendezvous), rank=rank, size=size, device=device_of(rank))
-        self._trainer = PolicyTrainer(RunConfig.model_validate(config), Path(run_directory), ranks=ranks)
+        self._trainer = PolicyTrainer(RunConfig.model_validate(config), Path(run_directory), ranks=ranks, loss=loss)
 
     def start(self, resume_from: str | None) -> tuple[int, tuple[str, ...]]:
         """See `PolicyTrainer.start`; the process id, and what that returns."""
@@ -152,10 +141,13 @@ class RayTrainerPool:
             session: the Ray to use, which `close` leaves running; None: a session of its own.
 
         Raises:
-            ConfigError: see `refuse_patches`.
+            ConfigError: see `refuse_patches`; or there is no such loss.
         """
         refuse_patches()
         self._config = config
+        name = config.trainer.loss.name
+        self._loss = None if name in LOSSES else find("loss", name, key="trainer.loss.name")
+        """The code of the user's loss, which every rank gets from here."""
         self._directory = run_directory.resolve()
         self._session = session if session is not None else RaySession()
         self._owns_session = session is None
@@ -205,6 +197,7 @@ class RayTrainerPool:
                     "rendezvous": str(self._private / "rendezvous"),
                     "gpu": gpu.id if gpu is not None and not gpu.node else None,
                     "memory_share": plan.share_of_rank(rank) if gpu is not None else 0.0,
+                    "loss": self._loss,
                 }
                 held = (gpu,) if gpu is not None and gpu.node else ()
                 # No restarts and no retries: a rank that died takes its group's state with it.

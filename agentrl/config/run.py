@@ -170,8 +170,10 @@ class CreditConfig(Section):
     advantage: Free[str] = "leave_one_out"
     """The baseline of a reward. Over the other members of its group in the same seat: `leave_one_out` (RLOO),
     `group_mean` (Dr. GRPO) or `group_std` (GRPO, by n - 1). `role_mean`: the policy's mean reward in that seat so far
-    (zero-sum games, SPIRAL). `none`: REINFORCE on the raw reward. Or a function, as `trainer.loss.name`
-    (docs/algorithms.md)."""
+    (zero-sum games, SPIRAL). `none`: REINFORCE on the raw reward. Others, and functions of your own:
+    docs/algorithms.md."""
+    advantage_options: Free[dict[str, Any]] = {}
+    """Arguments of the function, such as `{ k = 4 }`."""
     release: Fixed[Literal["group", "episode", "late"]] = "group"
     """When a group's episodes may be trained. `group`: once all of them have ended. `late`: the first half together,
     every later one when it ends, with its full reward and the same first half as baseline. `episode`: each when it
@@ -183,8 +185,15 @@ class CreditConfig(Section):
 
 LOSSES = ("truncated", "ppo", "reinforce")
 """Names of the built-in losses (`learn.losses`)."""
-ADVANTAGES = ("leave_one_out", "group_mean", "group_std", "role_mean", "none")
+ADVANTAGES = (
+    *("leave_one_out", "group_mean", "group_std", "role_mean", "none"),
+    *("max_rl", "pass_at_k", "reinforce_plus_plus", "reinforce_plus_plus_baseline"),
+)
 """Names of the built-in advantage estimators (`credit.advantages`)."""
+
+
+_ALONE = ("role_mean", "none", "reinforce_plus_plus")
+"""Estimators that need no group."""
 
 
 class LossConfig(Section):
@@ -544,7 +553,7 @@ def _check_credit(config: RunConfig) -> None:
             "credit.turn_credit = 'to_go' compares the turns of a group: set credit.advantage = 'leave_one_out', "
             "or turn_credit = 'sum'"
         )
-    if credit.group_size == 1 and credit.advantage not in ("role_mean", "none"):
+    if credit.group_size == 1 and credit.advantage in ADVANTAGES and credit.advantage not in _ALONE:
         raise ValueError(
             f"credit.group_size = 1 with credit.advantage = {credit.advantage!r}: an episode with nothing to "
             "be compared with teaches nothing. Set group_size = 2 or more, or advantage = 'role_mean' or 'none'"

@@ -20,7 +20,7 @@ import importlib.metadata
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.abc import InspectLoader
 from importlib.machinery import ModuleSpec
@@ -229,6 +229,27 @@ def _text_of(function: Callable[..., Any], where: str) -> str:
     if file is None or not Path(file).is_file():
         raise ConfigError(f"{where} was not defined in a file, so it cannot be recorded or shipped: write it into one")
     return Path(file).read_text(encoding="utf-8")
+
+
+def check_options(function: Callable[..., Any], options: Mapping[str, Any], key: str) -> None:
+    """Refuse options that are no parameters of a function, or that it needs and are absent.
+
+    Raises:
+        ConfigError: the option, and those that the function has.
+    """
+    known = list(inspect.signature(function).parameters.values())[1:]
+    names = [parameter.name for parameter in known]
+    try:
+        inspect.signature(function).bind(None, **options)
+    except TypeError as error:
+        raise ConfigError(f"{key}: {function.__name__}: {error}; its options: {', '.join(names) or 'none'}") from None
+    for parameter in known:
+        default, value = parameter.default, options.get(parameter.name)
+        kind = (int, float) if isinstance(default, float) else type(default)
+        if value is None or default is parameter.empty or default is None:
+            continue
+        if not isinstance(value, kind) or (isinstance(value, bool) and not isinstance(default, bool)):
+            raise ConfigError(f"{key}.{parameter.name} = {value!r}: expected {type(default).__name__}")
 
 
 class _Slice:

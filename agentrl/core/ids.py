@@ -34,6 +34,17 @@ def spawned_group_id(parent_id: str, attempt: int, spawn_call: str) -> str:
     return f"{parent_id}~{attempt}.{spawn_call}"
 
 
+def group_of(episode_id: str, group_size: int) -> str:
+    """The id of the group that an episode belongs to: that of its spawn, or of its root's task.
+
+    Example:
+        >>> group_of("e17", 8), group_of("e17~0.r#3.1", 8)
+        ('g2', 'e17~0.r#3')
+    """
+    spawned, _, _ = episode_id.rpartition(".")
+    return spawned or f"g{root_number(episode_id) // group_size}"
+
+
 def call_id(branch: str, number: int) -> str:
     """The id of call `number` (from 0) on `branch`."""
     return f"{branch}#{number}"

@@ -18,9 +18,14 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, TypeVar
+
+from agentrl.core import ids
+from agentrl.core.errors import InputError
+from agentrl.core.functions import FunctionCode, Mark, check_options, find, mark_of
+from agentrl.core.records import Unit
 
 E = TypeVar("E", bound=Hashable)
 
@@ -94,6 +99,106 @@ def _alike(rewards: Sequence[float], episodes: Sequence[Hashable]) -> bool:
     return len(set(episodes)) < 2 or min(rewards) == max(rewards)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """The agents that an advantage estimator compares: of one policy, in one seat of an environment.
+
+    Of an estimator marked with `over="step"`, those of all units of an optimizer step; else of the episodes of a group.
+    All sequences have one entry per agent, in the order in which the estimator returns the advantages.
+
+    Example:
+        >>> Group(rewards=(1.0, 0.0), episodes=("e0", "e1")).mean
+        0.5
+    """
+
+    rewards: tuple[float, ...]
+    """Everything each agent was given, turns included."""
+    episodes: tuple[str, ...]
+    """Id of each agent's episode. Agents of one episode share its outcome: neither is a baseline of the other."""
+    turn_rewards: tuple[tuple[tuple[int, float], ...], ...] = ()
+    """The part of each reward that was given for single turns: (turn, reward), in order."""
+    groups: tuple[str, ...] = ()
+    """Id of each agent's group; of one group, all the same."""
+    policy: str = ""
+    seat: str = ""
+    environment: str = ""
+    history: float | None = None
+    """Mean reward of the policy in this seat over earlier groups of the same task, else of the environment, when the
+    group was admitted; None before the first, in a deterministic run, and over a step."""
+
+    @property
+    def mean(self) -> float:
+        """The mean reward."""
+        return math.fsum(self.rewards) / len(self.rewards)
+
+    @property
+    def has_signal(self) -> bool:
+        """Whether there is something to compare: two episodes, and rewards that differ."""
+        return not _alike(self.rewards, self.episodes)
+
+
+def max_rl(group: Group) -> list[float]:
+    """A_i = (R_i - mean(R)) / mean(R), for rewards of at least 0; 0 if all are equal (MaxRL, arXiv:2602.02710).
+
+    A task that is solved rarely weighs more than one solved often: for a reward of 0 or 1 the expectation approaches
+    the gradient of log p, the likelihood of success, where GRPO's mean approaches that of p.
+
+    Example:
+        >>> max_rl(Group(rewards=(1.0, 0.0, 0.0, 0.0), episodes=("a", "b", "c", "d")))
+        [3.0, -1.0, -1.0, -1.0]
+    """
+    if min(group.rewards) < 0:
+        raise ValueError(f"it divides by the mean reward, so none may be negative, and one is {min(group.rewards)}")
+    return [(r - group.mean) / group.mean for r in group.rewards] if group.has_signal else [0.0] * len(group.rewards)
+
+
+def pass_at_k(group: Group, *, k: int = 4, threshold: float = 0.5) -> list[float]:
+    """A_i = n (pass@k of all n - pass@k of the others); a reward above `threshold` passes (PKPO, arXiv:2505.15201).
+
+    pass@k = 1 - C(n - c, k) / C(n, k), c of n passed, is the unbiased estimate of the chance that one of k attempts
+    passes (arXiv:2107.03374). That of the others is a baseline which no agent influences, so the estimate of the
+    gradient of pass@k is unbiased. The advantages sum to 0; with k = 1 they are those of `leave_one_out`.
+
+    Example:
+        >>> pass_at_k(Group(rewards=(1.0, 0.0, 0.0, 0.0), episodes=("a", "b", "c", "d")), k=3)
+        [3.0, -1.0, -1.0, -1.0]
+    """
+    n, passed = len(group.rewards), [reward > threshold for reward in group.rewards]
+    if not group.has_signal:
+        return [0.0] * n
+    if not 0 < k < n:
+        raise ValueError(f"k = {k} attempts are drawn from the other {n - 1} of a group: choose k below {n}")
+    c = sum(passed)
+    whole = 1 - math.comb(n - c, k) / math.comb(n, k)
+    return [n * (whole - (1 - math.comb(n - 1 - (c - own), k) / math.comb(n - 1, k))) for own in passed]
+
+
+def reinforce_plus_plus(group: Group) -> list[float]:
+    """A_i = (R_i - mean(R)) / (std(R) + 1e-8) over all units of the step (REINFORCE++, arXiv:2501.03262); std by n.
+
+    No group is needed, but a task that is easy for all gets positive advantages throughout.
+    """
+    return _standardised(list(group.rewards))
+
+
+def reinforce_plus_plus_baseline(group: Group) -> list[float]:
+    """A_i = (R_i - mean of its group) / (std + 1e-8), std that of these differences over all units of the step, by n.
+
+    REINFORCE++-baseline (arXiv:2501.03262): the group says what is good for its task, the step how much that matters.
+    """
+    members: dict[str, list[float]] = defaultdict(list)
+    for name, reward in zip(group.groups, group.rewards, strict=True):
+        members[name].append(reward)
+    means = {name: math.fsum(rewards) / len(rewards) for name, rewards in members.items()}
+    return _standardised([r - means[name] for name, r in zip(group.groups, group.rewards, strict=True)])
+
+
+def _standardised(values: list[float]) -> list[float]:
+    mean = math.fsum(values) / len(values)
+    std = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / len(values))
+    return [(value - mean) / (std + 1e-8) for value in values]
+
+
 AdvantageFunction = Callable[[Sequence[float], Sequence[Hashable]], list[Advantage]]
 
 ADVANTAGES: dict[str, AdvantageFunction] = {
@@ -103,7 +208,128 @@ ADVANTAGES: dict[str, AdvantageFunction] = {
     "role_mean": no_baseline,
     "none": no_baseline,
 }
-"""Estimators by the name in `credit.advantage`; `role_mean` gets its baseline at the step (`baselines.RoleMeans`)."""
+"""Estimators that compare rewards alone, by the name in `credit.advantage`; `role_mean` gets its baseline at the step
+(`baselines.RoleMeans`)."""
+
+OF_GROUPS: dict[str, tuple[Callable[..., list[float]], Mark]] = {
+    "max_rl": (max_rl, Mark("advantage")),
+    "pass_at_k": (pass_at_k, Mark("advantage")),
+    "reinforce_plus_plus": (reinforce_plus_plus, Mark("advantage", over="step")),
+    "reinforce_plus_plus_baseline": (reinforce_plus_plus_baseline, Mark("advantage", over="step")),
+}
+"""Estimators that see a `Group`, as those of users do."""
+
+
+class Credited(NamedTuple):
+    """What an estimator gave an agent."""
+
+    value: float
+    """Its advantage; by turn, that of its first turn."""
+    baseline: float
+    by_turn: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimator:
+    """An estimator that sees a `Group`, with its options."""
+
+    name: str
+    function: Callable[..., Any]
+    mark: Mark
+    options: Mapping[str, Any]
+
+    def __call__(self, group: Group) -> list[Credited]:
+        """The credit of each agent.
+
+        Raises:
+            InputError: the function raised, or gave something else than an advantage per agent or per turn.
+        """
+        try:
+            given = list(self.function(group, **self.options))
+        except Exception as error:
+            raise InputError(f"the advantage {self.name} raised {type(error).__name__}: {error}") from error
+        if len(given) != len(group.rewards):
+            raise InputError(
+                f"the advantage {self.name} returned {len(given)} advantages for a group of {len(group.rewards)} "
+                "rewards; it must return one per reward, in their order"
+            )
+        found = []
+        for value, reward in zip(given, group.rewards, strict=True):
+            turns = tuple(value) if isinstance(value, list | tuple) else ()
+            numbers = turns or (value,)
+            for number in numbers:
+                if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number):
+                    raise InputError(
+                        f"the advantage {self.name} returned {value!r} for a reward of {reward}; it must return finite "
+                        "numbers, or for each agent a list of them, one per turn"
+                    )
+            first = float(numbers[0])
+            found.append(Credited(first, reward - first, tuple(map(float, turns))))
+        return found
+
+    def to_go(self, group: Group) -> list[Credited]:
+        """The credit of each agent by turn, from the rewards to go; see `advantages_to_go`."""
+
+        def of_rewards(rewards: Sequence[float], _: Sequence[Hashable]) -> list[Advantage]:
+            return [Advantage(each.value, each.baseline) for each in self(replace(group, rewards=tuple(rewards)))]
+
+        by_turn = advantages_to_go(of_rewards, group.rewards, group.turn_rewards, group.episodes)
+        return [each._replace(by_turn=turns) for each, turns in zip(self(group), by_turn, strict=True)]
+
+
+class StepAdvantages:
+    """Credits the units of an optimizer step by an estimator over the step.
+
+    Args:
+        estimator: marked with `over="step"`.
+        group_size: of the run.
+    """
+
+    def __init__(self, estimator: Estimator, *, group_size: int) -> None:
+        self._estimator = estimator
+        self._group_size = group_size
+
+    def credited(self, policy: str, units: Sequence[tuple[str, Unit]]) -> list[Unit]:
+        """The units of a step, in their order, each seat of each environment compared on its own.
+
+        Args:
+            policy: whose step it is.
+            units: (environment, unit) in the step's order.
+        """
+        members: dict[tuple[str, str], list[tuple[int, int]]] = defaultdict(list)
+        for at, (environment, unit) in enumerate(units):
+            for number, credit in enumerate(unit.credits):
+                members[environment, credit.seat].append((at, number))
+        credits = [list(unit.credits) for _, unit in units]
+        for (environment, seat), places in members.items():
+            episodes = tuple(units[at][1].episode_id for at, _ in places)
+            group = Group(
+                rewards=tuple(credits[at][number].reward for at, number in places),
+                episodes=episodes,
+                groups=tuple(ids.group_of(episode, self._group_size) for episode in episodes),
+                policy=policy,
+                seat=seat,
+                environment=environment,
+            )
+            for (at, number), (value, baseline, turns) in zip(places, self._estimator(group), strict=True):
+                credits[at][number] = replace(
+                    credits[at][number], advantage=value, baseline=baseline, turn_advantages=turns
+                )
+        return [replace(unit, credits=tuple(own)) for (_, unit), own in zip(units, credits, strict=True)]
+
+
+def make_estimator(name: str, options: Mapping[str, Any], code: FunctionCode | None = None) -> Estimator:
+    """The estimator that `credit.advantage` names, which is none of `ADVANTAGES`.
+
+    Raises:
+        ConfigError: there is no such estimator, or its options do not fit.
+    """
+    function, mark = OF_GROUPS.get(name, (None, None))
+    if function is None or mark is None:
+        function = (code or find("advantage", name, key="credit.advantage")).load()
+        mark = mark_of(function)
+    check_options(function, options, "credit.advantage_options")
+    return Estimator(name=name.rpartition(":")[2], function=function, mark=mark, options=options)
 
 
 def advantages_to_go(

@@ -69,7 +69,7 @@ class TokenColumns:
                 "agent": agent,
                 "episode": (sample.episode_id,),
                 "seat": (sample.seat,),
-                "group": (_group(sample.episode_id, group_size),),
+                "group": (ids.group_of(sample.episode_id or "e0", group_size),),
             }
             for name, key in keys.items():
                 names[name] += [key] * len(at)
@@ -134,15 +134,6 @@ class TokenColumns:
         columns["starts"] = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
         computed = {name.removeprefix("computed_"): columns.pop(name) for name in list(columns) if "computed_" in name}
         return TokenColumns(**columns, names=merged), computed
-
-
-def _group(episode_id: str, group_size: int) -> str:
-    """The group an episode belongs to: that of its spawn, or of its root's task."""
-    parent, _, _ = episode_id.rpartition(".")
-    digits = episode_id[1:]
-    if parent or not digits.isdecimal():
-        return parent or episode_id
-    return f"g{ids.root_number(episode_id) // group_size}"
 
 
 class LossBatch:

@@ -19,7 +19,6 @@ reinforce   1
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -27,8 +26,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from agentrl.core.errors import ConfigError, TrainerError
-from agentrl.core.functions import FunctionCode, Mark, find, mark_of
+from agentrl.core.errors import TrainerError
+from agentrl.core.functions import FunctionCode, Mark, check_options, find, mark_of
 from agentrl.learn.loss_batch import LOG_RATIO_LIMIT, LossBatch, TokenGradients
 
 if TYPE_CHECKING:
@@ -190,27 +189,6 @@ def make_loss(section: TrainerConfig, code: FunctionCode | None = None) -> Loss:
         kl=config.kl,
         kl_estimator=config.kl_estimator,
     )
-
-
-def check_options(function: Callable[..., Any], options: Mapping[str, Any], key: str) -> None:
-    """Refuse options that are no parameters of a function, or that it needs and are absent.
-
-    Raises:
-        ConfigError: the option, and those that the function has.
-    """
-    known = list(inspect.signature(function).parameters.values())[1:]
-    names = [parameter.name for parameter in known]
-    try:
-        inspect.signature(function).bind(None, **options)
-    except TypeError as error:
-        raise ConfigError(f"{key}: {function.__name__}: {error}; its options: {', '.join(names) or 'none'}") from None
-    for parameter in known:
-        default, value = parameter.default, options.get(parameter.name)
-        kind = (int, float) if isinstance(default, float) else type(default)
-        if value is None or default is parameter.empty or default is None:
-            continue
-        if not isinstance(value, kind) or (isinstance(value, bool) and not isinstance(default, bool)):
-            raise ConfigError(f"{key}.{parameter.name} = {value!r}: expected {type(default).__name__}")
 
 
 def divergence(logprobs: Tensor, reference: Tensor, *, estimator: Literal["k1", "k2", "k3"]) -> Tensor:

@@ -33,6 +33,9 @@ from agentrl.core.records import (
 from agentrl.credit.advantages import (
     Advantage,
     AdvantageFunction,
+    Credited,
+    Estimator,
+    Group,
     ReleaseRule,
     advantages_to_go,
     against,
@@ -114,7 +117,7 @@ Credits = Mapping[tuple[str, str, int], TrajectoryCredit]
 
 
 @dataclass(slots=True)
-class Group:
+class OpenGroup:
     """Episodes that are compared with each other: how many still run, and the headers of those that ended."""
 
     running: int
@@ -155,11 +158,11 @@ class ReleasePolicy(Protocol):
     compares: bool
     """Whether rewards are compared at all; else they are their own advantages."""
 
-    def record_admission(self, spec: EpisodeSpec, group: Group) -> None:
+    def record_admission(self, spec: EpisodeSpec, group: OpenGroup) -> None:
         """Record that a member of a group starts."""
         ...
 
-    def record_end(self, spec: EpisodeSpec, group: Group) -> tuple[Sequence[EpisodeHeader], Credits]:
+    def record_end(self, spec: EpisodeSpec, group: OpenGroup) -> tuple[Sequence[EpisodeHeader], Credits]:
         """Record the end of a member, the last of `group.headers`; return the members released, and their credits."""
         ...
 
@@ -169,45 +172,87 @@ class WholeGroups:
 
     Args:
         trainable: policies whose trajectories are compared.
-        advantage: over the rewards of one policy in one seat.
+        advantage: over the agents of one policy in one seat.
         to_go: whether a turn's reward counts for that turn and those before it alone.
+        history: mean rewards of earlier groups, for estimators that look at them; None: none.
     """
 
-    def __init__(self, trainable: Iterable[str], advantage: AdvantageFunction, *, to_go: bool = False) -> None:
+    def __init__(
+        self,
+        trainable: Iterable[str],
+        advantage: AdvantageFunction | Estimator,
+        *,
+        to_go: bool = False,
+        history: RewardHistory | None = None,
+    ) -> None:
         self._trainable = frozenset(trainable)
         self._advantage = advantage
         self._to_go = to_go
+        self._history = history
+        self._tasks: dict[str, str | None] = {}
         self.compares = advantage is not no_baseline
 
-    def record_admission(self, spec: EpisodeSpec, group: Group) -> None:
-        """Do nothing."""
+    def record_admission(self, spec: EpisodeSpec, group: OpenGroup) -> None:
+        """At the first member's admission, take the mean rewards of earlier groups for the whole group."""
+        if self._history is not None:
+            task = spec.task.id if spec.parent_id is None else self._tasks.get(spec.parent_id)
+            self._tasks[spec.episode_id] = task
+            if not group.size:
+                group.task, group.earlier = task, _earlier_means(self._history, spec, task, self._trainable)
 
-    def record_end(self, spec: EpisodeSpec, group: Group) -> tuple[Sequence[EpisodeHeader], Credits]:
+    def record_end(self, spec: EpisodeSpec, group: OpenGroup) -> tuple[Sequence[EpisodeHeader], Credits]:
         """Release the whole group, or nobody."""
+        self._tasks.pop(spec.episode_id, None)
         if group.running:
             return (), {}
         compared: dict[tuple[str, str], list[tuple[str, TrajectoryHeader]]] = {}
         for header in sorted(group.headers, key=lambda header: ids.order_key(header.episode_id)):
             for trajectory in rewarded(header, self._trainable):  # in this order, since sums depend on it
-                seat = (trajectory.policy, trajectory.seat)
-                compared.setdefault(seat, []).append((header.episode_id, trajectory))
+                key = (trajectory.policy, trajectory.seat)
+                compared.setdefault(key, []).append((header.episode_id, trajectory))
+        earlier = {(policy, seat): mean for policy, seat, mean in group.earlier}
         credits: dict[tuple[str, str, int], TrajectoryCredit] = {}
-        for members in compared.values():
-            for (episode_id, trajectory), credit in zip(members, self._credits(members), strict=True):
-                credits[episode_id, trajectory.seat, trajectory.index] = credit
+        for (policy, seat), members in compared.items():
+            whole = Group(
+                rewards=tuple(trajectory.reward or 0.0 for _, trajectory in members),
+                episodes=tuple(episode_id for episode_id, _ in members),
+                turn_rewards=tuple(trajectory.turn_rewards for _, trajectory in members),
+                groups=(spec.group_id,) * len(members),
+                policy=policy,
+                seat=seat,
+                environment=spec.environment,
+                history=earlier.get((policy, seat)),
+            )
+            for (episode_id, t), credited in zip(members, self._credited(whole), strict=True):
+                credit = TrajectoryCredit(t.seat, t.index, t.reward or 0.0, *credited)
+                credits[episode_id, t.seat, t.index] = credit
+            if self._history is not None:
+                role = Role(policy, spec.environment, seat)
+                self._history.add(group.task, [Rewarded(role, reward) for reward in whole.rewards])
         return group.release_ended(), credits
 
-    def _credits(self, members: Sequence[tuple[str, TrajectoryHeader]]) -> Iterator[TrajectoryCredit]:
-        """Credits of trajectories that are compared with each other, given with their episodes."""
-        episodes = [episode_id for episode_id, _ in members]
-        rewards = [trajectory.reward or 0.0 for _, trajectory in members]
-        by_turn: Sequence[tuple[float, ...]] = [()] * len(members)
-        if self._to_go and any(trajectory.turn_rewards for _, trajectory in members):
-            turn_rewards = [trajectory.turn_rewards for _, trajectory in members]
-            by_turn = advantages_to_go(self._advantage, rewards, turn_rewards, episodes)
-        advantages = self._advantage(rewards, episodes)
-        for (_, t), reward, (value, baseline), turns in zip(members, rewards, advantages, by_turn, strict=True):
-            yield TrajectoryCredit(t.seat, t.index, reward, value, baseline, turns)
+    def _credited(self, group: Group) -> Sequence[Credited]:
+        """What each agent of a group gets."""
+        to_go = self._to_go and any(group.turn_rewards)
+        if isinstance(self._advantage, Estimator):
+            return self._advantage.to_go(group) if to_go else self._advantage(group)
+        by_turn: Sequence[tuple[float, ...]] = [()] * len(group.rewards)
+        if to_go:
+            by_turn = advantages_to_go(self._advantage, group.rewards, group.turn_rewards, group.episodes)
+        advantages = self._advantage(group.rewards, group.episodes)
+        return [Credited(*found, turns) for found, turns in zip(advantages, by_turn, strict=True)]
+
+
+def _earlier_means(
+    history: RewardHistory, spec: EpisodeSpec, task: str | None, trainable: Collection[str]
+) -> tuple[EarlierMean, ...]:
+    """Mean rewards of the policies of a group that is admitted, in the order of its seats."""
+    means = [
+        (binding.policy, seat, history.mean(Role(binding.policy, spec.environment, seat), task))
+        for seat, binding in sorted(spec.seats.items())
+        if binding.policy in trainable
+    ]
+    return tuple(EarlierMean(policy, seat, mean) for policy, seat, mean in means if mean is not None)
 
 
 class FirstFinishers:
@@ -240,7 +285,7 @@ class FirstFinishers:
         self.compares = compares
         self._tasks: dict[str, str | None] = {}
 
-    def record_admission(self, spec: EpisodeSpec, group: Group) -> None:
+    def record_admission(self, spec: EpisodeSpec, group: OpenGroup) -> None:
         """At the first member's admission, take the mean rewards of earlier groups for the whole group."""
         task = spec.task.id if spec.parent_id is None else self._tasks.get(spec.parent_id)
         self._tasks[spec.episode_id] = task
@@ -248,12 +293,9 @@ class FirstFinishers:
             return
         group.task = task
         group.frozen = self._frozen.pop(spec.group_id, None)
-        for seat, binding in sorted(spec.seats.items()):
-            mean = self._history.mean(Role(binding.policy, spec.environment, seat), task)
-            if mean is not None and binding.policy in self._trainable:
-                group.earlier += (EarlierMean(binding.policy, seat, mean),)
+        group.earlier = _earlier_means(self._history, spec, task, self._trainable)
 
-    def record_end(self, spec: EpisodeSpec, group: Group) -> tuple[Sequence[EpisodeHeader], Credits]:
+    def record_end(self, spec: EpisodeSpec, group: OpenGroup) -> tuple[Sequence[EpisodeHeader], Credits]:
         """Release nobody, or all waiting members that can be compared with the frozen baseline set."""
         self._tasks.pop(spec.episode_id, None)
         if group.running and len(group.headers) < self._rule.waited_for(group.size):
@@ -277,7 +319,7 @@ class FirstFinishers:
         return released, credits
 
     def _squares(self, members: Iterable[EpisodeHeader], credits: Credits) -> dict[str, tuple[float, float]]:
-        """The value of `Group.squares` for a complete group."""
+        """The value of `OpenGroup.squares` for a complete group."""
         compared: dict[tuple[str, str], list[tuple[str, TrajectoryHeader]]] = {}
         for header in members:
             for own in rewarded(header, self._trainable):
@@ -372,7 +414,7 @@ class EpisodeBuffer:
         self.release = release
         self._resolved_before = dict(resolved_before or {})
         self.selection_bias = dict(selection_bias or {})
-        self._groups: dict[str, Group] = {}
+        self._groups: dict[str, OpenGroup] = {}
         self._ready: dict[str, deque[ReadyUnit]] = {policy: deque() for policy in self.trainable}
         self._in_flight: Counter[str] = Counter()
         self._late: Counter[str] = Counter()
@@ -392,11 +434,11 @@ class EpisodeBuffer:
 
     def expect(self, group_id: str, size: int) -> None:
         """Set a group's number of members, whatever their specs say (resume: dropped members do not come back)."""
-        self._groups[group_id] = Group(size)
+        self._groups[group_id] = OpenGroup(size)
 
     def admit(self, spec: EpisodeSpec) -> None:
         """Record that an episode starts. Its group is complete when `group_size` members have ended."""
-        group = self._groups.setdefault(spec.group_id, Group(spec.group_size))
+        group = self._groups.setdefault(spec.group_id, OpenGroup(spec.group_size))
         self.release.record_admission(spec, group)
         group.size = spec.group_size
         self.ledger.admitted += 1
@@ -454,7 +496,7 @@ class EpisodeBuffer:
         if not policies:
             self._close_episode(header.episode_id, reason="frozen")
 
-    def _make_ready(self, header: EpisodeHeader, credits: Credits, group: Group, environment: str) -> None:
+    def _make_ready(self, header: EpisodeHeader, credits: Credits, group: OpenGroup, environment: str) -> None:
         for policy in sorted(self._unresolved.get(header.episode_id, ())):
             own = tuple(t for t in header.trajectories if t.policy == policy)
             unit = Unit(
@@ -466,7 +508,7 @@ class EpisodeBuffer:
             )
             self._ready[policy].append(ReadyUnit(unit, own, environment, self._is_alone(unit, group)))
 
-    def _is_alone(self, unit: Unit, group: Group) -> bool:
+    def _is_alone(self, unit: Unit, group: OpenGroup) -> bool:
         """Whether a unit's rewards were to be compared and no other member got a reward in the same seats."""
         if not self.release.compares or any(credit.advantage for credit in unit.credits):
             return False

@@ -35,6 +35,7 @@ from agentrl.core.errors import CheckFailedError, NonFiniteError, UntrainableUni
 from agentrl.core.ports import Engine, Observer, Trainer
 from agentrl.core.records import PolicyVersion, StepReport, TrainBatch
 from agentrl.core.text import plural
+from agentrl.credit.advantages import StepAdvantages
 from agentrl.credit.baselines import RoleMeans
 from agentrl.journal.port import JournalStore, StepRow
 from agentrl.observe.run_state import Status
@@ -110,6 +111,8 @@ class Orchestrator:
     best: BestCheckpointTracker
     roles: RoleMeans | None = None
     """Role-conditioned baselines; None if rewards are compared within groups."""
+    step_advantages: StepAdvantages | None = None
+    """Compares the units of each step; None if rewards are compared within groups."""
     tell: Callable[[str], None] = lambda line: None
     """Prints a line for people."""
     code_changes: int = 0
@@ -284,10 +287,11 @@ class Orchestrator:
             self.signal.notify()
 
     def _credited(self, policy: str, taken: Sequence[ReadyUnit]) -> Sequence[ReadyUnit]:
-        """The units of a step, with role-conditioned advantages if the run uses them."""
-        if self.roles is None:
+        """The units of a step, with the advantages of an estimator that compares over steps, if the run uses one."""
+        over_steps = self.roles or self.step_advantages
+        if over_steps is None:
             return taken
-        units = self.roles.credited(policy, [(ready.environment, ready.unit) for ready in taken])
+        units = over_steps.credited(policy, [(ready.environment, ready.unit) for ready in taken])
         return [ready._replace(unit=unit) for ready, unit in zip(taken, units, strict=True)]
 
     async def _step_with(self, policy: str, taken: Sequence[ReadyUnit]) -> bool:

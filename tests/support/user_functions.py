@@ -1,0 +1,94 @@
+"""A user's script: losses, estimators, and a program that must not start where the functions are loaded."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+import agentrl
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+TEMPERATURE = 1.05
+
+
+def side(advantages: Tensor) -> Tensor:
+    return torch.where(advantages > 0, 1.0, TEMPERATURE)
+
+
+@agentrl.loss
+def sapo(batch: agentrl.LossBatch, *, scale: float = 4.0) -> Tensor:
+    tau = side(batch.advantages)
+    return -torch.sigmoid(tau * (batch.ratio - 1)) * scale / tau * batch.advantages
+
+
+@agentrl.loss(per_token=True)
+def sapo_per_token(batch: agentrl.LossBatch) -> Tensor:
+    tau = side(batch.advantages)
+    return -torch.sigmoid(tau * (batch.ratio - 1)) * 4.0 / tau * batch.advantages
+
+
+@agentrl.loss
+def sequence_ratio(batch: agentrl.LossBatch) -> Tensor:
+    ratio = batch.mean(batch.log_ratio, "agent").exp()
+    return -ratio * batch.advantages
+
+
+@agentrl.loss
+def raises(batch: agentrl.LossBatch) -> Tensor:
+    raise ArithmeticError("as asked")
+
+
+@agentrl.loss
+def of_another_shape(batch: agentrl.LossBatch) -> Tensor:
+    return (batch.ratio * batch.advantages).mean()
+
+
+@agentrl.loss
+def detached(batch: agentrl.LossBatch) -> Tensor:
+    return batch.ratio.detach()
+
+
+@agentrl.loss
+def freed(batch: agentrl.LossBatch) -> Tensor:
+    loss = batch.ratio**2
+    loss.sum().backward()
+    return loss
+
+
+@agentrl.loss
+def nan(batch: agentrl.LossBatch) -> Tensor:
+    return batch.logprobs * float("nan")
+
+
+@agentrl.advantage
+def centred(group: agentrl.Group) -> list[float]:
+    return [reward - group.mean for reward in group.rewards]
+
+
+@agentrl.advantage
+def too_few(group: agentrl.Group) -> list[float]:
+    return [0.0]
+
+
+@agentrl.advantage(over="step")
+def over_the_step(group: agentrl.Group) -> list[float]:
+    return [reward - group.mean for reward in group.rewards]
+
+
+def unmarked(batch: agentrl.LossBatch) -> Tensor:
+    return batch.logprobs
+
+
+def closure(factor: float) -> object:
+    @agentrl.loss
+    def inner(batch: agentrl.LossBatch) -> Tensor:
+        return batch.logprobs * factor
+
+    return inner
+
+
+if __name__ == "__main__":
+    agentrl.train("run.toml", loss=sapo)

@@ -1,0 +1,189 @@
+"""Losses and advantages of users: found, identified by their code, refused where they cannot be recorded, evaluated."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentrl.cli.main import main
+from agentrl.config.run import LossConfig, RunConfig
+from agentrl.core.errors import ConfigError, InputError, NonFiniteError, TrainerError
+from agentrl.core.functions import describe, find
+from agentrl.core.records import Row, TrajectoryCredit, Unit
+from agentrl.credit.advantages import Group, StepAdvantages, make_estimator
+from agentrl.learn.trainer import PolicyTrainer
+from tests.learn_cases import Episodes, make_rows, run_config, write_model, write_tokenizer
+from tests.support import user_functions
+
+SCRIPT = str(Path(user_functions.__file__).resolve())
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = write_model(tmp_path_factory.mktemp("model"))
+    write_tokenizer(path)
+    return path
+
+
+def step(model: Path, directory: Path, loss: str, rows: list[Row] | None = None, **trainer: Any) -> tuple[float, float]:
+    """Loss and gradient norm of a step."""
+    episodes = Episodes(rows or make_rows(0, 8))
+    section = {"name": loss, **trainer.pop("section", {})}
+    trainer_under_test = PolicyTrainer(run_config(model, loss=section, **trainer), directory, read=episodes.read)
+    trainer_under_test.start()
+    trainer_under_test.forward_backward(episodes.batch())
+    report = trainer_under_test.optim_step("policy", 1)
+    return report.loss, report.grad_norm
+
+
+def test_a_function_is_its_slice_of_the_file(tmp_path: Path) -> None:
+    code = find("loss", f"{SCRIPT}:sapo", key="loss")
+    assert describe(user_functions.sapo, "loss", key="loss") == code
+    assert code.reference == f"{SCRIPT}:sapo"
+    text = Path(SCRIPT).read_text()
+    copy = tmp_path / "copy.py"
+
+    def digest(changed: str) -> str:
+        copy.write_text(changed)
+        return find("loss", f"{copy}:sapo", key="loss").digest
+
+    assert digest(text) == code.digest
+    assert digest(text.replace('"as asked"', '"otherwise"').replace("# ", "#  ")) == code.digest
+    assert digest(text.replace("TEMPERATURE = 1.05", "TEMPERATURE = 1.06")) != code.digest
+    assert digest(text.replace("advantages > 0", "advantages >= 0")) != code.digest
+    assert digest(text.replace('if __name__ == "__main__":', "raise SystemExit(1)\nif True:")) == code.digest
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (user_functions.unmarked, "put @agentrl.loss or @agentrl.advantage above it"),
+        (user_functions.centred, "is marked as advantage"),
+        (user_functions.closure(2.0), "is a closure"),
+        (3, "is no function"),
+    ],
+)
+def test_what_cannot_be_recorded_is_refused(function: object, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        describe(function, "loss", key="loss")
+
+
+@pytest.mark.parametrize(("name", "value"), [("side", lambda advantages: advantages), ("TEMPERATURE", 2.0)])
+def test_what_was_patched_by_hand_is_refused(name: str, value: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(user_functions, name, value)
+    with pytest.raises(ConfigError, match=f"{name} is not what .* defines"):
+        describe(user_functions.sapo, "loss", key="loss")
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("import agentrl\nfrom helper import x\n@agentrl.loss\ndef f(batch):\n    return x\n", "imports helper"),
+        ("import agentrl\n@agentrl.loss\ndef g(batch):\n    return 1\n", "defines no function 'f'"),
+        ("def f(:\n", "invalid syntax"),
+        ("def f(batch):\n    return 1\n", "put @agentrl.loss"),
+        ("import agentrl\nx = 1 / 0\n@agentrl.loss\ndef f(batch):\n    return x\n", "ZeroDivisionError"),
+    ],
+)
+def test_a_file_that_cannot_be_shipped_is_refused(text: str, reason: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=reason):
+        find("loss", f"{path}:f", key="trainer.loss.name")
+
+
+def test_a_loss_gives_the_same_step_however_it_is_split(model: Path, tmp_path: Path) -> None:
+    whole = step(model, tmp_path / "a", f"{SCRIPT}:sapo")
+    assert whole[1] > 0
+    for number, (name, tokens) in enumerate((("sapo", 40), ("sapo_per_token", 8192), ("sapo_per_token", 40))):
+        assert step(model, tmp_path / str(number), f"{SCRIPT}:{name}", micro_batch_tokens=tokens) == pytest.approx(
+            whole, rel=1e-5
+        )
+    one, other = (
+        step(model, tmp_path / f"s{tokens}", f"{SCRIPT}:sequence_ratio", micro_batch_tokens=tokens)
+        for tokens in (8192, 40)
+    )
+    assert one == pytest.approx(other, rel=1e-5)
+
+
+def test_a_sequence_mean_gives_the_same_step_however_it_is_split(model: Path, tmp_path: Path) -> None:
+    found = [
+        step(model, tmp_path / f"s{tokens}", "ppo", section={"sequence_mean": True}, micro_batch_tokens=tokens)
+        for tokens in (8192, 40)
+    ]
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
+
+
+def test_options_reach_the_loss_and_are_checked(model: Path, tmp_path: Path) -> None:
+    one, two = (
+        step(model, tmp_path / str(scale), f"{SCRIPT}:sapo", section={"options": {"scale": scale}})[0]
+        for scale in (1.0, 2.0)
+    )
+    assert two == pytest.approx(2 * one)
+    for options, reason in (({"scales": 1}, "its options: scale"), ({"scale": "x"}, "expected float")):
+        with pytest.raises(ConfigError, match=reason):
+            PolicyTrainer(run_config(model, loss=LossConfig(name=f"{SCRIPT}:sapo", options=options)), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "reason"),
+    [
+        ("raises", TrainerError, "raises raised ArithmeticError: as asked"),
+        ("of_another_shape", TrainerError, r"returned \(\); it must be a tensor with the loss of each token"),
+        ("detached", TrainerError, "does not depend on batch.logprobs"),
+        ("freed", TrainerError, "calls no backward"),
+        ("nan", NonFiniteError, "loss nan"),
+    ],
+)
+def test_a_bad_loss_is_named(name: str, error: type[Exception], reason: str, model: Path, tmp_path: Path) -> None:
+    with pytest.raises(error, match=reason):
+        step(model, tmp_path, f"{SCRIPT}:{name}")
+
+
+def test_an_estimator_credits_each_agent_and_each_turn() -> None:
+    group = Group(rewards=(1.0, 0.0), episodes=("e0", "e1"), turn_rewards=(((0, 1.0),), ()))
+    estimator = make_estimator(f"{SCRIPT}:centred", {})
+    assert [(each.value, each.baseline) for each in estimator(group)] == [(0.5, 0.5), (-0.5, 0.5)]
+    assert [each.by_turn for each in estimator.to_go(group)] == [(0.5, 0.0), (-0.5, 0.0)]
+    with pytest.raises(InputError, match="too_few returned 1 advantages for a group of 2"):
+        make_estimator(f"{SCRIPT}:too_few", {})(group)
+    with pytest.raises(InputError, match="pass_at_k raised ValueError"):
+        make_estimator("pass_at_k", {"k": 2})(group)
+    with pytest.raises(ConfigError, match="advantage_options"):
+        make_estimator("pass_at_k", {"n": 2})
+
+
+def test_an_estimator_over_the_step_compares_each_seat_on_its_own() -> None:
+    credits = StepAdvantages(make_estimator(f"{SCRIPT}:over_the_step", {}), group_size=2)
+    unit = Episodes(make_rows(0, 1)).units()[0]
+    units: list[tuple[str, Unit]] = [
+        ("env", replace(unit, episode_id=f"e{n}", credits=(TrajectoryCredit(seat, 0, reward, reward, 0.0),)))
+        for n, (seat, reward) in enumerate((("a", 1.0), ("b", 5.0), ("a", 0.0), ("b", 7.0)))
+    ]
+    assert [unit.credits[0].advantage for unit in credits.credited("p", units)] == [0.5, -1.0, -0.5, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("credit", "reason"),
+    [
+        ({"release": "late", "advantage": "x.py:f"}, "only a baseline that leaves out the member itself"),
+        ({"release": "late", "advantage": "max_rl"}, "only a baseline that leaves out the member itself"),
+    ],
+)
+def test_an_advantage_that_breaks_a_promise_is_refused(credit: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        RunConfig.model_validate({"environment": {"id": "x"}, "model": {"path": "m"}, "credit": credit})
+
+
+def test_a_missing_function_ends_a_run_before_it_begins(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    toml = tmp_path / "run.toml"
+    toml.write_text(
+        '[environment]\nid = "calculator"\n[model]\npath = "agentrl.environments:calculator/model"\n'
+        '[trainer.loss]\nname = "mine.py:sapo"\n'
+    )
+    assert main(["train", str(toml), f"--directory={tmp_path}/runs"]) == 2
+    assert "there is no file" in capsys.readouterr().err
+    assert not (tmp_path / "runs" / "run").exists()
