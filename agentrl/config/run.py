@@ -183,7 +183,10 @@ class CreditConfig(Section):
     the turns before it, each turn compared with what the rest of the group earned from that turn on."""
 
 
-LOSSES = ("truncated", "ppo", "reinforce")
+LOSSES = (
+    *("truncated", "ppo", "reinforce", "cispo", "sapo", "gspo", "decoupled_ppo", "importance_sampling"),
+    *("geometric_mask", "off_policy_mask", "topr", "vespo", "clip_cov", "kl_cov"),
+)
 """Names of the built-in losses (`learn.losses`)."""
 ADVANTAGES = (
     *("leave_one_out", "group_mean", "group_std", "role_mean", "none"),

@@ -19,7 +19,8 @@ reinforce   1
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -28,7 +29,7 @@ from torch import Tensor
 
 from agentrl.core.errors import TrainerError
 from agentrl.core.functions import FunctionCode, Mark, check_options, find, mark_of
-from agentrl.learn.loss_batch import LOG_RATIO_LIMIT, LossBatch, TokenGradients
+from agentrl.learn.loss_batch import LOG_RATIO_LIMIT, Id, LossBatch, TokenGradients
 
 if TYPE_CHECKING:
     from agentrl.config.run import TrainerConfig
@@ -74,12 +75,193 @@ def reinforce(batch: LossBatch) -> Tensor:
     return -batch.advantages * batch.logprobs
 
 
+def cispo(batch: LossBatch, *, min_ratio: float = 0.0, max_ratio: float = 5.0) -> Tensor:
+    """-sg(clip(w, l, h)) A log pi (CISPO, arXiv:2506.13585): l = `min_ratio`, h = `max_ratio`.
+
+    Every token keeps a gradient, however far its ratio is. h = 5 and no lower bound are ScaleRL's (arXiv:2510.13786).
+    """
+    return -batch.ratio.detach().clamp(min_ratio, max_ratio) * batch.advantages * batch.logprobs
+
+
+def sapo(batch: LossBatch, *, positive: float = 1.0, negative: float = 1.05) -> Tensor:
+    """-(4 / t) sigmoid(t (w - 1)) A, t = `positive` where A > 0, else `negative` (SAPO, arXiv:2511.20347).
+
+    A smooth gate instead of a clip: the gradient fades with the distance of w from 1, faster where A <= 0.
+    """
+    t = _choose(batch.advantages > 0, positive, negative, batch.advantages)
+    return -4 / t * torch.sigmoid(t * (batch.ratio - 1)) * batch.advantages
+
+
+def gspo(batch: LossBatch, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> Tensor:
+    """-min(s A, clip(s, 1 - l, 1 + h) A), s = exp(mean of log w over the conversation) (GSPO, arXiv:2507.18071).
+
+    The unit of the ratio is that of the reward. Use it with `sequence_mean`, as in the paper; with
+    `tokens_per_unit = 1` instead, long conversations weigh by their length (LUSPO, arXiv:2602.05261).
+    """
+    s = batch.mean(batch.log_ratio, "agent").exp()
+    return _clipped(s, batch.advantages, clip_low, clip_high, torch.inf)
+
+
+def decoupled_ppo(
+    batch: LossBatch, *, clip_low: float = 0.2, clip_high: float = 0.28, max_ratio: float = 5.0
+) -> Tensor:
+    """-sg(min(prox / mu, C)) min(r A, clip(r, 1 - l, 1 + h) A), r = pi / prox (Hilton et al. 2021, arXiv:2110.00641).
+
+    prox are `LossBatch.proximal_logprobs`, so that the clip keeps pi near a recent policy and not near an old one.
+    C = `max_ratio` (AReaL, arXiv:2505.24298, which masks or clamps at 5).
+    """
+    correction = batch.proximal_logprobs - batch.behavior_logprobs
+    weight = correction.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp().clamp(max=max_ratio).detach()
+    r = (batch.logprobs - batch.proximal_logprobs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    return weight * _clipped(r, batch.advantages, clip_low, clip_high, torch.inf)
+
+
+def importance_sampling(
+    batch: LossBatch, *, level: str = "token", outside: str = "truncate", low: float = 0.0, high: float = 2.0
+) -> Tensor:
+    """-sg(v) A log pi: v the product of w over the token, its turn, or its agent's conversation (`level`).
+
+    `outside` the bounds v is cut at `high` ("truncate": TIS, at `level = "agent"` unbiased but for the cut), or is 0
+    ("mask": MIS; with `low = 0.5, high = 5` at the token IcePop, arXiv:2510.18855). Token
+    weights have a bias that grows with the length, longer products a variance that does.
+    """
+    _check_choice("level", level, ("token", "turn", "agent"))
+    _check_choice("outside", outside, ("truncate", "mask"))
+    with torch.no_grad():
+        log_v = batch.log_ratio if level == "token" else batch.sum(batch.log_ratio, _level(level))
+        v = log_v.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+        weight = v.clamp(max=high) if outside == "truncate" else v.masked_fill((v < low) | (v > high), 0.0)
+    return -weight * batch.advantages * batch.logprobs
+
+
+def geometric_mask(
+    batch: LossBatch, *, level: str = "agent", low: float = 0.99, high: float = 1.01, max_ratio: float = 5.0
+) -> Tensor:
+    """-sg(min(w, C)) A log pi where exp(mean of log w over the turn or conversation) lies in [`low`, `high`], else 0.
+
+    Geometric rejection (Liu et al. 2025, richardli.xyz/rl-collapse; NeMo-RL's `seq-mask-tis`). The mean does not grow
+    with the length, as the product does; a conversation of several versions is judged as a whole. C = `max_ratio`.
+    """
+    _check_choice("level", level, ("turn", "agent"))
+    with torch.no_grad():
+        mean = batch.mean(batch.log_ratio, _level(level)).exp()
+        weight = batch.ratio.clamp(max=max_ratio).masked_fill((mean < low) | (mean > high), 0.0)
+    return -weight * batch.advantages * batch.logprobs
+
+
+def off_policy_mask(
+    batch: LossBatch, *, threshold: float = 0.5, clip_low: float = 0.2, clip_high: float = 0.28, dual_clip: float = 3.0
+) -> Tensor:
+    """`ppo`, but 0 where A < 0 and the mean of log mu - log pi over the conversation exceeds `threshold`.
+
+    Off-policy sequence masking (DeepSeek-V3.2, arXiv:2512.02556, equation 9): what pi has already left is not pushed
+    down further. Published thresholds differ by a factor of 5,000 (slime 1e-4, TRL 0.5).
+    """
+    with torch.no_grad():
+        away = batch.mean(batch.behavior_logprobs - batch.logprobs, "agent")
+        keep = (batch.advantages >= 0) | (away <= threshold)
+    return ppo(batch, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip) * keep
+
+
+def topr(batch: LossBatch, *, max_ratio: float = 1.0) -> Tensor:
+    """-A log pi where A > 0; -sg(min(v, C)) A log pi where A <= 0 (TOPR, arXiv:2503.14286).
+
+    v is the product of w over the conversation, C = `max_ratio`: good conversations are learned as in supervised
+    training, bad ones only as far as pi would still produce them.
+    """
+    with torch.no_grad():
+        v = batch.sum(batch.log_ratio, "agent").clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp().clamp(max=max_ratio)
+        weight = torch.where(batch.advantages > 0, torch.ones_like(v), v)
+    return -weight * batch.advantages * batch.logprobs
+
+
+def vespo(
+    batch: LossBatch,
+    *,
+    k_positive: float = 2.0,
+    scale_positive: float = 3.0,
+    k_negative: float = 3.0,
+    scale_negative: float = 2.0,
+) -> Tensor:
+    """-sg(exp(c + k log v - c v)) A log pi (VESPO, arXiv:2602.10693), v the product of w over the conversation.
+
+    k = `k_positive` and c = `scale_positive` where A >= 0, else the others. The weight is 1 at v = 1, and falls on both
+    sides. log v is kept within log 1e-8 and 20.
+    """
+    with torch.no_grad():
+        log_v = batch.sum(batch.log_ratio, "agent").clamp(math.log(1e-8), LOG_RATIO_LIMIT)
+        good = batch.advantages >= 0
+        k = _choose(good, k_positive, k_negative, batch.advantages)
+        c = _choose(good, scale_positive, scale_negative, batch.advantages)
+        weight = (c + k * log_v - c * log_v.exp()).exp()
+    return -weight * batch.advantages * batch.logprobs
+
+
+def clip_cov(batch: LossBatch, *, share: float = 2e-4, low: float = 1.0, high: float = 5.0) -> Tensor:
+    """-w A, without gradient for a `share` of the step's tokens: those of largest covariance within [`low`, `high`].
+
+    Covariance of a token: (log pi - mean)(A - mean), means over the step (Clip-Cov, arXiv:2505.22617): such tokens make
+    the entropy fall. The paper draws them at random among those within the bounds; a loss here is a pure function.
+    """
+    covariance = _covariance(batch)
+    inside = (covariance >= low) & (covariance <= high)
+    chosen = _largest(covariance.masked_fill(~inside, -torch.inf), share) & inside
+    return -batch.ratio * batch.advantages * ~chosen
+
+
+def kl_cov(batch: LossBatch, *, share: float = 2e-4, coefficient: float = 1.0) -> Tensor:
+    """-w A, plus `coefficient` |log w| for the `share` of the step's tokens of largest covariance (arXiv:2505.22617).
+
+    Covariance as in `clip_cov`: KL-Cov holds those tokens back instead of leaving them out.
+    """
+    held = _largest(_covariance(batch), share)
+    return -batch.ratio * batch.advantages + coefficient * batch.log_ratio.abs() * held
+
+
+def _covariance(batch: LossBatch) -> Tensor:
+    logprobs = batch.logprobs.detach()
+    return (logprobs - logprobs.mean()) * (batch.advantages - batch.advantages.mean())
+
+
+def _largest(values: Tensor, share: float) -> Tensor:
+    """Bool [n]: the share of tokens with the largest values, at least one."""
+    chosen = torch.zeros(len(values), dtype=torch.bool, device=values.device)
+    if len(values):
+        chosen[values.topk(min(len(values), max(1, round(share * len(values))))).indices] = True
+    return chosen
+
+
+def _choose(where: Tensor, one: float, other: float, like: Tensor) -> Tensor:
+    """One of two numbers per token, in the dtype of `like`."""
+    return torch.where(where, like.new_tensor(one), like.new_tensor(other))
+
+
+def _level(level: str) -> Id:
+    return "turn" if level == "turn" else "agent"
+
+
+def _check_choice(option: str, value: str, known: Sequence[str]) -> None:
+    if value not in known:
+        raise ValueError(f"{option} = {value!r}: expected {', '.join(known)}")
+
+
 BUILT_IN: dict[str, tuple[LossFunction, Mark]] = {
     "truncated": (truncated, Mark("loss", per_token=True)),
     "ppo": (ppo, Mark("loss", per_token=True)),
     "reinforce": (reinforce, Mark("loss", per_token=True)),
+    "cispo": (cispo, Mark("loss", per_token=True)),
+    "sapo": (sapo, Mark("loss", per_token=True)),
+    "gspo": (gspo, Mark("loss")),
+    "decoupled_ppo": (decoupled_ppo, Mark("loss", per_token=True)),
+    "importance_sampling": (importance_sampling, Mark("loss")),
+    "geometric_mask": (geometric_mask, Mark("loss")),
+    "off_policy_mask": (off_policy_mask, Mark("loss")),
+    "topr": (topr, Mark("loss")),
+    "vespo": (vespo, Mark("loss")),
+    "clip_cov": (clip_cov, Mark("loss")),
+    "kl_cov": (kl_cov, Mark("loss")),
 }
-"""Losses by the name in `trainer.loss.name`. All of them are 0, with gradient 0, where the advantage is 0."""
+"""Losses by the name in `trainer.loss.name`. Those per token have no gradient where the advantage is 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,264 @@
+"""Every built-in loss and estimator against a loop over padded rows in float64: values and gradients, ragged masks.
+
+The loop is written from the papers' formulas over [rows, tokens] with a mask, one sequence at a time; ours works on
+flat columns with ids.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from agentrl.config.run import ADVANTAGES as ADVANTAGE_NAMES
+from agentrl.config.run import LOSSES
+from agentrl.credit.advantages import ADVANTAGES, OF_GROUPS, Group, make_estimator
+from agentrl.learn.losses import BUILT_IN, divergence
+from tests.loss_cases import batch_of, evaluated, loss_named
+
+LENGTHS = (7, 1, 12, 4, 9)
+TURNS = 3
+ADVANTAGES_OF_ROWS = (1.3, -0.7, 0.4, -2.0, 0.9)
+
+Row = tuple[Tensor, Tensor, float, Tensor, list[int]]
+"""log pi, log mu, the advantage, the lags, and the turn of each token."""
+
+
+def rows(seed: int) -> list[Row]:
+    generator = torch.Generator().manual_seed(seed)
+    found = []
+    for length, advantage in zip(LENGTHS, ADVANTAGES_OF_ROWS, strict=True):
+        mu = -3 * torch.rand(length, generator=generator, dtype=torch.float64) - 0.05
+        pi = (mu + 0.5 * torch.randn(length, generator=generator, dtype=torch.float64)).clamp(max=-0.01)
+        lags = torch.randint(0, 4, (length,), generator=generator)
+        found.append((pi, mu, advantage, lags, [at * TURNS // length for at in range(length)]))
+    return found
+
+
+def clip(w: Tensor, low: float, high: float) -> Tensor:
+    return torch.clamp(w, 1 - low, 1 + high)
+
+
+def number(x: Tensor) -> float:
+    return float(x.detach())
+
+
+def naive_sapo(pi: Tensor, mu: Tensor, a: float, **_: Any) -> Tensor:
+    t = 1.0 if a > 0 else 1.05
+    return -a * 4 / t / (1 + torch.exp(-t * (torch.exp(pi - mu) - 1)))
+
+
+def naive_cispo(
+    pi: Tensor, mu: Tensor, a: float, *, min_ratio: float = 0.0, max_ratio: float = 5.0, **_: Any
+) -> Tensor:
+    return -a * pi * torch.exp(pi - mu).detach().clamp(min_ratio, max_ratio)
+
+
+def naive_gspo(pi: Tensor, mu: Tensor, a: float, *, clip_low: float, clip_high: float, **_: Any) -> Tensor:
+    s = torch.exp((pi - mu).sum() / len(pi))
+    return -torch.min(s * a, clip(s, clip_low, clip_high) * a).expand(len(pi))
+
+
+def naive_decoupled(pi: Tensor, mu: Tensor, a: float, lags: Tensor, **_: Any) -> Tensor:
+    share = [0.0 if lag == 0 else 1 / float(lag) for lag in lags]
+    prox = torch.stack([x * m + (1 - x) * p for x, m, p in zip(share, mu, pi.detach(), strict=True)])
+    r = torch.exp(pi - prox)
+    return -torch.exp(prox - mu).clamp(max=5.0) * torch.min(r * a, clip(r, 0.2, 0.28) * a)
+
+
+def naive_sampling(
+    pi: Tensor, mu: Tensor, a: float, turns: list[int], *, level: str, outside: str, low: float, high: float, **_: Any
+) -> Tensor:
+    losses = []
+    for at in range(len(pi)):
+        same = [
+            i for i in range(len(pi)) if level == "agent" or (i == at if level == "token" else turns[i] == turns[at])
+        ]
+        v = math.exp(sum(number(pi[i] - mu[i]) for i in same))
+        weight = min(v, high) if outside == "truncate" else v * (low <= v <= high)
+        losses.append(-weight * a * pi[at])
+    return torch.stack(losses)
+
+
+def naive_geometric(pi: Tensor, mu: Tensor, a: float, *, low: float, high: float, **_: Any) -> Tensor:
+    keep = low <= math.exp(number((pi - mu).mean())) <= high
+    return -torch.exp(pi - mu).detach().clamp(max=5.0) * a * pi * keep
+
+
+def naive_off_policy(pi: Tensor, mu: Tensor, a: float, *, threshold: float, **_: Any) -> Tensor:
+    w = torch.exp(pi - mu)
+    surrogate = torch.min(w * a, clip(w, 0.2, 0.28) * a)
+    surrogate = surrogate if a >= 0 else torch.max(surrogate, torch.tensor(3.0 * a, dtype=torch.float64))
+    return -surrogate * (a >= 0 or number((mu - pi).mean()) <= threshold)
+
+
+def naive_topr(pi: Tensor, mu: Tensor, a: float, **_: Any) -> Tensor:
+    return -a * pi * (1.0 if a > 0 else min(1.0, math.exp(number((pi - mu).sum()))))
+
+
+def naive_vespo(pi: Tensor, mu: Tensor, a: float, **_: Any) -> Tensor:
+    k, c = (2.0, 3.0) if a >= 0 else (3.0, 2.0)
+    log_v = min(20.0, max(math.log(1e-8), number((pi - mu).sum())))
+    return -math.exp(c + k * log_v - c * math.exp(log_v)) * a * pi
+
+
+def naive_truncated(pi: Tensor, mu: Tensor, a: float, **_: Any) -> Tensor:
+    moved = (pi.exp() - mu.exp()).detach()
+    keep = moved <= 0.2 if a > 0 else moved >= -0.2
+    return -torch.exp(pi - mu).detach().clamp(max=5.0) * keep * a * pi
+
+
+def naive_ppo(pi: Tensor, mu: Tensor, a: float, **_: Any) -> Tensor:
+    return naive_off_policy(pi, mu, a, threshold=math.inf)
+
+
+def naive_reinforce(pi: Tensor, mu: Tensor, a: float, **_: Any) -> Tensor:
+    return -a * pi
+
+
+CASES: list[tuple[str, dict[str, Any], Callable[..., Tensor]]] = [
+    ("truncated", {}, naive_truncated),
+    ("ppo", {}, naive_ppo),
+    ("reinforce", {}, naive_reinforce),
+    ("sapo", {}, naive_sapo),
+    ("cispo", {}, naive_cispo),
+    ("cispo", {"min_ratio": 0.8, "max_ratio": 1.28}, naive_cispo),
+    ("gspo", {"clip_low": 0.05, "clip_high": 0.1}, naive_gspo),
+    ("decoupled_ppo", {}, naive_decoupled),
+    *(
+        ("importance_sampling", {"level": level, "outside": outside, "low": 0.5, "high": 2.0}, naive_sampling)
+        for level in ("token", "turn", "agent")
+        for outside in ("truncate", "mask")
+    ),
+    ("geometric_mask", {"low": 0.8, "high": 1.1}, naive_geometric),
+    ("off_policy_mask", {"threshold": 0.05}, naive_off_policy),
+    ("topr", {}, naive_topr),
+    ("vespo", {}, naive_vespo),
+]
+
+
+def flat(found: list[Row], **more: Any) -> Any:
+    ids = [index for index, row in enumerate(found) for _ in row[0]]
+    return batch_of(
+        [float(x) for row in found for x in row[0]],
+        [float(x) for row in found for x in row[1]],
+        [row[2] for row in found for _ in row[0]],
+        lags=[int(x) for row in found for x in row[3]],
+        ids={
+            **dict.fromkeys(("row", "agent", "episode"), ids),
+            "turn": [TURNS * index + turn for index, row in enumerate(found) for turn in row[4]],
+        },
+        **more,
+    )
+
+
+@pytest.mark.parametrize(("name", "options", "naive"), CASES)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_loss_is_that_of_a_loop_over_rows(
+    name: str, options: dict[str, Any], naive: Callable[..., Tensor], seed: int
+) -> None:
+    found = rows(seed)
+    ours = evaluated(loss_named(name, **options), flat(found))
+    at = 0
+    for pi, mu, advantage, lags, turns in found:
+        leaf = pi.clone().requires_grad_()
+        expected = naive(leaf, mu, advantage, lags=lags, turns=turns, **options)
+        (slope,) = torch.autograd.grad(expected.sum(), leaf)
+        torch.testing.assert_close(ours.loss[at : at + len(pi)], expected.detach(), rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(ours.by_logprob[at : at + len(pi)], slope, rtol=1e-9, atol=1e-12)
+        at += len(pi)
+
+
+@pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
+def test_covariance_losses_hold_back_the_tokens_of_largest_covariance(name: str) -> None:
+    found = rows(3)
+    pi = torch.cat([row[0] for row in found])
+    mu = torch.cat([row[1] for row in found])
+    a = torch.tensor([row[2] for row in found for _ in row[0]], dtype=torch.float64)
+    covariance = (pi - pi.mean()) * (a - a.mean())
+    options = {"share": 0.1, **({"low": 0.1, "high": 5.0} if name == "clip_cov" else {})}
+    count = round(0.1 * len(pi))
+    inside = [i for i in range(len(pi)) if name == "kl_cov" or 0.1 <= covariance[i] <= 5.0]
+    chosen = sorted(inside, key=lambda i: -float(covariance[i]))[:count]
+    ours = evaluated(loss_named(name, **options), flat(found))
+    for i in range(len(pi)):
+        w = math.exp(float(pi[i] - mu[i]))
+        expected = -w * float(a[i])
+        if i in chosen:
+            expected = 0.0 if name == "clip_cov" else expected + math.copysign(1.0, float(pi[i] - mu[i]))
+        assert float(ours.by_logprob[i]) == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "naive"), [("k1", lambda d: d), ("k2", lambda d: d * d / 2), ("k3", lambda d: math.exp(-d) - 1 + d)]
+)
+def test_the_divergence_and_its_derivative(estimator: Any, naive: Callable[[float], float]) -> None:
+    pi = torch.tensor([-0.5, -2.0, -1.0], dtype=torch.float64, requires_grad=True)
+    reference = torch.tensor([-1.0, -1.5, -1.0], dtype=torch.float64)
+    value = divergence(pi, reference, estimator=estimator)
+    (slope,) = torch.autograd.grad(value.sum(), pi)
+    for index in range(3):
+        d, step = number(pi[index] - reference[index]), 1e-6
+        assert number(value[index]) == pytest.approx(naive(d))
+        assert float(slope[index]) == pytest.approx((naive(d + step) - naive(d - step)) / (2 * step), abs=1e-6)
+
+
+def test_entropy_and_divergence_are_added_with_their_weights() -> None:
+    from agentrl.config.run import LossConfig, TrainerConfig
+    from agentrl.learn.losses import make_loss
+
+    found = rows(0)
+    count = sum(LENGTHS)
+    batch = flat(found, entropies=[1.0] * count, reference=[-1.0] * count)
+    plain = evaluated(loss_named("ppo"), flat(found))
+    section = TrainerConfig(loss=LossConfig(name="ppo", kl=0.1, kl_estimator="k2"), entropy_bonus=0.5)
+    ours = evaluated(make_loss(section), batch)
+    away = batch.logprobs.detach() + 1.0
+    torch.testing.assert_close(ours.loss, plain.loss - 0.5 + 0.05 * away**2)
+    torch.testing.assert_close(ours.by_logprob, plain.by_logprob + 0.1 * away)
+    torch.testing.assert_close(ours.by_entropy, torch.full_like(away, -0.5))
+
+
+def test_the_names_of_the_configuration_are_the_functions() -> None:
+    assert set(LOSSES) == BUILT_IN.keys() == {case[0] for case in CASES} | {"clip_cov", "kl_cov"}
+    assert set(ADVANTAGE_NAMES) == ADVANTAGES.keys() | OF_GROUPS.keys()
+    for function, _ in (*BUILT_IN.values(), *OF_GROUPS.values()):
+        assert any(paper in (function.__doc__ or "") for paper in ("arXiv", "Williams", "et al."))
+
+
+def test_pass_at_k_is_the_mean_over_subsets() -> None:
+    """n (pass@k of all - pass@k of the others), each as a mean of the maximum over all subsets of size k."""
+    from itertools import combinations
+
+    rewards = (1.0, 0.0, 1.0, 0.0, 0.0)
+    for k in (1, 2, 3, 4):
+        group = Group(rewards=rewards, episodes=tuple("abcde"))
+        subsets = list(combinations(range(5), k))
+
+        def mean(chosen: list[tuple[int, ...]]) -> float:
+            return sum(max(rewards[i] for i in each) for each in chosen) / len(chosen)
+
+        expected = [5 * (mean(subsets) - mean([each for each in subsets if i not in each])) for i in range(5)]
+        found = [each.value for each in make_estimator("pass_at_k", {"k": k})(group)]
+        assert found == pytest.approx(expected)
+    group = Group(rewards=rewards, episodes=tuple("abcde"))
+    assert [each.value for each in make_estimator("pass_at_k", {"k": 1})(group)] == pytest.approx(
+        [each.value for each in ADVANTAGES["leave_one_out"](rewards, tuple("abcde"))]
+    )
+
+
+def test_the_estimators_over_a_step() -> None:
+    rewards, groups = (1.0, 0.0, 3.0, 1.0), ("g0", "g0", "g1", "g1")
+    group = Group(rewards=rewards, episodes=tuple("abcd"), groups=groups)
+    tensor = torch.tensor(rewards, dtype=torch.float64)
+    plain = (tensor - tensor.mean()) / (tensor.std(correction=0) + 1e-8)
+    assert [each.value for each in make_estimator("reinforce_plus_plus", {})(group)] == pytest.approx(plain.tolist())
+    centred = torch.tensor([0.5, -0.5, 1.0, -1.0], dtype=torch.float64)
+    expected = (centred / (centred.std(correction=0) + 1e-8)).tolist()
+    found = make_estimator("reinforce_plus_plus_baseline", {})(group)
+    assert [each.value for each in found] == pytest.approx(expected)
+    assert [each.value for each in make_estimator("max_rl", {})(group)] == pytest.approx([-0.2, -1.0, 1.4, -0.2])
