@@ -108,7 +108,8 @@ class GroupCommitWriter:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[None] = loop.create_future()
         self._queue.append(Waiter(loop, future))
-        self._urgent.set()
+        if not self._urgent.is_set():  # setting it takes a lock, and a thousand callers may wait for the same round
+            self._urgent.set()
         try:
             await future
         except StorageError:

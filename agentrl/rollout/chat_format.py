@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from array import array
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -37,7 +38,7 @@ from agentrl.rollout.chat_template import (
 from agentrl.rollout.tool_call_format import CLOSE, OPEN, PARSERS, PYTHON_TAG, ToolCallFormat
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
 DriftCause = Literal["undecodable", "retokenised"]
 
@@ -46,6 +47,8 @@ _THINK_END = "</think>"
 _ANCHOR = "\ue002"
 _FRAMES = 64
 """Openings kept for reuse; further ones are rendered each time."""
+_KEPT_CHARACTERS = 1 << 20
+"""Characters whose tokens are kept for reuse: the members of a group ask the same, and tools often answer the same."""
 _SPARE_ROWS = 2048
 """Rows of an embedding that may stand for no token: models are padded to round sizes, the largest seen by 1,069."""
 _MAX_PROBE_CHARACTERS = 200_000
@@ -90,6 +93,7 @@ class TemplateFormat:
         self._plain = _without_control(tokenizer, self._control, anchor=False)
         self._anchored = _anchored(self._plain, _without_control(tokenizer, self._control, anchor=True))
         self._renumbered = _renumbered(self._anchored or self._plain, tokenizer)
+        self._encoded = KeptTokens(_KEPT_CHARACTERS)
         self._check_plain()
         markup = {OPEN, CLOSE, PYTHON_TAG, "<think>", _THINK_END}
         self._silent = frozenset(t.token_id for t in tokens if t.special and t.literal not in markup)
@@ -103,6 +107,7 @@ class TemplateFormat:
         self._replies: dict[str, _Frame] = {}
         self._decoded: tuple[list[int], str] = ([], "")
         """Cache of the last decoded tokens and their text: a turn's text is read several times in a row."""
+        self._endings = _endings(tokenizer, self._silent)
         roles: tuple[Role, ...] = ("user", "tool")
         for role in roles:
             frame = self._reply_frame(role)
@@ -182,8 +187,7 @@ class TemplateFormat:
 
     def parse(self, token_ids: Sequence[int]) -> Message:
         """The assistant message a completion says, without its thinking; malformed calls are kept raw."""
-        silent = self._silent
-        text = self.decode([token for token in _as_list(token_ids) if token not in silent])
+        text = self._decode_spoken(_as_list(token_ids))
         if self._thinks:
             text = _without_thinking(text)
         content, calls = self._parse_text(text)
@@ -197,6 +201,15 @@ class TemplateFormat:
             text = self._tokenizer.decode(ids, skip_special_tokens=False)
             self._decoded = (list(ids), text)
         return text
+
+    def _decode_spoken(self, ids: list[int]) -> str:
+        """Text of tokens without the silent ones."""
+        silent = self._silent
+        spoken = [token for token in ids if token not in silent]
+        ending = self._endings.get(ids[-1]) if len(spoken) == len(ids) - 1 else None
+        if ending is None:
+            return self.decode(spoken)
+        return self.decode(ids).removesuffix(ending)  # which is decoded anyway, for the journal
 
     def encode(self, text: str) -> list[int]:
         """Token ids of text as the template would tokenise it, control tokens recognised."""
@@ -242,10 +255,16 @@ class TemplateFormat:
     def _varies_in_last(messages: Sequence[Message]) -> bool:
         return bool(messages) and messages[-1].role == "user" and all(m.role == "system" for m in messages[:-1])
 
-    def _encode_plain(self, text: str) -> list[int]:
+    def _encode_plain(self, text: str) -> Sequence[int]:
         """Token ids of text that follows a control token, everything in it plain."""
         if not text:
-            return []
+            return ()
+        known = self._encoded.get(text)
+        if known is None:
+            known = self._encoded.keep(text, self._encode_anew(text))
+        return known
+
+    def _encode_anew(self, text: str) -> list[int]:
         if self._anchored is not None:
             anchored = _ANCHOR + text.replace(_ANCHOR, "\ufffd")
             ids: list[int] = self._anchored.encode(anchored, add_special_tokens=False).ids[1:]
@@ -441,6 +460,46 @@ def _added_tokens(tokenizer: Tokenizer) -> list[AddedToken]:
         for token_id, token in tokenizer.get_added_tokens_decoder().items()
         if token.content.strip()
     ]
+
+
+class KeptTokens:
+    """Tokens of the texts that were encoded last; the oldest go first.
+
+    Args:
+        characters: how many the texts may have together.
+    """
+
+    def __init__(self, characters: int) -> None:
+        self._kept: dict[str, array[int]] = {}
+        self._left = self._most = characters
+
+    def get(self, text: str) -> Sequence[int] | None:
+        """The tokens of a text; None if they are not kept."""
+        return self._kept.get(text)
+
+    def keep(self, text: str, token_ids: Sequence[int]) -> Sequence[int]:
+        """Keep the tokens of a text, unless it is too long; returns them."""
+        if len(text) <= self._most // 4:
+            self._kept[text] = array("i", token_ids)
+            self._left -= len(text)
+            while self._left < 0:
+                oldest = next(iter(self._kept))
+                del self._kept[oldest]
+                self._left += len(oldest)
+        return token_ids
+
+
+def _endings(tokenizer: Tokenizer, silent: Collection[int]) -> dict[int, str]:
+    """The texts of silent tokens that never change how tokens before them are decoded.
+
+    Bytes decode one by one, and a character that is incomplete at an ASCII one is so at the end of the text, too.
+    Other decoders put spaces between tokens, or take some away.
+    """
+    decoder = json.loads(tokenizer.to_str())["decoder"]
+    if not isinstance(decoder, dict) or decoder.get("type") != "ByteLevel":
+        return {}
+    texts = {token: tokenizer.decode([token], skip_special_tokens=False) for token in silent}
+    return {token: text for token, text in texts.items() if text and text[0].isascii()}
 
 
 def _without_control(tokenizer: Tokenizer, control: ControlTokens, *, anchor: bool) -> Tokenizer:

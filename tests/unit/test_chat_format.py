@@ -7,12 +7,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from agentrl.core.errors import ModelError
 from agentrl.core.records import Message, ToolSpec
-from agentrl.rollout.chat_format import TemplateFormat
+from agentrl.rollout.chat_format import KeptTokens, TemplateFormat
 
 QWEN = """
 {%- if tools %}<|im_start|>system
@@ -239,6 +241,47 @@ def test_parse_of_both_tool_call_formats(qwen: TemplateFormat, llama: TemplateFo
         call = llama.parse(llama.encode(text)).tool_calls[0]
         assert (call.name, call.arguments) == ("add", {"a": 1})
     assert llama.parse(llama.encode("Five.<|eot_id|>")).content == "Five."
+
+
+@given(st.lists(st.integers(0, 400), max_size=12), st.data())
+def test_a_closing_token_changes_nothing_of_what_a_turn_says(
+    qwen: TemplateFormat, llama: TemplateFormat, drawn: list[int], data: st.DataObject
+) -> None:
+    """Also behind tokens that end within a character."""
+    for chat in (qwen, llama):
+        sampled = [token for token in drawn if token not in chat.stop_token_ids]
+        for closing in chat.stop_token_ids:
+            closed = [*sampled, closing]
+            assert chat.decode(closed).startswith(chat.decode(sampled))
+            assert chat.parse(closed) == chat.parse(sampled)
+            at = data.draw(st.integers(0, len(sampled)))
+            assert chat.parse([*sampled[:at], closing, *sampled[at:], closing]) == chat.parse(sampled)
+
+
+def test_tokens_of_the_newest_texts_are_kept_and_no_others() -> None:
+    kept = KeptTokens(12)
+    for text, token_ids in (("abc", [1, 2]), ("def", [3]), ("ghi", [4]), ("jkl", [5]), ("mno", [6]), ("long", [7])):
+        assert list(kept.keep(text, token_ids)) == token_ids
+    known = {text: kept.get(text) for text in ("abc", "def", "ghi", "jkl", "mno", "long")}
+    assert {text: list(ids) for text, ids in known.items() if ids is not None} == {
+        "def": [3],
+        "ghi": [4],
+        "jkl": [5],
+        "mno": [6],
+    }
+
+
+@pytest.mark.parametrize("starts", [True, False])
+def test_what_is_asked_again_is_the_same_tokens_whoever_changed_those_of_before(
+    chat: TemplateFormat, starts: bool
+) -> None:
+    def ask() -> list[int]:
+        return chat.start([user("What is 2 + 3?")], []) if starts else chat.extend([tool("5")], after="stop")
+
+    first = ask()
+    whole = list(first)
+    first.clear()
+    assert ask() == whole
 
 
 def test_thinking_is_left_out_of_the_message(qwen: TemplateFormat) -> None:
