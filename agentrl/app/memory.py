@@ -195,11 +195,16 @@ def _trainer(config: RunConfig, *, on_gpu: bool) -> list[MemoryPart]:
     if not config.trainer.recompute:
         tokens = f"trainer.recompute = true, or {tokens}"
     optimized = "trained parameters, their gradients and AdamW's moments in float32"
+    shard = f"1/{held.shards} of " if held.shards > 1 else ""
+    if held.shards == 1 and config.trainer.workers > 1:
+        rank = f"trainer.sharding = 'full', {rank}"
     parts = [
-        part(name=f"weights in {held.dtype}", bytes=held.weights, setting=_DTYPE),
-        part(name=optimized, bytes=held.trained, setting=rank),
+        part(name=f"{shard}weights in {held.dtype}", bytes=held.weights, setting=_DTYPE),
+        part(name=f"{shard}{optimized}", bytes=held.trained, setting=rank),
         part(name=f"{_ACTIVATIONS} of {held.tokens:,} tokens", bytes=held.activations, setting=tokens),
     ]
+    if held.shards > 1:
+        parts.append(part(name="layers that are whole while they compute", bytes=held.gathered, setting=_DTYPE))
     if not on_gpu:
         gaps = int(_FRAGMENTATION * held.activations)
         parts.append(part(name=f"{_GAPS}, about", bytes=gaps, setting=tokens))

@@ -25,6 +25,7 @@ from agentrl.learn.forward import token_logprobs
 from agentrl.learn.losses import BUILT_IN
 from agentrl.learn.models import PolicyModel, load_models
 from agentrl.learn.packing import pack
+from agentrl.learn.sharding import layers_of
 
 _OPTIMIZER_STATES = 2
 """AdamW's moments, float32 as the parameters they belong to."""
@@ -36,10 +37,14 @@ class TrainerMemory:
 
     dtype: str
     """Dtype that the models compute in, such as `bfloat16`."""
+    shards: int
+    """Ranks that hold one copy of the weights together; 1: each has all of them."""
     weights: int
-    """Parameters that no optimizer changes, and the rounded copies of those that one does."""
+    """Parameters that no optimizer changes, and the rounded copies of those that one does; a rank's shard of them."""
     trained: int
-    """Parameters that an optimizer changes, their gradients and the optimizer's state, all float32."""
+    """Parameters that an optimizer changes, their gradients and the optimizer's state, all float32; a rank's shard."""
+    gathered: int
+    """What is whole at once of a sharded model, about: what lies outside of the layers, two layers, their gradients."""
     activations: int
     """The most that a step allocates besides these."""
     tokens: int
@@ -54,23 +59,48 @@ def trainer_memory(config: RunConfig) -> TrainerMemory:
         ConfigError: an adapter is to be on what cannot be both trained and served.
     """
     models = load_models(config, torch.device("meta"))
+    shards = shard_count(config, 1 if config.trains_in_process else config.trainer.workers)
     weights, trained = _held(models)
+    if shards > 1:  # the float32 shards of a model all of whose weights are trained are its masters
+        weights -= sum(_bytes(model.model.parameters()) for model in models.values() if model.has_masters)
     return TrainerMemory(
+        shards=shards,
+        gathered=max(map(_gathered, models.values())) if shards > 1 else 0,
         dtype=dtype_name(next(iter(models.values())).model.dtype),
-        weights=weights,
-        trained=trained,
+        weights=weights // shards,
+        trained=trained // shards,
         activations=max(_activations(config, name, model) for name, model in models.items()),
         tokens=_micro_batch_tokens(config),
     )
 
 
-def replicas_fit(config: RunConfig, ranks: int) -> bool:
-    """Whether each of several ranks on this machine can hold all models: weights, gradients and optimizer take at most
-    half of its memory, an even share of the machine's where there is no GPU. The other half is for activations.
+def shard_count(config: RunConfig, ranks: int) -> int:
+    """How many of the ranks hold one copy of the weights together; 1: each has all of them.
+
+    With `trainer.sharding` "auto" each has them if weights, gradients and optimizer take at most half of its memory, an
+    even share of the machine's where there is no GPU. The other half is for activations.
     """
-    held = _held(load_models(config, torch.device("meta")))
-    memory, on_gpu = device_memory()
-    return sum(held) <= memory.total / (2 if on_gpu else 2 * ranks)
+    if ranks == 1 or config.trainer.sharding == "none":
+        return 1
+    if config.trainer.sharding == "auto":
+        held = _held(load_models(config, torch.device("meta")))
+        memory, on_gpu = device_memory()
+        if sum(held) <= memory.total / (2 if on_gpu else 2 * ranks):
+            return 1
+    return config.trainer.shard_group or ranks
+
+
+def _gathered(model: PolicyModel) -> int:
+    """`TrainerMemory.gathered` of a model; the next layer is gathered while one computes, and gradients of all of its
+    own weights are added up in float32.
+    """
+    module: nn.Module = model.model
+    layers = sorted(sum(each.nbytes for each in layer.parameters()) for layer in layers_of(module))
+    outside = _bytes(module.parameters()) - sum(layers)
+    largest = layers[-1] if layers else 0
+    if model.kind == "adapter":
+        return outside + 2 * largest
+    return 2 * outside + 3 * largest + largest * torch.float32.itemsize // model.model.dtype.itemsize
 
 
 def _held(models: Mapping[str, PolicyModel]) -> tuple[int, int]:

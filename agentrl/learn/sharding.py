@@ -53,7 +53,7 @@ class ShardedForward(nn.Module):
                 param_dtype=model.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
             )
         try:
-            for module in [*_layers(self.model), self]:
+            for module in [*layers_of(self.model), self]:
                 if masters:
                     for parameter in module.parameters():
                         if not isinstance(parameter, DTensor):
@@ -81,11 +81,11 @@ class ShardedForward(nn.Module):
         return output
 
 
-def _layers(model: nn.Module) -> list[nn.Module]:
+def layers_of(model: nn.Module) -> list[nn.Module]:
     """The layers of a model, outermost ones only."""
     if isinstance(model, GradientCheckpointingLayer):
         return [model]
-    return [layer for child in model.children() for layer in _layers(child)]
+    return [layer for child in model.children() for layer in layers_of(child)]
 
 
 def _refused(model: PreTrainedModel, reason: str) -> ModelError:

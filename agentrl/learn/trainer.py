@@ -40,7 +40,7 @@ from agentrl.learn.columns import MergedColumns, StepColumns
 from agentrl.learn.forward import HeadOutput
 from agentrl.learn.loss_batch import LossBatch, TokenColumns, TokenGradients
 from agentrl.learn.losses import SUMS, loss_metrics, make_loss, measure
-from agentrl.learn.memory import replicas_fit
+from agentrl.learn.memory import shard_count
 from agentrl.learn.models import PolicyModel, load_models
 from agentrl.learn.packing import MicroBatch, pack
 from agentrl.learn.ranks import OneRank, Ranks, balanced_shares, equal_shares, from_first, whole
@@ -183,7 +183,7 @@ class PolicyTrainer:
         torch.set_num_threads(self._config.threads)
         with writing(self._directory):
             self._directory.mkdir(parents=True, exist_ok=True)
-        shards = shard_group(self._config, self._ranks)
+        shards = int(self._ranks.gather(str(shard_count(self._config, self._ranks.size)).encode())[0])
         mesh = self._ranks.mesh(shards) if shards > 1 else None
         models = load_models(self._config, device_of(self._ranks.rank), mesh)
         for name, policy in self._config.trained.items():
@@ -687,17 +687,6 @@ _BLANK = TrainingSample(
     advantages=np.zeros(2, np.float32),
 )
 """A row without anything to learn."""
-
-
-def shard_group(config: RunConfig, ranks: Ranks) -> int:
-    """How many ranks hold one copy of the weights together; 1: each holds all of them."""
-    match config.trainer.sharding:
-        case "none":
-            return 1
-        case "auto" if ranks.size == 1 or ranks.gather(b"1" if replicas_fit(config, ranks.size) else b"")[0]:
-            return 1
-        case _:
-            return config.trainer.shard_group or ranks.size
 
 
 def device_of(rank: int) -> torch.device:

@@ -94,6 +94,18 @@ def test_doctor_says_what_a_run_will_hold(
     assert found[-1][0] == "together"
 
 
+def test_a_rank_of_several_holds_its_shard(
+    repository: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(engine_memory, "memory", lambda: Memory(free=1 << 36, total=1 << 36))
+    ranks = ["doctor", str(repository / "examples/01_tool_use.toml"), "--trainer.workers=4", "--json"]
+    assert main([*ranks, "--trainer.sharding=full"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    found = [check["found"] for check in report["sections"]["memory"] if check["name"] == "4 × trainer rank"]
+    assert any("1/4 of weights" in text for text in found)
+    assert any("layers that are whole while they compute" in text for text in found)
+
+
 def test_doctor_says_what_does_not_fit_and_what_to_turn(
     repository: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
