@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import resource
 import subprocess
 import sys
@@ -52,6 +53,10 @@ LIVES = 4
 SILENCE_S = 8.0
 """How long a run may stand still, before it is killed like one that hangs."""
 LIMIT_S = 240.0
+"""How long a process may take, the time aside in which it or a process it started waited for a processor: whether it
+hangs must not depend on what else the machine does."""
+LONGEST_S = 3600.0
+"""How long it may take whatever else the machine does."""
 CULPRIT = "agentrl: an environment broke the process of the run (ValueError: no at " + str(
     Path(__file__).with_name("hostile_acts.py")
 )
@@ -188,9 +193,21 @@ def _live(act: str, directory: Path, *, resume: bool) -> tuple[int, str]:
             hangs |= (
                 act.startswith("hangs") and resume and time.monotonic() - began > 4 * SILENCE_S and not _workers(log)
             )
-            if hangs or time.monotonic() - began > LIMIT_S:
+            took = time.monotonic() - began
+            if hangs or took > LONGEST_S or (took > LIMIT_S and took - _waited_s(process.pid) > LIMIT_S):
                 process.kill()
         return process.wait(), log.read_text(errors="replace")
+
+
+def _waited_s(session: int) -> float:
+    """Seconds that the processes of a session have waited for a processor, all their threads together."""
+    waited_ns = 0
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError, ValueError, IndexError):  # it has ended meanwhile
+            if os.getsid(int(process.name)) == session:
+                for thread in process.glob("task/*/schedstat"):
+                    waited_ns += int(thread.read_text().split()[1])  # time run, time waited, times run
+    return waited_ns / 1e9
 
 
 def _workers(log: Path) -> bool:
