@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agentrl.app.assemble import attach_worker, make_dispatcher
+from agentrl.app.hub import with_local_model
 from agentrl.app.memory import sized
 from agentrl.app.parts import held_out, load_config, make_chat_format, make_engine
 from agentrl.app.policies import given_weights, load_weights, weights_in
@@ -106,7 +107,7 @@ def evaluate(
     """
     config = load_config(config)
     config = with_weights(config, [weights_in(name, path) for name, path in _by_policy(config, policy).items()])
-    config = sized(config, {})
+    config = sized(with_local_model(config, {}), {})
     given = given_weights(config)
     chosen = resolve(environment if environment is not None else config.environment.id)
     chosen_tasks = list(tasks) if tasks is not None else held_out(config, chosen)[0]

@@ -8,12 +8,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from agentrl.app.parts import device_plan
 from agentrl.app.policies import adapter_slots_needed, largest_rank
 from agentrl.config.run import RunConfig
 from agentrl.core.errors import ConfigError
-from agentrl.core.machine import anonymous_bytes
+from agentrl.core.machine import anonymous_bytes, memory
+
+if TYPE_CHECKING:
+    from agentrl.config.devices import DevicePlan
+    from agentrl.engines.memory import EngineMemory
 
 USED_SHARE = 0.8
 """Share of the free memory that contexts and micro-batches may fill: allocators keep some, and others need some."""
@@ -55,7 +60,7 @@ class MemoryPlan:
 
     parts: tuple[MemoryPart, ...]
     free: int
-    """Bytes that are free on the device that the run computes on."""
+    """Bytes that are free on the devices that the run computes on."""
 
     @property
     def total(self) -> int:
@@ -83,15 +88,59 @@ def memory_plan(config: RunConfig) -> MemoryPlan:
         ModelError: the directory holds no model that can be trained and served.
         ConfigError: an adapter is to be on what cannot be both trained and served.
     """
-    from agentrl.engines.memory import device_memory
-
-    there, on_gpu = device_memory()
+    devices = device_plan(config)
     parts: list[MemoryPart] = []
     if config.model.path:
-        parts = [*_trainer(config, on_gpu=on_gpu), *_engine(config, on_gpu=on_gpu, device_bytes=there.total)]
-    if not on_gpu:
-        parts += _programs(parts)
-    return MemoryPlan(parts=tuple(parts), free=there.free)
+        parts = [*_trainer(config, on_gpu=bool(devices.gpus)), *_engine(config, devices)]
+    if devices.gpus:
+        used = {*devices.ranks, *(at for held in devices.engines for at in held)}
+        return MemoryPlan(parts=tuple(parts), free=sum(devices.gpus[at].memory.free for at in used))
+    return MemoryPlan(parts=(*parts, *_programs(parts)), free=memory().free)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuNeed:
+    """The memory that a trainer rank or a vLLM needs of one GPU, at least, and what it may take."""
+
+    user: str
+    gpu: str
+    """The GPU's number."""
+    needed: int
+    """Bytes."""
+    allowed: int
+    """Bytes: the share of the device plan."""
+    setting: str
+    """The settings that reduce what is needed."""
+
+
+def gpu_needs(config: RunConfig) -> list[GpuNeed]:
+    """The needs of a run's trainer ranks and vLLMs, GPU by GPU; none without GPUs.
+
+    Raises:
+        ModelError: the directory holds no model that can be trained and served.
+        ConfigError: there are too few GPUs.
+    """
+    devices = device_plan(config)
+    if not devices.gpus or not config.model.path:
+        return []
+    needs = []
+    trainer = _trainer(config, on_gpu=True)
+    for rank, at in enumerate(devices.ranks):
+        allowed = int(devices.share_of_rank(rank) * devices.gpus[at].memory.total)
+        settings = "; or ".join(part.setting for part in sorted(trainer, key=lambda part: -part.bytes))
+        user, needed = f"trainer rank {rank}", sum(part.bytes for part in trainer)
+        needs.append(GpuNeed(user=user, gpu=devices.gpus[at].id, needed=needed, allowed=allowed, setting=settings))
+    if config.engine.kind != "vllm":
+        return needs
+    held, each = _engine_memory(config), config.engine.devices
+    least = (held.weights + held.adapters + held.keys_and_values // config.engine.slots) // each
+    settings = "a larger tensor_parallel_size in [engine.vllm]; or a larger engine.memory_share"
+    for number, (engine, share) in enumerate(zip(devices.engines, devices.shares, strict=True)):
+        for at in engine:
+            gpu = devices.gpus[at]
+            allowed = int(share * gpu.memory.total)
+            needs.append(GpuNeed(user=f"engine {number}", gpu=gpu.id, needed=least, allowed=allowed, setting=settings))
+    return needs
 
 
 def sized(config: RunConfig, before: Mapping[str, Any]) -> RunConfig:
@@ -173,11 +222,8 @@ def _held(plan: MemoryPlan) -> int:
 
 
 def _limit(plan: MemoryPlan) -> int:
-    """Bytes that may be filled, on all devices over which the run's processes spread."""
-    from agentrl.engines.memory import device_count
-
-    processes = sum({part.process: part.processes for part in plan.parts}.values())
-    return int(USED_SHARE * plan.free) * min(device_count(), processes)
+    """Bytes that may be filled, on all devices that the run uses."""
+    return int(USED_SHARE * plan.free)
 
 
 def _trainer(config: RunConfig, *, on_gpu: bool) -> list[MemoryPart]:
@@ -211,26 +257,23 @@ def _trainer(config: RunConfig, *, on_gpu: bool) -> list[MemoryPart]:
     return parts
 
 
-def _engine(config: RunConfig, *, on_gpu: bool, device_bytes: int) -> list[MemoryPart]:
-    from agentrl.engines.memory import VLLM_SHARE, engine_memory
-
+def _engine(config: RunConfig, devices: DevicePlan) -> list[MemoryPart]:
     section = config.engine
     if config.engine_in_process:
         part = partial(MemoryPart, process=_THIS)
     else:
         part = partial(MemoryPart, process="engine", processes=section.replicas)
-    if section.kind == "vllm" and on_gpu:
-        name = f"{_VLLM}: {VLLM_SHARE:.0%} of the GPU for weights, keys and values"
-        return [part(name=name, bytes=int(VLLM_SHARE * device_bytes))]
-    adapters = adapter_slots_needed(config)
-    held = engine_memory(
-        Path(config.model.path).resolve(),
-        dtype=config.model.dtype,
-        slots=section.slots,
-        max_context=section.max_context,
-        adapter_slots=adapters,
-        max_rank=largest_rank(config),
-    )
+    if section.kind == "vllm" and devices.gpus:
+        return [
+            MemoryPart(
+                process=f"engine {number}",
+                name=f"{_VLLM}: {share:.0%} of {len(held)} GPU{'s' * (len(held) > 1)} for weights, keys and values",
+                bytes=sum(int(share * devices.gpus[at].memory.total) for at in held),
+                setting="a smaller engine.memory_share",
+            )
+            for number, (held, share) in enumerate(zip(devices.engines, devices.shares, strict=True))
+        ]
+    adapters, held = adapter_slots_needed(config), _engine_memory(config)
     contexts = f"keys and values of {section.slots} contexts of {section.max_context:,} tokens"
     parts = [
         part(name=f"weights in {held.dtype}", bytes=held.weights, setting=_DTYPE),
@@ -244,6 +287,19 @@ def _engine(config: RunConfig, *, on_gpu: bool, device_bytes: int) -> list[Memor
         name = f"{copies} more of the weights, for the next version of a policy that trains all of them"
         parts.append(part(name=name, bytes=copies * held.weights, setting="a policies.NAME.lora"))
     return parts
+
+
+def _engine_memory(config: RunConfig) -> EngineMemory:
+    from agentrl.engines.memory import engine_memory
+
+    return engine_memory(
+        Path(config.model.path).resolve(),
+        dtype=config.model.dtype,
+        slots=config.engine.slots,
+        max_context=config.engine.max_context,
+        adapter_slots=adapter_slots_needed(config),
+        max_rank=largest_rank(config),
+    )
 
 
 def _programs(parts: Sequence[MemoryPart]) -> list[MemoryPart]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from agentrl.app.hub import with_local_model
 from agentrl.app.memory import sized
 from agentrl.app.parts import Adapters, code_of, device_plan, load_config, make_engine, task_source
 from agentrl.app.parts import held_out as held_out_source
@@ -87,7 +88,8 @@ def train(  # noqa: PLR0913 - what a run is given, all but the first by name
     )
     chosen = resolve(environment if environment is not None else config.environment.id)
     demands_of(config, chosen)  # refuses what could never start, before anything is loaded
-    config = sized(config, RunDirectory.config(Path(config.directory) / config.name) if resume else {})
+    before = RunDirectory.config(Path(config.directory) / config.name) if resume else {}
+    config = sized(with_local_model(config, before), before)
     run = run_training(config, chosen, tasks=tasks, held_out=held_out, observers=observers, resume=resume, quiet=quiet)
     return run_in_shared_loop(run, Path(config.directory) / config.name)
 

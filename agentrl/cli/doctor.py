@@ -267,6 +267,13 @@ def plan(config: RunConfig | None = None) -> list[Check]:
     from agentrl.config.section import shipped_example
 
     config = config or load(shipped_example("01_tool_use"))
+    if config.engine.kind == "vllm":
+        from agentrl.app.parts import check_vllm
+
+        try:
+            check_vllm(config)
+        except InputError as error:
+            return [Check(name="engine", found=str(error), level="missing")]
     has_gpu = _version("torch") is not None and _asked_torch().stdout.split()[1:] not in ([], ["0"])
     device = "GPU" if has_gpu else "CPU"
     engine = f"{config.engine.kind}, {_engine_process(config)}, {config.threads} thread(s), on the {device}"
@@ -294,13 +301,14 @@ def _engine_process(config: RunConfig) -> str:
 
 def memory_of(config: RunConfig) -> list[Check]:
     """Predict the peak memory of each process of a run, and compare it with the free memory."""
+    from agentrl.app.hub import with_local_model
     from agentrl.app.memory import memory_plan, sized
 
     try:
-        found = memory_plan(sized(config, {}))
+        chosen = sized(with_local_model(config, {}, download=False), {})
+        checks, found = _gpu_checks(chosen), memory_plan(chosen)
     except InputError as error:
         return [Check(name="model", found=str(error), level="missing")]
-    checks = []
     for part in found.parts:
         process = part.process if part.processes == 1 else f"{part.processes} × {part.process}"
         checks.append(Check(name=process, found=f"{_gibibytes(part.bytes):>10}  {part.name}"))
@@ -309,6 +317,22 @@ def memory_of(config: RunConfig) -> list[Check]:
         return [*checks, Check(name="together", found=text)]
     fix = "; or ".join(found.settings_to_turn())
     return [*checks, Check(name="together", found=f"{text}: it does not fit", level="missing", fix=fix)]
+
+
+def _gpu_checks(config: RunConfig) -> list[Check]:
+    """The device plan of a run, and whether what each of its processes needs of a GPU is within its share."""
+    from agentrl.app.memory import gpu_needs
+    from agentrl.app.parts import device_plan
+
+    checks = [Check(name="devices", found=line) for line in device_plan(config).lines()]
+    for need in gpu_needs(config):
+        text = f"{_gibibytes(need.needed):>10}  needed of the {_gibibytes(need.allowed)} it may take"
+        name = f"{need.user} on GPU {need.gpu}"
+        if need.needed <= need.allowed:
+            checks.append(Check(name=name, found=text))
+        else:
+            checks.append(Check(name=name, found=f"{text}: it does not fit", level="missing", fix=need.setting))
+    return checks
 
 
 def _gibibytes(count: int) -> str:

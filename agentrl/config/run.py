@@ -67,7 +67,12 @@ class ModelConfig(Section):
     path: Fixed[str] = ""
     """A local Hugging Face causal-LM directory with tokenizer and chat template: a path, in a TOML file relative to
     that file, or `package:directory` for one inside an installed package, such as
-    `agentrl.environments:calculator/model`. Needed unless every policy is remote or a bot."""
+    `agentrl.environments:calculator/model`; or a name on the Hugging Face hub, such as `Qwen/Qwen3-0.6B`, which is
+    looked up in huggingface_hub's cache and downloaded if it is not there (safetensors only). Needed unless every
+    policy is remote or a bot."""
+    revision: Fixed[str] = ""
+    """Commit, tag or branch of a model on the hub; empty: its main branch. A run is resumed with the commit it began
+    with."""
     dtype: Fixed[Literal["auto", "float32", "bfloat16"]] = "auto"
     """The dtype that engine and trainer compute in, and versions with all weights are published in; `auto`: the
     checkpoint's, float32 for one in float16. Adapters, gradients and optimizer are float32; a policy that trains all

@@ -7,12 +7,9 @@ from pathlib import Path
 
 import torch
 
-from agentrl.core.machine import Memory, memory
 from agentrl.engines.models import dtype_name, kv_bytes_per_token, model_dtype, read_shapes
 from agentrl.engines.weights import adaptable_layers
 
-VLLM_SHARE = 0.92
-"""Share of a GPU's memory that vLLM reserves when it starts."""
 _LOGIT_COPIES = 3
 """Copies of a pass's logits, in float32, that exist at once during sampling."""
 
@@ -62,16 +59,3 @@ def engine_memory(
         keys_and_values=slots * (max_context + 1) * kv_bytes_per_token(shapes.config),
         logits=_LOGIT_COPIES * slots * vocabulary * torch.float32.itemsize,
     )
-
-
-def device_memory() -> tuple[Memory, bool]:
-    """The memory of the device that a run computes on, and whether it is a GPU."""
-    if torch.cuda.is_available():
-        free, total = torch.cuda.mem_get_info()
-        return Memory(free, total), True
-    return memory(), False
-
-
-def device_count() -> int:
-    """The GPUs of this machine, or 1: the machine itself."""
-    return max(1, torch.cuda.device_count())

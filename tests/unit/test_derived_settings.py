@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from agentrl.app import memory as planned
+from agentrl.app import memory as run_memory
 from agentrl.app.memory import MAX_MICRO_BATCH, MIN_CONTEXT, USED_SHARE, memory_plan, sized
 from agentrl.cli.main import main
 from agentrl.config.load import load
 from agentrl.config.run import RunConfig
 from agentrl.core.errors import ConfigError
 from agentrl.core.machine import Memory
-from agentrl.engines import memory as engine_memory
 
 POSITIONS = 1024
 """Of the model in environments/calculator/model."""
@@ -29,7 +29,7 @@ def configured(repository: Path, **sections: Any) -> RunConfig:
 
 
 def free(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    monkeypatch.setattr(engine_memory, "memory", lambda: Memory(free=size, total=size))
+    monkeypatch.setattr(run_memory, "memory", lambda: Memory(free=size, total=size))
     monkeypatch.setattr(planned, "_programs", lambda parts: [])
 
 

@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from agentrl.app import memory as run_memory
+from agentrl.app import parts
 from agentrl.app.memory import memory_plan
 from agentrl.cli.main import main
 from agentrl.config.load import load
 from agentrl.config.run import RunConfig
 from agentrl.core.errors import ModelError
-from agentrl.core.machine import Memory
-from agentrl.engines import memory as engine_memory
+from agentrl.core.machine import Gpu, Memory
 from agentrl.learn.forward import token_logprobs
 from agentrl.learn.memory import AllocationCounter, longest_rows
 from agentrl.learn.models import load_models
@@ -85,7 +86,7 @@ def test_bfloat16_halves_the_weights_of_an_engine(repository: Path) -> None:
 def test_doctor_says_what_a_run_will_hold(
     repository: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(engine_memory, "memory", lambda: Memory(free=1 << 36, total=1 << 36))
+    monkeypatch.setattr(run_memory, "memory", lambda: Memory(free=1 << 36, total=1 << 36))
     assert main(["doctor", str(repository / "examples/01_tool_use.toml"), "--trainer.workers=3", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     found = [(check["name"], check["found"]) for check in report["sections"]["memory"]]
@@ -109,7 +110,7 @@ def test_a_rank_of_several_holds_its_shard(
 def test_doctor_says_what_does_not_fit_and_what_to_turn(
     repository: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(engine_memory, "memory", lambda: Memory(free=1 << 28, total=1 << 30))
+    monkeypatch.setattr(run_memory, "memory", lambda: Memory(free=1 << 28, total=1 << 30))
     assert main(["doctor", str(repository / "examples/01_tool_use.toml")]) == 1
     said = capsys.readouterr().out
     assert "it does not fit" in said
@@ -132,3 +133,42 @@ def test_sizes_of_no_model_are_named_at_once(repository: Path, tmp_path: Path, n
 def test_a_context_beyond_the_positions_is_named(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", str(repository / "examples/01_tool_use.toml"), "--engine.max_context=100000"]) == 1
     assert "max_context is 100000, but the model has 1024 positions" in capsys.readouterr().out
+
+
+def cards(monkeypatch: pytest.MonkeyPatch, count: int, gib: int) -> None:
+    """A machine with GPUs."""
+    there = tuple(Gpu(str(at), "card", Memory(gib << 30, gib << 30)) for at in range(count))
+    monkeypatch.setattr(parts, "gpus", lambda: there)
+
+
+VLLM = ("--engine.kind=vllm", "--engine.vllm.enforce_eager=true", "--policies.solver.lora.rank=4")
+
+
+def test_doctor_prints_the_device_plan_and_each_share(
+    repository: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cards(monkeypatch, 1, 24)
+    assert main(["doctor", str(repository / "examples/01_tool_use.toml"), *VLLM, "--json"]) == 0
+    found = [(each["name"], each["found"]) for each in json.loads(capsys.readouterr().out)["sections"]["memory"]]
+    assert ("devices", "GPU 0: trainer rank 0 (50% of its memory) and engine 0 (45%)") in found
+    assert any(name == "engine 0 on GPU 0" and "needed of the 10.80 GiB" in text for name, text in found)
+
+
+def test_doctor_says_which_share_of_a_gpu_is_too_small(
+    repository: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cards(monkeypatch, 1, 24)
+    tiny = ["--engine.memory_share=0.0001", "--trainer.micro_batch_tokens=8192"]
+    assert main(["doctor", str(repository / "examples/01_tool_use.toml"), *VLLM, *tiny]) == 1
+    said = capsys.readouterr().out
+    assert "engine 0 on GPU 0" in said
+    assert "larger engine.memory_share" in said
+    assert main(["doctor", str(repository / "examples/01_tool_use.toml"), *VLLM, "--engine.replicas=2"]) == 1
+    assert "do not fit on 1 GPU" in capsys.readouterr().out
+
+
+def test_an_argument_that_vllm_does_not_know_is_found_by_doctor(
+    repository: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["doctor", str(repository / "examples/05_vllm.toml"), "--engine.vllm.enforce_eagr=true"]) == 1
+    assert "did you mean enforce_eager" in capsys.readouterr().out

@@ -1,0 +1,96 @@
+"""A model by its name on the hub is the directory of one commit in the cache; what is missing is told."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from huggingface_hub import constants
+
+from agentrl.app.hub import is_hub_name, with_local_model
+from agentrl.cli.main import main
+from agentrl.config.run import RunConfig
+from agentrl.core.errors import ConfigError, ModelError
+
+OLD, NEW = "a" * 40, "b" * 40
+NAME = "example-org/Tiny-0.1B"
+
+
+def named(path: str = NAME, revision: str = "") -> RunConfig:
+    return RunConfig.model_validate({"environment": {"id": "unused"}, "model": {"path": path, "revision": revision}})
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, repository: Path) -> Path:
+    """A cache with two commits of a model: `main` is the newer one, `v1` the older."""
+    root = tmp_path / "hub"
+    model = root / f"models--{NAME.replace('/', '--')}"
+    (model / "refs").mkdir(parents=True)
+    for commit, names in ((OLD, ("v1",)), (NEW, ("main",))):
+        shutil.copytree(repository / "environments/calculator/model", model / "snapshots" / commit)
+        for name in names:
+            (model / "refs" / name).write_text(commit)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(root))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    return model
+
+
+def test_a_name_becomes_the_directory_of_its_commit(cache: Path) -> None:
+    for revision, commit in (("", NEW), ("v1", OLD), (OLD, OLD)):
+        model = with_local_model(named(revision=revision), {}).model
+        assert Path(model.path) == cache / "snapshots" / commit
+        assert model.revision == commit
+        again = with_local_model(named(model.path, model.revision), {}).model
+        assert again == model, "the configuration that a run keeps is read again as it is"
+
+
+def test_a_run_is_resumed_with_the_commit_it_began_with(cache: Path) -> None:
+    began = with_local_model(named(revision="v1"), {})
+    before: dict[str, Any] = json.loads(began.model_dump_json())
+    assert with_local_model(named(), before).model == began.model, "although main is another commit now"
+    assert with_local_model(named(revision=NEW), before).model.revision == NEW, "which check_unchanged will refuse"
+    other = {"model": {"path": str(cache.parent / "models--a--b/snapshots" / OLD)}}
+    assert with_local_model(named(), other).model.revision == NEW
+
+
+@pytest.mark.parametrize(
+    ("path", "revision", "words"),
+    [
+        ("example-org/Absent", "", r"hf download example-org/Absent\).*into .*hub here"),
+        (NAME, "v9", f"{NAME} at revision v9 is not in .*hf download {NAME} --revision v9"),
+    ],
+)
+def test_what_is_not_there_is_told_with_what_to_download_and_where(
+    cache: Path, path: str, revision: str, words: str
+) -> None:
+    with pytest.raises(ModelError, match=words):
+        with_local_model(named(path, revision), {})
+
+
+def test_weights_that_would_be_unpickled_are_refused(cache: Path) -> None:
+    for file in (cache / "snapshots" / NEW).glob("*.safetensors"):
+        file.rename(file.with_name("pytorch_model.bin"))
+    with pytest.raises(ModelError, match="no weights as safetensors"):
+        with_local_model(named(), {})
+
+
+def test_paths_are_no_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("models").mkdir()
+    for path in ("models/absent", "/models/x", "./a/b", "a/b/c", "model", "", "../a/b", "a/.b"):
+        assert not is_hub_name(path), path
+        assert with_local_model(named(path or "x"), {}).model.path == (path or "x")
+    with pytest.raises(ConfigError, match="leave one of them out"):
+        with_local_model(named(str(tmp_path), "main"), {})
+
+
+def test_doctor_explains_a_model_that_was_not_downloaded(
+    cache: Path, repository: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["doctor", str(repository / "examples/01_tool_use.toml"), "--trainer.kind=in_process"]
+    assert main([*arguments, "--model.path=example-org/Absent"]) == 1
+    assert "hf download example-org/Absent" in capsys.readouterr().out
+    assert main([*arguments, f"--model.path={NAME}", "--engine.slots=8", "--trainer.micro_batch_tokens=256"]) == 0
