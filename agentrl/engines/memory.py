@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from agentrl.core.machine import Memory, memory
 from agentrl.engines.models import dtype_name, kv_bytes_per_token, model_dtype, read_shapes
 from agentrl.engines.weights import adaptable_layers
 
@@ -59,3 +60,11 @@ def engine_memory(
         keys_and_values=slots * (max_context + 1) * kv_bytes_per_token(shapes.config),
         logits=_LOGIT_COPIES * slots * vocabulary * torch.float32.itemsize,
     )
+
+
+def device_memory() -> tuple[Memory, bool]:
+    """The memory of the device that this process computes on, and whether it is a GPU."""
+    if torch.cuda.is_available():
+        free, total = torch.cuda.mem_get_info()
+        return Memory(free, total), True
+    return memory(), False
