@@ -98,7 +98,7 @@ def test_doctor_says_what_a_run_will_hold(
 def test_a_rank_of_several_holds_its_shard(
     repository: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(engine_memory, "memory", lambda: Memory(free=1 << 36, total=1 << 36))
+    monkeypatch.setattr(run_memory, "memory", lambda: Memory(free=1 << 36, total=1 << 36))
     ranks = ["doctor", str(repository / "examples/01_tool_use.toml"), "--trainer.workers=4", "--json"]
     assert main([*ranks, "--trainer.sharding=full"]) == 0
     report = json.loads(capsys.readouterr().out)
