@@ -27,8 +27,8 @@ from agentrl.engines.scripted import ScriptedEngine
 from agentrl.journal.store import SqliteJournal
 from agentrl.orchestrator.versions import ServedVersions
 from agentrl.rollout.chat_format import TemplateFormat
-from agentrl.simulation.recorder import NullJournal
 from agentrl.simulation.recording_trainer import RecordingTrainer
+from agentrl.simulation.run import NullJournal
 from benchmarks import overhead
 
 CALLS = 20

@@ -14,7 +14,7 @@ from agentrl.orchestrator.buffer import Credits, OpenGroup, ReadyUnit, ReleasePo
 from agentrl.orchestrator.loop import Orchestrator
 from agentrl.orchestrator.scheduler import Demand
 from agentrl.simulation.engine import EmulatedEngine
-from agentrl.simulation.recorder import episode_of
+from agentrl.simulation.run import episode_of
 
 POLICY = "solver"
 PROPOSALS = 4

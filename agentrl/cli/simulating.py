@@ -33,8 +33,7 @@ class _Simulation(NamedTuple):
 
 def simulate(options: argparse.Namespace) -> int:
     """`agentrl simulate [FILE.toml] [--from RUN] [--steps N] [--as-is] [--timeline FILE.svg]`."""
-    from agentrl.simulation.knobs import advice, bottleneck, check, knobs, turn
-    from agentrl.simulation.page import simulation_page
+    from agentrl.simulation.report import advice, bottleneck, check, knobs, simulation_page, turn
 
     asked = _asked(options)
     try:
@@ -107,7 +106,7 @@ def _measured(plan: Plan, asked: _Simulation) -> Measured:
 
 
 def _write(options: argparse.Namespace, name: str, measured: Measured) -> None:
-    from agentrl.simulation.page import timelines_svg
+    from agentrl.simulation.report import timelines_svg
 
     try:
         options.timeline.write_text(timelines_svg([(name, measured.timeline)]), encoding="utf-8")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from agentrl.simulation.page import picture
+from agentrl.simulation.report import timelines_svg
 from benchmarks.scheduling_survey import RULES, measured
 
 STEPS = {"barrier": 5, "agentrl": 14}
@@ -32,7 +32,7 @@ def main() -> None:
         told = f"engines {found.engine_busy:.0%} busy, trainer {found.trainer_busy:.0%}"
         print(f"{rule}: {told}, {found.steps_per_hour['solver']:.2f} steps an hour, token lag {found.token_lag:.2f}")
         runs.append((f"{TITLES[rule]}: {found.steps_per_hour['solver']:.1f} steps an hour", found.timeline))
-    options.out.write_text(picture(runs, seconds=min(line.seconds for _, line in runs)), encoding="utf-8")
+    options.out.write_text(timelines_svg(runs, seconds=min(line.seconds for _, line in runs)), encoding="utf-8")
 
 
 if __name__ == "__main__":

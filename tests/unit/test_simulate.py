@@ -18,8 +18,8 @@ from agentrl.cli.main import main
 from agentrl.core.errors import ConfigError
 from agentrl.journal.entries import Pause, TurnEntry
 from agentrl.simulation.calibration import SampledTurn, covered, likeness_of, sampled_turn
-from agentrl.simulation.knobs import knobs
 from agentrl.simulation.plan import Plan, load
+from agentrl.simulation.report import knobs
 from tests.support.builders import make_episode_header, make_spec
 
 SMALL = """
