@@ -15,6 +15,7 @@ listens while something is open.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import hashlib
 import json
 import re
@@ -101,8 +102,8 @@ class Gateway:
             StorageError: nothing can listen on loopback.
         """
         async with self._starting:
-            if self._runner is None:
-                await self._start()
+            if self._runner is None:  # in a context of its own: the server is no part of the episode that is first
+                await asyncio.get_running_loop().create_task(self._start(), context=contextvars.Context())
             opened = OpenSeats(
                 url=f"http://{HOST}:{self._port}/v1",
                 key=_new_key(),

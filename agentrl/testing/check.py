@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import gc
 import os
 import re
@@ -28,6 +29,7 @@ from agentrl.core.records import EpisodeSpec, SeatBinding, Task
 from agentrl.core.text import plural
 from agentrl.engines.scripted import Script
 from agentrl.environment.base import Environment, ResourceLevel, described
+from agentrl.environment.harness import HarnessEnvironment
 from agentrl.environment.registry import module_of, name_of, resolve
 from agentrl.environment.tools import ToolEnvironment
 from agentrl.journal.entries import (
@@ -38,9 +40,11 @@ from agentrl.journal.entries import (
     ToolEntry,
     TurnEntry,
     ValueEntry,
+    encode_body,
 )
 from agentrl.observe.blocked import watch_loop
 from agentrl.rollout.branches import REMEDY, shortened
+from agentrl.rollout.harness_agent import standalone
 from agentrl.simulation.virtual_time import simulate
 from agentrl.testing.execution import POLICY, RESOURCE_LOST, Executed, execute, random_policy
 from agentrl.testing.format_check import TASKS as FORMAT_TASKS
@@ -143,18 +147,21 @@ def check_environment(
         return report
     report.on_progress("listing its tasks")
     chosen = list(tasks) if tasks is not None else _tasks(found, max(episodes, FORMAT_TASKS), report)
-    for number, task in _games(found, chosen[:episodes], report):
-        told: list[str] = []  # by the watch on the loop, some of it only when the loop is closed
-        with _missing_awaits(told):
-            asyncio.run(_check_episode(found, task, number, seed, report, told))
-            gc.collect()  # an error that nobody awaited is told when its task is collected
-        report.findings[:0] = [f"task {task.id!r}: {text}" for text in told]
-        if not report.passed:
-            break
+    is_harness = issubclass(found, HarnessEnvironment)
+    with asyncio.Runner() as shared:
+        run = shared.run if is_harness else asyncio.run  # clients keep connections, which belong to a loop
+        for number, task in _games(found, chosen[:episodes], report):
+            told: list[str] = []  # by the watch on the loop, some of it only when the loop is closed
+            with _missing_awaits(told):
+                run(_check_episode(found, task, number, seed, report, told))
+                gc.collect()  # an error that nobody awaited is told when its task is collected
+            report.findings[:0] = [f"task {task.id!r}: {text}" for text in told]
+            if not report.passed:
+                break
     report.own_random = found.own_random
-    if report.passed:
+    if report.passed and not is_harness:
         _check_format(found, chosen, seed, report)
-    if report.passed and hash_order:
+    if report.passed and hash_order and not is_harness:
         _check_hash_order(found, report)
     return report
 
@@ -317,7 +324,8 @@ async def _check_episode(
     if seen.asked_model:
         told.clear()  # the loop was blocked by the model's answer, and that call is not to be awaited but replaced
     if isinstance(first, str):
-        hint = f". By its imports or addresses {MODEL_ADVICE}" if asks_model(seen.source) and not seen.findings else ""
+        asks = asks_model(seen.source) and not seen.findings and not issubclass(environment, HarnessEnvironment)
+        hint = f". By its imports or addresses {MODEL_ADVICE}" if asks else ""
         report.findings.append(f"task {task.id!r}: {first}{hint}")
         return
     report.episodes += 1
@@ -331,7 +339,10 @@ async def _check_episode(
     if told:  # what blocks would block once more for every entry
         return
     part = f"episode {number + 1}, task {task.id!r}: "
-    problem = await resume_everywhere(environment, spec, script, first, report, part)
+    if issubclass(environment, HarnessEnvironment):
+        problem = await _recall_everything(environment, spec, script, first, report, part)
+    else:
+        problem = await resume_everywhere(environment, spec, script, first, report, part)
     if problem:
         report.findings.append(f"task {task.id!r}, {problem}")
 
@@ -365,6 +376,64 @@ async def resume_everywhere(
             return f"killed after entry {cut} of {len(entries)} and run again: {problem}{remedy}"
     report.resume_class = _weaker(report.resume_class, entries)
     return None
+
+
+async def _recall_everything(
+    environment: type[HarnessEnvironment],
+    spec: EpisodeSpec,
+    script: Script,
+    first: Executed,
+    report: EnvironmentReport,
+    part: str,
+) -> str | None:
+    """Begin an episode of an agent from outside again over the first of its replies, then over all; returns the first
+    request that it does not make again."""
+    if not environment.replay_stable:
+        report.resume_class = "pinned"
+        return None
+    named = [entry for entry in first.entries if isinstance(entry.decode(), TurnEntry)]
+    turns = [body for entry in named if isinstance(body := entry.decode(), TurnEntry)]
+    recalled = [
+        msgspec.structs.replace(entry, body=encode_body(body))
+        for entry, body in zip(named, standalone(turns), strict=True)
+    ]
+    for count in sorted({min(1, len(recalled)), len(recalled)}):
+        report.on_progress(f"{part}begun again with {plural(count, 'recorded reply', 'recorded replies')}")
+        following = dataclasses.replace(spec, attempt=1)
+        again = await execute(environment, following, script, answers=recalled[:count])
+        report.resumptions += 1
+        if isinstance(again, str):
+            return f"begun again with {plural(count, 'recorded reply', 'recorded replies')}: {again}"
+        asked = {entry.call_id: body for entry in again.entries if isinstance(body := entry.decode(), TurnEntry)}
+        missing = [body for entry, body in zip(named, turns, strict=True) if entry.call_id not in asked][:count]
+        if missing and len(missing) > len(turns) - count:
+            known = {entry.call_id for entry in named}
+            new = [body for call_id, body in asked.items() if call_id not in known]
+            return f"begun again, it asks something else: {_differing_request(missing[0], new)}"
+    return None
+
+
+def _differing_request(then: TurnEntry, new: Sequence[TurnEntry]) -> str:
+    """Which part of a request differs from the one that came instead, and both values."""
+    remedy = "name what differs by nature in `volatile`, or set replay_stable = False"
+    now = next((turn for turn in new if turn.seat == then.seat), None)
+    if now is None:
+        return f"turn {then.turn} of seat {then.seat!r} is missing; {remedy}"
+    where = f"turn {then.turn} of seat {then.seat!r}"
+    for n, (was, came) in enumerate(zip(then.messages, now.messages, strict=False)):
+        for field_name in sorted(was.keys() | came.keys()):
+            if was.get(field_name) != came.get(field_name):
+                values = f"{_from_difference(was.get(field_name), came.get(field_name))}"
+                return f"{where}, new message {n}, {field_name}: {values}; {remedy}"
+    return f"{where}: its tools, max_tokens, stop or number of messages; {remedy}"
+
+
+def _from_difference(was: object, came: object) -> str:
+    """Two values, from shortly before where they begin to differ."""
+    first, second = str(was), str(came)
+    common = next((n for n, pair in enumerate(zip(first, second, strict=False)) if len(set(pair)) > 1), 0)
+    at = max(common - 20, 0)
+    return f"{shortened(first[at:])}, now {shortened(second[at:])}"
 
 
 def _has_pinned(entries: Sequence[JournalEntry]) -> bool:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+import itertools
 import json
+import re
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -18,6 +20,7 @@ import agentrl
 from agentrl.gateway import bodies
 from agentrl.gateway.calls import RequestRefusedError
 from agentrl.journal.entries import TurnEntry
+from agentrl.testing.check import check_environment
 from tests.unit.episodes import Played, play
 
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
@@ -335,6 +338,38 @@ def test_a_command_that_is_killed_begins_again_with_the_same_replies() -> None:
     assert (played.header.attempt, played.header.reward, len(played.seen)) == (1, 1.0, 1)
     assert played.metrics["replies/recalled"] == 1.0
     assert [entry.turn for entry in turns(played)] == [0]
+
+
+class Stable(Loop):
+    """Asks twice, with a date."""
+
+    async def loop(self, client: aiohttp.ClientSession, endpoint: agentrl.Endpoint) -> Any:
+        messages = [user(f"It is 2026-11-2{next(DAYS)}.")]
+        for _ in range(2):
+            _, reply = await ask(client, endpoint, messages)
+            messages += [reply["choices"][0]["message"], user("and?")]
+
+    @classmethod
+    def tasks(cls, split: object, *, seed: int = 0) -> list[agentrl.Task]:
+        return [agentrl.Task(id="t", data={})]
+
+
+class Unstable(Stable):
+    """Asks something else each time."""
+
+    async def loop(self, client: aiohttp.ClientSession, endpoint: agentrl.Endpoint) -> Any:
+        await ask(client, endpoint, [user(f"number {next(DAYS)} of many")])
+
+
+DAYS = itertools.cycle(range(10))
+
+
+def test_the_checker_begins_programs_again_and_names_what_they_ask_otherwise() -> None:
+    passed = check_environment(Stable)
+    assert (passed.findings, passed.resume_class) == ([], "replay")
+    (finding,) = check_environment(Unstable).findings
+    assert re.search(r"turn 0 of seat 'main'.*content: 'number \d of many', now 'number \d of many'", finding)
+    assert check_environment(type("Declared", (Unstable,), {"replay_stable": False, "__module__": __name__})).passed
 
 
 @pytest.mark.parametrize(
