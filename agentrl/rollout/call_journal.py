@@ -142,6 +142,8 @@ class Call(msgspec.Struct, frozen=True):
     number: int = 0
     waits: bool = True
     """Whether `CallJournal.reach` may have to wait; False for a new call while no other branch is open."""
+    is_inherited: bool = False
+    """A fork inherits it, and does not write it."""
 
 
 class CallJournal:
@@ -277,7 +279,8 @@ class CallJournal:
     def open_named(self, call_id: str, asked: bytes) -> Call:
         """A call that names itself by what it asks, made by no branch and in no order: a request to the gateway.
 
-        Its answer, if this was asked before, is taken out of `answers`; the caller writes it anew.
+        An answer of an earlier attempt is taken out of `answers`, and the caller writes it anew; what a fork inherits
+        is written already.
 
         Raises:
             UnstructuredConcurrencyError: the episode has ended.
@@ -287,6 +290,10 @@ class CallJournal:
             raise UnstructuredConcurrencyError(f"episode {self._episode_id}, call {call_id}: it ended meanwhile")
         if self._stopped:
             raise asyncio.CancelledError
+        inherited = self._recorded.get(call_id)
+        if inherited is not None:
+            self._recorded.remove(call_id)
+            return Call(call_id, asked, inherited.decode(), waits=False, is_inherited=True)
         answer = self._recorded.remove_answer(call_id)
         recorded = None if answer is None or answer.asked != asked else answer.decode()
         return Call(call_id, asked, recorded, waits=False)

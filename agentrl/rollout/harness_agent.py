@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Collection, Iterator, Mapping, Sequence
 
     from agentrl.core.ports import SamplingParams
-    from agentrl.core.records import Message, PolicyVersion
+    from agentrl.core.records import Int32Array, Message, PolicyVersion
     from agentrl.environment.base import Limits
     from agentrl.gateway.server import OpenSeats
     from agentrl.rollout.call_journal import Call
@@ -139,6 +139,9 @@ class HarnessAgent(LiveAgent):
     def _recall(self, request: ChatRequest, call: Call, recorded: TurnEntry) -> ChatReply:
         """Give the reply of an earlier attempt, whose entry holds its whole context."""
         context = np.frombuffer(recorded.context_ids, dtype="<i4")
+        if call.is_inherited:
+            placed = self._inherited(request, call, recorded, context)
+            return self._replied(request, call, placed, completion_of(recorded), recorded.started)
         placed = self._tree.restate(self._place(request), context)
         entry = msgspec.structs.replace(
             recorded,
@@ -151,6 +154,22 @@ class HarnessAgent(LiveAgent):
         self._write(call, entry)
         self._episode.metric("replies/recalled", 1.0, self)
         return self._replied(request, call, placed, completion_of(recorded), recorded.started)
+
+    def _inherited(self, request: ChatRequest, call: Call, recorded: TurnEntry, context: Int32Array) -> Placement:
+        """The place of a turn that a fork inherits.
+
+        Raises:
+            ReplayMismatchError: the program asks in another order than it did.
+        """
+        placed = self._place(request)
+        then = (recorded.turn, recorded.row, recorded.parent_context)
+        if then != (len(self._turns), placed.row.number, placed.before):
+            self._episode.journal.mismatch(
+                call.call_id,
+                f"the journal holds turn {recorded.turn} of row {recorded.row}",
+                f"the program now asks it as turn {len(self._turns)} of row {placed.row.number}",
+            )
+        return self._tree.restate(placed, np.concatenate([placed.context()[: placed.before], context]))
 
     async def _sample_new(self, request: ChatRequest, call: Call, sampling: SamplingParams) -> ChatReply:
         """Sample a reply and write its turn."""
@@ -349,6 +368,12 @@ async def opened_endpoint(
 ) -> AsyncIterator[Endpoint]:
     """See `EpisodeContext.endpoint`; the agents of the seats are added to `agents`."""
     spec, journal = episode.spec, episode.journal
+    if spec.purpose == "replay":
+        raise EpisodeError(
+            f"episode {spec.episode_id}: its agent is a program from outside, which a replay does not run; fork the "
+            "episode to run it again from one of its turns",
+            reason="harness_lost",
+        )
     if journal.is_resumed:
         raise EpisodeError(
             f"episode {spec.episode_id}: its agent from outside died with its process; the episode begins again, with "

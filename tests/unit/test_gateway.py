@@ -10,6 +10,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,10 +18,17 @@ import aiohttp
 import pytest
 
 import agentrl
+from agentrl.core.ports import GenerateRequest
+from agentrl.core.records import EpisodeHeader, EpisodeSpec, ForkPoint, PolicyVersion, SeatBinding
+from agentrl.engines.scripted import ScriptedEngine
+from agentrl.environment.registry import name_of
 from agentrl.gateway import bodies
 from agentrl.gateway.calls import RequestRefusedError
 from agentrl.journal.entries import TurnEntry
+from agentrl.rollout.byte_formats import STOP_TOKEN
 from agentrl.testing.check import check_environment
+from agentrl.testing.execution import PARTITION, POLICY, settings_of, wired
+from agentrl.testing.memory_journal import MemoryJournal
 from tests.unit.episodes import Played, play
 
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
@@ -394,3 +402,39 @@ def test_hostile_bodies_are_refused(body: bytes, encoding: str) -> None:
 
 def test_a_packed_body_is_read() -> None:
     assert bodies.parsed(bodies.unpacked(gzip.compress(b'{"a": 1}'), "gzip")) == {"a": 1}
+
+
+async def _forked() -> tuple[list[list[int]], EpisodeHeader, list[TurnEntry]]:
+    """An episode of `Stable`, forked at its second turn: what the engine saw, the fork's end and its own turns."""
+    journal, seen, ended = MemoryJournal(), list[list[int]](), list[EpisodeHeader]()
+
+    def script(request: GenerateRequest, policy: str, version: PolicyVersion) -> list[int]:
+        seen.append(request.token_ids.tolist())
+        return [*str(len(seen)).encode(), STOP_TOKEN]
+
+    engine = ScriptedEngine(script, versions={POLICY: PolicyVersion(POLICY, 0, 0)})
+    dispatcher, _ = wired(Stable, engine, journal, settings_of(), [])
+    spec = EpisodeSpec(
+        episode_id="e0",
+        environment=name_of(Stable),
+        task=agentrl.Task(id="t", data={}),
+        seed=1,
+        seats={"main": SeatBinding(POLICY)},
+        group_id="g0",
+    )
+    dispatcher.worker.submit(spec, ended.append)
+    await dispatcher.worker.drain()
+    log = journal.turn_log(PARTITION)
+    second = [entry.call_id for entry in log.read("e0", 0) if isinstance(entry.decode(), TurnEntry)][1]
+    point = ForkPoint(journal=".", partition=PARTITION, episode_id="e0", attempt=0, call_id=second)
+    dispatcher.worker.submit(replace(spec, episode_id="f0", purpose="fork", fork=point), ended.append)
+    await dispatcher.worker.drain()
+    bodies = [entry.decode() for entry in log.read("f0", 0)]
+    return seen, ended[1], [body for body in bodies if isinstance(body, TurnEntry)]
+
+
+def test_a_fork_runs_the_program_again_over_the_turns_before_it() -> None:
+    seen, header, own = asyncio.run(_forked())
+    assert (header.drop_reason, header.turns, len(seen)) == (None, 2, 3)
+    assert seen[2] == seen[1]
+    assert [(turn.turn, turn.text) for turn in own] == [(1, "3<|stop|>")]
