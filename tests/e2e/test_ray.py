@@ -84,18 +84,18 @@ async def two_steps(trainer: Trainer, episodes: Episodes, directory: Path) -> tu
 def test_one_rank_and_two_ranks_give_the_same_update(session: RaySession, model: Path, tmp_path: Path) -> None:
     episodes = Episodes(make_rows(0, 9))
 
-    def config(workers: int) -> RunConfig:
-        return run_config(model, policies={"policy": PolicyConfig(lora=LORA)}, workers=workers)
+    def config(workers: int, sharding: str = "none") -> RunConfig:
+        return run_config(model, policies={"policy": PolicyConfig(lora=LORA)}, workers=workers, sharding=sharding)
 
     async def run() -> list[tuple[list[StepReport], Path]]:
         results = []
-        for name, workers in (("in_process", 1), ("two", 2)):
+        for name, workers, sharding in (("in_process", 1, "none"), ("two", 2, "none"), ("sharded", 2, "full")):
             directory = tmp_path / name
             episodes.locations.clear()
             await episodes.write(directory)
             trainer: Trainer = InProcessTrainer(config(1), directory)
             if name != "in_process":
-                trainer = RayTrainerPool(config(workers), directory, session=session)
+                trainer = RayTrainerPool(config(workers, sharding), directory, session=session)
             try:
                 results.append(await two_steps(trainer, episodes, directory))
             finally:
@@ -104,7 +104,7 @@ def test_one_rank_and_two_ranks_give_the_same_update(session: RaySession, model:
 
     (reference, reference_path), *others = asyncio.run(run())
     expected = load_file(reference_path / "adapter_model.safetensors")
-    for (reports, path), name in zip(others, ("two",), strict=True):
+    for (reports, path), name in zip(others, ("two", "sharded"), strict=True):
         found = load_file(path / "adapter_model.safetensors")
         for key, tensor in expected.items():
             torch.testing.assert_close(found[key], tensor, rtol=0, atol=1e-6)
