@@ -61,7 +61,10 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return value
 
 
-_DECODER = json.JSONDecoder(
+_DECODER = json.JSONDecoder(parse_constant=_refuse_constant, object_pairs_hook=_unique)
+_LARGE = re.compile(r"[0-9][eE]|[0-9]{19}")
+"""In text without it, no number is beyond int64 or float64."""
+_LARGE_DECODER = json.JSONDecoder(
     parse_constant=_refuse_constant, parse_float=_finite, parse_int=_int64, object_pairs_hook=_unique
 )
 
@@ -83,7 +86,7 @@ def json_value(text: str) -> Any:
     if len(text) > MAX_CALL_CHARACTERS:
         return None
     try:
-        value = _DECODER.decode(text)
+        value = (_LARGE_DECODER if _LARGE.search(text) else _DECODER).decode(text)
         if "\\u" in text:
             json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError):

@@ -28,6 +28,8 @@ def test_a_call_without_its_end_still_counts_if_it_parses() -> None:
         '{"name":"add","arguments":{"a":NaN}}',
         '{"name":"add","arguments":{"a":Infinity}}',
         '{"name":"add","arguments":{"a":1e999}}',
+        '{"name":"add","arguments":{"a":-1.5E+400}}',
+        '{"name":"add","arguments":{"a":' + "9" * 309 + ".5}}",
         '{"name":"add","arguments":{"a":"\\ud800"}}',
         '{"name":"add","arguments":[1]}',
         '{"name":"add","arguments":null}',
