@@ -9,6 +9,7 @@ episode until the optimizer step on its one unit is reported, with the embedded 
 A call is between files if caller and callee stand in different ones; a coroutine is called once, however often it is
 resumed.
 `update_files`: the part of that from the optimizer step on: publish the version, serve it, report the step.
+Timers of the run, such as the display's once a second, are left out: the machine's speed says whether one falls inside.
 `resume_files_entered`: a run with a checkpoint, killed in the middle of its second episode, is resumed: from the call
 of `agentrl.train(resume=True)` until the episode uses its tool for the first time since the kill that no journal entry
 answers. Most of these files any start enters: configuration, model, engine, trainer, the episode itself.
@@ -156,7 +157,7 @@ class Tracer:
         if trace is None or event != "call":
             return
         file = self._file_of(frame.f_code)
-        if file is None or _is_resumed(frame):
+        if file is None or _is_resumed(frame) or _is_in_timer(frame):
             return
         caller = frame.f_back
         while caller is not None and caller.f_code.co_filename in _TRANSPARENT:
@@ -180,6 +181,20 @@ def _is_resumed(frame: FrameType) -> bool:
     if not frame.f_code.co_flags & (inspect.CO_COROUTINE | inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR):
         return False
     return frame.f_lasti > _first_instruction(frame.f_code)
+
+
+_TIMERS = {"RunObserver._look", "_Watch._renew"}
+"""Callbacks that run once a second or more often, whatever the run does."""
+
+
+def _is_in_timer(frame: FrameType) -> bool:
+    """Whether a call stands below a timer of the event loop."""
+    above: FrameType | None = frame
+    while above is not None:
+        if above.f_code.co_qualname in _TIMERS:
+            return True
+        above = above.f_back
+    return False
 
 
 _FIRST: dict[CodeType, int] = {}

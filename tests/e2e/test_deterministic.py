@@ -123,6 +123,7 @@ def test_weights_are_those_of_one_process_after_kills_of_workers_and_of_the_run(
     reader.close()
 
 
+@pytest.mark.exhaustive
 def test_weights_of_two_policies_after_real_kills_are_bit_identical(
     tmp_path: Path, undisturbed: dict[str, str]
 ) -> None:

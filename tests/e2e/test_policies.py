@@ -51,7 +51,7 @@ def command(process: int) -> bytes:
     return Path(f"/proc/{process}/cmdline").read_bytes()
 
 
-@pytest.mark.parametrize("replicas", [0, 2])
+@pytest.mark.parametrize("replicas", [0, pytest.param(2, marks=pytest.mark.exhaustive)])
 def test_each_seat_is_played_by_the_weights_it_says(
     base: Path, judge: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], replicas: int
 ) -> None:

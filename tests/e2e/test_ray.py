@@ -245,7 +245,7 @@ def test_engines_in_actors_are_replaced_when_they_or_their_actors_die(session: R
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("name", ["raylet", "gcs_server"])
+@pytest.mark.parametrize("name", ["raylet", pytest.param("gcs_server", marks=pytest.mark.exhaustive)])
 def test_a_dead_ray_ends_the_group_and_another_can_be_started(model: Path, tmp_path: Path, name: str) -> None:
     """A session of its own, beside which the module's must not live: Ray allows one per process."""
     program = [sys.executable, "-c", _DEAD_RAY, str(model), str(tmp_path), name]

@@ -12,7 +12,15 @@ import agentrl
 from agentrl.core.errors import StorageError
 from agentrl.core.records import PolicyVersion
 from agentrl.orchestrator.checkpoints import CheckpointWriter
-from tests.sim.crash_cases import MUTANTS, FailingEngine, RoundsAnywhere, Talk
+from tests.sim.crash_cases import (
+    MUTANTS,
+    CursorInItsOwnFile,
+    FailingEngine,
+    NoSyncBeforeRename,
+    RoundsAnywhere,
+    Talk,
+    VersionReuse,
+)
 from tests.sim.small_run import TASKS, Ask, guess
 from tests.support.crash_oracle import compared, finished
 from tests.support.crash_scenario import CHECKPOINTS, CrashScenario, Machine
@@ -110,7 +118,13 @@ def test_an_engine_that_fails_after_the_crash_ends_the_run_and_not_an_episode() 
     assert not report.violations, report
 
 
-@pytest.mark.parametrize("mutant", MUTANTS)
+LONG = (CursorInItsOwnFile, NoSyncBeforeRename, VersionReuse)
+"""Mutants that are noticed only after many crashes."""
+
+
+@pytest.mark.parametrize(
+    "mutant", [pytest.param(each, marks=pytest.mark.exhaustive) if each in LONG else each for each in MUTANTS]
+)
 def test_a_mutant_of_the_protocol_is_noticed(mutant: type[CrashScenario]) -> None:
     report = crash_everywhere(mutant(Talk), share=5, enough=1)
     assert {violation.what.split(":")[0] for violation in report.violations} == {MUTANTS[mutant]}, report
