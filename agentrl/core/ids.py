@@ -2,7 +2,8 @@
 
 Root episode `k` is `e<k>` (evaluation: `v<k>`, fork: `f<k>`). A child's id is (parent, attempt, spawn call, index).
 A call id belongs to a logical branch of an episode, never to a global order: `branch#n`, where the root branch is `r`
-and the k-th coroutine of the gather at call `r#3` is the branch `r/3.k`. Random streams are keyed, so that one branch's
+and the k-th coroutine of the gather at call `r#3` is the branch `r/3.k`. A turn that an agent from outside asks for is
+`seat:hash.n`, by what it asks and how often it asked that. Random streams are keyed, so that one branch's
 draws cannot shift another's.
 """
 
