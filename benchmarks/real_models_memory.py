@@ -94,7 +94,7 @@ def _dtypes(path: Path) -> dict[str, float | None]:
     frozen = [each for each in nn.Module.parameters(adapted) if not each.requires_grad]
     full = load_models(_configured(path), torch.device("cpu"))["policy"]
     with tempfile.TemporaryDirectory() as run:
-        reference = Publisher(Path(run), path).publish(PolicyVersion("policy", 0, 1), full)
+        reference = Publisher(Path(run)).publish(PolicyVersion("policy", 0, 1), full)
         published = (Path(reference.path) / "model.safetensors").stat().st_size
     return {
         "bytes_per_frozen_parameter": sum(each.nbytes for each in frozen) / sum(each.numel() for each in frozen),

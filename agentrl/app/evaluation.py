@@ -202,7 +202,7 @@ async def _evaluate(
 
     chat_format = make_chat_format(config)
     async with contextlib.AsyncExitStack() as stack:
-        evaluated = ", ".join(weights.path for weights in given) or config.model.path
+        evaluated = ", ".join(weights.path for weights in given) or ", ".join(base.model.path for base in config.bases)
         store = SqliteJournal(journal, info={"name": journal.parent.name, "evaluated": evaluated})
         stack.push_async_callback(store.close)
         engine = await make_engine(
@@ -219,11 +219,19 @@ def with_weights(config: RunConfig, given: Sequence[WeightsRef]) -> RunConfig:
     """The configuration with an engine that can serve what is given, however the policies are trained."""
     frozen = {
         weights.version.policy: FrozenPolicy(
-            kind="frozen", path=weights.path, sampling=config.sampling_of(weights.version.policy).model_dump()
+            kind="frozen",
+            model=_own_base(config, weights.version.policy),
+            path=weights.path,
+            sampling=config.sampling_of(weights.version.policy).model_dump(),
         )
         for weights in given
     }
     return config.model_copy(update={"policies": {**config.policies, **frozen}})
+
+
+def _own_base(config: RunConfig, policy: str) -> str:
+    base = config.base_of(policy)
+    return "" if base == config.model.path else base
 
 
 async def play_untrained(

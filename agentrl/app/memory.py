@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from agentrl.app.parts import device_plan
 from agentrl.app.policies import adapter_slots_needed, largest_rank
 from agentrl.config.run import RunConfig
+from agentrl.config.section import base_name
 from agentrl.core.errors import ConfigError
 from agentrl.core.machine import anonymous_bytes, memory
 
@@ -33,6 +34,7 @@ MAX_MICRO_BATCH = 1 << 14
 _CONTEXTS = "fewer engine.slots, or a smaller engine.max_context"
 _DTYPE = "model.dtype = 'bfloat16'"
 _THIS = "this process"
+_ENGINE = "engine"
 _ACTIVATIONS = "activations"
 _VLLM = "vLLM"
 _GAPS = "gaps between them in the heap"
@@ -45,7 +47,7 @@ class MemoryPart:
     """One part of a process's memory."""
 
     process: str
-    """`this process`, `engine` or `trainer rank`."""
+    """`this process`, `trainer rank`, `engine`, or `engine of BASE` where there are several base models."""
     name: str
     bytes: int
     """Bytes in one such process."""
@@ -89,9 +91,10 @@ def memory_plan(config: RunConfig) -> MemoryPlan:
         ConfigError: an adapter is to be on what cannot be both trained and served.
     """
     devices = device_plan(config)
-    parts: list[MemoryPart] = []
-    if config.model.path:
-        parts = [*_trainer(config, on_gpu=bool(devices.gpus)), *_engine(config, devices)]
+    parts = _trainer(config, on_gpu=bool(devices.gpus))
+    for base in config.bases:
+        own = _engine(base, devices)
+        parts += own if len(config.bases) == 1 else [_of_base(part, base_name(base.model.path)) for part in own]
     if devices.gpus:
         used = {*devices.ranks, *(at for held in devices.engines for at in held)}
         return MemoryPlan(parts=tuple(parts), free=sum(devices.gpus[at].memory.free for at in used))
@@ -121,7 +124,7 @@ def gpu_needs(config: RunConfig) -> list[GpuNeed]:
         ConfigError: there are too few GPUs.
     """
     devices = device_plan(config)
-    if not devices.gpus or not config.model.path:
+    if not devices.gpus or not config.bases:
         return []
     needs = []
     trainer = _trainer(config, on_gpu=True)
@@ -132,7 +135,7 @@ def gpu_needs(config: RunConfig) -> list[GpuNeed]:
         needs.append(GpuNeed(user=user, gpu=devices.gpus[at].id, needed=needed, allowed=allowed, setting=settings))
     if config.engine.kind != "vllm":
         return needs
-    held, each = _engine_memory(config), config.engine.devices
+    held, each = _engine_memory(config.bases[0]), config.engine.devices
     least = (held.weights + held.adapters + held.keys_and_values // config.engine.slots) // each
     settings = "a larger tensor_parallel_size in [engine.vllm]; or a larger engine.memory_share"
     for number, (engine, share) in enumerate(zip(devices.engines, devices.shares, strict=True)):
@@ -141,6 +144,11 @@ def gpu_needs(config: RunConfig) -> list[GpuNeed]:
             allowed = int(share * gpu.memory.total)
             needs.append(GpuNeed(user=f"engine {number}", gpu=gpu.id, needed=least, allowed=allowed, setting=settings))
     return needs
+
+
+def _of_base(part: MemoryPart, base: str) -> MemoryPart:
+    process = f"engine of {base}" if part.process == _ENGINE else part.process
+    return replace(part, process=process, name=f"{part.name} ({base})")
 
 
 def sized(config: RunConfig, before: Mapping[str, Any]) -> RunConfig:
@@ -159,7 +167,7 @@ def sized(config: RunConfig, before: Mapping[str, Any]) -> RunConfig:
     """
     context = config.engine.max_context or _chosen_before(before, "engine", "max_context")
     tokens = config.trainer.micro_batch_tokens or _chosen_before(before, "trainer", "micro_batch_tokens")
-    if not config.model.path or (context and (tokens or not config.trained)):
+    if not config.bases or (context and (tokens or not config.trained)):
         return _with_sizes(config, context, tokens)
     context = context or _fitting_context(config)
     if not tokens and config.trained:
@@ -180,10 +188,12 @@ def _with_sizes(config: RunConfig, context: int, tokens: int) -> RunConfig:
 
 
 def _fitting_context(config: RunConfig) -> int:
-    """The longest context that the model has positions for, and that fits with one row of it per micro-batch."""
+    """The longest context that every model has positions for, and that fits with one row of it per micro-batch."""
     from agentrl.engines.models import longest_context
 
-    bound = longest_context(config.model.path, embedded=config.engine.kind == "embedded") or MAX_CONTEXT
+    embedded = config.engine.kind == "embedded"
+    bounds = [longest_context(base.model.path, embedded=embedded) or MAX_CONTEXT for base in config.bases]
+    bound = min(bounds)
     few = min(MIN_CONTEXT, bound)
     plan = memory_plan(_with_sizes(config, few, few))
     held, limit = _held(plan), _limit(plan)
@@ -262,7 +272,7 @@ def _engine(config: RunConfig, devices: DevicePlan) -> list[MemoryPart]:
     if config.engine_in_process:
         part = partial(MemoryPart, process=_THIS)
     else:
-        part = partial(MemoryPart, process="engine", processes=section.replicas)
+        part = partial(MemoryPart, process=_ENGINE, processes=section.replicas)
     if section.kind == "vllm" and devices.gpus:
         return [
             MemoryPart(

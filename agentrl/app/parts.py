@@ -18,13 +18,14 @@ from agentrl.app.policies import adapter_slots_needed, largest_rank
 from agentrl.cluster.worker_pool import PoolSettings, WorkerPool
 from agentrl.cluster.worker_wire import Work
 from agentrl.config.devices import DevicePlan, plan_devices
-from agentrl.config.policies import BotPolicy, ExternalPolicyConfig, RemotePolicy
+from agentrl.config.policies import BotPolicy, ExternalPolicyConfig, RemotePolicy, ServedPolicy
 from agentrl.config.run import RunConfig
 from agentrl.core.clock import Clock, SystemClock
 from agentrl.core.errors import ConfigError, InputError
 from agentrl.core.machine import gpus, install_command
 from agentrl.core.ports import ChatFormat, Engine, Trainer
 from agentrl.core.records import PolicyVersion, Task
+from agentrl.engines.bases import EnginePerBase
 from agentrl.engines.child_process import EngineProgram, LocalPlacement, Placement
 from agentrl.engines.client import ProcessEngine, SharedEngine
 from agentrl.engines.external import NoEngine, RoutedEngine
@@ -97,7 +98,28 @@ def external_policies(config: RunConfig) -> dict[str, ExternalPolicy]:
 async def _own_engine(
     config: RunConfig, versions: Mapping[str, PolicyVersion], tell: Callable[[str], None], log: Path | None
 ) -> Engine:
-    arguments = _engine_arguments(config)
+    """One engine for each base model, as one; none is left where one cannot be made."""
+    engines: dict[str, Engine] = {}
+    try:
+        for base in config.bases:
+            own = {name: version for name, version in versions.items() if name in base.policies}
+            made = await _engine_of_base(base, own, tell, log, threads=config.threads)
+            engines |= dict.fromkeys(base.policies, made)
+    except BaseException:
+        await asyncio.gather(*(engine.close() for engine in dict.fromkeys(engines.values())))
+        raise
+    return EnginePerBase(engines) if len(config.bases) > 1 else made
+
+
+async def _engine_of_base(
+    config: RunConfig,
+    versions: Mapping[str, PolicyVersion],
+    tell: Callable[[str], None],
+    log: Path | None,
+    *,
+    threads: int,
+) -> Engine:
+    arguments = {**_engine_arguments(config), "threads": threads}
     if config.engine.kind == "vllm":
         check_vllm(config)
         return await _in_child_processes(config, EngineProgram(VLLM, arguments, VLLM_HOST), versions, tell, log)
@@ -126,7 +148,6 @@ def _engine_arguments(config: RunConfig) -> dict[str, Any]:
         "adapter_slots": adapter_slots_needed(config),
         "max_rank": largest_rank(config),
         "max_staleness": {name: policy.max_staleness for name, policy in config.trained.items()},
-        "threads": config.threads,
     }
     if section.kind == "vllm":
         return {**arguments, "memory_share": section.memory_share, "arguments": section.vllm}
@@ -234,15 +255,17 @@ def make_workers(
     """
     if config.workers == 1:
         return None
-    shared = engine.engine if isinstance(engine, RoutedEngine) else engine
-    if not isinstance(shared, SharedEngine) or not shared.addresses:
+    own = engine.engine if isinstance(engine, RoutedEngine) else engine
+    engines = own.samplers if isinstance(own, EnginePerBase) else (own,)
+    shared = [each for each in engines if isinstance(each, SharedEngine) and each.addresses]
+    if len(shared) < len(engines):
         raise ConfigError(
             f"workers = {config.workers}: the engine takes no calls from other processes (it is in this one, or the "
             "path of TMPDIR is too long for a socket); set workers = 1"
         )
     work = Work(
         number=0,
-        config=config.model_dump(mode="json") | {"model": {**config.model.model_dump(), "path": _absolute(config)}},
+        config=_with_absolute_bases(config),
         journal=str(journal.absolute()),
         environments=code_of(environment),
         paths=tuple(map(os.path.abspath, sys.path)),
@@ -254,7 +277,7 @@ def make_workers(
         max_in_flight=config.max_in_flight,
         silence_s=config.engine.silence_timeout_s,
     )
-    return WorkerPool(settings, engine=shared, placement=_worker_placement(config, log), clock=clock, tell=tell)
+    return WorkerPool(settings, engines=shared, placement=_worker_placement(config, log), clock=clock, tell=tell)
 
 
 def code_of(environment: type[Environment]) -> dict[str, str]:
@@ -269,6 +292,15 @@ def code_of(environment: type[Environment]) -> dict[str, str]:
 
 def _absolute(config: RunConfig) -> str:
     return str(Path(config.model.path).absolute())  # an actor's working directory is another
+
+
+def _with_absolute_bases(config: RunConfig) -> dict[str, Any]:
+    """A configuration as data, for a process with another working directory."""
+    data = config.model_dump(mode="json")
+    data["model"]["path"] = config.model.path and _absolute(config)
+    for name, policy in config.of_kind(ServedPolicy).items():
+        data["policies"][name]["model"] = policy.model and os.path.abspath(policy.model)
+    return data
 
 
 def check_vllm(config: RunConfig) -> None:
@@ -316,7 +348,7 @@ def make_trainer(config: RunConfig, directory: Path) -> Trainer:
 
 
 def make_chat_format(config: RunConfig) -> ChatFormat:
-    """The chat format of the configured model; of JSON lines where no policy samples here."""
+    """The chat format of `model.path`; of JSON lines where that is empty."""
     if not config.model.path:
         return JsonFormat()
     from agentrl.rollout.chat_format import TemplateFormat

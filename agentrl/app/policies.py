@@ -7,15 +7,20 @@ environment's own module. Their seats are bound as `Solve.solver`, else by the b
 from __future__ import annotations
 
 import difflib
+import hashlib
 import json
+import os
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+import msgspec
+
 from agentrl.config.policies import ExternalPolicyConfig, FrozenPolicy, OpponentPoolPolicy, PolicyConfig
 from agentrl.config.run import RunConfig, SamplingConfig
+from agentrl.config.section import base_name
 from agentrl.core.errors import ConfigError, EngineError, InputError
 from agentrl.core.files import WEIGHT_FILES, sha256_of
 from agentrl.core.ports import ChatFormat, EngineCapabilities, SamplingParams
@@ -36,6 +41,8 @@ MAX_EXTERNAL_CONTEXT = 1 << 20
 GIVEN = -1
 """Lineage of weights that a user gave; their step comes from their digest. No run publishes such versions, so tokens
 recorded with them are never mistaken for a run's."""
+_IDENTIFYING = ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+_MAX_HEADER_BYTES = 1 << 26
 SPARE = 1
 """Adapter slots beyond those in use: a new adapter is loaded before an old one is unloaded."""
 
@@ -193,15 +200,31 @@ def rollout_settings(config: RunConfig, chat_format: ChatFormat, max_context: in
 
 
 def own_settings(config: RunConfig, chat_format: ChatFormat, max_context: int) -> Mapping[str, PolicySettings]:
-    """The settings of the policies that override `[sampling]` or the base model's chat format, by policy."""
-    external = config.of_kind(ExternalPolicyConfig)
+    """The settings of the policies that override `[sampling]` or the chat format of `model.path`, by policy."""
+    external, formats = config.of_kind(ExternalPolicyConfig), own_formats(config)
     return {
         name: _external_settings(config.sampling_of(name))
         if name in external
-        else policy_settings(config.sampling_of(name), chat_format, max_context)
+        else policy_settings(config.sampling_of(name), formats.get(name, chat_format), max_context)
         for name in config.policies
-        if name in external or config.sampling_of(name) != config.sampling
+        if name in external or name in formats or config.sampling_of(name) != config.sampling
     }
+
+
+def own_formats(config: RunConfig) -> dict[str, ChatFormat]:
+    """The chat formats of the policies whose base model is another than `model.path`.
+
+    Raises:
+        ModelError: a base model's tokenizer or template cannot be used.
+    """
+    main = os.path.realpath(config.model.path) if config.model.path else ""
+    others = [base for base in config.bases if base.model.path != main]
+    if not others:
+        return {}
+    from agentrl.rollout.chat_format import TemplateFormat
+
+    made = [(TemplateFormat.load(base.model.path), base.policies) for base in others]
+    return {name: chat_format for chat_format, policies in made for name in policies}
 
 
 def _external_settings(sampling: SamplingConfig) -> PolicySettings:
@@ -227,6 +250,75 @@ def policy_settings(sampling: SamplingConfig, chat_format: ChatFormat, max_conte
 # --- weights ----------------------------------------------------------------------------------------------------------
 
 
+class BaseModel(msgspec.Struct, frozen=True, kw_only=True):
+    """A base model of a run, as the run's journal records it."""
+
+    name: str
+    """The last two parts of its directory."""
+    path: str
+    """Its directory."""
+    policies: tuple[str, ...]
+    """Those that are served on it: their versions are adapters of it, or all of its weights."""
+    digest: str
+    """SHA-256 of its configuration, tokenizer and template, and of the names, sizes and headers of its weights; empty
+    where there is no such directory."""
+
+
+def base_models(config: RunConfig) -> list[BaseModel]:
+    """The base models of a run.
+
+    Raises:
+        InputError: a file of one cannot be read.
+    """
+    return [
+        BaseModel(
+            name=base_name(base.model.path),
+            path=base.model.path,
+            policies=tuple(base.policies),
+            digest=_base_digest(Path(base.model.path)),
+        )
+        for base in config.bases
+    ]
+
+
+def _base_digest(directory: Path) -> str:
+    if not directory.is_dir():
+        return ""
+    digest = hashlib.sha256()
+    try:
+        for file in sorted(each for each in directory.iterdir() if each.name in _IDENTIFYING and each.is_file()):
+            digest.update(f"{file.name} {file.stat().st_size} ".encode() + file.read_bytes())
+        for file in sorted(directory.glob("*.safetensors")):
+            with file.open("rb") as opened:
+                header = opened.read(min(int.from_bytes(opened.read(8), "little"), _MAX_HEADER_BYTES))
+            digest.update(f"{file.name} {file.stat().st_size} ".encode() + header)
+    except OSError as error:
+        raise InputError(f"{error.filename}: cannot be read ({error.strerror})") from error
+    return digest.hexdigest()
+
+
+def check_same_bases(config: RunConfig, before: object) -> None:
+    """Refuse to resume a run on base models that are no longer what they were.
+
+    Args:
+        config: of the run.
+        before: what `base_models` was when the run began, as data; what cannot be read of it is not compared.
+
+    Raises:
+        ConfigError: a directory holds another model.
+    """
+    try:
+        known = {base.path: base.digest for base in msgspec.convert(before, list[BaseModel])}
+    except msgspec.ValidationError:
+        return
+    for base in base_models(config):
+        if base.digest and known.get(base.path, "") not in ("", base.digest):
+            raise ConfigError(
+                f"{base.path} holds another model than when the run began, and versions and recorded tokens of "
+                f"{', '.join(base.policies)} belong to that one. Put it back, or begin another run with --name"
+            )
+
+
 def weights_in(policy: str, directory: str | Path) -> WeightsRef:
     """The trained weights of a policy that lie in a directory, such as a run's `policies/NAME`.
 
@@ -247,7 +339,7 @@ def weights_in(policy: str, directory: str | Path) -> WeightsRef:
     names = " nor ".join(WEIGHT_FILES[kind][0] for kind in kinds)
     raise InputError(
         f"{directory}: no weights there (neither {names}); give a run's policies/NAME. Another base model is given by "
-        "model.path"
+        "model.path, or policies.NAME.model"
     )
 
 
@@ -262,7 +354,7 @@ def given_weights(config: RunConfig) -> list[WeightsRef]:
         if policy.path:
             weights = weights_in(name, policy.path)
             if weights.kind == "adapter":
-                check_base(weights, Path(config.model.path))
+                check_base(weights, Path(config.base_of(name)))
             found.append(weights)
     return found
 
@@ -279,7 +371,7 @@ def check_base(weights: WeightsRef, base: Path) -> None:
     if not _is_same_model(Path(said), base):
         raise InputError(
             f"policies.{weights.version.policy}.path: {weights.path} is an adapter of another base, {said}, and "
-            f"model.path is {base}; give an adapter of this one, or mend base_model_name_or_path in its "
+            f"the policy's base model is {base}; give an adapter of this one, or mend base_model_name_or_path in its "
             "adapter_config.json if the model was only moved"
         )
 
@@ -297,7 +389,8 @@ async def load_weights(
         try:
             await served.make_current(weights)
         except EngineError as error:
-            raise InputError(f"{weights.path} does not fit {config.model.path}: {error}") from error
+            base = config.base_of(weights.version.policy)
+            raise InputError(f"{weights.path} does not fit {base}: {error}") from error
 
 
 def adapter_slots_needed(config: RunConfig) -> int:

@@ -118,7 +118,7 @@ def compute_step(reader: RunReader, line: StepLine) -> StepComputed:
         config = recorded_config(reader.info())
         if line.policy not in config.trained:
             raise InputError(f"the run's configuration trains no policy {line.policy}")
-        base = Path(config.model.path)
+        base = Path(config.base_of(line.policy))
         if not base.is_dir():
             raise InputError(f"its base model, {base}, is not on this machine")
         _check_loss(config, reader, line.lineage)

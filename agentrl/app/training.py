@@ -10,11 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from agentrl.app.hub import with_local_model
 from agentrl.app.memory import sized
 from agentrl.app.parts import Adapters, code_of, device_plan, load_config, make_engine, task_source
 from agentrl.app.parts import held_out as held_out_source
-from agentrl.app.policies import demands_of, split_groups
+from agentrl.app.policies import base_models, check_same_bases, demands_of, own_formats, split_groups
 from agentrl.app.recovery import Code, functions_of
 from agentrl.app.supervisor import RunSetup, ended_by_ctrl_c, run_in_shared_loop, supervise
 from agentrl.config.resume import Difference, check_unchanged
@@ -111,6 +113,7 @@ async def run_training(
     clock = adapters.clock
     started = clock.monotonic()
     chat_format = adapters.chat_format(config)
+    own_formats(config)  # refuses tokenizers that cannot be used, before weights are loaded
     source = await asyncio.to_thread(task_source, config, environment, "train", tasks)
     held_out_tasks, available = await asyncio.to_thread(held_out_source, config, environment, held_out)
     path = Path(config.directory) / config.name
@@ -118,7 +121,13 @@ async def run_training(
     code: dict[str, str] = {}
     with contextlib.suppress(EnvironmentDefinitionError):  # defined in a notebook: no other process can import it
         code = code_of(environment)
-    info = {"name": config.name, "config": config.model_dump(mode="json"), "code": code}
+    bases = await asyncio.to_thread(base_models, config)
+    info = {
+        "name": config.name,
+        "config": config.model_dump(mode="json"),
+        "code": code,
+        "bases": msgspec.to_builtins(bases),
+    }
     opened = _opened(config, directory, observers, clock, info=info, quiet=quiet, resume=resume)
     async with opened as (store, observer, changed):
         for line in split_groups(config, demands_of(config, environment)):
@@ -208,6 +217,7 @@ async def _opened(
         store = SqliteJournal(directory.journal, info=info)
         stack.push_async_callback(store.close)
         changed = check_unchanged(store.config(), config)
+        check_same_bases(config, store.info().get("bases"))
         plan = plan_of(resolved)
         sinks = open_sinks(config.sinks, directory.path, resolved)
         stack.enter_context(leading(directory.path))

@@ -29,6 +29,7 @@ from agentrl.core.errors import AgentRLError, error_words
 from agentrl.core.files import closed_under_us
 from agentrl.core.ports import SpawnedGroup
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, Task
+from agentrl.engines.bases import SamplerPerBase
 from agentrl.engines.child_process import die_with
 from agentrl.engines.client import EngineClient
 from agentrl.engines.external import RoutedSampler
@@ -213,10 +214,14 @@ class WorkerHost:
         self._journal = journal
         chat_format = make_chat_format(config)
         self.run = RunConnection(writer, journal.log, config.policy_of)
-        self._engine = EngineClient(work.capabilities)
+        self._engines = [EngineClient(work.capabilities) for _ in config.bases or [config]]
+        of_policy = {
+            name: engine for base, engine in zip(config.bases, self._engines, strict=False) for name in base.policies
+        }
+        sampler = SamplerPerBase(of_policy, work.capabilities) if len(self._engines) > 1 else self._engines[0]
         self._external = external_policies(config)
         runner = EpisodeRunner(
-            engine=RoutedSampler(self._engine, self._external),
+            engine=RoutedSampler(sampler, self._external),
             chat_format=chat_format,
             store=self.run,
             log=journal.log,
@@ -239,7 +244,7 @@ class WorkerHost:
                 self.run.begin(message.number, message.spec)
                 self._worker.submit(message.spec, partial(self.run.ended, message.number), resume=message.resume)
             case wire.Engines():
-                self._engine.moved(message.addresses)
+                self._engines[message.base].moved(message.addresses)
             case wire.ChildEnded():
                 self.run.child_ended(message)
             case wire.Recollected():

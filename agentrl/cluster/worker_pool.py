@@ -15,7 +15,7 @@ dropped. Nobody waits in a circle: a suspect with children in flight waits for t
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -91,7 +91,7 @@ class WorkerPool:
 
     Args:
         settings: number of processes, and their arguments.
-        engine: the engine whose processes they sample from.
+        engines: those whose processes they sample from: one for each base model, in the order of `RunConfig.bases`.
         placement: where they run; closed with the pool.
         clock: times the waits between attempts.
         tell: takes a line for people.
@@ -101,7 +101,7 @@ class WorkerPool:
         self,
         settings: PoolSettings,
         *,
-        engine: SharedEngine,
+        engines: Sequence[SharedEngine],
         placement: Placement,
         clock: Clock,
         tell: Callable[[str], None],
@@ -112,7 +112,7 @@ class WorkerPool:
         """Episodes that were dropped because they killed processes."""
         self.processes: list[WorkerProcess] = []
         self._settings = settings
-        self._engine = engine
+        self._engines = engines
         self.placement = placement
         """The placement of the processes; may be replaced until they start."""
         self._clock = clock
@@ -154,11 +154,13 @@ class WorkerPool:
             )
             self.processes.append(process)
             self._unready.add(process)
-        self._engine.on_move(self._engine_moved)
+        for engine in self._engines:
+            engine.on_move(self._engine_moved)
 
     async def close(self) -> None:
         """End the processes. Idempotent."""
-        self._engine.on_move(lambda: None)
+        for engine in self._engines:
+            engine.on_move(lambda: None)
         self._on_failure = lambda error: None
         self._is_cancelling = True
         await asyncio.gather(*(process.close() for process in self.processes))
@@ -280,7 +282,7 @@ class WorkerPool:
 
     def ready(self, process: WorkerProcess) -> None:
         """See `worker_process.Owner`."""
-        process.tell(wire.Engines(addresses=self._engine.addresses))
+        self._tell_addresses(process)
         self._unready.discard(process)
         if not self._unready:
             self._fill()
@@ -368,7 +370,11 @@ class WorkerPool:
 
     def _engine_moved(self) -> None:
         for process in self.processes:
-            process.tell(wire.Engines(addresses=self._engine.addresses))
+            self._tell_addresses(process)
+
+    def _tell_addresses(self, process: WorkerProcess) -> None:
+        for base, engine in enumerate(self._engines):
+            process.tell(wire.Engines(addresses=engine.addresses, base=base))
 
     # --- what takes time ----------------------------------------------------------------------------------------------
 

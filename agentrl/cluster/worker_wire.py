@@ -68,9 +68,11 @@ class Work(WireMessage, frozen=True):
 
 
 class Engines(WireMessage, frozen=True):
-    """The present addresses of the engine's processes."""
+    """The present addresses of the processes of one base model's engine."""
 
     addresses: tuple[str, ...]
+    base: int = 0
+    """Number of the base model, in the order of `RunConfig.bases`."""
 
 
 class Start(WireMessage, frozen=True):

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar, 
 
 from pydantic import BaseModel, ValidationError
 
-from agentrl.config.policies import AnyPolicy, BotPolicy, FrozenPolicy
+from agentrl.config.policies import AnyPolicy, BotPolicy, FrozenPolicy, ServedPolicy
 from agentrl.config.run import RunConfig
 from agentrl.core.errors import ConfigError, JournalError
 
@@ -40,9 +40,9 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Read the configuration in a TOML file, changed by `overrides`.
 
     Args:
-        path: the file. A relative `model.path` or `policies.NAME.path`, and the file of an `environment.id`,
-            `policies.NAME.id`, `trainer.loss.name` or `credit.advantage`, is looked up first beside it, then in the
-            working directory.
+        path: the file. A relative `model.path`, `policies.NAME.model` or `policies.NAME.path`, and the file of an
+            `environment.id`, `policies.NAME.id`, `trainer.loss.name` or `credit.advantage`, is looked up first beside
+            it, then in the working directory.
         overrides: `section.field=value`, with or without leading dashes; values are JSON, or else text.
 
     Raises:
@@ -110,9 +110,10 @@ def _resolve_code(source: Path, reference: str, *, key: str) -> str:
 def _resolve_policy(source: Path, name: str, policy: AnyPolicy) -> AnyPolicy:
     if isinstance(policy, BotPolicy):
         return policy.model_copy(update={"id": _resolve_code(source, policy.id, key=f"policies.{name}.id")})
-    if not (isinstance(policy, FrozenPolicy) and policy.path):
-        return policy
-    return policy.model_copy(update={"path": _resolve_path(source, policy.path, key=f"policies.{name}.path")})
+    given = {"model": policy.model} if isinstance(policy, ServedPolicy) else {}
+    given |= {"path": policy.path} if isinstance(policy, FrozenPolicy) else {}
+    resolved = {key: _resolve_path(source, path, key=f"policies.{name}.{key}") for key, path in given.items() if path}
+    return policy.model_copy(update=resolved)
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:

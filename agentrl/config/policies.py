@@ -58,7 +58,20 @@ def _learning_rate(policy: dict[str, Any]) -> float:
     return LEARNING_RATES["full" if policy.get("lora") is None else "adapter"]
 
 
-class PolicyConfig(_Sampled):
+class ServedPolicy(_Sampled):
+    """A policy that an engine of ours serves: weights that learn or stay frozen."""
+
+    model: Fixed[str] = ""
+    """Directory of this policy's base model with its own tokenizer and chat template, written as `model.path`; empty:
+    `model.path`. Policies of one base share it; each further base takes its own weights and its own engine."""
+
+    @field_validator("model")
+    @classmethod
+    def _find_model(cls, model: str) -> str:
+        return package_directory(model) if model else model
+
+
+class PolicyConfig(ServedPolicy):
     """A policy that learns: an adapter on the base model, or all weights."""
 
     kind: Fixed[Literal["trained"]] = "trained"
@@ -81,14 +94,14 @@ class PolicyConfig(_Sampled):
     """Optimizer steps of this policy; 0: the run's `steps`."""
 
 
-class FrozenPolicy(_Sampled):
+class FrozenPolicy(ServedPolicy):
     """Weights that never change, for opponents and judges."""
 
     kind: Fixed[Literal["frozen"]]
     """Weights that no step changes."""
     path: Fixed[str] = ""
-    """A directory of trained weights, such as another run's `policies/NAME`: an adapter of the base model, or all of
-    its weights; relative to the TOML file, as `model.path`. Empty: the base model."""
+    """A directory of trained weights, such as another run's `policies/NAME`: an adapter of the policy's base model, or
+    all of its weights; relative to the TOML file, as `model.path`. Empty: the base model itself."""
 
     @field_validator("path")
     @classmethod

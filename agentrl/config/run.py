@@ -20,6 +20,7 @@ from agentrl.config.policies import (
     OpponentPoolPolicy,
     PolicyConfig,
     RemotePolicy,
+    ServedPolicy,
 )
 from agentrl.config.section import (
     Episodes,
@@ -37,6 +38,7 @@ from agentrl.config.section import (
     Steps,
     Tokens,
     WaveFixed,
+    base_name,
     package_directory,
 )
 from agentrl.core.errors import ConfigError
@@ -62,14 +64,14 @@ class EnvironmentConfig(Section):
 
 
 class ModelConfig(Section):
-    """The base model all policies start from."""
+    """The base model that policies start from, unless they have one of their own (`policies.NAME.model`)."""
 
     path: Fixed[str] = ""
     """A local Hugging Face causal-LM directory with tokenizer and chat template: a path, in a TOML file relative to
     that file, or `package:directory` for one inside an installed package, such as
     `agentrl.environments:calculator/model`; or a name on the Hugging Face hub, such as `Qwen/Qwen3-0.6B`, which is
     looked up in huggingface_hub's cache and downloaded if it is not there (safetensors only). Needed unless every
-    policy is remote or a bot."""
+    policy is remote, a bot, or has a `model` of its own."""
     revision: Fixed[str] = ""
     """Commit, tag or branch of a model on the hub; empty: its main branch. A run is resumed with the commit it began
     with."""
@@ -408,6 +410,27 @@ class RunConfig(Section):
         """The policies that learn."""
         return self.of_kind(PolicyConfig)
 
+    def base_of(self, policy: str) -> str:
+        """The directory of a policy's base model; empty for an endpoint or a bot."""
+        section = self.policies[policy]
+        if isinstance(section, OpponentPoolPolicy):
+            return self.base_of(section.of)
+        return (section.model or self.model.path) if isinstance(section, ServedPolicy) else ""
+
+    @property
+    def bases(self) -> list[RunConfig]:
+        """The run once for each base model, with its directory as `model.path` and the policies that our engine serves
+        on it, in the order of the configuration: what an engine or a model is made from.
+        """
+        served: dict[str, dict[str, AnyPolicy]] = {}
+        for name, policy in self.policies.items():
+            if base := self.base_of(name):
+                served.setdefault(os.path.realpath(base), {})[name] = policy
+        return [
+            self.model_copy(update={"model": self.model.model_copy(update={"path": base}), "policies": policies})
+            for base, policies in served.items()
+        ]
+
     @property
     def engine_in_process(self) -> bool:
         """Whether the engine runs in the run's own process."""
@@ -454,7 +477,7 @@ class RunConfig(Section):
         if self.deterministic:
             return 1
         bounds = [policy.max_staleness for policy in self.trained.values()]
-        engines, ranks = self.engine.replicas, self.trainer.workers if bounds else 0
+        engines, ranks = self.engine.replicas * max(1, len(self.bases)), self.trainer.workers if bounds else 0
         return max(1, len(os.sched_getaffinity(0)) // (max(engines, ranks) if bounds == [0] else engines + ranks))
 
     @property
@@ -500,11 +523,11 @@ def check_together(config: RunConfig) -> None:
     for key, name in (("name", config.name), *((f"policies.{name}", name) for name in config.policies)):
         if not is_safe_name(name):
             raise ValueError(f"{key}: {name!r} becomes part of a path: letters, digits, '.', '_' and '-' only")
-    _check_model(config)
     _check_functions(config)
     _check_credit(config)
     _check_release(config)
     _check_seats(config)
+    _check_model(config)
     for name in config.policies:
         _check_sampling(config, name)
     for name, policy in config.trained.items():
@@ -533,10 +556,22 @@ def check_together(config: RunConfig) -> None:
 
 def _check_model(config: RunConfig) -> None:
     here = [name for name, policy in config.policies.items() if not isinstance(policy, ExternalPolicyConfig)]
-    if here and not config.model.path:
+    if without := [name for name in here if not config.base_of(name)]:
         raise ValueError(
-            f"model.path is needed for {', '.join(f'policies.{name}' for name in here)}: the directory of a local "
+            f"model.path is needed for {', '.join(f'policies.{name}' for name in without)}: the directory of a local "
             "Hugging Face model such as agentrl.environments:calculator/model. Remote endpoints and bots need none"
+        )
+    named: dict[str, str] = {}
+    for base in (each.model.path for each in config.bases):
+        if named.setdefault(base_name(base), base) != base:
+            raise ValueError(
+                f"{named[base_name(base)]} and {base} are two base models with one name, {base_name(base)}, by which "
+                "reports tell them apart: rename the directory of one"
+            )
+    if len(named) > 1 and config.engine.kind == "vllm":
+        raise ValueError(
+            f"engine.kind = 'vllm' serves one base model, and policies have {len(named)} ({', '.join(named)}): set "
+            "engine.kind = 'embedded', or leave policies.NAME.model out"
         )
 
 

@@ -99,6 +99,11 @@ def package_directory(path: str) -> str:
     raise ValueError(f"the package {package!r} has no directory {inner!r}")
 
 
+def base_name(path: str) -> str:
+    """The name of a base model: the last two parts of its directory, such as `Qwen/Qwen3-8B`."""
+    return "/".join(Path(path).parts[-2:])
+
+
 def shipped_example(name: str) -> Path:
     """The path of an example's TOML file, in the installed package or in the source tree.
 

@@ -141,7 +141,7 @@ class _Tokenizer(msgspec.Struct):
     added_tokens: list[_Added] = []
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=4)
 def vocabulary(model: str | None) -> Vocabulary:
     """The `Vocabulary` of a model, read once in a process."""
     return Vocabulary(model)
@@ -151,7 +151,7 @@ class Vocabulary:
     """Pieces by id; empty if there is no tokenizer to read.
 
     Args:
-        model: the directory of the run's model.
+        model: the directory of a base model.
     """
 
     def __init__(self, model: str | None) -> None:
@@ -273,11 +273,9 @@ def episode_tokens(reader: RunReader, episode_id: str, attempt: int | None = Non
     view = reader.episode(episode_id, attempt)
     problems = list(view.problems)
     config = reader.info().get("config")
-    model = config.get("model") if isinstance(config, dict) else None
-    path = model.get("path") if isinstance(model, dict) else None
-    words = vocabulary(path if isinstance(path, str) else None)
     rows = []
     for played in played_rows(view):
+        words = vocabulary(base_of(config, played.policy))
         trained = trained_row(reader, view, played, problems)
         tokens = list(_tokens(played.turns, words, trained))
         step = None if trained is None else trained.step
@@ -287,6 +285,20 @@ def episode_tokens(reader: RunReader, episode_id: str, attempt: int | None = Non
             )
         )
     return EpisodeTokens(episode=view.summary.episode, attempt=view.summary.attempt, rows=rows, problems=problems)
+
+
+def base_of(config: object, policy: str) -> str | None:
+    """The directory of a policy's base model in a recorded configuration, as data; None if it does not say."""
+    if not isinstance(config, dict):
+        return None
+    policies, model = config.get("policies"), config.get("model")
+    known = policies if isinstance(policies, dict) else {}
+    own = known.get(policy)
+    if isinstance(own, dict) and own.get("kind") == "past":
+        own = known.get(str(own.get("of")))
+    path = own.get("model") if isinstance(own, dict) and own.get("kind") != "remote" else None
+    path = path or (model.get("path") if isinstance(model, dict) else None)
+    return path if isinstance(path, str) else None
 
 
 def played_rows(view: EpisodeView) -> list[PlayedRow]:

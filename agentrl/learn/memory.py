@@ -66,7 +66,7 @@ def trainer_memory(config: RunConfig) -> TrainerMemory:
     return TrainerMemory(
         shards=shards,
         gathered=max(map(_gathered, models.values())) if shards > 1 else 0,
-        dtype=dtype_name(next(iter(models.values())).model.dtype),
+        dtype=" and ".join(dict.fromkeys(dtype_name(model.model.dtype) for model in models.values())),
         weights=weights // shards,
         trained=trained // shards,
         activations=max(_activations(config, name, model) for name, model in models.items()),

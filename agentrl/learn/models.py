@@ -1,6 +1,6 @@
-"""The models of the policies that learn: one base from a local directory; per policy an adapter on it, or all weights.
+"""The models of the policies that learn: bases from local directories; per policy an adapter on one, or all weights.
 
-Policies with adapters share one base; a policy that trains all weights has a copy of its own. Models compute in
+Policies with adapters on one base share it; a policy that trains all weights has a copy of its own. Models compute in
 `model.dtype`; what an optimizer changes, and its gradients, are float32: adapters are, and a policy that trains all
 weights in bfloat16 keeps float32 masters, whose rounded values the model computes with. Nothing is fetched: no network,
 no remote code.
@@ -77,6 +77,7 @@ class PolicyModel:
         self,
         *,
         model: PreTrainedModel,
+        base: Path,
         peft_model: peft.PeftModel | None,
         adapter: str | None,
         shared: bool,
@@ -85,7 +86,9 @@ class PolicyModel:
     ) -> None:
         """See `load_models`, which makes these."""
         self.model = model
-        """The causal LM, adapters of all policies injected."""
+        """The causal LM, adapters of all policies of its base injected."""
+        self.base = base
+        """Directory of the base model."""
         self._dtype = model.dtype
         """Dtype that the model computes in, and is published in."""
         self.shared_prefixes = shared
@@ -268,7 +271,9 @@ def _layer(name: str) -> str:
 
 
 def load_models(config: RunConfig, device: torch.device, mesh: DeviceMesh | None = None) -> dict[str, PolicyModel]:
-    """A model for every policy of the run that learns.
+    """A model for every policy of the run that learns, in the order of the configuration.
+
+    Policies with adapters on one base model share it; every other policy has a copy of its base.
 
     Args:
         config: of the run.
@@ -281,7 +286,15 @@ def load_models(config: RunConfig, device: torch.device, mesh: DeviceMesh | None
             that is to be recorded.
         ConfigError: an adapter is to be on what cannot be both trained and served.
     """
-    path = Path(config.model.path).resolve()
+    made: dict[str, PolicyModel] = {}
+    for base in config.bases:
+        made |= _load_on_base(base, device, mesh)
+    return {name: made[name] for name in config.trained}
+
+
+def _load_on_base(config: RunConfig, device: torch.device, mesh: DeviceMesh | None) -> dict[str, PolicyModel]:
+    """The models of the policies on one base, by a configuration of `RunConfig.bases`; see `load_models`."""
+    path = Path(config.model.path)
     dtype = model_dtype(path, config.model.dtype, device)
     if mesh is not None:
         device = torch.device("cpu")
@@ -308,6 +321,7 @@ def load_models(config: RunConfig, device: torch.device, mesh: DeviceMesh | None
         for name, adapter in adapters.items():
             result[name] = PolicyModel(
                 model=base,
+                base=path,
                 peft_model=peft_model,
                 adapter=adapter,
                 shared=shared,
@@ -319,7 +333,9 @@ def load_models(config: RunConfig, device: torch.device, mesh: DeviceMesh | None
             model = _load(path, device, dtype, config.engine.max_context)
             replay = _replay(model, config)
             shared = shares_prefixes(model, config.engine.max_context)
-            result[name] = PolicyModel(model=model, peft_model=None, adapter=None, shared=shared, replay=replay)
+            result[name] = PolicyModel(
+                model=model, base=path, peft_model=None, adapter=None, shared=shared, replay=replay
+            )
     sharded: dict[int, ShardedForward] = {}
     for policy_model in result.values():
         if mesh is not None:

@@ -30,6 +30,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from agentrl.config.section import base_name
 from agentrl.core.errors import StorageError, TrainerError
 from agentrl.core.files import WEIGHT_FILES, remedy, rename_durably, sha256_of, staged
 from agentrl.core.ids import key64
@@ -213,10 +214,9 @@ def _moments(parameters: Parameters, optimizer: torch.optim.Optimizer | None) ->
 class Publisher:
     """Writes a run's versions."""
 
-    def __init__(self, run_directory: Path, model_path: Path) -> None:
-        """Versions go to `run_directory`/versions; configuration and tokenizer come from `model_path`."""
+    def __init__(self, run_directory: Path) -> None:
+        """Versions go to `run_directory`/versions; configuration and tokenizer come from their base models."""
         self._root = run_directory / "versions"
-        self._model_path = model_path
 
     def publish(self, version: PolicyVersion, model: PolicyModel, canary: Canary | None = None) -> WeightsRef:
         """Write a version; the same weights under the same id again change nothing.
@@ -246,20 +246,21 @@ class Publisher:
             _write_tensors(directory / name, layout, tensors, metadata)
         adapter_config = model.adapter_config()
         if adapter_config is None:
-            self._add_companions(directory, next(iter(layout.values())).dtype)
+            self._add_companions(directory, model.base, next(iter(layout.values())).dtype)
         else:
             text = json.dumps(adapter_config, indent=2, sort_keys=True, default=list)
             (directory / ADAPTER_CONFIG).write_text(text)
 
-    def _add_companions(self, directory: Path, dtype: torch.dtype) -> None:
-        """Link the run's own copy of configuration and tokenizer, made once, into a version with weights of a dtype."""
-        source = self._root / ".companions"
+    def _add_companions(self, directory: Path, base: Path, dtype: torch.dtype) -> None:
+        """Link the run's own copy of a base model's configuration and tokenizer, made once, into a version with weights
+        of a dtype."""
+        source = self._root / ".companions" / base_name(str(base)).replace("/", "--")
         if not source.is_dir():
-            with staged(source) as copy:
+            with staged(source, depth=2) as copy:
                 for pattern in _COMPANIONS:
-                    for file in sorted(self._model_path.glob(pattern)):
+                    for file in sorted(base.glob(pattern)):
                         if file.is_file() and not file.name.endswith(".index.json"):
-                            target = copy / file.relative_to(self._model_path)
+                            target = copy / file.relative_to(base)
                             target.parent.mkdir(parents=True, exist_ok=True)
                             shutil.copyfile(file, target)
                 _state_dtype(copy / "config.json", dtype)

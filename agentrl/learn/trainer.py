@@ -163,9 +163,10 @@ class PolicyTrainer:
         self._ranks: Ranks = ranks if ranks is not None else OneRank()
         self._read = read if read is not None else journal_reader(run_directory)
         self._loss = make_loss(config.trainer, loss)
-        self._publisher = Publisher(run_directory, Path(config.model.path))
+        self._publisher = Publisher(run_directory)
         self._publishes = publishes
-        self._canaries: CanaryMaker | None = None
+        self._canaries: dict[Path, CanaryMaker] = {}
+        """By base model; empty where nothing is published."""
         self._clock = SystemClock()
         self._learners: dict[str, _Learner] = {}
 
@@ -196,7 +197,9 @@ class PolicyTrainer:
             optimizer, steps = self._config.trainer.optimizer, self._config.steps_of(name)
             self._learners[name] = _Learner(name, models[name], policy, optimizer, steps=steps)
         if self._publishes and (self._ranks.rank == 0 or mesh is not None):
-            self._canaries = CanaryMaker(next(iter(models.values())), max_context=self._config.engine.max_context)
+            for model in models.values():
+                if model.base not in self._canaries:
+                    self._canaries[model.base] = CanaryMaker(model, max_context=self._config.engine.max_context)
         if resume_from is not None:
             for name, learner in self._learners.items():
                 state = learner.load(resume_from / name)
@@ -558,7 +561,8 @@ class PolicyTrainer:
             raise TrainerError(f"policy {policy!r} is at step {learner.step} and cannot be published as {version}")
 
         def write() -> bytes:
-            canary = None if self._canaries is None else self._canaries.of(learner.model)
+            maker = self._canaries.get(learner.model.base)
+            canary = None if maker is None else maker.of(learner.model)
             if self._ranks.rank == 0:
                 return msgspec.json.encode(self._publisher.publish(version, learner.model, canary))
             if learner.model.sharded:

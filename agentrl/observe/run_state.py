@@ -203,10 +203,11 @@ def plan_of(config: Mapping[str, Any]) -> RunPlan:
     """The plan in a resolved configuration of any version; missing fields keep their defaults."""
     policies = _mapping(config.get("policies"))
     trainable = {name: _mapping(policy) for name, policy in policies.items()}
+    own_models = [_text(policy.get("model")) for policy in trainable.values() if policy.get("kind") != "remote"]
     return RunPlan(
         name=_text(config.get("name"), "run"),
         environment=_text(_mapping(config.get("environment")).get("id")),
-        model=_text(_mapping(config.get("model")).get("path")),
+        model=" + ".join(dict.fromkeys(filter(None, [_text(_mapping(config.get("model")).get("path")), *own_models]))),
         steps=_whole(config.get("steps")) or 0,
         own_steps={name: steps for name, policy in trainable.items() if (steps := _whole(policy.get("steps")))},
         phased=_frozen_in_turn(config.get("freeze")),

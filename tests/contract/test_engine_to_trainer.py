@@ -168,7 +168,7 @@ def test_an_adapter_on_all_it_can_be_on_is_served_as_it_is_trained(
         for name, parameter in model.parameters.items():
             if "lora_B" in name:
                 parameter.copy_(0.3 * torch.randn(parameter.shape, generator=random))
-    weights = Publisher(tmp_path, zoo.directory(architecture)).publish(version(1), model)
+    weights = Publisher(tmp_path).publish(version(1), model)
     context = prompt(PROMPT)
 
     async def main() -> None:

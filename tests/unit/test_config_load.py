@@ -113,7 +113,7 @@ def test_all_mistakes_are_told_at_once(tmp_path: Path) -> None:
         ('policies.a.sampling.temperature = "0.5"', "policies.a.sampling.temperature"),
         ("freeze = [[7, 5]]", "freeze.0.0 = 7: expected text or a list"),
         ("policies = { step_size = 8 }", "policies.step_size: a name is missing: policies.NAME.step_size"),
-        ("policies.a = 8", "policies.a = 8: expected a table { sampling = ..., kind = ..., lora = ..."),
+        ("policies.a = 8", "policies.a = 8: expected a table { sampling = ..., model = ..."),
     ],
 )
 def test_values_are_what_the_file_says(tmp_path: Path, line: str, message: str) -> None:

@@ -1,0 +1,200 @@
+"""A proposer and a solver of different base models: sizes, vocabularies, tokenizers and chat templates of their own."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sqlite3
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from tokenizers import Tokenizer
+
+import agentrl
+from agentrl.app.replays import replay
+from agentrl.app.step_replays import compute_step, rebuild_step
+from agentrl.cli.main import main
+from agentrl.config.load import load
+from agentrl.core.errors import ConfigError, InputError
+from agentrl.inspection.reader import RunReader
+from agentrl.inspection.steps import step_list
+from agentrl.inspection.tokens import episode_tokens
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+
+SMALL, LARGE = "frozen_lake/model", "propose_and_solve/model"
+"""Names of the bases: of 96 × 3 and 128 × 4 hidden units and layers, and of 260 and 440 tokens."""
+
+
+class Ask(agentrl.Environment):
+    """Says something, which is then answered twice."""
+
+    seats = ("proposer",)
+    fan_out: ClassVar[dict[str, int]] = {"Answer": 2}
+    truncated_reward = 0.0
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        turn = await ctx.agent("proposer").act(agentrl.user("Propose a sum."))
+        await ctx.gather(*ctx.spawn(Answer, {"question": turn.text[:20]}, n=2))
+        ctx.agent("proposer").reward(float(len(turn.text) > 10))
+
+    @classmethod
+    def tasks(cls, split: str, *, seed: int = 0) -> agentrl.TaskSource:
+        return [agentrl.Task(id=f"{number}", data={}) for number in range(4)]
+
+
+class Answer(agentrl.Environment):
+    """Is paid for the letter D."""
+
+    seats = ("solver",)
+    truncated_reward = 0.0
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        turn = await ctx.agent("solver").act(agentrl.user(f"{ctx.task.data['question']} é"))
+        ctx.agent("solver").reward(turn.text.count("D") / 4)
+
+
+def config_of(repository: Path, directory: Path, **more: Any) -> agentrl.RunConfig:
+    """An adapter on the large base and all weights of the small one, which comes second."""
+    values = {
+        "name": "run",
+        "directory": str(directory),
+        "steps": 2,
+        "environment": {"id": "ask"},
+        "model": {"path": str(repository / "environments" / LARGE)},
+        "policies": {
+            "proposer": {"lora": {"rank": 2}, "learning_rate": 1e-2, "step_size": 4},
+            "solver": {
+                "model": str(repository / "environments" / SMALL),
+                "learning_rate": 1e-3,
+                "step_size": 8,
+                "sampling": {"max_tokens": 4},
+            },
+        },
+        "credit": {"group_size": 2},
+        "sampling": {"max_tokens": 12},
+        "engine": {"slots": 8},
+        "evaluation": {"tasks": 0},
+        "checkpoint": {"every": 1, "versions": 0},
+        "max_in_flight": 16,
+    }
+    return agentrl.RunConfig.model_validate(values | more)
+
+
+@pytest.fixture(scope="module")
+def run(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two lives: both engines in the run's process, then each in a process of its own, for two workers."""
+    directory = tmp_path_factory.mktemp("two-bases")
+    agentrl.train(config_of(repository, directory), environment=Ask, quiet=True)
+    apart = {"steps": 3, "workers": 2, "engine": {"slots": 8, "placement": "process"}}
+    return agentrl.train(config_of(repository, directory, **apart), environment=Ask, quiet=True, resume=True).path
+
+
+def rows(run: Path, query: str) -> list[tuple[Any, ...]]:
+    with sqlite3.connect(run / "journal" / "control.db") as journal:
+        return journal.execute(query).fetchall()
+
+
+def test_both_learn_and_each_version_is_of_its_base(run: Path, repository: Path) -> None:
+    info = json.loads(rows(run, "SELECT value FROM meta WHERE key = 'info'")[0][0])
+    assert [(base["name"], base["policies"]) for base in info["bases"]] == [(LARGE, ["proposer"]), (SMALL, ["solver"])]
+    assert rows(run, "SELECT policy, max(step), count(DISTINCT lineage) FROM steps GROUP BY policy") == [
+        ("proposer", 3, 2),
+        ("solver", 3, 2),
+    ]
+    assert info["config"]["engine"]["max_context"] == 256, "the positions of both"
+    versions = rows(run, "SELECT policy, kind, path, sha256 FROM versions ORDER BY policy, lineage, step")
+    assert len({digest for policy, _, _, digest in versions if policy == "solver"}) > 1
+    for policy, kind, path, _ in versions:
+        if policy == "solver":
+            own = repository / "environments" / SMALL
+            assert kind == "full"
+            for name in ("tokenizer.json", "chat_template.jinja"):
+                assert Path(path, name).read_bytes() == (own / name).read_bytes()
+            assert json.loads(Path(path, "config.json").read_text())["vocab_size"] == 260
+        else:
+            adapter = json.loads(Path(path, "adapter_config.json").read_text())
+            assert kind == "adapter"
+            assert adapter["base_model_name_or_path"].endswith(LARGE)
+
+
+def test_the_ledger_holds_and_every_step_and_episode_is_done_again(run: Path) -> None:
+    reader = RunReader(run)
+    try:
+        assert reader.ledger().problems == []
+        lines = step_list(reader)
+        assert {line.policy for line in lines} == {"proposer", "solver"}
+        assert all(rebuild_step(reader, line).identical for line in lines)
+        newest = {line.policy: line for line in sorted(lines, key=lambda line: (line.lineage, line.step))}
+        assert all(compute_step(reader, line).same for line in newest.values())
+        episodes = [(line.episode, line.attempt) for line in reader.episodes("committed_at != null", limit=1000)]
+    finally:
+        reader.close()
+    found = replay(run, episodes, environment=Ask)
+    assert [(each.episode, each.text) for each in found if each.outcome != "identical"] == []
+
+
+def test_tokens_are_shown_by_the_tokenizer_of_their_policy(run: Path, repository: Path) -> None:
+    reader = RunReader(run)
+    try:
+        parent = reader.episodes("parent = null and committed_at != null", limit=1)[0]
+        child = reader.episodes("parent != null and committed_at != null", limit=1)[0]
+        for line, policy, base in ((parent, "proposer", LARGE), (child, "solver", SMALL)):
+            tokenizer = Tokenizer.from_file(str(repository / "environments" / base / "tokenizer.json"))
+            (row,) = (row for row in episode_tokens(reader, line.episode).rows if row.policy == policy)
+            wanted = [tokenizer.decode([token.id], skip_special_tokens=False) for token in row.tokens]
+            shown = [token.text for token in row.tokens]
+            assert [a for a, b in zip(shown, wanted, strict=True) if b.isascii()] == [b for b in wanted if b.isascii()]
+    finally:
+        reader.close()
+
+
+def test_policies_are_evaluated_on_their_bases(run: Path, repository: Path, tmp_path: Path) -> None:
+    config = config_of(repository, tmp_path)
+    tasks = Ask.tasks("held_out")[:2]
+    trained = {name: run / "policies" / name for name in ("proposer", "solver")}
+    assert "evaluation/reward" in agentrl.evaluate(config, trained, tasks, environment=Ask)
+    with pytest.raises(InputError, match=f"does not fit .*{SMALL}"):
+        agentrl.evaluate(config, {"solver": repository / "environments" / LARGE}, tasks, environment=Ask)
+
+
+def test_a_run_is_not_resumed_on_another_model_in_the_same_place(repository: Path, tmp_path: Path) -> None:
+    own = tmp_path / "models" / "small"
+    shutil.copytree(repository / "environments" / SMALL, own)
+    config = config_of(repository, tmp_path, steps=1)
+    policies = {**config.model_dump(exclude_none=True)["policies"]}
+    policies["solver"] |= {"model": str(own)}
+    config = config_of(repository, tmp_path, steps=1, policies=policies)
+    agentrl.train(config, environment=Ask, quiet=True)
+    shutil.rmtree(own)
+    shutil.copytree(repository / "environments" / "tictactoe/model", own)
+    with pytest.raises(ConfigError, match=rf"{own} holds another model .*solver"):
+        agentrl.train(config, environment=Ask, quiet=True, resume=True)
+
+
+def test_two_bases_with_one_name_are_refused(repository: Path, tmp_path: Path) -> None:
+    twin = tmp_path / "frozen_lake" / "model"
+    with pytest.raises(ValueError, match=f"two base models with one name, {SMALL}"):
+        config_of(repository, tmp_path, model={"path": str(twin)})
+
+
+def test_vllm_serves_one_base(repository: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"vllm.*one base model.*{LARGE}, {SMALL}"):
+        config_of(repository, tmp_path, engine={"kind": "vllm"})
+
+
+def test_doctor_plans_for_each_base(
+    repository: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "train.toml").write_text(
+        '[environment]\nid = "ask"\n[policies.proposer]\nmodel = "large"\n[policies.solver]\nmodel = "small"\n'
+    )
+    for name, base in (("large", LARGE), ("small", SMALL)):
+        shutil.copytree(repository / "environments" / base, tmp_path / name)
+    config = load(tmp_path / "train.toml")
+    assert [base.model.path for base in config.bases] == [str(tmp_path / "large"), str(tmp_path / "small")]
+    main(["doctor", str(tmp_path / "train.toml"), "--engine.placement=process", "--json"])
+    report = json.loads(capsys.readouterr().out)["sections"]["memory"]
+    engines = {check["name"] for check in report if check["name"].startswith("engine of ")}
+    assert engines == {f"engine of {tmp_path.name}/{name}" for name in ("large", "small")}
