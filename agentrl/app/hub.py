@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from agentrl.config.policies import ServedPolicy
 from agentrl.config.run import RunConfig
 from agentrl.core.errors import ConfigError, ModelError
 
@@ -27,7 +28,8 @@ def is_hub_name(path: str) -> bool:
 
 
 def with_local_model(config: RunConfig, before: Mapping[str, Any], *, download: bool = True) -> RunConfig:
-    """The configuration with `model.path` as a directory, and `model.revision` as the commit that is there.
+    """The configuration with `model.path` and each `policies.NAME.model` as a directory, and `model.revision` as the
+    commit that is in the first; policies take the main branch.
 
     Args:
         config: of the run.
@@ -38,6 +40,7 @@ def with_local_model(config: RunConfig, before: Mapping[str, Any], *, download: 
         ModelError: the model is neither in the cache nor to be had; says what to download, and where.
         ConfigError: a revision of a model that is not on the hub.
     """
+    config = _with_local_policies(config, before, download=download)
     model = config.model
     if not is_hub_name(model.path):
         if model.revision and Path(model.path).resolve().name != model.revision:
@@ -46,21 +49,34 @@ def with_local_model(config: RunConfig, before: Mapping[str, Any], *, download: 
                 "directory; leave one of them out"
             )
         return config
-    found = _kept(model.path, model.revision, before) or _snapshot(model.path, model.revision, download=download)
+    found = _kept(model.path, model.revision, before.get("model"), "path") or _snapshot(
+        "model.path", model.path, model.revision, download=download
+    )
     return config.model_copy(
         update={"model": model.model_copy(update={"path": str(found), "revision": found.name})},
     )
 
 
-def _kept(name: str, revision: str, before: Mapping[str, Any]) -> Path | None:
-    """The directory that the run began with, if it is of this model."""
-    then = before.get("model")
-    path = Path(str(then.get("path", ""))) if isinstance(then, Mapping) else Path()
+def _with_local_policies(config: RunConfig, before: Mapping[str, Any], *, download: bool) -> RunConfig:
+    recorded = before.get("policies")
+    then = recorded if isinstance(recorded, Mapping) else {}
+    policies: dict[str, Any] = dict(config.policies)
+    for name, policy in config.of_kind(ServedPolicy).items():
+        if is_hub_name(policy.model):
+            found = _kept(policy.model, "", then.get(name), "model")
+            found = found or _snapshot(f"policies.{name}.model", policy.model, "", download=download)
+            policies[name] = policy.model_copy(update={"model": str(found)})
+    return config.model_copy(update={"policies": policies})
+
+
+def _kept(name: str, revision: str, then: object, key: str) -> Path | None:
+    """The directory that the run began with, by a section of its configuration, if it is of this model."""
+    path = Path(str(then.get(key, ""))) if isinstance(then, Mapping) else Path()
     is_same = path.parent.name == "snapshots" and path.parent.parent.name == f"models--{name.replace('/', '--')}"
     return path if is_same and revision in ("", path.name) and path.is_dir() else None
 
 
-def _snapshot(name: str, revision: str, *, download: bool) -> Path:
+def _snapshot(key: str, name: str, revision: str, *, download: bool) -> Path:
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import (
         HFValidationError,
@@ -73,7 +89,7 @@ def _snapshot(name: str, revision: str, *, download: bool) -> Path:
     argument = f" --revision {revision}" if revision else ""
     fetch = (
         f"download it on a machine with a network (hf download {name}{argument}), into {constants.HF_HUB_CACHE} here "
-        "(HF_HOME moves it), or set model.path to a directory"
+        "(HF_HOME moves it), or set {key} to a directory"
     )
     try:
         found = Path(
@@ -89,16 +105,14 @@ def _snapshot(name: str, revision: str, *, download: bool) -> Path:
         raise ModelError(f"model.revision: {name} has no revision {revision!r} on the hub") from error
     except RepositoryNotFoundError as error:
         raise ModelError(
-            f"model.path: there is no directory {name} here, and the hub shows no such model: it has another name, or "
+            f"{key}: there is no directory {name} here, and the hub shows no such model: it has another name, or "
             "needs a token (hf auth login)"
         ) from error
     except LocalEntryNotFoundError as error:
-        raise ModelError(
-            f"model.path: {wanted} is not in huggingface_hub's cache, or not all of it; {fetch}"
-        ) from error
+        raise ModelError(f"{key}: {wanted} is not in huggingface_hub's cache, or not all of it; {fetch}") from error
     except (OSError, HFValidationError) as error:
         reason = " ".join(str(error).split())[:300]
-        raise ModelError(f"model.path: {wanted} cannot be downloaded ({reason}); {fetch}") from error
+        raise ModelError(f"{key}: {wanted} cannot be downloaded ({reason}); {fetch}") from error
     if not any(found.glob("*.safetensors")):
         raise ModelError(
             f"{found}: {wanted} has no weights as safetensors here, and no others are read, since they are unpickled; "

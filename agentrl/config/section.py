@@ -100,8 +100,11 @@ def package_directory(path: str) -> str:
 
 
 def base_name(path: str) -> str:
-    """The name of a base model: the last two parts of its directory, such as `Qwen/Qwen3-8B`."""
-    return "/".join(Path(path).parts[-2:])
+    """The name of a base model, such as `Qwen/Qwen3-8B`: on the hub, or the last two parts of its directory."""
+    parts = Path(path).parts
+    if parts[-2:-1] == ("snapshots",) and parts[-3].startswith("models--"):
+        return parts[-3].removeprefix("models--").replace("--", "/")
+    return "/".join(parts[-2:])
 
 
 def shipped_example(name: str) -> Path:
