@@ -324,7 +324,7 @@ def trained_logprobs(policy: PolicyModel, rows: Sequence[TrainingSample], *, way
     most = max(LENGTHS) + 30 if way == "split" else 1 << 20
     with torch.no_grad():
         for batch in pack(rows, max_tokens=most, share=way in ("shared", "split")):
-            values = token_logprobs(model, batch, shared=tree).logprob.numpy()
+            values = token_logprobs(model, batch, shared=tree).logprob.cpu().numpy()
             for sample, position, value in zip(batch.sample, batch.position, values, strict=True):
                 found[sample][position] = value
     model.set_attn_implementation(before)

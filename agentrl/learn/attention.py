@@ -120,10 +120,11 @@ class Tree:
 
     def _make_block_mask(self, window: int | None) -> BlockMask:
         until, position = self._until, self._position
+        # A tensor, so that all windows and none are one kernel.
+        before = torch.full_like(position, -1) if window is None else position - window
 
         def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            seen = (key <= query) & (query < until[key])
-            return seen if window is None else seen & (position[query] - position[key] < window)
+            return (key <= query) & (query < until[key]) & (position[key] > before[query])
 
         count = len(self._batch.token_ids)
         edges = np.arange(0, count, _BLOCK)
@@ -209,7 +210,8 @@ def flex_tree_attention(
 
 @cache
 def _compiled_flex() -> Any:
-    return torch.compile(flex_attention, dynamic=True)
+    # A whole graph: beyond torch's limit of compilations it is an error, not attention that holds all scores.
+    return torch.compile(flex_attention, dynamic=True, fullgraph=True)
 
 
 def tree_attention(  # noqa: PLR0913

@@ -25,6 +25,9 @@ Int64Array = NDArray[np.int64]
 Float32Array = NDArray[np.float32]
 Number = TypeVar("Number", np.int64, np.float32)
 
+LONGEST_PADDED = 2048
+"""Tokens beyond which a row is not padded, nor are others padded to its length."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
@@ -188,7 +191,8 @@ def padded_rows(batch: MicroBatch) -> Iterator[tuple[Int64Array, NDArray[np.bool
 
     Yields:
         The tokens of some rows, indices [B, Q] into the batch, and which of them are no padding, [B, Q]. Padding stays
-        below the real work, in few blocks: each costs a forward pass.
+        below the real work, in few blocks: each costs a forward pass. Rows of more than `LONGEST_PADDED` tokens are
+        with others of their length alone: padding needs a mask, which grows with the square of the length.
     """
     stops = np.append(batch.starts[1:], len(batch.token_ids))
     lengths = stops - batch.starts
@@ -197,9 +201,14 @@ def padded_rows(batch: MicroBatch) -> Iterator[tuple[Int64Array, NDArray[np.bool
     while start < len(order):
         longest = int(lengths[order[start]])
         stop = start
-        while stop < len(order) and 4 * longest <= 5 * int(lengths[order[stop]]) + 16:
+        while stop < len(order) and _padded_together(longest, int(lengths[order[stop]])):
             stop += 1
         members = order[start:stop]
         valid = np.arange(longest) < lengths[members, None]
         yield np.where(valid, batch.starts[members, None] + np.arange(longest), 0), valid
         start = stop
+
+
+def _padded_together(longest: int, length: int) -> bool:
+    """Whether a row is padded to the length of a longer one."""
+    return length == longest if longest > LONGEST_PADDED else 4 * longest <= 5 * length + 16

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,13 +11,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from agentrl.core.errors import ModelError
 from agentrl.core.records import TrainingSample
 from agentrl.learn import attention
 from agentrl.learn.attention import Tree, flex_tree_attention, tree_attention
-from agentrl.learn.packing import MicroBatch, pack
+from agentrl.learn.packing import LONGEST_PADDED, MicroBatch, pack, padded_rows
 
 HEADS, KEY_HEADS, WIDTH = 4, 2, 16
 CPU = torch.device("cpu")
@@ -104,6 +106,24 @@ def test_the_path_for_cuda_gives_the_same_output(name: str, window: int | None) 
     torch.testing.assert_close(found, naive(query, key, value, visible(batch, window)), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch compiles for CPUs with g++")
+def test_one_compiled_kernel_is_for_all_rows_and_windows() -> None:
+    torch.compiler.reset()
+    compiled, before = attention._compiled_flex(), counters["stats"]["unique_graphs"]
+    for lengths, shared in (([300, 200, 250], [100, 100, 150]), ([700], [0])):
+        batch = packed(rows_of(lengths, shared))
+        query, key, value = (each.detach() for each in inputs(len(batch.token_ids), torch.float32))
+        for window in (None, 64):
+            mask = Tree(batch, CPU).block_mask(window)
+            with torch.no_grad():
+                found = compiled(query, key, value, block_mask=mask, scale=None, enable_gqa=True).transpose(1, 2)
+            torch.testing.assert_close(found, naive(query, key, value, visible(batch, window)), rtol=1e-4, atol=1e-5)
+    assert counters["stats"]["unique_graphs"] == before + 1
+
+
 @pytest.mark.parametrize("window", [None, 17])
 @pytest.mark.parametrize("name", TREES)
 def test_a_block_mask_leaves_no_visible_key_out(name: str, window: int | None) -> None:
@@ -169,3 +189,17 @@ def test_what_is_no_causal_softmax_is_refused() -> None:
             tree_attention(nn.Module(), query, key, value, None, **({"tree": tree} | other))
     with pytest.raises(ModelError):
         tree_attention(nn.Module(), query, key, value[..., :8], None, tree=tree)
+
+
+def test_long_rows_are_not_padded_so_that_no_mask_grows_with_their_square() -> None:
+    lengths = [LONGEST_PADDED + 3, LONGEST_PADDED + 2, LONGEST_PADDED + 3, LONGEST_PADDED, LONGEST_PADDED - 9, 5]
+    (batch,) = pack(rows_of(lengths, [0] * len(lengths)), max_tokens=1 << 30, share=False)
+    parts = list(padded_rows(batch))
+    assert all(valid.all() or valid.shape[1] <= LONGEST_PADDED for _, valid in parts)
+    assert [valid.sum(axis=1).tolist() for _, valid in parts] == [
+        [LONGEST_PADDED + 3] * 2,
+        [LONGEST_PADDED + 2],
+        [LONGEST_PADDED, LONGEST_PADDED - 9],
+        [5],
+    ]
+    assert np.array_equal(np.sort(np.concatenate([tokens[valid] for tokens, valid in parts])), np.arange(sum(lengths)))
