@@ -38,3 +38,4 @@ def test_the_whole_command_runs_without_what_the_machine_may_lack(repository: Pa
     assert all(error < 1e-5 for error in found["attention"]["error"].values())
     assert all(error < 1e-4 for family in ("Qwen3", "Llama 4") for error in found["families"][family].values())
     assert all(len(found[run]["rewards"]) == 1 for run in ("smollm2", "training"))
+    assert found["training"]["last_step"]["mismatch/k3"] < 1e-6
