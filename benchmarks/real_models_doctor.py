@@ -111,7 +111,7 @@ def trained_bytes(config: RunConfig) -> int:
         trajectories = [Trajectory(seat="agent", index=0, policy=POLICY, rows=(row,), reward=0.0) for row in rows]
         units = tuple(
             Unit(
-                episode_id=str(number),
+                episode_id=f"e{number}",
                 attempt=0,
                 policy=POLICY,
                 location=DataLocation("nowhere", 0),
@@ -120,7 +120,7 @@ def trained_bytes(config: RunConfig) -> int:
             for number in range(len(rows))
         )
         trainer = PolicyTrainer(
-            config, Path(run), read=lambda units: [(trajectories[int(unit.episode_id)],) for unit in units]
+            config, Path(run), read=lambda units: [(trajectories[int(unit.episode_id[1:])],) for unit in units]
         )
         trainer.start()
         for step in range(1, STEPS + 1):
