@@ -26,7 +26,7 @@ from agentrl.core.files import WEIGHT_FILES, sha256_of
 from agentrl.core.ports import ChatFormat, EngineCapabilities, SamplingParams
 from agentrl.core.records import PolicyVersion, WeightsRef
 from agentrl.core.text import plural
-from agentrl.environment.base import Environment, Limits, children_of
+from agentrl.environment.base import Environment, EpisodeLimits, children_of
 from agentrl.orchestrator.scheduler import Demand
 from agentrl.orchestrator.versions import ServedVersions, record_durably
 from agentrl.rollout.byte_formats import JsonFormat
@@ -243,7 +243,7 @@ def policy_settings(sampling: SamplingConfig, chat_format: ChatFormat, max_conte
             min_p=sampling.min_p,
             stop_token_ids=chat_format.stop_token_ids,
         ),
-        limits=Limits(max_turns=sampling.max_turns, max_tokens=sampling.max_tokens, max_context=max_context),
+        limits=EpisodeLimits(max_turns=sampling.max_turns, max_tokens=sampling.max_tokens, max_context=max_context),
     )
 
 

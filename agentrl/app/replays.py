@@ -158,7 +158,7 @@ async def _one(reader: RunReader, episode_id: str, attempt: int | None, asked: _
         found,
         outcome=outcome,
         calls=0 if runner.journal is None else runner.journal.reached,
-        recorded=sum(ids.is_numbered(entry.call_id) for entry in [*inherited, *own]),
+        recorded=sum(ids.has_call_number(entry.call_id) for entry in [*inherited, *own]),
         call=call,
         text=text,
         acts=acts,

@@ -204,7 +204,7 @@ async def _opened(
 ) -> AsyncIterator[tuple[SqliteJournal, RunObserver, Sequence[Difference]]]:
     """Open journal and observer, which outlive restarts, and close them at the end. Yields them and the settings that
     differ from those of the process before."""
-    from agentrl.journal.process import check_partitions, leading, let_go
+    from agentrl.journal.process import check_partitions, leading, when_unlocked
     from agentrl.journal.store import SqliteJournal
     from agentrl.observe.run_observer import RunObserver
     from agentrl.observe.run_state import plan_of
@@ -224,7 +224,7 @@ async def _opened(
         observer = stack.enter_context(RunObserver(directory, plan=plan, others=observers, sinks=sinks, quiet=quiet))
         observer.watch()
         stack.enter_context(ended_by_ctrl_c(directory.path))
-        await let_go(lambda: check_partitions(directory.journal), observer.warn, clock)
+        await when_unlocked(lambda: check_partitions(directory.journal), observer.warn, clock)
         yield store, observer, [each for each in changed if each.path not in (("name",), ("directory",))]
 
 

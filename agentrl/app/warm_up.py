@@ -26,7 +26,7 @@ from agentrl.config.run import RunConfig
 from agentrl.core.errors import AgentRLError, CheckFailedError, InputError
 from agentrl.core.ids import stream
 from agentrl.core.records import Message, Task, ToolSpec
-from agentrl.environment.base import Environment, Limits, described
+from agentrl.environment.base import Environment, EpisodeLimits, described
 from agentrl.environment.plain_context import PlainAgent, PlainContext
 from agentrl.environment.registry import resolve
 from agentrl.environment.tools import ToolEnvironment
@@ -195,7 +195,7 @@ class _ShownContext(PlainContext):
     """An `EpisodeContext` that plays demonstrations and records each message with its speaker and tools."""
 
     def __init__(self, environment: type[Environment], task: Task, seed: int, calls: int | None) -> None:
-        limits = Limits(max_turns=MAX_TURNS, max_tokens=MAX_CONTEXT, max_context=MAX_CONTEXT)
+        limits = EpisodeLimits(max_turns=MAX_TURNS, max_tokens=MAX_CONTEXT, max_context=MAX_CONTEXT)
         super().__init__(task, {}, limits=limits, seed=seed, parse=parse_hermes)
         self.shown: list[tuple[_Expert, Sequence[ToolSpec]]] = []
         self._environment = environment

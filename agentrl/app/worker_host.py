@@ -37,7 +37,7 @@ from agentrl.engines.wire import receive, send
 from agentrl.environment.containment import end_if_forked, forks_ended
 from agentrl.environment.registry import resolve
 from agentrl.journal.control import not_data
-from agentrl.journal.process import let_go
+from agentrl.journal.process import when_unlocked
 from agentrl.journal.store import WorkerJournal
 from agentrl.observe.blocked import watch_loop
 from agentrl.rollout.runner import EpisodeRunner
@@ -266,7 +266,7 @@ class WorkerHost:
         """Report the episodes that have made progress since they came here."""
         for episode_id in await self._journal.log.advanced():
             if episode_id in self.run.numbers:
-                self.run.tell(wire.Advanced(number=self.run.numbers[episode_id]))
+                self.run.tell(wire.MadeProgress(number=self.run.numbers[episode_id]))
 
     async def close(self) -> None:
         """The run has hung up: leave nothing open."""
@@ -293,7 +293,7 @@ async def _serve(connection: socket.socket) -> None:
 
     alive = loop.create_task(_tell_alive(writer))
     try:
-        journal = await let_go(lambda: WorkerJournal(Path(work.journal), str(work.number)), tell, SystemClock())
+        journal = await when_unlocked(lambda: WorkerJournal(Path(work.journal), str(work.number)), tell, SystemClock())
         host = WorkerHost(work, writer, journal)
     except Exception as error:  # noqa: BLE001 - the run must hear why there is no worker
         tell_failure(writer, error)

@@ -338,7 +338,7 @@ class WorkerPool:
                 counted = wire.counted_of(message)
                 self._commit(placed, header, message.digest, message.metrics, message.detail, counted)
                 self._fill()
-            case wire.Advanced():
+            case wire.MadeProgress():
                 placed.deaths.clear()
                 if placed.number in process.suspects:
                     process.suspects.remove(placed.number)

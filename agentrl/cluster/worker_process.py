@@ -191,7 +191,7 @@ class WorkerProcess:
                 else:
                     self._owner.failed(error)
             case _:
-                if isinstance(message, wire.Ended | wire.Advanced):
+                if isinstance(message, wire.Ended | wire.MadeProgress):
                     self.supervisor.achieved()
                 self._owner.on_message(self, message)
 

@@ -160,7 +160,7 @@ class Readmitted(WireMessage, frozen=True):
     attempt: int
 
 
-class Advanced(WireMessage, frozen=True):
+class MadeProgress(WireMessage, frozen=True):
     """An episode that was begun elsewhere has got on here: something new of it is on disk. Said once."""
 
     number: int
@@ -191,7 +191,7 @@ class WorkerFailed(WireMessage, frozen=True):
 
 
 FromWorker = (
-    Ready | Alive | Ended | Spawn | Remember | Readmitted | Advanced | Parked | Cancelled | LogLine | WorkerFailed
+    Ready | Alive | Ended | Spawn | Remember | Readmitted | MadeProgress | Parked | Cancelled | LogLine | WorkerFailed
 )
 
 TO_WORKER: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)

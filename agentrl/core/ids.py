@@ -51,7 +51,7 @@ def call_id(branch: str, number: int) -> str:
     return f"{branch}#{number}"
 
 
-def is_numbered(call_id: str) -> bool:
+def has_call_number(call_id: str) -> bool:
     """Whether a call has a number on its branch; notes beside the calls have none."""
     return call_id.rpartition("#")[2].isdecimal()
 

@@ -120,7 +120,7 @@ class Connection:
         if on_delta is not None:
             self._listeners[call] = (request.request_id, on_delta)
         try:
-            reply = await self.ask(call, wire.generate_of(call, session, request, deltas=on_delta is not None))
+            reply = await self.ask(call, wire.generate_message(call, session, request, deltas=on_delta is not None))
         except asyncio.CancelledError:
             self.send(wire.Cancel(call=call))
             raise

@@ -125,7 +125,7 @@ class ConnectionHandler:
             wire.send(self._writer, delta)
 
         completion = await session.generate(wire.request_of(message), on_delta if message.deltas else None)
-        return wire.completed_of(message.call, completion)
+        return wire.completed_message(message.call, completion)
 
     async def _score(self, message: wire.Score) -> wire.Reply:
         scores = await self._engine.score(message.version, wire.tokens_of(message.token_ids), message.temperature)

@@ -195,7 +195,7 @@ async def receive(reader: asyncio.StreamReader) -> bytes | None:
         return None
 
 
-def generate_of(call: int, session: int, request: GenerateRequest, *, deltas: bool) -> Generate:
+def generate_message(call: int, session: int, request: GenerateRequest, *, deltas: bool) -> Generate:
     """A request as a message."""
     return Generate(
         call=call,
@@ -222,7 +222,7 @@ def request_of(message: Generate) -> GenerateRequest:
     )
 
 
-def completed_of(call: int, completion: Completion) -> Completed:
+def completed_message(call: int, completion: Completion) -> Completed:
     """A completion as a message."""
     routing, mask = completion.expert_routing, completion.sampling_mask
     return Completed(

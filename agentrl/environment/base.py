@@ -64,7 +64,7 @@ class TaskSource(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class EpisodeLimits:
     """The limits of an episode."""
 
     max_turns: int
@@ -207,7 +207,7 @@ class EpisodeContext(ABC):
     """The handle that `run` receives. Every call is journaled under the branch that makes it."""
 
     task: Task
-    limits: Limits
+    limits: EpisodeLimits
 
     @abstractmethod
     def agent(self, seat: str, index: int = 0, *, tools: Sequence[ToolSpec] = ()) -> Agent:

@@ -18,7 +18,7 @@ from gymnasium import spaces
 
 from agentrl.core.errors import EnvironmentDefinitionError
 from agentrl.core.records import Message, Task
-from agentrl.environment.base import Environment, LimitReachedError, Limits, TaskSource
+from agentrl.environment.base import Environment, EpisodeLimits, LimitReachedError, TaskSource
 from agentrl.environment.plain_context import ParseText, PlainContext
 
 Asked = tuple[tuple[Message, ...], "asyncio.Future[str]"]
@@ -71,7 +71,7 @@ class SeatEnv(gymnasium.Env[str, str]):
             )
         self._others = dict(others or {})
         self._parse = parse
-        self._limits = Limits(max_turns=max_turns, max_tokens=max_characters, max_context=1 << 30)
+        self._limits = EpisodeLimits(max_turns=max_turns, max_tokens=max_characters, max_context=1 << 30)
         self._characters = frozenset(characters)
         self._max_characters = max_characters
         self.observation_space = spaces.Text(max_characters, min_length=0, charset=characters)

@@ -31,9 +31,9 @@ from agentrl.environment.base import (
     ChildEpisode,
     Environment,
     EpisodeContext,
+    EpisodeLimits,
     Guarantee,
     LimitReachedError,
-    Limits,
     Reconcile,
     Resource,
     ResourceLevel,
@@ -52,7 +52,7 @@ ParseText = Callable[[str], tuple[str, tuple[ToolCall, ...]]]
 class PlainAgent(Agent):
     """One conversation with the callable that answers for the seat."""
 
-    def __init__(self, seat: str, index: int, speak: Speak, parse: ParseText, limits: Limits) -> None:
+    def __init__(self, seat: str, index: int, speak: Speak, parse: ParseText, limits: EpisodeLimits) -> None:
         self.seat = seat
         self.index = index
         self.rewards: list[float] = []
@@ -125,7 +125,13 @@ class PlainContext(EpisodeContext):
     """
 
     def __init__(
-        self, task: Task, speakers: Mapping[str, Speak], *, limits: Limits, seed: int, parse: ParseText | None = None
+        self,
+        task: Task,
+        speakers: Mapping[str, Speak],
+        *,
+        limits: EpisodeLimits,
+        seed: int,
+        parse: ParseText | None = None,
     ) -> None:
         self.task = task
         self.limits = limits

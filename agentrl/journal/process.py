@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 LOCK_FILE = "run.lock"
-LET_GO_S = 30
+LOCK_WAIT_S = 30
 """Longest time, in seconds, that a process may take to release a partition: a worker that Ray started survives a killed
 run by some seconds, in which it plays and writes on."""
 _held: weakref.WeakSet[RunLock] = weakref.WeakSet()
@@ -129,7 +129,7 @@ def check_partitions(directory: Path) -> None:
         RunLock(directory, path.name).release()
 
 
-async def let_go(take: Callable[[], T], tell: Callable[[str], None], clock: Clock) -> T:
+async def when_unlocked(take: Callable[[], T], tell: Callable[[str], None], clock: Clock) -> T:
     """The result of `take`, once the holder of the lock has released it.
 
     Args:
@@ -140,12 +140,12 @@ async def let_go(take: Callable[[], T], tell: Callable[[str], None], clock: Cloc
     Raises:
         RunDirectoryError: the lock is held for longer than an ending process needs.
     """
-    for waited in range(LET_GO_S):
+    for waited in range(LOCK_WAIT_S):
         try:
             return take()
         except RunDirectoryError as error:
             if not waited:
-                tell(f"{error}; it is given {LET_GO_S} s to end")
+                tell(f"{error}; it is given {LOCK_WAIT_S} s to end")
             await clock.sleep(1.0)
     return take()
 

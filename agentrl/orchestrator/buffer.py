@@ -207,7 +207,7 @@ class WholeGroups:
             return (), {}
         compared: dict[tuple[str, str], list[tuple[str, TrajectoryHeader]]] = {}
         for header in sorted(group.headers, key=lambda header: ids.order_key(header.episode_id)):
-            for trajectory in rewarded(header, self._trainable):  # in this order, since sums depend on it
+            for trajectory in rewarded_trajectories(header, self._trainable):  # in this order, since sums depend on it
                 key = (trajectory.policy, trajectory.seat)
                 compared.setdefault(key, []).append((header.episode_id, trajectory))
         earlier = {(policy, seat): mean for policy, seat, mean in group.earlier}
@@ -322,7 +322,7 @@ class FirstFinishers:
         """The value of `OpenGroup.squares` for a complete group."""
         compared: dict[tuple[str, str], list[tuple[str, TrajectoryHeader]]] = {}
         for header in members:
-            for own in rewarded(header, self._trainable):
+            for own in rewarded_trajectories(header, self._trainable):
                 compared.setdefault((own.policy, own.seat), []).append((header.episode_id, own))
         squares: dict[str, tuple[float, float]] = {}
         for (policy, _), found in compared.items():
@@ -342,10 +342,13 @@ class FirstFinishers:
         by_episode = {header.episode_id: header for header in first}
         for header in released:
             others = [by_episode[name] for name in compared_with(frozen.finishers, header.episode_id)]
-            for own in rewarded(header, self._trainable):
+            for own in rewarded_trajectories(header, self._trainable):
                 key = (own.policy, own.seat)
                 rewards = [
-                    t.reward or 0.0 for other in others for t in rewarded(other, {own.policy}) if t.seat == own.seat
+                    t.reward or 0.0
+                    for other in others
+                    for t in rewarded_trajectories(other, {own.policy})
+                    if t.seat == own.seat
                 ]
                 reward = own.reward or 0.0
                 value, baseline = (
@@ -356,11 +359,11 @@ class FirstFinishers:
 
     def _rewarded(self, environment: str, headers: Iterable[EpisodeHeader]) -> Iterator[Rewarded]:
         for header in headers:
-            for own in rewarded(header, self._trainable):
+            for own in rewarded_trajectories(header, self._trainable):
                 yield Rewarded(Role(own.policy, environment, own.seat), own.reward or 0.0)
 
 
-def rewarded(header: EpisodeHeader, policies: frozenset[str] | set[str]) -> Iterator[TrajectoryHeader]:
+def rewarded_trajectories(header: EpisodeHeader, policies: frozenset[str] | set[str]) -> Iterator[TrajectoryHeader]:
     """The trajectories of some policies that were given a reward."""
     return (own for own in header.trajectories if own.policy in policies and own.reward is not None)
 
@@ -380,7 +383,7 @@ def history_of(members: Iterable[tuple[EpisodeSpec, EpisodeHeader]], open_groups
         if spec.group_id in open_groups:
             continue
         rewards = groups.pop(spec.group_id, [])  # so that groups stay in the order in which they ended
-        for own in rewarded(header, {own.policy for own in header.trajectories}):
+        for own in rewarded_trajectories(header, {own.policy for own in header.trajectories}):
             rewards.append(Rewarded(Role(own.policy, spec.environment, own.seat), own.reward or 0.0))
         groups[spec.group_id] = rewards
         parents[spec.group_id] = spec.episode_id.partition("~")[0]
@@ -514,7 +517,7 @@ class EpisodeBuffer:
             return False
         seats = {credit.seat for credit in unit.credits}
         others = (header for header in group.headers if header.episode_id != unit.episode_id)
-        return not any(own.seat in seats for other in others for own in rewarded(other, {unit.policy}))
+        return not any(own.seat in seats for other in others for own in rewarded_trajectories(other, {unit.policy}))
 
     def _count_pass_rate(self, headers: Sequence[EpisodeHeader]) -> None:
         """Count the pass rate of a group of child episodes, if rewards lie in [0, 1]; dropped members are ignored."""

@@ -171,7 +171,7 @@ class RecordedCalls:
 
     def numbered(self) -> Iterator[str]:
         """Ids of the calls that come back in order, in the order they were appended."""
-        return filter(ids.is_numbered, self._entries)
+        return filter(ids.has_call_number, self._entries)
 
     def get(self, call_id: str) -> JournalEntry | None:
         """The entry of a call that has not come back yet; answers left out."""

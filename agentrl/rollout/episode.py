@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from agentrl.core.clock import Clock
     from agentrl.core.ports import ChatFormat, EpisodeHost, Sampler, SamplingParams
     from agentrl.core.records import EpisodeSpec, PolicyVersion, Turn
-    from agentrl.environment.base import Limits
+    from agentrl.environment.base import EpisodeLimits
     from agentrl.gateway.server import Gateway
     from agentrl.rollout.branches import Branch
     from agentrl.rollout.call_journal import CallJournal
@@ -45,7 +45,7 @@ class PolicySettings:
 
     chat_format: ChatFormat
     sampling: SamplingParams
-    limits: Limits
+    limits: EpisodeLimits
     is_external: bool = False
     """Whether another than the run's engine samples it, so that it takes none of the engine's memory."""
 
@@ -87,7 +87,7 @@ class RolloutSettings:
     """Settings that every episode of a worker shares."""
 
     sampling: SamplingParams
-    limits: Limits
+    limits: EpisodeLimits
     policies: Mapping[str, PolicySettings] = field(default_factory=dict)
     """Policies with settings of their own, instead of the two above and the worker's chat format."""
     tool_timeout_s: float
@@ -168,7 +168,7 @@ class LiveEpisode:
         return f"episode {self.name}, {who}"
 
     @property
-    def limits(self) -> Limits:
+    def limits(self) -> EpisodeLimits:
         """The limits that `ctx.limits` shows."""
         began = self.began_under.get("")
         return self.services.settings.limits if began is None else began.limits

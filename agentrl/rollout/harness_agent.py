@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from agentrl.core.ports import SamplingParams
     from agentrl.core.records import Int32Array, Message, PolicyVersion
-    from agentrl.environment.base import Limits
+    from agentrl.environment.base import EpisodeLimits
     from agentrl.gateway.server import OpenSeats
     from agentrl.rollout.call_journal import Call
     from agentrl.rollout.episode import LiveEpisode
@@ -283,7 +283,7 @@ class HarnessAgent(LiveAgent):
         if request.stop and self._episode.services.engine.capabilities.expert_routing:
             raise RequestRefusedError("stop: a run that records expert routing cannot end a reply at a text")
 
-    def _check_limits(self, limits: Limits) -> None:
+    def _check_limits(self, limits: EpisodeLimits) -> None:
         """Refuse turns beyond the limits.
 
         Raises:

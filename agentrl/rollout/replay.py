@@ -119,7 +119,7 @@ class ReplayJournal(CallJournal):
     def _returned(self, call_id: str) -> None:
         entry = self._recorded.get(call_id)
         super()._returned(call_id)
-        if entry is not None and ids.is_numbered(call_id):
+        if entry is not None and ids.has_call_number(call_id):
             self.reached += 1
             self._on_call(call_id, describe_entry(entry.decode()))
         if call_id == self._until:

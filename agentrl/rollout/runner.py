@@ -248,7 +248,7 @@ class EpisodeRunner:
                 entries = await self.recorded(dataclasses.replace(spec, attempt=attempt))
             except EpisodeError:
                 continue  # damaged: what is not recalled is sampled again
-            named = [(entry, entry.decode()) for entry in entries if not ids.is_numbered(entry.call_id)]
+            named = [(entry, entry.decode()) for entry in entries if not ids.has_call_number(entry.call_id)]
             turns = [(entry, body) for entry, body in named if isinstance(body, TurnEntry)]
             for (entry, _), body in zip(turns, standalone([body for _, body in turns]), strict=True):
                 found[entry.call_id] = msgspec.structs.replace(entry, body=encode_body(body))

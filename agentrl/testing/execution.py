@@ -20,7 +20,7 @@ from agentrl.core.ports import SamplingParams
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion, SeatBinding
 from agentrl.credit.advantages import ADVANTAGES
 from agentrl.engines.scripted import Script, ScriptedEngine
-from agentrl.environment.base import Limits, described
+from agentrl.environment.base import EpisodeLimits, described
 from agentrl.environment.games import LEGAL_ACTIONS, PettingZooEnvironment
 from agentrl.environment.registry import name_of, resolve
 from agentrl.environment.tools import ToolEnvironment
@@ -142,7 +142,7 @@ def settings_of(
     """Sampling settings and limits of episodes in `PlainFormat`."""
     return RolloutSettings(
         sampling=SamplingParams(max_tokens=max_tokens, stop_token_ids=(STOP_TOKEN,)),
-        limits=Limits(max_turns=max_turns, max_tokens=max_tokens, max_context=max_context),
+        limits=EpisodeLimits(max_turns=max_turns, max_tokens=max_tokens, max_context=max_context),
         tool_timeout_s=tool_timeout_s,
         episode_timeout_s=episode_timeout_s,
         on_code_change=on_code_change,

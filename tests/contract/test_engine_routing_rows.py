@@ -11,7 +11,7 @@ import pytest
 
 from agentrl.core.records import Row
 from agentrl.engines.embedded.engine import EmbeddedEngine
-from agentrl.engines.wire import Completed, completed_of, completion_of
+from agentrl.engines.wire import Completed, completed_message, completion_of
 from agentrl.journal.entries import Begin, EntryBody, JournalEntry, Span, TurnEntry, encode_body
 from agentrl.journal.rows import trajectories
 from tests.contract.engine_kinds import ModelZoo, load_engine, prompt, request, version
@@ -28,7 +28,9 @@ async def conversation(engine: EmbeddedEngine, number: int, turns: int) -> Row:
         before = len(context)
         observed = prompt(30, 0) if turn == 0 else prompt(3 + number, 9 * number + turn)
         context = np.concatenate([context, observed])
-        sent = completed_of(0, await session.generate(request(f"{number}-{turn}", context, seed=number, max_tokens=20)))
+        sent = completed_message(
+            0, await session.generate(request(f"{number}-{turn}", context, seed=number, max_tokens=20))
+        )
         completion = completion_of(msgspec.msgpack.decode(msgspec.msgpack.encode(sent), type=Completed))
         routing = completion.expert_routing
         shape = () if routing is None else routing.shape  # None: aborted while it waited for a slot

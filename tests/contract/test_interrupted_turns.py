@@ -15,7 +15,7 @@ from agentrl.core.errors import EngineError
 from agentrl.core.ports import Engine, Refresh, SamplingParams
 from agentrl.core.records import Completion, EpisodeSpec, MaskStatus, Recollection, Row, SeatBinding, Task
 from agentrl.engines.embedded.engine import EmbeddedEngine
-from agentrl.environment.base import Limits
+from agentrl.environment.base import EpisodeLimits
 from agentrl.journal.rows import trajectories
 from agentrl.rollout.byte_formats import PlainFormat
 from agentrl.rollout.episode import RolloutSettings
@@ -154,7 +154,7 @@ def worker_over(
 ) -> AsyncioWorker:
     settings = RolloutSettings(
         sampling=SamplingParams(max_tokens=TOKENS, **sampling),
-        limits=Limits(max_turns=4, max_tokens=TOKENS, max_context=256),
+        limits=EpisodeLimits(max_turns=4, max_tokens=TOKENS, max_context=256),
         tool_timeout_s=60.0,
         episode_timeout_s=600.0,
     )

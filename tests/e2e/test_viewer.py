@@ -318,14 +318,14 @@ def test_a_refresh_waits_for_who_reads_and_then_comes(tab: Tab, tmp_path: Path) 
             ("document.querySelector('#main a').focus({ preventScroll: true })", "document.activeElement.blur()"),
             ("getSelection().selectAllChildren(document.querySelector('#main'))", "getSelection().empty()"),
         ]
-        for number, (hold, let_go) in enumerate(holds, start=700):
+        for number, (hold, when_unlocked) in enumerate(holds, start=700):
             tab.wait(f"{pulses} > 0")
             tab.evaluate(hold)
             asyncio.run(go_on(number))
             seen = tab.evaluate(pulses)
             tab.wait(f"{pulses} > {seen} + 1")
             assert f"e{number}" not in text(tab), hold
-            tab.evaluate(let_go)
+            tab.evaluate(when_unlocked)
             tab.wait(f"document.querySelector('#main').innerText.includes('e{number}')")
         assert tab.errors == []
 

@@ -23,7 +23,7 @@ from agentrl.core.ports import Delta, GenerateRequest, Refresh, SamplingParams
 from agentrl.core.records import Completion, PolicyVersion, Task, WeightsRef
 from agentrl.credit.advantages import ADVANTAGES
 from agentrl.engines.scripted import ScriptedEngine, ScriptedSession
-from agentrl.environment.base import Limits
+from agentrl.environment.base import EpisodeLimits
 from agentrl.environment.registry import name_of
 from agentrl.journal.entries import JournalEntry, TurnEntry, decode_partial
 from agentrl.journal.port import TurnLog
@@ -186,7 +186,7 @@ class Life:
         )
         settings = RolloutSettings(
             sampling=SamplingParams(max_tokens=MAX_TOKENS, stop_token_ids=(STOP_TOKEN,)),
-            limits=Limits(max_turns=8, max_tokens=MAX_TOKENS, max_context=1 << 16),
+            limits=EpisodeLimits(max_turns=8, max_tokens=MAX_TOKENS, max_context=1 << 16),
             tool_timeout_s=60.0,
             episode_timeout_s=self.episode_timeout_s,
             max_staleness={"left": 1, "right": 3},

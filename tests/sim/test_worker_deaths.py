@@ -90,7 +90,7 @@ class Process:
                 return
             disk[name] += 1
             if is_moved:
-                self._say(wire.Advanced(number=start.number))
+                self._say(wire.MadeProgress(number=start.number))
                 is_moved = False
         if not self._dead.is_set():
             header = replace(dropped_header(start.spec, ""), drop_reason=None, stop_reason="completed")
