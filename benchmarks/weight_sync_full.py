@@ -117,7 +117,7 @@ async def bare_update(llm: WatchedVllm, weights: WeightsRef, *, keep_kv: bool) -
     """vLLM's own way, and nothing else."""
     await llm.pause_generation(mode="keep", clear_cache=not keep_kv)
     await llm.start_weight_update()
-    update = {"path": f"{weights.path}/model.safetensors", "sha256": weights.sha256}
+    update = {"path": f"{weights.path}/model.safetensors"}
     await llm.update_weights(WeightTransferUpdateRequest(update_info=update))
     await llm.finish_weight_update(weight_version=str(weights.version))
     await llm.resume_generation()

@@ -118,6 +118,22 @@ def match_full_weights(
     return matched
 
 
+def check_dtypes(weights: WeightsRef, read: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    """Refuse a trainer's weights that are not in the dtype that the engine computes in, which rounds them in silence.
+
+    Raises:
+        EngineError: names the first such tensor.
+    """
+    for name in read.keys() & expected.keys():
+        have, need = read[name].dtype, expected[name].dtype
+        if have != need:
+            raise refusal(
+                weights,
+                f"its trainer published {name} in {dtype_name(have)}, and the engine computes in {dtype_name(need)}; "
+                "trainer and engine need the same model.dtype",
+            )
+
+
 def _convert_layout(weights: WeightsRef, read: Mapping[str, Tensor], model: PreTrainedModel) -> dict[str, Tensor]:
     load: Any = type(model).from_pretrained
     try:
@@ -206,14 +222,14 @@ def read_matrices(weights: WeightsRef) -> Mapping[str, Tensor]:
     return read_weights(weights, beside=_read_config(weights)).tensors
 
 
-def copy_adapter(weights: WeightsRef, directory: Path) -> WeightsRef:
-    """Copy an adapter's files, and nothing that lies beside them, into a directory; where they lie now.
+def copy_weights(weights: WeightsRef, directory: Path) -> WeightsRef:
+    """Copy a version's files, and nothing that lies beside them, into a directory; where they lie now.
 
     Raises:
         EngineError: a file cannot be read, or there is no room for its copy.
     """
     directory.mkdir(exist_ok=True)
-    for name in WEIGHT_FILES["adapter"]:
+    for name in WEIGHT_FILES[weights.kind]:
         try:
             shutil.copyfile(Path(weights.path) / name, directory / name)
         except OSError as error:

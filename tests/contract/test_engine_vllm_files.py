@@ -27,11 +27,11 @@ COPIES = Path(os.environ.get(VARIABLE, ""))
 
 
 def copies() -> set[Path]:
-    return {path for engine in COPIES.glob("adapters-*") for path in (engine, *engine.iterdir())}
+    return {path for engine in COPIES.glob("weights-*") for path in (engine, *engine.iterdir())}
 
 
 def spoil_copies() -> None:
-    for path in COPIES.glob(f"adapters-*/*/{FILE}"):
+    for path in COPIES.glob(f"weights-*/*/{FILE}"):
         path.unlink()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from tests.contract.engine_kinds import (
     write_full,
 )
 from tests.contract.test_engine_updates import SPOILT
+from tests.contract.test_engine_vllm_files import COPIES
 from tests.contract.vllm_suite import SLOTS, MakeVllm
 
 SOLVER = START["solver"]
@@ -289,6 +291,30 @@ def test_spoilt_weights_are_refused_and_the_old_version_serves(
     make_vllm.run(main)
 
 
+def newest_copy() -> Path:
+    """The private copy of the version that is being loaded."""
+    return max(COPIES.glob("weights-*/*/model.safetensors"), key=lambda path: int(path.parent.name))
+
+
+def test_a_directory_that_is_written_again_changes_nothing_that_is_loaded(
+    make_vllm: MakeVllm, zoo: ModelZoo, tmp_path: Path
+) -> None:
+    async def main() -> None:
+        engine, context = make_vllm(), prompt(40)
+        for step in (1, 2):
+            weights = write_full(tmp_path / f"{step}", version(step), tensors_of(zoo, step))
+            other = write_full(tmp_path / f"other{step}", version(step), tensors_of(zoo, 3))
+            swap = partial(shutil.copyfile, f"{other.path}/model.safetensors", f"{weights.path}/model.safetensors")
+            make_vllm.llm.before["start_weight_update"] = swap
+            await engine.serve([weights])
+            completion = await engine.open(f"s{step}", "solver").generate(request(f"r{step}", context))
+            check_logprobs(zoo.load(seed=step), context, completion)
+            assert len(list(COPIES.glob("weights-*/*"))) == 1, "the version that serves"
+        await engine.close()
+
+    make_vllm.run(main)
+
+
 @pytest.mark.parametrize("updated", [False, True])
 def test_a_load_that_fails_half_way_leaves_the_version_before(
     make_vllm: MakeVllm, zoo: ModelZoo, tmp_path: Path, updated: bool
@@ -302,14 +328,12 @@ def test_a_load_that_fails_half_way_leaves_the_version_before(
         await in_flight(engine)
         weights = write_full(tmp_path / "2", version(2), tensors_of(zoo, 2))
 
-        file = tmp_path / "2" / "model.safetensors"
-        other = write_full(tmp_path / "other", version(2), tensors_of(zoo, 3))
-        make_vllm.llm.before["start_weight_update"] = lambda: shutil.copyfile(f"{other.path}/{file.name}", file)
-        with pytest.raises(EngineError, match=r"solver@0\.2 refused: vLLM cannot load it.*has changed.* keeps serving"):
-            await engine.serve([weights])
-        make_vllm.llm.before["start_weight_update"] = Path(other.path, file.name).unlink
+        make_vllm.llm.before["start_weight_update"] = lambda: newest_copy().write_bytes(b"cut short")
         with pytest.raises(EngineError, match=r"solver@0\.2 refused: vLLM cannot load it.* keeps serving"):
-            await engine.serve([other])
+            await engine.serve([weights])
+        make_vllm.llm.before["start_weight_update"] = lambda: newest_copy().unlink()
+        with pytest.raises(EngineError, match=r"solver@0\.2 refused: vLLM cannot load it.* keeps serving"):
+            await engine.serve([weights])
         completion = await running
         assert steps(completion) == [int(updated)]
         assert len(completion.token_ids) == 300
@@ -328,8 +352,8 @@ def test_an_engine_that_cannot_go_back_says_it_is_lost(make_vllm: MakeVllm, zoo:
         await engine.serve([first])
 
         def fail() -> None:
-            for step in (1, 2):
-                (tmp_path / f"{step}" / "model.safetensors").unlink()
+            for copy in COPIES.glob("weights-*/*/model.safetensors"):
+                copy.unlink()
 
         make_vllm.llm.before["start_weight_update"] = fail
         with pytest.raises(EngineLostError, match=r"solver@0\.2"):

@@ -53,7 +53,7 @@ def swapped(source: WeightsRef) -> Callable[[], None]:
     """Put an adapter in the place of all private copies."""
 
     def swap() -> None:
-        for path in COPIES.glob("adapters-*/*/adapter_model.safetensors"):
+        for path in COPIES.glob("weights-*/*/adapter_model.safetensors"):
             shutil.copyfile(Path(source.path) / path.name, path)
 
     return swap

@@ -1,6 +1,6 @@
 """Versions one vLLM serves: how a published version comes to serve, and what vLLM is asked for that.
 
-`VllmVersions` owns the live versions, adapter places, private copies of adapters, and the order of steps of an update:
+`VllmVersions` owns the live versions, adapter places, private copies of weights, and the order of steps of an update:
 read and check, load beside the others or in their place. `VllmControl` owns what vLLM is asked besides calls: to stand
 still, to load weights, to score tokens. Neither knows the tokens of calls.
 Invariants: until an update has succeeded the old version stays, and no failure leaves vLLM paused; what a version
@@ -36,12 +36,14 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from agentrl.core.errors import EngineError, EngineLostError, VersionNotServedError
+from agentrl.core.files import WEIGHT_FILES
 from agentrl.engines.child_process import VARIABLE
 from agentrl.engines.versions import LiveVersion, VersionTable, refusal, run_to_end
 from agentrl.engines.weights import (
     check_adapter,
     check_answer,
-    copy_adapter,
+    check_dtypes,
+    copy_weights,
     match_full_weights,
     read_adapter,
     read_canary,
@@ -73,7 +75,7 @@ class VllmVersion(LiveVersion):
     salt: str | None = None
     """Sets its prefixes apart in vLLM's cache; an adapter's path does that by itself."""
     file: str = ""
-    """Full weights; empty: what vLLM was started on."""
+    """A private copy of full weights; empty: what vLLM was started on."""
     check: asyncio.Future[bool] | None = None
     """Resolves to whether the version passed its canary check; until then its tokens are held back. None: no check."""
 
@@ -125,7 +127,7 @@ class VllmVersions(VersionTable[VllmVersion]):
         """Serves again if the current version fails its canary check."""
         self._numbers = itertools.count(1)
         self._removals: set[asyncio.Task[None]] = set()
-        self._copies = tempfile.TemporaryDirectory(prefix="adapters-", dir=os.environ.get(VARIABLE))
+        self._copies = tempfile.TemporaryDirectory(prefix="weights-", dir=os.environ.get(VARIABLE))
 
     # --- versions -----------------------------------------------------------------------------------------------------
 
@@ -203,7 +205,7 @@ class VllmVersions(VersionTable[VllmVersion]):
 
     def _copy_checked(self, weights: WeightsRef, copy: Path) -> Canary | None:
         """The copy is checked: it is what vLLM reads, and stays although the run's own changes or is pruned."""
-        adapter = read_adapter(copy_adapter(weights, copy))
+        adapter = read_adapter(copy_weights(weights, copy))
         check_adapter(weights, adapter, self._model, max_rank=self._max_rank)
         return self._of_the_model(weights, adapter.canary)
 
@@ -288,27 +290,39 @@ class VllmVersions(VersionTable[VllmVersion]):
             raise refusal(weights, "vLLM was started for adapters; it serves full weights where no policy has a lora")
         if not self._wanted.is_current(weights) or any(each.pinned for each in self.live.values()):
             raise refusal(weights, "vLLM serves one full version at a time, so no other can be pinned; use lora")
-        policy = weights.version.policy
-        canary = await asyncio.to_thread(self._check_full, weights)
-        self.held.add(policy)  # a turn that began now would find the prefixes of the version that leaves
+        policy, copy = weights.version.policy, Path(self._copies.name) / str(next(self._numbers))
         try:
+            canary = await asyncio.to_thread(self._copy_full, weights, copy)
+            self.held.add(policy)  # a turn that began now would find the prefixes of the version that leaves
             while self.leases.refresh_of(policy) == "turn" and self.of_policy(policy).calls:
                 await self._change()
-            await run_to_end(self._replace_full(weights, canary))
+            await run_to_end(self._replace_full(weights, canary, copy))
         finally:
             self.held.discard(policy)
             self.wake()
+            self._remove_unused_copies()
 
-    def _check_full(self, weights: WeightsRef) -> Canary | None:
-        file = read_weights(weights)
-        match_full_weights(weights, file.tensors, self._model.state_dict(), self._model)
-        return self._of_the_model(weights, read_canary(weights, file))
+    def _copy_full(self, weights: WeightsRef, copy: Path) -> Canary | None:
+        """As `_copy_checked`, so that nothing is left to check while vLLM stands still."""
+        file = read_weights(copy_weights(weights, copy))
+        expected, canary = self._model.state_dict(), read_canary(weights, file)
+        match_full_weights(weights, file.tensors, expected, self._model)
+        if canary is not None:
+            check_dtypes(weights, file.tensors, expected)
+        return self._of_the_model(weights, canary)
 
-    async def _replace_full(self, weights: WeightsRef, canary: Canary | None) -> None:
+    def _remove_unused_copies(self) -> None:
+        """Remove the private copies of full weights that no longer serve."""
+        used = {Path(each.file).parent.name for each in self.live.values() if each.file}
+        for copy in Path(self._copies.name).glob("*"):
+            if copy.name not in used:
+                shutil.rmtree(copy, ignore_errors=True)
+
+    async def _replace_full(self, weights: WeightsRef, canary: Canary | None, copy: Path) -> None:
         old = self.of_policy(weights.version.policy)
         if old.pins:
             raise refusal(weights, f"{old.pins} conversations are pinned to {old.version}; close them, or use lora")
-        file = str(Path(weights.path) / "model.safetensors")
+        file = str(copy / WEIGHT_FILES["full"][0])
         new = VllmVersion(
             version=weights.version, digest=weights.sha256, canary=canary, salt=str(weights.version), file=file
         )
@@ -327,7 +341,7 @@ class VllmVersions(VersionTable[VllmVersion]):
 
     async def _overwrite(self, weights: WeightsRef, new: VllmVersion, old: VllmVersion) -> None:
         try:
-            await self._control.load_full(new.file, new.digest, str(new.version))
+            await self._control.load_full(new.file, str(new.version))
         except EngineDeadError:
             raise
         except Exception as error:
@@ -341,7 +355,7 @@ class VllmVersions(VersionTable[VllmVersion]):
             EngineLostError: vLLM has weights of no version now.
         """
         try:
-            await self._control.load_full(old.file, old.digest, str(old.version))
+            await self._control.load_full(old.file, str(old.version))
         except Exception as error:
             self._control.lost = True
             raise EngineLostError(
@@ -390,17 +404,15 @@ class VllmControl:
                 if not self.lost:
                     await self._llm.resume_generation()
 
-    async def load_full(self, file: str, digest: str, label: str) -> None:
+    async def load_full(self, file: str, label: str) -> None:
         """Put the weights of a file in place of those that are; what vLLM samples from then on bears the label.
 
         Args:
-            file: empty: what vLLM was started on.
-            digest: SHA-256 of the file, which must have it still.
+            file: a private copy; empty: what vLLM was started on.
             label: of the version.
         """
         await self._llm.start_weight_update()
-        update = {"path": file, "sha256": digest}
-        await self._llm.update_weights(WeightTransferUpdateRequest(update_info=update))
+        await self._llm.update_weights(WeightTransferUpdateRequest(update_info={"path": file}))
         await self._llm.finish_weight_update(weight_version=label)
 
     async def load_adapter(self, adapter: LoRARequest) -> None:

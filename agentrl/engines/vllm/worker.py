@@ -1,17 +1,16 @@
 """Full weights by file, inside vLLM's worker processes: a backend of vLLM's own start, update and finish protocol.
 
 Imported by name in each worker (`worker_extension_cls`), which registers the backend. Reads safetensors only.
-Invariant: what is loaded is what the engine has checked, and all of it; anything else is an error.
+Invariant: a file is loaded whole, or it is an error; what it holds was checked before anything stood still.
 """
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safetensors.torch import load
+import torch
+from safetensors.torch import load_file
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -37,11 +36,9 @@ class FileInit(WeightTransferInitInfo):
 
 @dataclass
 class FileUpdate(WeightTransferUpdateInfo):
-    """The file of the new weights; without a path, the weights vLLM was started on."""
+    """The file of the new weights, a private copy that was checked; without a path, the weights vLLM was started on."""
 
     path: str = ""
-    sha256: str = ""
-    """The digest of the file that was checked."""
 
 
 class FileWeights(WeightTransferEngine[FileInit, FileUpdate]):
@@ -67,8 +64,10 @@ class FileWeights(WeightTransferEngine[FileInit, FileUpdate]):
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Load the file; unlike the base class, without asking an accelerator to settle."""
+        """Load the file, and on a GPU wait until it is there: the base class would wait on a CPU too, which fails."""
         self.receive_weights(self.parse_update_info(update_info))
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: FileUpdate) -> None:
         """Load the file; where that fails no layer is left half loaded, so that another file can be."""
@@ -84,15 +83,12 @@ class FileWeights(WeightTransferEngine[FileInit, FileUpdate]):
             raise
 
     def _read(self, update_info: FileUpdate) -> Iterable[tuple[str, Tensor]]:
-        """Names and tensors; a file is read once, so that it cannot change between its digest and its tensors."""
+        """Names and tensors, mapped into memory."""
         if not update_info.path:
             loader: Any = get_model_loader(self.vllm_config.load_config)
             started_on: Iterable[tuple[str, Tensor]] = loader.get_all_weights(self.model_config, self.model)
             return started_on
-        content = Path(update_info.path).read_bytes()
-        if hashlib.sha256(content).hexdigest() != update_info.sha256:
-            raise ValueError(f"{update_info.path} has changed since it was checked")
-        return load(content).items()
+        return load_file(update_info.path).items()
 
     def finish_weight_update(self) -> None:
         """Put the loaded layers into service."""
