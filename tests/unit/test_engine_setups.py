@@ -1,0 +1,51 @@
+"""The three set-ups of docs/engines.md, on machines as it describes them: doctor accepts and explains each."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from transformers import Qwen3Config
+
+from agentrl.app import parts
+from agentrl.cli.main import main
+from agentrl.core.machine import Gpu, Memory
+
+SHAPES = {
+    "Qwen3-0.6B": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16},
+    "Qwen3-8B": {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32},
+    "Qwen3-32B": {"hidden_size": 5120, "intermediate_size": 25600, "num_hidden_layers": 64, "num_attention_heads": 64},
+}
+MACHINES = {"Qwen3-0.6B": (1, 24), "Qwen3-8B": (8, 80), "Qwen3-32B": (8, 80)}
+"""GPUs, and GB of each."""
+
+
+def set_ups(repository: Path) -> dict[str, str]:
+    page = (repository / "docs/engines.md").read_text().partition("### Three set-ups")[2].partition("\n## ")[0]
+    texts = re.findall(r"```toml\n(.*?)```", page, flags=re.DOTALL)
+    return {model: text for text in texts for model in SHAPES if f'"Qwen/{model}"' in text}
+
+
+@pytest.mark.parametrize("model", list(SHAPES))
+def test_doctor_accepts_and_explains_a_set_up(
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], model: str
+) -> None:
+    more = {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 40960}
+    config = Qwen3Config(**SHAPES[model], **more, tie_word_embeddings=model == "Qwen3-0.6B", dtype="bfloat16")
+    config.save_pretrained(tmp_path / model)
+    file = tmp_path / "run.toml"
+    file.write_text(set_ups(repository)[model].replace(f"Qwen/{model}", str(tmp_path / model)))
+    count, size = MACHINES[model]
+    card = Memory(size * 10**9, size * 10**9)
+    monkeypatch.setattr(parts, "gpus", lambda: tuple(Gpu(str(at), "card", card) for at in range(count)))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    code = main(["doctor", str(file), "--json"])
+    sections = json.loads(capsys.readouterr().out)["sections"]
+    checks = [check for title in ("memory", f"{file} will use") for check in sections[title]]
+    assert not [check for check in checks if check["level"] == "missing"], checks
+    assert code == 0
+    lines = [check["found"] for check in checks if check["name"] == "devices"]
+    assert len(lines) == count
+    assert not any("not used" in line for line in lines)
