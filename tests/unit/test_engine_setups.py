@@ -28,7 +28,15 @@ def set_ups(repository: Path) -> dict[str, str]:
     return {model: text for text in texts for model in SHAPES if f'"Qwen/{model}"' in text}
 
 
-@pytest.mark.parametrize("model", list(SHAPES))
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "model",
+    [
+        "Qwen3-0.6B",
+        pytest.param("Qwen3-8B", marks=pytest.mark.exhaustive),
+        pytest.param("Qwen3-32B", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_doctor_accepts_and_explains_a_set_up(
     repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], model: str
 ) -> None:
