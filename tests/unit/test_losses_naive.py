@@ -18,6 +18,7 @@ from agentrl.config.run import ADVANTAGES as ADVANTAGE_NAMES
 from agentrl.config.run import LOSSES
 from agentrl.credit.advantages import ADVANTAGES, OF_GROUPS, Group, make_estimator
 from agentrl.learn.losses import BUILT_IN, divergence
+from benchmarks.learning import oracle_errors
 from tests.loss_cases import batch_of, evaluated, loss_named
 
 LENGTHS = (7, 1, 12, 4, 9)
@@ -228,6 +229,12 @@ def test_the_names_of_the_configuration_are_the_functions() -> None:
     assert set(ADVANTAGE_NAMES) == ADVANTAGES.keys() | OF_GROUPS.keys()
     for function, _ in (*BUILT_IN.values(), *OF_GROUPS.values()):
         assert any(paper in (function.__doc__ or "") for paper in ("arXiv", "Williams", "et al."))
+
+
+def test_the_losses_of_trl_are_those_that_were_recorded() -> None:
+    errors = oracle_errors()
+    assert len(errors) >= 40
+    assert max(errors) < 1e-6
 
 
 def test_pass_at_k_is_the_mean_over_subsets() -> None:
