@@ -1,4 +1,4 @@
-"""The trainer port over Ray: one actor per data-parallel rank, each a `PolicyTrainer` that holds the same weights.
+"""The trainer port over Ray: one actor per data-parallel rank, each a `PolicyTrainer` of the same weights.
 
 The control path carries batches by reference; every rank reads its share of the token data itself. Ranks meet in one
 torch.distributed group through a file, on loopback. Owns: actors, their order, what a failure of one means for all.

@@ -47,7 +47,7 @@ from agentrl.engines.weights import adaptable_layers, match_full_weights, read_m
 from agentrl.learn.attention import ATTENTION
 from agentrl.learn.forward import HeadOutput, device_tensor, token_logprobs
 from agentrl.learn.packing import MicroBatch, pack
-from agentrl.learn.ranks import gathered
+from agentrl.learn.ranks import whole
 from agentrl.learn.routing_replay import RoutingReplay
 from agentrl.learn.sharding import ShardedForward
 
@@ -177,8 +177,9 @@ class PolicyModel:
         """The tensors of a version's safetensors file by name, in the layout `from_pretrained` reads, one at a time."""
         tensors = self._own_tensors()
         for piece in self._converted_together:
-            rounded = {name: tensors[name].to(self._published_dtype(tensors[name])) for name in piece}
-            yield from self._converted(dict(gathered(rounded))).items()
+            chosen = {name: whole(tensors[name], self._published_dtype(tensors[name])) for name in piece}
+            yield from self._converted(chosen).items()
+            chosen.clear()
 
     def published_layout(self) -> Mapping[str, Tensor]:
         """Tensors without data, with the names, shapes and dtypes of those that `published` yields, in its order."""

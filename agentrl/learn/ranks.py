@@ -55,9 +55,25 @@ def _filled(sizes: Sequence[int], limit: int) -> list[range]:
     return [*shares, range(start, len(sizes))]
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """A tensor, gathered where every rank holds a shard of it; all ranks must ask."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+@torch.no_grad()
+def whole(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """A tensor, gathered where every rank holds a shard of it; all ranks must ask.
+
+    Each shard is received in its place: besides the result, nothing is held. Shards are rounded to `dtype` before.
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor
+    if not any(placement.is_shard() for placement in tensor.placements):  # a sum, such as a norm
+        return tensor.full_tensor()
+    mesh, dimension = tensor.device_mesh, _sharded_dimension(tensor)
+    result = torch.empty(tensor.shape, dtype=dtype or tensor.dtype, device=tensor.device)
+    for rank in range(mesh.size(dimension)):
+        rows = result[_rows_of(tensor, rank)]
+        if rank == mesh.get_local_rank(dimension):
+            rows.copy_(tensor.to_local())
+        if rows.numel():  # as bytes: not every backend knows every dtype
+            dist.broadcast(rows.view(-1).view(torch.uint8), group=mesh.get_group(dimension), group_src=rank)
+    return result
 
 
 def gathered(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
@@ -75,9 +91,19 @@ def own_rows(tensor: Tensor) -> slice:
     """The rows of a tensor (its first dimension) that this rank holds."""
     if not isinstance(tensor, DTensor):
         return slice(0, len(tensor))
+    return _rows_of(tensor, tensor.device_mesh.get_local_rank(_sharded_dimension(tensor)))
+
+
+def _sharded_dimension(tensor: DTensor) -> int:
+    """The dimension of the mesh over which a tensor is sharded."""
     (dimension,) = (at for at, placement in enumerate(tensor.placements) if placement.is_shard(0))
-    rows = -(-len(tensor) // tensor.device_mesh.size(dimension))
-    start = min(len(tensor), rows * tensor.device_mesh.get_local_rank(dimension))
+    return dimension
+
+
+def _rows_of(tensor: DTensor, rank: int) -> slice:
+    """The rows of a tensor that a rank of that dimension holds."""
+    rows = -(-len(tensor) // tensor.device_mesh.size(_sharded_dimension(tensor)))
+    start = min(len(tensor), rows * rank)
     return slice(start, min(len(tensor), start + rows))
 
 
@@ -117,7 +143,7 @@ _REFUSALS: Mapping[str, type[AgentRLError]] = {error.__name__: error for error i
 
 
 class Ranks(Protocol):
-    """A group of trainers that hold the same weights and each see a share of every step."""
+    """A group of trainers of the same weights, whole or sharded, each of which sees a share of every step."""
 
     rank: int
     size: int

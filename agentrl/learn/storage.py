@@ -309,9 +309,11 @@ def _write_tensors(
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for (name, expected), (found, tensor) in zip(layout.items(), tensors, strict=False):
+        for name, expected in layout.items():
+            found, tensor = next(tensors)
             assert (name, expected.shape, expected.dtype) == (found, tensor.shape, tensor.dtype)
             file.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+            del tensor  # before the next is gathered
 
 
 class CanaryMaker:
