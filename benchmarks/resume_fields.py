@@ -100,6 +100,7 @@ CHANGED: dict[str, Any] = {
     "credit.group_size": 2,
     "credit.turn_credit": "to_go",
     "credit.advantage": "group_mean",
+    "credit.advantage_options": {"k": 2},
     "trainer.loss.name": "ppo",
     "trainer.loss.options": {"max_ratio": 2.0},
     "journal.keep": 0,
@@ -114,6 +115,7 @@ BESIDE: dict[str, dict[str, Any]] = {
     "best.stop_at": {"best.metric": "reward/mean"},
     "best.stop_fall": {"best.metric": "reward/mean"},
     "engine.replicas": {"engine.placement": "process"},
+    "credit.advantage_options": {"credit.advantage": "pass_at_k"},
     "engine.vllm": {"engine.kind": "vllm", "sampling.top_p": 1.0},
 }
 """What has to be changed too for the setting to be one."""

@@ -591,6 +591,10 @@ def _check_functions(config: RunConfig) -> None:
 
 def _check_credit(config: RunConfig) -> None:
     credit = config.credit
+    if credit.advantage_options and credit.advantage in ADVANTAGES[:5]:
+        raise ValueError(
+            f"credit.advantage_options: credit.advantage = {credit.advantage!r} has no options; leave it out"
+        )
     if credit.turn_credit == "to_go" and credit.advantage == "role_mean":
         raise ValueError(
             "credit.turn_credit = 'to_go' compares the turns of a group: set credit.advantage = 'leave_one_out', "
