@@ -190,11 +190,10 @@ def _live(act: str, directory: Path, *, resume: bool) -> tuple[int, str]:
             acted = directory / "acted"
             since = acted.stat().st_mtime if acted.exists() else time.time()
             hangs = act.startswith("hangs") and not resume and time.time() - since > SILENCE_S
-            hangs |= (
-                act.startswith("hangs") and resume and time.monotonic() - began > 4 * SILENCE_S and not _workers(log)
-            )
             took = time.monotonic() - began
-            if hangs or took > LONGEST_S or (took > LIMIT_S and took - _waited_s(process.pid) > LIMIT_S):
+            is_stuck = act.startswith("hangs") and resume and not _workers(log)
+            limit_s = 4 * SILENCE_S if is_stuck else LIMIT_S
+            if hangs or took > LONGEST_S or (took > limit_s and took - _waited_s(process.pid) > limit_s):
                 process.kill()
         return process.wait(), log.read_text(errors="replace")
 
