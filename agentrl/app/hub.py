@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from agentrl.config.policies import ServedPolicy
+from agentrl.config.policies import LocalPolicy
 from agentrl.config.run import RunConfig
 from agentrl.core.errors import ConfigError, ModelError
 
@@ -61,7 +61,7 @@ def _with_local_policies(config: RunConfig, before: Mapping[str, Any], *, downlo
     recorded = before.get("policies")
     then = recorded if isinstance(recorded, Mapping) else {}
     policies: dict[str, Any] = dict(config.policies)
-    for name, policy in config.of_kind(ServedPolicy).items():
+    for name, policy in config.of_kind(LocalPolicy).items():
         if is_hub_name(policy.model):
             found = _kept(policy.model, "", then.get(name), "model")
             found = found or _snapshot(f"policies.{name}.model", policy.model, "", download=download)

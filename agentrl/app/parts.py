@@ -18,7 +18,7 @@ from agentrl.app.policies import adapter_slots_needed, largest_rank
 from agentrl.cluster.worker_pool import PoolSettings, WorkerPool
 from agentrl.cluster.worker_wire import Work
 from agentrl.config.devices import DevicePlan, plan_devices
-from agentrl.config.policies import BotPolicy, ExternalPolicyConfig, RemotePolicy, ServedPolicy
+from agentrl.config.policies import BotPolicy, ExternalPolicyConfig, LocalPolicy, RemotePolicy
 from agentrl.config.run import RunConfig
 from agentrl.core.clock import Clock, SystemClock
 from agentrl.core.errors import ConfigError, InputError
@@ -85,9 +85,11 @@ def external_policies(config: RunConfig) -> dict[str, ExternalPolicy]:
         EnvironmentDefinitionError: there is no such bot.
     """
     from agentrl.engines.external import Bot
-    from agentrl.engines.remote import Endpoint
+    from agentrl.engines.remote import RemoteEndpoint
 
-    endpoints = {name: Endpoint(policy=name, config=policy) for name, policy in config.of_kind(RemotePolicy).items()}
+    endpoints = {
+        name: RemoteEndpoint(policy=name, config=policy) for name, policy in config.of_kind(RemotePolicy).items()
+    }
     bots = {
         name: Bot(policy=name, program=load_function(policy.id, f"policies.{name}.id"))
         for name, policy in config.of_kind(BotPolicy).items()
@@ -298,7 +300,7 @@ def _with_absolute_bases(config: RunConfig) -> dict[str, Any]:
     """A configuration as data, for a process with another working directory."""
     data = config.model_dump(mode="json")
     data["model"]["path"] = config.model.path and _absolute(config)
-    for name, policy in config.of_kind(ServedPolicy).items():
+    for name, policy in config.of_kind(LocalPolicy).items():
         data["policies"][name]["model"] = policy.model and os.path.abspath(policy.model)
     return data
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar, 
 
 from pydantic import BaseModel, ValidationError
 
-from agentrl.config.policies import AnyPolicy, BotPolicy, FrozenPolicy, ServedPolicy
+from agentrl.config.policies import AnyPolicy, BotPolicy, FrozenPolicy, LocalPolicy
 from agentrl.config.run import RunConfig
 from agentrl.core.errors import ConfigError, JournalError
 
@@ -110,7 +110,7 @@ def _resolve_code(source: Path, reference: str, *, key: str) -> str:
 def _resolve_policy(source: Path, name: str, policy: AnyPolicy) -> AnyPolicy:
     if isinstance(policy, BotPolicy):
         return policy.model_copy(update={"id": _resolve_code(source, policy.id, key=f"policies.{name}.id")})
-    given = {"model": policy.model} if isinstance(policy, ServedPolicy) else {}
+    given = {"model": policy.model} if isinstance(policy, LocalPolicy) else {}
     given |= {"path": policy.path} if isinstance(policy, FrozenPolicy) else {}
     resolved = {key: _resolve_path(source, path, key=f"policies.{name}.{key}") for key, path in given.items() if path}
     return policy.model_copy(update=resolved)

@@ -58,7 +58,7 @@ def _learning_rate(policy: dict[str, Any]) -> float:
     return LEARNING_RATES["full" if policy.get("lora") is None else "adapter"]
 
 
-class ServedPolicy(_Sampled):
+class LocalPolicy(_Sampled):
     """A policy that an engine of ours serves: weights that learn or stay frozen."""
 
     model: Fixed[str] = ""
@@ -71,7 +71,7 @@ class ServedPolicy(_Sampled):
         return package_directory(model) if model else model
 
 
-class PolicyConfig(ServedPolicy):
+class PolicyConfig(LocalPolicy):
     """A policy that learns: an adapter on the base model, or all weights."""
 
     kind: Fixed[Literal["trained"]] = "trained"
@@ -94,7 +94,7 @@ class PolicyConfig(ServedPolicy):
     """Optimizer steps of this policy; 0: the run's `steps`."""
 
 
-class FrozenPolicy(ServedPolicy):
+class FrozenPolicy(LocalPolicy):
     """Weights that never change, for opponents and judges."""
 
     kind: Fixed[Literal["frozen"]]

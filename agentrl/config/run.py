@@ -17,10 +17,10 @@ from agentrl.config.policies import (
     AnyPolicy,
     BotPolicy,
     ExternalPolicyConfig,
+    LocalPolicy,
     OpponentPoolPolicy,
     PolicyConfig,
     RemotePolicy,
-    ServedPolicy,
 )
 from agentrl.config.section import (
     Episodes,
@@ -415,7 +415,7 @@ class RunConfig(Section):
         section = self.policies[policy]
         if isinstance(section, OpponentPoolPolicy):
             return self.base_of(section.of)
-        return (section.model or self.model.path) if isinstance(section, ServedPolicy) else ""
+        return (section.model or self.model.path) if isinstance(section, LocalPolicy) else ""
 
     @property
     def bases(self) -> list[RunConfig]:

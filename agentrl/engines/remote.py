@@ -46,7 +46,7 @@ MORE_BYTES = 1 << 16
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Endpoint:
+class RemoteEndpoint:
     """See `external.ExternalPolicy`: where one remote policy lives."""
 
     policy: str

@@ -121,7 +121,7 @@ def _messages(body: Mapping[str, Any]) -> list[Message]:
                 found.append(_said(blocks, where))
                 names.update((call.id, call.name) for call in found[-1].tool_calls)
             case "user":
-                found += _heard(blocks, where, names)
+                found += _user_messages(blocks, where, names)
             case "system":
                 found.append(Message(role="system", content=_text(blocks, where)))
             case other:
@@ -153,7 +153,7 @@ def _said(blocks: Sequence[Mapping[str, Any]], where: str) -> Message:
     return Message(role="assistant", content="\n".join(texts), tool_calls=tuple(calls))
 
 
-def _heard(blocks: Sequence[Mapping[str, Any]], where: str, names: Mapping[str, str]) -> Iterator[Message]:
+def _user_messages(blocks: Sequence[Mapping[str, Any]], where: str, names: Mapping[str, str]) -> Iterator[Message]:
     """The messages in a message of the user."""
     texts: list[str] = []
     for block in blocks:

@@ -60,9 +60,9 @@ class OpenSeats:
     """By name of the model, aliases included."""
     failure: asyncio.Future[None]
     """Gets the error with which the episode cannot go on."""
-    calls: dict[bytes, list[_Call]] = field(default_factory=dict)
+    calls: dict[bytes, list[_PendingReply]] = field(default_factory=dict)
     """Calls that run, or whose reply is owed, by digest of the request."""
-    by_idempotency_key: dict[str, _Call] = field(default_factory=dict)
+    by_idempotency_key: dict[str, _PendingReply] = field(default_factory=dict)
     running: set[asyncio.Task[Any]] = field(default_factory=set)
 
     @property
@@ -72,7 +72,7 @@ class OpenSeats:
 
 
 @dataclass(eq=False, slots=True)
-class _Call:
+class _PendingReply:
     """A call and its clients."""
 
     task: asyncio.Task[Sequence[ChatReply]]
@@ -216,7 +216,7 @@ class Gateway:
         if call is None:
             if len(opened.running) >= MOST_CALLS:
                 raise RequestRefusedError(f"{MOST_CALLS} calls of this episode wait already", "unavailable")
-            call = _Call(asyncio.get_running_loop().create_task(_replies(opened, seat, chat)))
+            call = _PendingReply(asyncio.get_running_loop().create_task(_replies(opened, seat, chat)))
             opened.running.add(call.task)
             call.task.add_done_callback(opened.running.discard)
             opened.calls.setdefault(digest, []).append(call)
@@ -251,7 +251,7 @@ def _seat_of(opened: OpenSeats, model: str, limited_to: str | None) -> Seat:
     return seat
 
 
-def _call_of(opened: OpenSeats, digest: bytes, idempotency_key: str, *, retries: bool) -> _Call | None:
+def _call_of(opened: OpenSeats, digest: bytes, idempotency_key: str, *, retries: bool) -> _PendingReply | None:
     """The call whose reply a request is to get; None if it is a new one."""
     if idempotency_key:
         return opened.by_idempotency_key.get(idempotency_key)
@@ -261,7 +261,7 @@ def _call_of(opened: OpenSeats, digest: bytes, idempotency_key: str, *, retries:
     return None
 
 
-def _forget(opened: OpenSeats, digest: bytes, call: _Call) -> None:
+def _forget(opened: OpenSeats, digest: bytes, call: _PendingReply) -> None:
     """A client has the replies of a call: it is owed to nobody."""
     same = opened.calls.get(digest, [])
     if call in same:

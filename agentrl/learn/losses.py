@@ -125,8 +125,8 @@ def importance_sampling(
     ("mask": MIS; with `low = 0.5, high = 5` at the token IcePop, arXiv:2510.18855). Token
     weights have a bias that grows with the length, longer products a variance that does.
     """
-    _check_choice("level", level, ("token", "turn", "agent"))
-    _check_choice("outside", outside, ("truncate", "mask"))
+    _check_one_of("level", level, ("token", "turn", "agent"))
+    _check_one_of("outside", outside, ("truncate", "mask"))
     with torch.no_grad():
         log_v = batch.log_ratio if level == "token" else batch.sum(batch.log_ratio, _level(level))
         v = log_v.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
@@ -142,7 +142,7 @@ def geometric_mask(
     Geometric rejection (Liu et al. 2025, richardli.xyz/rl-collapse; NeMo-RL's `seq-mask-tis`). The mean does not grow
     with the length, as the product does; a conversation of several versions is judged as a whole. C = `max_ratio`.
     """
-    _check_choice("level", level, ("turn", "agent"))
+    _check_one_of("level", level, ("turn", "agent"))
     with torch.no_grad():
         mean = batch.mean(batch.log_ratio, _level(level)).exp()
         weight = batch.ratio.clamp(max=max_ratio).masked_fill((mean < low) | (mean > high), 0.0)
@@ -240,7 +240,7 @@ def _level(level: str) -> Id:
     return "turn" if level == "turn" else "agent"
 
 
-def _check_choice(option: str, value: str, known: Sequence[str]) -> None:
+def _check_one_of(option: str, value: str, known: Sequence[str]) -> None:
     if value not in known:
         raise ValueError(f"{option} = {value!r}: expected {', '.join(known)}")
 

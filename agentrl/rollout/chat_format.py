@@ -187,7 +187,7 @@ class TemplateFormat:
 
     def parse(self, token_ids: Sequence[int]) -> Message:
         """The assistant message a completion says, without its thinking; malformed calls are kept raw."""
-        text = self._decode_spoken(_as_list(token_ids))
+        text = self._decode_reply(_as_list(token_ids))
         if self._thinks:
             text = _without_thinking(text)
         content, calls = self._parse_text(text)
@@ -202,7 +202,7 @@ class TemplateFormat:
             self._decoded = (list(ids), text)
         return text
 
-    def _decode_spoken(self, ids: list[int]) -> str:
+    def _decode_reply(self, ids: list[int]) -> str:
         """Text of tokens without the silent ones."""
         silent = self._silent
         spoken = [token for token in ids if token not in silent]

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from agentrl.gateway.server import OpenSeats
     from agentrl.rollout.call_journal import Call
     from agentrl.rollout.episode import LiveEpisode
-    from agentrl.rollout.token_tree import Placement
+    from agentrl.rollout.token_tree import RowPlacement
 
 T = TypeVar("T")
 
@@ -113,7 +113,7 @@ class HarnessAgent(LiveAgent):
 
     def count_tokens(self, request: ChatRequest) -> int:
         """See `gateway.calls.Seat.count_tokens`."""
-        placed = self._place(request)
+        placed = self._find_row(request)
         length = len(placed.row.tokens)
         self._tree.withdraw(placed, forget=True)
         return length
@@ -142,7 +142,7 @@ class HarnessAgent(LiveAgent):
         if call.is_inherited:
             placed = self._inherited(request, call, recorded, context)
             return self._replied(request, call, placed, completion_of(recorded), recorded.started)
-        placed = self._tree.restate(self._place(request), context)
+        placed = self._tree.restate(self._find_row(request), context)
         entry = msgspec.structs.replace(
             recorded,
             row=placed.row.number,
@@ -155,13 +155,13 @@ class HarnessAgent(LiveAgent):
         self._episode.metric("replies/recalled", 1.0, self)
         return self._replied(request, call, placed, completion_of(recorded), recorded.started)
 
-    def _inherited(self, request: ChatRequest, call: Call, recorded: TurnEntry, context: Int32Array) -> Placement:
+    def _inherited(self, request: ChatRequest, call: Call, recorded: TurnEntry, context: Int32Array) -> RowPlacement:
         """The place of a turn that a fork inherits.
 
         Raises:
             ReplayMismatchError: the program asks in another order than it did.
         """
-        placed = self._place(request)
+        placed = self._find_row(request)
         then = (recorded.turn, recorded.row, recorded.parent_context)
         if then != (len(self._turns), placed.row.number, placed.before):
             self._episode.journal.mismatch(
@@ -174,7 +174,7 @@ class HarnessAgent(LiveAgent):
     async def _sample_new(self, request: ChatRequest, call: Call, sampling: SamplingParams) -> ChatReply:
         """Sample a reply and write its turn."""
         clock = self._episode.services.clock
-        placed = self._place(request)
+        placed = self._find_row(request)
         sampler = self._samplers.get(placed.row.number)
         if sampler is None:
             sampler = self._samplers[placed.row.number] = RowSampler(self._episode, self.seat, placed.row.number)
@@ -203,7 +203,7 @@ class HarnessAgent(LiveAgent):
         return self._replied(request, call, placed, completion, entry.started)
 
     def _replied(
-        self, request: ChatRequest, call: Call, placed: Placement, completion: Completion, started: float
+        self, request: ChatRequest, call: Call, placed: RowPlacement, completion: Completion, started: float
     ) -> ChatReply:
         """Append a turn that is in the journal, and return it as the client gets it."""
         chat_format = self._settings.chat_format
@@ -242,7 +242,7 @@ class HarnessAgent(LiveAgent):
             cached_tokens=completion.cached_tokens,
         )
 
-    def _place(self, request: ChatRequest) -> Placement:
+    def _find_row(self, request: ChatRequest) -> RowPlacement:
         """The row of a request.
 
         Raises:
@@ -252,7 +252,7 @@ class HarnessAgent(LiveAgent):
         if characters > CHARACTERS_PER_TOKEN * self._settings.limits.max_context:
             self._refuse_context(characters // CHARACTERS_PER_TOKEN)
         try:
-            return self._tree.place(request.messages, request.tools)
+            return self._tree.find_row(request.messages, request.tools)
         except ModelError as error:
             raise RequestRefusedError(f"the model's chat template refuses the messages: {error}") from None
 
@@ -450,7 +450,7 @@ async def _awaited(program: Awaitable[Any]) -> Any:
     return await program
 
 
-def _new(request: ChatRequest, placed: Placement) -> Sequence[Message]:
+def _new(request: ChatRequest, placed: RowPlacement) -> Sequence[Message]:
     return request.messages[len(request.messages) - placed.new_messages :]
 
 

@@ -74,7 +74,7 @@ class TreeTurn:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Placement:
+class RowPlacement:
     """Where a request belongs."""
 
     row: TreeRow
@@ -122,7 +122,7 @@ class TokenTree:
         self._replies: set[bytes] = set()
         """Digests of all replies."""
 
-    def place(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> Placement:
+    def find_row(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> RowPlacement:
         """Find or begin the row of a request; it is busy until `answer` or `withdraw`.
 
         Raises:
@@ -161,12 +161,12 @@ class TokenTree:
             self.rows.append(row)
         row.is_busy = True
         self._known.update(bare)
-        return Placement(
+        return RowPlacement(
             row=row, before=before, new_messages=len(messages) - at, cause=cause, path=paths[-1], bare_path=bare[-1]
         )
 
     def answer(
-        self, placement: Placement, sampled: Sequence[int], finish_reason: FinishReason, reply: Message
+        self, placement: RowPlacement, sampled: Sequence[int], finish_reason: FinishReason, reply: Message
     ) -> TreeTurn:
         """Append the tokens of a sampled turn; `reply` is the message as the client gets it."""
         row = placement.row
@@ -184,7 +184,7 @@ class TokenTree:
         """Digest of a request's tools and messages; equal for requests that are placed alike."""
         return _paths(_tools_digest(tools), [self._said(message) for message in messages])[-1]
 
-    def restate(self, placement: Placement, context: Int32Array) -> Placement:
+    def restate(self, placement: RowPlacement, context: Int32Array) -> RowPlacement:
         """Give a request the context it had when its reply was recorded, instead of the one rendered now.
 
         Its row continues if the context does; else it gets a row of its own.
@@ -199,7 +199,7 @@ class TokenTree:
         self.rows.append(row)
         return replace(placement, row=row, before=0)
 
-    def withdraw(self, placement: Placement, *, forget: bool = False) -> None:
+    def withdraw(self, placement: RowPlacement, *, forget: bool = False) -> None:
         """Nothing was sampled for a request: take its context back.
 
         With `forget` nothing has used the number of a row it began, which the next row gets.

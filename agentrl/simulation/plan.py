@@ -156,7 +156,7 @@ class Rates:
 
 
 @dataclass(frozen=True, slots=True)
-class Gpu:
+class GpuSpeed:
     """A GPU's data sheet, for bf16 without sparsity."""
 
     memory: float
@@ -175,16 +175,16 @@ class Model:
     kv_bytes: int
     """Bytes of keys and values per token of context."""
 
-    def kv_tokens(self, gpu: Gpu, gpus: int) -> int:
+    def kv_tokens(self, gpu: GpuSpeed, gpus: int) -> int:
         """Tokens of context that fit beside the weights."""
         room = MEMORY_SHARE * gpu.memory * gpus - 2 * self.parameters
         return max(int(room / self.kv_bytes), 0)
 
-    def prefill_rate(self, gpu: Gpu, gpus: int) -> float:
+    def prefill_rate(self, gpu: GpuSpeed, gpus: int) -> float:
         """Tokens of context computed per second."""
         return PREFILL_SHARE * gpu.operations * gpus / (2 * self.parameters)
 
-    def rates(self, gpu: Gpu, gpus: int, slots: int, context: float) -> Rates:
+    def rates(self, gpu: GpuSpeed, gpus: int, slots: int, context: float) -> Rates:
         """r(b) with contexts of so many tokens."""
 
         def rate(count: int) -> float:
@@ -195,17 +195,17 @@ class Model:
         counts = {2**power for power in range(int(math.log2(slots)) + 1)} | {slots}
         return Rates({count: rate(count) for count in sorted(counts)})
 
-    def train_rate(self, gpu: Gpu, gpus: int) -> float:
+    def train_rate(self, gpu: GpuSpeed, gpus: int) -> float:
         """Tokens trained per second."""
         return TRAIN_SHARE * gpu.operations * gpus / (8 * self.parameters)
 
 
-GPUS: Mapping[GpuName, Gpu] = {
-    "A100": Gpu(80e9, 2.0e12, 312e12),
-    "H100": Gpu(80e9, 3.35e12, 989e12),
-    "H200": Gpu(141e9, 4.8e12, 989e12),
-    "B200": Gpu(180e9, 7.7e12, 2250e12),
-    "L40S": Gpu(48e9, 0.864e12, 362e12),
+GPUS: Mapping[GpuName, GpuSpeed] = {
+    "A100": GpuSpeed(80e9, 2.0e12, 312e12),
+    "H100": GpuSpeed(80e9, 3.35e12, 989e12),
+    "H200": GpuSpeed(141e9, 4.8e12, 989e12),
+    "B200": GpuSpeed(180e9, 7.7e12, 2250e12),
+    "L40S": GpuSpeed(48e9, 0.864e12, 362e12),
 }
 """GPU data; the SXM variant if there are several."""
 
@@ -454,7 +454,7 @@ class Plan(Section):
         return MODELS[self.engine.model] if self.engine.model else None
 
     @property
-    def gpu(self) -> Gpu:
+    def gpu(self) -> GpuSpeed:
         """The preset."""
         return GPUS[self.engine.gpu]
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from agentrl.core.records import FinishReason, Message, ToolSpec
 from agentrl.rollout.byte_formats import STOP_TOKEN, PlainFormat
-from agentrl.rollout.token_tree import Placement, TokenTree
+from agentrl.rollout.token_tree import RowPlacement, TokenTree
 
 FORMAT = PlainFormat()
 TOOLS = (ToolSpec(name="look", description="", parameters={"properties": {"at": {}}}),)
@@ -28,13 +28,13 @@ class Client:
 
     tree: TokenTree = field(default_factory=lambda: TokenTree(FORMAT))
     conversations: list[tuple[list[Message], tuple[ToolSpec, ...]]] = field(default_factory=list)
-    in_flight: list[tuple[Placement, list[Message], tuple[ToolSpec, ...], list[int]]] = field(default_factory=list)
+    in_flight: list[tuple[RowPlacement, list[Message], tuple[ToolSpec, ...], list[int]]] = field(default_factory=list)
     calls: list[tuple[int, list[int], list[int]]] = field(default_factory=list)
     """Row, context, sampled tokens."""
     causes: list[str | None] = field(default_factory=list)
 
     def ask(self, messages: list[Message], tools: tuple[ToolSpec, ...] = ()) -> None:
-        placed = self.tree.place(messages, tools)
+        placed = self.tree.find_row(messages, tools)
         self.causes.append(placed.cause)
         self.in_flight.append((placed, messages, tools, placed.context().tolist()))
 
@@ -119,8 +119,10 @@ def said(*texts: str) -> list[Message]:
     return [Message(role="assistant" if n % 2 else "user", content=text) for n, text in enumerate(texts)]
 
 
-def asked(tree: TokenTree, messages: list[Message], reply: bytes | None, tools: tuple[ToolSpec, ...] = ()) -> Placement:
-    placed = tree.place(messages, tools)
+def asked(
+    tree: TokenTree, messages: list[Message], reply: bytes | None, tools: tuple[ToolSpec, ...] = ()
+) -> RowPlacement:
+    placed = tree.find_row(messages, tools)
     if reply is not None:
         sampled = [*reply, STOP_TOKEN]
         tree.answer(placed, sampled, "stop", FORMAT.parse(sampled))
@@ -170,7 +172,7 @@ def test_a_branch_begins_with_the_tokens_that_it_shares() -> None:
 
 def test_a_history_that_fits_turns_of_different_tokens_is_quarantined() -> None:
     tree = TokenTree(FORMAT)
-    first, second = tree.place(said("a"), ()), tree.place(said("a"), ())
+    first, second = tree.find_row(said("a"), ()), tree.find_row(said("a"), ())
     for placed, reply in ((first, b"\xff"), (second, b"\xfe")):
         tree.answer(placed, [*reply, STOP_TOKEN], "stop", FORMAT.parse(list(reply)))
     placed = asked(tree, said("a", "\ufffd", "b"), None)
@@ -180,7 +182,7 @@ def test_a_history_that_fits_turns_of_different_tokens_is_quarantined() -> None:
 
 def test_a_history_that_fits_turns_of_equal_tokens_continues_them_one_after_the_other() -> None:
     tree = TokenTree(FORMAT)
-    held = [tree.place(said("a"), ()) for _ in range(2)]
+    held = [tree.find_row(said("a"), ()) for _ in range(2)]
     for placed in held:
         tree.answer(placed, [*b"yes", STOP_TOKEN], "stop", FORMAT.parse(list(b"yes")))
     rows = [asked(tree, said("a", "yes", text), None) for text in ("b", "c", "d")]
@@ -191,6 +193,6 @@ def test_what_was_placed_and_never_sampled_is_taken_back() -> None:
     tree = TokenTree(FORMAT)
     first = asked(tree, said("a"), b"one")
     before = first.row.tokens.tolist()
-    tree.withdraw(tree.place(said("a", "one", "b"), ()))
+    tree.withdraw(tree.find_row(said("a", "one", "b"), ()))
     assert first.row.tokens.tolist() == before
     assert asked(tree, said("a", "one", "c"), b"two").row is first.row
