@@ -35,7 +35,7 @@ from agentrl.config.load import sections_in
 from agentrl.config.policies import BotPolicy, FrozenPolicy, OpponentPoolPolicy, PolicyConfig, RemotePolicy
 from agentrl.config.resume import check_unchanged, on_resume
 from agentrl.config.run import RunConfig
-from agentrl.config.section import OnResume, Section
+from agentrl.config.section import OnResume, Section, package_directory
 from agentrl.core.errors import ConfigError
 from agentrl.core.ports import Engine, GenerateRequest
 from agentrl.core.records import PolicyVersion, Task, TrainBatch
@@ -65,8 +65,11 @@ KINDS: dict[type[Section], str] = {
 }
 """The run has a policy of each kind; each holds the seat of its name."""
 
+SHIPPED_MODEL = package_directory("agentrl.environments.calculator:model")
 CHANGED: dict[str, Any] = {
     "environment.options": {"split": "other"},
+    "policies.guesser.model": SHIPPED_MODEL,
+    "policies.frozen.model": SHIPPED_MODEL,
     "policies.guesser.lora": None,
     "policies.guesser.lora.target_modules": ["q_proj"],
     "policies.guesser.sampling": {"temperature": 0.5},
@@ -285,6 +288,7 @@ def play_file(directory: Path, *, resume: bool) -> None:
         steps=8,
         environment={"id": f"{directory / 'env.py'}:Add"},
         model={"path": "unused"},
+        engine={"max_context": 512},
         policies={"guesser": {"step_size": 3 * GROUP, "max_staleness": 1}},
         credit={"group_size": GROUP},
         evaluation={"tasks": 0},

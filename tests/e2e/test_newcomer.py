@@ -176,7 +176,7 @@ def test_an_old_python_is_told_so(repository: Path, tmp_path: Path) -> None:
 def test_a_full_disk_is_told_with_what_to_do(tmp_path: Path) -> None:
     said = say(tmp_path, "demo", *SMALL, code=74, limit=200_000)
     assert "could not be written" in said
-    assert "free space or make it writable, then start the run again with --resume" in said
+    assert "raise the limit on the size of files (ulimit -f), then start the run again with --resume" in said
 
 
 def test_a_place_where_nothing_can_be_written(tmp_path: Path) -> None:
