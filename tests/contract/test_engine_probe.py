@@ -164,7 +164,7 @@ def test_full_weights_that_are_others_are_refused_and_those_before_come_back(
 
 @pytest.mark.parametrize("cancellations", [1, 2])
 def test_a_swap_that_fails_after_its_caller_is_gone_is_nobodys_error_and_what_was_asked_next_waits_for_it(
-    zoo: ModelZoo, tmp_path: Path, cancellations: int
+    zoo: ModelZoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cancellations: int
 ) -> None:
     heard: list[str] = []
 
@@ -174,14 +174,14 @@ def test_a_swap_that_fails_after_its_caller_is_gone_is_nobodys_error_and_what_wa
         canary = canary_of(zoo.load(seed=2), zoo.load())
         wrong = write_full(tmp_path / "wrong", version(1), tensors_of(zoo, 3), canary=canary)
         swapping = asyncio.Event()
-        answer = engine.versions._answer
+        answer = engine.answer
 
         async def answer_late(serving: Any, asked: Canary) -> Any:
             swapping.set()
             await asyncio.sleep(0.05)
             return await answer(serving, asked)
 
-        engine.versions._answer = answer_late
+        monkeypatch.setattr(engine, "answer", answer_late)
         update = asyncio.ensure_future(engine.serve([wrong]))
         await swapping.wait()
         for _ in range(cancellations):
