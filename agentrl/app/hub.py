@@ -89,7 +89,7 @@ def _snapshot(key: str, name: str, revision: str, *, download: bool) -> Path:
     argument = f" --revision {revision}" if revision else ""
     fetch = (
         f"download it on a machine with a network (hf download {name}{argument}), into {constants.HF_HUB_CACHE} here "
-        "(HF_HOME moves it), or set {key} to a directory"
+        f"(HF_HOME moves it), or set {key} to a directory"
     )
     try:
         found = Path(

@@ -59,7 +59,7 @@ def test_a_run_is_resumed_with_the_commit_it_began_with(cache: Path) -> None:
 @pytest.mark.parametrize(
     ("path", "revision", "words"),
     [
-        ("example-org/Absent", "", r"hf download example-org/Absent\).*into .*hub here"),
+        ("example-org/Absent", "", r"hf download example-org/Absent\).*into .*hub here .*set model\.path to a"),
         (NAME, "v9", f"{NAME} at revision v9 is not in .*hf download {NAME} --revision v9"),
     ],
 )
