@@ -5,8 +5,8 @@ it was made for, in a header (`Authorization: Bearer`, `x-api-key`) or in the ad
 listens while something is open.
 
 1. A call is sampled once: if its client goes away before it has the reply, the reply is owed, and the next request that
-   is equal to the byte gets it. So does a request with the same `Idempotency-Key`. Equal requests of clients that have
-   their replies are calls of their own.
+   is equal to the byte gets it. So does one, at any time, with the same `Idempotency-Key` too. Equal requests of clients
+   that have their replies are calls of their own.
 2. A client sees latency, never an error, while its call waits for the engine: streams carry comments, other answers
    begin with white space.
 3. Whatever a client sends, its answer is a refusal in its protocol's own form.
@@ -62,7 +62,8 @@ class OpenSeats:
     """Gets the error with which the episode cannot go on."""
     calls: dict[bytes, list[_PendingReply]] = field(default_factory=dict)
     """Calls that run, or whose reply is owed, by digest of the request."""
-    by_idempotency_key: dict[str, _PendingReply] = field(default_factory=dict)
+    by_idempotency_key: dict[tuple[bytes, str], _PendingReply] = field(default_factory=dict)
+    """Calls by digest of the request and its `Idempotency-Key`."""
     running: set[asyncio.Task[Any]] = field(default_factory=set)
 
     @property
@@ -221,7 +222,7 @@ class Gateway:
             call.task.add_done_callback(opened.running.discard)
             opened.calls.setdefault(digest, []).append(call)
             if key := request.headers.get("Idempotency-Key", ""):
-                opened.by_idempotency_key[key] = call
+                opened.by_idempotency_key[digest, key] = call
         call.clients += 1
         try:
             response = await _hand_over(request, protocol, chat, call.task)
@@ -254,7 +255,7 @@ def _seat_of(opened: OpenSeats, model: str, limited_to: str | None) -> Seat:
 def _call_of(opened: OpenSeats, digest: bytes, idempotency_key: str, *, retries: bool) -> _PendingReply | None:
     """The call whose reply a request is to get; None if it is a new one."""
     if idempotency_key:
-        return opened.by_idempotency_key.get(idempotency_key)
+        return opened.by_idempotency_key.get((digest, idempotency_key))
     for call in opened.calls.get(digest, ()):
         if not call.clients or retries:
             return call

@@ -263,6 +263,19 @@ def test_retries_get_the_reply_of_their_call_and_equal_requests_their_own() -> N
     assert played.header.turns in (3, 4)  # the first may have been whole before its client went away
 
 
+class SameKey(Loop):
+    """Sends one `Idempotency-Key` with two requests."""
+
+    async def loop(self, client: aiohttp.ClientSession, endpoint: agentrl.Endpoint) -> Any:
+        for text in "ab":
+            body = {"model": "main", "messages": [user(text)]}
+            await client.post(f"{endpoint.url}/chat/completions", json=body, headers={"Idempotency-Key": "k"})
+
+
+def test_another_request_with_the_same_key_is_a_call_of_its_own() -> None:
+    assert play(SameKey, ["one", "two"]).header.turns == 2
+
+
 class Limited(Loop):
     """Asks until it is refused."""
 
