@@ -256,7 +256,8 @@ class TrainerConfig(Section):
     collapse."""
     tokens_per_unit: Free[Annotated[NonNegative, NumberUnit("tokens")]] = 0
     """The summed token losses of a step are divided by step_size × this constant (Dr. GRPO, arXiv:2503.20783). 0: by
-    the number of tokens that were sampled in the step, so that every token counts the same (DAPO, arXiv:2503.14476)."""
+    the number of tokens that were sampled in the step, so that every token counts the same (DAPO, arXiv:2503.14476);
+    not with `credit.release = "late"` or `"episode"`."""
     micro_batch_tokens: Free[Annotated[NonNegative, NumberUnit("tokens")]] = 0
     """Padded tokens per forward pass: bounds memory; the update is the same for any value. 0: as many as memory holds,
     at most 16,384."""
@@ -637,14 +638,16 @@ def _not_with_release(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield "credit.turn_credit = 'to_go'", "earlier groups are remembered as wholes. Set turn_credit = 'sum'"
     if config.deterministic:
         yield "deterministic = true", "who ends first depends on the machine. Leave one of the two out"
-    if credit.release == "episode":
-        return
-    if credit.advantage in ("role_mean", "none"):
-        yield advantage, "it compares nobody with its group, so nobody need be waited for. Set release = 'episode'"
-    for name, policy in config.trained.items():
-        if policy.max_staleness == 0:
-            why = "each step then waits for all that runs, and nobody can be late"
-            yield f"policies.{name}.max_staleness = 0", f"{why}. Set max_staleness = 1 or more"
+    if credit.release == "late":
+        if credit.advantage in ("role_mean", "none"):
+            yield advantage, "it compares nobody with its group, so nobody need be waited for. Set release = 'episode'"
+        for name, policy in config.trained.items():
+            if policy.max_staleness == 0:
+                why = "each step then waits for all that runs, and nobody can be late"
+                yield f"policies.{name}.max_staleness = 0", f"{why}. Set max_staleness = 1 or more"
+    if not config.trainer.tokens_per_unit:
+        why = "the tokens of a step depend on who ended first, and short members would weigh more"
+        yield "trainer.tokens_per_unit = 0", f"{why}. Set it to the sampled tokens of a typical episode"
 
 
 def _check_seats(config: RunConfig) -> None:

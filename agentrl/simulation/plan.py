@@ -569,6 +569,7 @@ class Plan(Section):
                     "policies": policies,
                     "seats": self.seats,
                     "credit": self.credit.model_dump(),
+                    "trainer": {"tokens_per_unit": 1},  # nothing is learned, and every release accepts a constant
                     "sampling": {"max_tokens": 10**8, "max_turns": 10**6},
                     "checkpoint": {"every": 0, "versions": 0},
                     "evaluation": {"tasks": 0},

@@ -221,6 +221,8 @@ def test_all_that_vllm_does_not_give_is_named_at_once(tmp_path: Path) -> None:
         (["credit.release=late", "credit.turn_credit=to_go"], "earlier groups are remembered as wholes"),
         (["credit.release=late", "policies.policy.max_staleness=0"], "nobody can be late"),
         (["credit.release=late", "deterministic=true"], "who ends first depends on the machine"),
+        (["credit.release=late", "trainer.tokens_per_unit=0"], "the tokens of a step depend on who ended first"),
+        (["credit.release=episode", "trainer.loss.sequence_mean=true"], "the divisor would depend on who ended first"),
     ],
 )
 def test_release_in_parts_is_refused_where_it_would_be_biased(
@@ -232,4 +234,4 @@ def test_release_in_parts_is_refused_where_it_would_be_biased(
 
 
 def test_release_in_parts_where_nothing_is_compared(tmp_path: Path) -> None:
-    load(write(tmp_path), ["credit.release=episode", "credit.advantage=role_mean"])
+    load(write(tmp_path), ["credit.release=episode", "credit.advantage=role_mean", "trainer.tokens_per_unit=8"])
