@@ -221,14 +221,21 @@ class Publisher:
     def publish(self, version: PolicyVersion, model: PolicyModel, canary: Canary | None = None) -> WeightsRef:
         """Write a version; the same weights under the same id again change nothing.
 
+        Where the model is sharded, the other ranks iterate over `model.published()` meanwhile; so does this one, to the
+        end, also when the disk refuses.
+
         Raises:
             TrainerError: the id exists with other weights.
             StorageError: the disk refused; nothing of the version is left.
         """
         directory = self._root / version.policy / f"{version.lineage}.{version.step}"
         name = FULL_FILE if model.adapter_config() is None else ADAPTER_FILE
-        with writing(directory), staged(directory, depth=2) as staging:
-            self._write(staging, name, model, canary)
+        with (
+            to_the_end(model.published()) as tensors,
+            writing(directory),
+            staged(directory, depth=2) as staging,
+        ):
+            self._write(staging, name, model, tensors, canary)
             try:
                 rename_durably(staging, directory, unless_same=name)
             except FileExistsError as error:
@@ -238,12 +245,18 @@ class Publisher:
         digest = sha256_of(*(directory / each for each in WEIGHT_FILES[model.kind]))
         return WeightsRef(version=version, path=str(directory), kind=model.kind, sha256=digest)
 
-    def _write(self, directory: Path, name: str, model: PolicyModel, canary: Canary | None) -> None:
+    def _write(
+        self,
+        directory: Path,
+        name: str,
+        model: PolicyModel,
+        tensors: Iterator[tuple[str, Tensor]],
+        canary: Canary | None,
+    ) -> None:
         """Write all files of a version."""
         metadata = {"format": "pt"} | (canary.metadata() if canary is not None else {})
         layout = model.published_layout()
-        with to_the_end(model.published()) as tensors:
-            _write_tensors(directory / name, layout, tensors, metadata)
+        _write_tensors(directory / name, layout, tensors, metadata)
         adapter_config = model.adapter_config()
         if adapter_config is None:
             self._add_companions(directory, model.base, next(iter(layout.values())).dtype)

@@ -6,6 +6,7 @@ import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from safetensors.torch import load_file
 
 from agentrl.core.errors import StorageError
 from agentrl.core.records import PolicyVersion
+from agentrl.learn.storage import Publisher
 from agentrl.learn.trainer import PolicyTrainer
 from tests.learn_cases import Episodes, make_rows, run_config, write_model
 
@@ -87,6 +89,31 @@ def test_a_version_directory_that_cannot_be_made_is_named(model: Path, tmp_path:
     (tmp_path / "versions").write_text("in the way")
     with pytest.raises(StorageError, match=r"versions/policy/0\.0"):
         trainer.publish("policy", START)
+
+
+class ShardedModel:
+    """Stands for a model whose tensors all ranks gather together, one at a time."""
+
+    kind = "adapter"
+
+    def __init__(self) -> None:
+        self.gathered = 0
+
+    def adapter_config(self) -> dict[str, Any]:
+        return {}
+
+    def published(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name in "abc":
+            self.gathered += 1
+            yield name, torch.zeros(1)
+
+
+def test_a_rank_that_cannot_write_a_version_takes_part_in_gathering_all_of_it(tmp_path: Path) -> None:
+    (tmp_path / "versions").write_text("in the way")
+    model: Any = ShardedModel()
+    with pytest.raises(StorageError):
+        Publisher(tmp_path).publish(START, model)
+    assert model.gathered == 3, "else the other ranks wait for it"
 
 
 def test_a_checkpoint_that_cannot_be_written_is_named(model: Path, tmp_path: Path, episodes: Episodes) -> None:
