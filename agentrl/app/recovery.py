@@ -22,14 +22,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from agentrl.app.policies import SPARE, pinned_policies
 from agentrl.config.policies import BotPolicy, OpponentPoolPolicy
 from agentrl.config.resume import Difference
-from agentrl.config.run import ADVANTAGES, LOSSES, RunConfig
+from agentrl.config.run import ADVANTAGES, LOSSES, CreditConfig, RunConfig
 from agentrl.core.clock import Clock
-from agentrl.core.errors import EngineError, RunDirectoryError, StorageError
+from agentrl.core.errors import ConfigError, EngineError, RunDirectoryError, StorageError
 from agentrl.core.files import LOCAL, Disk, remove_leftovers
 from agentrl.core.functions import FunctionCode, check_options, find
 from agentrl.core.ports import Trainer
 from agentrl.core.records import BaselineSet, EpisodeHeader, EpisodeSpec, PolicyVersion, Proposal
 from agentrl.core.text import plural
+from agentrl.credit.advantages import ADVANTAGES as OVER_REWARDS
+from agentrl.credit.advantages import make_estimator
 from agentrl.credit.baselines import Mean, RewardHistory, Role
 from agentrl.environment.base import Environment, children_of
 from agentrl.environment.registry import load_function, name_of
@@ -474,7 +476,24 @@ def functions_of(config: RunConfig) -> list[FunctionCode]:
     if config.credit.advantage not in ADVANTAGES:
         found.append(find("advantage", config.credit.advantage, key="credit.advantage"))
         check_options(found[-1].load(), config.credit.advantage_options, "credit.advantage_options")
+    _check_turn_credit(config.credit)
     return found
+
+
+def _check_turn_credit(credit: CreditConfig) -> None:
+    """Refuse turn-level credit by an estimator that sees the step after the turns of a group were compared.
+
+    Raises:
+        ConfigError: the estimator is one.
+    """
+    if credit.turn_credit == "sum" or credit.advantage in OVER_REWARDS:
+        return
+    if make_estimator(credit.advantage, credit.advantage_options).mark.over == "step":
+        raise ConfigError(
+            "credit.turn_credit = 'to_go' compares the turns of a group, and "
+            f"credit.advantage = {credit.advantage!r} the agents of a step: set turn_credit = 'sum', or an advantage "
+            "over the group"
+        )
 
 
 def _file_of(made: Any) -> str:

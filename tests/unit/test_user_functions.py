@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from agentrl.app.recovery import functions_of
 from agentrl.cli.main import main
 from agentrl.config.run import LossConfig, RunConfig
 from agentrl.core.errors import ConfigError, InputError, NonFiniteError, TrainerError
@@ -176,6 +177,14 @@ def test_an_estimator_over_the_step_compares_each_seat_on_its_own() -> None:
 def test_an_advantage_that_breaks_a_promise_is_refused(credit: dict[str, Any], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         RunConfig.model_validate({"environment": {"id": "x"}, "model": {"path": "m"}, "credit": credit})
+
+
+@pytest.mark.parametrize("advantage", ["reinforce_plus_plus", f"{SCRIPT}:over_the_step"])
+def test_an_advantage_over_the_step_takes_no_credit_by_turn(advantage: str) -> None:
+    credit = {"advantage": advantage, "turn_credit": "to_go"}
+    config = RunConfig.model_validate({"environment": {"id": "x"}, "model": {"path": "m"}, "credit": credit})
+    with pytest.raises(ConfigError, match="set turn_credit = 'sum'"):
+        functions_of(config)
 
 
 def test_a_missing_function_ends_a_run_before_it_begins(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
