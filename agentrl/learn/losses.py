@@ -393,7 +393,8 @@ def divergence(logprobs: Tensor, reference: Tensor, *, estimator: Literal["k1", 
 def measure(batch: LossBatch, gradients: TokenGradients, weights: Tensor) -> Tensor:
     """Sums over the tokens, [len(SUMS)] in float64, additive over tokens, micro-batches and ranks.
 
-    Masked is a token with an advantage whose loss has no gradient; truncated one that weighs less than its ratio.
+    A token with an advantage is masked if its loss has no gradient, and truncated if it weighs less than its ratio: in
+    losses that cap w, where w > C; in those with other weights, such as `reinforce`, wherever w exceeds them.
     """
     with torch.no_grad():
         log_w = batch.log_ratio.double()

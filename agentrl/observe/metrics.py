@@ -212,7 +212,11 @@ METRICS: tuple[Metric, ...] = (
     Metric("abs_logprob_difference", "nats", "mean |trainer logprob - behavior logprob|"),
     Metric("mean_ratio", "1", "mean importance ratio trainer / behavior"),
     Metric("masked_fraction", "fraction", "trained tokens the trust region or the clip left without gradient"),
-    Metric("truncated_fraction", "fraction", "trained tokens whose ratio was cut at its cap"),
+    Metric(
+        "truncated_fraction",
+        "fraction",
+        "trained tokens that weigh less than their importance ratio: it was capped, or the loss has other weights",
+    ),
     Metric("effective_sample_fraction", "fraction", "(sum of ratios)^2 / (n * sum of squared ratios)"),
     Metric("skipped_samples", "rows", "rows whose advantages are all 0: consumed, but without a gradient to compute"),
     Metric("forwarded_tokens", "tokens", "tokens the trainer passed through the model"),
