@@ -34,7 +34,7 @@ class DevicePlan:
     """An assignment of GPUs; the numbers are positions in `gpus`."""
 
     gpus: tuple[Gpu, ...]
-    """Of the machine or the cluster. None: everything computes on CPUs."""
+    """GPUs of the machine or the cluster; empty: everything computes on CPUs."""
     ranks: tuple[int, ...] = ()
     """The GPU of each trainer rank."""
     engines: tuple[tuple[int, ...], ...] = ()

@@ -39,15 +39,15 @@ _MARK = "__agentrl_mark__"
 
 
 class Mark(NamedTuple):
-    """What a decorator says about a function."""
+    """The properties that a decorator gives a function."""
 
     kind: Kind
     per_token: bool = False
-    """Of a loss: a token's loss depends on the columns of that token alone."""
+    """Losses: a token's loss depends on the columns of that token alone."""
     reference: bool = False
-    """Of a loss: it reads `reference_logprobs`."""
+    """Losses: reads `reference_logprobs`."""
     over: Literal["group", "step"] = "group"
-    """Of an advantage: the agents it compares in one call."""
+    """Advantages: the agents that are compared in one call."""
 
 
 @overload
@@ -106,7 +106,7 @@ def _marked(function: F, mark: Mark) -> F:
 
 
 def mark_of(function: Callable[..., Any]) -> Mark:
-    """What the function's decorator says.
+    """The mark that the function's decorator set.
 
     Raises:
         ConfigError: it has none.
@@ -122,12 +122,12 @@ def mark_of(function: Callable[..., Any]) -> Mark:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FunctionCode:
-    """A function of the user's by its code: what is recorded, and sent to other processes."""
+    """The code of a user's function, as it is recorded and sent to other processes."""
 
     reference: str
     """`module:function` of an installed package, or `/path/to/file.py:function`."""
     digest: str
-    """Of the slice."""
+    """Digest of the slice."""
     source: str | None = None
     """Content of the file; None: the function is installed, and every process imports its own."""
 
@@ -376,7 +376,7 @@ def _check_live(part: _Slice, live: dict[str, Any], key: str) -> None:
 
 
 def is_replaced(ours: object, live: object) -> bool:
-    """Whether a name of a module holds something else than a fresh execution of the module's file gives it."""
+    """Whether a module's name was rebound: it differs from what a fresh execution of the module's file binds."""
     if ours is live:
         return False
     if inspect.isfunction(ours):

@@ -221,7 +221,7 @@ OF_GROUPS: dict[str, tuple[Callable[..., list[float]], Mark]] = {
 
 
 class Credited(NamedTuple):
-    """What an estimator gave an agent."""
+    """The credit that an estimator gave an agent."""
 
     value: float
     """Its advantage; by turn, that of its first turn."""

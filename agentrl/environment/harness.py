@@ -45,14 +45,14 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HarnessEpisode:
-    """What came of a program, as `reward` sees it."""
+    """The outcome of a program, for `reward`."""
 
     turns: Mapping[str, Sequence[Turn]]
     """By seat."""
     result: Any
-    """What `play` returned; of a command the end of its output."""
+    """The result of `play`; for a command, the end of its output."""
     error: str | None
-    """How it failed; None if it ended by itself, a command with exit status 0."""
+    """The failure; None if the program ended by itself, a command with exit status 0."""
     directory: Path | None
     """Working directory of a command; it is removed after `reward`."""
     truncated: bool
@@ -168,7 +168,7 @@ class HarnessEnvironment(Environment):
                 await asyncio.to_thread(shutil.rmtree, self._directory, ignore_errors=True)
 
     async def _played(self, task: Task, endpoint: Endpoint) -> Any:
-        """What the program returned, unless the episode fails first."""
+        """The program's result, unless the episode fails first."""
         return await endpoint.unless_it_fails(self.play(task, endpoint))
 
     async def _run_command(self, task: Task, endpoint: Endpoint) -> dict[str, Any]:

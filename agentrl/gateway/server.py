@@ -5,8 +5,8 @@ it was made for, in a header (`Authorization: Bearer`, `x-api-key`) or in the ad
 listens while something is open.
 
 1. A call is sampled once: if its client goes away before it has the reply, the reply is owed, and the next request that
-   is equal to the byte gets it. So does one, at any time, with the same `Idempotency-Key` too. Equal requests of clients
-   that have their replies are calls of their own.
+   is equal to the byte gets it. So does, at any time, one that has its `Idempotency-Key` too. Equal requests of
+   clients that have their replies are calls of their own.
 2. A client sees latency, never an error, while its call waits for the engine: streams carry comments, other answers
    begin with white space.
 3. Whatever a client sends, its answer is a refusal in its protocol's own form.
@@ -187,7 +187,7 @@ class Gateway:
             )
 
     def _admit(self, request: web.Request, in_address: str | None) -> tuple[OpenSeats, str | None]:
-        """What the key of a request admits to.
+        """The seats that the key of a request admits to.
 
         Raises:
             RequestRefusedError: it has none, or one of no episode that runs.
@@ -326,7 +326,7 @@ async def _begun(request: web.Request, chat: ChatRequest) -> web.StreamResponse:
 
 
 def _refused(error: BaseException) -> RequestRefusedError:
-    """What a client is told of an error; of one that ends the episode only that."""
+    """The refusal that a client gets for an error; details of one that ends the episode are left out."""
     if isinstance(error, RequestRefusedError):
         return error
     if isinstance(error, asyncio.CancelledError):

@@ -1,4 +1,4 @@
-"""What a loss sees: the trained tokens of a step as flat columns, and who belongs together.
+"""The input of a loss: the trained tokens of a step as flat columns, and the ids that group them.
 
 `TokenColumns` are the columns that are known before any forward pass, as numpy arrays; `LossBatch` adds what the model
 computes, as tensors. Ids are dense integers from 0, so that a mean over a conversation is one `index_add`.
@@ -225,7 +225,7 @@ class TokenGradients(NamedTuple):
     by_logprob: Tensor
     by_entropy: Tensor
     weight: Tensor
-    """How much the token's log-probability moves, by the policy's loss alone."""
+    """Absolute derivative by the log-probability, of the policy's loss alone."""
 
     def of(self, tokens: Tensor) -> TokenGradients:
         """Those of some tokens, by index."""

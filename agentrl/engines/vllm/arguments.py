@@ -132,7 +132,7 @@ def argument_types() -> dict[str, str]:
 
 
 def _problem(name: str, value: Any, types: Mapping[str, str], *, on_gpu: bool) -> str:
-    """What is wrong with an argument; empty: nothing."""
+    """The problem with an argument; empty: none."""
     if name not in types:
         near = difflib.get_close_matches(name.replace("-", "_"), types, n=1)
         return f"vLLM has no such engine argument{f'; did you mean {near[0]}?' if near else ''}"
