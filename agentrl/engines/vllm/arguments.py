@@ -79,6 +79,18 @@ _REFUSED = {
     "convert": _OTHER_MODEL,
     "hf_token": "a secret does not belong into a configuration, which is kept with the run; set HF_TOKEN",
     "kv_transfer_config": _OTHER_KEYS,
+    "kv_offloading_size": "keys and values that left the GPU would outlive the weights that computed them",
+    "kv_offloading_backend": "keys and values that left the GPU would outlive the weights that computed them",
+    "kv_events_config": "it publishes the tokens of conversations on a port of every interface",
+    "otlp_traces_endpoint": "it sends what is served to another machine",
+    "collect_detailed_traces": "it sends what is served to another machine",
+    "logging_config": _OTHER_CODE,
+    "log_config_file": _OTHER_CODE,
+    "profiler_config": "its traces are written wherever it says, with the shapes of conversations",
+    "generation_config": "it ends replies at other tokens than the chat template's; set sampling",
+    "override_generation_config": "it ends replies at other tokens than the chat template's; set sampling",
+    "lora_target_modules": "an adapter's other modules would be left out without a word",
+    "default_mm_loras": _OTHER_MODEL,
     "ec_transfer_config": _OTHER_KEYS,
     "enable_elastic_ep": "the GPUs of an engine are assigned once, when it starts",
     **dict.fromkeys(
@@ -167,9 +179,19 @@ def _value_problems(name: str, value: Any, *, on_gpu: bool) -> Iterator[str]:
         yield f"{value!r} is refused: it needs a loader of its own; weights are read from safetensors"
     if name == "enable_chunked_prefill" and value and not on_gpu:
         yield "true is refused: on CPUs a request with a seed kills vLLM 0.32 in a chunked prefill"
+    if name == "compilation_config" and isinstance(value, Mapping):
+        for key in ("backend", "inductor_passes"):
+            if value.get(key) and (key != "backend" or value[key] not in ("inductor", "eager")):
+                yield f"{key} = {value[key]!r} is refused: {_OTHER_CODE}"
+    if name == "structured_outputs_config" and isinstance(value, Mapping) and value.get("reasoning_parser_plugin"):
+        yield f"reasoning_parser_plugin = {value['reasoning_parser_plugin']!r} is refused: {_OTHER_CODE}"
     if name == "speculative_config":
         if not isinstance(value, Mapping):
             yield f"{value!r} is no table"
+        elif value.get("draft_load_config"):
+            yield f"draft_load_config is refused: {_REFUSED['load_format']}"
+        elif value.get("code_revision"):
+            yield f"code_revision is refused: {_REFUSED['trust_remote_code']}"
         elif value.get("rejection_sample_method", "standard") not in ("standard", "block"):
             yield (
                 f"rejection_sample_method = {value['rejection_sample_method']!r} is refused: it accepts tokens that "
