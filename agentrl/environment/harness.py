@@ -18,10 +18,12 @@ import os
 import re
 import shutil
 import signal
+import stat
+import subprocess
 import sys
 import tempfile
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -30,6 +32,8 @@ from agentrl.core.errors import EffectError, EnvironmentDefinitionError, Episode
 from agentrl.core.records import Task, Turn
 from agentrl.environment.base import Endpoint, Environment, EpisodeContext, Split, TaskSource
 
+LONGEST_ARGUMENT = 30_000
+"""Characters of an argument of a command; Linux takes 128 KiB."""
 OUTPUT_BYTES = 65_536
 """Bytes kept of the end of what a command wrote."""
 VOLATILE = (
@@ -118,7 +122,7 @@ class HarnessEnvironment(Environment):
             return super().tasks(split, seed=seed)
         path = Path(inspect.getfile(cls)).parent / cls.task_file
         try:
-            lines = path.read_text(encoding="utf-8").splitlines()
+            lines = path.read_text(encoding="utf-8").split("\n")
         except (OSError, UnicodeDecodeError) as error:
             raise EnvironmentDefinitionError(f"{cls.__qualname__}.task_file: {path}: {error}") from error
         found = [_task(line, n, path) for n, line in enumerate(lines, 1) if line.strip()]
@@ -165,7 +169,7 @@ class HarnessEnvironment(Environment):
                     ctx.agent(seat).reward(value[seat] if isinstance(value, Mapping) else value)
         finally:
             if self._directory is not None:
-                await asyncio.to_thread(shutil.rmtree, self._directory, ignore_errors=True)
+                await asyncio.to_thread(_remove_tree, self._directory)
 
     async def _played(self, task: Task, endpoint: Endpoint) -> Any:
         """The program's result, unless the episode fails first."""
@@ -180,23 +184,32 @@ class HarnessEnvironment(Environment):
         if not self.command:
             raise EnvironmentDefinitionError(f"{type(self).__qualname__} needs a `command`, or a `play` of its own")
         arguments = [_filled(argument, task, endpoint) for argument in self.command]
+        if any("\0" in argument or len(argument) > LONGEST_ARGUMENT for argument in arguments):
+            raise EpisodeError(
+                f"task {task.id!r} makes an argument of the command that has a NUL, or more than "
+                f"{LONGEST_ARGUMENT} characters",
+                reason="environment_error",
+            )
         self._directory = Path(tempfile.mkdtemp(prefix="agentrl-harness-"))
+        end, output_end = os.pipe()  # of our own: asyncio's would be waited for, until a process that left closes it
         try:
             process = await asyncio.create_subprocess_exec(
-                *arguments,
+                *(argument.encode("utf-8", "replace") for argument in arguments),
                 cwd=self._directory,
                 env={**os.environ, **endpoint.variables()},
                 stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.PIPE,
+                stdout=output_end,
                 stderr=asyncio.subprocess.STDOUT,
                 start_new_session=True,
                 preexec_fn=_die_with_parent(),
             )
         except (OSError, ValueError) as error:
+            os.close(end)
             raise EnvironmentDefinitionError(f"{type(self).__qualname__}.command: {arguments[0]!r}: {error}") from error
+        finally:
+            os.close(output_end)
         output = bytearray()
-        assert process.stdout is not None
-        reading = asyncio.get_running_loop().create_task(_read_end(process.stdout, output))
+        reading = asyncio.get_running_loop().create_task(_read_end(end, output))
         try:
             status = await process.wait()
         finally:
@@ -205,12 +218,15 @@ class HarnessEnvironment(Environment):
             await process.wait()
             await asyncio.wait({reading}, timeout=1.0)  # a process that left the group may hold the pipe open
             reading.cancel()
+            await asyncio.wait({reading})
         if status < 0:
+            named = {each.value: each.name for each in signal.Signals}
             raise EpisodeError(
-                f"the program was killed by {signal.Signals(-status).name}; it is started again",
+                f"the program was killed by {named.get(-status, f'signal {-status}')}; it is started again",
                 reason="harness_killed",
                 begin_again=True,
             )
+        await asyncio.to_thread(_remove_specials, self._directory)
         written = output.decode("utf-8", "replace")
         failure = None if status == 0 else f"exit status {status}: {written[-500:].strip()}"
         return {"output": written, "error": failure}
@@ -219,11 +235,24 @@ class HarnessEnvironment(Environment):
 def _task(line: str, number: int, path: Path) -> tuple[Task, str]:
     """A task and its split."""
     try:
-        data = json.loads(line)
+        data = json.loads(line, parse_constant=_refuse_constant, object_pairs_hook=_without_twins)
         split = data.pop("split", "train")
-    except (ValueError, AttributeError, RecursionError) as error:
+        if split not in ("train", "held_out"):
+            raise ValueError(f"split is {str(split)[:40]!r}; it is 'train' or 'held_out'")
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise EnvironmentDefinitionError(f"{path}, line {number}: a task is a JSON object ({error})") from error
     return Task(id=str(data.pop("id", f"{path.stem}-{number}")), data=data), split
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _without_twins(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a key is given twice")
+    return found
 
 
 def _filled(argument: str, task: Task, endpoint: Endpoint) -> str:
@@ -239,11 +268,52 @@ def _filled(argument: str, task: Task, endpoint: Endpoint) -> str:
     return _FIELD.sub(value, argument)
 
 
-async def _read_end(stream: asyncio.StreamReader, output: bytearray) -> None:
-    """Read a stream to its end and keep its last `OUTPUT_BYTES`."""
-    while part := await stream.read(OUTPUT_BYTES):
-        output += part
-        del output[:-OUTPUT_BYTES]
+async def _read_end(end: int, output: bytearray) -> None:
+    """Read a pipe until nobody holds its other end, close it, and keep its last `OUTPUT_BYTES`."""
+    stream = asyncio.StreamReader(OUTPUT_BYTES)
+    transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(stream), os.fdopen(end, "rb", 0)
+    )
+    try:
+        while part := await stream.read(OUTPUT_BYTES):
+            output += part
+            del output[:-OUTPUT_BYTES]
+    finally:
+        transport.close()
+
+
+def _remove_specials(directory: Path) -> None:
+    """Remove pipes, sockets and devices, and links to them: a `reward` that reads one would wait for ever."""
+    for found in _entries(directory):
+        with contextlib.suppress(OSError):
+            mode = os.stat(found).st_mode
+            if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+                os.unlink(found)
+
+
+def _remove_tree(directory: Path) -> None:
+    """Remove a directory with whatever a program left in it: directories it may not write, nested without end."""
+    with contextlib.suppress(OSError):
+        directory.chmod(0o700)
+    for found in _entries(directory):
+        with contextlib.suppress(OSError):
+            if found.is_dir(follow_symlinks=False):
+                os.chmod(found, 0o700)
+    with contextlib.suppress(RecursionError):
+        shutil.rmtree(directory, ignore_errors=True)
+    if directory.exists():
+        subprocess.run(["rm", "-rf", "--", directory], check=False, stderr=subprocess.DEVNULL)
+
+
+def _entries(directory: Path) -> Iterator[os.DirEntry[str]]:
+    """All entries below a directory, those of a directory after it; `os.walk` recurses in Python 3.11."""
+    waiting: list[str] = [str(directory)]
+    while waiting:
+        with contextlib.suppress(OSError), os.scandir(waiting.pop()) as entries:
+            for entry in entries:
+                yield entry
+                if entry.is_dir(follow_symlinks=False):
+                    waiting.append(entry.path)
 
 
 def _die_with_parent() -> Callable[[], None] | None:

@@ -1,0 +1,103 @@
+"""Programs from outside that leave processes, pipes and directories behind, and task files that are none."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import agentrl
+from agentrl.core.errors import EnvironmentDefinitionError
+from agentrl.environment.harness import _remove_specials, _remove_tree, _task
+from tests.unit.episodes import Played, play
+
+
+class Program(agentrl.HarnessEnvironment):
+    """A child process that asks nothing; its output is kept."""
+
+    seats = ("main",)
+
+    def reward(self, task: agentrl.Task, episode: agentrl.HarnessEpisode) -> float:
+        return 1.0
+
+
+def played(program: str, *arguments: str, **more: Any) -> Played:
+    command = (sys.executable, "-c", program, *arguments)
+    return play(type("Hostile", (Program,), {"command": command, "__module__": __name__}), [], **more)
+
+
+def test_a_process_that_left_and_holds_the_output_is_not_waited_for() -> None:
+    leave = "import os, time; print('said', flush=True)\nif os.fork() == 0: os.setsid(); time.sleep(20)"
+    began, open_before = time.monotonic(), len(os.listdir("/proc/self/fd"))
+    found = played(leave)
+    assert time.monotonic() - began < 15
+    assert found.header.drop_reason is None
+    assert len(os.listdir("/proc/self/fd")) <= open_before
+
+
+def test_a_signal_without_a_name_is_a_kill_like_any_other() -> None:
+    found = played("import os; os.kill(os.getpid(), 37)")
+    assert "signal 37" in found.said
+
+
+@pytest.mark.parametrize("question", ["a\0b", "a" * 200_000])
+def test_a_task_that_is_no_argument_drops_its_episode_alone(question: str) -> None:
+    found = played("", "{task.question}", data={"question": question})
+    assert found.header.drop_reason == "environment_error"
+    assert "argument of the command" in found.said
+
+
+def test_what_a_reward_would_wait_for_is_gone(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "answer.txt")
+    (tmp_path / "endless").symlink_to("/dev/zero")
+    (tmp_path / "kept").write_text("kept")
+    (tmp_path / "link").symlink_to("kept")
+    _remove_specials(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["kept", "link"]
+
+
+def test_directories_without_rights_and_without_end_are_removed(tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir(mode=0o500)
+    inner = tmp_path / "work/a/b"
+    inner.mkdir(parents=True)
+    (inner / "file").write_text("")
+    (tmp_path / "work/link").symlink_to(outside)
+    deep = os.getcwd()
+    try:
+        os.chdir(tmp_path / "work")
+        for _ in range(3000):
+            os.mkdir("d")
+            os.chdir("d")
+    finally:
+        os.chdir(deep)
+    inner.chmod(0o500)
+    inner.parent.chmod(0o000)
+    _remove_tree(tmp_path / "work")
+    assert not (tmp_path / "work").exists()
+    assert outside.stat().st_mode & 0o777 == 0o500
+
+
+@pytest.mark.parametrize(
+    "line", ['{"a": NaN}', '{"a": 1, "a": 2}', "[1]", "{", '{"split": "trian"}', "[" * 100_000, '{"split": []}']
+)
+def test_lines_that_are_no_task_are_refused(line: str) -> None:
+    with pytest.raises(EnvironmentDefinitionError, match=r"tasks\.jsonl, line 3"):
+        _task(line, 3, Path("tasks.jsonl"))
+
+
+def test_a_line_separator_in_a_text_ends_no_task(tmp_path: Path) -> None:
+    module = tmp_path / "separated.py"
+    module.write_text("import agentrl\nclass E(agentrl.HarnessEnvironment):\n    task_file = 'tasks.jsonl'\n")
+    (tmp_path / "tasks.jsonl").write_text('{"question": "a\u2028b"}\r\n{"question": "c"}\n', encoding="utf-8")
+    sys.path.insert(0, str(tmp_path))
+    try:
+        tasks = import_module("separated").E.tasks("train")
+    finally:
+        sys.path.remove(str(tmp_path))
+    assert [task.data["question"] for task in tasks] == ["a\u2028b", "c"]
