@@ -9,8 +9,12 @@ from typing import Any
 
 from agentrl.gateway.calls import RequestRefusedError
 
-MAX_BODY_BYTES = 32 << 20
-"""Bytes of a body, before and after decompression."""
+MAX_BODY_BYTES = 8 << 20
+"""Bytes of a body, before and after decompression: two million tokens of text. Parsing holds up all episodes."""
+MAX_BRACKETS = 1 << 18
+"""Opening brackets and braces of a body, those in texts included: each may be an object to make."""
+MAX_SEPARATORS = 1 << 20
+"""Commas of a body."""
 MAX_DEPTH = 64
 """Levels of objects and lists in a body."""
 
@@ -64,6 +68,8 @@ def parsed(body: bytes) -> dict[str, Any]:
     Raises:
         RequestRefusedError: it is none, is not UTF-8, or is nested too deeply.
     """
+    if body.count(b"[") + body.count(b"{") > MAX_BRACKETS or body.count(b",") > MAX_SEPARATORS:
+        raise RequestRefusedError(f"the body has more than {MAX_BRACKETS} brackets or {MAX_SEPARATORS} commas", "large")
     try:
         value = json.loads(body.decode(), parse_constant=_refuse_constant)
     except UnicodeDecodeError as error:

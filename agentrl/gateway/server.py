@@ -65,6 +65,8 @@ class OpenSeats:
     by_idempotency_key: dict[tuple[bytes, str], _PendingReply] = field(default_factory=dict)
     """Calls by digest of the request and its `Idempotency-Key`."""
     running: set[asyncio.Task[Any]] = field(default_factory=set)
+    answering: set[asyncio.Transport] = field(default_factory=set)
+    """Connections whose request is read or answered now."""
 
     @property
     def root_url(self) -> str:
@@ -123,6 +125,7 @@ class Gateway:
                 task.cancel()
             await asyncio.gather(*opened.running, return_exceptions=True)
             opened.failure.cancel()
+            asyncio.get_running_loop().call_later(KEEPALIVE_S, _abort, opened.answering)
             async with self._starting:
                 if not self._admitted:
                     await self._stop()
@@ -158,9 +161,12 @@ class Gateway:
         if found := _KEY.fullmatch(path):
             in_address, path = found.groups()
         protocol = _PROTOCOLS.get(path)
+        opened: OpenSeats | None = None
         try:
             self._check_own(request)
             opened, seat = self._admit(request, in_address)
+            if request.transport is not None:
+                opened.answering.add(request.transport)
             if path == "/v1/models" and request.method == "GET":
                 return _json(200, _models(opened, seat))
             if protocol is None or request.method != "POST":
@@ -178,6 +184,9 @@ class Gateway:
             return _json(refused.status, (protocol.refusal if protocol else openai_refusal)(refused))
         except ConnectionResetError:
             return _json(499, {})  # its client went away, and nobody reads this
+        finally:
+            if opened is not None and request.transport is not None:
+                opened.answering.discard(request.transport)
 
     def _check_own(self, request: web.Request) -> None:
         """Refuse browsers: a page whose name resolves to this machine would be admitted by a key it guessed or saw."""
@@ -232,6 +241,12 @@ class Gateway:
         call.clients -= 1
         _forget(opened, digest, call)
         return response
+
+
+def _abort(connections: set[asyncio.Transport]) -> None:
+    """End what clients of an episode that has ended still hold: one that never reads would hold it for ever."""
+    for transport in list(connections):
+        transport.abort()
 
 
 def _seat_of(opened: OpenSeats, model: str, limited_to: str | None) -> Seat:

@@ -248,7 +248,9 @@ class HarnessAgent(LiveAgent):
         Raises:
             RequestRefusedError: it does not fit the context, or the chat template refuses it.
         """
-        characters = sum(len(message.content) for message in request.messages)
+        characters = sum(len(message.content) + _called(message) for message in request.messages)
+        characters += CHARACTERS_PER_TOKEN * len(request.messages)  # each is one token at least
+        characters += sum(len(tool.description) + len(str(tool.parameters)) for tool in request.tools)
         if characters > CHARACTERS_PER_TOKEN * self._settings.limits.max_context:
             self._refuse_context(characters // CHARACTERS_PER_TOKEN)
         try:
@@ -448,6 +450,11 @@ def standalone(entries: Sequence[TurnEntry]) -> Iterator[TurnEntry]:
 
 async def _awaited(program: Awaitable[Any]) -> Any:
     return await program
+
+
+def _called(message: Message) -> int:
+    """Characters of a message's calls, or about that."""
+    return sum(len(call.name) + len(str(call.arguments)) for call in message.tool_calls)
 
 
 def _new(request: ChatRequest, placed: RowPlacement) -> Sequence[Message]:

@@ -23,7 +23,8 @@ from agentrl.core.records import EpisodeHeader, EpisodeSpec, ForkPoint, PolicyVe
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.environment.registry import name_of
 from agentrl.gateway import bodies
-from agentrl.gateway.calls import RequestRefusedError
+from agentrl.gateway.calls import ChatReply, ChatRequest, RequestRefusedError
+from agentrl.gateway.server import Gateway
 from agentrl.journal.entries import TurnEntry
 from agentrl.rollout.byte_formats import STOP_TOKEN
 from agentrl.testing.check import check_environment
@@ -38,6 +39,8 @@ TOOLS = [
         "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {}, "b": {}}}},
     }
 ]
+
+LONG_TOOLS = [{"type": "function", "function": {"name": "a", "description": "b" * 300_000}}]
 
 
 def user(text: str) -> dict[str, Any]:
@@ -145,6 +148,12 @@ class Refused(Loop):
         ({"max_tokens": 0}, 400, "max_tokens"),
         ({"n": 1000}, 400, "n is 1000"),
         ({"messages": [user("a" * 5000)]}, 400, "context"),
+        ({"messages": [user("")] * 5000}, 400, "context"),
+        (
+            {"messages": [user("a")], "tools": [{"function": {"name": "a", "description": "b" * 300_000}}]},
+            400,
+            "context",
+        ),
     ],
 )
 def test_what_a_run_cannot_honour_is_refused_in_words(asked: Mapping[str, Any], status: int, says: str) -> None:
@@ -276,6 +285,63 @@ def test_another_request_with_the_same_key_is_a_call_of_its_own() -> None:
     assert play(SameKey, ["one", "two"]).header.turns == 2
 
 
+class Reusing(Loop):
+    """Reuses the idempotency key of another seat's call, with a key that does not admit to that seat."""
+
+    seats = ("main", "small")
+    said: ClassVar[list[str]] = []
+
+    async def loop(self, client: aiohttp.ClientSession, endpoint: agentrl.Endpoint) -> Any:
+        for seat in self.seats:
+            headers = {"Authorization": f"Bearer {endpoint.keys[seat]}", "Idempotency-Key": "1"}
+            body = {"model": seat, "messages": [user("a")]}
+            async with client.post(f"{endpoint.url}/chat/completions", json=body, headers=headers) as answer:
+                self.said.append((await answer.json())["choices"][0]["message"]["content"])
+
+
+def test_an_idempotency_key_is_of_one_request() -> None:
+    Reusing.said.clear()
+    play(Reusing, ["secret of main", "of small"])
+    assert Reusing.said == ["secret of main", "of small"]
+
+
+class HeldSeat:
+    """A seat that nobody asks."""
+
+    seat = "main"
+
+    async def reply(self, request: ChatRequest) -> ChatReply:
+        raise AssertionError
+
+    def count_tokens(self, request: ChatRequest) -> int:
+        raise AssertionError
+
+
+def test_a_client_of_an_episode_that_ended_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentrl.gateway.server.KEEPALIVE_S", 0.1)
+    seat = HeldSeat()
+
+    async def held() -> bytes:
+        gateway = Gateway()
+        async with gateway.open({"other": seat}, {}):
+            async with gateway.open({"main": seat}, {}) as ended:
+                port = int(ended.root_url.rpartition(":")[2])
+                reader, writer = await asyncio.open_connection("127.0.0.1", port)
+                head = f"POST /v1/messages HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nx-api-key: {ended.key}\r\n"
+                writer.write(f"{head}Content-Length: 100\r\n\r\n{{".encode())
+                while not ended.answering:
+                    await asyncio.sleep(0.01)
+            async with asyncio.timeout(10):
+                try:
+                    return await reader.read()
+                except ConnectionResetError:
+                    return b""
+                finally:
+                    writer.close()
+
+    assert asyncio.run(held()) == b""
+
+
 class Limited(Loop):
     """Asks until it is refused."""
 
@@ -401,6 +467,8 @@ def test_the_checker_begins_programs_again_and_names_what_they_ask_otherwise() -
         (b'{"a": "\xff"}', ""),
         (b"[]", ""),
         (b'{"a": NaN}', ""),
+        (b'{"a": [' + b"{}," * 300_000 + b"1]}", ""),
+        (b'{"a": [' + b"1," * 1_100_000 + b"1]}", ""),
         (gzip.compress(b" " * (bodies.MAX_BODY_BYTES + 1)), "gzip"),
         (gzip.compress(b"{}")[:-4], "gzip"),
         (b"{}", "gzip"),
