@@ -169,7 +169,7 @@ def find(kind: Kind, reference: str, *, key: str) -> FunctionCode:
     """
     reference = installed(kind).get(reference, reference)
     location, _, name = reference.rpartition(":")
-    if not (location and name.isidentifier()):
+    if not (location and name.isidentifier()) or "\0" in location:
         raise ConfigError(f"{key} = {reference!r}: give `module:function` or `path/to/file.py:function`")
     if location.endswith(".py"):
         path = Path(location).resolve()
@@ -213,7 +213,10 @@ def describe(function: object, kind: Kind, *, key: str) -> FunctionCode:
 
 
 def _code_of_file(path: Path, name: str) -> FunctionCode:
-    text = path.read_text(encoding="utf-8")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from error
     part = _Slice(text, str(path), name)
     part.check_imports()
     return FunctionCode(reference=f"{path}:{name}", digest=part.digest, source=text)

@@ -196,3 +196,10 @@ def test_a_missing_function_ends_a_run_before_it_begins(tmp_path: Path, capsys: 
     assert main(["train", str(toml), f"--directory={tmp_path}/runs"]) == 2
     assert "there is no file" in capsys.readouterr().err
     assert not (tmp_path / "runs" / "run").exists()
+
+
+@pytest.mark.parametrize("reference", ["{}/binary.py:f", "{}/absent.py:f", "a\0.py:f"])
+def test_a_file_that_cannot_be_read_is_told(tmp_path: Path, reference: str) -> None:
+    (tmp_path / "binary.py").write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match=r"cannot be read|there is no file|give `module:function`"):
+        find("loss", reference.format(tmp_path), key="trainer.loss.name")
