@@ -179,12 +179,7 @@ def _value_problems(name: str, value: Any, *, on_gpu: bool) -> Iterator[str]:
         yield f"{value!r} is refused: it needs a loader of its own; weights are read from safetensors"
     if name == "enable_chunked_prefill" and value and not on_gpu:
         yield "true is refused: on CPUs a request with a seed kills vLLM 0.32 in a chunked prefill"
-    if name == "compilation_config" and isinstance(value, Mapping):
-        for key in ("backend", "inductor_passes"):
-            if value.get(key) and (key != "backend" or value[key] not in ("inductor", "eager")):
-                yield f"{key} = {value[key]!r} is refused: {_OTHER_CODE}"
-    if name == "structured_outputs_config" and isinstance(value, Mapping) and value.get("reasoning_parser_plugin"):
-        yield f"reasoning_parser_plugin = {value['reasoning_parser_plugin']!r} is refused: {_OTHER_CODE}"
+    yield from _code_problems(name, value)
     if name == "speculative_config":
         if not isinstance(value, Mapping):
             yield f"{value!r} is no table"
@@ -197,3 +192,13 @@ def _value_problems(name: str, value: Any, *, on_gpu: bool) -> Iterator[str]:
                 f"rejection_sample_method = {value['rejection_sample_method']!r} is refused: it accepts tokens that "
                 "the model did not sample, so no log-probability belongs to them"
             )
+
+
+def _code_problems(name: str, value: Any) -> Iterator[str]:
+    """Code that a table names."""
+    if name == "compilation_config" and isinstance(value, Mapping):
+        for key in ("backend", "inductor_passes"):
+            if value.get(key) and (key != "backend" or value[key] not in ("inductor", "eager")):
+                yield f"{key} = {value[key]!r} is refused: {_OTHER_CODE}"
+    if name == "structured_outputs_config" and isinstance(value, Mapping) and value.get("reasoning_parser_plugin"):
+        yield f"reasoning_parser_plugin = {value['reasoning_parser_plugin']!r} is refused: {_OTHER_CODE}"
