@@ -19,7 +19,7 @@ from agentrl.core.errors import ConfigError, ModelError
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,95}/[A-Za-z0-9][A-Za-z0-9_.-]{0,95}")
 FILES = ("*.safetensors", "*.json", "*.jinja", "merges.txt", "vocab.txt", "tokenizer.model")
-"""What is downloaded, from the top of a repository alone."""
+"""Patterns of the files that are downloaded, all from the top of a repository."""
 
 
 def is_hub_name(path: str) -> bool:

@@ -1,4 +1,4 @@
-"""Which GPUs each trainer rank and each engine computes on: a pure function of the configuration and the machine.
+"""Assigns GPUs to trainer ranks and engines: a pure function of the configuration and the machine.
 
 Trainer ranks take GPUs from the first, one each; engines take them from the last, as many each as vLLM's parallel sizes
 multiply to. Where there are fewer GPUs than both need, they meet in the middle: a rank and an engine share a GPU, the
@@ -34,7 +34,7 @@ class DevicePlan:
     """An assignment of GPUs; the numbers are positions in `gpus`."""
 
     gpus: tuple[Gpu, ...]
-    """GPUs of the machine or the cluster; empty: everything computes on CPUs."""
+    """The GPUs of the machine or the cluster. None: everything computes on CPUs."""
     ranks: tuple[int, ...] = ()
     """The GPU of each trainer rank."""
     engines: tuple[tuple[int, ...], ...] = ()

@@ -14,6 +14,7 @@ import re
 import tomllib
 import types
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
 
@@ -43,7 +44,8 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         path: the file. A relative `model.path`, `policies.NAME.model` or `policies.NAME.path`, and the file of an
             `environment.id`, `policies.NAME.id`, `trainer.loss.name` or `credit.advantage`, is looked up first beside
             it, then in the working directory.
-        overrides: `section.field=value`, with or without leading dashes; values are JSON, or else text.
+        overrides: `section.field=value`, with or without leading dashes; values are JSON, inline
+            tables of TOML, or else text.
 
     Raises:
         ConfigError: the file cannot be read, is not TOML, or a key or value does not fit; all problems are listed.
@@ -193,7 +195,11 @@ def _value(text: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
-        return text
+        pass
+    if text.lstrip().startswith("{"):
+        with suppress(ValueError, RecursionError):
+            return tomllib.loads(f"value = {text}")["value"]  # as it is written in a file
+    return text
 
 
 def _set(data: dict[str, Any], path: tuple[str, ...], value: Any) -> None:

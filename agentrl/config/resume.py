@@ -1,4 +1,4 @@
-"""Which settings may differ when a run is resumed: each declares its rule, and `check_unchanged` enforces them."""
+"""Checks which settings may differ when a run is resumed: each declares its rule; `check_unchanged` enforces them."""
 
 from __future__ import annotations
 

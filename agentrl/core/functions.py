@@ -39,15 +39,15 @@ _MARK = "__agentrl_mark__"
 
 
 class Mark(NamedTuple):
-    """The properties that a decorator gives a function."""
+    """The declaration that a decorator leaves on a function."""
 
     kind: Kind
     per_token: bool = False
-    """Losses: a token's loss depends on the columns of that token alone."""
+    """A token's loss depends on the columns of that token alone. For losses only."""
     reference: bool = False
-    """Losses: reads `reference_logprobs`."""
+    """The function reads `reference_logprobs`. For losses only."""
     over: Literal["group", "step"] = "group"
-    """Advantages: the agents that are compared in one call."""
+    """The agents that one call compares. For advantages only."""
 
 
 @overload
@@ -106,10 +106,10 @@ def _marked(function: F, mark: Mark) -> F:
 
 
 def mark_of(function: Callable[..., Any]) -> Mark:
-    """The mark that the function's decorator set.
+    """Return the declaration that the function's decorator left.
 
     Raises:
-        ConfigError: it has none.
+        ConfigError: the function has no decorator.
     """
     mark = getattr(function, _MARK, None)
     if not isinstance(mark, Mark):
@@ -127,7 +127,7 @@ class FunctionCode:
     reference: str
     """`module:function` of an installed package, or `/path/to/file.py:function`."""
     digest: str
-    """Digest of the slice."""
+    """Digest of the function and of what it refers to in its file."""
     source: str | None = None
     """Content of the file; None: the function is installed, and every process imports its own."""
 

@@ -47,7 +47,7 @@ class Position(TypedDict):
     observation: str
     """That player's present observation."""
     legal: bool
-    """Whether the last action was."""
+    """Whether the last action was legal."""
     rewards: list[float]
     """Reward of each player so far."""
     illegal: list[int]

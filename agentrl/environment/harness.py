@@ -49,14 +49,14 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HarnessEpisode:
-    """The outcome of a program, for `reward`."""
+    """The outcome of a program, as `reward` sees it."""
 
     turns: Mapping[str, Sequence[Turn]]
     """By seat."""
     result: Any
-    """The result of `play`; for a command, the end of its output."""
+    """The value that `play` returned; for a command, the end of its output."""
     error: str | None
-    """The failure; None if the program ended by itself, a command with exit status 0."""
+    """Why the program failed; None if it ended by itself (a command: with exit status 0)."""
     directory: Path | None
     """Working directory of a command; it is removed after `reward`."""
     truncated: bool
@@ -172,7 +172,7 @@ class HarnessEnvironment(Environment):
                 await asyncio.to_thread(_remove_tree, self._directory)
 
     async def _played(self, task: Task, endpoint: Endpoint) -> Any:
-        """The program's result, unless the episode fails first."""
+        """Run the program and return its result, unless the episode fails first."""
         return await endpoint.unless_it_fails(self.play(task, endpoint))
 
     async def _run_command(self, task: Task, endpoint: Endpoint) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Types that all protocols share: a request as a seat gets it, the reply it gives, and a refusal in words.
+"""The forms that all protocols share: a request as a seat gets it, the reply it gives, and a refusal in words.
 
 A protocol module reads a request's body into a `ChatRequest` and writes a `ChatReply` in its own form. Sampling
 parameters that a run decides are not applied but carried along as `demands`: the seat compares them with the run's, and
@@ -61,7 +61,7 @@ class ChatRequest:
     demands: Mapping[str, Any] = field(default_factory=dict)
     """Further parameters by name, as the client gave them."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Values that only the protocol itself needs, to write the reply."""
+    """Data that only the protocol itself needs, to write the reply."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +132,7 @@ class ChatProtocol(Protocol):
         ...
 
     keepalive: bytes
-    """Bytes that a stream sends while a reply is awaited."""
+    """The bytes that a stream sends while a reply is awaited."""
 
 
 def number(body: Mapping[str, Any], name: str, *, least: int = 1) -> int | None:

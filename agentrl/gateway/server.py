@@ -196,7 +196,7 @@ class Gateway:
             )
 
     def _admit(self, request: web.Request, in_address: str | None) -> tuple[OpenSeats, str | None]:
-        """The seats that the key of a request admits to.
+        """Find what the key of a request admits to.
 
         Raises:
             RequestRefusedError: it has none, or one of no episode that runs.
@@ -341,7 +341,7 @@ async def _begun(request: web.Request, chat: ChatRequest) -> web.StreamResponse:
 
 
 def _refused(error: BaseException) -> RequestRefusedError:
-    """The refusal that a client gets for an error; details of one that ends the episode are left out."""
+    """The refusal that a client gets for an error; for one that ends the episode, it says only that."""
     if isinstance(error, RequestRefusedError):
         return error
     if isinstance(error, asyncio.CancelledError):

@@ -51,7 +51,7 @@ class _Chunk:
 
 
 class Tree:
-    """Which tokens of a micro-batch see which, on a device."""
+    """The tokens that each token of a micro-batch sees, on a device."""
 
     def __init__(self, batch: MicroBatch, device: torch.device) -> None:
         """See `MicroBatch.visible_until`."""

@@ -1,4 +1,4 @@
-"""The input of a loss: the trained tokens of a step as flat columns, and the ids that group them.
+"""The input of a loss: the trained tokens of a step as flat columns, and ids that say which tokens belong together.
 
 `TokenColumns` are the columns that are known before any forward pass, as numpy arrays; `LossBatch` adds what the model
 computes, as tensors. Ids are dense integers from 0, so that a mean over a conversation is one `index_add`.
@@ -225,7 +225,7 @@ class TokenGradients(NamedTuple):
     by_logprob: Tensor
     by_entropy: Tensor
     weight: Tensor
-    """Absolute derivative by the log-probability, of the policy's loss alone."""
+    """Size of the policy loss's derivative by the token's log-probability, without entropy and KL."""
 
     def of(self, tokens: Tensor) -> TokenGradients:
         """Those of some tokens, by index."""

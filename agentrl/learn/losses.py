@@ -311,7 +311,7 @@ class Loss:
         return TokenGradients(loss, by_logprob, by_entropy, weight)
 
     def _derivatives(self, loss: Tensor, batch: LossBatch) -> tuple[Tensor, Tensor]:
-        """Of a sum by each log-probability and each entropy; raises as `evaluate`."""
+        """The derivatives of a loss's sum by each log-probability and each entropy; raises as `evaluate`."""
         if not len(batch):
             return torch.zeros_like(batch.logprobs), torch.zeros_like(batch.entropies)
         try:
@@ -325,7 +325,7 @@ class Loss:
         return by_logprob, by_entropy
 
     def _checked(self, batch: LossBatch) -> Tensor:
-        """What the function returns for a batch; raises as `evaluate`."""
+        """Call the function and check what it returns; raises as `evaluate`."""
         try:
             loss = self.function(batch, **self.options)
         except Exception as error:

@@ -44,7 +44,7 @@ class TrainerMemory:
     trained: int
     """Parameters that an optimizer changes, their gradients and the optimizer's state, all float32; a rank's shard."""
     gathered: int
-    """What is whole at once of a sharded model, about: what lies outside of the layers, two layers, their gradients."""
+    """Bytes of a sharded model that are gathered at once, about: all outside of the layers, two layers, gradients."""
     activations: int
     """The most that a step allocates besides these."""
     tokens: int
@@ -75,7 +75,7 @@ def trainer_memory(config: RunConfig) -> TrainerMemory:
 
 
 def shard_count(config: RunConfig, ranks: int) -> int:
-    """How many of the ranks hold one copy of the weights together; 1: each has all of them.
+    """The number of ranks that hold one copy of the weights together; 1: each rank holds all of them.
 
     With `trainer.sharding` "auto" each has them if weights, gradients and optimizer take at most half of its memory, an
     even share of the machine's where there is no GPU. The other half is for activations.

@@ -26,7 +26,7 @@ from agentrl.core.errors import AgentRLError, StorageError, TrainerError
 T = TypeVar("T")
 
 TIMEOUT = timedelta(minutes=10)
-"""How long a rank waits for the others."""
+"""The time that a rank waits for the others."""
 
 
 def equal_shares(count: int, ranks: int) -> list[range]:
@@ -83,7 +83,7 @@ def gathered(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor; the same memory."""
+    """This rank's part of a tensor, in the same memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

@@ -323,7 +323,7 @@ class PolicyTrainer:
                 step.suspect = samples[used[int(packed.sample[wrong])]].episode_id
 
     def _weights(self, columns: TokenColumns, normaliser: float) -> Tensor:
-        """What each token's loss is multiplied by, [n]: a share of the whole step, on all ranks."""
+        """Each token's factor on its loss, [n]: its share of the whole step, over all ranks."""
         count = len(columns)
         if not self._config.trainer.loss.sequence_mean:
             return torch.full((count,), 1.0 / normaliser)
@@ -384,7 +384,7 @@ class PolicyTrainer:
         return known
 
     def _own_tokens(self, count: int) -> tuple[int, int]:
-        """Where this rank's tokens lie among those of all ranks."""
+        """Start and stop of this rank's tokens among those of all ranks."""
         counts = [int.from_bytes(each, "little") for each in self._ranks.gather(count.to_bytes(8, "little"))]
         before = sum(counts[: self._ranks.rank])
         return before, before + count

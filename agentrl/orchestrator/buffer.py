@@ -232,7 +232,7 @@ class WholeGroups:
         return group.release_ended(), credits
 
     def _credited(self, group: Group) -> Sequence[Credited]:
-        """What each agent of a group gets."""
+        """The advantage of each agent of a group."""
         to_go = self._to_go and any(group.turn_rewards)
         if isinstance(self._advantage, Estimator):
             return self._advantage.to_go(group) if to_go else self._advantage(group)

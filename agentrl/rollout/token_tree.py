@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from agentrl.core.records import FinishReason, Int32Array, Message, ToolSpec
 
 ForkCause = Literal["conversation", "branch", "reply", "history", "tools", "ambiguous"]
-"""Why a request did not continue a row.
+"""The reason why a request did not continue a row.
 
 * `conversation`: it holds no reply of the seat, so it begins one (a sub-agent, a compacted history).
 * `branch`: its history was continued before, or another call continues it now.
@@ -75,7 +75,7 @@ class TreeTurn:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RowPlacement:
-    """Where a request belongs."""
+    """The place of a request in the tree."""
 
     row: TreeRow
     before: int
@@ -83,7 +83,7 @@ class RowPlacement:
     new_messages: int
     """Messages at the end of the request that no turn of the row had seen."""
     cause: ForkCause | None
-    """Why it began a row; None if it continues one, or begins the first."""
+    """The reason why the request began a row; None if it continues one, or begins the first."""
     path: bytes
     """Digest of tools and messages of the request."""
     bare_path: bytes
@@ -221,7 +221,7 @@ class TokenTree:
         return hashlib.blake2b(parts.encode(), digest_size=16).digest()
 
     def _cause(self, messages: Sequence[Message], said: Sequence[bytes], bare: Sequence[bytes]) -> ForkCause:
-        """Why a request would begin a row; `said` and `bare` are digests of its messages and of its beginnings."""
+        """The reason why a request would begin a row; `said`, `bare`: digests of its messages and of its beginnings."""
         shared = next((n for n in range(len(messages), -1, -1) if bare[n] in self._known), 0)
         if self._replies.isdisjoint(said) and not (messages[shared:] and bare[shared] in self._answered):
             return "conversation"

@@ -19,6 +19,13 @@ def write(directory: Path, text: str = BASE) -> Path:
     return path
 
 
+def test_an_override_may_be_a_table_as_a_file_has_it(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text('environment.id = "calculator"\n[policies.solver]\n', encoding="utf-8")
+    config = load(path, ["--trainer.loss.options={ clip_high = 0.3 }", "--model.path={ no table"])
+    assert (config.trainer.loss.options, config.model.path) == ({"clip_high": 0.3}, "{ no table")
+
+
 def test_overrides_change_the_file_and_keep_text_text(tmp_path: Path) -> None:
     overrides = [
         "--trainer.loss.name=ppo",

@@ -144,7 +144,7 @@ def argument_types() -> dict[str, str]:
 
 
 def _problem(name: str, value: Any, types: Mapping[str, str], *, on_gpu: bool) -> str:
-    """The problem with an argument; empty: none."""
+    """Return the reason why an argument is refused; empty if it is accepted."""
     if name not in types:
         near = difflib.get_close_matches(name.replace("-", "_"), types, n=1)
         return f"vLLM has no such engine argument{f'; did you mean {near[0]}?' if near else ''}"
