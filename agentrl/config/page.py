@@ -45,8 +45,8 @@ agentrl.train(config)
 agentrl train run.toml --policies.solver.learning_rate=1e-4
 ```
 
-On the command line a value is JSON, an inline table of TOML, or else text. `--dry-run` prints the resolved configuration
-and stops. An unknown key is refused, and the nearest known one is named. There are {count} fields; only
+On the command line a value is JSON, an inline table of TOML, or else text. `--dry-run` prints the resolved
+configuration and stops. An unknown key is refused, and the nearest known one is named. There are {count} fields; only
 `environment.id` has no default, and `model.path` is empty only where every policy is remote or a bot.
 A reward, a tool or a task source is code: it belongs in an environment, not here.
 
