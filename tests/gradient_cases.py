@@ -29,12 +29,15 @@ class Rank:
     size: int
     meet: threading.Barrier
     messages: list[bytes]
+    is_started: bool = False
 
     def sum(self, tensors: Sequence[Tensor]) -> None:
         """Gradients are added up by hand."""
 
     def gather(self, data: bytes) -> list[bytes]:
-        """Every rank's bytes."""
+        """Every rank's bytes; at the start, where ranks load one after another, as if all said what this one says."""
+        if not self.is_started:
+            return [data] * self.size
         self.messages[self.rank] = data
         self.meet.wait()
         every = list(self.messages)
@@ -120,9 +123,11 @@ class TwoPolicies:
 
     def _distributed(self) -> dict[str, Tensor]:
         meet, messages = threading.Barrier(3, timeout=600), [b""] * 3
-        trainers = [self._trainer(ranks=Rank(rank, 3, meet, messages)) for rank in range(3)]
-        for trainer in trainers:
+        ranks = [Rank(rank, 3, meet, messages) for rank in range(3)]
+        trainers = [self._trainer(ranks=rank) for rank in ranks]
+        for rank, trainer in zip(ranks, trainers, strict=True):  # not at once: transformers loads by global state
             trainer.start(self._checkpoint)
+            rank.is_started = True
 
         def gradients(trainer: PolicyTrainer) -> dict[str, Tensor]:
             for policy in POLICIES:
