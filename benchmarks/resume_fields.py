@@ -244,6 +244,7 @@ def base(path: Path) -> dict[str, Any]:
         "seats": {"helper": "second"},
         "engine": {"refresh": "turn", "max_context": 512},
         "credit": {"group_size": GROUP},
+        "trainer": {"tokens_per_unit": 64},  # `late` weighs tokens by a constant
         "checkpoint": {"every": CHECKPOINT, "versions": 0},
         "evaluation": {"tasks": 0},
     }
