@@ -25,7 +25,7 @@ PACKAGES = {
     "smolagents": "smolagents[openai]",
     "mini_swe_agent": "mini-swe-agent",
 }
-"""What each needs from the package index."""
+"""The packages that each needs from the index."""
 QUESTION = "What is 1 + 2?"
 PARAMETERS = {
     "type": "object",

@@ -58,7 +58,7 @@ class Sizes:
     """Sizes of the pieces."""
 
     shape: dict[str, int]
-    """Of a Qwen3 with random weights."""
+    """Configuration of a Qwen3 with random weights."""
     rows: int
     length: int
     prefix: int
@@ -290,7 +290,7 @@ def _our_step(machine: Machine, path: Path, *, lora: bool, recompute: bool) -> F
 
 
 def _plain_step(machine: Machine, path: Path) -> Figures:
-    """What a loop that somebody writes in an afternoon does: whole rows, transformers, AdamW in the model's dtype."""
+    """A step of a plain training loop: whole rows, transformers, AdamW in the model's dtype."""
     load_model: Any = transformers.AutoModelForCausalLM.from_pretrained
     model = load_model(path, dtype=getattr(torch, machine.sizes.dtype), attn_implementation="sdpa").to(machine.device)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -406,7 +406,7 @@ PIECES: dict[str, Callable[[Machine], Figures]] = {
 
 
 def _tried(act: Callable[[], Any]) -> Any:
-    """What an act gives, or the error it fails with: out of memory, most likely."""
+    """The result of an act, or the error that it fails with: out of memory, most likely."""
     try:
         return act()
     except Exception as error:  # noqa: BLE001 - the other measurements are still worth having

@@ -77,7 +77,7 @@ class Published:
         return WeightsRef(version=version, path=str(directory), kind="full", sha256=sha256_of(file))
 
     def faults(self) -> dict[str, Callable[[], Mapping[str, torch.Tensor]]]:
-        """What may arrive in place of version 2."""
+        """The faulty versions that may arrive in place of version 2."""
         before, right, other = (self.models[step].state_dict() for step in (1, 2, 3))
         return {
             "the version before": lambda: before,

@@ -244,9 +244,9 @@ class TrainerConfig(Section):
     workers: Free[Annotated[Positive, NumberUnit("processes")]] = 1
     """Data-parallel ranks; any number gives the same update."""
     sharding: Free[Literal["auto", "none", "full"]] = "auto"
-    """What each of several ranks holds. `none`: all weights, gradients and optimizer states. `full`: a part of each of
-    them, with layers gathered while they compute (FSDP2); the update is the same. `auto`: `none` if that takes at most
-    half of a rank's memory, else `full`."""
+    """The share that each of several ranks holds. `none`: all weights, gradients and optimizer states. `full`: a part
+    of each of them, with layers gathered while they compute (FSDP2); the update is the same. `auto`: `none` if that
+    takes at most half of a rank's memory, else `full`."""
     shard_group: Free[Annotated[NonNegative, NumberUnit("ranks")]] = 0
     """Ranks that hold one copy of sharded weights together, such as those of one node; gradients are added up inside
     each group, then between groups (HSDP). Must divide `workers`. 0: all ranks are one group."""

@@ -1,6 +1,6 @@
 """A user's losses and advantage estimators: marked, found, identified by their code, and shipped to other processes.
 
-What runs is a *slice* of the function's file: the function and the imports, definitions and constants of its module
+A process runs a *slice* of the function's file: the function and the imports, definitions and constants of its module
 that it refers to, and nothing else. So a script that calls `agentrl.train` can be given to other processes without
 starting a run there, and a change elsewhere in it is no change of the function. The digest of the slice identifies the
 code in the journal. A function that its file does not define as it is (a closure, a lambda, one patched by hand) cannot

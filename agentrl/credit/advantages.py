@@ -103,7 +103,7 @@ def _alike(rewards: Sequence[float], episodes: Sequence[Hashable]) -> bool:
 class Group:
     """The agents that an advantage estimator compares: of one policy, in one seat of an environment.
 
-    Of an estimator marked with `over="step"`, those of all units of an optimizer step; else of the episodes of a group.
+    An estimator marked with `over="step"` gets those of all units of an optimizer step, another those of a group.
     All sequences have one entry per agent, in the order in which the estimator returns the advantages.
 
     Example:

@@ -36,7 +36,7 @@ GRACE_S = 5.0
 """Seconds a cancelled program may take to end before it is left behind."""
 
 OnCodeChange = Literal["try", "restart", "drop"]
-"""What a resume does with an unfinished episode whose environment was edited: see `environment.on_code_change`."""
+"""The rule for an unfinished episode whose environment was edited before a resume: `environment.on_code_change`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -74,7 +74,7 @@ FAULTS: dict[str, tuple[Callable[[ModelZoo], dict[str, Any]], str]] = {
         "in bfloat16, and the engine computes in float32",
     ),
 }
-"""What may go wrong between trainer and engine: the tensors that arrive in place of version 2's."""
+"""Faults between trainer and engine: the tensors that arrive in place of version 2's."""
 
 
 def test_every_fault_is_found_before_a_token_leaves(make_vllm: MakeVllm, zoo: ModelZoo, tmp_path: Path) -> None:

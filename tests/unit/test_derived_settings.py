@@ -20,7 +20,7 @@ from agentrl.core.errors import ConfigError
 from agentrl.core.machine import Memory
 
 POSITIONS = 1024
-"""Of the model in environments/calculator/model."""
+"""Positions of the model in environments/calculator/model."""
 
 
 def configured(repository: Path, **sections: Any) -> RunConfig:

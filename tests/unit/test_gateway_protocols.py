@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
@@ -210,22 +211,8 @@ def test_a_custom_tool_is_a_function_of_one_text() -> None:
     assert list(request.tools[0].parameters["properties"]) == ["input"]
     call = ToolCall(id="c", name="apply", arguments={"input": "*** begin"})
     said = Message(role="assistant", content="", tool_calls=(call,))
-    (item,) = protocol.whole(request, [_with(said)])["output"]
+    (item,) = protocol.whole(request, [replace(REPLY, message=said, thinking="")])["output"]
     assert (item["type"], item["input"]) == ("custom_tool_call", "*** begin")
     output = {"type": "custom_tool_call_output", "call_id": "c", "output": "ok"}
     again = protocol.read({**body, "input": [{"role": "user", "content": "a"}, item, output]})
     assert again.messages[1].tool_calls == (call,)
-
-
-def _with(message: Message) -> ChatReply:
-    return ChatReply(
-        reply_id="r",
-        created=1,
-        message=message,
-        thinking="",
-        finish_reason="tool_calls",
-        stop_text=None,
-        prompt_tokens=1,
-        completion_tokens=1,
-        cached_tokens=0,
-    )
