@@ -41,6 +41,7 @@ ROLES = {
     "node": ("src/ray/gcs/gcs_server ", "src/ray/raylet/raylet "),
     "raylet": ("src/ray/raylet/raylet ",),
     "worker": ("agentrl.app.worker_host",),
+    "harness": ("asking_program.py",),
 }
 """What the command lines of a role's processes contain."""
 HANGS_S = 900

@@ -236,6 +236,10 @@ REAL: Mapping[str, list[str]] = {
     "workers": [*SMALL, *TWO_WORKERS],
     "two": [*SMALL, *TWO_WORKERS, *TWO_POLICIES],
     "ray": [*SMALL, *TWO_WORKERS, "trainer.kind=ray", "engine.placement=ray"],
+    "outside": [
+        *(*SMALL, *TWO_WORKERS, "environment.id=benchmarks.outside_kills:Asking", "engine.max_context=256"),
+        *("engine.slots=24", "sampling.max_tokens=8"),
+    ],
 }
 """By kind, how the configuration differs from the first example's; `two`: from that of `coevolution_kills`."""
 

@@ -20,8 +20,14 @@ FIGURES = (
     "recalled_replies",
     "kills",
     "harness_failures",
+    "violations",
+    "divergence_named",
     "clients",
+    "clients_heavy",
     "reply_errors",
+    "client_errors",
+    "reward_end",
+    "steps_over_native",
 )
 
 if __name__ == "__main__":

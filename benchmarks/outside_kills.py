@@ -1,14 +1,19 @@
-"""A run whose agent is a child process, killed with SIGKILL again and again: process, gateway and harness at once.
+"""Runs whose agent is a child process, killed with SIGKILL again and again: the run, a worker with its gateway, or the
+agent itself, in the middle of calls.
 
-A reply that was recorded is never sampled again: in whatever attempt a program asks the same, it gets the same.
+`resampled_replies` counts replies of one id and several contents, as the agents saw them, and calls whose attempts have
+other tokens in the journal. After each kill both oracles of `benchmarks.chaos` judge the run; `violations` are theirs.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import sqlite3
 import sys
 import tempfile
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,34 +21,27 @@ import msgspec
 
 import agentrl
 from agentrl.journal.entries import JournalEntry, TurnEntry
-from benchmarks.killed_runs import Job
+from agentrl.testing.check import check_environment
+from benchmarks.chaos import Chaos, Kind, Tally
 
-KILLS = 20
-STEPS = 24
-PROGRAM = """
-import json, os, sys, time, urllib.request
-
-def ask(messages):
-    body = {"model": "main", "messages": messages, "max_tokens": 8, "user": str(time.time())}
-    headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
-    url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
-    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
-    return json.load(urllib.request.urlopen(request))["choices"][0]["message"]
-
-messages = [{"role": "user", "content": "It is %s. %s" % (time.strftime("%Y-%m-%dT%H:%M:%SZ"), sys.argv[1])}]
-for turn in range(3):
-    messages.append(ask(messages))
-    time.sleep(0.02)
-    messages.append({"role": "user", "content": "And %d?" % turn})
-print(len(messages[-2]["content"] or ""))
-"""
+KILLS = 100
+KIND = Kind(
+    "outside",
+    40,
+    {"orchestrator": 3, "worker": 3, "harness": 4},
+    calm_s=0.4,
+    start_s=6.0,
+    one_victim=True,
+    after_progress=True,
+)
+PROGRAM = Path(__file__).with_name("asking_program.py")
 
 
 class Asking(agentrl.HarnessEnvironment):
     """A program that asks thrice, with a date in its first message."""
 
-    seats = ("main",)
-    command = (sys.executable, "-S", "-c", PROGRAM, "{task.question}")
+    seats = ("solver",)
+    command = (sys.executable, "-S", str(PROGRAM), "{task.question}")
 
     def reward(self, task: agentrl.Task, episode: agentrl.HarnessEpisode) -> float:
         return float(episode.result.strip()) / 10
@@ -57,67 +55,57 @@ class Asking(agentrl.HarnessEnvironment):
         return cls.tasks_of
 
 
-CONFIG = """
-name = "outside"
-steps = 1
-[environment]
-id = "benchmarks.outside_kills:Asking"
-[model]
-path = "agentrl.environments:calculator/model"
-[policies.main]
-step_size = 8
-[credit]
-group_size = 4
-[sampling]
-max_tokens = 8
-max_turns = 6
-[engine]
-slots = 8
-max_context = 256
-[trainer]
-kind = "in_process"
-[evaluation]
-tasks = 0
-[checkpoint]
-every = 2
-"""
+class Undeclared(Asking):
+    """The same, where the date is not declared to differ by nature."""
+
+    volatile = ()
 
 
 def figures(quick: bool) -> dict[str, float | None]:
     """See `benchmarks.outside`."""
     if quick:
         return {}
-    with tempfile.TemporaryDirectory() as scratch:
-        config = Path(scratch, "outside.toml")
-        config.write_text(CONFIG)
-        job = Job(config=config, settings=(), directory=Path(scratch), most_entries=(8, 16, 32, 64))
-        run = job.train("killed", steps=STEPS, kills=KILLS)
-        replies: dict[tuple[str, str], set[bytes]] = defaultdict(set)
-        attempts: dict[tuple[str, str], set[int]] = defaultdict(set)
-        for entry in _entries(run):
-            body = entry.decode()
-            if isinstance(body, TurnEntry):
-                replies[entry.episode_id, entry.call_id].add(body.token_ids)
-                attempts[entry.episode_id, entry.call_id].add(entry.attempt)
-        with sqlite3.connect(run / "journal" / "control.db") as control:
-            (dropped,) = control.execute("SELECT count(*) FROM episodes WHERE drop_reason IS NOT NULL").fetchone()
-        return {
-            "resampled_replies": sum(len(tokens) - 1 for tokens in replies.values()),
-            "recalled_replies": sum(len(numbers) - 1 for numbers in attempts.values()),
-            "kills": KILLS,
-            "harness_failures": dropped,
-        }
+    tally = Tally()
+    with tempfile.TemporaryDirectory(prefix="outside-kills-") as scratch:
+        log = Path(scratch, "replies.jsonl")
+        os.environ["ASKING_LOG"] = str(log)
+        Chaos(KIND, Path(scratch), 0, tally).run(KILLS)
+        seen: dict[str, set[str]] = defaultdict(set)
+        for line in log.read_bytes().split(b"\n")[:-1]:
+            reply_id, content = json.loads(line)
+            seen[reply_id].add(content)
+        sampled: dict[tuple[str, str, str], set[bytes]] = defaultdict(set)
+        attempts: dict[tuple[str, str, str], set[int]] = defaultdict(set)
+        dropped = 0
+        for run in sorted(Path(scratch).glob(f"{KIND.name}-*/run")):
+            for entry in _entries(run):
+                if isinstance(body := entry.decode(), TurnEntry):
+                    call = (run.parent.name, entry.episode_id, entry.call_id)
+                    sampled[call].add(body.token_ids)
+                    attempts[call].add(entry.attempt)
+            with sqlite3.connect(run / "journal" / "control.db") as control:
+                dropped += control.execute("SELECT count(*) FROM episodes WHERE drop_reason IS NOT NULL").fetchone()[0]
+        (found,) = check_environment(Undeclared).findings
+    print(f"the checker on an undeclared date: {found}", flush=True)
+    faults = {*tally.verdict.lost, *tally.verdict.twice, *tally.verdict.ledger_errors, *tally.violations}
+    for fault in sorted({*faults, *tally.unexplained}):
+        print(fault, flush=True)
+    print(f"kills {dict(tally.kills)}, {tally.runs} runs, {len(seen)} replies seen", flush=True)
+    resampled = [each for each in (*seen.values(), *sampled.values()) if len(each) > 1]
+    return {
+        "resampled_replies": len(resampled),
+        "recalled_replies": sum(len(numbers) - 1 for numbers in attempts.values()),
+        "kills": tally.kills.total(),
+        "harness_failures": dropped + len(tally.unexplained),
+        "violations": len(faults),
+        "divergence_named": float("content: 'It is 2" in found and ", now 'It is 2" in found),
+    }
 
 
-def _entries(run: Path) -> list[JournalEntry]:
+def _entries(run: Path) -> Iterator[JournalEntry]:
     """All entries of a run, of whatever attempt."""
-    found = []
     for path in sorted((run / "journal").glob("turns*.db")):
         with sqlite3.connect(path) as partition:
-            rows = partition.execute("SELECT episode, attempt, call, asked, body FROM entries")
-            found += [msgspec.convert(row, JournalEntry) for row in map(_named, rows)]
-    return found
-
-
-def _named(row: tuple[Any, ...]) -> dict[str, Any]:
-    return dict(zip(("episode_id", "attempt", "call_id", "asked", "body"), row, strict=True))
+            for row in partition.execute("SELECT episode, attempt, call, asked, body FROM entries"):
+                named = dict(zip(("episode_id", "attempt", "call_id", "asked", "body"), row, strict=True))
+                yield msgspec.convert(named, JournalEntry)

@@ -41,8 +41,11 @@ VOLATILE = (
     r"\b[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}\b",
     r"/tmp/[\w./-]+",
     r"/dev/shm/[\w./-]+",
+    r"agentrl-harness-\w+",  # the working directory of a command, also where a program spells its path otherwise
+    r"Chunk ID: [0-9a-f]{6}\nWall time: [0-9.]+ seconds",  # Codex, before what a command wrote
+    r"x-anthropic-billing-header: [^\n]*",  # Claude Code
 )
-"""Patterns of dates, UUIDs and temporary paths."""
+"""Patterns of dates, UUIDs and temporary paths, and what single clients add."""
 _FIELD = re.compile(r"\{(task|endpoint)\.(\w+)\}")
 _PR_SET_PDEATHSIG = 1
 

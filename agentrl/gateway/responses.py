@@ -1,7 +1,9 @@
 """OpenAI's Responses: `POST /v1/responses`, stateless: every request holds its whole conversation.
 
 The items of one reply (reasoning, text, calls) are one message of the model. A tool of type `custom` is offered to the
-model as a function with one argument, `input`.
+model as a function with one argument, `input`; a tool NAME of a `namespace` SPACE as the function `SPACE.NAME`. An item
+`compaction_trigger` asks the model for a summary, which the client gets as an item `compaction`, in clear text, and
+sends back in place of what it stands for.
 """
 
 from __future__ import annotations
@@ -17,6 +19,10 @@ from agentrl.gateway.chat_completions import arguments_of, arguments_text, conte
 _DEMANDS = ("temperature", "top_p", "top_logprobs", "tool_choice", "parallel_tool_calls")
 _STATE = ("previous_response_id", "conversation", "background", "prompt")
 _ROLES: Mapping[str, Role] = {"user": "user", "system": "system", "developer": "system"}
+_COMPACT = (
+    "Summarise this conversation for whoever goes on with it: what was asked for, what was done and found, and what is "
+    "left to do. Reply with the summary alone."
+)
 _CUSTOM = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 
 
@@ -38,17 +44,19 @@ class Responses:
         if isinstance(written, dict) and written.get("format") is not None:
             demands["response_format"] = written["format"]
         tools = objects(body.get("tools") or [], "tools")
+        offered = list(_offered(tools))
         return ChatRequest(
             model=text(body.get("model"), "model"),
             messages=_messages(body),
-            tools=[_tool(tool) for tool in tools],
+            tools=[_tool(tool, space) for space, tool in offered],
             max_tokens=number(body, "max_output_tokens"),
             stream=body.get("stream") is True,
             demands=demands,
             options={
                 "tools": tools,
                 "instructions": body.get("instructions"),
-                "custom": {tool.get("name") for tool in tools if tool.get("type") == "custom"},
+                "compacts": _compacts(body.get("input")),
+                "offered": {_named(space, tool): (space, tool.get("type")) for space, tool in offered},
             },
         )
 
@@ -119,6 +127,11 @@ def _messages(body: Mapping[str, Any]) -> list[Message]:
                 answered = text(item.get("call_id"), f"{where}.call_id")
                 content = content_text(item.get("output"), f"{where}.output")
                 found.append(Message(role="tool", content=content, tool_call_id=answered, name=names.get(answered)))
+            case "compaction" | "compaction_summary":
+                summary = text(item.get("encrypted_content"), f"{where}.encrypted_content")
+                found.append(Message(role="user", content=summary))
+            case "compaction_trigger" if n == len(items) - 1:
+                found.append(Message(role="user", content=_COMPACT))
             case "reasoning":
                 pass  # the tokens that were sampled hold it
             case other:
@@ -126,6 +139,11 @@ def _messages(body: Mapping[str, Any]) -> list[Message]:
     if not found or found[-1].role == "assistant":
         raise RequestRefusedError("input must end with a message or the output of a tool: a reply cannot be continued")
     return found
+
+
+def _compacts(items: Any) -> bool:
+    """Whether a request asks for a summary."""
+    return isinstance(items, list) and bool(items) and items[-1].get("type") == "compaction_trigger"
 
 
 def _say(found: list[Message], *, content: str = "", call: ToolCall | None = None) -> None:
@@ -139,12 +157,31 @@ def _say(found: list[Message], *, content: str = "", call: ToolCall | None = Non
 
 def _call(item: Mapping[str, Any], kind: str, where: str) -> ToolCall:
     call_id, name = text(item.get("call_id"), f"{where}.call_id"), text(item.get("name"), f"{where}.name")
+    if item.get("namespace"):
+        name = f"{text(item['namespace'], f'{where}.namespace')}.{name}"
     if kind == "custom_tool_call":
         return ToolCall(id=call_id, name=name, arguments={"input": text(item.get("input"), f"{where}.input")})
     return ToolCall(id=call_id, name=name, arguments=arguments_of(item.get("arguments", "")))
 
 
-def _tool(tool: Mapping[str, Any]) -> ToolSpec:
+def _offered(tools: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The tools of a request, each after its namespace, which is mostly empty."""
+    for tool in tools:
+        if tool.get("type") == "namespace":
+            space = text(tool.get("name"), "tools.name")
+            for inner in objects(tool.get("tools"), f"tools.{space}.tools"):
+                yield space, inner
+        else:
+            yield "", tool
+
+
+def _named(space: str, tool: Mapping[str, Any]) -> str:
+    """The name under which the model calls a tool."""
+    name = text(tool.get("name"), "tools.name")
+    return f"{space}.{name}" if space else name
+
+
+def _tool(tool: Mapping[str, Any], space: str) -> ToolSpec:
     kind = tool.get("type")
     if kind not in ("function", "custom"):
         raise RequestRefusedError(f"a tool of type {shown(kind)} is none this model has", "invalid", "tools")
@@ -152,7 +189,7 @@ def _tool(tool: Mapping[str, Any]) -> ToolSpec:
     if not isinstance(parameters, dict):
         raise RequestRefusedError(f"tools: parameters are {shown(parameters)}, no JSON schema", "invalid", "tools")
     description = text(tool.get("description") or "", "tools.description")
-    return ToolSpec(name=text(tool.get("name"), "tools.name"), description=description, parameters=parameters)
+    return ToolSpec(name=_named(space, tool), description=description, parameters=parameters)
 
 
 def _head(request: ChatRequest, reply: ChatReply) -> dict[str, Any]:
@@ -177,6 +214,9 @@ def _head(request: ChatRequest, reply: ChatReply) -> dict[str, Any]:
 
 def _items(request: ChatRequest, reply: ChatReply) -> Iterator[dict[str, Any]]:
     """The items of a reply's output."""
+    if request.options["compacts"]:
+        yield {"id": f"cmp_{reply.reply_id}", "type": "compaction", "encrypted_content": reply.message.content}
+        return
     if reply.thinking:
         content = [{"type": "reasoning_text", "text": reply.thinking}]
         yield {"id": f"rs_{reply.reply_id}", "type": "reasoning", "summary": [], "content": content}
@@ -190,8 +230,11 @@ def _items(request: ChatRequest, reply: ChatReply) -> Iterator[dict[str, Any]]:
             "content": [part],
         }
     for call in reply.message.tool_calls:
+        space, kind = request.options["offered"].get(call.name, ("", "function"))
         item = {"id": f"fc_{call.id}", "call_id": call.id, "name": call.name, "status": "completed"}
-        if call.name in request.options["custom"]:
+        if space:
+            item |= {"name": call.name.removeprefix(f"{space}."), "namespace": space}
+        if kind == "custom":
             given = call.arguments if isinstance(call.arguments, str) else call.arguments.get("input", "")
             yield {**item, "type": "custom_tool_call", "input": str(given)}
         else:
@@ -219,6 +262,8 @@ def _item_events(item: Mapping[str, Any], number: int) -> Iterator[dict[str, Any
             yield {"type": "response.output_item.added", "output_index": number, "item": {**item, "input": ""}}
             yield {"type": "response.custom_tool_call_input.delta", **at, "delta": item["input"]}
             yield {"type": "response.custom_tool_call_input.done", **at, "input": item["input"]}
+        case "compaction":
+            yield {"type": "response.output_item.added", "output_index": number, "item": item}
         case _:
             yield {"type": "response.output_item.added", "output_index": number, "item": {**item, "content": []}}
     yield {"type": "response.output_item.done", "output_index": number, "item": item}

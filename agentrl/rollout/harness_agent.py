@@ -9,6 +9,7 @@ Invariants
    recalls the replies of the attempts before it in whatever order its client asks; what it does not ask for again is
    no part of it.
 3. A recalled reply is written with the context it was sampled from, to the token.
+4. A client gets a reply once it is on disk: what it has seen is never sampled again, whatever is killed.
 """
 
 from __future__ import annotations
@@ -132,9 +133,11 @@ class HarnessAgent(LiveAgent):
         try:
             if isinstance(call.recorded, TurnEntry):
                 return self._recall(request, call, call.recorded)
-            return await self._sample_new(request, call, sampling)
+            reply = await self._sample_new(request, call, sampling)
         finally:
             self._in_progress -= 1
+        await self._episode.journal.flush()
+        return reply
 
     def _recall(self, request: ChatRequest, call: Call, recorded: TurnEntry) -> ChatReply:
         """Give the reply of an earlier attempt, whose entry holds its whole context."""

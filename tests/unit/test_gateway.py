@@ -75,6 +75,17 @@ def turns(played: Played) -> list[TurnEntry]:
     return [entry for entry in played.entries if isinstance(entry, TurnEntry)]
 
 
+def outside_spec(environment: type[agentrl.Environment]) -> EpisodeSpec:
+    return EpisodeSpec(
+        episode_id="e0",
+        environment=name_of(environment),
+        task=agentrl.Task(id="t", data={}),
+        seed=1,
+        seats={"main": SeatBinding(POLICY)},
+        group_id="g0",
+    )
+
+
 class ToolLoop(Loop):
     """An ordinary loop with one tool."""
 
@@ -120,6 +131,36 @@ def test_rows_of_an_episode_are_one_trajectory_with_one_reward() -> None:
         "rows/conversation": 1.0,
         "rows/branch": 1.0,
     }
+
+
+class Durable(Loop):
+    """Looks, as it gets each reply, what of the journal would survive a crash."""
+
+    journal: ClassVar[MemoryJournal]
+    on_disk: ClassVar[list[str]] = []
+
+    async def loop(self, client: aiohttp.ClientSession, endpoint: agentrl.Endpoint) -> Any:
+        for text in "ab":
+            _, reply = await ask(client, endpoint, [user(text)])
+            entries = [entry.decode() for entry in self.journal.turn_log(PARTITION).read("e0", 0)]
+            self.on_disk.append(entries[-1].text if isinstance(entries[-1], TurnEntry) else "no turn")
+            assert reply["choices"][0]["message"]["content"] in self.on_disk[-1]
+
+
+def test_a_client_gets_a_reply_once_it_is_on_disk() -> None:
+    """Killed at any time later, the episode holds what its client saw: nothing that was seen is sampled again."""
+    Durable.journal, said = MemoryJournal(), iter((b"one", b"two"))
+
+    async def played() -> None:
+        engine = ScriptedEngine(
+            lambda request, policy, version: [*next(said), STOP_TOKEN], versions={POLICY: PolicyVersion(POLICY, 0, 0)}
+        )
+        dispatcher, _ = wired(Durable, engine, Durable.journal, settings_of(), [])
+        dispatcher.worker.submit(outside_spec(Durable), lambda header: None)
+        await dispatcher.worker.drain()
+
+    asyncio.run(played())
+    assert Durable.on_disk == ["one<|stop|>", "two<|stop|>"]
 
 
 class Refused(Loop):
@@ -495,14 +536,7 @@ async def _forked() -> tuple[list[list[int]], EpisodeHeader, list[TurnEntry]]:
 
     engine = ScriptedEngine(script, versions={POLICY: PolicyVersion(POLICY, 0, 0)})
     dispatcher, _ = wired(Stable, engine, journal, settings_of(), [])
-    spec = EpisodeSpec(
-        episode_id="e0",
-        environment=name_of(Stable),
-        task=agentrl.Task(id="t", data={}),
-        seed=1,
-        seats={"main": SeatBinding(POLICY)},
-        group_id="g0",
-    )
+    spec = outside_spec(Stable)
     dispatcher.worker.submit(spec, ended.append)
     await dispatcher.worker.drain()
     log = journal.turn_log(PARTITION)

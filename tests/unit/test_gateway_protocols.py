@@ -151,7 +151,9 @@ REPLY = ChatReply(
 def echoed(protocol: ChatProtocol) -> Message:
     """The model's message as a client sends it back."""
     request = ChatRequest(
-        model="m", messages=[], options={"include_usage": False, "tools": [], "instructions": None, "custom": set()}
+        model="m",
+        messages=[],
+        options={"include_usage": False, "tools": [], "instructions": None, "compacts": False, "offered": {}},
     )
     whole = protocol.whole(request, [REPLY])
     results = [("x1", "3"), ("abc", "no")]
@@ -191,6 +193,9 @@ def test_a_reply_that_a_client_sends_back_is_known(protocol: ChatProtocol) -> No
         (Responses(), {"input": "a", "tools": [{"type": "web_search"}]}),
         (Responses(), {"input": [{"type": "item_reference", "id": "x"}]}),
         (Responses(), {"input": []}),
+        (Responses(), {"input": [7]}),
+        (Responses(), {"input": [{"type": "compaction_trigger"}, {"role": "user", "content": "a"}]}),
+        (Responses(), {"input": [{"type": "compaction"}]}),
         (Responses(), {}),
         (ChatCompletions(), {"messages": [{"role": "user", "content": {"text": "a"}}]}),
         (ChatCompletions(), {"messages": [{"role": "user", "content": "a"}], "tools": [{"type": "retrieval"}]}),
@@ -216,3 +221,54 @@ def test_a_custom_tool_is_a_function_of_one_text() -> None:
     output = {"type": "custom_tool_call_output", "call_id": "c", "output": "ok"}
     again = protocol.read({**body, "input": [{"role": "user", "content": "a"}, item, output]})
     assert again.messages[1].tool_calls == (call,)
+
+
+def test_a_tool_of_a_namespace_is_called_by_both_names() -> None:
+    protocol = Responses()
+    tool = {"type": "function", "name": "close", "parameters": {"type": "object", "properties": {"at": {}}}}
+    body = {
+        "model": "m",
+        "input": "a",
+        "tools": [tool, {"type": "namespace", "name": "agents", "tools": [tool, {"type": "custom", "name": "say"}]}],
+    }
+    request = protocol.read(body)
+    assert [offered.name for offered in request.tools] == ["close", "agents.close", "agents.say"]
+    calls = (
+        ToolCall(id="c", name="agents.close", arguments={"at": 1}),
+        ToolCall(id="d", name="agents.say", arguments={"input": "x"}),
+        ToolCall(id="e", name="close", arguments={"at": 2}),
+    )
+    said = Message(role="assistant", content="", tool_calls=calls)
+    items = protocol.whole(request, [replace(REPLY, message=said, thinking="")])["output"]
+    assert [(item["type"], item.get("namespace"), item["name"]) for item in items] == [
+        ("function_call", "agents", "close"),
+        ("custom_tool_call", "agents", "say"),
+        ("function_call", None, "close"),
+    ]
+    output = {"type": "function_call_output", "call_id": "c", "output": "ok"}
+    again = protocol.read({**body, "input": [{"role": "user", "content": "a"}, *items, output]})
+    assert again.messages[1].tool_calls == calls
+
+
+@pytest.mark.parametrize("tools", [7, [7], None])
+def test_a_namespace_without_tools_is_refused(tools: Any) -> None:
+    with pytest.raises(RequestRefusedError, match=r"tools\.agents\.tools"):
+        Responses().read(
+            {"model": "m", "input": "a", "tools": [{"type": "namespace", "name": "agents", "tools": tools}]}
+        )
+
+
+def test_a_compaction_is_a_summary_that_the_client_sends_back() -> None:
+    protocol = Responses()
+    asked = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    request = protocol.read({"model": "m", "input": [*asked, {"type": "compaction_trigger"}]})
+    assert [message.role for message in request.messages] == ["user", "assistant", "user"]
+    said = Message(role="assistant", content="so far: b")
+    (item,) = protocol.whole(request, [replace(REPLY, message=said)])["output"]
+    assert item["type"] == "compaction"
+    done = [
+        event for name, event in protocol.events(request, [replace(REPLY, message=said)]) if name and "done" in name
+    ]
+    assert [event["item"] for event in done] == [item]
+    again = protocol.read({"model": "m", "input": [item, {"role": "user", "content": "c"}]})
+    assert [message.content for message in again.messages] == ["so far: b", "c"]
