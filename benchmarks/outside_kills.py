@@ -12,6 +12,7 @@ import os
 import sqlite3
 import sys
 import tempfile
+import time
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -98,7 +99,7 @@ def figures(quick: bool) -> dict[str, float | None]:
         "kills": tally.kills.total(),
         "harness_failures": dropped + len(tally.unexplained),
         "violations": len(faults),
-        "divergence_named": float("content: 'It is 2" in found and ", now 'It is 2" in found),
+        "divergence_named": float(found.partition("content: ")[2].count(time.strftime("%Y-%m-")) == 2),
     }
 
 
