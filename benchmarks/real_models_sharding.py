@@ -53,7 +53,7 @@ def _cases(root: Path, ranks: int) -> dict[str, dict[str, Any]]:
         "replicated": made("replicated", sharding="none"),
         "replicated adapters": made("replicated adapters", lora=True, policies=("policy", "other"), sharding="none"),
     }
-    return found | ({"groups": made("groups", shard_group=2)} if ranks > 2 else {})
+    return found | ({"groups": made("groups", sharding=2)} if ranks > 2 else {})
 
 
 def _steps(root: Path, sizes: Sequence[int]) -> dict[str, float | None]:

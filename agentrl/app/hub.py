@@ -1,7 +1,7 @@
 """Models by their names on the Hugging Face hub: found in huggingface_hub's cache, or downloaded into it.
 
-`model.path = "Qwen/Qwen3-0.6B"` becomes the directory of one commit of that repository, and `model.revision` that
-commit, so that a run is resumed with the weights it began with although the name's branch has moved on. Only what a
+`model.path = "Qwen/Qwen3-0.6B"`, or `"Qwen/Qwen3-0.6B@REVISION"`, becomes the directory of one commit of that
+repository, so that a run is resumed with the weights it began with although the name's branch has moved on. Only what a
 causal LM is loaded from is downloaded: weights as safetensors, tokenizer, templates and configuration; no code, and
 nothing that would be unpickled.
 """
@@ -15,68 +15,70 @@ from typing import Any
 
 from agentrl.config.policies import LocalPolicy
 from agentrl.config.run import RunConfig
-from agentrl.core.errors import ConfigError, ModelError
+from agentrl.core.errors import ModelError
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,95}/[A-Za-z0-9][A-Za-z0-9_.-]{0,95}")
+_PART = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,95}"
+_NAME = re.compile(rf"({_PART}/{_PART})(?:@([A-Za-z0-9][A-Za-z0-9_./-]{{0,95}}))?")
 FILES = ("*.safetensors", "*.json", "*.jinja", "merges.txt", "vocab.txt", "tokenizer.model")
 """Patterns of the files that are downloaded, all from the top of a repository."""
 
 
 def is_hub_name(path: str) -> bool:
-    """Whether a model's path is a name on the hub: `owner/name`, and neither it nor `owner` is a directory here."""
+    """Whether a model's path names a model on the hub: `owner/name` or `owner/name@revision`, and neither it nor
+    `owner` is a directory here."""
     return bool(_NAME.fullmatch(path)) and not Path(path).exists() and not Path(path).parent.is_dir()
 
 
 def with_local_model(config: RunConfig, before: Mapping[str, Any], *, download: bool = True) -> RunConfig:
-    """The configuration with `model.path` and each `policies.NAME.model` as a directory, and `model.revision` as the
-    commit that is in the first; policies take the main branch.
+    """The configuration with `model.path` and each `policies.NAME.model` as a directory: of the commit that its
+    revision (a commit, tag or branch; without one the main branch) stands for.
 
     Args:
         config: of the run.
-        before: the configuration that the run was started with, as data: its commit is kept; else empty.
+        before: the configuration that the run was started with, as data: its commits are kept; else empty.
         download: whether what the cache lacks may be downloaded.
 
     Raises:
-        ModelError: the model is neither in the cache nor to be had; says what to download, and where.
-        ConfigError: a revision of a model that is not on the hub.
+        ModelError: a model is neither in the cache nor to be had; says what to download, and where.
     """
-    config = _with_local_policies(config, before, download=download)
-    model = config.model
-    if not is_hub_name(model.path):
-        if model.revision and Path(model.path).resolve().name != model.revision:
-            raise ConfigError(
-                f"model.revision = {model.revision!r} is of a model on the hub, and model.path = {model.path!r} is a "
-                "directory; leave one of them out"
-            )
-        return config
-    found = _kept(model.path, model.revision, before.get("model"), "path") or _snapshot(
-        "model.path", model.path, model.revision, download=download
-    )
-    return config.model_copy(
-        update={"model": model.model_copy(update={"path": str(found), "revision": found.name})},
-    )
 
+    def local(key: str, path: str, then: object) -> str:
+        if not is_hub_name(path):
+            return path
+        return str(_kept(path, then) or _snapshot(key, path, download=download))
 
-def _with_local_policies(config: RunConfig, before: Mapping[str, Any], *, download: bool) -> RunConfig:
-    recorded = before.get("policies")
-    then = recorded if isinstance(recorded, Mapping) else {}
     policies: dict[str, Any] = dict(config.policies)
     for name, policy in config.of_kind(LocalPolicy).items():
-        if is_hub_name(policy.model):
-            found = _kept(policy.model, "", then.get(name), "model")
-            found = found or _snapshot(f"policies.{name}.model", policy.model, "", download=download)
-            policies[name] = policy.model_copy(update={"model": str(found)})
-    return config.model_copy(update={"policies": policies})
+        then = _at(before, "policies", name, "model")
+        policies[name] = policy.model_copy(update={"model": local(f"policies.{name}.model", policy.model, then)})
+    path = local("model.path", config.model.path, _at(before, "model", "path"))
+    return config.model_copy(update={"model": config.model.model_copy(update={"path": path}), "policies": policies})
 
 
-def _kept(name: str, revision: str, then: object, key: str) -> Path | None:
-    """The directory that the run began with, by a section of its configuration, if it is of this model."""
-    path = Path(str(then.get(key, ""))) if isinstance(then, Mapping) else Path()
-    is_same = path.parent.name == "snapshots" and path.parent.parent.name == f"models--{name.replace('/', '--')}"
-    return path if is_same and revision in ("", path.name) and path.is_dir() else None
+def _at(data: object, *keys: str) -> object:
+    """The value at a path of keys; None where there is none."""
+    for key in keys:
+        data = data.get(key) if isinstance(data, Mapping) else None
+    return data
 
 
-def _snapshot(key: str, name: str, revision: str, *, download: bool) -> Path:
+def _split(path: str) -> tuple[str, str]:
+    """The name and the revision of a model on the hub; the revision is empty for the main branch."""
+    name, _, revision = path.partition("@")
+    return name, revision
+
+
+def _kept(path: str, then: object) -> Path | None:
+    """The directory that the run began with, if it is of this model, and of this commit if one is named."""
+    name, revision = _split(path)
+    directory = Path(then if isinstance(then, str) else "")
+    of_model = (
+        directory.parent.name == "snapshots" and directory.parent.parent.name == f"models--{name.replace('/', '--')}"
+    )
+    return directory if of_model and revision in ("", directory.name) and directory.is_dir() else None
+
+
+def _snapshot(key: str, path: str, *, download: bool) -> Path:
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import (
         HFValidationError,
@@ -85,6 +87,7 @@ def _snapshot(key: str, name: str, revision: str, *, download: bool) -> Path:
         RevisionNotFoundError,
     )
 
+    name, revision = _split(path)
     wanted = f"{name} at revision {revision}" if revision else name
     argument = f" --revision {revision}" if revision else ""
     fetch = (
@@ -102,7 +105,7 @@ def _snapshot(key: str, name: str, revision: str, *, download: bool) -> Path:
             )
         )
     except RevisionNotFoundError as error:
-        raise ModelError(f"model.revision: {name} has no revision {revision!r} on the hub") from error
+        raise ModelError(f"{key}: {name} has no revision {revision!r} on the hub") from error
     except RepositoryNotFoundError as error:
         raise ModelError(
             f"{key}: there is no directory {name} here, and the hub shows no such model: it has another name, or "

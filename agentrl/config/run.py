@@ -69,12 +69,10 @@ class ModelConfig(Section):
     path: Fixed[str] = ""
     """A local Hugging Face causal-LM directory with tokenizer and chat template: a path, in a TOML file relative to
     that file, or `package:directory` for one inside an installed package, such as
-    `agentrl.environments:calculator/model`; or a name on the Hugging Face hub, such as `Qwen/Qwen3-0.6B`, which is
-    looked up in huggingface_hub's cache and downloaded if it is not there (safetensors only). Needed unless every
-    policy is remote, a bot, or has a `model` of its own."""
-    revision: Fixed[str] = ""
-    """Commit, tag or branch of a model on the hub; empty: its main branch. A run is resumed with the commit it began
-    with."""
+    `agentrl.environments:calculator/model`; or a name on the Hugging Face hub, such as `Qwen/Qwen3-0.6B`, or
+    `Qwen/Qwen3-0.6B@main` with a commit, tag or branch, which is looked up in huggingface_hub's cache and downloaded if
+    it is not there (safetensors only); a run is resumed with the commit it began with. Needed unless every policy is
+    remote, a bot, or has a `model` of its own."""
     dtype: Fixed[Literal["auto", "float32", "bfloat16"]] = "auto"
     """The dtype that engine and trainer compute in, and versions with all weights are published in; `auto`: the
     checkpoint's, float32 for one in float16. Adapters, gradients and optimizer are float32; a policy that trains all
@@ -243,13 +241,11 @@ class TrainerConfig(Section):
     engine, one for each rank. `auto`: `in_process` unless there are several `workers`."""
     workers: Free[Annotated[Positive, NumberUnit("processes")]] = 1
     """Data-parallel ranks; any number gives the same update."""
-    sharding: Free[Literal["auto", "none", "full"]] = "auto"
+    sharding: Free[Literal["auto", "none", "full"] | Positive] = "auto"
     """The share that each of several ranks holds. `none`: all weights, gradients and optimizer states. `full`: a part
-    of each of them, with layers gathered while they compute (FSDP2); the update is the same. `auto`: `none` if that
-    takes at most half of a rank's memory, else `full`."""
-    shard_group: Free[Annotated[NonNegative, NumberUnit("ranks")]] = 0
-    """Ranks that hold one copy of sharded weights together, such as those of one node; gradients are added up inside
-    each group, then between groups (HSDP). Must divide `workers`. 0: all ranks are one group."""
+    of each of them, with layers gathered while they compute (FSDP2); the update is the same. A number that divides
+    `workers`: so many ranks, such as those of one node, hold one copy together; gradients are added up inside each such
+    group, then between groups (HSDP). `auto`: `none` if that takes at most half of a rank's memory, else `full`."""
     loss: LossConfig = LossConfig()
     entropy_bonus: Free[Annotated[float, NumberUnit("per nat")]] = 0.0
     """Weight of the trained tokens' entropy, divided by the same constant as the loss; a positive weight slows
@@ -545,10 +541,11 @@ def check_together(config: RunConfig) -> None:
             f"trainer.workers = {config.trainer.workers} are processes of their own, and trainer.kind = 'in_process' "
             "trains in the run's: set trainer.kind = 'ray', or trainer.workers = 1"
         )
-    if config.trainer.shard_group and config.trainer.workers % config.trainer.shard_group:
+    ranks_of_a_copy = config.trainer.sharding
+    if isinstance(ranks_of_a_copy, int) and config.trainer.workers % ranks_of_a_copy:
         raise ValueError(
-            f"trainer.shard_group = {config.trainer.shard_group} does not divide trainer.workers = "
-            f"{config.trainer.workers}: every rank belongs to one group of that size"
+            f"trainer.sharding = {ranks_of_a_copy} does not divide trainer.workers = {config.trainer.workers}: every "
+            "rank belongs to one group of that size"
         )
     if config.deterministic:
         _check_deterministic(config)

@@ -80,14 +80,17 @@ def shard_count(config: RunConfig, ranks: int) -> int:
     With `trainer.sharding` "auto" each has them if weights, gradients and optimizer take at most half of its memory, an
     even share of the machine's where there is no GPU. The other half is for activations.
     """
-    if ranks == 1 or config.trainer.sharding == "none":
+    sharding = config.trainer.sharding
+    if ranks == 1 or sharding == "none":
         return 1
-    if config.trainer.sharding == "auto":
+    if isinstance(sharding, int):
+        return sharding
+    if sharding == "auto":
         held = _held(load_models(config, torch.device("meta")))
         memory, on_gpu = device_memory()
         if sum(held) <= memory.total / (2 if on_gpu else 2 * ranks):
             return 1
-    return config.trainer.shard_group or ranks
+    return ranks
 
 
 def _gathered(model: PolicyModel) -> int:

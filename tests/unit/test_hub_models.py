@@ -13,14 +13,15 @@ from huggingface_hub import constants
 from agentrl.app.hub import is_hub_name, with_local_model
 from agentrl.cli.main import main
 from agentrl.config.run import RunConfig
-from agentrl.core.errors import ConfigError, ModelError
+from agentrl.core.errors import ModelError
 
 OLD, NEW = "a" * 40, "b" * 40
 NAME = "example-org/Tiny-0.1B"
 
 
-def named(path: str = NAME, revision: str = "") -> RunConfig:
-    return RunConfig.model_validate({"environment": {"id": "unused"}, "model": {"path": path, "revision": revision}})
+def named(path: str = NAME, policy: str = "") -> RunConfig:
+    policies = {"first": {}, "second": {"model": policy}}
+    return RunConfig.model_validate({"environment": {"id": "unused"}, "model": {"path": path}, "policies": policies})
 
 
 @pytest.fixture
@@ -39,35 +40,33 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, repository: Path) -> 
 
 
 def test_a_name_becomes_the_directory_of_its_commit(cache: Path) -> None:
-    for revision, commit in (("", NEW), ("v1", OLD), (OLD, OLD)):
-        model = with_local_model(named(revision=revision), {}).model
-        assert Path(model.path) == cache / "snapshots" / commit
-        assert model.revision == commit
-        again = with_local_model(named(model.path, model.revision), {}).model
-        assert again == model, "the configuration that a run keeps is read again as it is"
+    for revision, commit in (("", NEW), ("@v1", OLD), (f"@{OLD}", OLD)):
+        config = with_local_model(named("elsewhere", f"{NAME}{revision}"), {})
+        assert config.base_of("second") == with_local_model(named(f"{NAME}{revision}"), {}).model.path
+        assert Path(config.base_of("second")) == cache / "snapshots" / commit
+        assert with_local_model(config, {}) == config, "the configuration that a run keeps is read again as it is"
 
 
 def test_a_run_is_resumed_with_the_commit_it_began_with(cache: Path) -> None:
-    began = with_local_model(named(revision="v1"), {})
+    began = with_local_model(named(f"{NAME}@v1", f"{NAME}@v1"), {})
     before: dict[str, Any] = json.loads(began.model_dump_json())
-    assert with_local_model(named(), before).model == began.model, "although main is another commit now"
-    assert with_local_model(named(revision=NEW), before).model.revision == NEW, "which check_unchanged will refuse"
-    other = {"model": {"path": str(cache.parent / "models--a--b/snapshots" / OLD)}}
-    assert with_local_model(named(), other).model.revision == NEW
+    assert with_local_model(named(NAME, NAME), before) == began, "although main is another commit now"
+    newer = with_local_model(named(f"{NAME}@{NEW}"), before)
+    assert Path(newer.model.path).name == NEW, "which check_unchanged will refuse"
+    other = {"model": {"path": str(cache.parent / "models--a--b/snapshots" / OLD)}, "policies": "damaged"}
+    assert Path(with_local_model(named(), other).model.path).name == NEW
 
 
 @pytest.mark.parametrize(
-    ("path", "revision", "words"),
+    ("path", "words"),
     [
-        ("example-org/Absent", "", r"hf download example-org/Absent\).*into .*hub here .*set model\.path to a"),
-        (NAME, "v9", f"{NAME} at revision v9 is not in .*hf download {NAME} --revision v9"),
+        ("example-org/Absent", r"hf download example-org/Absent\).*into .*hub here .*set model\.path to a"),
+        (f"{NAME}@v9", f"{NAME} at revision v9 is not in .*hf download {NAME} --revision v9"),
     ],
 )
-def test_what_is_not_there_is_told_with_what_to_download_and_where(
-    cache: Path, path: str, revision: str, words: str
-) -> None:
+def test_what_is_not_there_is_told_with_what_to_download_and_where(cache: Path, path: str, words: str) -> None:
     with pytest.raises(ModelError, match=words):
-        with_local_model(named(path, revision), {})
+        with_local_model(named(path), {})
 
 
 def test_weights_that_would_be_unpickled_are_refused(cache: Path) -> None:
@@ -80,11 +79,20 @@ def test_weights_that_would_be_unpickled_are_refused(cache: Path) -> None:
 def test_paths_are_no_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("models").mkdir()
-    for path in ("models/absent", "/models/x", "./a/b", "a/b/c", "model", "", "../a/b", "a/.b"):
+    for path in (
+        "models/absent",
+        "/models/x",
+        "./a/b",
+        "a/b/c",
+        "model",
+        "",
+        "../a/b",
+        "a/.b",
+        "a/b@",
+        "models/x@main",
+    ):
         assert not is_hub_name(path), path
         assert with_local_model(named(path or "x"), {}).model.path == (path or "x")
-    with pytest.raises(ConfigError, match="leave one of them out"):
-        with_local_model(named(str(tmp_path), "main"), {})
 
 
 def test_doctor_explains_a_model_that_was_not_downloaded(

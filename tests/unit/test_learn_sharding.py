@@ -94,7 +94,7 @@ def test_checkpoints_go_from_two_ranks_to_four_in_groups_of_two_and_to_one(
 ) -> None:
     model, saved = root / "qwen3", results["all weights"][1]["checkpoint"]
     (whole,) = alone([case(model, root / "four" / "undisturbed", steps=3)])
-    four, *_ = on_ranks(4, FUNCTION, [case(model, root / "four" / "4", first=2, resume_from=saved, shard_group=2)])
+    four, *_ = on_ranks(4, FUNCTION, [case(model, root / "four" / "4", first=2, resume_from=saved, sharding=2)])
     (one,) = alone([case(model, root / "four" / "1", first=3, resume_from=four[0]["checkpoint"])])
     losses = results["all weights"][1]["losses"] + four[0]["losses"] + one["losses"]
     assert losses == pytest.approx(whole["losses"], abs=1e-6)
@@ -109,5 +109,5 @@ def test_each_rank_holds_its_part_alone(results: dict[str, list[dict[str, Any]]]
 
 
 def test_groups_that_do_not_divide_the_ranks_are_refused(root: Path) -> None:
-    with pytest.raises(ValueError, match=r"trainer\.shard_group = 2.*trainer\.workers = 3"):
-        run_config(root / "qwen3", workers=3, shard_group=2)
+    with pytest.raises(ValueError, match=r"trainer\.sharding = 2.*trainer\.workers = 3"):
+        run_config(root / "qwen3", workers=3, sharding=2)

@@ -26,9 +26,9 @@ CANARY_LOGPROBS = 128
 _OWNED = {
     "model": "model.path",
     "model_weights": "model.path",
-    "revision": "model.revision",
-    "code_revision": "model.revision",
-    "tokenizer_revision": "model.revision",
+    "revision": "model.path",
+    "code_revision": "model.path",
+    "tokenizer_revision": "model.path",
     "dtype": "model.dtype, which the trainer computes in too",
     "max_model_len": "engine.max_context",
     "max_num_seqs": "engine.slots",
