@@ -74,6 +74,8 @@ class Turn(NamedTuple):
     number: int
     context: int
     sampled: int
+    counted: int
+    """Its part of `tokens`."""
     parent_context: int
     versions: tuple[Version, ...]
 
@@ -274,7 +276,8 @@ class _Judge:
             if len(counts) != count or sum(c for c in counts if c > 0) * 4 != len(body[20] or b""):
                 self.say("entries", f"{where}: {len(counts)} sampling masks of {count} tokens")
         versions = tuple((weights_of, lineage, step) for _, _, lineage, step in spans)
-        own.turns.append(Turn(seat, index, row, number, len(context) // 4, count, parent_context, versions))
+        counted = count if any(logprobs) else _tokens_of_endpoint(body[11], count)
+        own.turns.append(Turn(seat, index, row, number, len(context) // 4, count, counted, parent_context, versions))
 
     # --- entries ------------------------------------------------------------------------------------------------------
 
@@ -311,13 +314,13 @@ class _Judge:
                 "entries", f"{key}: trajectories of {[(r['seat'], r['agent']) for r in rows]}, {set(agents)} acted"
             )
             return
-        totals = (len(own.turns), sum(turn.sampled for turn in own.turns))
+        totals = (len(own.turns), sum(turn.counted for turn in own.turns))
         if (episode["turns"], episode["tokens"]) != totals:
             self.say("entries", f"{key}: {totals} turns and tokens are in {episode['partition']}, not in `episodes`")
         for row in rows:
             agent = (row["seat"], row["agent"])
             self.judge_rows(key, agent, agents[agent])
-            if row["tokens"] != sum(turn.sampled for turn in agents[agent]):
+            if row["tokens"] != sum(turn.counted for turn in agents[agent]):
                 self.say("entries", f"{key}: {agent} has {row['tokens']} tokens in `trajectories`")
             oldest = min(((v[1], v[2]) for v in own.sampled_by(*agent)), default=(0, 0))
             told = (row["lineage"], row["oldest_step"])
@@ -738,6 +741,15 @@ def _agent(row: Row) -> tuple[str, int, str, int]:
 
 def _version(row: Row) -> Version:
     return row["policy"], row["lineage"], row["step"]
+
+
+def _tokens_of_endpoint(text: str, default: int) -> int:
+    """The tokens that an endpoint counted, of a turn recorded as a line of JSON."""
+    try:
+        counted = json.loads(text)["usage"]["completion_tokens"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return default
+    return counted if isinstance(counted, int) else default
 
 
 def _name(version: Version) -> str:

@@ -14,19 +14,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pydantic import ValidationError
+
 from agentrl.app.assemble import attach_worker, make_dispatcher
 from agentrl.app.hub import with_local_model
 from agentrl.app.memory import sized
 from agentrl.app.parts import held_out, load_config, make_chat_format, make_engine
 from agentrl.app.policies import given_weights, load_weights, weights_in
 from agentrl.app.recovery import ResumeState
-from agentrl.config.policies import ExternalPolicyConfig, FrozenPolicy
+from agentrl.config.policies import ExternalPolicyConfig, FrozenPolicy, RemotePolicy
 from agentrl.config.run import RunConfig
 from agentrl.core.clock import SystemClock
-from agentrl.core.errors import CheckFailedError, InputError, RunDirectoryError
+from agentrl.core.errors import CheckFailedError, EngineLostError, InputError, RunDirectoryError
 from agentrl.core.records import EpisodeHeader, PolicyVersion, Task, WeightsRef
 from agentrl.core.text import plural
 from agentrl.credit.advantages import ADVANTAGES
+from agentrl.engines.remote import RemoteEndpoint
 from agentrl.environment.base import Environment
 from agentrl.environment.registry import resolve
 from agentrl.inspection.conversation import TurnAct, conversation
@@ -44,6 +47,10 @@ if TYPE_CHECKING:
 
 Directory = str | Path
 
+ENDPOINT_TIMEOUT_S = 600.0
+"""Longest request to an endpoint that is evaluated: models that think take minutes."""
+SHOWN_MODELS = 20
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluatedEpisode:
@@ -58,6 +65,8 @@ class EvaluatedEpisode:
     reward: float | None
     """Sum over its agents."""
     stop_reason: str | None
+    detail: str
+    """Why it was dropped; empty if it was not."""
     turns: int
     tokens: int
     """Sampled tokens; of a remote policy as many as its endpoint says, or else the bytes of its lines."""
@@ -121,15 +130,44 @@ def evaluate(
         episodes = _episodes(config, kept)
     dropped = [header for header in headers if not header.committed]
     if dropped:
+        why = next((each.detail for each in episodes if each.id == dropped[0].episode_id), "")
         raise CheckFailedError(
-            f"dropped: {len(dropped)} of {plural(len(headers), 'episode')}, {dropped[0].episode_id} because of "
-            f"{dropped[0].drop_reason}: a score over the rest would flatter"
+            f"dropped: {len(dropped)} of {plural(len(headers), 'episode')}, so a score over the rest would flatter. "
+            f"{dropped[0].episode_id} was dropped because of {dropped[0].drop_reason}: {why}"
         )
     if journal is not None:
         with contextlib.closing(MetricsFile(kept / "metrics.jsonl")) as file:
             for name in config.policies:
                 file.record(name, 0, evaluation_metrics(headers, name))
     return Evaluation(together(headers), episodes)
+
+
+def find_endpoint(address: str, api_key_env: str) -> RemotePolicy:
+    """The policy behind the endpoint at `URL[,NAME]`, which is asked for its models.
+
+    Raises:
+        InputError: it cannot be reached, or has several models where none is named.
+    """
+    url, _, name = address.partition(",")
+    try:
+        policy = RemotePolicy(kind="remote", url=url, model=name, api_key_env=api_key_env, timeout_s=ENDPOINT_TIMEOUT_S)
+    except ValidationError as error:
+        raise InputError(f"--model {url}: {error.errors(include_url=False)[0]['msg']}") from None
+    found = asyncio.run(_models(policy))
+    if name or len(found) == 1:
+        return policy.model_copy(update={"model": name or found[0]})
+    has = f"it has {', '.join(found[:SHOWN_MODELS])}" if found else "it lists none"
+    raise InputError(f"{url}: which model? Write --model {url},NAME; {has}")
+
+
+async def _models(policy: RemotePolicy) -> list[str]:
+    endpoint = RemoteEndpoint(policy="model", config=policy)
+    try:
+        return await endpoint.models()
+    except EngineLostError as error:
+        raise InputError(f"the endpoint cannot be reached: {error}") from None
+    finally:
+        await endpoint.close()
 
 
 def _episodes(config: RunConfig, journal: Path) -> list[EvaluatedEpisode]:
@@ -156,6 +194,7 @@ def _episodes(config: RunConfig, journal: Path) -> list[EvaluatedEpisode]:
                     task_id=line.task,
                     reward=line.reward,
                     stop_reason=line.stop_reason,
+                    detail=line.detail or "",
                     turns=line.turns or 0,
                     tokens=line.tokens or 0,
                     conversations=said,
@@ -202,7 +241,10 @@ async def _evaluate(
 
     chat_format = make_chat_format(config)
     async with contextlib.AsyncExitStack() as stack:
-        evaluated = ", ".join(weights.path for weights in given) or ", ".join(base.model.path for base in config.bases)
+        remote = [f"{policy.model} at {policy.url}" for policy in config.of_kind(RemotePolicy).values()]
+        evaluated = ", ".join(
+            [weights.path for weights in given] or [base.model.path for base in config.bases] or dict.fromkeys(remote)
+        )
         store = SqliteJournal(journal, info={"name": journal.parent.name, "evaluated": evaluated})
         stack.push_async_callback(store.close)
         engine = await make_engine(

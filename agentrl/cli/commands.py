@@ -378,7 +378,18 @@ def _add_train(commands: Subparsers[argparse.ArgumentParser]) -> None:
 def _add_evaluate(commands: Subparsers[argparse.ArgumentParser]) -> None:
     parser = _add_command(commands, "evaluate", "measure a policy on held-out tasks", "training:evaluate")
     parser.add_argument("file", type=Path, help=_FILE)
-    parser.add_argument("--model", help="directory of the base model, instead of model.path")
+    parser.add_argument(
+        "--model",
+        metavar="DIR|URL[,NAME]",
+        help="directory of the base model, instead of model.path; or the address of an endpoint that speaks OpenAI's "
+        "chat completions, and its name for the model, such as https://api.example.com/v1,large: it holds every seat",
+    )
+    parser.add_argument(
+        "--api-key-env",
+        default="",
+        metavar="VARIABLE",
+        help="environment variable that holds the key of the endpoint; default: no key is sent",
+    )
     parser.add_argument(
         "--policy",
         action="append",
@@ -387,7 +398,11 @@ def _add_evaluate(commands: Subparsers[argparse.ArgumentParser]) -> None:
         help="directory of trained weights, for policy NAME if there are several; default: the base model",
     )
     parser.add_argument("--tasks", type=_whole, help="number of held-out tasks, instead of evaluation.tasks")
-    parser.add_argument("--journal", type=Path, help="new directory to keep the episodes in, for inspection")
+    parser.add_argument(
+        "--journal",
+        type=Path,
+        help="new directory to keep the episodes in; default: none, or with an endpoint one in runs/",
+    )
     parser.set_defaults(takes_overrides=True)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import importlib.util
+import itertools
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
 
 def train(options: argparse.Namespace) -> int:
     """`agentrl train FILE [--section.field=value …] [--model DIR] [--resume] [--dry-run]`."""
+    if _is_address(options.model):
+        raise InputError(f"--model {options.model}: what an endpoint serves cannot be trained, only evaluated")
     config = _config(options)
     if options.dry_run:
         if options.json:
@@ -91,21 +95,40 @@ def _sample(options: argparse.Namespace) -> int:
 
 
 def evaluate(options: argparse.Namespace) -> int:
-    """`agentrl evaluate FILE [--section.field=value …] [--policy [NAME=]DIR …] [--tasks N] [--journal DIR]`."""
+    """`agentrl evaluate FILE [--section.field=value …] [--model URL[,NAME]] [--policy [NAME=]DIR …] [--tasks N]
+    [--journal DIR]`."""
+    if options.policy and _is_address(options.model):
+        raise InputError(
+            "--policy gives weights to policies of an engine, and --model names an endpoint: leave one out"
+        )
     if options.tasks is not None:
         options.overrides.append(f"evaluation.tasks={options.tasks}")
     config = _config(options)
+    journal = options.journal or (_new_run(config, options.model) if _is_address(options.model) else None)
     from agentrl.app.evaluation import evaluate as run_evaluation
 
     with spinner(f"evaluating on {plural(config.evaluation.tasks, 'task')}", sys.stderr):
-        metrics = run_evaluation(config, _weights(options.policy), journal=options.journal)
+        metrics = run_evaluation(config, _weights(options.policy), journal=journal)
     if options.json:
-        print_json(dict(metrics))
+        print_json({**metrics, **({} if journal is None else {"path": str(journal)})})
         return 0
     width = max(map(len, metrics), default=0)
     for name, value in metrics.items():
         sys.stdout.write(f"{name:<{width}}  {value:.4g}\n")
+    if journal is not None:
+        sys.stdout.write(f"{safe_line(journal)}: look at it with `agentrl episode list {safe_line(journal)}`\n")
     return 0
+
+
+def _is_address(model: str | None) -> bool:
+    return model is not None and model.startswith(("http://", "https://"))
+
+
+def _new_run(config: RunConfig, model: str) -> Path:
+    """A directory for the episodes of an endpoint's model, beside the run's and not there yet."""
+    name = re.sub(r"[^\w.-]+", "-", f"{config.name}-{model.partition(',')[2] or 'endpoint'}", flags=re.ASCII)[:60]
+    numbered = (f"{name}-{number}" if number > 1 else name for number in itertools.count(1))
+    return next(path for each in numbered if not (path := Path(config.directory) / each).exists())
 
 
 def _weights(given: Sequence[str]) -> str | dict[str, str] | None:
@@ -120,6 +143,10 @@ def _weights(given: Sequence[str]) -> str | dict[str, str] | None:
 
 def _config(options: argparse.Namespace) -> RunConfig:
     overrides = list(options.overrides)
+    if _is_address(options.model):
+        from agentrl.app.evaluation import find_endpoint
+
+        return load(options.file, overrides, endpoint=find_endpoint(options.model, options.api_key_env))
     if options.model is not None:
         here = Path(options.model)
         overrides.append(f"model.path={here.resolve() if here.exists() else here}")

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar, 
 
 from pydantic import BaseModel, ValidationError
 
-from agentrl.config.policies import AnyPolicy, BotPolicy, FrozenPolicy, LocalPolicy
+from agentrl.config.policies import AnyPolicy, BotPolicy, FrozenPolicy, LocalPolicy, RemotePolicy
 from agentrl.config.run import RunConfig
 from agentrl.core.errors import ConfigError, JournalError
 
@@ -37,7 +37,7 @@ _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 _TOML_POSITION = re.compile(r" \(at line (\d+), column (\d+)\)$")
 
 
-def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+def load(path: str | Path, overrides: Sequence[str] = (), *, endpoint: RemotePolicy | None = None) -> RunConfig:
     """Read the configuration in a TOML file, changed by `overrides`.
 
     Args:
@@ -46,6 +46,8 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
             it, then in the working directory.
         overrides: `section.field=value`, with or without leading dashes; values are JSON, inline
             tables of TOML, or else text.
+        endpoint: takes the place of every policy that an engine of ours would serve, for an evaluation: no base model
+            is needed, and what only training reads is left out.
 
     Raises:
         ConfigError: the file cannot be read, is not TOML, or a key or value does not fit; all problems are listed.
@@ -60,6 +62,9 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         _set(data, keys, _value(text))
         raw[keys] = text
     _check_plain(data, source)
+    if endpoint is not None:
+        _put_behind(endpoint, data)
+        written = copy.deepcopy(data)
     config = _validated(data, raw, str(source))
     _check_read_as_written(written, config, source)
     path = _resolve_path(source, config.model.path, key="model.path") if config.model.path else ""
@@ -71,6 +76,23 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     loss = _resolve_code(source, config.trainer.loss.name, key="trainer.loss.name")
     advantage = _resolve_code(source, config.credit.advantage, key="credit.advantage")
     return config.model_copy(update=update).with_functions(loss=loss, advantage=advantage)
+
+
+def _put_behind(endpoint: RemotePolicy, data: dict[str, Any]) -> None:
+    """Have an endpoint hold every seat of a configuration but those of remote policies and bots.
+
+    Names of policies, seats, limits and sampling stay, but for the filters that chat completions do not know.
+    """
+    for only_trained in ("model", "best", "freeze", "deterministic"):
+        data.pop(only_trained, None)
+    unknown = {"top_k": 0, "min_p": 0.0}
+    policies = data.get("policies") or {"policy": {}}
+    for name, policy in policies.items() if isinstance(policies, dict) else ():
+        if isinstance(policy, dict) and policy.get("kind") not in ("remote", "bot"):
+            sampling = policy.get("sampling", {})
+            policies[name] = endpoint.model_dump(mode="json")
+            policies[name]["sampling"] = {**sampling, **unknown} if isinstance(sampling, dict) else sampling
+    data["policies"] = policies
 
 
 def read_mapping(data: Mapping[str, Any], source: str | Path, model: type[S]) -> S:

@@ -16,6 +16,7 @@ import asyncio
 import base64
 import json
 import os
+import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
@@ -29,12 +30,15 @@ from agentrl.engines.external import completion
 if TYPE_CHECKING:
     from agentrl.config.policies import RemotePolicy
     from agentrl.core.ports import GenerateRequest
+    from agentrl.core.records import StopReason
 
 MAX_ANSWER_BYTES = 4 << 20
 BUSY = frozenset({408, 409, 425, 429})
 """Refusals that say: later. So does every status from 500."""
 ABOUT_THE_REQUEST = frozenset({400, 403, 413, 414, 422, 451})
 """Status codes that refuse a request's content (too long, filtered), as long as other requests are answered."""
+_CONTEXT = re.compile(r"context_length_exceeded|(maximum )?context (length|window)|prompt is too long", re.IGNORECASE)
+"""The words with which endpoints refuse a conversation that is longer than the model's context."""
 REFUSED_IN_A_ROW = 8
 """Number of consecutive refusals after which the endpoint is considered to refuse everything."""
 REFUSAL_SHOWN = 300
@@ -57,6 +61,10 @@ class RemoteEndpoint:
     _client: aiohttp.ClientSession | None = None
     _refusals_left: int = 0
     """Refusals that still count as caused by the content; 0: the endpoint has not answered lately, or never."""
+    _limit_name: str = "max_tokens"
+    """The endpoint's name for the limit on a turn's tokens."""
+    _left_out: set[str] = field(default_factory=set)
+    """Parameters without effect that the endpoint refuses."""
     _places: asyncio.Semaphore = field(init=False)
     _asking: dict[str, asyncio.Task[Completion]] = field(default_factory=dict)
 
@@ -65,6 +73,10 @@ class RemoteEndpoint:
         self._key = os.environ.get(name, "") if name else ""
         if name and not self._key:
             raise ConfigError(f"policies.{self.policy}.api_key_env: the environment has no variable {name}; set it")
+        if not self._key.isprintable() or not self._key.isascii():
+            raise ConfigError(
+                f"policies.{self.policy}.api_key_env: {name} holds characters that no header can; mend it"
+            )
         if len(self._key) >= SHORTEST_KEY:
             coded = base64.b64encode(self._key.encode()).decode().rstrip("=")
             self._written_keys = (self._key, json.dumps(self._key)[1:-1], quote(self._key, safe=""), coded)
@@ -91,19 +103,27 @@ class RemoteEndpoint:
         if self._client is not None:
             await self._client.close()
 
+    async def models(self) -> list[str]:
+        """The names of the models at the endpoint; empty where it lists none.
+
+        Raises:
+            EngineLostError: it cannot be reached.
+        """
+        status, content = await self._send("GET", "/models", f"policy {self.policy!r} at {self.config.url}")
+        try:
+            listed = json.loads(content or b"")["data"] if status == 200 else []
+            return [self._without_key(each["id"]) for each in listed if isinstance(each["id"], str)]
+        except (ValueError, KeyError, TypeError, RecursionError):
+            return []
+
     async def _ask(self, request: GenerateRequest, where: str) -> Completion:
         here = f"{where}, policy {self.policy!r} at {self.config.url}"
         async with self._places:
-            status, content = await self._post(request, here)
-        if status in BUSY or status >= 500:
-            raise EngineLostError(f"{here}: status {status}")
+            status, content = await self._send("POST", "/chat/completions", here, self._body(request))
+            while status == 400 and content is not None and self._adapt(content, request):
+                status, content = await self._send("POST", "/chat/completions", here, self._body(request))
         if status != 200 or content is None:
-            said = f"more than {MAX_ANSWER_BYTES} bytes" if content is None else content.decode("utf-8", "replace")
-            told = f"{here}: status {status}: {self._without_key(_unescaped(said))[:REFUSAL_SHOWN]}"
-            if self._refusals_left and status in ABOUT_THE_REQUEST:
-                self._refusals_left -= 1
-                return _refused(self.policy, told)
-            raise EpisodeError(told, reason="remote_refused")
+            return self._not_answered(status, content, here)
         try:
             message, reason = _answer(content)
             line = _line(self._stripped(message))
@@ -119,8 +139,43 @@ class RemoteEndpoint:
             return _refused(self.policy, f"{here}: its answer was filtered")
         return completion(self.policy, line, "length" if reason == "length" else "stop")
 
-    async def _post(self, request: GenerateRequest, here: str) -> tuple[int, bytes | None]:
-        """Status and body; None instead of a body that is too long."""
+    def _not_answered(self, status: int, content: bytes | None, here: str) -> Completion:
+        """The turn recorded for a refusal because of the content.
+
+        Raises:
+            EngineLostError: the endpoint may answer later.
+            EpisodeError: it refuses regardless of content.
+        """
+        said = f"more than {MAX_ANSWER_BYTES} bytes" if content is None else content.decode("utf-8", "replace")
+        told = f"{here}: status {status}: {self._without_key(_unescaped(said))[:REFUSAL_SHOWN]}"
+        if status in BUSY or status >= 500:
+            raise EngineLostError(told)
+        if status in ABOUT_THE_REQUEST and _CONTEXT.search(said):
+            return _refused(self.policy, told, "context_length")
+        if self._refusals_left and status in ABOUT_THE_REQUEST:
+            self._refusals_left -= 1
+            return _refused(self.policy, told)
+        if status == 401:
+            key = f"the key in {self.config.api_key_env}" if self._key else "no key was sent: name its variable"
+            told = f"{told} ({key})"
+        raise EpisodeError(told, reason="remote_refused")
+
+    def _adapt(self, content: bytes, request: GenerateRequest) -> bool:
+        """Whether a refusal asks for another form of the same request, which is sent from now on."""
+        if self._limit_name == "max_tokens" and b"max_completion_tokens" in content:
+            self._limit_name = "max_completion_tokens"
+            return True
+        without_effect = {"temperature": request.sampling.temperature, "top_p": request.sampling.top_p}
+        for name, value in without_effect.items():
+            if value == 1.0 and name not in self._left_out and name.encode() in content:
+                self._left_out.add(name)
+                return True
+        return False
+
+    async def _send(
+        self, method: str, path: str, here: str, body: dict[str, Any] | None = None
+    ) -> tuple[int, bytes | None]:
+        """Status and body of an answer; None instead of a body that is too long."""
         if self._client is None:
             # A small compressed answer may be a large one: none is asked for, and none is read.
             self._client = aiohttp.ClientSession(
@@ -131,8 +186,8 @@ class RemoteEndpoint:
             )
         headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
         try:
-            async with self._client.post(
-                f"{self.config.url}/chat/completions", json=self._body(request), headers=headers, allow_redirects=False
+            async with self._client.request(
+                method, f"{self.config.url}{path}", json=body, headers=headers, allow_redirects=False
             ) as response:
                 packed = response.headers.get("Content-Encoding", "identity")
                 if packed.lower() != "identity":
@@ -155,10 +210,12 @@ class RemoteEndpoint:
             "messages": [
                 {key: value for key, value in line.items() if key != "usage"} for line in lines if "tools" not in line
             ],
-            "max_tokens": sampling.max_tokens,
+            self._limit_name: sampling.max_tokens,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
         }
+        for name in self._left_out:
+            del body[name]
         if lines and "tools" in lines[0]:
             body["tools"] = lines[0]["tools"]
         return body
@@ -218,6 +275,7 @@ def _line(message: dict[str, Any]) -> bytes:
     return (json.dumps(message, ensure_ascii=False) + "\n").encode("utf-8", "replace")
 
 
-def _refused(policy: str, why: str) -> Completion:
+def _refused(policy: str, why: str, limit: StopReason = "refused") -> Completion:
     """The completion recorded for a turn that the endpoint refused; see `JsonFormat.parse`."""
-    return completion(policy, _line({"role": "assistant", "content": "", "refused": why}), "stop")
+    line = {"role": "assistant", "content": "", "refused": why} | ({} if limit == "refused" else {"limit": limit})
+    return completion(policy, _line(line), "stop")

@@ -37,6 +37,11 @@ METRICS: tuple[Metric, ...] = (
         "reward",
         "standard deviation of the policy's held-out rewards over episodes; 0: nothing distinguishes any two of them",
     ),
+    Metric(
+        "evaluation/pass_rate",
+        "fraction",
+        "of `agentrl.evaluate`: share of the tasks whose agents get a reward of 1 or more together",
+    ),
     Metric("evaluation/turns", "turns", "mean turns of held-out episodes"),
     Metric("evaluation/tokens", "tokens", "mean sampled tokens of held-out episodes"),
     Metric("evaluation/episodes", "episodes", "held-out episodes that were committed"),

@@ -104,7 +104,11 @@ def together(headers: Sequence[EpisodeHeader]) -> dict[str, float]:
     """
     course = _course(headers)
     roots = [header for header in headers if header.parent_id is None and header.committed]
-    metrics = {"evaluation/reward": _mean([header.reward or 0.0 for header in roots])}
+    rewards = [header.reward or 0.0 for header in roots]
+    metrics = {
+        "evaluation/reward": _mean(rewards),
+        "evaluation/pass_rate": _mean([float(reward >= 1.0) for reward in rewards]),
+    }
     policies = sorted({trajectory.policy for header in headers for trajectory in header.trajectories})
     for policy in policies:
         whose = f"/{policy}" if len(policies) > 1 else ""

@@ -7,8 +7,8 @@ cheap beside the loop it tests.
 `JsonFormat` is for policies behind a chat endpoint, which take messages and return a message; what they tokenise is
 not visible. The context is the conversation itself, a JSON line per message in OpenAI's form (the first may hold the
 tools), and the engine (`engines/remote.py`) reads it back, so journal, replay and forks work as for any other policy.
-A line with `refused` is no message: the endpoint declined to answer, a limit like the length of a context. A line's
-`usage` is the endpoint's own count of tokens, which is never sent back.
+A line with `refused` is no message: the endpoint declined to answer, a limit like the length of a context (then with
+`limit`). A line's `usage` is the endpoint's own count of tokens, which is never sent back.
 """
 
 from __future__ import annotations
@@ -141,7 +141,8 @@ class JsonFormat:
         except (ValueError, AttributeError, RecursionError):
             return Message(role="assistant", content=text)
         if refused is not None:
-            raise LimitReachedError(str(refused), stop_reason="refused")
+            full = said.get("limit") == "context_length"
+            raise LimitReachedError(str(refused), stop_reason="context_length" if full else "refused")
         return Message(
             role="assistant",
             content=content if isinstance(content, str) else "",

@@ -27,12 +27,13 @@ import numpy as np
 
 from agentrl.core.errors import EngineError, EnvironmentDefinitionError, EpisodeError, ModelError
 from agentrl.core.ids import key64
-from agentrl.core.records import Completion, SamplingMask, Turn
+from agentrl.core.records import Completion, Message, SamplingMask, Turn
 from agentrl.core.text import plural
 from agentrl.environment.base import Endpoint, LimitReachedError
 from agentrl.gateway.calls import ChatReply, ChatRequest, RequestRefusedError, shown
 from agentrl.journal.entries import TurnEntry, asked_hash
 from agentrl.rollout.agent import CHARACTERS_PER_TOKEN, LiveAgent, TurnSampler
+from agentrl.rollout.byte_formats import JsonFormat
 from agentrl.rollout.token_tree import TokenTree
 from agentrl.rollout.turn_entries import completion_of, message_data, slice_of
 
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Collection, Iterator, Mapping, Sequence
 
     from agentrl.core.ports import SamplingParams
-    from agentrl.core.records import Int32Array, Message, PolicyVersion
+    from agentrl.core.records import Int32Array, PolicyVersion
     from agentrl.environment.base import EpisodeLimits
     from agentrl.gateway.server import OpenSeats
     from agentrl.rollout.call_journal import Call
@@ -62,6 +63,8 @@ _OFF: Mapping[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
 }
 """Values that change nothing, by demand; those of the run's own sampling are compared with the run's."""
+BYTES_PER_TOKEN = 4
+"""Of text, for an estimate where another tokenises it."""
 _THOUGHT = re.compile(r"\s*(?:<think>)?(.*?)</think>", re.DOTALL)
 _LETTERS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 
@@ -113,11 +116,11 @@ class HarnessAgent(LiveAgent):
         raise EnvironmentDefinitionError(f"the rows of seat {self.seat!r} are its client's: see ctx.endpoint()")
 
     def count_tokens(self, request: ChatRequest) -> int:
-        """See `gateway.calls.Seat.count_tokens`."""
+        """See `gateway.calls.Seat.count_tokens`; for a remote policy an estimate."""
         placed = self._find_row(request)
         length = len(placed.row.tokens)
         self._tree.withdraw(placed, forget=True)
-        return length
+        return length // BYTES_PER_TOKEN if self._settings.is_external else length
 
     async def reply(self, request: ChatRequest) -> ChatReply:
         """See `gateway.calls.Seat.reply`."""
@@ -208,17 +211,29 @@ class HarnessAgent(LiveAgent):
     def _replied(
         self, request: ChatRequest, call: Call, placed: RowPlacement, completion: Completion, started: float
     ) -> ChatReply:
-        """Append a turn that is in the journal, and return it as the client gets it."""
+        """Append a turn that is in the journal, and return it as the client gets it.
+
+        Raises:
+            RequestRefusedError: an endpoint refused it.
+        """
         chat_format = self._settings.chat_format
         sampled = completion.token_ids.tolist()
-        prompt_tokens = len(placed.row.tokens)
+        prompt_tokens, completion_tokens = len(placed.row.tokens), self._tokens_of(completion)
         text = chat_format.decode(sampled)
-        message = chat_format.parse(sampled)
+        refused: LimitReachedError | None = None
+        try:
+            message = chat_format.parse(sampled)
+        except LimitReachedError as limit:
+            message, refused = Message(role="assistant", content=""), limit
+        calls = message.tool_calls
+        if isinstance(chat_format, JsonFormat):  # its endpoint knows the calls by the ids that it gave them
+            text = message.content
+            prompt_tokens = chat_format.usage(sampled).get("prompt_tokens", prompt_tokens)
+        else:
+            calls = tuple(
+                dataclasses.replace(each, id=self._tool_call_id(call.call_id, n)) for n, each in enumerate(calls)
+            )
         stop_text = next((stop for stop in request.stop if stop in text), None)
-        calls = tuple(
-            dataclasses.replace(each, id=self._tool_call_id(call.call_id, n))
-            for n, each in enumerate(message.tool_calls)
-        )
         content = message.content if stop_text is None else message.content.partition(stop_text)[0]
         message = dataclasses.replace(message, content=content, tool_calls=calls)
         self._tree.answer(placed, sampled, completion.finish_reason, message)
@@ -228,10 +243,12 @@ class HarnessAgent(LiveAgent):
             self._episode.metric("turns/length", 1.0, self)
         if self._episode.limit is not None:
             self._episode.limit.restart()
-        self._sampled += self._tokens_of(completion)
+        self._sampled += completion_tokens
         self._messages.extend(_new(request, placed))
         self._messages.append(message)
         self._turns.append(Turn(text=message.content, message=message, completion=completion))
+        if refused is not None:
+            self._refuse(refused)
         thought = _THOUGHT.match(text)
         return ChatReply(
             reply_id=f"{self._key(call.call_id):016x}",
@@ -241,7 +258,7 @@ class HarnessAgent(LiveAgent):
             finish_reason=_finish_reason(completion, message, stop_text),
             stop_text=stop_text,
             prompt_tokens=prompt_tokens,
-            completion_tokens=len(sampled),
+            completion_tokens=completion_tokens,
             cached_tokens=completion.cached_tokens,
         )
 
@@ -314,6 +331,8 @@ class HarnessAgent(LiveAgent):
 
         It then has no closing token, as one that its limit ended.
         """
+        if self._settings.is_external:
+            return completion  # its tokens are a line of JSON, whose text is cut where it is handed over
         decode, ids = self._settings.chat_format.decode, completion.token_ids.tolist()
         if not any(stop in decode(ids) for stop in stops):
             return completion

@@ -203,7 +203,7 @@ class Lost(Asked):
 REFUSALS = {
     "a filter before": lambda: web.Response(status=400, text="ResponsibleAIPolicyViolation"),
     "a filter after": lambda: answer("", reason="content_filter"),
-    "too long": lambda: web.Response(status=413, text=f"context_length_exceeded; your key is {KEY}"),
+    "too long": lambda: web.Response(status=413, text=f"request_too_large; your key is {KEY}"),
 }
 
 
