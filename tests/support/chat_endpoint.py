@@ -1,4 +1,4 @@
-"""A chat endpoint of somebody else's, on loopback: real HTTP, scripted answers, and what OpenAI's API says of errors."""
+"""A chat endpoint of somebody else, on loopback: real HTTP, scripted answers, errors as OpenAI words them."""
 
 from __future__ import annotations
 
