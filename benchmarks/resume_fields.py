@@ -72,6 +72,7 @@ CHANGED: dict[str, Any] = {
     "policies.frozen.model": SHIPPED_MODEL,
     "policies.guesser.lora": None,
     "policies.guesser.lora.target_modules": ["q_proj"],
+    "policies.guesser.reference": SHIPPED_MODEL,
     "policies.guesser.sampling": {"temperature": 0.5},
     "policies.frozen.sampling": {"temperature": 0.5},
     "policies.remote.sampling": {"top_k": 0, "min_p": 0.0, "temperature": 0.5},

@@ -30,8 +30,8 @@ def is_hub_name(path: str) -> bool:
 
 
 def with_local_model(config: RunConfig, before: Mapping[str, Any], *, download: bool = True) -> RunConfig:
-    """The configuration with `model.path` and each `policies.NAME.model` as a directory: of the commit that its
-    revision (a commit, tag or branch; without one the main branch) stands for.
+    """The configuration with `model.path` and each `policies.NAME.model` and `.reference` as a directory: of the commit
+    that its revision (a commit, tag or branch; without one the main branch) stands for.
 
     Args:
         config: of the run.
@@ -49,8 +49,10 @@ def with_local_model(config: RunConfig, before: Mapping[str, Any], *, download: 
 
     policies: dict[str, Any] = dict(config.policies)
     for name, policy in config.of_kind(LocalPolicy).items():
-        then = _at(before, "policies", name, "model")
-        policies[name] = policy.model_copy(update={"model": local(f"policies.{name}.model", policy.model, then)})
+        for key in ("model", "reference"):
+            if given := getattr(policy, key, ""):
+                found = local(f"policies.{name}.{key}", given, _at(before, "policies", name, key))
+                policies[name] = policies[name].model_copy(update={key: found})
     path = local("model.path", config.model.path, _at(before, "model", "path"))
     return config.model_copy(update={"model": config.model.model_copy(update={"path": path}), "policies": policies})
 

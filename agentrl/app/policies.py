@@ -227,6 +227,39 @@ def own_formats(config: RunConfig) -> dict[str, ChatFormat]:
     return {name: chat_format for chat_format, policies in made for name in policies}
 
 
+def check_references(config: RunConfig) -> None:
+    """Refuse references that read other tokens than the policy samples, before weights are loaded.
+
+    Raises:
+        ConfigError: the two tokenizers differ; the message has the first token that they number differently.
+        InputError: there is no such directory, or its tokenizer cannot be read.
+    """
+    for name, policy in config.trained.items():
+        file = Path(policy.reference) / "tokenizer.json"
+        if policy.reference and not Path(policy.reference).is_dir():
+            raise InputError(f"policies.{name}.reference: there is no directory {policy.reference}")
+        if not policy.reference or not file.is_file():
+            continue  # the weights of a run, which have the tokenizer of their base
+        theirs, own = _numbered_tokens(file), _numbered_tokens(Path(config.base_of(name)) / "tokenizer.json")
+        different = next((token for token in {**own, **theirs} if own.get(token) != theirs.get(token)), None)
+        if different is not None:
+            raise ConfigError(
+                f"policies.{name}.reference: {policy.reference} has another tokenizer than {config.base_of(name)} "
+                f"(token {different!r} is {theirs.get(different, 'missing')} there and {own.get(different, 'missing')} "
+                "here): a reference scores the policy's own tokens; choose one of the same family"
+            )
+
+
+def _numbered_tokens(file: Path) -> Mapping[str, int]:
+    from tokenizers import Tokenizer
+
+    try:
+        numbers: dict[str, int] = Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=True)
+    except Exception as error:  # tokenizers raises nothing narrower
+        raise InputError(f"{file} cannot be read: {error}") from error
+    return numbers
+
+
 def _external_settings(sampling: SamplingConfig) -> PolicySettings:
     return replace(policy_settings(sampling, JsonFormat(), MAX_EXTERNAL_CONTEXT), is_external=True)
 

@@ -16,7 +16,7 @@ from agentrl.app.hub import with_local_model
 from agentrl.app.memory import sized
 from agentrl.app.parts import Adapters, code_of, device_plan, load_config, make_engine, task_source
 from agentrl.app.parts import held_out as held_out_source
-from agentrl.app.policies import base_models, check_same_bases, demands_of, own_formats, split_groups
+from agentrl.app.policies import base_models, check_references, check_same_bases, demands_of, own_formats, split_groups
 from agentrl.app.recovery import Code, functions_of
 from agentrl.app.supervisor import RunSetup, ended_by_ctrl_c, run_in_shared_loop, supervise
 from agentrl.config.resume import Difference, check_unchanged
@@ -114,6 +114,7 @@ async def run_training(
     started = clock.monotonic()
     chat_format = adapters.chat_format(config)
     own_formats(config)  # refuses tokenizers that cannot be used, before weights are loaded
+    check_references(config)
     source = await asyncio.to_thread(task_source, config, environment, "train", tasks)
     held_out_tasks, available = await asyncio.to_thread(held_out_source, config, environment, held_out)
     path = Path(config.directory) / config.name

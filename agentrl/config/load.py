@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar, 
 
 from pydantic import BaseModel, ValidationError
 
-from agentrl.config.policies import AnyPolicy, BotPolicy, FrozenPolicy, LocalPolicy, RemotePolicy
+from agentrl.config.policies import AnyPolicy, BotPolicy, FrozenPolicy, LocalPolicy, PolicyConfig, RemotePolicy
 from agentrl.config.run import RunConfig
 from agentrl.core.errors import ConfigError, JournalError
 
@@ -41,7 +41,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, endpoint: RemotePol
     """Read the configuration in a TOML file, changed by `overrides`.
 
     Args:
-        path: the file. A relative `model.path`, `policies.NAME.model` or `policies.NAME.path`, and the file of an
+        path: the file. A relative `model.path`, `policies.NAME.model`, `.reference` or `.path`, and the file of an
             `environment.id`, `policies.NAME.id`, `trainer.loss.name` or `credit.advantage`, is looked up first beside
             it, then in the working directory.
         overrides: `section.field=value`, with or without leading dashes; values are JSON, inline
@@ -136,6 +136,7 @@ def _resolve_policy(source: Path, name: str, policy: AnyPolicy) -> AnyPolicy:
         return policy.model_copy(update={"id": _resolve_code(source, policy.id, key=f"policies.{name}.id")})
     given = {"model": policy.model} if isinstance(policy, LocalPolicy) else {}
     given |= {"path": policy.path} if isinstance(policy, FrozenPolicy) else {}
+    given |= {"reference": policy.reference} if isinstance(policy, PolicyConfig) else {}
     resolved = {key: _resolve_path(source, path, key=f"policies.{name}.{key}") for key, path in given.items() if path}
     return policy.model_copy(update=resolved)
 

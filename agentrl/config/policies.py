@@ -78,6 +78,10 @@ class PolicyConfig(LocalPolicy):
     """The default: weights that learn."""
     lora: Fixed[LoraConfig | None] = None
     """Train an adapter of this shape; null trains all weights."""
+    reference: Fixed[str] = ""
+    """Directory of frozen weights with the same tokenizer, which every trainer rank holds: what `trainer.loss.kl` pulls
+    towards, and the teacher of the loss `distillation`. A model, written as `model.path`, or an adapter of this
+    policy's base, such as another run's `policies/NAME`. Empty: the base model under the policy's adapter."""
     learning_rate: Annotated[Free[Rate], DerivedDefault("`1e-5` with `lora`, `1e-6` without")] = Field(
         default_factory=_learning_rate
     )
@@ -92,6 +96,11 @@ class PolicyConfig(LocalPolicy):
     admits nothing new while a slow episode could fall further behind (docs/off_policy.md); null: none."""
     steps: Free[MaybeSteps] = 0
     """Optimizer steps of this policy; 0: the run's `steps`."""
+
+    @field_validator("reference")
+    @classmethod
+    def _find_reference(cls, reference: str) -> str:
+        return package_directory(reference) if reference else reference
 
 
 class FrozenPolicy(LocalPolicy):

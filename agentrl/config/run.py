@@ -190,7 +190,7 @@ class CreditConfig(Section):
 
 LOSSES = (
     *("truncated", "ppo", "reinforce", "cispo", "sapo", "gspo", "decoupled_ppo", "importance_sampling"),
-    *("geometric_mask", "off_policy_mask", "topr", "vespo", "clip_cov", "kl_cov"),
+    *("geometric_mask", "off_policy_mask", "topr", "vespo", "clip_cov", "kl_cov", "distillation"),
 )
 """Names of the built-in losses (`learn.losses`)."""
 ADVANTAGES = (
@@ -217,7 +217,7 @@ class LossConfig(Section):
     """Divide each conversation's loss by the number of its tokens, and the step's by the number of its conversations
     (GRPO, arXiv:2402.03300), so that long ones weigh no more than short ones; false: see `trainer.tokens_per_unit`."""
     kl: Free[Annotated[float, Field(ge=0), NumberUnit("per nat")]] = 0.0
-    """Weight of the divergence from the reference, the base model under the policy's adapter; 0: none."""
+    """Weight of the divergence from the policy's reference (`policies.NAME.reference`); 0: none."""
     kl_estimator: Free[Literal["k1", "k2", "k3"]] = "k3"
     """How the divergence of a token is estimated (Schulman 2020)."""
 

@@ -34,7 +34,16 @@ from agentrl.learn.loss_batch import LOG_RATIO_LIMIT, Id, LossBatch, TokenGradie
 if TYPE_CHECKING:
     from agentrl.config.run import TrainerConfig
 
-SUMS = ("measured_tokens", "k3", "abs_logprob_difference", "masked", "truncated", "ratio", "ratio_squared")
+SUMS = (
+    "measured_tokens",
+    "k3",
+    "abs_logprob_difference",
+    "masked",
+    "truncated",
+    "ratio",
+    "ratio_squared",
+    "reference_kl",
+)
 """The entries of `measure`'s sums, in this order."""
 
 LossFunction = Callable[..., Tensor]
@@ -218,6 +227,20 @@ def kl_cov(batch: LossBatch, *, share: float = 2e-4, coefficient: float = 1.0) -
     return -batch.ratio * batch.advantages + coefficient * batch.log_ratio.abs() * held
 
 
+def distillation(batch: LossBatch, *, max_ratio: float = 5.0, reward: float = 0.0) -> Tensor:
+    """-sg(min(w, C) (log ref - log pi + `reward` A)) log pi: reverse KL to a teacher on the student's own tokens.
+
+    On-policy distillation (GKD, arXiv:2306.13649; Lu and Thinking Machines Lab, 2025): the teacher is the reference,
+    and its log-probability of each token the student sampled is that token's reward. The gradient's expectation is that
+    of KL(pi || ref) per token, without credit for later tokens. C = `max_ratio`.
+    """
+    assert batch.reference_logprobs is not None
+    with torch.no_grad():
+        better = batch.reference_logprobs - batch.logprobs
+        weight = batch.ratio.clamp(max=max_ratio) * (better + reward * batch.advantages)
+    return -weight * batch.logprobs
+
+
 def _covariance(batch: LossBatch) -> Tensor:
     logprobs = batch.logprobs.detach()
     return (logprobs - logprobs.mean()) * (batch.advantages - batch.advantages.mean())
@@ -260,8 +283,10 @@ BUILT_IN: dict[str, tuple[LossFunction, Mark]] = {
     "vespo": (vespo, Mark("loss")),
     "clip_cov": (clip_cov, Mark("loss")),
     "kl_cov": (kl_cov, Mark("loss")),
+    "distillation": (distillation, Mark("loss", per_token=True, reference=True)),
 }
-"""Losses by the name in `trainer.loss.name`. Those per token have no gradient where the advantage is 0."""
+"""Losses by the name in `trainer.loss.name`. Those per token without a reference have no gradient where the advantage
+is 0; none reads the entropies."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -274,6 +299,8 @@ class Loss:
     mark: Mark
     skips_zeros: bool
     """Whether a row whose advantages are all 0 has no gradient, and need not be forwarded."""
+    uses_entropy: bool = True
+    """Whether the entropy may carry a gradient."""
     entropy_bonus: float = 0.0
     kl: float = 0.0
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
@@ -282,11 +309,6 @@ class Loss:
     def needs_reference(self) -> bool:
         """Whether log-probabilities of the reference have to be computed."""
         return self.mark.reference or bool(self.kl)
-
-    @property
-    def uses_entropy(self) -> bool:
-        """Whether the entropy may carry a gradient."""
-        return bool(self.entropy_bonus) or not self.skips_zeros
 
     def evaluate(self, batch: LossBatch, weights: Tensor) -> TokenGradients:
         """The weighted loss of each token, and the derivatives of its sum.
@@ -356,7 +378,7 @@ def make_loss(section: TrainerConfig, code: FunctionCode | None = None) -> Loss:
     """
     config = section.loss
     function, mark = BUILT_IN.get(config.name, (None, None))
-    skips_zeros = function is not None
+    is_built_in = function is not None
     if function is None or mark is None:
         function = (code or find("loss", config.name, key="trainer.loss.name")).load()
         mark = mark_of(function)
@@ -366,7 +388,8 @@ def make_loss(section: TrainerConfig, code: FunctionCode | None = None) -> Loss:
         function=function,
         options=config.options,
         mark=mark,
-        skips_zeros=skips_zeros and not (section.entropy_bonus or config.kl),
+        skips_zeros=is_built_in and not (mark.reference or section.entropy_bonus or config.kl),
+        uses_entropy=not is_built_in or bool(section.entropy_bonus),
         entropy_bonus=section.entropy_bonus,
         kl=config.kl,
         kl_estimator=config.kl_estimator,
@@ -400,7 +423,7 @@ def measure(batch: LossBatch, gradients: TokenGradients, weights: Tensor) -> Ten
         log_w = batch.log_ratio.double()
         w = log_w.exp()
         scale = (batch.advantages * weights).double().abs()
-        weight = gradients.weight.double()
+        weight, reference = gradients.weight.double(), batch.reference_logprobs
         columns = (
             torch.ones_like(w),
             w - 1 - log_w,
@@ -409,6 +432,7 @@ def measure(batch: LossBatch, gradients: TokenGradients, weights: Tensor) -> Ten
             ((weight > 0) & (weight < 0.999 * w * scale)).double(),
             w,
             w * w,
+            torch.zeros_like(w) if reference is None else (batch.logprobs - reference).double(),
         )
         return torch.stack([column.sum() for column in columns])
 
@@ -418,14 +442,15 @@ def loss_metrics(sums: Tensor) -> Mapping[str, float]:
 
     Returns:
         `k3` (the k3 estimate of KL(mu || pi), Schulman 2020), `abs_logprob_difference`, `masked_fraction`,
-        `truncated_fraction`, `mean_ratio`, and `effective_sample_fraction` = (sum w)² / (n · sum w²); empty without
-        tokens.
+        `truncated_fraction`, `mean_ratio`, and `effective_sample_fraction` = (sum w)² / (n · sum w²); `reference_kl`,
+        the mean of log pi - log ref, where there is a reference; empty without tokens.
     """
     total = dict(zip(SUMS, sums.tolist(), strict=True))
     count = total["measured_tokens"]
     if not count:
         return {}
-    return {
+    away = {"reference_kl": total["reference_kl"] / count} if total["reference_kl"] else {}
+    return away | {
         "k3": total["k3"] / count,
         "abs_logprob_difference": total["abs_logprob_difference"] / count,
         "masked_fraction": total["masked"] / count,

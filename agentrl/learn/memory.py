@@ -23,7 +23,7 @@ from agentrl.engines.memory import device_memory
 from agentrl.engines.models import computable, dtype_name
 from agentrl.learn.forward import token_logprobs
 from agentrl.learn.losses import BUILT_IN
-from agentrl.learn.models import PolicyModel, load_models
+from agentrl.learn.models import PolicyModel, load_models, load_references
 from agentrl.learn.packing import pack
 from agentrl.learn.sharding import layers_of
 
@@ -60,7 +60,7 @@ def trainer_memory(config: RunConfig) -> TrainerMemory:
     """
     models = load_models(config, torch.device("meta"))
     shards = shard_count(config, 1 if config.trains_in_process else config.trainer.workers)
-    weights, trained = _held(models)
+    weights, trained = _held(config, models)
     if shards > 1:  # the float32 shards of a model all of whose weights are trained are its masters
         weights -= sum(_bytes(model.model.parameters()) for model in models.values() if model.has_masters)
     return TrainerMemory(
@@ -86,7 +86,7 @@ def shard_count(config: RunConfig, ranks: int) -> int:
     if isinstance(sharding, int):
         return sharding
     if sharding == "auto":
-        held = _held(load_models(config, torch.device("meta")))
+        held = _held(config, load_models(config, torch.device("meta")))
         memory, on_gpu = device_memory()
         if sum(held) <= memory.total / (2 if on_gpu else 2 * ranks):
             return 1
@@ -106,10 +106,12 @@ def _gathered(model: PolicyModel) -> int:
     return 2 * outside + 3 * largest + largest * torch.float32.itemsize // model.model.dtype.itemsize
 
 
-def _held(models: Mapping[str, PolicyModel]) -> tuple[int, int]:
+def _held(config: RunConfig, models: Mapping[str, PolicyModel]) -> tuple[int, int]:
     """Bytes of `TrainerMemory.weights` and `TrainerMemory.trained`, on one rank."""
+    references = load_references(config, models, torch.device("meta"))
     trained = {parameter for model in models.values() for parameter in model.parameters.values()}
-    computed = {parameter for model in models.values() for parameter in model.model.parameters()}
+    everyone = (*models.values(), *references.values())
+    computed = {parameter for model in everyone for parameter in model.model.parameters()}
     return _bytes(computed - trained), _bytes(trained) * (2 + _OPTIMIZER_STATES)
 
 

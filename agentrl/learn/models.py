@@ -293,6 +293,65 @@ def load_models(config: RunConfig, device: torch.device, mesh: DeviceMesh | None
     return {name: made[name] for name in config.trained}
 
 
+def load_references(
+    config: RunConfig, models: Mapping[str, PolicyModel], device: torch.device, mesh: DeviceMesh | None = None
+) -> dict[str, PolicyModel]:
+    """The frozen model of every policy with a `reference`; policies of the same reference share it.
+
+    Args:
+        config: of the run.
+        models: `load_models` of it.
+        device: as in `load_models`.
+        mesh: likewise.
+
+    Raises:
+        ModelError: the directory holds no model that computes the policy's micro-batches.
+    """
+    loaded: dict[str, PolicyModel] = {}
+    found: dict[str, PolicyModel] = {}
+    for name, policy in config.trained.items():
+        if not policy.reference:
+            continue
+        key = f"{Path(policy.reference).resolve()} {models[name].base.resolve()}"
+        if key not in loaded:
+            loaded[key] = _load_reference(config, Path(policy.reference), models[name].base, device, mesh)
+        found[name] = loaded[key]
+        size, needed = (each.model.config.get_text_config().vocab_size for each in (found[name], models[name]))
+        if found[name].shared_prefixes < models[name].shared_prefixes:
+            raise ModelError(
+                f"policies.{name}.reference: {type(found[name].model).__name__} cannot compute rows packed by their "
+                f"shared prefixes, as {type(models[name].model).__name__} does; choose a reference of its architecture"
+            )
+        if size < needed and not (Path(policy.reference) / "tokenizer.json").is_file():
+            raise ModelError(
+                f"policies.{name}.reference: {policy.reference} has {size} tokens and the policy's base {needed}: a "
+                "reference scores the policy's own tokens, so both need one tokenizer"
+            )
+    return found
+
+
+def _load_reference(
+    config: RunConfig, path: Path, base: Path, device: torch.device, mesh: DeviceMesh | None
+) -> PolicyModel:
+    """A frozen model: a directory of one, or an adapter merged into `base`."""
+    is_adapter = (path / "adapter_model.safetensors").is_file()
+    directory = base if is_adapter else path
+    dtype = model_dtype(directory, config.model.dtype, device)
+    model = _load(directory, torch.device("cpu") if mesh is not None else device, dtype, config.engine.max_context)
+    if is_adapter and model.device.type != "meta":
+        try:
+            merged: Any = peft.PeftModel.from_pretrained(model, str(path)).merge_and_unload()  # type: ignore[no-untyped-call]
+        except (ValueError, RuntimeError, OSError, TypeError) as error:
+            raise ModelError(f"{path}: is no adapter of {base} ({error})") from error
+        model = merged
+    model.requires_grad_(False)
+    shared = shares_prefixes(model, config.engine.max_context)
+    found = PolicyModel(model=model, base=directory, peft_model=None, adapter=None, shared=shared)
+    if mesh is not None:
+        found.shard(ShardedForward(model, mesh, masters=False))
+    return found
+
+
 def _load_on_base(config: RunConfig, device: torch.device, mesh: DeviceMesh | None) -> dict[str, PolicyModel]:
     """The models of the policies on one base, by a configuration of `RunConfig.bases`; see `load_models`."""
     path = Path(config.model.path)

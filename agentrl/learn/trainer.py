@@ -41,7 +41,7 @@ from agentrl.learn.forward import HeadOutput
 from agentrl.learn.loss_batch import LossBatch, TokenColumns, TokenGradients
 from agentrl.learn.losses import SUMS, loss_metrics, make_loss, measure
 from agentrl.learn.memory import shard_count
-from agentrl.learn.models import PolicyModel, load_models
+from agentrl.learn.models import PolicyModel, load_models, load_references
 from agentrl.learn.packing import MicroBatch, pack
 from agentrl.learn.ranks import OneRank, Ranks, balanced_shares, equal_shares, from_first, whole
 from agentrl.learn.storage import CanaryMaker, LearnerState, Publisher, load_checkpoint, save_checkpoint, writing
@@ -169,6 +169,8 @@ class PolicyTrainer:
         """By base model; empty where nothing is published."""
         self._clock = SystemClock()
         self._learners: dict[str, _Learner] = {}
+        self._references: dict[str, PolicyModel] = {}
+        """Frozen models by policy, where the loss reads them and the policy names one."""
 
     def start(self, resume_from: Path | None = None) -> tuple[str, ...]:
         """Load the models and, on resume, a checkpoint directory.
@@ -186,13 +188,20 @@ class PolicyTrainer:
             self._directory.mkdir(parents=True, exist_ok=True)
         shards = int(self._ranks.gather(str(shard_count(self._config, self._ranks.size)).encode())[0])
         mesh = self._ranks.mesh(shards) if shards > 1 else None
-        models = load_models(self._config, device_of(self._ranks.rank), mesh)
+        device = device_of(self._ranks.rank)
+        models = load_models(self._config, device, mesh)
+        if self._loss.needs_reference:
+            self._references = load_references(self._config, models, device, mesh)
         for name, policy in self._config.trained.items():
-            if self._loss.needs_reference and models[name].kind == "full":
+            if self._loss.needs_reference and models[name].kind == "full" and not policy.reference:
                 raise ConfigError(
                     f"the loss {self._loss.name} with trainer.loss.kl = {self._config.trainer.loss.kl} reads "
-                    f"log-probabilities of the base under the adapter, and policies.{name} trains all weights: set "
-                    f"policies.{name}.lora, or choose a loss without a reference and kl = 0"
+                    f"log-probabilities of a reference, and policies.{name} trains all weights, so there is no base "
+                    f"under an adapter: set policies.{name}.reference, or choose a loss without one and kl = 0"
+                )
+            if self._loss.name == "distillation" and not policy.reference:
+                raise ConfigError(
+                    f"trainer.loss.name = 'distillation' needs a teacher: set policies.{name}.reference"
                 )
             optimizer, steps = self._config.trainer.optimizer, self._config.steps_of(name)
             self._learners[name] = _Learner(name, models[name], policy, optimizer, steps=steps)
@@ -376,6 +385,7 @@ class PolicyTrainer:
             columns,
             logprobs=torch.from_numpy(computed["logprobs"]),
             entropies=torch.from_numpy(computed["entropies"]),
+            reference_logprobs=None if "reference_logprobs" not in computed else every["reference_logprobs"][own],
         )
         step.totals["loss"] += float(known.loss.sum())
         step.totals["entropy"] += float(computed["entropies"].sum())
@@ -432,9 +442,13 @@ class PolicyTrainer:
         return model.token_logprobs(packed, entropy_gradient=entropy_gradient, replay=model.replay)
 
     def _reference(self, learner: _Learner, packed: MicroBatch) -> Tensor:
-        """Log-probabilities of the base under the policy's adapter."""
-        with torch.no_grad(), learner.model.as_reference():
-            return self._forward(learner, packed, entropy_gradient=False).logprob
+        """Log-probabilities of the policy's reference, or of the base under its adapter."""
+        reference = self._references.get(learner.name)
+        with torch.no_grad():
+            if reference is not None:
+                return reference.token_logprobs(packed).logprob
+            with learner.model.as_reference():
+                return self._forward(learner, packed, entropy_gradient=False).logprob
 
     def _loss_batch(self, learner: _Learner, packed: MicroBatch, columns: TokenColumns, head: HeadOutput) -> LossBatch:
         """The columns of a micro-batch, apart from the model's graph."""

@@ -223,6 +223,7 @@ METRICS: tuple[Metric, ...] = (
         "trained tokens that weigh less than their importance ratio: it was capped, or the loss has other weights",
     ),
     Metric("effective_sample_fraction", "fraction", "(sum of ratios)^2 / (n * sum of squared ratios)"),
+    Metric("reference_kl", "nats", "mean of log pi - log ref of the trained tokens: the distance from the reference"),
     Metric("skipped_samples", "rows", "rows whose advantages are all 0: consumed, but without a gradient to compute"),
     Metric("forwarded_tokens", "tokens", "tokens the trainer passed through the model"),
     Metric("sharing", "1", "row tokens per forwarded token: what sharing common prefixes saved"),

@@ -1,0 +1,155 @@
+"""References: the frozen model that a loss reads, as teacher or as what the divergence pulls towards."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from agentrl.app.policies import check_references
+from agentrl.config.policies import PolicyConfig
+from agentrl.config.run import RunConfig
+from agentrl.core.errors import ConfigError, InputError, ModelError
+from agentrl.core.records import PolicyVersion
+from agentrl.learn.memory import trainer_memory
+from agentrl.learn.trainer import PolicyTrainer
+from tests.learn_cases import LORA, Episodes, make_rows, run_config, write_model, write_tokenizer
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A student, and a teacher with other weights."""
+    from transformers import AutoModelForCausalLM
+
+    place = tmp_path_factory.mktemp("models")
+    student, teacher = write_model(place / "student"), place / "teacher"
+    model = AutoModelForCausalLM.from_pretrained(student)
+    with torch.no_grad():
+        torch.manual_seed(3)
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    model.save_pretrained(teacher)
+    return student, teacher
+
+
+def config_of(student: Path, teacher: Path | str, *, name: str = "distillation", **trainer: object) -> RunConfig:
+    policy = PolicyConfig(learning_rate=1e-2, reference=str(teacher))
+    loss = {"name": name, **({"kl": 1.0} if name == "ppo" else {})}
+    return run_config(student, policies={"policy": policy}, loss=loss, **trainer)
+
+
+def steps(config: RunConfig, place: Path, count: int = 1) -> list[dict[str, float]]:
+    """The metrics of some steps on the same rows, whose advantages the loss ignores."""
+    episodes = Episodes(make_rows(0, 8))
+    trainer = PolicyTrainer(config, place, read=episodes.read)
+    trainer.start()
+    found = []
+    for step in range(1, count + 1):
+        trainer.forward_backward(episodes.batch(step_id=step))
+        report = trainer.optim_step("policy", step)
+        trainer.publish("policy", PolicyVersion("policy", 0, step))
+        found.append({**report.metrics, "loss": report.loss, "grad_norm": report.grad_norm})
+    return found
+
+
+def test_distillation_moves_the_student_towards_its_teacher(models: tuple[Path, Path], tmp_path: Path) -> None:
+    found = steps(config_of(*models), tmp_path, 12)
+    distances = [abs(each["reference_kl"]) for each in found]
+    assert distances[-1] < 0.5 * distances[0]
+
+
+def test_a_student_that_is_its_teacher_has_nothing_to_learn(models: tuple[Path, Path], tmp_path: Path) -> None:
+    (found,) = steps(config_of(models[0], models[0]), tmp_path)
+    assert found["grad_norm"] < 1e-6
+    assert abs(found.get("reference_kl", 0.0)) < 1e-6
+
+
+def test_the_gradient_is_that_of_a_loop(models: tuple[Path, Path], tmp_path: Path) -> None:
+    """The norm of the sum of -min(w, 5) (log ref - log pi) d log pi, token by token over rows of one."""
+    from transformers import AutoModelForCausalLM
+
+    (found,) = steps(config_of(*models), tmp_path)
+    student, teacher = (AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for path in models)
+    rows = make_rows(0, 8)
+    total = torch.zeros(())
+    for row in rows:
+        ids = torch.from_numpy(row.token_ids.astype("int64"))[None]
+        logprobs = []
+        for model in (student, teacher):
+            logits = model(input_ids=ids).logits[0, :-1] / row.temperature
+            logprobs.append(logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0])
+        own, theirs = logprobs[0], logprobs[1].detach()
+        mask = torch.from_numpy(row.loss_mask)[1:]
+        ratio = (own.detach() - torch.from_numpy(row.behavior_logprobs)[1:]).clamp(-20, 20).exp().clamp(max=5.0)
+        total = total - (ratio * (theirs - own.detach()) * own)[mask].sum()
+    (total / Episodes(rows).batch().normaliser).backward()
+    norm = torch.nn.utils.get_total_norm([p.grad for p in student.parameters() if p.grad is not None])
+    assert found["grad_norm"] == pytest.approx(float(norm), rel=1e-4)
+
+
+@pytest.mark.parametrize("name", ["ppo", "distillation"])
+def test_micro_batches_change_nothing(models: tuple[Path, Path], tmp_path: Path, name: str) -> None:
+    whole, split = (
+        steps(config_of(*models, name=name, micro_batch_tokens=tokens), tmp_path / str(tokens))[0]
+        for tokens in (8192, 32)
+    )
+    assert split["grad_norm"] == pytest.approx(whole["grad_norm"], rel=1e-5)
+    assert split["reference_kl"] == pytest.approx(whole["reference_kl"], rel=1e-5)
+
+
+def test_an_adapter_of_the_base_is_a_reference(models: tuple[Path, Path], tmp_path: Path) -> None:
+    student, _ = models
+    config = run_config(student, policies={"policy": PolicyConfig(lora=LORA, learning_rate=0.1)})
+    episodes = Episodes(make_rows(0, 8))
+    trainer = PolicyTrainer(config, tmp_path / "first", read=episodes.read)
+    trainer.start()
+    trainer.forward_backward(episodes.batch())
+    trainer.optim_step("policy", 1)
+    trained = trainer.publish("policy", PolicyVersion("policy", 0, 1))
+    found = steps(config_of(student, trained.path), tmp_path / "second", 12)
+    assert abs(found[-1]["reference_kl"]) < 0.5 * abs(found[0]["reference_kl"])
+
+
+def test_a_reference_is_counted_in_the_memory(models: tuple[Path, Path]) -> None:
+    with_one, without = (trainer_memory(config_of(models[0], teacher)) for teacher in (models[1], ""))
+    assert with_one.weights - without.weights == (models[1] / "model.safetensors").stat().st_size // 4 * 4 or (
+        with_one.weights > without.weights
+    )
+
+
+def test_distillation_without_a_teacher_is_refused(models: tuple[Path, Path], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"policies\.policy\.reference"):
+        steps(config_of(models[0], ""), tmp_path)
+    with pytest.raises(ConfigError, match=r"policies\.policy\.reference"):
+        steps(config_of(models[0], "", name="ppo"), tmp_path)
+
+
+def test_a_teacher_with_another_tokenizer_is_refused(models: tuple[Path, Path], tmp_path: Path) -> None:
+    import json
+    import shutil
+
+    student = shutil.copytree(models[0], tmp_path / "student")
+    teacher = shutil.copytree(models[1], tmp_path / "teacher")
+    write_tokenizer(student)
+    write_tokenizer(teacher)
+    check_references(config_of(student, teacher))
+    file = teacher / "tokenizer.json"
+    content = json.loads(file.read_text())
+    vocabulary = content["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    file.write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match="'a' is 1 there and 0 here"):
+        check_references(config_of(student, teacher))
+    with pytest.raises(InputError, match="there is no directory"):
+        check_references(config_of(student, tmp_path / "absent"))
+
+
+def test_a_reference_of_fewer_tokens_is_refused(models: tuple[Path, Path], tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(models[0])
+    model.resize_token_embeddings(32)
+    model.save_pretrained(tmp_path / "small")
+    with pytest.raises(ModelError, match="has 32 tokens"):
+        steps(config_of(models[0], tmp_path / "small"), tmp_path / "run")
