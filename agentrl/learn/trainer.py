@@ -200,9 +200,7 @@ class PolicyTrainer:
                     f"under an adapter: set policies.{name}.reference, or choose a loss without one and kl = 0"
                 )
             if self._loss.name == "distillation" and not policy.reference:
-                raise ConfigError(
-                    f"trainer.loss.name = 'distillation' needs a teacher: set policies.{name}.reference"
-                )
+                raise ConfigError(f"trainer.loss.name = 'distillation' needs a teacher: set policies.{name}.reference")
             optimizer, steps = self._config.trainer.optimizer, self._config.steps_of(name)
             self._learners[name] = _Learner(name, models[name], policy, optimizer, steps=steps)
         if self._publishes and (self._ranks.rank == 0 or mesh is not None):
