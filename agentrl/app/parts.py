@@ -355,7 +355,7 @@ def make_chat_format(config: RunConfig) -> ChatFormat:
         return JsonFormat()
     from agentrl.rollout.chat_format import TemplateFormat
 
-    return TemplateFormat.load(config.model.path)
+    return TemplateFormat.load(config.model.path, reply_format=config.model.reply_format)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

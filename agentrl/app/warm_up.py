@@ -26,11 +26,11 @@ from agentrl.config.run import RunConfig
 from agentrl.core.errors import AgentRLError, CheckFailedError, InputError
 from agentrl.core.ids import stream
 from agentrl.core.records import Message, Task, ToolSpec
+from agentrl.core.reply_formats import CLOSE, OPEN, parse_hermes
 from agentrl.environment.base import Environment, EpisodeLimits, described
 from agentrl.environment.plain_context import PlainAgent, PlainContext
 from agentrl.environment.registry import resolve
 from agentrl.environment.tools import ToolEnvironment
-from agentrl.rollout.tool_call_format import CLOSE, OPEN, parse_hermes
 
 if TYPE_CHECKING:
     from agentrl.environment.base import Reply

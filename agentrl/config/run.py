@@ -32,6 +32,7 @@ from agentrl.config.section import (
     PerEpisode,
     Positive,
     Rate,
+    ReplyFormatName,
     Seconds,
     Section,
     Share,
@@ -77,6 +78,10 @@ class ModelConfig(Section):
     """The dtype that engine and trainer compute in, and versions with all weights are published in; `auto`: the
     checkpoint's, float32 for one in float16. Adapters, gradients and optimizer are float32; a policy that trains all
     weights in bfloat16 keeps float32 masters of them."""
+
+    reply_format: Fixed[ReplyFormatName] = "auto"
+    """The way the model writes tool calls and thinking; `auto`: as its chat template does (docs/models.md lists all).
+    Models of policies' own are read as their templates write."""
 
     @field_validator("path")
     @classmethod

@@ -10,9 +10,10 @@ import re
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from agentrl.core.errors import InputError
+from agentrl.core.reply_formats import REPLY_FORMATS
 
 
 class NumberUnit(NamedTuple):
@@ -61,6 +62,15 @@ Steps = Annotated[int, Field(gt=0, le=10**9), NumberUnit("optimizer steps")]
 MaybeSteps = Annotated[int, Field(ge=0, le=10**9), NumberUnit("optimizer steps")]
 Seconds = Annotated[float, Field(gt=0, le=1e9), NumberUnit("s")]
 Share = Annotated[float, Field(ge=0, lt=1)]
+
+
+def _known_reply_format(name: str) -> str:
+    if name != "auto" and name not in REPLY_FORMATS:
+        raise ValueError(f"there is no reply format {name!r}; there are: auto, {', '.join(REPLY_FORMATS)}")
+    return name
+
+
+ReplyFormatName = Annotated[str, AfterValidator(_known_reply_format)]
 
 
 class Section(BaseModel):

@@ -223,8 +223,9 @@ class ChatFormat(Protocol):
         """
         ...
 
-    def parse(self, token_ids: Sequence[int]) -> Message:
-        """The assistant message in a completion, including tool calls; never raises on hostile content."""
+    def parse(self, token_ids: Sequence[int], tools: Sequence[ToolSpec] = ()) -> Message:
+        """The assistant message in a completion, with thinking and tool calls; never raises on hostile content. The
+        tools that were offered have the types of arguments that are written without."""
         ...
 
     def decode(self, token_ids: Sequence[int]) -> str:

@@ -117,6 +117,8 @@ class Message:
     tool_call_id: str | None = None
     name: str | None = None
     """For role `tool`: the name of the tool that answers."""
+    thinking: str = ""
+    """For role `assistant`: what the model thought before it answered; chat templates decide what becomes of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

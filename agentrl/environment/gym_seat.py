@@ -34,7 +34,7 @@ class SeatEnv(gymnasium.Env[str, str]):
         tasks: tasks that `reset` draws from, unless `options={"task": task}` names one.
         seat: which seat; default: the first.
         others: callables for the other seats, by seat: from new messages to a reply.
-        parse: finds tool calls in what a seat says, e.g. `agentrl.rollout.tool_call_format.parse_hermes`.
+        parse: finds tool calls in what a seat says, e.g. `agentrl.core.reply_formats.parse_hermes`.
         max_turns: turns of one agent after which the episode is truncated.
         max_characters: longest observation and action; longer observations lose their beginning.
         characters: allowed characters.

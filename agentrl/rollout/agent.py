@@ -457,7 +457,7 @@ class LiveAgent(TurnSampler, Agent):
         call.branch.speaker = self._number
         if self._episode.limit is not None:
             self._episode.limit.restart()
-        message = self._settings.chat_format.parse(sampled)
+        message = self._settings.chat_format.parse(sampled, self._rows.tools)
         self._rows.answer(completion)
         self._sampled += self._tokens_of(completion)
         self._messages.extend(messages)
@@ -555,11 +555,11 @@ class TokenRows:
     2. The tokens of new messages are a function of `question`: where it was asked before, they are known.
     """
 
-    __slots__ = ("_after", "_format", "_row_tokens", "_tools", "row")
+    __slots__ = ("_after", "_format", "_row_tokens", "row", "tools")
 
     def __init__(self, chat_format: ChatFormat, tools: Sequence[ToolSpec]) -> None:
         self._format = chat_format
-        self._tools = tools
+        self.tools = tools
         self._row_tokens = array("i")
         self._after: FinishReason | None = None
         self.row = 0
@@ -570,7 +570,7 @@ class TokenRows:
     def question(self, messages: Sequence[Message]) -> tuple[bytes, ...]:
         """All that the tokens of new messages depend on, to be hashed instead of them: it needs no tokenizer."""
         if self._after is None:
-            before = encode_arguments([(tool.name, tool.description, dict(tool.parameters)) for tool in self._tools])
+            before = encode_arguments([(tool.name, tool.description, dict(tool.parameters)) for tool in self.tools])
         else:
             before = self._after.encode()
         return (self._format.fingerprint, before, *map(_said, messages))
@@ -578,7 +578,7 @@ class TokenRows:
     def ask(self, messages: Sequence[Message]) -> bytes:
         """Append messages; returns the context tokens that are new, as `int32`."""
         if self._after is None:
-            context_ids = self._format.start(messages, self._tools)
+            context_ids = self._format.start(messages, self.tools)
         else:
             context_ids = self._format.extend(messages, after=self._after)
         context = array("i", context_ids).tobytes()
@@ -642,5 +642,8 @@ def _age(version: PolicyVersion) -> tuple[int, int]:
 def _said(message: Message) -> bytes:
     """A message, to be hashed."""
     calls = [(call.id, call.name, call.arguments) for call in message.tool_calls]
-    beside: bytes = (encode_arguments if calls else encode)((message.role, message.tool_call_id, message.name, calls))
+    thinking = (message.thinking,) if message.thinking else ()
+    beside: bytes = (encode_arguments if calls else encode)(
+        (message.role, message.tool_call_id, message.name, calls, *thinking)
+    )
     return beside + message.content.encode("utf-8", "replace")

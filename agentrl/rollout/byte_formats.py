@@ -19,8 +19,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from agentrl.core.records import FinishReason, Message, ToolCall, ToolSpec, usage_of
+from agentrl.core.reply_formats import CLOSE, OPEN, json_value, parse_hermes
 from agentrl.environment.base import LimitReachedError
-from agentrl.rollout.tool_call_format import CLOSE, OPEN, json_value, parse_hermes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -65,7 +65,7 @@ class PlainFormat:
             ids += _message_ids(message)
         return ids + _PROMPT
 
-    def parse(self, token_ids: Sequence[int]) -> Message:
+    def parse(self, token_ids: Sequence[int], tools: Sequence[ToolSpec] = ()) -> Message:
         """The assistant message a completion says; control tokens are left out."""
         text = _bytes(token_ids).decode("utf-8", "replace")
         content, calls = parse_hermes(text)
@@ -128,7 +128,7 @@ class JsonFormat:
         """See `core.ports.ChatFormat.extend`; a sampled turn is a whole line, however it ended."""
         return self.encode("".join(_line(_message_value(message)) for message in messages))
 
-    def parse(self, token_ids: Sequence[int]) -> Message:
+    def parse(self, token_ids: Sequence[int], tools: Sequence[ToolSpec] = ()) -> Message:
         """See `core.ports.ChatFormat.parse`.
 
         Raises:

@@ -13,6 +13,7 @@ Invariants
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import re
 from array import array
@@ -23,7 +24,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from tokenizers import Tokenizer
 
 from agentrl.core.errors import ModelError
-from agentrl.core.records import FinishReason, Message, Role, ToolCall, ToolSpec
+from agentrl.core.records import FinishReason, Message, Role, ToolSpec
+from agentrl.core.reply_formats import REPLY_FORMATS, THINKING, ReplyFormat
 from agentrl.rollout.chat_template import (
     PROBE,
     AddedToken,
@@ -35,15 +37,16 @@ from agentrl.rollout.chat_template import (
     tool_value,
     valid_unicode,
 )
-from agentrl.rollout.tool_call_format import CLOSE, OPEN, PARSERS, PYTHON_TAG, ToolCallFormat
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
 DriftCause = Literal["undecodable", "retokenised"]
 
+AUTO = "auto"
+"""The reply format that the chat template writes."""
+
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
-_THINK_END = "</think>"
 _ANCHOR = "\ue002"
 _FRAMES = 64
 """Openings kept for reuse; further ones are rendered each time."""
@@ -79,30 +82,37 @@ class _Frame:
 class TemplateFormat:
     """The `ChatFormat` of a Hugging Face model directory; made by `load`."""
 
-    def __init__(self, directory: Path, tokenizer: Tokenizer, template: ChatTemplate, tool_call_format: str) -> None:
+    def __init__(self, directory: Path, tokenizer: Tokenizer, template: ChatTemplate, reply_format: str) -> None:
         self._directory = directory
         self._tokenizer = tokenizer
         self._template = template
         made_with = ((directory / "tokenizer.json").read_bytes(), template.fingerprint)
         self.fingerprint = hashlib.blake2b(b"".join(made_with), digest_size=8).digest()
         tokens = _added_tokens(tokenizer)
-        written = (OPEN, CLOSE, "<think>", _THINK_END)
+        self._arguments_as_text = False
+        """Whether the template takes the arguments of a call as text."""
+        self.reply_format = self._find_reply_format(reply_format, [t.literal for t in tokens if t.special])
+        self._thinking = _thinking_marks(template.source, {token.literal for token in tokens})
+        markup = {*self.reply_format.markup, *(self._thinking or ()), *THINKING[0]}
         self._control = ControlTokens(
-            [t for t in tokens if t.special or t.literal in template.source or t.literal in written]
+            [t for t in tokens if t.special or t.literal in template.source or t.literal in markup]
         )
         self._plain = _without_control(tokenizer, self._control, anchor=False)
         self._anchored = _anchored(self._plain, _without_control(tokenizer, self._control, anchor=True))
         self._renumbered = _renumbered(self._anchored or self._plain, tokenizer)
         self._encoded = KeptTokens(_KEPT_CHARACTERS)
         self._check_plain()
-        markup = {OPEN, CLOSE, PYTHON_TAG, "<think>", _THINK_END}
         self._silent = frozenset(t.token_id for t in tokens if t.special and t.literal not in markup)
-        self._thinks = _THINK_END in template.source
+        configured = stop_token_ids(directory)
         self._closing = self._find_closing()
-        self.stop_token_ids: tuple[int, ...] = tuple(dict.fromkeys((*stop_token_ids(directory), self._closing)))
+        self._call_closing = self._find_call_closing(configured)
+        closings = (self._closing, self._call_closing)
+        self._ends = frozenset({*configured, *closings})
+        stops = [self._control.ids[end] for end in self.reply_format.ends if end in self._control.ids]
+        self.stop_token_ids: tuple[int, ...] = tuple(dict.fromkeys(stops or (*configured, *closings)))
+        prompt = self._render_text([("user", ".")]).rstrip()
+        self._opens_thinking = self._thinking is not None and prompt.endswith(self._thinking[0])
         self._check_prefix()
-        self.tool_call_format: ToolCallFormat = self._find_tool_call_format(tool_call_format)
-        self._parse_text = PARSERS[self.tool_call_format]
         self._openings: dict[object, tuple[_Frame | None, Sequence[ToolSpec]]] = {}
         self._replies: dict[str, _Frame] = {}
         self._decoded: tuple[list[int], str] = ([], "")
@@ -115,10 +125,12 @@ class TemplateFormat:
                 self._replies[role] = frame
 
     @classmethod
-    def load(
-        cls, model_dir: str | Path, *, tool_call_format: Literal["auto", "hermes", "llama"] = "auto"
-    ) -> TemplateFormat:
+    def load(cls, model_dir: str | Path, *, reply_format: str = AUTO) -> TemplateFormat:
         """Read tokenizer and template of a local model directory.
+
+        Args:
+            model_dir: with tokenizer and template.
+            reply_format: a name in `REPLY_FORMATS`, or `auto` for the one that the template writes.
 
         Raises:
             ModelError: a file is missing or unusable, the tokenizer is of another model, the template closes no turn
@@ -145,7 +157,7 @@ class TemplateFormat:
         _check_vocabulary(directory, tokenizer)
         tokenizer.no_truncation()
         tokenizer.no_padding()
-        return cls(directory, tokenizer, ChatTemplate(directory), tool_call_format)
+        return cls(directory, tokenizer, ChatTemplate(directory), reply_format)
 
     def start(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[int]:
         """Token ids of a new conversation, up to where the assistant's turn begins.
@@ -183,15 +195,15 @@ class TemplateFormat:
             ids = self._fill(frame, messages[0].content)
         else:
             ids = self._encode_pieces(self._reply_pieces(messages))
-        return ids if after == "stop" else [self._closing, *ids]
+        if after == "stop":
+            return ids
+        return [self._call_closing if messages and messages[0].role == "tool" else self._closing, *ids]
 
-    def parse(self, token_ids: Sequence[int]) -> Message:
-        """The assistant message a completion says, without its thinking; malformed calls are kept raw."""
+    def parse(self, token_ids: Sequence[int], tools: Sequence[ToolSpec] = ()) -> Message:
+        """See `core.ports.ChatFormat.parse`; malformed calls are kept raw."""
         text = self._decode_reply(_as_list(token_ids))
-        if self._thinks:
-            text = _without_thinking(text)
-        content, calls = self._parse_text(text)
-        return Message(role="assistant", content=content, tool_calls=calls)
+        thinking, content, calls = self.reply_format.read(text, self._thinking, tools, is_open=self._opens_thinking)
+        return Message(role="assistant", content=content, tool_calls=calls, thinking=thinking)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of tokens, special tokens included."""
@@ -226,30 +238,43 @@ class TemplateFormat:
         return "undecodable" if "\ufffd" in text else "retokenised"
 
     def _opening_pieces(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[int | str]:
-        values = [message_value(message, self._control) for message in messages]
+        values = [
+            message_value(message, self._control, arguments_as_text=self._arguments_as_text) for message in messages
+        ]
         specs = [tool_value(tool, self._control) for tool in tools]
         return self._control.split(self._template.render(values, specs, prompt=True))
 
-    def _reply_pieces(self, messages: Sequence[Message], *, with_call: bool = False) -> list[int | str]:
+    def _reply_pieces(self, messages: Sequence[Message]) -> list[int | str]:
         """The rendered pieces after the closing token of a sampled turn, up to the next turn, for new `messages`.
 
-        The sampled turn is a stand-in: its text is never looked at, only what the template puts behind it. A template
-        that wants a tool message to answer a call gets a stand-in with one.
+        The sampled turn is a stand-in: its text is never looked at, only what the template puts behind it. To messages
+        of tools it has the calls that they answer, if the template takes them.
+
+        Raises:
+            ModelError: the template refuses the messages.
         """
-        standin = _standin_call() if with_call else Message(role="assistant", content=PROBE)
-        new = [message_value(message, self._control) for message in messages]
-        try:
-            rendered = self._template.render([_value("user", "."), _unescaped(standin), *new], [], prompt=True)
-        except ModelError:
-            if with_call or not messages or messages[0].role != "tool":
-                raise
-            return self._reply_pieces(messages, with_call=True)
-        pieces = self._control.split(self._checked_rendering(rendered).rpartition(PROBE)[2])
-        if self._closing not in pieces:
-            raise ModelError(
+        new = [message_value(message, self._control, arguments_as_text=self._arguments_as_text) for message in messages]
+        answers = list(itertools.takewhile(lambda message: message.role == "tool", messages))
+        for number, value in enumerate(new[: len(answers)]):
+            value["tool_call_id"] = f"call{number:05}"
+        names = [message.name or "probe" for message in answers]
+        standins = [self._standin_call(*names), self._standin_call(names[0])] if names else []
+        refusal: ModelError | None = None
+        for standin in (*standins, _value("assistant", PROBE)):
+            try:
+                rendered = self._template.render([_value("user", "."), standin, *new], [], prompt=True)
+                pieces = self._control.split(self._checked_rendering(rendered).rpartition(PROBE)[2])
+            except ModelError as error:
+                refusal = refusal or error
+                continue
+            at = next((n for n, piece in enumerate(pieces) if piece in self._ends), None)
+            if at is not None:
+                return pieces[at + 1 :]
+            refusal = ModelError(
                 f"{self._directory}: the chat template does not close an assistant turn before new messages"
             )
-        return pieces[pieces.index(self._closing) + 1 :]
+        assert refusal is not None
+        raise refusal
 
     @staticmethod
     def _varies_in_last(messages: Sequence[Message]) -> bool:
@@ -306,6 +331,13 @@ class TemplateFormat:
         return None
 
     def _reply_frame(self, role: Role) -> _Frame | None:
+        """The frame of one new message; None also where the template writes the name of the tool that answers."""
+        try:
+            one, other = (self._reply_pieces([Message(role=role, content="x", name=name)]) for name in ("a", "b"))
+        except ModelError:
+            return None
+        if one != other:
+            return None
         return self._frame(lambda content: self._reply_pieces([Message(role=role, content=content)]))
 
     def _check_plain(self) -> None:
@@ -368,18 +400,71 @@ class TemplateFormat:
                     "that keeps what it has rendered"
                 )
 
-    def _find_tool_call_format(self, name: str) -> ToolCallFormat:
-        if name in PARSERS:
-            return "llama" if name == "llama" else "hermes"
-        if name != "auto":
-            raise ModelError(f"tool_call_format {name!r} is unknown; there are: auto, {', '.join(PARSERS)}")
+    def _find_call_closing(self, configured: Collection[int]) -> int:
+        """The control token behind an assistant's calls. Some templates open the next message with it (GLM)."""
+        call = [_value("user", "."), self._standin_call("probe")]
+        answer = {**_value("tool", "."), "name": "probe", "tool_call_id": "call00000"}
         try:
-            rendered = self._template.render([_value("user", "."), _unescaped(_standin_call())], [], prompt=False)
+            followed, alone = (
+                self._control.split(self._template.render(messages, [], prompt=prompt).rpartition(PROBE)[2])
+                for messages, prompt in (([*call, answer], True), (call, False))
+            )
         except ModelError:
-            rendered = self._template.source
-        if OPEN in rendered:
-            return "hermes"
-        return "llama" if '"parameters"' in rendered else "hermes"
+            return self._closing
+        shared = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], zip(followed, alone, strict=False))))
+        markup = {self._control.ids.get(mark) for mark in self.reply_format.markup} - set(configured)
+        ends = [piece for piece in followed if piece in configured][:1]
+        ends = ends or [piece for piece in followed[:shared] if piece not in markup][::-1]
+        return next((piece for piece in (*ends, *followed[shared:]) if isinstance(piece, int)), self._closing)
+
+    def _written_call(self) -> str:
+        """A turn that calls a tool, as the template writes it: what stands behind a prompt."""
+        call = self._standin_call("probe")
+        prompt = self._template.render([_value("user", ".")], [], prompt=True)
+        rendered = self._template.render([_value("user", "."), call], [], prompt=False)
+        shared = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(prompt, rendered, strict=False))
+        return rendered[len(list(shared)) :]
+
+    def _standin_call(self, *names: str) -> dict[str, Any]:
+        """A turn that calls tools, with the probe in the arguments of each call."""
+        arguments = {"probe": PROBE}
+        given = json.dumps(arguments, ensure_ascii=False) if self._arguments_as_text else arguments
+        functions = [{"name": name, "arguments": given} for name in names]
+        calls = [{"type": "function", "id": f"call{n:05}", "function": each} for n, each in enumerate(functions)]
+        return {**_value("assistant", ""), "tool_calls": calls}
+
+    def _find_reply_format(self, name: str, special: Sequence[str]) -> ReplyFormat:
+        """The format of that name, or the one in which the template writes a call.
+
+        Raises:
+            ModelError: there is none.
+        """
+        if name in REPLY_FORMATS:
+            return REPLY_FORMATS[name]
+        known = ", ".join(REPLY_FORMATS)
+        if name != AUTO:
+            raise ModelError(f"model.reply_format {name!r} is unknown; there are: {AUTO}, {known}")
+        marks = _thinking_marks(self._template.source, ())
+        written = ""
+        for self._arguments_as_text in (False, True):
+            try:
+                written = self._written_call()
+            except ModelError:
+                continue
+            for each in REPLY_FORMATS.values():
+                text = written
+                for literal in special:
+                    text = text if literal in each.markup else text.replace(literal, "")
+                calls = each.read(text, marks).tool_calls
+                if [(call.name, call.arguments) for call in calls] == [("probe", {"probe": PROBE})]:
+                    return each
+        self._arguments_as_text = False
+        if "probe" in written:
+            raise ModelError(
+                f"{self._directory}: the chat template writes tool calls in a form that is not known here. Set "
+                f"model.reply_format to one that reads what the model writes (or to any, if it calls no tools): {known}"
+            )
+        return REPLY_FORMATS["hermes"]
 
 
 def _check_vocabulary(directory: Path, tokenizer: Tokenizer) -> None:
@@ -417,22 +502,6 @@ def _with(message: Message, content: str) -> Message:
     return Message(role=message.role, content=content, name=message.name)
 
 
-def _standin_call() -> Message:
-    call = ToolCall(id="call00000", name="probe", arguments={"probe": PROBE})
-    return Message(role="assistant", content="", tool_calls=(call,))
-
-
-def _unescaped(message: Message) -> dict[str, Any]:
-    """A stand-in as templates read it, its probe left as it is."""
-    value = _value(message.role, message.content)
-    if message.tool_calls:
-        value["tool_calls"] = [
-            {"type": "function", "id": call.id, "function": {"name": call.name, "arguments": call.arguments}}
-            for call in message.tool_calls
-        ]
-    return value
-
-
 def _as_list(token_ids: Sequence[int]) -> list[int]:
     """Plain integers, also of a numpy array."""
     if type(token_ids) is list:
@@ -443,15 +512,13 @@ def _as_list(token_ids: Sequence[int]) -> list[int]:
 
 def _bare(text: str) -> str:
     """Rendered text without what thinking templates put in and take out."""
-    return text.replace("<think>", "").replace(_THINK_END, "").rstrip()
+    return text.replace("<think>", "").replace("</think>", "").rstrip()
 
 
-def _without_thinking(text: str) -> str:
-    """The text after the thinking; empty if the thinking was begun and not ended."""
-    thinking, end, rest = text.partition(_THINK_END)
-    if end:
-        return rest.lstrip()
-    return "" if thinking.lstrip().startswith("<think>") else text
+def _thinking_marks(source: str, literals: Collection[str]) -> tuple[str, str] | None:
+    """The marks around thinking that a template reads or writes, or else those among the tokens."""
+    written = (pair for pair in THINKING if pair[1] in source)
+    return next(written, next((pair for pair in THINKING if pair[1] in literals), None))
 
 
 def _added_tokens(tokenizer: Tokenizer) -> list[AddedToken]:

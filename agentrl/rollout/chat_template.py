@@ -629,7 +629,7 @@ def valid_unicode(text: str) -> str:
     return text.encode("utf-8", "replace").decode()
 
 
-def message_value(message: Message, control: ControlTokens) -> dict[str, Any]:
+def message_value(message: Message, control: ControlTokens, *, arguments_as_text: bool = False) -> dict[str, Any]:
     """A message as templates read it. An assistant's own markup (thinking, tool calls) keeps its meaning."""
     own = message.role == "assistant"
     value: dict[str, Any] = {"role": message.role, "content": control.escape(message.content, only_special=own)}
@@ -640,16 +640,22 @@ def message_value(message: Message, control: ControlTokens) -> dict[str, Any]:
                 "id": call.id,
                 "function": {
                     "name": control.escape(call.name),
-                    "arguments": control.escape_value(call.arguments, only_special=own),
+                    "arguments": _given(control.escape_value(call.arguments, only_special=own), arguments_as_text),
                 },
             }
             for call in message.tool_calls
         ]
+    if message.thinking:
+        value["reasoning_content"] = control.escape(message.thinking, only_special=own)
     if message.tool_call_id is not None:
         value["tool_call_id"] = message.tool_call_id
     if message.name is not None:
         value["name"] = control.escape(message.name)
     return value
+
+
+def _given(arguments: Any, as_text: bool) -> Any:
+    return json.dumps(arguments, ensure_ascii=False) if as_text and not isinstance(arguments, str) else arguments
 
 
 def tool_value(tool: ToolSpec, control: ControlTokens) -> dict[str, Any]:

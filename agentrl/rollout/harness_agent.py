@@ -65,7 +65,6 @@ _OFF: Mapping[str, tuple[Any, ...]] = {
 """Values that change nothing, by demand; those of the run's own sampling are compared with the run's."""
 BYTES_PER_TOKEN = 4
 """Of text, for an estimate where another tokenises it."""
-_THOUGHT = re.compile(r"\s*(?:<think>)?(.*?)</think>", re.DOTALL)
 _LETTERS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 
 
@@ -222,7 +221,7 @@ class HarnessAgent(LiveAgent):
         text = chat_format.decode(sampled)
         refused: LimitReachedError | None = None
         try:
-            message = chat_format.parse(sampled)
+            message = chat_format.parse(sampled, request.tools)
         except LimitReachedError as limit:
             message, refused = Message(role="assistant", content=""), limit
         calls = message.tool_calls
@@ -249,12 +248,11 @@ class HarnessAgent(LiveAgent):
         self._turns.append(Turn(text=message.content, message=message, completion=completion))
         if refused is not None:
             self._refuse(refused)
-        thought = _THOUGHT.match(text)
         return ChatReply(
             reply_id=f"{self._key(call.call_id):016x}",
             created=int(started),
             message=message,
-            thinking=thought[1].strip() if thought and thought[1].strip() not in message.content else "",
+            thinking=message.thinking,
             finish_reason=_finish_reason(completion, message, stop_text),
             stop_text=stop_text,
             prompt_tokens=prompt_tokens,

@@ -40,6 +40,8 @@ def message_data(message: Message) -> dict[str, Any]:
         data["tool_call_id"] = message.tool_call_id
     if message.name is not None:
         data["name"] = message.name
+    if message.thinking:
+        data["thinking"] = message.thinking
     return data
 
 

@@ -13,8 +13,8 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from agentrl.core.reply_formats import parse_hermes
 from agentrl.environments.calculator.env import Calculator
-from agentrl.rollout.tool_call_format import parse_hermes
 
 if TYPE_CHECKING:
     from random import Random

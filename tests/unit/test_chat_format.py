@@ -229,7 +229,7 @@ def test_stop_tokens_are_the_configured_ones_and_the_closing_one(qwen: TemplateF
 
 
 def test_parse_of_both_tool_call_formats(qwen: TemplateFormat, llama: TemplateFormat) -> None:
-    assert (qwen.tool_call_format, llama.tool_call_format) == ("hermes", "llama")
+    assert (qwen.reply_format.name, llama.reply_format.name) == ("hermes", "llama3_json")
     said = qwen.encode('I add.\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>')
     message = qwen.parse(np.array(said, dtype=np.int32))
     assert message.content == "I add."
@@ -394,7 +394,7 @@ def test_the_first_matching_template_of_several_is_the_one_for_tools(tmp_path: P
     directory = write_model(tmp_path, QWEN, QWEN_SPECIAL, QWEN_MARKUP)
     named = [{"name": "default", "template": "{{ raise_exception('no') }}"}, {"name": "tool_use", "template": QWEN}]
     (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
-    assert TemplateFormat.load(directory, tool_call_format="llama").tool_call_format == "llama"
+    assert TemplateFormat.load(directory, reply_format="llama3_json").reply_format.name == "llama3_json"
 
 
 def test_a_name_of_the_hub_is_answered_with_the_command_that_brings_the_model(tmp_path: Path) -> None:

@@ -1,0 +1,674 @@
+"""Reply formats: the text of a reply → thinking, content and `ToolCall`s, as a model family writes them.
+
+`REPLY_FORMATS` holds one entry per way of writing calls, under vLLM's names for the parsers; `THINKING` the pairs of
+marks around thinking. Tokens are unknown here: names and arguments are checked by the environment. These parsers are
+ours and not vLLM's because a replay parses recorded tokens again: what a journal says must not depend on whether vLLM
+is installed, or on its version. `tests/contract/test_reply_formats_vllm.py` compares the two.
+
+Invariants: parsing never raises, whatever the text; text that looks like a call but is not well-formed becomes a
+`ToolCall` whose `arguments` are the raw text, so that the environment can answer it; ids count from `call-0`; names,
+content and thinking are pieces of the text; the time is linear in its length.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, NoReturn
+
+from agentrl.core.records import ToolCall, ToolSpec
+
+Parsed = tuple[str, tuple[ToolCall, ...]]
+"""Content without the calls, and the calls."""
+Named = tuple[str, "Mapping[str, Any] | None"]
+"""Name and arguments of a call; None for arguments that are malformed."""
+Reader = Callable[[str, Sequence[ToolSpec]], Sequence[Named]]
+"""Reads the text of a block into its calls, one at least; the tools have the types of values written without."""
+
+MAX_CALL_CHARACTERS = 65_536
+"""A longer call is malformed without being parsed."""
+MAX_CALLS = 64
+"""Further calls of the same turn are left in the content."""
+MAX_NAME_CHARACTERS = 128
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+PYTHON_TAG = "<|python_tag|>"
+THINKING = (
+    ("<think>", "</think>"),
+    ("[THINK]", "[/THINK]"),
+    ("<seed:think>", "</seed:think>"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"),
+    ("<|channel>thought", "<channel|>"),
+)
+"""Marks around thinking: most models, Mistral, Seed-OSS, Cohere, Gemma 4."""
+
+MAX_CALL_DEPTH = 64
+"""A call with values nested deeper is malformed."""
+
+_NAME = re.compile(r'"name"\s*:\s*"([^"\\]{1,128})"')
+
+
+def _refuse_constant(text: str) -> NoReturn:
+    raise ValueError(f"{text} is not JSON")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if value - value != 0.0:
+        raise ValueError(f"{text} is out of range")
+    return value
+
+
+def _int64(text: str) -> int:
+    value = int(text)
+    if not -(2**63) <= value < 2**63:  # the journal's encoding, as most tools, has no larger ones
+        raise ValueError(f"{text} is out of range")
+    return value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        raise ValueError("a key is given twice")
+    return value
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse_constant, object_pairs_hook=_unique)
+_LARGE = re.compile(r"[0-9][eE]|[0-9]{19}")
+"""In text without it, no number is beyond int64 or float64."""
+_LARGE_DECODER = json.JSONDecoder(
+    parse_constant=_refuse_constant, parse_float=_finite, parse_int=_int64, object_pairs_hook=_unique
+)
+
+
+def _is_deep(value: Any, levels: int = MAX_CALL_DEPTH) -> bool:
+    if not isinstance(value, dict | list):
+        return False
+    return levels == 0 or any(
+        _is_deep(item, levels - 1) for item in (value.values() if isinstance(value, dict) else value)
+    )
+
+
+def json_value(text: str) -> Any:
+    """The JSON value in `text`; None if there is none, or none that can be represented.
+
+    Refused are NaN, numbers beyond float64 and int64, lone surrogates, objects with a key twice (nobody can know which
+    of the two values is meant), and text that is too long or too deep.
+    """
+    if len(text) > MAX_CALL_CHARACTERS:
+        return None
+    try:
+        value = (_LARGE_DECODER if _LARGE.search(text) else _DECODER).decode(text)
+        if "\\u" in text:
+            json.dumps(value, ensure_ascii=False).encode()
+    except (ValueError, RecursionError):
+        return None
+    return None if text.count("{") + text.count("[") > MAX_CALL_DEPTH and _is_deep(value) else value
+
+
+class Reply(NamedTuple):
+    """A reply in its parts."""
+
+    thinking: str
+    content: str
+    tool_calls: tuple[ToolCall, ...]
+
+
+def split_thinking(text: str, marks: tuple[str, str], *, is_open: bool = False) -> tuple[str, str]:
+    """Thinking at the beginning of a reply, and the rest; thinking that was not ended leaves no rest.
+
+    Args:
+        text: of the reply.
+        marks: around thinking.
+        is_open: the prompt has begun the thinking already.
+
+    Example:
+        >>> split_thinking("<think>Easy.</think>5", THINKING[0])
+        ('Easy.', '5')
+    """
+    begin, end = marks
+    stripped = text.lstrip()
+    begins = stripped.startswith(begin)
+    thinking, ended, rest = text.partition(end)
+    if ended:
+        return thinking.strip().removeprefix(begin).strip(), rest.lstrip()
+    return (stripped.removeprefix(begin).strip(), "") if begins or is_open else ("", text)
+
+
+# --- blocks -----------------------------------------------------------------------------------------------------------
+
+
+def _call(number: int, raw: str, named: Named) -> ToolCall:
+    name, arguments = named
+    return ToolCall(id=f"call-{number}", name=name, arguments=raw if arguments is None else arguments)
+
+
+def _blocks(text: str, marks: tuple[str, str], read: Reader, tools: Sequence[ToolSpec]) -> Parsed:
+    """The calls between marks, any number of blocks with text around; a block that is not closed ends with the text, or
+    where the next one begins if nothing closes blocks."""
+    begin, end = marks
+    at = text.find(begin)
+    if at < 0:
+        return text, ()
+    content = [text[:at]]
+    calls: list[ToolCall] = []
+    while at >= 0 and len(calls) < MAX_CALLS:
+        start = at + len(begin)
+        until = text.find(end or begin, start)
+        after = len(text) if until < 0 else until + len(end)
+        raw = text[start : until if until >= 0 else len(text)].strip()
+        found = read(raw, tools) if len(raw) <= MAX_CALL_CHARACTERS else [(_name_in(raw), None)]
+        calls += [_call(n, raw, named) for n, named in enumerate(found[: MAX_CALLS - len(calls)], len(calls))]
+        at = text.find(begin, after)
+        content.append(text[after : at if at >= 0 else len(text)])
+    if at >= 0:
+        content.append(text[at:])
+    return "".join(content).strip(), tuple(calls)
+
+
+def _in_blocks(begin: str, end: str, read: Reader, left_out: tuple[str, ...] = ()) -> Callable[..., Parsed]:
+    """The parser of blocks between two marks; marks of the format outside of them do not belong to the content."""
+
+    def parse(text: str, tools: Sequence[ToolSpec] = ()) -> Parsed:
+        content, calls = _blocks(text, (begin, end), read, tools)
+        for mark in left_out:
+            if mark in content:
+                content = content.replace(mark, "").strip()
+        return content, calls
+
+    return parse
+
+
+# --- calls in JSON ----------------------------------------------------------------------------------------------------
+
+_ARGUMENTS = ("arguments", "parameters")
+_LLAMA_ARGUMENTS = ("parameters", "arguments")
+
+
+def _name_in(raw: str) -> str:
+    match = _NAME.search(raw, 0, MAX_CALL_CHARACTERS)
+    return match[1] if match else ""
+
+
+def _named(value: Any, raw: str, keys: Sequence[str] = _ARGUMENTS, name_key: str = "name") -> Named:
+    """The call that `value` says, the JSON value of `raw`; malformed where a part is missing."""
+    if isinstance(value, dict) and isinstance(name := value.get(name_key), str):
+        for key in keys:
+            arguments = value.get(key)
+            if isinstance(arguments, dict):
+                return name, arguments
+        if not any(key in value for key in keys):
+            return name, {}
+    return _name_in(raw), None
+
+
+def _json_object(raw: str, tools: Sequence[ToolSpec]) -> Sequence[Named]:
+    return [_named(json_value(raw), raw)]
+
+
+def _items(value: Any) -> Sequence[Any]:
+    """The calls of a list, at most as many as a turn may have; what is no list is one."""
+    return value[:MAX_CALLS] if isinstance(value, list) and value else [value]
+
+
+def _json_list(raw: str, tools: Sequence[ToolSpec]) -> Sequence[Named]:
+    value = json_value(raw)
+    return [_named(item, raw) for item in _items(value)]
+
+
+def _cohere_list(raw: str, tools: Sequence[ToolSpec]) -> Sequence[Named]:
+    return [_named(item, raw, ("parameters",), "tool_name") for item in _items(json_value(raw))]
+
+
+def _apertus_list(raw: str, tools: Sequence[ToolSpec]) -> Sequence[Named]:
+    """`[{NAME: {…}}, …]`."""
+    return [
+        next(iter(item.items()))
+        if isinstance(item, dict) and len(item) == 1 and isinstance(next(iter(item.values())), dict)
+        else ("", None)
+        for item in _items(json_value(raw))
+    ]
+
+
+def _internlm(raw: str, tools: Sequence[ToolSpec]) -> Sequence[Named]:
+    return _json_object(raw.removeprefix("<|plugin|>").strip(), tools)
+
+
+def _after_name(name: str, raw: str) -> Named:
+    """A call whose name stands before its JSON object."""
+    arguments = json_value(raw) if raw else {}
+    return name.strip()[:MAX_NAME_CHARACTERS], arguments if isinstance(arguments, dict) else None
+
+
+def _mistral(raw: str, tools: Sequence[ToolSpec]) -> Sequence[Named]:
+    """`[{…}, …]`, or `NAME{…}`, or `NAME[CALL_ID]…[ARGS]{…}`."""
+    if raw.startswith("["):
+        return _json_list(raw, tools)
+    at = raw.find("{")
+    head, body = (raw[:at], raw[at:]) if at >= 0 else (raw, "")
+    return [_after_name(head.partition("[ARGS]")[0].partition("[CALL_ID]")[0], body)]
+
+
+def _deepseek_v3(raw: str, tools: Sequence[ToolSpec]) -> Sequence[Named]:
+    """`function<｜tool▁sep｜>NAME`, and its JSON in a fence."""
+    name, _, body = raw.partition("<｜tool▁sep｜>")[2].partition("\n")
+    body = body.strip()
+    if not body.startswith("```json"):
+        return [(name.strip()[:MAX_NAME_CHARACTERS], None)]
+    return [_after_name(name, body.removeprefix("```json").removesuffix("```").strip())]
+
+
+def _deepseek_v31(raw: str, tools: Sequence[ToolSpec]) -> Sequence[Named]:
+    """`NAME<｜tool▁sep｜>{…}`."""
+    name, _, body = raw.partition("<｜tool▁sep｜>")
+    return [_after_name(name, body.strip())]
+
+
+def _kimi(raw: str, tools: Sequence[ToolSpec]) -> Sequence[Named]:
+    """`functions.NAME:0<|tool_call_argument_begin|>{…}`."""
+    called, _, body = raw.partition("<|tool_call_argument_begin|>")
+    return [_after_name(called.strip().removeprefix("functions.").rpartition(":")[0] or called, body.strip())]
+
+
+def parse_hermes(text: str, tools: Sequence[ToolSpec] = ()) -> Parsed:
+    """`<tool_call>{"name": …, "arguments": {…}}</tool_call>`, any number, with text around (Hermes, Qwen).
+
+    Example:
+        >>> parse_hermes('<tool_call>{"name":"add","arguments":{"a":1}}</tool_call>')[1][0].arguments
+        {'a': 1}
+    """
+    return _blocks(text, (OPEN, CLOSE), _json_object, tools)
+
+
+def parse_llama(text: str, tools: Sequence[ToolSpec] = ()) -> Parsed:
+    """`{"name": …, "parameters": {…}}` as the whole message, after `<|python_tag|>` or alone, several split by `;`.
+
+    Example:
+        >>> parse_llama('{"name": "add", "parameters": {"a": 1}}')[1][0].name
+        'add'
+    """
+    stripped = text.strip()
+    tagged = stripped.startswith(PYTHON_TAG)
+    raw = stripped[len(PYTHON_TAG) :].strip() if tagged else stripped
+    if not tagged and not raw.startswith("{"):
+        return text, ()
+    value = json_value(raw)
+    parts = [(raw, value)] if value is not None else _split(raw)
+    if (
+        not tagged
+        and not any(isinstance(v, dict) and "name" in v for _, v in parts)
+        and not _NAME.match(raw[1:].lstrip())
+    ):
+        return text, ()
+    return "", tuple(_call(n, part, _named(v, part, _LLAMA_ARGUMENTS)) for n, (part, v) in enumerate(parts))
+
+
+def _split(raw: str) -> list[tuple[str, Any]]:
+    """Calls separated by `;`; one malformed part if they do not parse."""
+    parts = raw.split(";", MAX_CALLS) if len(raw) <= MAX_CALL_CHARACTERS else [raw]
+    values = [json_value(part.strip()) for part in parts]
+    if len(parts) == 1 or len(parts) > MAX_CALLS or any(value is None for value in values):
+        return [(raw, None)]
+    return list(zip((part.strip() for part in parts), values, strict=True))
+
+
+# --- calls in tags ----------------------------------------------------------------------------------------------------
+
+
+def _typed(raw: str, schema: Any) -> Any:
+    """A value that is written without its type: JSON where the schema admits what it is, else text."""
+    value, kinds = json_value(raw), _kinds(schema)
+    if isinstance(value, str) or (value is None and raw.strip() != "null"):
+        return raw
+    own = {bool: {"boolean"}, int: {"integer", "number"}, float: {"number"}, list: {"array"}, dict: {"object"}}
+    return raw if "string" in kinds and own.get(type(value), {"null"}).isdisjoint(kinds) else value
+
+
+def _kinds(schema: Any, levels: int = 4) -> set[str]:
+    """The JSON types that a schema admits, as far as it says so."""
+    if not isinstance(schema, Mapping) or not levels:
+        return set()
+    kind = schema.get("type")
+    kinds = set(kind) if isinstance(kind, list) else {kind} if isinstance(kind, str) else set()
+    if not kinds and any(isinstance(value, str) for value in schema.get("enum", ())):
+        kinds = {"string"}
+    return kinds.union(*(_kinds(each, levels - 1) for key in ("anyOf", "oneOf") for each in schema.get(key, ())))
+
+
+def _properties(name: str, tools: Sequence[ToolSpec]) -> Mapping[str, Any]:
+    found = next((tool.parameters.get("properties") for tool in tools if tool.name == name), None)
+    return found if isinstance(found, Mapping) else {}
+
+
+_WORD = re.compile(r"\S")
+
+
+def _pairs(body: str, begin: str, middle: str, end: str) -> Iterator[tuple[str, str]]:
+    """Keys and values of `begin KEY middle VALUE end`, any number.
+
+    Raises:
+        ValueError: there is other text, or a part is missing.
+    """
+    at = 0
+    while word := _WORD.search(body, at):
+        at = word.start()
+        if not body.startswith(begin, at):
+            raise ValueError("text between values")
+        split = body.index(middle, at)
+        until = body.index(end, split)
+        yield body[at + len(begin) : split], body[split + len(middle) : until]
+        at = until + len(end)
+
+
+def _tagged(name: str, pairs: Iterator[tuple[str, str]], tools: Sequence[ToolSpec]) -> Named:
+    """A call whose values are written between tags."""
+    name = name.strip()[:MAX_NAME_CHARACTERS]
+    properties, arguments = _properties(name, tools), dict[str, Any]()
+    try:
+        for key, value in pairs:
+            key, is_told, kind = key.strip().partition('" string="')  # DeepSeek says whether it is text
+            if key in arguments:
+                return name, None
+            arguments[key] = value if kind == "true" else _typed(value, None if is_told else properties.get(key))
+    except ValueError:
+        return name, None
+    return name, arguments
+
+
+def _unwrapped(value: str) -> str:
+    """A value on lines of its own."""
+    return value[1:-1] if len(value) > 1 and value[0] == value[-1] == "\n" else value
+
+
+def _functions(raw: str, tools: Sequence[ToolSpec]) -> Sequence[Named]:
+    """`<function=NAME><parameter=KEY>VALUE</parameter>…</function>`."""
+    found: list[Named] = []
+    for part in raw.split("<function=")[1 : MAX_CALLS + 2]:
+        name, _, body = part.partition(">")
+        pairs = _pairs(body.partition("</function>")[0], "<parameter=", ">", "</parameter>")
+        found.append(_tagged(name, ((key, _unwrapped(value)) for key, value in pairs), tools))
+    return found or [("", None)]
+
+
+def _invokes(prefix: str) -> Reader:
+    """`<invoke name="NAME"><parameter name="KEY">VALUE</parameter>…</invoke>`, any number."""
+
+    def read(raw: str, tools: Sequence[ToolSpec]) -> Sequence[Named]:
+        found: list[Named] = []
+        for part in raw.split(f'<{prefix}invoke name="')[1 : MAX_CALLS + 2]:
+            name, _, body = part.partition('">')
+            body = body.partition(f"</{prefix}invoke>")[0]
+            pairs = _pairs(body, f'<{prefix}parameter name="', '">', f"</{prefix}parameter>")
+            found.append(_tagged(name, pairs, tools))
+        return found or [("", None)]
+
+    return read
+
+
+def _glm(raw: str, tools: Sequence[ToolSpec]) -> Sequence[Named]:
+    """`NAME`, then `<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>` per argument."""
+    at = raw.find("<arg_key>")
+    name, body = (raw, "") if at < 0 else (raw[:at], raw[at:])
+    pairs = _pairs(body, "<arg_key>", "</arg_key>", "</arg_value>")
+    values = ((key, value.lstrip().removeprefix("<arg_value>")) for key, value in pairs)
+    return [_tagged(name, values, tools) if not name.lstrip().startswith("{") else ("", None)]
+
+
+# --- calls in Python and alike ----------------------------------------------------------------------------------------
+
+_CONSTANTS = {"true": True, "false": False, "null": None}
+
+
+def _python_value(node: ast.expr) -> Any:
+    """The JSON value of a literal.
+
+    Raises:
+        ValueError: it is none.
+    """
+    match node:
+        case ast.Constant(value=str() | bool() | int() | float() | None as value):
+            return value
+        case ast.Name(id=name) if name in _CONSTANTS:
+            return _CONSTANTS[name]
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)):
+            return -value
+        case ast.List(elts=items) | ast.Tuple(elts=items):
+            return [_python_value(item) for item in items]
+        case ast.Dict(keys=keys, values=values):
+            return _unique(
+                [(str(_python_value(key)), _python_value(v)) for key, v in zip(keys, values, strict=True) if key]
+            )
+    raise ValueError("no literal")
+
+
+def _pythonic(raw: str, tools: Sequence[ToolSpec]) -> Sequence[Named]:
+    """`[f(a=1), g(b="x")]`, or a call per line."""
+    listed = raw if raw.startswith("[") else f"[{','.join(line for line in raw.splitlines() if line.strip())}]"
+    try:
+        parsed = ast.parse(listed, mode="eval").body
+        items = parsed.elts[:MAX_CALLS] if isinstance(parsed, ast.List) else []
+        found: list[Named] = [(_python_name(item), _python_arguments(item)) for item in items]
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        found = []
+    return found or [((re.match(r"\[?\s*([\w.]{1,128})\s*\(", raw) or ("", ""))[1], None)]
+
+
+def _python_name(item: ast.expr) -> str:
+    return ast.unparse(item.func) if isinstance(item, ast.Call) else ""
+
+
+def _python_arguments(item: ast.expr) -> Mapping[str, Any] | None:
+    if not isinstance(item, ast.Call) or item.args or any(keyword.arg is None for keyword in item.keywords):
+        return None
+    try:
+        value = _unique([(str(keyword.arg), _python_value(keyword.value)) for keyword in item.keywords])
+        written = json.dumps(value, allow_nan=False, ensure_ascii=False)
+        written.encode()
+    except (ValueError, RecursionError):
+        return None
+    checked = json_value(written)
+    return checked if isinstance(checked, dict) else None
+
+
+def parse_pythonic(text: str, tools: Sequence[ToolSpec] = ()) -> Parsed:
+    """`[f(a=1), g(b="x")]` as the whole message, alone or between `<|python_start|>` and `<|python_end|>` (Llama 4).
+
+    Example:
+        >>> parse_pythonic('[add(a=1, b=2)]')[1][0].arguments
+        {'a': 1, 'b': 2}
+    """
+    raw = text.strip()
+    tagged = raw.startswith("<|python_start|>")
+    raw = raw.removeprefix("<|python_start|>").removesuffix("<|python_end|>").strip()
+    if not tagged and not re.match(r"\[\s*[A-Za-z_][\w.]*\s*\(", raw):
+        return text, ()
+    found = _pythonic(raw, tools) if len(raw) <= MAX_CALL_CHARACTERS else [("", None)]
+    return "", tuple(_call(n, raw, named) for n, named in enumerate(found[:MAX_CALLS]))
+
+
+_BARE = re.compile(r"([{,]\s*)([A-Za-z_][\w.-]{0,127})\s*:|\b(None|True|False)\b")
+
+
+def _bare_keys(quote: str) -> Reader:
+    """`call:NAME{key:VALUE,…}` with texts between marks of their own."""
+
+    def read(raw: str, tools: Sequence[ToolSpec]) -> Sequence[Named]:
+        name, _, body = raw.removeprefix("call").removeprefix(":").partition("{")
+        pieces = f"{{{body}".split(quote)
+        for n, piece in enumerate(pieces):
+            pieces[n] = json.dumps(piece, ensure_ascii=False) if n % 2 else _BARE.sub(_written_in_json, piece)
+        return [_after_name(name, "".join(pieces))]
+
+    return read
+
+
+def _written_in_json(match: re.Match[str]) -> str:
+    return f'{match[1]}"{match[2]}":' if match[2] else {"None": "null", "True": "true", "False": "false"}[match[3]]
+
+
+# --- channels ---------------------------------------------------------------------------------------------------------
+
+_HARMONY = ("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|call|>", "<|return|>")
+
+
+def read_harmony(text: str) -> Reply:
+    """Messages in channels (gpt-oss): `analysis` is thinking, a message to `functions.NAME` a call, the rest content.
+
+    Example:
+        >>> read_harmony('<|channel|>analysis<|message|>Easy.<|end|><|start|>assistant<|channel|>final<|message|>5')[:2]
+        ('Easy.', '5')
+    """
+    thinking: list[str] = []
+    content: list[str] = []
+    calls: list[ToolCall] = []
+    if "<|message|>" not in text:
+        return Reply("", "" if text.lstrip().startswith("<|channel|>") else text, ())
+    for message in text.split("<|start|>"):
+        head, _, body = message.partition("<|message|>")
+        for end in ("<|end|>", "<|call|>", "<|return|>"):
+            body = body.partition(end)[0]
+        recipient = head.partition("to=functions.")[2]
+        if recipient and len(calls) < MAX_CALLS:
+            name = re.split(r"[\s<]", recipient, maxsplit=1)[0]
+            raw = body.strip()
+            calls.append(_call(len(calls), raw, _after_name(name, raw or "-")))
+        elif "analysis" in head:
+            thinking.append(body)
+        else:
+            content.append(body)
+    return Reply("\n".join(thinking).strip(), "\n".join(content).strip(), tuple(calls))
+
+
+def _harmony(text: str, tools: Sequence[ToolSpec] = ()) -> Parsed:
+    return read_harmony(text)[1:]
+
+
+# --- the table --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ReplyFormat:
+    """One way of writing tool calls."""
+
+    name: str
+    """vLLM's name for its parser, where it has one."""
+    models: str
+    """Families that write calls so."""
+    parse: Callable[..., Parsed]
+    """Content and calls of a text without its thinking, and of the tools that were offered."""
+    markup: tuple[str, ...]
+    """Marks that the parser needs to see, should they be special tokens."""
+    ends: tuple[str, ...] = ()
+    """The tokens that end a reply, where the token behind a message in the template does not."""
+
+    def read(
+        self, text: str, marks: tuple[str, str] | None, tools: Sequence[ToolSpec] = (), *, is_open: bool = False
+    ) -> Reply:
+        """A reply in its parts; see `split_thinking`."""
+        if self.parse is _harmony:
+            return read_harmony(text)
+        thinking, rest = split_thinking(text, marks, is_open=is_open) if marks else ("", text)
+        return Reply(thinking, *self.parse(rest, tools))
+
+
+def _format(
+    name: str,
+    models: str,
+    begin: str,
+    end: str,
+    read: Reader,
+    left_out: tuple[str, ...] = (),
+    also: tuple[str, ...] = (),
+) -> ReplyFormat:
+    markup = tuple(mark for mark in (begin, end, *left_out, *also) if mark)
+    return ReplyFormat(name, models, _in_blocks(begin, end, read, left_out), markup)
+
+
+_DEEPSEEK = ("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>")
+_DEEPSEEK_SECTION = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
+
+REPLY_FORMATS: Mapping[str, ReplyFormat] = {
+    each.name: each
+    for each in (
+        ReplyFormat("hermes", "Qwen2.5, Qwen3, SmolLM3, Granite 4, Hermes, ERNIE 4.5", parse_hermes, (OPEN, CLOSE)),
+        _format("qwen3_coder", "Qwen3-Coder, Qwen3.5 and later, Nemotron 3", OPEN, CLOSE, _functions),
+        _format("glm45", "GLM-4.5 and later", OPEN, CLOSE, _glm),
+        _format("deepseek_v3", "DeepSeek-V3, -R1", *_DEEPSEEK, _deepseek_v3, _DEEPSEEK_SECTION, ("<｜tool▁sep｜>",)),
+        _format("deepseek_v31", "DeepSeek-V3.1", *_DEEPSEEK, _deepseek_v31, _DEEPSEEK_SECTION, ("<｜tool▁sep｜>",)),
+        _format(
+            "deepseek_v32",
+            "DeepSeek-V3.2",
+            "<｜DSML｜function_calls>",
+            "</｜DSML｜function_calls>",
+            _invokes("｜DSML｜"),
+        ),
+        _format("deepseek_v4", "DeepSeek-V4", "<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>", _invokes("｜DSML｜")),
+        _format("mistral", "Mistral, Magistral", "[TOOL_CALLS]", "", _mistral, (), ("[ARGS]", "[CALL_ID]")),
+        ReplyFormat("openai", "gpt-oss", _harmony, _HARMONY, ("<|return|>", "<|call|>")),
+        _format(
+            "kimi_k2",
+            "Kimi K2",
+            "<|tool_call_begin|>",
+            "<|tool_call_end|>",
+            _kimi,
+            ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+            ("<|tool_call_argument_begin|>",),
+        ),
+        _format("minimax_m2", "MiniMax-M2", "<minimax:tool_call>", "</minimax:tool_call>", _invokes("")),
+        _format("granite", "Granite 3", "<|tool_call|>", "", _json_list),
+        _format("phi4_mini_json", "Phi-4-mini", "<|tool_call|>", "<|/tool_call|>", _json_list),
+        _format(
+            "cohere_command3",
+            "Command A, Command R7B",
+            "<|START_ACTION|>",
+            "<|END_ACTION|>",
+            _cohere_list,
+            ("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>"),
+        ),
+        _format("olmo3", "Olmo 3", "<function_calls>", "</function_calls>", _pythonic),
+        _format("lfm2", "LFM2", "<|tool_call_start|>", "<|tool_call_end|>", _pythonic),
+        _format("gemma4", "Gemma 4", "<|tool_call>", "<tool_call|>", _bare_keys('<|"|>'), (), ('<|"|>',)),
+        _format(
+            "functiongemma",
+            "FunctionGemma",
+            "<start_function_call>",
+            "<end_function_call>",
+            _bare_keys("<escape>"),
+            (),
+            ("<escape>",),
+        ),
+        _format("seed_oss", "Seed-OSS", "<seed:tool_call>", "</seed:tool_call>", _functions),
+        _format("internlm", "InternLM 2.5", "<|action_start|>", "<|action_end|>", _internlm, ("<|plugin|>",)),
+        _format("jamba", "Jamba, Hunyuan A13B", "<tool_calls>", "</tool_calls>", _json_list),
+        _format("apertus", "Apertus", "<|tools_prefix|>", "<|tools_suffix|>", _apertus_list),
+        _format("longcat", "LongCat-Flash", "<longcat_tool_call>", "</longcat_tool_call>", _json_object),
+        _format("muse_glimmer", "Muse Glimmer", "<atem:function_calls>", "</atem:function_calls>", _invokes("atem:")),
+        ReplyFormat("llama3_json", "Llama 3.1 to 3.3", parse_llama, (PYTHON_TAG,)),
+        ReplyFormat("llama4_pythonic", "Llama 4", parse_pythonic, ("<|python_start|>", "<|python_end|>")),
+    )
+}
+"""Every format, by name. Formats with the same marks are told apart by what they can read."""
+
+
+_ENDING = re.compile(r"(?:<(?:[|｜][^<>\s]{1,40}[|｜]|end_of_turn|turn\||/s|eos)>\s{0,8}){1,2}\Z")
+"""Tokens that end a reply, as far as a text shows them."""
+
+
+def guess(text: str) -> Reply:
+    """A reply in its parts as far as they can be told without its model, for readers of a run."""
+    text = _ENDING.sub("", text)
+    if "<|channel|>" in text and "<|message|>" in text:
+        return read_harmony(text)
+    marks = next((pair for pair in THINKING if pair[1] in text or text.lstrip().startswith(pair[0])), THINKING[0])
+    best: Reply | None = None
+    for each in REPLY_FORMATS.values():
+        if each.parse not in (parse_llama, parse_pythonic) and not any(mark in text for mark in each.markup):
+            continue
+        reply = each.read(text, marks)
+        if reply.tool_calls and not any(isinstance(call.arguments, str) for call in reply.tool_calls):
+            return reply
+        best = best or (reply if reply.tool_calls else None)
+    return best or Reply(*split_thinking(text, marks), ())

@@ -1,0 +1,205 @@
+"""Parsing of tool calls: well-formed, malformed and hostile text."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agentrl.core.records import ToolSpec
+from agentrl.core.reply_formats import (
+    MAX_CALL_CHARACTERS,
+    MAX_CALLS,
+    REPLY_FORMATS,
+    THINKING,
+    guess,
+    parse_hermes,
+    parse_llama,
+    split_thinking,
+)
+from tests.reply_samples import CALLS, FIRST, SECOND, WEATHER, WHOLE
+
+CALL = '<tool_call>{"name":"add","arguments":{"a":1}}</tool_call>'
+
+
+def test_calls_are_taken_out_of_the_content_in_order() -> None:
+    content, calls = parse_hermes(f"One. {CALL} Two. {CALL.replace('add', 'sub')}")
+    assert content == "One.  Two."
+    assert [(call.id, call.name) for call in calls] == [("call-0", "add"), ("call-1", "sub")]
+
+
+def test_a_call_without_its_end_still_counts_if_it_parses() -> None:
+    assert parse_hermes(CALL.removesuffix("</tool_call>"))[1][0].arguments == {"a": 1}
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        "",
+        "not json",
+        '{"name":"add","arguments":{"a":1}',
+        '{"name":"add","arguments":{"a":NaN}}',
+        '{"name":"add","arguments":{"a":Infinity}}',
+        '{"name":"add","arguments":{"a":1e999}}',
+        '{"name":"add","arguments":{"a":-1.5E+400}}',
+        '{"name":"add","arguments":{"a":' + "9" * 309 + ".5}}",
+        '{"name":"add","arguments":{"a":"\\ud800"}}',
+        '{"name":"add","arguments":[1]}',
+        '{"name":"add","arguments":null}',
+        '{"name":7,"arguments":{}}',
+        '{"name":"add","arguments":{"a":1,"a":2}}',
+        '{"name":"add","arguments":{"a":{"b":1,"b":1}}}',
+        '{"name":"add","arguments":{"a":1},"arguments":{"a":2}}',
+        "[" * 50_000,
+        '{"name":"add","arguments":{"a":' + "9" * 5000 + "}}",
+        '{"name":"add","arguments":{"a":100000000000000000000000}}',
+        f'{{"name":"add","arguments":{{"a":{2**63}}}}}',
+        f'{{"name":"add","arguments":{{"a":{-(2**63) - 1}}}}}',
+        '{"name":"add","arguments":{"a":' + "[" * 500 + "]" * 500 + "}}",
+        '{"name":"add","arguments":{"a":"' + "x" * MAX_CALL_CHARACTERS + '"}}',
+    ],
+)
+def test_a_malformed_call_keeps_its_raw_text(raw: str) -> None:
+    content, calls = parse_hermes(f"<tool_call>{raw}</tool_call>")
+    assert content == ""
+    assert [(call.arguments, call.name) for call in calls] == [(raw, "add" if '"name":"add"' in raw else "")]
+
+
+def test_large_integers_stay_exact() -> None:
+    raw = f'{{"name":"add","arguments":{{"a":{2**63 - 1},"b":{-(2**63)}}}}}'
+    assert parse_hermes(f"<tool_call>{raw}</tool_call>")[1][0].arguments == {"a": 2**63 - 1, "b": -(2**63)}
+
+
+def test_a_call_without_arguments_has_none() -> None:
+    assert parse_hermes('<tool_call>{"name":"look"}</tool_call>')[1][0].arguments == {}
+
+
+def test_the_number_of_calls_is_bounded() -> None:
+    content, calls = parse_hermes(CALL * (MAX_CALLS + 2))
+    assert len(calls) == MAX_CALLS
+    assert content == CALL * 2
+
+
+def test_llama_takes_the_whole_message_or_nothing() -> None:
+    call = '{"name": "add", "parameters": {"a": 1}}'
+    assert parse_llama(call)[1][0].arguments == {"a": 1}
+    assert parse_llama(f"<|python_tag|>{call}; {call}")[1][1].id == "call-1"
+    assert parse_llama(f"I call {call}") == (f"I call {call}", ())
+    assert parse_llama('{"answer": 5}') == ('{"answer": 5}', ())
+    assert parse_llama('{"name": "add", "parameters": ')[1][0].arguments == '{"name": "add", "parameters":'
+    assert parse_llama("<|python_tag|>print(1)")[1][0].name == ""
+
+
+@pytest.mark.parametrize("name", REPLY_FORMATS)
+def test_each_format_reads_what_its_models_write(name: str) -> None:
+    each = REPLY_FORMATS[name]
+    before = "" if name in WHOLE else "One moment."
+    said = f"<|channel|>final<|message|>{before}<|end|><|start|>assistant" if name == "openai" else before
+    thinking, content, calls = each.read(said + CALLS[name], THINKING[0], [WEATHER])
+    assert (thinking, content) == ("", before)
+    assert [(call.id, call.name, call.arguments) for call in calls] == [
+        ("call-0", "weather", FIRST),
+        ("call-1", "weather", SECOND),
+    ]
+
+
+@pytest.mark.parametrize("name", REPLY_FORMATS)
+def test_a_call_that_breaks_off_is_malformed_and_keeps_its_text(name: str) -> None:
+    text = CALLS[name]
+    at = text.index("days")
+    calls = REPLY_FORMATS[name].read(text[: at + 2], None, [WEATHER]).tool_calls
+    assert len(calls) == 1
+    assert isinstance(calls[0].arguments, str)
+    assert calls[0].arguments in text
+    assert calls[0].name in ("weather", "")
+
+
+@pytest.mark.parametrize("name", REPLY_FORMATS)
+def test_plain_text_is_content_and_the_empty_reply_is_empty(name: str) -> None:
+    for text in ("", "The answer is {5}, [or 6].", "a < b; f(x)"):
+        assert REPLY_FORMATS[name].read(text, THINKING[0]) == ("", text, ())
+
+
+@pytest.mark.parametrize("name", sorted(REPLY_FORMATS.keys() - WHOLE))
+def test_readers_of_a_run_tell_the_parts_without_the_model(name: str) -> None:
+    said = f"<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant{CALLS[name]}"
+    thinking, _, calls = guess(said if name == "openai" else f"<think>\nHm.\n</think>\n\n{CALLS[name]}<|im_end|>\n")
+    assert thinking == "Hm."
+    assert [call.name for call in calls] == ["weather", "weather"]
+    assert not any(isinstance(call.arguments, str) for call in calls)
+
+
+@pytest.mark.parametrize("marks", THINKING)
+def test_thinking_is_told_from_the_reply(marks: tuple[str, str]) -> None:
+    begin, end = marks
+    assert split_thinking(f"{begin}\nEasy.\n{end}\n\n5", marks) == ("Easy.", "5")
+    assert split_thinking(f"Easy.\n{end}\n\n5", marks) == ("Easy.", "5"), "the prompt began it"
+    assert split_thinking(f"{begin}\nEasy", marks) == ("Easy", ""), "it was not ended"
+    assert split_thinking("Easy", marks, is_open=True) == ("Easy", "")
+    assert split_thinking("5", marks) == ("", "5")
+
+
+def test_values_without_types_are_read_as_the_tool_s_schema_says() -> None:
+    text = "<tool_call>f" + "".join(
+        f"<arg_key>{key}</arg_key><arg_value>{value}</arg_value>"
+        for key, value in {"text": "5", "number": "5", "any": "5", "maybe": "null", "flag": "true", "bad": "x"}.items()
+    )
+    schema = {
+        "text": {"type": "string"},
+        "number": {"type": "number"},
+        "maybe": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+        "flag": {"type": ["boolean", "string"]},
+        "bad": {"type": "integer"},
+    }
+    tool = ToolSpec(name="f", description="", parameters={"type": "object", "properties": schema})
+    arguments = REPLY_FORMATS["glm45"].read(text, None, [tool]).tool_calls[0].arguments
+    assert arguments == {"text": "5", "number": 5, "any": 5, "maybe": None, "flag": True, "bad": "x"}
+
+
+@pytest.mark.parametrize("name", REPLY_FORMATS)
+@settings(max_examples=60, deadline=None)
+@given(drawn=st.data())
+def test_no_text_makes_a_parser_raise_or_invent(name: str, drawn: st.DataObject) -> None:
+    pieces = [
+        *REPLY_FORMATS[name].markup,
+        *THINKING[0],
+        CALLS[name],
+        "<parameter=",
+        "<arg_key>",
+        ">",
+        "{",
+        "}",
+        "[",
+        "]",
+    ]
+    text = "".join(
+        drawn.draw(st.lists(st.sampled_from([*pieces, '"', ":", "\n", "weather(", "a=1", "é", " "]), max_size=12))
+    )
+    reply = REPLY_FORMATS[name].read(text, THINKING[0], [WEATHER])
+    for call in reply.tool_calls:
+        assert call.name in text
+        if isinstance(call.arguments, str):
+            assert call.arguments in text
+    for said in (reply.thinking, reply.content):
+        left = iter(text)
+        assert all(character in left for character in said if not character.isspace()), "pieces of the text, in order"
+    guess(text)
+
+
+@pytest.mark.parametrize("name", REPLY_FORMATS)
+def test_the_time_is_linear_in_the_length(name: str) -> None:
+    for piece in (
+        *REPLY_FORMATS[name].markup,
+        "<function=a>",
+        "<parameter=a>",
+        '<invoke name="a">',
+        "<arg_key>a",
+        "f(a=[",
+    ):
+        long = piece * (300_000 // len(piece))
+        began = time.process_time()
+        REPLY_FORMATS[name].read(long, THINKING[0], [WEATHER])
+        REPLY_FORMATS[name].read(REPLY_FORMATS[name].markup[0] + long, THINKING[0], [WEATHER])
+        assert time.process_time() - began < 5.0, "quadratic, it takes minutes"
