@@ -142,7 +142,7 @@ class LengthFormat:
         """See `start`."""
         return self.start(messages, ())
 
-    def parse(self, token_ids: Sequence[int]) -> Message:
+    def parse(self, token_ids: Sequence[int], tools: Sequence[ToolSpec] = ()) -> Message:
         """Nothing was said."""
         return Message(role="assistant", content="")
 
