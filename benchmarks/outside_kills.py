@@ -29,8 +29,8 @@ KILLS = 100
 KIND = Kind(
     "outside",
     40,
-    {"orchestrator": 3, "worker": 3, "harness": 4},
-    calm_s=0.4,
+    {"orchestrator": 2, "worker": 4, "harness": 4},
+    calm_s=0.3,
     start_s=6.0,
     one_victim=True,
     after_progress=True,

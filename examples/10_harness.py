@@ -1,0 +1,152 @@
+"""mini-swe-agent, as it is, repairs small functions, and is trained on whether their tests pass.
+
+pip install 'agentrl[train]'
+pipx install mini-swe-agent       (an environment of its own; the command `mini` must be found)
+python 10_harness.py              (about two minutes on two CPU cores; needs 10_harness.yaml beside it)
+
+Each episode starts `mini` in a directory with a broken function. Its start takes six CPU seconds, so that two minutes
+are 32 episodes, four optimizer steps: enough to see agents, rewards and tokens, not enough to see them improve. The
+model is tiny. Before training it learns here, in half a minute, how a repair is written, not which one is right.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import agentrl
+from agentrl.core.records import Message, ToolSpec
+from agentrl.environment.base import Split
+from agentrl.learn import tiny_model
+from agentrl.rollout.chat_format import TemplateFormat
+from agentrl.rollout.chat_template import ChatTemplate
+
+HERE = Path(__file__).resolve()
+OPERATORS = {"add": "+", "subtract": "-", "multiply": "*"}
+SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
+BASH = ToolSpec(
+    name="bash",
+    description="Execute a bash command",
+    parameters={
+        "type": "object",
+        "properties": {"command": {"type": "string", "description": "The bash command to execute"}},
+        "required": ["command"],
+    },
+)
+START = """
+printf %s "$1" > f.py
+export MSWEA_CONFIGURED=true MSWEA_SILENT_STARTUP=1 MSWEA_GLOBAL_CONFIG_DIR="$PWD" LITELLM_LOCAL_MODEL_COST_MAP=True
+exec mini --config "$3" --model openai/main --task "$2" --yolo --exit-immediately --output trajectory.json
+"""
+
+
+class Repair(agentrl.HarnessEnvironment):
+    """Functions of two numbers with the wrong operator."""
+
+    seats = ("main",)
+    command = ("sh", "-c", START, "sh", "{task.source}", "{task.question}", str(HERE.with_suffix(".yaml")))
+    failed_reward = 0.0
+
+    def reward(self, task: agentrl.Task, episode: agentrl.HarnessEpisode) -> float:
+        """1 if the test passes, in a process of its own."""
+        tested = subprocess.run(
+            [sys.executable, "-c", task.data["test"]],
+            cwd=episode.directory,
+            capture_output=True,
+            timeout=30,
+            check=False,
+        )
+        return float(tested.returncode == 0)
+
+    @classmethod
+    def tasks(cls, split: Split, *, seed: int = 0) -> agentrl.TaskSource:
+        """Every operator in place of every other."""
+        return [
+            agentrl.Task(
+                id=f"{word}-{wrong}",
+                data={
+                    "question": f"f must {word}",
+                    "source": f"def f(a, b):\n    return a {OPERATORS[wrong]} b\n",
+                    "test": f"from f import f; assert f(7, 3) == 7 {operator} 3",
+                },
+            )
+            for word, operator in OPERATORS.items()
+            for wrong in OPERATORS
+            if wrong != word
+        ]
+
+
+def repairs(seed: int) -> Iterator[tiny_model.Demonstration]:
+    """Conversations as `mini` has them, with an operator drawn at random."""
+    draw = random.Random(seed)
+    while True:
+        said = [f"sed -i 's/a . b/a {draw.choice(list(OPERATORS.values()))} b/' f.py", SUBMIT]
+        calls = [f'<tool_call>{{"name":"bash","arguments":{{"command":"{command}"}}}}</tool_call>' for command in said]
+        messages = [
+            Message(role="system", content="You repair f.py."),
+            Message(role="user", content=f"f must {draw.choice(list(OPERATORS))}"),
+            Message(role="assistant", content=calls[0]),
+            Message(role="tool", content="0"),
+            Message(role="assistant", content=calls[1]),
+        ]
+        yield tiny_model.Demonstration(messages, [BASH])
+
+
+def build_model(directory: Path, *, steps: int = 60) -> None:
+    """Write a model that writes repairs, right or wrong."""
+    tiny_model.prepare(0)
+    tiny_model.write_chat_template(directory, tiny_model.TEMPLATE, pad="<|pad|>", end="<|im_end|>", context=512)
+    shown = (each for each, _ in zip(repairs(1), range(500), strict=False))
+    tokenizer = tiny_model.trained_tokenizer(tiny_model.format_corpus(ChatTemplate(directory), shown), vocabulary=400)
+    tiny_model.write_tokenizer(directory, tokenizer, special=tiny_model.SPECIAL, markup=tiny_model.MARKUP)
+    chat = TemplateFormat.load(directory)
+    pad, stop = chat.encode("<|pad|>")[0], chat.stop_token_ids[0]
+    model = tiny_model.random_model(
+        vocabulary=tokenizer.get_vocab_size(), pad_token=pad, stop_token=stop, context=512, hidden=64, layers=2
+    )
+    rows = (tiny_model.demonstrated_row(chat, each) for each in repairs(2))
+    tiny_model.warm_up(model, rows, steps=steps, on_step=tiny_model.shown("warm-up", steps))
+    tiny_model.save(model, directory, stop_tokens=stop)
+
+
+def config(model: Path, **changes: Any) -> agentrl.RunConfig:
+    """The run's configuration."""
+    return agentrl.RunConfig.model_validate(
+        {
+            "name": "harness",
+            "steps": 4,
+            "max_in_flight": 4,
+            "environment": {"id": f"{HERE}:Repair"},
+            "model": {"path": str(model)},
+            "policies": {"main": {"learning_rate": 1e-3, "step_size": 8, "max_staleness": 1}},
+            "credit": {"group_size": 4},
+            "sampling": {"max_tokens": 64, "max_turns": 4},
+            "engine": {"slots": 8, "max_context": 512},
+            "trainer": {"kind": "in_process"},
+            "evaluation": {"tasks": 0},
+            **changes,
+        }
+    )
+
+
+def main() -> None:
+    """Warm up, train, and say what happened."""
+    if shutil.which("mini") is None:
+        raise SystemExit("`mini` is not found: pipx install mini-swe-agent")
+    with tempfile.TemporaryDirectory() as directory:
+        build_model(Path(directory))
+        run = agentrl.train(config(Path(directory)))
+    for step in run.metrics:
+        episodes, tokens = f"{step['step/units']:.0f} episodes", f"{step['step/tokens']:.0f} sampled tokens"
+        print(f"step {step['step']:.0f}: {episodes}, {tokens}, mean reward {step['reward/mean']:.2f}")
+    print(f"look at them: agentrl episode list {run.path}")
+
+
+if __name__ == "__main__":
+    main()
