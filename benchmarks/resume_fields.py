@@ -68,6 +68,7 @@ KINDS: dict[type[Section], str] = {
 SHIPPED_MODEL = package_directory("agentrl.environments.calculator:model")
 CHANGED: dict[str, Any] = {
     "environment.options": {"split": "other"},
+    "environment.selection": {"replay": 0.5},
     "model.reply_format": "hermes",
     "policies.guesser.model": SHIPPED_MODEL,
     "policies.frozen.model": SHIPPED_MODEL,

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from agentrl.app.policies import check_capabilities, demands_of, pinned_policies, rollout_settings
 from agentrl.app.recovery import ResumeState
 from agentrl.cluster.worker_pool import WorkerPool
 from agentrl.config.policies import OpponentPoolPolicy
 from agentrl.config.run import RunConfig
+from agentrl.core import ids
 from agentrl.core.clock import Clock
 from agentrl.core.files import LOCAL, Disk
 from agentrl.core.ports import ChatFormat, Engine, Observer, Trainer
-from agentrl.core.records import PolicyVersion, Task
+from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion, Task
 from agentrl.credit.advantages import ADVANTAGES, Estimator, ReleaseRule, StepAdvantages, make_estimator
 from agentrl.credit.baselines import Mean, Role, RoleMeans
 from agentrl.environment.base import Environment, TaskSource
@@ -26,7 +28,7 @@ from agentrl.orchestrator.evaluation import Evaluator
 from agentrl.orchestrator.loop import Orchestrator, TrainingPlan
 from agentrl.orchestrator.metrics import selection_bias_by_policy
 from agentrl.orchestrator.scheduler import BoundedStaleness, Demand, Phase, Phases, Scheduler, SynchronousBatchScheduler
-from agentrl.orchestrator.tasks import Curriculum
+from agentrl.orchestrator.tasks import Curriculum, GroupResult
 from agentrl.orchestrator.versions import (
     NOT_MEASURED,
     BestCheckpointTracker,
@@ -93,10 +95,17 @@ def assemble(config: RunConfig, environment: type[Environment], parts: Parts) ->
     board = PolicyBoard(versions, config.trained, parts.parents)
     dispatcher = make_dispatcher(config, environment, buffer, parts.store, signal, resume_state=parts.resume_state)
     plan = _plan(config, environment)
-    curriculum = Curriculum(parts.tasks, seed=config.seed)
     opponents = _opponents(config, parts, dispatcher)
     scheduler = _scheduler(config, plan.demands[0], dispatcher, opponents, board)
     dispatcher.govern(scheduler)
+    curriculum = Curriculum(
+        parts.tasks,
+        seed=config.seed,
+        selection=config.environment.selection,
+        visible=scheduler.visible_groups,
+        results=parts.resume_state.results,
+    )
+    buffer.on_group = partial(_record_group, curriculum, config.credit.group_size)
     best = _best_checkpoint_tracker(config, parts.measured)
     orchestrator = Orchestrator(
         plan=plan,
@@ -153,6 +162,12 @@ def assemble(config: RunConfig, environment: type[Environment], parts: Parts) ->
     return orchestrator
 
 
+def _record_group(curriculum: Curriculum, group_size: int, spec: EpisodeSpec, headers: Sequence[EpisodeHeader]) -> None:
+    if spec.parent_id is None:
+        group = ids.root_number(spec.episode_id) // group_size
+        curriculum.record_group(GroupResult.of(group, spec.task, headers))
+
+
 def _plan(config: RunConfig, environment: type[Environment]) -> TrainingPlan:
     return TrainingPlan(
         step_size={name: policy.step_size for name, policy in config.trained.items()},
@@ -196,6 +211,7 @@ def _buffer(config: RunConfig, parts: Parts) -> EpisodeBuffer:
         _release(config, parts),
         resolved_before=resume_state.resolved,
         selection_bias={**selection_bias_by_policy(step_sizes), **resume_state.selection_bias},
+        drops_no_signal=config.credit.dynamic_sampling,
     )
 
 

@@ -241,7 +241,8 @@ def check_references(config: RunConfig) -> None:
         if not policy.reference or not file.is_file():
             continue  # the weights of a run, which have the tokenizer of their base
         theirs, own = _numbered_tokens(file), _numbered_tokens(Path(config.base_of(name)) / "tokenizer.json")
-        different = next((token for token in {**own, **theirs} if own.get(token) != theirs.get(token)), None)
+        unequal = [token for token in {**theirs, **own} if own.get(token) != theirs.get(token)]
+        different = min(unequal, key=lambda token: own.get(token, len(own)), default=None)
         if different is not None:
             raise ConfigError(
                 f"policies.{name}.reference: {policy.reference} has another tokenizer than {config.base_of(name)} "

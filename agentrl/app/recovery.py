@@ -14,7 +14,7 @@ import asyncio
 import inspect
 import os
 import shlex
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -23,6 +23,7 @@ from agentrl.app.policies import SPARE, pinned_policies
 from agentrl.config.policies import BotPolicy, OpponentPoolPolicy
 from agentrl.config.resume import Difference
 from agentrl.config.run import ADVANTAGES, LOSSES, CreditConfig, RunConfig
+from agentrl.core import ids
 from agentrl.core.clock import Clock
 from agentrl.core.errors import ConfigError, EngineError, RunDirectoryError, StorageError
 from agentrl.core.files import LOCAL, Disk, remove_leftovers
@@ -43,7 +44,7 @@ from agentrl.observe.alarms import LENGTH_STEPS
 from agentrl.orchestrator.buffer import history_of
 from agentrl.orchestrator.checkpoints import Manifest, newest, versions_in
 from agentrl.orchestrator.metrics import SelectionBias, selection_bias_from_journal
-from agentrl.orchestrator.tasks import MEMORY_SIZE
+from agentrl.orchestrator.tasks import MEMORY_SIZE, GroupResult
 from agentrl.orchestrator.versions import (
     BATCHES,
     NOT_MEASURED,
@@ -275,6 +276,8 @@ class ResumeState:
     """Baselines by group, for groups with units that are still to be trained."""
     history: RewardHistory = field(default_factory=RewardHistory)
     """Rewards of the groups that are wholly trained or dropped."""
+    results: Callable[[], Sequence[GroupResult]] = tuple
+    """Reads the results of the root groups that ended for good, in the order in which they ended."""
     selection_bias: Mapping[str, SelectionBias] = field(default_factory=dict)
     """Selection bias of the newest steps, by policy."""
 
@@ -325,8 +328,30 @@ def read_resume_state(
         proposals=log.proposals(remembered),
         baselines={name: baselines[name] for name in open_groups & baselines.keys()},
         history=history_of(log.members(), open_groups) if baselines or with_history else RewardHistory(),
+        results=lambda: results_of(log.members(), open_groups, group_size=group_size),
         selection_bias=selection_bias_from_journal(sizes, dispatched, resolved),
     )
+
+
+def results_of(
+    members: Iterable[tuple[EpisodeSpec, EpisodeHeader]], open_groups: Collection[str], *, group_size: int
+) -> list[GroupResult]:
+    """The results of root groups, folded from a journal.
+
+    Args:
+        members: every committed training episode, in order of commit.
+        open_groups: groups that will end, or end again, in this attempt of the run: left out.
+        group_size: of root groups.
+    """
+    groups: dict[str, tuple[EpisodeSpec, list[EpisodeHeader]]] = {}
+    for spec, header in members:
+        if spec.parent_id is None and spec.group_id not in open_groups:
+            _, headers = groups.pop(spec.group_id, (spec, []))  # so that groups stay in the order in which they ended
+            groups[spec.group_id] = spec, [*headers, header]
+    return [
+        GroupResult.of(ids.root_number(spec.episode_id) // group_size, spec.task, headers)
+        for spec, headers in groups.values()
+    ]
 
 
 def check_not_pruned(log: RunLog, ready: Sequence[tuple[EpisodeSpec, EpisodeHeader]]) -> None:
@@ -476,23 +501,27 @@ def functions_of(config: RunConfig) -> list[FunctionCode]:
     if config.credit.advantage not in ADVANTAGES:
         found.append(find("advantage", config.credit.advantage, key="credit.advantage"))
         check_options(found[-1].load(), config.credit.advantage_options, "credit.advantage_options")
-    _check_turn_credit(config.credit)
+    _check_over_group(config.credit)
     return found
 
 
-def _check_turn_credit(credit: CreditConfig) -> None:
-    """Refuse turn-level credit by an estimator that sees the step after the turns of a group were compared.
+def _check_over_group(credit: CreditConfig) -> None:
+    """Refuse an estimator that sees the step where credit is decided when a group ends.
 
     Raises:
         ConfigError: the estimator is one.
     """
-    if credit.turn_credit == "sum" or credit.advantage in OVER_REWARDS:
+    needs = {
+        "credit.turn_credit = 'to_go' compares the turns of a group": credit.turn_credit != "sum",
+        "credit.dynamic_sampling drops groups when they end": credit.dynamic_sampling,
+    }
+    asked = [what for what, is_asked in needs.items() if is_asked]
+    if not asked or credit.advantage in OVER_REWARDS:
         return
     if make_estimator(credit.advantage, credit.advantage_options).mark.over == "step":
         raise ConfigError(
-            "credit.turn_credit = 'to_go' compares the turns of a group, and "
-            f"credit.advantage = {credit.advantage!r} the agents of a step: set turn_credit = 'sum', or an advantage "
-            "over the group"
+            f"{asked[0]}, and credit.advantage = {credit.advantage!r} compares the agents of a step: leave that out, "
+            "or choose an advantage over the group"
         )
 
 

@@ -57,11 +57,28 @@ class EnvironmentConfig(Section):
     """Registered name, `module:Class`, or `path/to/env.py:Class`, in a TOML file relative to that file."""
     options: Fixed[dict[str, Any]] = {}
     """Arguments of the environment's task source."""
+    selection: Fixed[dict[str, float]] = {}
+    """Select tasks by how earlier groups did, such as `{ low = 0.1, high = 0.9, replay = 0.5, retire_after = 2 }`
+    (docs/selection.md); empty: a seeded permutation of all tasks per pass."""
     tool_timeout_s: Free[Seconds] = 30.0
     """A tool call that takes longer becomes a timeout observation: a hanging tool costs one turn, not the run."""
     on_code_change: Free[Literal["try", "restart", "drop"]] = "try"
     """How `--resume` treats unfinished episodes after the environment's file was edited. `try`: replay them, and begin
     again only those that depart from the journal; `restart`: begin all of them again; `drop`: drop them."""
+
+    @field_validator("selection")
+    @classmethod
+    def _check_selection(cls, selection: dict[str, float]) -> dict[str, float]:
+        """The arguments of `orchestrator.tasks.PassRates`."""
+        bounds = {"low": 1.0, "high": 1.0, "replay": 1.0, "retire_after": math.inf}
+        for name, value in selection.items():
+            if name not in bounds:
+                raise ValueError(f"{name}: there is no such argument; there are {', '.join(bounds)}")
+            if not 0 <= value <= bounds[name]:
+                raise ValueError(f"{name} = {value}: a number from 0 to {bounds[name]:g} is expected")
+        if selection.get("low", 0.0) > selection.get("high", 1.0):
+            raise ValueError(f"low = {selection['low']} is above high = {selection['high']}: no task would be replayed")
+        return selection
 
 
 class ModelConfig(Section):
@@ -188,6 +205,9 @@ class CreditConfig(Section):
     """When a group's episodes may be trained. `group`: once all of them have ended. `late`: the first half together,
     every later one when it ends, with its full reward and the same first half as baseline. `episode`: each when it
     ends, with earlier groups as baseline (docs/scheduling.md)."""
+    dynamic_sampling: Free[bool] = False
+    """Drop groups whose advantages are all 0 (`no_signal`), and sample others in their place (DAPO, arXiv:2503.14476;
+    docs/selection.md)."""
     turn_credit: Free[Literal["sum", "to_go"]] = "sum"
     """Which tokens `agent.reward(x, turn=…)` counts for. `sum`: the agent's whole trajectory. `to_go`: that turn and
     the turns before it, each turn compared with what the rest of the group earned from that turn on."""
@@ -602,6 +622,16 @@ def _check_credit(config: RunConfig) -> None:
         raise ValueError(
             "credit.turn_credit = 'to_go' compares the turns of a group: set credit.advantage = 'leave_one_out', "
             "or turn_credit = 'sum'"
+        )
+    if credit.dynamic_sampling and (credit.advantage in _ALONE or credit.release != "group"):
+        raise ValueError(
+            "credit.dynamic_sampling drops whole groups in which nobody differs: set credit.release = 'group' and an "
+            "advantage that compares within the group, such as 'leave_one_out', or dynamic_sampling = false"
+        )
+    if credit.dynamic_sampling and config.trainer.loss.name == "distillation":
+        raise ValueError(
+            "credit.dynamic_sampling would drop episodes that a teacher has something to say about, whatever their "
+            "rewards: set dynamic_sampling = false with trainer.loss.name = 'distillation'"
         )
     if credit.group_size == 1 and credit.advantage in ADVANTAGES and credit.advantage not in _ALONE:
         raise ValueError(

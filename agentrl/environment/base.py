@@ -19,7 +19,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from numbers import Real
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar, runtime_checkable
 
 from agentrl.core.errors import AgentRLError, EnvironmentDefinitionError, RewardError, error_words
 from agentrl.core.records import Message, PolicyVersion, Recollection, StopReason, Task, Turn
@@ -60,6 +60,23 @@ class TaskSource(Protocol):
 
     def __getitem__(self, index: int, /) -> Task:
         """The task at `index`; the same task every time."""
+        ...
+
+
+@runtime_checkable
+class SelectingTaskSource(Protocol):
+    """A task source that chooses the task of each group itself, by the results of earlier ones.
+
+    It is a `TaskSource` with these two methods. They are called in the run's own process; what they remember is built
+    again from the journal when the run is resumed, so it must depend on the calls of `record_result` alone.
+    """
+
+    def select(self, group: int, rng: random.Random, /) -> Task:
+        """The task of root group number `group`. A pure function of these arguments and of the recorded results."""
+        ...
+
+    def record_result(self, task: Task, rewards: Sequence[float], /) -> None:
+        """Take in the rewards of a group's episodes, each the sum over its agents, in any order."""
         ...
 
 

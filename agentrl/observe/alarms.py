@@ -140,7 +140,7 @@ MEANINGS = {
     f"times as many as during any of its last {WINDOW}; before its first step: {STARVED_STEPS * STARVED_RATIO}",
 }
 """When each alarm is raised."""
-EXPECTED_DROPS = {"run_ended", "frozen"}
+EXPECTED_DROPS = {"run_ended", "frozen", "no_signal"}
 
 ADVICE_ON_DROPS = {
     "environment_error": "run `agentrl env check`; `agentrl episode show` of a dropped one gives the exception",

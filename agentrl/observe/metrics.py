@@ -176,6 +176,11 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "proposals/structure_entropy", "nats", "entropy of the structures of the newest 100 proposals that have one"
     ),
+    Metric(
+        "groups/no_signal",
+        "groups",
+        "groups dropped since the policy's last step because their advantages were all 0 (`credit.dynamic_sampling`)",
+    ),
     Metric("pass_rate/groups", "groups", "groups of child episodes that ended, their rewards between 0 and 1"),
     Metric("pass_rate/frontier", "fraction", "share of these groups with a mean reward p from 0.2 to 0.8"),
     Metric(

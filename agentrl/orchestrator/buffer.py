@@ -45,7 +45,7 @@ from agentrl.credit.advantages import (
 )
 from agentrl.credit.baselines import Rewarded, RewardHistory, Role
 from agentrl.observe.metrics import PASS_RATES
-from agentrl.orchestrator.metrics import Counts, SelectionBias
+from agentrl.orchestrator.metrics import AS_TRAINED, NO_SIGNAL, Counts, SelectionBias
 
 
 class LedgerError(AgentRLError):
@@ -101,6 +101,15 @@ class ReadyUnit(NamedTuple):
     environment: str = ""
     is_alone: bool = False
     """Whether its rewards had no other episode to be compared with, so that its advantage is 0."""
+
+    @property
+    def has_signal(self) -> bool:
+        """Whether any of its advantages differs from 0."""
+        return any(_has_signal(credit) for credit in self.unit.credits)
+
+
+def _has_signal(credit: TrajectoryCredit) -> bool:
+    return any(credit.turn_advantages or (credit.advantage,))
 
 
 class UnitDrop(NamedTuple):
@@ -402,6 +411,7 @@ class EpisodeBuffer:
         resolved_before: units that a previous attempt of the run resolved, by (policy, episode id): None if trained,
             else the drop reason. They are compared with their siblings again, and never trained again.
         selection_bias: by policy; is informed of every admission, end and resolution.
+        drops_no_signal: whether the units of a group in which no unit of their policy has an advantage are dropped.
     """
 
     def __init__(
@@ -411,12 +421,18 @@ class EpisodeBuffer:
         *,
         resolved_before: Mapping[tuple[str, str], str | None] | None = None,
         selection_bias: Mapping[str, SelectionBias] | None = None,
+        drops_no_signal: bool = False,
     ) -> None:
         self.trainable = frozenset(trainable)
         """Policies whose units are trained."""
         self.release = release
         self._resolved_before = dict(resolved_before or {})
         self.selection_bias = dict(selection_bias or {})
+        self._drops_no_signal = drops_no_signal
+        self.without_signal: Counter[str] = Counter()
+        """By policy, the number of units dropped for want of a signal since the last that was made ready."""
+        self.on_group: Callable[[EpisodeSpec, Sequence[EpisodeHeader]], None] = lambda spec, headers: None
+        """Called when a group is complete, with the spec of the member that ended last and all headers."""
         self._groups: dict[str, OpenGroup] = {}
         self._ready: dict[str, deque[ReadyUnit]] = {policy: deque() for policy in self.trainable}
         self._in_flight: Counter[str] = Counter()
@@ -474,10 +490,13 @@ class EpisodeBuffer:
         for policy in policies:
             self._in_flight[policy] -= 1
             self._late[policy] += group.late - before
+        if self._drops_no_signal:
+            drops += self._without_signal(released, credits)
         for member in released:
             self._make_ready(member, credits, group, spec.environment)
         if group.running == 0:
             del self._groups[spec.group_id]
+            self.on_group(spec, group.headers)
             self._count_pass_rate(group.headers)
             for policy, (given, whole) in group.squares.items():
                 self.counts.count_squares(policy, given, whole)
@@ -498,6 +517,25 @@ class EpisodeBuffer:
                 self._resolve(header.episode_id, policy, reason="no_reward")
         if not policies:
             self._close_episode(header.episode_id, reason="frozen")
+
+    def _without_signal(self, released: Sequence[EpisodeHeader], credits: Credits) -> list[UnitDrop]:
+        """Drop the units of a whole group in which no unit of their policy has an advantage."""
+        trajectories = [(header.episode_id, own) for header in released for own in header.trajectories]
+        found = [(own.policy, credits.get((episode_id, own.seat, own.index))) for episode_id, own in trajectories]
+        with_signal = {policy for policy, credit in found if credit is not None and _has_signal(credit)}
+        drops = []
+        for policy in sorted({policy for policy, _ in found} & self.trainable):
+            units = [header for header in released if policy in self._unresolved.get(header.episode_id, ())]
+            if policy in with_signal:
+                self.without_signal[policy] = 0
+                continue
+            for header in units:
+                drops.append(UnitDrop(header.episode_id, header.attempt, policy, NO_SIGNAL))
+                self._resolve(header.episode_id, policy, reason=NO_SIGNAL)
+            self.without_signal[policy] += len(units)
+            if units:
+                self.counts.count_without_signal(policy)
+        return drops
 
     def _make_ready(self, header: EpisodeHeader, credits: Credits, group: OpenGroup, environment: str) -> None:
         for policy in sorted(self._unresolved.get(header.episode_id, ())):
@@ -580,7 +618,7 @@ class EpisodeBuffer:
         self.ledger.units_ready[policy] -= 1
         self._remove_outstanding(policy, episode_id)
         if policy in self.selection_bias:
-            self.selection_bias[policy].record_resolution(episode_id, trained=reason is None)
+            self.selection_bias[policy].record_resolution(episode_id, trained=reason in AS_TRAINED)
         if reason is None:
             self.ledger.units_consumed[policy] += 1
             self._trained.add(episode_id)

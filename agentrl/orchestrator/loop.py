@@ -537,7 +537,7 @@ class StepMetrics:
                 "reward/mean": _mean(rewards),
                 "staleness/mean": _mean(lags),
                 "staleness/max": max(lags),
-                "advantage/zero_share": _mean([float(_is_zero(ready)) for ready in taken]),
+                "advantage/zero_share": _mean([float(not ready.has_signal) for ready in taken]),
                 "advantage/alone_share": _mean([float(ready.is_alone) for ready in taken]),
             }
             if limit is not None:  # tokens of previous attempts do not count: a rollback trains them again
@@ -565,11 +565,6 @@ class StepMetrics:
         if tokens:
             self._counted_at[policy] = now
         return tokens / max(now - since, 1e-9)
-
-
-def _is_zero(ready: ReadyUnit) -> bool:
-    """Whether all advantages of a unit are 0."""
-    return not any(any(credit.turn_advantages or (credit.advantage,)) for credit in ready.unit.credits)
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -20,6 +20,11 @@ from agentrl.observe.metrics import BROKEN_FORMAT, FRONTIER, GATE_PASSED, GATE_R
 if TYPE_CHECKING:
     from agentrl.core.ports import Counted
 
+NO_SIGNAL = "no_signal"
+"""Drop reason of the units of a group without any advantage (`credit.dynamic_sampling`)."""
+AS_TRAINED: tuple[str | None, ...] = (None, NO_SIGNAL)
+"""Drop reasons, None if trained, of units that selection bias takes for trained: without an advantage, training on them
+would have given no gradient."""
 MAX_METRICS = 100
 """Names an environment may add to a step; further ones are kept with their episodes only."""
 
@@ -109,6 +114,10 @@ class Counts:
         """Count a group of child episodes in a bin of `PASS_RATES`."""
         self._add("groups", of=pass_rate)
 
+    def count_without_signal(self, policy: str) -> None:
+        """Count a group whose units were dropped because none of them had an advantage."""
+        self._add("groups without signal", policy=policy)
+
     # --- metrics of a step --------------------------------------------------------------------------------------------
 
     def metrics(self, policy: str) -> dict[str, float]:
@@ -123,6 +132,8 @@ class Counts:
         squares = self.each("squares of advantages", policy)
         if whole := squares.get("leave one out"):
             metrics["advantage/variance_ratio"] = squares.get("given", 0.0) / whole
+        if without := self.of("groups without signal", policy=policy):
+            metrics["groups/no_signal"] = without
         won = self.each("won")
         if decided := sum(won.values()):
             metrics |= {f"won/{seat}": count / decided for seat, count in won.items()}
@@ -369,7 +380,9 @@ def selection_bias_from_journal(
             if header is not None:
                 found[policy].record_end(policy, header)
             if (policy, spec.episode_id) in resolved:
-                found[policy].record_resolution(spec.episode_id, trained=resolved[policy, spec.episode_id] is None)
+                found[policy].record_resolution(
+                    spec.episode_id, trained=resolved[policy, spec.episode_id] in AS_TRAINED
+                )
     for bias in found.values():
         bias.metrics()  # discards what belongs to steps of previous attempts
     return found

@@ -19,6 +19,7 @@ from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion
 from agentrl.core.text import plural
 from agentrl.orchestrator.buffer import EpisodeBuffer, ReadyUnit
 from agentrl.orchestrator.dispatch import Dispatcher, Reservations
+from agentrl.orchestrator.metrics import NO_SIGNAL
 from agentrl.orchestrator.tasks import Seen
 from agentrl.orchestrator.versions import Opponents, PolicyBoard
 
@@ -250,7 +251,18 @@ class Scheduler:
     def record_end(self, spec: EpisodeSpec, header: EpisodeHeader, learning: Collection[str]) -> str | None:
         """Record the end of a training episode; returns why the run must end, if a policy starves."""
         self._opponents.record_result(header)
+        for policy, units in self._buffer.without_signal.items():
+            if units >= WITHOUT_SIGNAL_IN_A_ROW:
+                return (
+                    f"the last {units} units of {policy} were dropped as {NO_SIGNAL}: the rewards of each group are "
+                    "equal. Choose tasks of which some attempts succeed and some fail, a larger credit.group_size or "
+                    "sampling.temperature, or credit.dynamic_sampling = false"
+                )
         return self._starvation.record_end(header, self._buffer.policies_of(spec), learning)
+
+    def visible_groups(self, group: int) -> int | None:
+        """The number of first root groups whose results may decide the task of `group`; None: all that ended."""
+        return None
 
     # --- steps --------------------------------------------------------------------------------------------------------
 
@@ -286,6 +298,8 @@ class Scheduler:
         return self._buffer.ready(policy) >= self._bounds[policy].step_size
 
 
+WITHOUT_SIGNAL_IN_A_ROW = 4096
+"""Units of a policy in a row that are dropped for want of a signal, before the run ends."""
 FAILED_IN_A_ROW = 32
 """Episodes in a row that seat a policy and give it no unit, before the run ends; at least two groups."""
 FAILED_GROUPS = 8
@@ -455,6 +469,11 @@ class SynchronousBatchScheduler(Scheduler):
     def seen(self) -> Seen:
         """The proposals that an episode sees: those of the batches that had ended when its own began."""
         return self._seen
+
+    def visible_groups(self, group: int) -> int:
+        """Those of the batches that had ended when the group's own began."""
+        behind = max(bound.max_staleness for bound in self._bounds.values())
+        return max(group // self._groups - behind, 0) * self._groups
 
     def _seen(self, episode_id: str) -> tuple[int, int]:
         """An episode's batch, and the first batch that need not have ended when its own began."""

@@ -1,45 +1,113 @@
 """Tasks of a run: which task each root group gets, and which tasks were proposed before.
 
-`Curriculum` draws from the environment's source. `ProposalMemory` remembers the tasks that episodes proposed for their
-children.
+`Curriculum` draws from the environment's source, `PassRates` by what earlier groups of a task got. `ProposalMemory`
+remembers the tasks that episodes proposed for their children.
 """
 
 from __future__ import annotations
 
 import bisect
 import math
+import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from agentrl.core import ids
 from agentrl.core.errors import AgentRLError, InputError
 from agentrl.core.ids import stream
-from agentrl.core.records import Proposal, Recollection, Task
-from agentrl.environment.base import TaskSource, described
+from agentrl.core.records import EpisodeHeader, Proposal, Recollection, Task
+from agentrl.environment.base import SelectingTaskSource, TaskSource, described
 
 _SHUFFLE_LIMIT = 1_000_000
 """Sources longer than this are sampled with replacement instead of permuted."""
 
 
-class Curriculum:
-    """Endless tasks from a finite source: a seeded permutation per pass. A pure function of the group's number."""
+class GroupResult(NamedTuple):
+    """The rewards of a root group that ended."""
 
-    def __init__(self, source: TaskSource, *, seed: int) -> None:
+    group: int
+    task: Task
+    rewards: tuple[float, ...]
+    """Of its committed episodes, summed over their agents; those without a reward are left out."""
+
+    @staticmethod
+    def of(group: int, task: Task, headers: Iterable[EpisodeHeader]) -> GroupResult:
+        """The result of a group from the headers of its members."""
+        return GroupResult(group, task, tuple(own.reward for own in headers if own.reward is not None))
+
+
+class Curriculum:
+    """Endless tasks from a finite source: a seeded permutation per pass, or what a source with `select` chooses.
+
+    Without `select` a task is a pure function of the group's number. With it, it is one of the number and of the
+    results that are visible to the group: all that were recorded before, or, in a deterministic run, those of the
+    batches that had ended when its own began. The journal holds both, the tasks of admitted groups and the results, so
+    a resumed run selects as the run before it would have.
+
+    Args:
+        source: of the tasks.
+        seed: of the run.
+        selection: arguments of `PassRates`, which then selects; empty: the source does, if it can.
+        visible: `Scheduler.visible_groups`.
+        results: reads those of previous attempts of the run, in the order in which the groups ended.
+    """
+
+    def __init__(
+        self,
+        source: TaskSource,
+        *,
+        seed: int,
+        selection: Mapping[str, Any] | None = None,
+        visible: Callable[[int], int | None] = lambda group: None,
+        results: Callable[[], Iterable[GroupResult]] = tuple,
+    ) -> None:
         if len(source) == 0:
             raise InputError("the environment's task source is empty; check environment.options")
         self._source = source
         self._seed = seed
         self._pass = -1
         self._order: list[int] = []
+        self._visible = visible
+        self.selector: SelectingTaskSource | None = None
+        if selection:
+            self.selector = PassRates(self._draw, **selection)
+        elif isinstance(source, SelectingTaskSource):
+            self.selector = source
+        self._results = [] if self.selector is None else list(results())
+        """Those that `select` has not been given."""
+
+    def record_group(self, result: GroupResult) -> None:
+        """Record the result of a root group."""
+        if self.selector is not None:
+            self._results.append(result)
 
     def task(self, number: int) -> Task:
         """The task of root group `number`."""
         try:
-            return self._draw(number)
+            if self.selector is None:
+                return self._draw(number)
+            for result in self._take_visible(number):
+                if result.rewards:
+                    self.selector.record_result(result.task, result.rewards)
+            selected = self.selector.select(number, stream(self._seed, "select", number))
+            if not isinstance(selected, Task):
+                raise InputError(f"the task source's select returned {type(selected).__name__}; it must be a Task")
+            return selected
         except AgentRLError:
             raise
         except Exception as error:
             raise InputError(f"the task source raised {described(error)}") from error
+
+    def _take_visible(self, number: int) -> list[GroupResult]:
+        """Take the results that are visible to a group, in the order in which the source is given them."""
+        first = self._visible(number)
+        if first is None:
+            taken, self._results = self._results, []
+            return taken
+        taken = sorted((each for each in self._results if each.group < first), key=lambda each: each.group)
+        self._results = [each for each in self._results if each.group >= first]
+        return taken
 
     def _draw(self, number: int) -> Task:
         length = len(self._source)
@@ -51,6 +119,66 @@ class Curriculum:
             self._order = list(range(length))
             stream(self._seed, "tasks", number_of_pass).shuffle(self._order)
         return self._source[self._order[position]]
+
+
+RETRIES = 64
+"""Places of the permutation that are looked at for a task that is not retired."""
+
+
+class PassRates:
+    """Selects tasks by the mean reward of their last group: some of those in a band again, none that is solved.
+
+    A `replay` share of the groups gets a task whose mean reward p lay within [`low`, `high`] when it was last tried, in
+    proportion to p (1 - p), the variance of a reward of 0 or 1 and the weight of its gradient (learnability, Foster et
+    al. 2025, arXiv:2502.12272). The others get the tasks of the usual permutation, but for those whose last
+    `retire_after` groups were all above `high`. Rewards are taken to lie between 0 and 1.
+
+    Args:
+        shuffled: the task of each group's number in the usual permutation.
+        low: least mean reward of a task that is replayed.
+        high: the most.
+        replay: share of groups with a replayed task, once there is one.
+        retire_after: number of groups above `high` after which a task is retired; 0: never.
+    """
+
+    def __init__(
+        self,
+        shuffled: Callable[[int], Task],
+        low: float = 0.1,
+        high: float = 0.9,
+        replay: float = 0.5,
+        retire_after: int = 2,
+    ) -> None:
+        self._shuffled = shuffled
+        self._low = low
+        self._high = high
+        self._replay = replay
+        self._retire_after = retire_after
+        self._in_band: dict[str, tuple[Task, float]] = {}
+        self._solved: Counter[str] = Counter()
+        """Groups above `high` in a row, by task."""
+
+    def record_result(self, task: Task, rewards: Sequence[float]) -> None:
+        """Record the rewards of a group."""
+        mean = math.fsum(rewards) / len(rewards)
+        self._solved[task.id] = self._solved[task.id] + 1 if mean > self._high else 0
+        self._in_band.pop(task.id, None)
+        if self._low <= mean <= self._high and 0 < mean < 1:
+            self._in_band[task.id] = task, mean * (1 - mean)
+
+    def select(self, group: int, rng: random.Random) -> Task:
+        """The task of a root group."""
+        if self._in_band and rng.random() < self._replay:
+            tasks = list(self._in_band.values())
+            return rng.choices([task for task, _ in tasks], [weight for _, weight in tasks])[0]
+        first = self._shuffled(group)
+        if not self._is_retired(first):
+            return first
+        tried = (self._shuffled(group + further) for further in range(1, RETRIES))
+        return next((task for task in tried if not self._is_retired(task)), first)
+
+    def _is_retired(self, task: Task) -> bool:
+        return bool(self._retire_after) and self._solved[task.id] >= self._retire_after
 
 
 MEMORY_SIZE = 2000
