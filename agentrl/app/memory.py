@@ -92,8 +92,8 @@ def memory_plan(config: RunConfig) -> MemoryPlan:
     """
     devices = device_plan(config)
     parts = _trainer(config, on_gpu=bool(devices.gpus))
-    for base in config.bases:
-        own = _engine(base, devices)
+    for number, base in enumerate(config.bases):
+        own = _engine(base, devices, number * config.engine.replicas)
         parts += own if len(config.bases) == 1 else [_of_base(part, base_name(base.model.path)) for part in own]
     if devices.gpus:
         used = {*devices.ranks, *(at for held in devices.engines for at in held)}
@@ -135,14 +135,16 @@ def gpu_needs(config: RunConfig) -> list[GpuNeed]:
         needs.append(GpuNeed(user=user, gpu=devices.gpus[at].id, needed=needed, allowed=allowed, setting=settings))
     if config.engine.kind != "vllm":
         return needs
-    held, each = _engine_memory(config.bases[0]), config.engine.devices
-    least = (held.weights + held.adapters + held.keys_and_values // config.engine.slots) // each
+    each, replicas = config.engine.devices, config.engine.replicas
+    held = [_engine_memory(base) for base in config.bases]
+    least = [(one.weights + one.adapters + one.keys_and_values // config.engine.slots) // each for one in held]
     settings = "a larger tensor_parallel_size in [engine.vllm]; or a larger engine.memory_share"
     for number, (engine, share) in enumerate(zip(devices.engines, devices.shares, strict=True)):
         for at in engine:
             gpu = devices.gpus[at]
             allowed = int(share * gpu.memory.total)
-            needs.append(GpuNeed(user=f"engine {number}", gpu=gpu.id, needed=least, allowed=allowed, setting=settings))
+            user, needed = devices.name_of_engine(number), least[number // replicas]
+            needs.append(GpuNeed(user=user, gpu=gpu.id, needed=needed, allowed=allowed, setting=settings))
     return needs
 
 
@@ -267,35 +269,40 @@ def _trainer(config: RunConfig, *, on_gpu: bool) -> list[MemoryPart]:
     return parts
 
 
-def _engine(config: RunConfig, devices: DevicePlan) -> list[MemoryPart]:
+def _engine(config: RunConfig, devices: DevicePlan, first: int) -> list[MemoryPart]:
+    """The engines of one base model, whose number in the device plan begins at `first`."""
     section = config.engine
     if config.engine_in_process:
         part = partial(MemoryPart, process=_THIS)
     else:
         part = partial(MemoryPart, process=_ENGINE, processes=section.replicas)
     if section.kind == "vllm" and devices.gpus:
-        return [
-            MemoryPart(
-                process=f"engine {number}",
-                name=f"{_VLLM}: {share:.0%} of {len(held)} GPU{'s' * (len(held) > 1)} for weights, keys and values",
-                bytes=sum(int(share * devices.gpus[at].memory.total) for at in held),
-                setting="a smaller engine.memory_share",
+        reserved = []
+        for number in range(first, first + section.replicas):
+            held, share = devices.engines[number], devices.shares[number]
+            count = f"{len(held)} GPU{'s' * (len(held) > 1)}"
+            reserved.append(
+                MemoryPart(
+                    process=f"engine {number}",
+                    name=f"{_VLLM}: {share:.0%} of {count} for weights, keys and values",
+                    bytes=sum(int(share * devices.gpus[at].memory.total) for at in held),
+                    setting="a smaller engine.memory_share",
+                )
             )
-            for number, (held, share) in enumerate(zip(devices.engines, devices.shares, strict=True))
-        ]
-    adapters, held = adapter_slots_needed(config), _engine_memory(config)
+        return reserved
+    adapters, needed = adapter_slots_needed(config), _engine_memory(config)
     contexts = f"keys and values of {section.slots} contexts of {section.max_context:,} tokens"
     parts = [
-        part(name=f"weights in {held.dtype}", bytes=held.weights, setting=_DTYPE),
-        part(name=contexts, bytes=held.keys_and_values, setting=_CONTEXTS),
-        part(name="logits", bytes=held.logits, setting=_CONTEXTS),
+        part(name=f"weights in {needed.dtype}", bytes=needed.weights, setting=_DTYPE),
+        part(name=contexts, bytes=needed.keys_and_values, setting=_CONTEXTS),
+        part(name="logits", bytes=needed.logits, setting=_CONTEXTS),
     ]
     if adapters:
         name = f"{adapters} adapters"
-        parts.append(part(name=name, bytes=held.adapters, setting="a smaller policies.NAME.lora.rank"))
+        parts.append(part(name=name, bytes=needed.adapters, setting="a smaller policies.NAME.lora.rank"))
     if copies := sum(policy.lora is None for policy in config.trained.values()):
         name = f"{copies} more of the weights, for the next version of a policy that trains all of them"
-        parts.append(part(name=name, bytes=copies * held.weights, setting="a policies.NAME.lora"))
+        parts.append(part(name=name, bytes=copies * needed.weights, setting="a policies.NAME.lora"))
     return parts
 
 

@@ -103,9 +103,9 @@ async def _own_engine(
     """One engine for each base model, as one; none is left where one cannot be made."""
     engines: dict[str, Engine] = {}
     try:
-        for base in config.bases:
+        for number, base in enumerate(config.bases):
             own = {name: version for name, version in versions.items() if name in base.policies}
-            made = await _engine_of_base(base, own, tell, log, threads=config.threads)
+            made = await _engine_of_base(config, number, base, own, tell, log)
             engines |= dict.fromkeys(base.policies, made)
     except BaseException:
         await asyncio.gather(*(engine.close() for engine in dict.fromkeys(engines.values())))
@@ -115,22 +115,24 @@ async def _own_engine(
 
 async def _engine_of_base(
     config: RunConfig,
+    number: int,
+    base: RunConfig,
     versions: Mapping[str, PolicyVersion],
     tell: Callable[[str], None],
     log: Path | None,
-    *,
-    threads: int,
 ) -> Engine:
-    arguments = {**_engine_arguments(config), "threads": threads}
+    """The engine of a run's base model of that number, which has the GPUs that the whole run's plan gives it."""
+    arguments = {**_engine_arguments(base), "threads": config.threads}
     if config.engine.kind == "vllm":
         check_vllm(config)
-        return await _in_child_processes(config, EngineProgram(VLLM, arguments, VLLM_HOST), versions, tell, log)
+        program = EngineProgram(VLLM, arguments, VLLM_HOST)
+        return await _in_child_processes(config, number, program, versions, tell, log)
     if not config.engine_in_process:
-        return await _in_child_processes(config, EngineProgram(EMBEDDED, arguments), versions, tell, log)
+        return await _in_child_processes(config, number, EngineProgram(EMBEDDED, arguments), versions, tell, log)
     from agentrl.engines.embedded.engine import EmbeddedEngine
 
     plan = device_plan(config)
-    device = f"cuda:{plan.engines[0][0]}" if plan.engines else None
+    device = f"cuda:{plan.engines[number][0]}" if plan.engines else None
     return await asyncio.to_thread(EmbeddedEngine.load, versions=versions, device=device, **arguments)
 
 
@@ -163,21 +165,20 @@ def _engine_arguments(config: RunConfig) -> dict[str, Any]:
 
 async def _in_child_processes(
     config: RunConfig,
+    base: int,
     program: EngineProgram,
     versions: Mapping[str, PolicyVersion],
     tell: Callable[[str], None],
     log: Path | None,
 ) -> Engine:
     """As many processes of an engine as are configured, as one engine; none is left where one does not start."""
-    silence_s, programs, plan = config.engine.silence_timeout_s, [program] * config.engine.replicas, device_plan(config)
-    if config.engine.kind == "vllm" and plan.engines:
-        programs = [replace(program, arguments={**program.arguments, "memory_share": share}) for share in plan.shares]
-    engines = [
-        ProcessEngine(
-            *(each, versions), placement=_placement(config, log, plan, replica), silence_s=silence_s, tell=tell
-        )
-        for replica, each in enumerate(programs)
-    ]
+    silence_s, plan = config.engine.silence_timeout_s, device_plan(config)
+    engines = []
+    for number in range(base * config.engine.replicas, (base + 1) * config.engine.replicas):
+        if config.engine.kind == "vllm" and plan.engines:
+            program = replace(program, arguments={**program.arguments, "memory_share": plan.shares[number]})
+        placement = _placement(config, log, plan, number)
+        engines.append(ProcessEngine(program, versions, placement=placement, silence_s=silence_s, tell=tell))
     try:
         for engine in engines:
             await engine.ready()
@@ -200,14 +201,14 @@ def device_plan(config: RunConfig) -> DevicePlan:
     return plan_devices(config, gpus(), ranks=not on_cluster or config.trains_in_process)
 
 
-def _placement(config: RunConfig, log: Path | None, plan: DevicePlan, replica: int) -> Placement:
-    """The placement of a replica's process."""
+def _placement(config: RunConfig, log: Path | None, plan: DevicePlan, number: int) -> Placement:
+    """The placement of an engine's process, by its number in the device plan."""
     if config.engine.placement != "ray":
-        return LocalPlacement(log, gpus=[gpu.id for gpu in plan.gpus_of_engine(replica)])
+        return LocalPlacement(log, gpus=[gpu.id for gpu in plan.gpus_of_engine(number)])
     from agentrl.cluster.engine_actors import RayPlacement
 
     check_ray()
-    return RayPlacement(lambda session: session.plan_devices(config).gpus_of_engine(replica))
+    return RayPlacement(lambda session: session.plan_devices(config).gpus_of_engine(number))
 
 
 def _worker_placement(config: RunConfig, log: Path) -> Placement:

@@ -1,10 +1,10 @@
 """Assigns GPUs to trainer ranks and engines: a pure function of the configuration and the machine.
 
 Trainer ranks take GPUs from the first, one each; engines take them from the last, as many each as vLLM's parallel sizes
-multiply to. Where there are fewer GPUs than both need, they meet in the middle: a rank and an engine share a GPU, the
-engine takes a stated share of its memory when it starts, and the rank may not allocate more than the rest. So either
-may start first, and an engine can be started again beside a loaded trainer. GPUs of a Ray cluster are never shared, and
-those of one engine are on one node.
+multiply to; each base model has engines of its own. Where there are fewer GPUs than both need, they meet in the middle:
+a rank and an engine share a GPU, the engine takes a stated share of its memory when it starts, and the rank may not
+allocate more than the rest. So either may start first, and an engine can be started again beside a loaded trainer. GPUs
+of a Ray cluster are never shared, and those of one engine are on one node.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from agentrl.config.policies import ExternalPolicyConfig
+from agentrl.config.section import base_name
 from agentrl.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -38,13 +38,16 @@ class DevicePlan:
     ranks: tuple[int, ...] = ()
     """The GPU of each trainer rank."""
     engines: tuple[tuple[int, ...], ...] = ()
-    """The GPUs of each engine."""
+    """The GPUs of each engine: the replicas of the first base model, then those of the next."""
     shares: tuple[float, ...] = ()
     """The share of the memory of each of its GPUs that an engine takes."""
 
-    def gpus_of_engine(self, replica: int) -> tuple[Gpu, ...]:
+    bases: tuple[str, ...] = ()
+    """The name of each engine's base model, where a run has several."""
+
+    def gpus_of_engine(self, number: int) -> tuple[Gpu, ...]:
         """The GPUs of an engine; empty: it computes on CPUs."""
-        return tuple(self.gpus[at] for at in self.engines[replica]) if self.engines else ()
+        return tuple(self.gpus[at] for at in self.engines[number]) if self.engines else ()
 
     def gpu_of_rank(self, rank: int) -> Gpu | None:
         """The GPU of a trainer rank; None: it computes on CPUs."""
@@ -55,18 +58,21 @@ class DevicePlan:
         taken = [share for held, share in zip(self.engines, self.shares, strict=True) if self.ranks[rank] in held]
         return 1.0 - CONTEXTS - sum(taken)
 
+    def name_of_engine(self, number: int) -> str:
+        """The number of an engine, with its base model where there are several."""
+        return f"engine {number} of {self.bases[number]}" if self.bases else f"engine {number}"
+
     def lines(self) -> list[str]:
         """The assignment in words, a line for each GPU."""
         lines = []
         for at, gpu in enumerate(self.gpus):
             users = [f"trainer rank {rank}" for rank, held in enumerate(self.ranks) if held == at]
-            users += [f"engine {number}" for number, held in enumerate(self.engines) if at in held]
-            shares = [share for held, share in zip(self.engines, self.shares, strict=True) if at in held]
-            if len(users) > 1:
-                rank = self.ranks.index(at)
-                users = [f"{users[0]} ({self.share_of_rank(rank):.0%} of its memory)", f"{users[1]} ({shares[0]:.0%})"]
-            elif shares:
-                users = [f"{users[0]} ({shares[0]:.0%} of its memory)"]
+            engines = [number for number, held in enumerate(self.engines) if at in held]
+            if users and engines:
+                users = [f"{users[0]} ({self.share_of_rank(self.ranks.index(at)):.0%} of its memory)"]
+            for number in engines:
+                of_what = "" if users else " of its memory"
+                users.append(f"{self.name_of_engine(number)} ({self.shares[number]:.0%}{of_what})")
             where = f" of node {gpu.node[:8]}" if gpu.node else ""
             lines.append(f"GPU {gpu.id}{where}: {' and '.join(users) or 'not used'}")
         return lines
@@ -86,15 +92,18 @@ def plan_devices(config: RunConfig, gpus: Sequence[Gpu], *, ranks: bool = True, 
     """
     if not gpus:
         return DevicePlan(gpus=())
-    serves = any(not isinstance(policy, ExternalPolicyConfig) for policy in config.policies.values())
+    bases = config.bases if engines else []
     count = (1 if config.trains_in_process else config.trainer.workers) if ranks and config.trained else 0
-    replicas, each = config.engine.replicas if engines and serves else 0, config.engine.devices
+    replicas, each = config.engine.replicas * len(bases), config.engine.devices
+    # Embedded engines reserve no memory: those of all base models share GPUs.
+    sharing = len(bases) if bases and config.engine.kind == "embedded" else 1
+    wanted = replicas // sharing
     free: dict[str, list[int]] = defaultdict(list)
     for at, gpu in enumerate(gpus):
         free[gpu.node].append(at)
     may_share = not any(free.keys())
     blocks: list[tuple[int, ...]] = []
-    for _ in range(replicas):
+    for _ in range(wanted):
         node = max(free, key=lambda name: len(free[name]))
         if len(free[node]) < each:
             break
@@ -102,14 +111,20 @@ def plan_devices(config: RunConfig, gpus: Sequence[Gpu], *, ranks: bool = True, 
         del free[node][-each:]
     taken = {at for block in blocks for at in block}
     left = [at for at in range(len(gpus)) if may_share or at not in taken]
-    if len(blocks) < replicas or len(left) < count:
-        raise ConfigError(_too_few(config, len(gpus), ranks=count, engines=replicas, may_share=may_share))
+    if len(blocks) < wanted or len(left) < count:
+        raise ConfigError(_too_few(config, len(gpus), ranks=count, engines=wanted, may_share=may_share))
     held = tuple(left[:count])
-    plan = DevicePlan(gpus=tuple(gpus), ranks=held, engines=tuple(sorted(blocks)), shares=())
-    shares = tuple(
-        config.engine.memory_share or (SHARED if set(block) & set(held) else ALONE) for block in plan.engines
+    blocks = sorted(blocks) * sharing
+    names = [base_name(base.model.path) for base in bases] if len(bases) > 1 else []
+    plan = DevicePlan(
+        gpus=tuple(gpus),
+        ranks=held,
+        engines=tuple(blocks),
+        shares=tuple(
+            config.engine.memory_share or (SHARED if set(block) & set(held) else ALONE) / sharing for block in blocks
+        ),
+        bases=tuple(name for name in names for _ in range(config.engine.replicas)),
     )
-    plan = DevicePlan(gpus=plan.gpus, ranks=held, engines=plan.engines, shares=shares)
     for rank in range(count):
         if plan.share_of_rank(rank) < CONTEXTS:
             raise ConfigError(
@@ -121,7 +136,9 @@ def plan_devices(config: RunConfig, gpus: Sequence[Gpu], *, ranks: bool = True, 
 
 def _too_few(config: RunConfig, count: int, *, ranks: int, engines: int, may_share: bool) -> str:
     each = config.engine.devices
-    sizes = f"engine.replicas = {engines} of {each} GPU{'s' * (each > 1)} each" if engines else "no engine"
+    bases = f" for each of {len(config.bases)} base models" if len(config.bases) > 1 else ""
+    sizes = f"engine.replicas = {config.engine.replicas} of {each} GPU{'s' * (each > 1)} each{bases}"
+    sizes = sizes if engines else "no engine"
     needed = f"trainer.workers = {ranks} and {sizes}" if ranks else sizes
     lower = "trainer.workers, engine.replicas or a parallel size of [engine.vllm]"
     there = f"{count} GPU{'s' * (count > 1)}"

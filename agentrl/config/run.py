@@ -591,11 +591,6 @@ def _check_model(config: RunConfig) -> None:
                 f"{named[base_name(base)]} and {base} are two base models with one name, {base_name(base)}, by which "
                 "reports tell them apart: rename the directory of one"
             )
-    if len(named) > 1 and config.engine.kind == "vllm":
-        raise ValueError(
-            f"engine.kind = 'vllm' serves one base model, and policies have {len(named)} ({', '.join(named)}): set "
-            "engine.kind = 'embedded', or leave policies.NAME.model out"
-        )
 
 
 def _check_functions(config: RunConfig) -> None:
@@ -798,7 +793,6 @@ def _check_engine(config: RunConfig) -> None:
 
 def _check_vllm(config: RunConfig) -> None:
     full = [name for name, policy in config.trained.items() if policy.lora is None]
-    here = [name for name, policy in config.policies.items() if not isinstance(policy, ExternalPolicyConfig)]
     filtered = config.filtered
     refused = {
         "engine.capture_routing = true (vLLM does not return experts here)": config.engine.capture_routing,
@@ -810,11 +804,12 @@ def _check_vllm(config: RunConfig) -> None:
             f"engine.kind = 'vllm' cannot be with {'; nor with '.join(asked)}: leave that off, or set "
             "engine.kind = 'embedded'"
         )
-    if full and len(here) > 1:
-        raise ValueError(
-            "engine.kind = 'vllm' serves full weights of one policy alone: give a lora to policies "
-            f"{', '.join(sorted(full))}, or set engine.kind = 'embedded'"
-        )
+    for base in config.bases:
+        if len(base.policies) > 1 and (own := sorted(set(full) & base.policies.keys())):
+            raise ValueError(
+                "engine.kind = 'vllm' serves full weights of one policy alone: give a lora to policies "
+                f"{', '.join(own)}, or set engine.kind = 'embedded'"
+            )
     if full and config.evaluation.every:
         raise ValueError(
             "evaluation.every keeps a version while newer ones serve, and vLLM has one version of full weights: "

@@ -2,24 +2,36 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
 import shutil
+import signal
 import sqlite3
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+import torch
+from safetensors.torch import load_file
 from tokenizers import Tokenizer
+from torch import Tensor
 
 import agentrl
+from agentrl.app.parts import Adapters, make_engine
 from agentrl.app.replays import replay
 from agentrl.app.step_replays import compute_step, rebuild_step
+from agentrl.app.training import run_training
 from agentrl.cli.main import main
 from agentrl.config.load import load
 from agentrl.core.errors import ConfigError, InputError
+from agentrl.engines.bases import EnginePerBase
+from agentrl.engines.client import ProcessEngine
 from agentrl.inspection.reader import RunReader
 from agentrl.inspection.steps import step_list
 from agentrl.inspection.tokens import episode_tokens
+from tests.contract.test_engine_vllm_process import needs_vllm
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
@@ -179,9 +191,87 @@ def test_two_bases_with_one_name_are_refused(repository: Path, tmp_path: Path) -
         config_of(repository, tmp_path, model={"path": str(twin)})
 
 
-def test_vllm_serves_one_base(repository: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=f"vllm.*one base model.*{LARGE}, {SMALL}"):
-        config_of(repository, tmp_path, engine={"kind": "vllm"})
+def full_weights(run: Path, step: int) -> dict[str, Tensor]:
+    """The weights of every policy after a step of the first lineage, by policy and name."""
+    found = rows(run, f"SELECT policy, path FROM versions WHERE lineage = 0 AND step = {step}")
+    files = ((policy, file) for policy, path in found for file in Path(path).glob("*.safetensors"))
+    return {f"{policy} {name}": tensor for policy, file in files for name, tensor in load_file(file).items()}
+
+
+SYNCHRONOUS: dict[str, Any] = {"deterministic": True, "engine": {"slots": 8, "max_context": 64}}
+
+
+def synchronous(repository: Path, directory: Path, **more: Any) -> agentrl.RunConfig:
+    config = config_of(repository, directory).model_dump(exclude_none=True)
+    policies = {name: policy | {"max_staleness": 0} for name, policy in config["policies"].items()}
+    return config_of(repository, directory, policies=policies, **SYNCHRONOUS | more)
+
+
+def test_a_deterministic_run_gives_both_the_same_weights_again(repository: Path, tmp_path: Path) -> None:
+    runs = [agentrl.train(synchronous(repository, tmp_path / each), environment=Ask, quiet=True) for each in "ab"]
+    one, other = (full_weights(run.path, 2) for run in runs)
+    assert {name.split()[0] for name in one} == {"proposer", "solver"}
+    assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+    start = full_weights(runs[0].path, 0)
+    for policy in ("proposer", "solver"):
+        assert any(not torch.equal(tensor, start[name]) for name, tensor in one.items() if name.startswith(policy))
+
+
+@pytest.mark.ray
+def test_both_bases_are_sharded_over_the_same_ranks(repository: Path, tmp_path: Path) -> None:
+    """The tokens of a deterministic run's first step are the same, so its weights differ by rounding only."""
+    whole = agentrl.train(synchronous(repository, tmp_path / "whole", steps=1), environment=Ask, quiet=True)
+    sharding = {"workers": 2, "sharding": "full"}
+    config = synchronous(repository, tmp_path / "sharded", steps=1, trainer=sharding)
+    sharded = agentrl.train(config, environment=Ask, quiet=True)
+    one, other = full_weights(whole.path, 1), full_weights(sharded.path, 1)
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        torch.testing.assert_close(tensor, other[name], rtol=0, atol=1e-4, msg=name)
+
+
+@needs_vllm
+@pytest.mark.vllm
+def test_each_base_has_a_vllm_of_its_own_that_is_restarted_and_resumed(repository: Path, tmp_path: Path) -> None:
+    made: list[EnginePerBase] = []
+
+    async def engine(config: agentrl.RunConfig, *arguments: Any) -> Any:
+        made.append(await make_engine(config, *arguments))  # type: ignore[arg-type]
+        return made[-1]
+
+    class Kill:
+        """Kills the solver's vLLM after its first step."""
+
+        def on_step(self, policy: str, step: int, metrics: Mapping[str, float]) -> None:
+            (solver,) = (each for each in made[-1].samplers if each is made[-1].of_policy("solver"))
+            if (policy, step) == ("solver", 1) and isinstance(solver, ProcessEngine):
+                os.kill(solver.supervisor.process_id or 0, signal.SIGKILL)
+
+        def on_evaluation(self, *arguments: Any) -> None:
+            pass
+
+    def trained(steps: int, *, resume: bool) -> Path:
+        config = config_of(repository, tmp_path, steps=steps, engine={"kind": "vllm", "slots": 8, "max_context": 64})
+        adapters = Adapters(engine=engine)
+        run = run_training(config, Ask, observers=[Kill()], quiet=True, resume=resume, adapters=adapters)
+        return asyncio.run(run).path
+
+    run = trained(2, resume=False)
+    assert trained(3, resume=True) == run
+    assert [len(engines.samplers) for engines in made] == [2, 2]
+    log = (run / "engine.log").read_text()
+    assert made[0].of_policy("proposer") is not made[0].of_policy("solver"), log
+    assert rows(run, "SELECT policy, max(step) FROM steps GROUP BY policy") == [("proposer", 3), ("solver", 3)]
+    reader = RunReader(run)
+    try:
+        assert reader.ledger().problems == []
+        newest = {line.policy: line for line in sorted(step_list(reader), key=lambda line: (line.lineage, line.step))}
+        assert {policy: compute_step(reader, line).same for policy, line in newest.items()} == {
+            "proposer": True,
+            "solver": True,
+        }
+    finally:
+        reader.close()
 
 
 def test_doctor_plans_for_each_base(

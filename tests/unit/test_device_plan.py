@@ -119,6 +119,36 @@ def test_without_gpus_nothing_is_assigned() -> None:
     )
 
 
+def of_two_bases(replicas: int = 1, size: int = 1, **engine: Any) -> RunConfig:
+    config = configuration(2, replicas, size, **engine).model_dump(exclude_none=True)
+    return RunConfig.model_validate(config | {"policies": {"policy": {"lora": {}}, "frozen": FROZEN}})
+
+
+FROZEN = {"kind": "frozen", "model": "models/other"}
+
+
+def test_each_base_model_has_engines_and_gpus_of_its_own() -> None:
+    plan = plan_devices(of_two_bases(2, 2), machine(10))
+    assert plan.engines == ((2, 3), (4, 5), (6, 7), (8, 9))
+    assert plan.ranks == (0, 1)
+    assert plan.lines()[2] == f"GPU 2: engine 0 of {Path.cwd().name}/unused (90% of its memory)"
+    assert [plan.name_of_engine(number).split("/")[-1] for number in range(4)] == [*["unused"] * 2, *["other"] * 2]
+    shared = plan_devices(of_two_bases(), machine(2))
+    assert (shared.ranks, shared.engines, shared.shares) == ((0, 1), ((0,), (1,)), (0.45, 0.45))
+    with pytest.raises(ConfigError, match=r"engine\.replicas = 2 of 1 GPU each for each of 2 base models do not fit"):
+        plan_devices(of_two_bases(2), machine(3))
+
+
+def test_embedded_engines_of_several_bases_share_gpus() -> None:
+    """They reserve nothing, so one GPU serves all of them."""
+    plan = plan_devices(of_two_bases(kind="embedded", vllm={}, placement="process"), machine(2))
+    assert (plan.engines, plan.shares) == (((1,), (1,)), (0.225, 0.225))
+    assert plan.share_of_rank(1) == pytest.approx(0.5)
+    first, second = plan.lines()
+    assert first == "GPU 0: trainer rank 0"
+    assert second.startswith("GPU 1: trainer rank 1 (50% of its memory) and engine 0 of ")
+
+
 def driver(monkeypatch: pytest.MonkeyPatch, path: Path, script: str) -> None:
     """A driver's tool that prints what a script echoes, and a torch for GPUs."""
     tool = path / "nvidia-smi"
