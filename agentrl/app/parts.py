@@ -8,7 +8,7 @@ import os
 import random
 import re
 import sys
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from agentrl.app.policies import adapter_slots_needed, largest_rank
 from agentrl.cluster.worker_pool import PoolSettings, WorkerPool
 from agentrl.cluster.worker_wire import Work
-from agentrl.config.devices import DevicePlan, plan_devices
+from agentrl.config.devices import DevicePlan, Transfer, plan_devices
 from agentrl.config.policies import BotPolicy, ExternalPolicyConfig, LocalPolicy, RemotePolicy
 from agentrl.config.run import RunConfig
 from agentrl.core.clock import Clock, SystemClock
@@ -30,6 +30,7 @@ from agentrl.engines.child_process import EngineProgram, LocalPlacement, Placeme
 from agentrl.engines.client import ProcessEngine, SharedEngine
 from agentrl.engines.external import NoEngine, RoutedEngine
 from agentrl.engines.fleet import ReplicatedEngine
+from agentrl.engines.transfer import Recipient, SendsWeights
 from agentrl.environment.base import Environment, Split, TaskSource, children_of, described
 from agentrl.environment.registry import load_function, module_of, name_of
 from agentrl.rollout.byte_formats import JsonFormat
@@ -188,6 +189,33 @@ async def _in_child_processes(
     return engines[0] if len(engines) == 1 else ReplicatedEngine(engines, tell=tell)
 
 
+def engines_of(engine: Engine) -> Sequence[Engine]:
+    """The engines of a run, one for each base model, without what routes to them."""
+    own = engine.engine if isinstance(engine, RoutedEngine) else engine
+    return own.samplers if isinstance(own, EnginePerBase) else (own,)
+
+
+def connect_trainer(config: RunConfig, engine: Engine, trainer: Trainer) -> None:
+    """Let the run's engines have all weights of a version from its trainer, each over what the device plan says."""
+    if not isinstance(trainer, SendsWeights):
+        return
+    plan, number = device_plan(config), 0
+    for fleet in engines_of(engine):
+        for each in fleet.engines if isinstance(fleet, ReplicatedEngine) else [fleet]:
+            if isinstance(each, ProcessEngine):
+                each.deliver = _delivery(trainer, plan.transfer_to(number), config.engine.devices)
+            number += 1
+
+
+def _delivery(
+    trainer: SendsWeights, transfer: Transfer, processes: int
+) -> Callable[[PolicyVersion, str], Awaitable[None]]:
+    def deliver(version: PolicyVersion, address: str) -> Awaitable[None]:
+        return trainer.send(version, Recipient(address=address, transfer=transfer, processes=processes))
+
+    return deliver
+
+
 def device_plan(config: RunConfig) -> DevicePlan:
     """The GPUs of this machine for a run's ranks and engines; empty where the engines are placed on a Ray cluster.
 
@@ -258,8 +286,7 @@ def make_workers(
     """
     if config.workers == 1:
         return None
-    own = engine.engine if isinstance(engine, RoutedEngine) else engine
-    engines = own.samplers if isinstance(own, EnginePerBase) else (own,)
+    engines = engines_of(engine)
     shared = [each for each in engines if isinstance(each, SharedEngine) and each.addresses]
     if len(shared) < len(engines):
         raise ConfigError(

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from agentrl.app.assemble import Parts, assemble
-from agentrl.app.parts import Adapters, make_chat_format, make_workers
+from agentrl.app.parts import Adapters, connect_trainer, make_chat_format, make_workers
 from agentrl.app.policies import given_weights, load_weights, pinned_policies
 from agentrl.app.recovery import Code, find_start
 from agentrl.cluster.worker_pool import NAMED, SUSPECTED
@@ -250,6 +250,7 @@ async def _run_once(setup: RunSetup) -> Orchestrator:
         observer.phase("loading the engine")
         engine = await setup.adapters.engine(config, point.versions, observer.warn, directory.engine_log)
         stack.push_async_callback(engine.close)
+        connect_trainer(config, engine, trainer)
         workers = _workers(config, setup, engine)
         if workers is not None:
             stack.push_async_callback(workers.close)

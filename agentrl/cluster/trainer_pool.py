@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from ray import ObjectRef
 
     from agentrl.core.records import PolicyVersion, StepReport, TrainBatch, WeightsRef
+    from agentrl.engines.transfer import Recipient
 
 
 PATIENCE_S = 60.0
@@ -123,6 +124,10 @@ class TrainerRank:
     def publish(self, policy: str, version: PolicyVersion) -> WeightsRef:
         """See `PolicyTrainer.publish`."""
         return self._trainer.publish(policy, version)
+
+    def send(self, version: PolicyVersion, recipient: Recipient) -> None:
+        """See `PolicyTrainer.send`."""
+        self._trainer.send(version, recipient)
 
     def save(self, directory: str) -> None:
         """See `PolicyTrainer.save`."""
@@ -232,6 +237,10 @@ class RayTrainerPool:
         """See `PolicyTrainer.publish`."""
         references: Sequence[WeightsRef] = await self._all("publish", policy, version)
         return references[0]
+
+    async def send(self, version: PolicyVersion, recipient: Recipient) -> None:
+        """See `PolicyTrainer.send`."""
+        await self._all("send", version, recipient)
 
     async def save(self, directory: str) -> None:
         """See `PolicyTrainer.save`."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from agentrl.config.section import base_name
 from agentrl.core.errors import ConfigError
@@ -27,6 +27,10 @@ SHARED = 0.45
 """The same where a trainer rank computes on the GPU too."""
 CONTEXTS = 0.05
 """Share of a GPU that two processes have for CUDA itself, which neither's allocator counts."""
+
+
+Transfer = Literal["file", "ipc", "nccl"]
+"""What carries all weights of a version from a trainer to an engine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +56,16 @@ class DevicePlan:
     def gpu_of_rank(self, rank: int) -> Gpu | None:
         """The GPU of a trainer rank; None: it computes on CPUs."""
         return self.gpus[self.ranks[rank]] if self.ranks else None
+
+    def transfer_to(self, number: int) -> Transfer:
+        """What carries all weights of a version to an engine: shared memory of its only GPU, if that is rank 0's;
+        broadcasts, if it has none of rank 0's; otherwise, and between machines, files."""
+        if not (self.ranks and self.engines) or self.gpus[0].node:
+            return "file"
+        held = self.engines[number]
+        if held == self.ranks[:1]:
+            return "ipc"
+        return "file" if self.ranks[0] in held else "nccl"
 
     def share_of_rank(self, rank: int) -> float:
         """The share of its GPU's memory that a trainer rank may allocate."""

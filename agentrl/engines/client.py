@@ -33,7 +33,7 @@ from agentrl.engines.child_process import LocalPlacement, Supervisor
 from agentrl.engines.versions import WantedVersions, in_order, run_to_end
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 
     from agentrl.core.clock import Clock
     from agentrl.core.ports import Delta, EngineCapabilities, EngineSession, GenerateRequest
@@ -169,6 +169,8 @@ class Connection:
                 self._settle(reply.call, error_named(reply.kind, reply.message, among=(EngineError, InputError)))
             case wire.Loaded():
                 self._settle(0, reply)
+            case wire.WeightsWanted():
+                pass  # for the owner
             case _:
                 self._settle(reply.call, reply)
 
@@ -344,6 +346,8 @@ class ProcessEngine:
 
     capabilities: EngineCapabilities
     """Known once the process has served."""
+    deliver: Callable[[PolicyVersion, str], Awaitable[None]] | None = None
+    """Has the trainer send all weights of a version to an address, when the process asks; None: it loads files."""
 
     def __init__(
         self,
@@ -357,6 +361,7 @@ class ProcessEngine:
         tell: Callable[[str], None] | None = None,
     ) -> None:
         self._program = program
+        self._sending: set[asyncio.Task[None]] = set()
         self._placement = placement or LocalPlacement()
         self._first_versions = dict(versions)
         self._wanted = self._served = WantedVersions()
@@ -406,6 +411,18 @@ class ProcessEngine:
                 self.supervisor.achieved()
             case wire.Busy() if self._connection is not None and reply.seconds > self._connection.busy:
                 self.supervisor.achieved()  # perhaps for another client
+            case wire.WeightsWanted():
+                task = asyncio.get_running_loop().create_task(self._send_weights(reply, self._connection))
+                self._sending.add(task)
+                task.add_done_callback(self._sending.discard)
+
+    async def _send_weights(self, wanted: wire.WeightsWanted, connection: Connection | None) -> None:
+        """Have the trainer send what the process asks for; otherwise it loads the published file."""
+        if self.deliver is not None:
+            with contextlib.suppress(AgentRLError):  # a trainer that is lost is told by whoever trains
+                await self.deliver(wanted.version, wanted.address)
+        if connection is not None:
+            connection.send(wire.NotSent(number=wanted.number))
 
     async def welcome(self) -> None:
         """See `Supervised.welcome`: a fresh process is given the versions of the one before."""

@@ -78,6 +78,11 @@ class ReplicatedEngine:
         self._closed = False
         self._moved: Callable[[], None] = lambda: None
 
+    @property
+    def engines(self) -> list[Engine]:
+        """The replicas."""
+        return [replica.engine for replica in self._replicas]
+
     # --- clients in other processes -----------------------------------------------------------------------------------
 
     @property

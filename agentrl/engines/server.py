@@ -23,6 +23,7 @@ from agentrl.core.errors import AgentRLError, EngineCapabilityError, EngineError
 from agentrl.core.ports import Engine
 from agentrl.engines import wire
 from agentrl.engines.child_process import VARIABLE, die_with
+from agentrl.engines.transfer import TakesDeliveries
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -54,10 +55,7 @@ class ConnectionHandler:
             case wire.Generate():
                 self._start(message.call, self._generate(message))
             case wire.Open():
-                try:
-                    self._sessions[message.session] = self._engine.open(message.name, message.policy, pin=message.pin)
-                except AgentRLError as error:
-                    self._sessions[message.session] = error
+                self._open(message)
             case wire.CloseSession():
                 session = self._sessions.pop(message.session, None)
                 if session is not None and not isinstance(session, AgentRLError):
@@ -72,8 +70,20 @@ class ConnectionHandler:
                 self._start(message.call, self._engine.serve(message.current, message.pinned))
             case wire.Score():
                 self._start(message.call, self._score(message))
+            case wire.NotSent():
+                self._not_sent(message)
             case wire.Load():
                 raise EngineError("the engine is already loaded")
+
+    def _open(self, message: wire.Open) -> None:
+        try:
+            self._sessions[message.session] = self._engine.open(message.name, message.policy, pin=message.pin)
+        except AgentRLError as error:
+            self._sessions[message.session] = error
+
+    def _not_sent(self, message: wire.NotSent) -> None:
+        if isinstance(self._engine, TakesDeliveries):
+            self._engine.inbox.not_sent(message.number)
 
     async def report_busy(self) -> None:
         """Report for ever how long the engine has been computing, which also says that it does not hang."""
@@ -197,6 +207,17 @@ class EngineServer:
             self._clients.discard(client)
             writer.close()
 
+    async def take_deliveries(self, owner: asyncio.StreamWriter) -> None:
+        """Let trainers send weights to an engine that asks for them, by way of its owner."""
+        private = os.environ.get(VARIABLE)
+        address = f"{private}/weights"
+        if isinstance(self._engine, TakesDeliveries) and private and len(address) <= LONGEST_ADDRESS:
+
+            def tell(number: int, version: PolicyVersion, address: str) -> None:
+                wire.send(owner, wire.WeightsWanted(number=number, version=version, address=address))
+
+            await self._engine.inbox.listen(address, tell)
+
     async def exit_process(self) -> None:
         """End this process, whose engine is dead, once every call has sent what it has."""
         if self._exiting:
@@ -250,6 +271,7 @@ async def _serve(connection: socket.socket) -> None:
         await writer.drain()
         return
     server = EngineServer(engine, writer)
+    await server.take_deliveries(writer)
     wire.send(writer, wire.Loaded(capabilities=engine.capabilities, address=await server.listen()))
     busy = asyncio.get_running_loop().create_task(server.owner.report_busy())
     while (body := await wire.receive(reader)) is not None:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import msgspec
 import numpy as np
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load as load_safetensors
 from torch import nn
 
@@ -94,6 +94,20 @@ def read_weights(weights: WeightsRef, *, beside: bytes = b"") -> WeightFile:
             raise refusal(weights, f"{key} has values that are not finite")
     header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])  # which safetensors has checked
     return WeightFile(tensors, header.get("__metadata__") or {})
+
+
+def read_metadata(weights: WeightsRef) -> dict[str, str]:
+    """The metadata of a version's safetensors file, whose tensors come another way.
+
+    Raises:
+        EngineError: the file cannot be read.
+    """
+    path = Path(weights.path) / WEIGHT_FILES[weights.kind][0]
+    try:
+        with safe_open(path, framework="pt") as file:
+            return file.metadata() or {}
+    except (OSError, SafetensorError) as error:
+        raise refusal(weights, f"{path} cannot be read ({error})") from error
 
 
 def match_full_weights(

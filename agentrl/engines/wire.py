@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from agentrl.engines.child_process import Writer
 
 MAX_FRAME_BYTES = 1 << 30
-_HEAD_BYTES = 4
+HEAD_BYTES = 4
+"""Bytes of the length before a frame."""
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 _ENCODER = msgspec.msgpack.Encoder()
 
@@ -104,7 +105,13 @@ class Score(WireMessage, frozen=True):
     temperature: float
 
 
-Request = Load | Open | CloseSession | Generate | Cancel | Abort | Serve | Score
+class NotSent(WireMessage, frozen=True):
+    """No trainer sends, or sends any more, the weights of a `WeightsWanted`."""
+
+    number: int
+
+
+Request = Load | Open | CloseSession | Generate | Cancel | Abort | Serve | Score | NotSent
 
 
 class Loaded(WireMessage, frozen=True):
@@ -168,7 +175,15 @@ class Busy(WireMessage, frozen=True):
     seconds: float
 
 
-Reply = Loaded | Completed | Scored | Answered | Failed | NewTokens | Busy
+class WeightsWanted(WireMessage, frozen=True):
+    """The engine takes all weights of a version at a Unix socket; answered by `NotSent`, if by anything."""
+
+    number: int
+    version: PolicyVersion
+    address: str
+
+
+Reply = Loaded | Completed | Scored | Answered | Failed | NewTokens | Busy | WeightsWanted
 
 REQUESTS: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 REPLIES: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
@@ -176,8 +191,13 @@ REPLIES: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 
 def send(writer: Writer, message: WireMessage) -> None:
     """Queue a frame; never waits."""
+    writer.write(frame(message))
+
+
+def frame(message: WireMessage) -> bytes:
+    """A message behind its length."""
     body = _ENCODER.encode(message)
-    writer.write(len(body).to_bytes(_HEAD_BYTES, "little") + body)
+    return len(body).to_bytes(HEAD_BYTES, "little") + body
 
 
 async def receive(reader: asyncio.StreamReader) -> bytes | None:
@@ -187,7 +207,7 @@ async def receive(reader: asyncio.StreamReader) -> bytes | None:
         ValueError: the frame is larger than `MAX_FRAME_BYTES`.
     """
     try:
-        size = int.from_bytes(await reader.readexactly(_HEAD_BYTES), "little")
+        size = int.from_bytes(await reader.readexactly(HEAD_BYTES), "little")
         if size > MAX_FRAME_BYTES:
             raise ValueError(f"a frame of {size} bytes")
         return await reader.readexactly(size)

@@ -34,6 +34,7 @@ from agentrl.core.errors import ConfigError, NonFiniteError, StorageError, Train
 from agentrl.core.functions import FunctionCode
 from agentrl.core.records import PolicyVersion, StepReport, TrainBatch, TrainingSample, Trajectory, Unit, WeightsRef
 from agentrl.credit.samples import ReadUnits, read_samples
+from agentrl.engines.transfer import Outbox, Recipient, Source
 from agentrl.journal.reader import EpisodeKey, TurnReader
 from agentrl.journal.rows import trajectories
 from agentrl.learn.columns import MergedColumns, StepColumns
@@ -43,7 +44,7 @@ from agentrl.learn.losses import SUMS, loss_metrics, make_loss, measure
 from agentrl.learn.memory import shard_count
 from agentrl.learn.models import PolicyModel, load_models, load_references
 from agentrl.learn.packing import MicroBatch, pack
-from agentrl.learn.ranks import OneRank, Ranks, balanced_shares, equal_shares, from_first, whole
+from agentrl.learn.ranks import OneRank, Ranks, balanced_shares, equal_shares, from_first, to_the_end, whole
 from agentrl.learn.storage import CanaryMaker, LearnerState, Publisher, load_checkpoint, save_checkpoint, writing
 
 P = ParamSpec("P")
@@ -164,6 +165,7 @@ class PolicyTrainer:
         self._read = read if read is not None else journal_reader(run_directory)
         self._loss = make_loss(config.trainer, loss)
         self._publisher = Publisher(run_directory)
+        self._outbox = Outbox()
         self._publishes = publishes
         self._canaries: dict[Path, CanaryMaker] = {}
         """By base model; empty where nothing is published."""
@@ -585,6 +587,36 @@ class PolicyTrainer:
         learner.version = version
         return reference
 
+    def send(self, version: PolicyVersion, recipient: Recipient) -> None:
+        """Send all weights of the policy to an engine that asked for them. All ranks must send.
+
+        Raises:
+            TrainerError: the policy is at another version, or the engine did not take its weights.
+        """
+        learner = self._learner(version.policy)
+        if learner.version != version or learner.step != version.step or learner.model.kind != "full":
+            at = f"{learner.version}, step {learner.step}"
+            raise TrainerError(f"policy {version.policy!r} is at {at}; {version} is not sent")
+
+        def deliver() -> bytes:
+            if self._ranks.rank == 0:
+                self._deliver(learner.model, version, recipient)
+            elif learner.model.sharded:
+                deque(learner.model.published(), maxlen=0)
+            return b""
+
+        from_first(self._ranks, deliver)
+
+    def _deliver(self, model: PolicyModel, version: PolicyVersion, recipient: Recipient) -> None:
+        """Send as rank 0. The engine's other transfers are over by now: it takes one at a time."""
+        with to_the_end(model.published()) as tensors:
+            try:
+                self._outbox.send(Source(model.published_layout(), tensors), version, recipient)
+            except TrainerError:
+                raise
+            except Exception as error:  # vLLM's and nccl's own are of many kinds, and the other ranks wait
+                raise TrainerError(f"{version} was not sent: {type(error).__name__}: {error}") from error
+
     def discard(self, policy: str) -> None:
         """Forget the gradient accumulated for the policy's next step."""
         self._learner(policy).discard()
@@ -762,6 +794,10 @@ class InProcessTrainer:
     async def publish(self, policy: str, version: PolicyVersion) -> WeightsRef:
         """See `PolicyTrainer.publish`."""
         return await self._call(self._trainer.publish, policy, version)
+
+    async def send(self, version: PolicyVersion, recipient: Recipient) -> None:
+        """See `PolicyTrainer.send`."""
+        await self._call(self._trainer.send, version, recipient)
 
     async def save(self, directory: str) -> None:
         """See `PolicyTrainer.save`."""

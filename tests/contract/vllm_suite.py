@@ -40,7 +40,12 @@ SUITES = {
         "test_engine_vllm_files.py",
         "test_engine_vllm_capacity.py",
     ],
-    "full": ["test_engine_vllm_full.py", "test_engine_vllm_full_probe.py", "test_engine_vllm_capacity.py"],
+    "full": [
+        "test_engine_vllm_full.py",
+        "test_engine_vllm_full_probe.py",
+        "test_engine_vllm_transfer.py",
+        "test_engine_vllm_capacity.py",
+    ],
 }
 ADAPTER_PLACES = 6
 PLACES = {"adapters": ADAPTER_PLACES, "full": 0}

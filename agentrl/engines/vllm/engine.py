@@ -25,6 +25,7 @@ from agentrl.core.errors import EngineCapabilityError, EngineError, EngineLostEr
 from agentrl.core.ids import key64
 from agentrl.core.ports import EngineCapabilities
 from agentrl.core.records import Completion, VersionSpan
+from agentrl.engines.transfer import Inbox
 from agentrl.engines.versions import ModelEngine, Session, empty_completion, keeping_version, needs_adapters
 from agentrl.engines.vllm.startup import VllmSettings, kv_tokens, prefill_rate, shapes_to_serve, start_vllm
 from agentrl.engines.vllm.versions import VllmVersion, VllmVersions
@@ -168,8 +169,13 @@ class VllmEngine(ModelEngine[VllmVersion]):
             shares_prefixes=True,
         )
         self._llm = llm
+        self.inbox = Inbox()
+        """Takes all weights of a version from its trainer."""
         self.versions = VllmVersions(
-            llm, shapes, versions, settings, switch=self._switch_calls, recall=self._recall_calls
+            *(llm, shapes, versions, settings),
+            inbox=self.inbox,
+            switch=self._switch_calls,
+            recall=self._recall_calls,
         )
         self._vocabulary = int(shapes.config.get_text_config().vocab_size)
         self._clock = clock or SystemClock()

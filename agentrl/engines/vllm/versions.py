@@ -38,8 +38,10 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from agentrl.core.errors import EngineError, EngineLostError, VersionNotServedError
 from agentrl.core.files import WEIGHT_FILES
 from agentrl.engines.child_process import VARIABLE
+from agentrl.engines.transfer import Ask, DeliveryError
 from agentrl.engines.versions import LiveVersion, VersionTable, refusal, run_to_end
 from agentrl.engines.weights import (
+    WeightFile,
     check_adapter,
     check_answer,
     check_dtypes,
@@ -47,6 +49,7 @@ from agentrl.engines.weights import (
     match_full_weights,
     read_adapter,
     read_canary,
+    read_metadata,
     read_weights,
 )
 
@@ -58,6 +61,7 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from agentrl.core.records import Float32Array, Int32Array, PolicyVersion, WeightsRef
+    from agentrl.engines.transfer import Delivery, Inbox, Offer
     from agentrl.engines.versions import Canary
     from agentrl.engines.vllm.startup import VllmSettings
 
@@ -75,7 +79,8 @@ class VllmVersion(LiveVersion):
     salt: str | None = None
     """Sets its prefixes apart in vLLM's cache; an adapter's path does that by itself."""
     file: str = ""
-    """A private copy of full weights; empty: what vLLM was started on."""
+    """Full weights: a private copy, or the published file where the trainer sent them; empty: what vLLM was started
+    on."""
     check: asyncio.Future[bool] | None = None
     """Resolves to whether the version passed its canary check; until then its tokens are held back. None: no check."""
 
@@ -97,6 +102,7 @@ class VllmVersions(VersionTable[VllmVersion]):
         model: the model's shapes.
         versions: for each policy, the version that the directory's weights are.
         settings: the engine's.
+        inbox: takes all weights of a version from its trainer.
         switch: moves the calls in flight that the first version samples to the second.
         recall: aborts the requests that a refused version samples; their calls go on under the version before it.
     """
@@ -108,6 +114,7 @@ class VllmVersions(VersionTable[VllmVersion]):
         versions: Mapping[str, PolicyVersion],
         settings: VllmSettings,
         *,
+        inbox: Inbox,
         switch: Callable[[VllmVersion, VllmVersion], Awaitable[None]],
         recall: Callable[[VllmVersion], Awaitable[None]],
     ) -> None:
@@ -119,6 +126,7 @@ class VllmVersions(VersionTable[VllmVersion]):
         for policy, version in versions.items():
             salt = None if self.places else str(version)
             self.live[version] = self.current[policy] = VllmVersion(version=version, salt=salt)
+        self._inbox = inbox
         self._labels = {label: version for version in versions.values() for label in (_FIRST_LABEL, str(version))}
         """With full weights there is one policy; adapters do not need vLLM's word."""
         self._switch = switch
@@ -291,20 +299,57 @@ class VllmVersions(VersionTable[VllmVersion]):
         if not self._wanted.is_current(weights) or any(each.pinned for each in self.live.values()):
             raise refusal(weights, "vLLM serves one full version at a time, so no other can be pinned; use lora")
         policy, copy = weights.version.policy, Path(self._copies.name) / str(next(self._numbers))
+        delivery, canary = await self._offered(weights, copy)
         try:
-            canary = await asyncio.to_thread(self._copy_full, weights, copy)
+            if delivery is None:
+                canary = await asyncio.to_thread(self._copy_full, weights, copy)
             self.held.add(policy)  # a turn that began now would find the prefixes of the version that leaves
             while self.leases.refresh_of(policy) == "turn" and self.of_policy(policy).calls:
                 await self._change()
-            await run_to_end(self._replace_full(weights, canary, copy))
+            await run_to_end(self._replace_full(weights, canary, copy, delivery))
         finally:
+            if delivery is not None:
+                delivery.close()
             self.held.discard(policy)
             self.wake()
             self._remove_unused_copies()
 
+    async def _offered(self, weights: WeightsRef, directory: Path) -> tuple[Delivery | None, Canary | None]:
+        """The delivery of a version by its trainer, which is ready to send, and the version's canary; None: it is to be
+        loaded from its published file."""
+        delivery = await self._inbox.ask(weights.version)
+        if delivery is None:
+            return None, None
+        try:
+            canary = await asyncio.to_thread(self._check_offer, weights, delivery.offer)
+            os.mkdir(directory)
+            delivery.answer(directory=str(directory))
+            while (asked := await delivery.asked()).method == "init":
+                await self._control.answer(delivery, asked)
+            if asked.method == "start":
+                return delivery, canary
+        except (DeliveryError, EngineError, OSError) as error:
+            delivery.answer(error=str(error))
+        except BaseException:
+            delivery.close()
+            raise
+        delivery.close()
+        shutil.rmtree(directory, ignore_errors=True)
+        return None, None
+
+    def _check_offer(self, weights: WeightsRef, offer: Offer) -> Canary | None:
+        """As `_copy_full`, before any tensor has come."""
+        try:
+            tensors = offer.tensors()
+        except ValueError as error:
+            raise refusal(weights, f"what its trainer offers makes no sense ({error})") from error
+        return self._check_full(weights, WeightFile(tensors, read_metadata(weights)))
+
     def _copy_full(self, weights: WeightsRef, copy: Path) -> Canary | None:
         """As `_copy_checked`, so that nothing is left to check while vLLM stands still."""
-        file = read_weights(copy_weights(weights, copy))
+        return self._check_full(weights, read_weights(copy_weights(weights, copy)))
+
+    def _check_full(self, weights: WeightsRef, file: WeightFile) -> Canary | None:
         expected, canary = self._model.state_dict(), read_canary(weights, file)
         match_full_weights(weights, file.tensors, expected, self._model)
         if canary is not None:
@@ -318,17 +363,23 @@ class VllmVersions(VersionTable[VllmVersion]):
             if copy.name not in used:
                 shutil.rmtree(copy, ignore_errors=True)
 
-    async def _replace_full(self, weights: WeightsRef, canary: Canary | None, copy: Path) -> None:
+    async def _replace_full(
+        self, weights: WeightsRef, canary: Canary | None, copy: Path, delivery: Delivery | None
+    ) -> None:
         old = self.of_policy(weights.version.policy)
         if old.pins:
             raise refusal(weights, f"{old.pins} conversations are pinned to {old.version}; close them, or use lora")
-        file = str(copy / WEIGHT_FILES["full"][0])
+        file = str((copy if delivery is None else Path(weights.path)) / WEIGHT_FILES["full"][0])
         new = VllmVersion(
             version=weights.version, digest=weights.sha256, canary=canary, salt=str(weights.version), file=file
         )
 
         async with self._control.paused(clear_cache=not self._keep_kv):
-            await self._overwrite(weights, new, old)
+            if delivery is None or not await self._control.receive(delivery, str(new.version)):
+                if delivery is not None:  # the trainer is gone, or cannot go on; its file is the same
+                    await asyncio.to_thread(self._copy_full, weights, copy)
+                    new.file = str(copy / WEIGHT_FILES["full"][0])
+                await self._overwrite(weights, new, old)
             self._labels[str(new.version)] = new.version
             del self.live[old.version]
             await self._begin_service(new, old, is_current=True)
@@ -386,7 +437,6 @@ class VllmControl:
         self._llm = llm
         self.lost = False
         """vLLM has weights of no version, and must not sample again."""
-        self._ready_for_files = False
         self._one_at_a_time = asyncio.Lock()
         self._scores = itertools.count(1)
 
@@ -394,9 +444,6 @@ class VllmControl:
     async def paused(self, *, clear_cache: bool) -> AsyncIterator[None]:
         """vLLM samples nothing inside; afterwards it goes on, unless it is lost."""
         async with self._one_at_a_time:
-            if not self._ready_for_files:
-                await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
-                self._ready_for_files = True
             await self._llm.pause_generation(mode="keep", clear_cache=clear_cache)
             try:
                 yield
@@ -414,6 +461,45 @@ class VllmControl:
         await self._llm.start_weight_update()
         await self._llm.update_weights(WeightTransferUpdateRequest(update_info={"path": file}))
         await self._llm.finish_weight_update(weight_version=label)
+
+    async def receive(self, delivery: Delivery, label: str) -> bool:
+        """Let a trainer, whose `start` was not answered yet, put its weights in place of those that are.
+
+        Returns:
+            Whether all came; if not, vLLM has weights of no version, and waits for others.
+        """
+        asked, is_begun = Ask(method="start", info={}), False
+        try:
+            while await self.answer(delivery, asked, label):
+                if asked.method == "finish":
+                    return True
+                is_begun, asked = True, await delivery.asked()
+            is_begun = False  # a failed update has ended itself
+        except DeliveryError:
+            pass
+        if is_begun:
+            await self._llm.finish_weight_update()
+        return False
+
+    async def answer(self, delivery: Delivery, asked: Ask, label: str = "") -> bool:
+        """Do what a trainer asks vLLM for, and tell it how that went."""
+        try:
+            match asked.method:
+                case "init":
+                    await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=asked.info))
+                case "start":
+                    await self._llm.start_weight_update()
+                case "update":
+                    await self._llm.update_weights(WeightTransferUpdateRequest(update_info=asked.info))
+                case "finish":
+                    await self._llm.finish_weight_update(weight_version=label)
+        except EngineDeadError:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever vLLM raises, the trainer waits for an answer
+            delivery.answer(error=f"{type(error).__name__}: {error}")
+            return False
+        delivery.answer()
+        return True
 
     async def load_adapter(self, adapter: LoRARequest) -> None:
         """Load an adapter beside the others."""

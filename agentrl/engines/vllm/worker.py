@@ -1,16 +1,19 @@
-"""Full weights by file, inside vLLM's worker processes: a backend of vLLM's own start, update and finish protocol.
+"""All weights of a version, inside vLLM's worker processes: a backend of vLLM's own weight-transfer protocol.
 
-Imported by name in each worker (`worker_extension_cls`), which registers the backend. Reads safetensors only.
-Invariant: a file is loaded whole, or it is an error; what it holds was checked before anything stood still.
+It loads files, and hands what comes over `ipc` or `nccl` to vLLM's own backends of these names, so that one vLLM takes
+both: an engine that was restarted has nothing but the file. Imported by name in each worker (`worker_extension_cls`),
+which registers the backend. Reads safetensors only, and unpickles nothing. Invariant: a version is loaded whole, or it
+is an error; what it holds was checked before anything stood still.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from safetensors.torch import load_file
+from vllm.config import WeightTransferConfig
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -26,36 +29,56 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-BACKEND = "agentrl_file"
+BACKEND = "agentrl"
 
 
 @dataclass
-class FileInit(WeightTransferInitInfo):
-    """Nothing is to be set up."""
+class TransferInit(WeightTransferInitInfo):
+    """What weights come over besides files, and what vLLM's backend of that name is to be told."""
+
+    backend: Literal["file", "ipc", "nccl"] = "file"
+    info: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
-class FileUpdate(WeightTransferUpdateInfo):
-    """The file of the new weights, a private copy that was checked; without a path, the weights vLLM was started on."""
+class TransferUpdate(WeightTransferUpdateInfo):
+    """A file of new weights, which was checked; without a path, the weights vLLM was started on; or a part of what
+    comes over another backend."""
 
     path: str = ""
+    is_last: bool = True
+    """Whether all parameters have been loaded after it."""
+    sent: dict[str, Any] | None = None
 
 
-class FileWeights(WeightTransferEngine[FileInit, FileUpdate]):
-    """Loads a checkpoint's file over the weights that serve."""
+class Weights(WeightTransferEngine[TransferInit, TransferUpdate]):
+    """Loads a version over the weights that serve."""
 
-    init_info_cls = FileInit
-    update_info_cls = FileUpdate
+    init_info_cls = TransferInit
+    update_info_cls = TransferUpdate
     supports_draft_weight_update = False
 
-    def init_transfer_engine(self, init_info: FileInit) -> None:
-        """Nothing to set up."""
-
+    _sent: WeightTransferEngine[Any, Any] | None = None
+    """vLLM's own, for what does not come as a file."""
+    _over = "file"
+    _loaded: set[str]
+    """Names of the parameters that an update has loaded so far."""
     _experts: dict[Any, Any]
     """Layers of experts on CPU, and what computed them so far."""
 
+    def init_transfer_engine(self, init_info: TransferInit) -> None:
+        """Meet the trainer, where weights come over another backend than files."""
+        if init_info.backend == "file":
+            return
+        self.shutdown()
+        config = WeightTransferConfig(backend=init_info.backend)
+        made = WeightTransferEngineFactory.create_engine(config, self.vllm_config, self.device, self.model)
+        made.init_transfer_engine(made.parse_init_info(init_info.info))
+        self._sent, self._over = made, init_info.backend
+
     def start_weight_update(self) -> None:
         """Make the layers ready to be loaded again."""
+        self._loaded = set()
         methods: list[Any] = [getattr(layer, "quant_method", None) for layer in self.model.modules()]
         on_cpu = self.device.type == "cpu"
         self._experts = {method: method.moe_kernel for method in methods if on_cpu and hasattr(method, "moe_kernel")}
@@ -69,20 +92,36 @@ class FileWeights(WeightTransferEngine[FileInit, FileUpdate]):
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
 
-    def receive_weights(self, update_info: FileUpdate) -> None:
-        """Load the file; where that fails no layer is left half loaded, so that another file can be."""
+    def parse_update_info(self, update_dict: dict[str, Any]) -> TransferUpdate:
+        """A file, or else what vLLM's own backend takes."""
+        return TransferUpdate(sent=update_dict) if "names" in update_dict else TransferUpdate(**update_dict)
+
+    def receive_weights(self, update_info: TransferUpdate) -> None:
+        """Load a part; where that fails no layer is left half loaded, so that others can be loaded."""
         model: Any = self.model
         try:
-            loaded = model.load_weights(self._read(update_info))
+            if update_info.sent is not None:
+                self._receive_sent(update_info.sent)
+                return
+            self._loaded |= model.load_weights(self._read(update_info))
             tied = getattr(self.model_config.hf_config, "tie_word_embeddings", False)
             names = {name for name, _ in model.named_parameters() if not (tied and name.startswith("lm_head."))}
-            if missing := names - loaded:  # vLLM would say so in its log only, and serve what was there before
+            # vLLM would say so in its log only, and serve what was there before
+            if update_info.is_last and (missing := names - self._loaded):
                 raise ValueError(f"{len(missing)} parameters are not in the file: {', '.join(sorted(missing)[:4])}")
         except BaseException:
             self.finish_weight_update()
             raise
 
-    def _read(self, update_info: FileUpdate) -> Iterable[tuple[str, Tensor]]:
+    def _receive_sent(self, info: dict[str, Any]) -> None:
+        if self._sent is None:
+            raise ValueError("the trainer has not said what weights come over")
+        if self._over == "ipc":
+            handles = {gpu: shared_handle(handle) for gpu, handle in info["ipc_handles"].items()}
+            info = {**info, "ipc_handles": handles}
+        self._sent.receive_weights(self._sent.parse_update_info(info))
+
+    def _read(self, update_info: TransferUpdate) -> Iterable[tuple[str, Tensor]]:
         """Names and tensors, mapped into memory."""
         if not update_info.path:
             loader: Any = get_model_loader(self.vllm_config.load_config)
@@ -101,8 +140,20 @@ class FileWeights(WeightTransferEngine[FileInit, FileUpdate]):
             if hasattr(layer, "cpu_linear") and layer.weight.numel():
                 layer.quant_method.process_weights_after_loading(layer)
 
+        if self._over == "ipc" and self._sent is not None:
+            self._sent.shutdown()  # lets go of the trainer's buffer, and nothing else
+
     def shutdown(self) -> None:
-        """Nothing is held."""
+        """Leave the trainer."""
+        if self._sent is not None:
+            self._sent.shutdown()
+            self._sent = None
+
+
+def shared_handle(plain: list[Any]) -> tuple[Any, ...]:
+    """The arguments of `rebuild_cuda_tensor` for a flat buffer of bytes; see `senders.plain_handle`."""
+    size, offset, *rest = plain
+    return (torch.Tensor, torch.Size([size]), (1,), offset, torch.storage.TypedStorage, torch.uint8, *rest)
 
 
 class WorkerExtension:
@@ -117,4 +168,4 @@ class WorkerExtension:
 
 
 if BACKEND not in WeightTransferEngineFactory._registry:  # it refuses a second time
-    WeightTransferEngineFactory.register_engine(BACKEND, FileWeights)
+    WeightTransferEngineFactory.register_engine(BACKEND, Weights)

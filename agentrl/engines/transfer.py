@@ -1,0 +1,374 @@
+"""All weights of a version, from the trainer that has them to an engine that asks: the connection between both.
+
+An engine that is to serve them asks its owner (`wire.WeightsWanted`), who has every rank of the trainer send them. Rank
+0 connects to the engine's Unix socket, offers names, dtypes and shapes, and drives vLLM's protocol over the connection:
+init, start, update once or more, finish. `DevicePlan.transfer_to` chooses what carries the bytes: `ipc` on one GPU,
+`nccl` between two, `file` elsewhere, by files in the engine's private directory.
+
+Owns `Inbox` and `Delivery`, the engine's ends; `WeightLink` and `Outbox`, the trainer's, of which the first is vLLM's
+`VLLMWeightSyncClient`; and `FileSender`. Imports nothing heavy: the senders of the other two are in `vllm/senders.py`.
+Invariant: where nothing is sent, since the trainer has moved on, is dead or on another machine, the engine loads the
+published file, which is the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import socket
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+
+import msgspec
+
+from agentrl.core.errors import TrainerError
+from agentrl.core.records import PolicyVersion
+from agentrl.engines import wire
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from agentrl.config.devices import Transfer
+
+CHUNK_BYTES = 1 << 28
+"""Bytes of tensors that one file holds, unless one tensor alone is larger."""
+
+
+class Offer(wire.WireMessage, frozen=True):
+    """The tensors of a version, in the order in which they will be sent."""
+
+    version: PolicyVersion
+    names: list[str]
+    dtype_names: list[str]
+    shapes: list[list[int]]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Tensors without data, by name.
+
+        Raises:
+            ValueError: the lists do not describe tensors.
+        """
+        import torch
+
+        described = zip(self.names, self.dtype_names, self.shapes, strict=True)
+        dtypes = {name: getattr(torch, name, None) for name in set(self.dtype_names)}
+        if wrong := [name for name, dtype in dtypes.items() if not isinstance(dtype, torch.dtype)]:
+            raise ValueError(f"{wrong[0]!r} is no dtype")
+        return {name: torch.empty(shape, dtype=dtypes[dtype], device="meta") for name, dtype, shape in described}
+
+
+class Ask(wire.WireMessage, frozen=True):
+    """A call of vLLM's protocol."""
+
+    method: Literal["init", "start", "update", "finish"]
+    info: dict[str, Any]
+
+
+class Said(wire.WireMessage, frozen=True):
+    """The answer to an `Offer` or an `Ask`."""
+
+    error: str = ""
+    """Empty: it was done."""
+    directory: str = ""
+    """For an accepted offer: where files may be put."""
+
+
+_ASKED: msgspec.msgpack.Decoder[Offer | Ask] = msgspec.msgpack.Decoder(Offer | Ask)
+_SAID = msgspec.msgpack.Decoder(Said)
+
+
+class DeliveryError(Exception):
+    """The trainer's end of a connection is gone, or said what makes no sense."""
+
+
+# --- the engine's end -------------------------------------------------------------------------------------------------
+
+
+class Delivery:
+    """One version on its way: the connection of the trainer that sends it."""
+
+    def __init__(self, offer: Offer, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.offer = offer
+        self._reader = reader
+        self._writer = writer
+
+    def answer(self, *, error: str = "", directory: str = "") -> None:
+        """Answer what was asked last."""
+        wire.send(self._writer, Said(error=error, directory=directory))
+
+    async def asked(self) -> Ask:
+        """The next call.
+
+        Raises:
+            DeliveryError: none will come.
+        """
+        try:
+            body = await wire.receive(self._reader)
+            message = None if body is None else _ASKED.decode(body)
+        except (ValueError, msgspec.MsgspecError) as error:
+            raise DeliveryError(str(error)) from error
+        if not isinstance(message, Ask):
+            raise DeliveryError("the trainer ended the connection")
+        return message
+
+    def close(self) -> None:
+        """End the connection."""
+        self._writer.close()
+
+
+class Inbox:
+    """Where an engine receives weights; without `listen` it asks nobody."""
+
+    def __init__(self) -> None:
+        self._address = ""
+        self._tell: Callable[[int, PolicyVersion, str], None] = lambda number, version, address: None
+        self._numbers = itertools.count(1)
+        self._waiting: dict[int, tuple[PolicyVersion, asyncio.Future[Delivery | None]]] = {}
+
+    async def listen(self, address: str, tell: Callable[[int, PolicyVersion, str], None]) -> None:
+        """Accept trainers at a Unix socket.
+
+        Args:
+            address: in a directory that only this user can enter.
+            tell: passes a question on to the engine's owner: its number, the version, the address.
+        """
+        await asyncio.start_unix_server(self._receive, address)
+        self._address, self._tell = address, tell
+
+    async def ask(self, version: PolicyVersion) -> Delivery | None:
+        """The delivery of a version; None: nobody sends it."""
+        if not self._address:
+            return None
+        number = next(self._numbers)
+        future: asyncio.Future[Delivery | None] = asyncio.get_running_loop().create_future()
+        self._waiting[number] = (version, future)
+        self._tell(number, version, self._address)
+        try:
+            return await future
+        finally:
+            del self._waiting[number]
+
+    def not_sent(self, number: int) -> None:
+        """The owner says that nobody sends, or sends any more, what was asked for."""
+        _, future = self._waiting.get(number, (None, None))
+        if future is not None and not future.done():
+            future.set_result(None)
+
+    async def _receive(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            body = await wire.receive(reader)
+            offer = None if body is None else _ASKED.decode(body)
+        except (ValueError, msgspec.MsgspecError):
+            offer = None
+        for version, future in self._waiting.values():
+            if isinstance(offer, Offer) and offer.version == version and not future.done():
+                future.set_result(Delivery(offer, reader, writer))
+                return
+        writer.close()
+
+
+@runtime_checkable
+class TakesDeliveries(Protocol):
+    """An engine that takes weights from trainers."""
+
+    inbox: Inbox
+
+
+# --- the trainer's end ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipient:
+    """An engine that asked for weights, as a trainer sees it."""
+
+    address: str
+    """Its Unix socket."""
+    transfer: Transfer
+    processes: int
+    """Processes that its model is in."""
+
+
+@runtime_checkable
+class SendsWeights(Protocol):
+    """A trainer that sends weights to engines."""
+
+    async def send(self, version: PolicyVersion, recipient: Recipient) -> None:
+        """Send all weights of a policy whose current version this is.
+
+        Raises:
+            TrainerError: it is not any more, or the engine did not take them.
+        """
+        ...
+
+
+@dataclass(slots=True)
+class Source:
+    """vLLM's `WeightSource`: a policy's tensors, as they are published.
+
+    Other ranks of a sharded model make each tensor at the same time, so there is one pass for each `tensors`.
+    """
+
+    layout: Mapping[str, Tensor]
+    """Tensors without data."""
+    tensors: Iterator[tuple[str, Tensor]]
+
+    def metadata(self) -> list[Any]:
+        """Name, dtype and shape of each tensor, in order; vLLM's `ParamMeta`."""
+        from vllm.distributed.weight_transfer.base import ParamMeta
+
+        return [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self.layout.items()]
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        return self.tensors
+
+    def offer(self, version: PolicyVersion) -> Offer:
+        """The same as a message."""
+        described = self.layout.values()
+        return Offer(
+            version=version,
+            names=list(self.layout),
+            dtype_names=[str(tensor.dtype).removeprefix("torch.") for tensor in described],
+            shapes=[list(tensor.shape) for tensor in described],
+        )
+
+
+class WeightLink:
+    """The connection to an engine; each method returns when the engine has done it.
+
+    Raises, from every method:
+        TrainerError: the engine refused, or is gone.
+    """
+
+    def __init__(self) -> None:
+        self.directory = Path()
+        """Where the engine takes files."""
+        self._socket: socket.socket | None = None
+
+    def offer(self, address: str, offer: Offer) -> None:
+        """Connect, and offer tensors."""
+        self.close()
+        try:
+            self._socket = socket.socket(socket.AF_UNIX)
+            self._socket.connect(address)
+        except OSError as error:
+            raise TrainerError(f"no engine takes weights at {address} ({error.strerror})") from error
+        self.directory = Path(self._asked(offer).directory)
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        """See vLLM's `VLLMWeightSyncClient`."""
+        self._asked(Ask(method="init", info=init_info))
+
+    def start_weight_update(self) -> None:
+        """See vLLM's `VLLMWeightSyncClient`; from here on the engine stands still."""
+        self._asked(Ask(method="start", info={}))
+
+    def update_weights(self, update_info: Any) -> None:
+        """See vLLM's `VLLMWeightSyncClient`."""
+        self._asked(Ask(method="update", info=update_info))
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        """See vLLM's `VLLMWeightSyncClient`; the engine knows the version."""
+        self._asked(Ask(method="finish", info={}))
+
+    def close(self) -> None:
+        """End the connection. Idempotent."""
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+    def _asked(self, message: Offer | Ask) -> Said:
+        if self._socket is None:
+            raise TrainerError("no engine is connected")
+        try:
+            self._socket.sendall(wire.frame(message))
+            said = _SAID.decode(self._read(int.from_bytes(self._read(wire.HEAD_BYTES), "little")))
+        except (OSError, msgspec.MsgspecError) as error:
+            raise TrainerError(f"the engine left while weights were sent ({error})") from error
+        if said.error:
+            raise TrainerError(f"the engine did not take the weights: {said.error}")
+        return said
+
+    def _read(self, size: int) -> bytes:
+        assert self._socket is not None
+        read = bytearray()
+        while len(read) < size:
+            if not (more := self._socket.recv(min(size - len(read), 1 << 16))):
+                raise ConnectionResetError("the connection was closed")
+            read += more
+        return bytes(read)
+
+
+class FileSender:
+    """Sends weights by files, written before the engine stands still."""
+
+    def __init__(self, link: WeightLink) -> None:
+        self.link = link
+        self.source: Any = None
+
+    def send_weights(self) -> None:
+        """See vLLM's `TrainerWeightTransferEngine`."""
+        files = list(self._written())
+        self.link.start_weight_update()
+        for file in files:
+            self.link.update_weights({"path": str(file), "is_last": file is files[-1]})
+        self.link.finish_weight_update()
+
+    def _written(self) -> Iterator[Path]:
+        chunk: dict[str, Tensor] = {}
+        for number, (name, tensor) in enumerate(self.source):
+            if chunk and sum(each.nbytes for each in chunk.values()) + tensor.nbytes > CHUNK_BYTES:
+                yield self._write(number, chunk)
+                chunk.clear()
+            chunk[name] = tensor.contiguous()
+        yield self._write(-1, chunk)
+
+    def _write(self, number: int, chunk: dict[str, Tensor]) -> Path:
+        from safetensors.torch import save_file
+
+        path = self.link.directory / f"{number}.safetensors"
+        save_file(chunk, path)
+        return path
+
+    def shutdown(self) -> None:
+        """Nothing is held."""
+
+
+class Outbox:
+    """The senders of rank 0: one for each engine, since `ipc` and `nccl` meet an engine once."""
+
+    def __init__(self) -> None:
+        self._senders: dict[str, tuple[WeightLink, Any]] = {}
+        """By the engine's address."""
+
+    def send(self, source: Source, version: PolicyVersion, recipient: Recipient) -> None:
+        """Send the weights of a source to an engine.
+
+        Raises:
+            TrainerError: the engine refused them, or is gone.
+        """
+        for address in [each for each in self._senders if not Path(each).exists()]:
+            self._senders.pop(address)[1].shutdown()
+        link, sender = self._senders.pop(recipient.address, (WeightLink(), None))
+        try:
+            link.offer(recipient.address, source.offer(version))
+            sender = sender or _made(recipient, link, source)
+            sender.source = source
+            sender.send_weights()
+            self._senders[recipient.address] = (link, sender)
+        except BaseException:
+            if sender is not None:
+                sender.shutdown()
+            raise
+        finally:
+            link.close()
+
+
+def _made(recipient: Recipient, link: WeightLink, source: Source) -> Any:
+    """The sender of an engine's transfer, on this rank's device."""
+    if recipient.transfer == "file":
+        return FileSender(link)
+    from agentrl.engines.vllm.senders import make
+
+    return make(recipient, link, source)

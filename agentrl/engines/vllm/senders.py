@@ -1,0 +1,141 @@
+"""vLLM's own trainer engines of `ipc` and `nccl`, for rank 0 of a trainer; `worker.py` has their other ends.
+
+Two things differ from vLLM's: handles of shared GPU memory travel as numbers and bytes, since vLLM's way is a pickle;
+and nccl meets by an id that rank 0 makes and hands over, since a TCPStore would listen on every interface. Imports
+vLLM, in a process that trains on a GPU. Not run on a GPU yet.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from vllm.distributed.weight_transfer import nccl_common
+from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo, IPCTrainerWeightTransferEngine
+from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo, NCCLTrainerWeightTransferEngine
+
+from agentrl.engines.transfer import CHUNK_BYTES
+
+if TYPE_CHECKING:
+    from vllm.distributed.weight_transfer.base import TrainerInitInfo
+
+    from agentrl.engines.transfer import Recipient, Source, WeightLink
+
+IPC, NCCL = "agentrl_ipc", "agentrl_nccl"
+
+
+class IpcInit(IPCTrainerInitInfo):
+    """As vLLM's."""
+
+    backend = IPC
+
+
+class NcclInit(NCCLTrainerInitInfo):
+    """As vLLM's; address and port are not used."""
+
+    backend = NCCL
+
+
+class IpcSender(IPCTrainerWeightTransferEngine):
+    """Shares one buffer of this rank's GPU with the engine on the same GPU."""
+
+    @classmethod
+    def trainer_init(cls, init_info: IPCTrainerInitInfo, *, client: Any, source: Any = None) -> Self:
+        """Tell the engine's process what will come."""
+        size = init_info.packed_buffer_size_bytes
+        engine = cls(client=client, source=source, packed=init_info.packed, packed_buffer_size_bytes=size)
+        client.init_weight_transfer_engine({"backend": "ipc", "info": {"packed": init_info.packed}})
+        return engine
+
+    def _all_gather_and_merge_handles(self, handles: list[dict[str, tuple[Any, ...]]]) -> Any:
+        """Only this rank shares its GPU with the engine."""
+        return handles
+
+    @staticmethod
+    def _post_send_sync() -> None:
+        """The engine has answered, so it has copied; other ranks share nothing."""
+        torch.cuda.ipc_collect()
+
+    def _do_send(self, names: Any, dtype_names: Any, shapes: Any, ipc_handles: Any, tensor_sizes: Any = None) -> None:
+        handles = {gpu: plain_handle(handle) for gpu, handle in ipc_handles.items()}
+        described = {"names": names, "dtype_names": dtype_names, "shapes": shapes, "tensor_sizes": tensor_sizes}
+        self.client.update_weights({**described, "ipc_handles": handles})
+
+
+class NcclSender(NCCLTrainerWeightTransferEngine):
+    """Broadcasts from this rank's GPU to those of the engine's processes."""
+
+    @classmethod
+    def trainer_init(cls, init_info: NCCLTrainerInitInfo, *, client: Any, source: Any = None) -> Self:
+        """Meet the engine's processes."""
+        from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
+
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+        unique = bytes(NCCLLibrary().ncclGetUniqueId().internal)
+        engine = cls(
+            client=client,
+            source=source,
+            packed=init_info.packed,
+            packed_buffer_size_bytes=init_info.packed_buffer_size_bytes,
+            packed_num_buffers=init_info.packed_num_buffers,
+        )
+        payload = nccl_payload(unique, init_info)
+        with ThreadPoolExecutor(max_workers=1) as thread:  # both sides wait for each other inside
+            met = thread.submit(client.init_weight_transfer_engine, {"backend": "nccl", "info": payload})
+            device = torch.accelerator.current_device_index()
+            engine.model_update_group = nccl_common.uid_init_process_group(unique, 0, init_info.world_size, device)
+            met.result()
+        return engine
+
+
+def nccl_payload(unique_id: bytes, init_info: NCCLTrainerInitInfo) -> dict[str, Any]:
+    """What the engine's processes are told to meet this rank; they are ranks 1 and up."""
+    worker = nccl_common.NCCLWeightTransferInitInfo(
+        rank_offset=1,
+        world_size=init_info.world_size,
+        nccl_unique_id_b64=base64.b64encode(unique_id).decode(),
+        packed=init_info.packed,
+        packed_buffer_size_bytes=init_info.packed_buffer_size_bytes,
+        packed_num_buffers=init_info.packed_num_buffers,
+    )
+    return nccl_common.worker_init_payload(worker)
+
+
+def plain_handle(handle: tuple[Any, ...]) -> list[Any]:
+    """`torch.multiprocessing`'s arguments for one flat buffer of bytes, without the classes among them."""
+    (_, size, _, offset, _, dtype, *rest) = handle
+    if dtype != torch.uint8 or len(size) != 1:
+        raise ValueError(f"a shared buffer is bytes in one dimension, not {dtype} {tuple(size)}")
+    return [int(size[0]), int(offset), *rest]
+
+
+def init_info(recipient: Recipient, source: Source) -> TrainerInitInfo:
+    """The trainer's settings of a transfer, in vLLM's words."""
+    largest = max(tensor.nbytes for tensor in source.layout.values())
+    buffer = max(CHUNK_BYTES, largest)
+    if recipient.transfer == "ipc":
+        return IpcInit(rank=0, packed=True, packed_buffer_size_bytes=buffer)
+    processes = 1 + recipient.processes
+    return NcclInit(
+        rank=0,
+        master_address="",
+        master_port=0,
+        world_size=processes,
+        packed=True,
+        packed_buffer_size_bytes=buffer,
+    )
+
+
+def make(recipient: Recipient, link: WeightLink, source: Source) -> Any:
+    """A sender that has met the engine."""
+    weights: Any = source
+    return WeightTransferTrainerFactory.trainer_init(init_info(recipient, source), client=link, source=weights)
+
+
+for _name, _sender in ((IPC, IpcSender), (NCCL, NcclSender)):
+    if _name not in WeightTransferTrainerFactory._registry:
+        WeightTransferTrainerFactory.register_engine(_name, _sender)
