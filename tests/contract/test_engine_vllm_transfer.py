@@ -1,4 +1,4 @@
-"""All weights of a version, sent to a real vLLM by a trainer's end: files here, vLLM's own classes for what needs CUDA."""
+"""All weights of a version, sent to a real vLLM: by files here; of `ipc` and `nccl`, what vLLM's classes check."""
 
 from __future__ import annotations
 
