@@ -28,7 +28,7 @@ DEV_STAMP := $(VENV)/.installed-dev
 PINS := pyproject.toml constraints.txt
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input -c constraints.txt
 
-.PHONY: help setup demo test test-all check sim chaos figures oldest smollm2 gpu-learner wheel-demo docs-config docs fmt clean
+.PHONY: help setup demo test test-all check sim chaos figures oldest smollm2 gpu-learner gpu-vllm wheel-demo docs-config docs fmt clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1	/'
@@ -73,6 +73,9 @@ smollm2: $(RUN_STAMP)  ## write SmolLM2-135M-Instruct into models/, for examples
 # Nothing is installed: a machine with CUDA, torch and transformers may have no package index (docs/gpu.md).
 gpu-learner:  ## the learner measured on a GPU, written to docs/gpu_learner.json
 	@$(or $(PYTHON),$(wildcard $(BIN)/python),python3) -m benchmarks.gpu_learner
+
+gpu-vllm:  ## vLLM beside its trainer measured on a GPU, written to docs/gpu_vllm.json
+	@$(or $(PYTHON),$(wildcard $(BIN)/python),python3) -m benchmarks.gpu_vllm
 
 wheel-demo: $(DEV_STAMP)  ## build wheel and sdist, install the wheel into an empty environment, run the demo there
 	@$(BIN)/python -m benchmarks.installation wheel-demo

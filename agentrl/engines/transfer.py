@@ -123,6 +123,7 @@ class Inbox:
 
     def __init__(self) -> None:
         self._address = ""
+        self._server: asyncio.Server | None = None
         self._tell: Callable[[int, PolicyVersion, str], None] = lambda number, version, address: None
         self._numbers = itertools.count(1)
         self._waiting: dict[int, tuple[PolicyVersion, asyncio.Future[Delivery | None]]] = {}
@@ -134,8 +135,14 @@ class Inbox:
             address: in a directory that only this user can enter.
             tell: passes a question on to the engine's owner: its number, the version, the address.
         """
-        await asyncio.start_unix_server(self._receive, address)
+        self._server = await asyncio.start_unix_server(self._receive, address)
         self._address, self._tell = address, tell
+
+    def close(self) -> None:
+        """Take nothing more."""
+        self._address = ""
+        if self._server is not None:
+            self._server.close()
 
     async def ask(self, version: PolicyVersion) -> Delivery | None:
         """The delivery of a version; None: nobody sends it."""

@@ -151,6 +151,10 @@ def test_sent_weights_that_are_others_are_found_by_their_canary(
 # --- what needs CUDA, as far as vLLM's own classes check it here ------------------------------------------------------
 
 
+IN_SUITE = pytest.mark.usefixtures("make_vllm")
+"""They import vLLM, which the process of other tests is to be without."""
+
+
 class Listens(WeightLink):
     """A link that keeps what is asked."""
 
@@ -168,6 +172,7 @@ SHARED = (torch.Tensor, torch.Size([64]), (1,), 0, torch.storage.TypedStorage, t
 HANDLE = (0, b"memory handle", 64, 0, False, b"counter", 8, b"event", True)
 
 
+@IN_SUITE
 def test_shared_memory_is_described_as_vllm_takes_it_without_a_class_on_the_way() -> None:
     from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferUpdateInfo
 
@@ -195,6 +200,7 @@ def test_shared_memory_is_described_as_vllm_takes_it_without_a_class_on_the_way(
         senders.plain_handle((torch.Tensor, torch.Size([2, 2]), (2, 1), 0, None, torch.uint8, *HANDLE))
 
 
+@IN_SUITE
 def test_broadcasts_are_met_by_an_id_and_no_port() -> None:
     from vllm.distributed.weight_transfer.nccl_common import NCCLWeightTransferInitInfo
     from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferUpdateInfo
@@ -222,6 +228,7 @@ def test_broadcasts_are_met_by_an_id_and_no_port() -> None:
     }
 
 
+@IN_SUITE
 def test_one_backend_takes_files_and_what_vllm_s_own_take() -> None:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory, WeightTransferTrainerFactory
 

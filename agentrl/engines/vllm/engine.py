@@ -450,6 +450,7 @@ class VllmEngine(ModelEngine[VllmVersion]):
         self._closed = True
         for call in self._calls.values():
             self._abort(call.name)
+        self.inbox.close()
         self.versions.close()
         self._llm.shutdown()
 

@@ -1,0 +1,184 @@
+"""All weights of a version, from a trainer's ranks to an engine that asked for them, without an engine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from agentrl.core.errors import TrainerError
+from agentrl.core.records import PolicyVersion
+from agentrl.engines import transfer, wire
+from agentrl.engines.transfer import Ask, Delivery, Inbox, Offer, Outbox, Recipient, Source
+from agentrl.learn.ranks import OneRank, Ranks
+from agentrl.learn.trainer import PolicyTrainer
+from tests.learn_cases import run_config
+from tests.rank_processes import on_ranks
+
+MODEL = "environments/frozen_lake/model"
+VERSION = PolicyVersion("policy", 0, 0)
+
+
+class Engine:
+    """The engine's end in a thread: takes a version into a directory, as vLLM's backend does."""
+
+    def __init__(self, directory: Path) -> None:
+        self.address = str(directory / "weights")
+        self.received: dict[str, Tensor] = {}
+        self.asked: list[str] = []
+        self.offer: Offer | None = None
+        self.refused = ""
+        self._directory = directory
+        self._listens = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._take()))
+
+    def __enter__(self) -> Engine:
+        self._thread.start()
+        self._listens.wait()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._thread.join(60)
+
+    async def _take(self) -> None:
+        inbox = Inbox()
+        await inbox.listen(self.address, lambda number, version, address: self._listens.set())
+        async with asyncio.timeout(50):
+            delivery = await inbox.ask(VERSION)
+        assert delivery is not None
+        self.offer = delivery.offer
+        delivery.answer(error=self.refused, directory=str(self._directory))
+        with contextlib.suppress(transfer.DeliveryError):
+            while True:
+                self._do(delivery, await delivery.asked())
+        delivery.close()
+        inbox.close()
+
+    def _do(self, delivery: Delivery, asked: Ask) -> None:
+        self.asked.append(asked.method)
+        if asked.method == "update":
+            self.received |= load_file(asked.info["path"])
+        delivery.answer()
+
+
+def recipient(address: str) -> Recipient:
+    return Recipient(address=address, transfer="file", processes=1)
+
+
+def source(tensors: dict[str, Tensor]) -> Source:
+    return Source({name: tensor.to("meta") for name, tensor in tensors.items()}, iter(tensors.items()))
+
+
+def test_tensors_arrive_in_files_that_are_written_before_the_engine_stands_still(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfer, "CHUNK_BYTES", 100)
+    tensors = {f"layer.{each}": torch.randn(3, 4).bfloat16() for each in range(9)}
+    seen: list[str] = []
+
+    def passed() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in tensors.items():
+            seen.extend(engine.asked)
+            yield name, tensor
+
+    with Engine(tmp_path) as engine:
+        Outbox().send(Source(tensors, passed()), VERSION, recipient(engine.address))
+    assert seen == [], "the engine was asked nothing before all was there"
+    assert engine.asked == ["start", "update", "update", "update", "finish"]
+    assert all(torch.equal(engine.received[name], tensor) for name, tensor in tensors.items())
+    assert engine.offer is not None
+    assert {name: (each.dtype, each.shape) for name, each in engine.offer.tensors().items()} == {
+        name: (each.dtype, each.shape) for name, each in tensors.items()
+    }
+
+
+def test_an_engine_that_refuses_is_heard_and_one_that_is_gone_is_named(tmp_path: Path) -> None:
+    tensors = {"a": torch.zeros(2)}
+    with Engine(tmp_path) as engine:
+        engine.refused = "it is another model"
+        with pytest.raises(TrainerError, match="did not take the weights: it is another model"):
+            Outbox().send(source(tensors), VERSION, recipient(engine.address))
+    with pytest.raises(TrainerError, match=r"no engine takes weights at .*/gone"):
+        Outbox().send(source(tensors), VERSION, recipient(str(tmp_path / "gone")))
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"\x00" * 40,
+        wire.frame(Ask(method="start", info={})),
+        wire.frame(Offer(version=VERSION._replace(step=9), names=[], dtype_names=[], shapes=[])),
+    ],
+)
+def test_who_offers_something_else_is_disconnected(tmp_path: Path, said: bytes) -> None:
+    async def main() -> None:
+        inbox = Inbox()
+        numbers: list[int] = []
+        await inbox.listen(str(tmp_path / "weights"), lambda number, version, address: numbers.append(number))
+        asking = asyncio.ensure_future(inbox.ask(VERSION))
+        reader, writer = await asyncio.open_unix_connection(tmp_path / "weights")
+        writer.write(said)
+        writer.write_eof()
+        assert await reader.read() == b""
+        writer.close()
+        assert not asking.done()
+        inbox.not_sent(numbers[0])
+        assert await asking is None
+        inbox.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "shapes"), [(["float99"], [[1]]), (["float32"], []), (["nn"], [[1]]), (["float32"], [[-1]])]
+)
+def test_an_offer_of_no_tensors_is_refused(dtypes: list[str], shapes: list[list[int]]) -> None:
+    with pytest.raises((ValueError, RuntimeError)):
+        Offer(version=VERSION, names=["a"], dtype_names=dtypes, shapes=shapes).tensors()
+
+
+def sent(ranks: Ranks, model: str, directory: str, address: str, sharding: str) -> list[str]:
+    """Publish, send what was published, then fail to send another version; the messages of the failures."""
+    config = run_config(Path(model), sharding=sharding, workers=ranks.size)
+    trainer = PolicyTrainer(config, Path(directory), ranks=ranks, read=lambda units: [])
+    trainer.start(None)
+    trainer.publish("policy", VERSION)
+    trainer.send(VERSION, recipient(address))
+    errors = []
+    for version in (VERSION._replace(step=1), VERSION):  # the engine is gone
+        with pytest.raises(TrainerError) as found:
+            trainer.send(version, recipient(f"{address}-gone"))
+        errors.append(str(found.value))
+    return errors
+
+
+def check_sent(engine: Engine, directory: Path, errors: Sequence[Sequence[str]]) -> None:
+    published = load_file(directory / "versions/policy/0.0/model.safetensors")
+    assert engine.received.keys() == published.keys()
+    assert all(torch.equal(engine.received[name], tensor) for name, tensor in published.items())
+    for moved, gone in errors:
+        assert "policy@0.1 is not sent" in moved
+        assert "no engine takes weights" in gone
+
+
+def test_a_trainer_sends_what_it_published_and_nothing_else(repository: Path, tmp_path: Path) -> None:
+    with Engine(tmp_path) as engine:
+        errors = sent(OneRank(), str(repository / MODEL), str(tmp_path), engine.address, "none")
+    check_sent(engine, tmp_path, [errors])
+
+
+@pytest.mark.slow
+def test_ranks_that_hold_a_part_each_send_together(repository: Path, tmp_path: Path) -> None:
+    """Each tensor is gathered by both ranks; rank 0 sends it. Both hear of a failure."""
+    arguments: list[Any] = [str(repository / MODEL), str(tmp_path)]
+    with Engine(tmp_path) as engine:
+        errors = on_ranks(2, "tests.unit.test_weight_transfer:sent", *arguments, engine.address, "full")
+    check_sent(engine, tmp_path, errors)
