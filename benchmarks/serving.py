@@ -1,6 +1,6 @@
 """vLLM as people run it: which GPUs it gets, which arguments it takes, and weights that arrive.
 
-    python -m benchmarks.serving [--part plans|arguments|weights]
+    python -m benchmarks.serving [--part plans|arguments|weights|smollm2]
 
 `plans_right`: 1 where of twelve combinations of ranks, replicas, tensor parallelism and placement over described GPUs
 each process gets its GPUs, none twice (but by a rank and an engine that share it) and none is missing.
@@ -14,6 +14,10 @@ its trainer, after it, and again beside it; without the plan's share it refuses 
 before it find before a token leaves. `full_update_equal`: 1 where 24 greedy tokens after an update of all weights are
 those of a vLLM started on these weights, and no log-probability differs by more than 1e-4. What an update costs is
 measured by `python -m benchmarks.weight_sync`.
+
+`reward_gap_vllm`: how far the held-out reward of examples/08_smollm2.toml in bfloat16 on vLLM ends from that on the
+embedded engine after as many steps, seed 0; `reward_end_*`, `tokens_per_s_*`: both, and trained tokens per second. It needs
+`make smollm2`, and takes half an hour, so a quick benchmark trains neither.
 """
 
 from __future__ import annotations
@@ -27,6 +31,7 @@ NAMES = (
     *("plans_right", "starts_either_order"),
     *("arguments_passed", "refused_with_reason"),
     *("faults_caught", "full_update_equal"),
+    *("reward_gap_vllm", "reward_end_vllm", "reward_end_embedded", "tokens_per_s_vllm", "tokens_per_s_embedded"),
 )
 
 

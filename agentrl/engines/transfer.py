@@ -310,9 +310,9 @@ class WeightLink:
 class FileSender:
     """Sends weights by files, written before the engine stands still."""
 
-    def __init__(self, link: WeightLink) -> None:
+    def __init__(self, recipient: Recipient, link: WeightLink, source: Source) -> None:
         self.link = link
-        self.source: Any = None
+        self.source = source
 
     def send_weights(self) -> None:
         """See vLLM's `TrainerWeightTransferEngine`."""
@@ -343,9 +343,14 @@ class FileSender:
 
 
 class Outbox:
-    """The senders of rank 0: one for each engine, since `ipc` and `nccl` meet an engine once."""
+    """The senders of rank 0: one for each engine, since `ipc` and `nccl` meet an engine once.
 
-    def __init__(self) -> None:
+    Args:
+        make: makes the sender of an engine, on the rank's device.
+    """
+
+    def __init__(self, make: Callable[[Recipient, WeightLink, Source], Any]) -> None:
+        self._make = make
         self._senders: dict[str, tuple[WeightLink, Any]] = {}
         """By the engine's address."""
 
@@ -360,7 +365,7 @@ class Outbox:
         link, sender = self._senders.pop(recipient.address, (WeightLink(), None))
         try:
             link.offer(recipient.address, source.offer(version))
-            sender = sender or _made(recipient, link, source)
+            sender = sender or self._make(recipient, link, source)
             sender.source = source
             sender.send_weights()
             self._senders[recipient.address] = (link, sender)
@@ -370,12 +375,3 @@ class Outbox:
             raise
         finally:
             link.close()
-
-
-def _made(recipient: Recipient, link: WeightLink, source: Source) -> Any:
-    """The sender of an engine's transfer, on this rank's device."""
-    if recipient.transfer == "file":
-        return FileSender(link)
-    from agentrl.engines.vllm.senders import make
-
-    return make(recipient, link, source)

@@ -36,6 +36,7 @@ from agentrl.core.files import WEIGHT_FILES, remedy, rename_durably, sha256_of, 
 from agentrl.core.ids import key64
 from agentrl.core.records import PolicyVersion, StepReport, TrainingSample, WeightsRef
 from agentrl.engines.models import dtype_name
+from agentrl.engines.transfer import FileSender, Outbox, Recipient, Source, WeightLink
 from agentrl.engines.versions import Canary
 from agentrl.learn.packing import pack
 from agentrl.learn.ranks import gathered, local, own_rows, to_the_end
@@ -217,6 +218,7 @@ class Publisher:
     def __init__(self, run_directory: Path) -> None:
         """Versions go to `run_directory`/versions; configuration and tokenizer come from their base models."""
         self._root = run_directory / "versions"
+        self._outbox = Outbox(_sender)
 
     def publish(self, version: PolicyVersion, model: PolicyModel, canary: Canary | None = None) -> WeightsRef:
         """Write a version; the same weights under the same id again change nothing.
@@ -244,6 +246,20 @@ class Publisher:
                 ) from error
         digest = sha256_of(*(directory / each for each in WEIGHT_FILES[model.kind]))
         return WeightsRef(version=version, path=str(directory), kind=model.kind, sha256=digest)
+
+    def send(self, version: PolicyVersion, model: PolicyModel, recipient: Recipient) -> None:
+        """Send all weights of a version, which is published, to an engine; the other ranks do as in `publish`.
+
+        Raises:
+            TrainerError: the engine did not take them.
+        """
+        with to_the_end(model.published()) as tensors:
+            try:
+                self._outbox.send(Source(model.published_layout(), tensors), version, recipient)
+            except TrainerError:
+                raise
+            except Exception as error:  # vLLM's and nccl's own are of many kinds, and the other ranks wait
+                raise TrainerError(f"{version} was not sent: {type(error).__name__}: {error}") from error
 
     def _write(
         self,
@@ -285,6 +301,15 @@ class Publisher:
                 os.link(file, target)
             except OSError:  # a file system without hard links
                 shutil.copyfile(file, target)
+
+
+def _sender(recipient: Recipient, link: WeightLink, source: Source) -> Any:
+    """What sends all weights to an engine: vLLM's own where both have GPUs."""
+    if recipient.transfer == "file":
+        return FileSender(recipient, link, source)
+    from agentrl.engines.vllm.senders import make
+
+    return make(recipient, link, source)
 
 
 def _state_dtype(path: Path, dtype: torch.dtype) -> None:

@@ -34,7 +34,7 @@ from agentrl.core.errors import ConfigError, NonFiniteError, StorageError, Train
 from agentrl.core.functions import FunctionCode
 from agentrl.core.records import PolicyVersion, StepReport, TrainBatch, TrainingSample, Trajectory, Unit, WeightsRef
 from agentrl.credit.samples import ReadUnits, read_samples
-from agentrl.engines.transfer import Outbox, Recipient, Source
+from agentrl.engines.transfer import Recipient
 from agentrl.journal.reader import EpisodeKey, TurnReader
 from agentrl.journal.rows import trajectories
 from agentrl.learn.columns import MergedColumns, StepColumns
@@ -44,7 +44,7 @@ from agentrl.learn.losses import SUMS, loss_metrics, make_loss, measure
 from agentrl.learn.memory import shard_count
 from agentrl.learn.models import PolicyModel, load_models, load_references
 from agentrl.learn.packing import MicroBatch, pack
-from agentrl.learn.ranks import OneRank, Ranks, balanced_shares, equal_shares, from_first, to_the_end, whole
+from agentrl.learn.ranks import OneRank, Ranks, balanced_shares, equal_shares, from_first, whole
 from agentrl.learn.storage import CanaryMaker, LearnerState, Publisher, load_checkpoint, save_checkpoint, writing
 
 P = ParamSpec("P")
@@ -165,7 +165,6 @@ class PolicyTrainer:
         self._read = read if read is not None else journal_reader(run_directory)
         self._loss = make_loss(config.trainer, loss)
         self._publisher = Publisher(run_directory)
-        self._outbox = Outbox()
         self._publishes = publishes
         self._canaries: dict[Path, CanaryMaker] = {}
         """By base model; empty where nothing is published."""
@@ -600,22 +599,12 @@ class PolicyTrainer:
 
         def deliver() -> bytes:
             if self._ranks.rank == 0:
-                self._deliver(learner.model, version, recipient)
+                self._publisher.send(version, learner.model, recipient)
             elif learner.model.sharded:
                 deque(learner.model.published(), maxlen=0)
             return b""
 
         from_first(self._ranks, deliver)
-
-    def _deliver(self, model: PolicyModel, version: PolicyVersion, recipient: Recipient) -> None:
-        """Send as rank 0. The engine's other transfers are over by now: it takes one at a time."""
-        with to_the_end(model.published()) as tensors:
-            try:
-                self._outbox.send(Source(model.published_layout(), tensors), version, recipient)
-            except TrainerError:
-                raise
-            except Exception as error:  # vLLM's and nccl's own are of many kinds, and the other ranks wait
-                raise TrainerError(f"{version} was not sent: {type(error).__name__}: {error}") from error
 
     def discard(self, policy: str) -> None:
         """Forget the gradient accumulated for the policy's next step."""

@@ -14,7 +14,7 @@ import torch
 from agentrl.core.errors import EngineError, TrainerError
 from agentrl.core.records import PolicyVersion
 from agentrl.engines import transfer
-from agentrl.engines.transfer import Outbox, Recipient, Source, WeightLink
+from agentrl.engines.transfer import FileSender, Outbox, Recipient, Source, WeightLink
 from tests.contract.engine_kinds import ModelZoo, canary_of, check_logprobs, prompt, request, version, write_full
 from tests.contract.test_engine_vllm_full import in_flight, steps, tensors_of
 from tests.contract.vllm_suite import MakeVllm
@@ -24,7 +24,7 @@ class TrainerEnd:
     """Sends tensors to an engine that asks for them, in a thread, as rank 0 does."""
 
     def __init__(self, engine: Any, path: Path) -> None:
-        self.outbox = Outbox()
+        self.outbox = Outbox(FileSender)
         self.tensors: Mapping[str, torch.Tensor] = {}
         self.passes: Callable[[Iterator[Any]], Iterator[Any]] = iter
         self.errors: list[str] = []
@@ -84,7 +84,7 @@ def shapes_of_another(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Te
     return {name: torch.zeros(3) for name in tensors}
 
 
-class LeavesInTheMiddle(transfer.FileSender):
+class LeavesInTheMiddle(FileSender):
     def send_weights(self) -> None:
         files = list(self._written())
         self.link.start_weight_update()
@@ -105,16 +105,12 @@ def test_what_a_trainer_cannot_send_is_loaded_from_its_file(
         for step in range(1, 5):
             tensors = trainer.tensors = tensors_of(zoo, step)
             trainer.passes = cut if step == 1 else iter
-            with monkeypatch.context() as patch:
-                if step == 2:
-                    patch.setattr(transfer, "FileSender", LeavesInTheMiddle)
-                    trainer.outbox = Outbox()
-                if step == 3:
-                    trainer.tensors = shapes_of_another(tensors)
-                if step == 4:
-                    trainer.outbox = Outbox()
-                    trainer.passes = lambda all_of_them: iter([next(all_of_them)])
-                await engine.serve([write_full(tmp_path / str(step), version(step), tensors)])
+            trainer.outbox = Outbox(LeavesInTheMiddle if step == 2 else FileSender)
+            if step == 3:
+                trainer.tensors = shapes_of_another(tensors)
+            if step == 4:
+                trainer.passes = lambda all_of_them: iter([next(all_of_them)])
+            await engine.serve([write_full(tmp_path / str(step), version(step), tensors)])
             completion = await engine.open(f"s{step}", "solver").generate(request(f"r{step}", context))
             assert steps(completion) == [step]
             check_logprobs(zoo.load(seed=step), context, completion)

@@ -232,6 +232,8 @@ def test_both_bases_are_sharded_over_the_same_ranks(repository: Path, tmp_path: 
 
 @needs_vllm
 @pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_each_base_has_a_vllm_of_its_own_that_is_restarted_and_resumed(repository: Path, tmp_path: Path) -> None:
     made: list[EnginePerBase] = []
 

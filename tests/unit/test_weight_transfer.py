@@ -17,7 +17,7 @@ from torch import Tensor
 from agentrl.core.errors import TrainerError
 from agentrl.core.records import PolicyVersion
 from agentrl.engines import transfer, wire
-from agentrl.engines.transfer import Ask, Delivery, Inbox, Offer, Outbox, Recipient, Source
+from agentrl.engines.transfer import Ask, Delivery, FileSender, Inbox, Offer, Outbox, Recipient, Source
 from agentrl.learn.ranks import OneRank, Ranks
 from agentrl.learn.trainer import PolicyTrainer
 from tests.learn_cases import run_config
@@ -90,7 +90,7 @@ def test_tensors_arrive_in_files_that_are_written_before_the_engine_stands_still
             yield name, tensor
 
     with Engine(tmp_path) as engine:
-        Outbox().send(Source(tensors, passed()), VERSION, recipient(engine.address))
+        Outbox(FileSender).send(Source(tensors, passed()), VERSION, recipient(engine.address))
     assert seen == [], "the engine was asked nothing before all was there"
     assert engine.asked == ["start", "update", "update", "update", "finish"]
     assert all(torch.equal(engine.received[name], tensor) for name, tensor in tensors.items())
@@ -105,9 +105,9 @@ def test_an_engine_that_refuses_is_heard_and_one_that_is_gone_is_named(tmp_path:
     with Engine(tmp_path) as engine:
         engine.refused = "it is another model"
         with pytest.raises(TrainerError, match="did not take the weights: it is another model"):
-            Outbox().send(source(tensors), VERSION, recipient(engine.address))
+            Outbox(FileSender).send(source(tensors), VERSION, recipient(engine.address))
     with pytest.raises(TrainerError, match=r"no engine takes weights at .*/gone"):
-        Outbox().send(source(tensors), VERSION, recipient(str(tmp_path / "gone")))
+        Outbox(FileSender).send(source(tensors), VERSION, recipient(str(tmp_path / "gone")))
 
 
 @pytest.mark.parametrize(
