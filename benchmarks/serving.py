@@ -16,8 +16,8 @@ those of a vLLM started on these weights, and no log-probability differs by more
 measured by `python -m benchmarks.weight_sync`.
 
 `reward_gap_vllm`: how far the held-out reward of examples/08_smollm2.toml in bfloat16 on vLLM ends from that on the
-embedded engine after as many steps, seed 0; `reward_end_*`, `tokens_per_s_*`: both, and trained tokens per second. It needs
-`make smollm2`, and takes half an hour, so a quick benchmark trains neither.
+embedded engine after as many steps, seed 0; `reward_end_*`, `tokens_per_s_*`: both, and trained tokens per second.
+It needs `make smollm2`, and takes half an hour, so a quick benchmark trains neither.
 """
 
 from __future__ import annotations

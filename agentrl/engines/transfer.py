@@ -275,8 +275,8 @@ class WeightLink:
         """See vLLM's `VLLMWeightSyncClient`."""
         self._asked(Ask(method="update", info=update_info))
 
-    def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """See vLLM's `VLLMWeightSyncClient`; the engine knows the version."""
+    def finish_weight_update(self) -> None:
+        """See vLLM's `VLLMWeightSyncClient`; the engine knows the version's label."""
         self._asked(Ask(method="finish", info={}))
 
     def close(self) -> None:
