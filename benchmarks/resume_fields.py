@@ -105,6 +105,7 @@ CHANGED: dict[str, Any] = {
     "sampling.min_p": 0.1,
     "credit.group_size": 2,
     "credit.turn_credit": "to_go",
+    "credit.reward_weights": {"reward": 0.5},
     "credit.advantage": "group_mean",
     "credit.advantage_options": {"k": 2},
     "trainer.loss.name": "ppo",

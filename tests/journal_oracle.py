@@ -89,7 +89,7 @@ class Recorded:
         self.digest = hashlib.blake2b(digest_size=16)
         self.kinds: Counter[str] = Counter()
         self.turns: list[Turn] = []
-        self.rewards: list[tuple[str, int, float, int | None]] = []
+        self.rewards: list[tuple[str, int, float, int | None, str, float]] = []
 
     def sampled_by(self, seat: str, index: int) -> set[Version]:
         """The versions that an agent's tokens name."""
@@ -254,7 +254,7 @@ class _Judge:
                 if content[0] == "turn":
                     self.read_turn(own, content, where)
                 elif content[0] == "reward":
-                    own.rewards.append((content[1], content[2], content[3], content[4]))
+                    own.rewards.append((*content[1:5], *(content[5:] or ("reward", 1.0))))
 
     def read_turn(self, own: Recorded, body: list[Any], where: str) -> None:
         seat, index, policy, row, number, context, sampled, logprobs = body[1:9]
@@ -328,19 +328,34 @@ class _Judge:
                 (own.kinds["cancel"] or own.kinds["limit"]) and told <= oldest
             ):  # a call that was cut counts too
                 self.say("entries", f"{key}: {agent} has oldest weights {told}, and its spans {oldest}")
-            given = [(value, turn) for seat, index, value, turn in own.rewards if (seat, index) == agent]
-            reward = math.fsum(value for value, _ in given) if given else None
-            if row["reward"] != reward:
-                self.say("reward", f"{key}: {agent} was given {reward}, and {row['reward']} is in `trajectories`")
-            by_turn: dict[int, float] = {}
-            for value, turn in given:
-                if turn is not None:
-                    by_turn[turn] = by_turn.get(turn, 0.0) + value
-            if dict(map(tuple, json.loads(row["turn_rewards"] or "[]"))) != by_turn:
-                self.say("reward", f"{key}: {agent} has turn rewards {row['turn_rewards']}, and was given {by_turn}")
+            self.judge_rewards(key, agent, row, [given[2:] for given in own.rewards if given[:2] == agent])
         rewards = [row["reward"] for row in rows if row["reward"] is not None]
         if episode["reward"] != (sum(rewards) if rewards else None):
             self.say("reward", f"{key}: {episode['reward']} in `episodes`, and its agents have {rewards}")
+
+    def judge_rewards(
+        self,
+        key: Attempt,
+        agent: tuple[str, int],
+        row: Row,
+        own_rewards: Sequence[tuple[float, int | None, str, float]],
+    ) -> None:
+        given = [(value * weight, turn) for value, turn, _, weight in own_rewards]
+        by_name: dict[str, float] = {}
+        for value, _, name, _ in own_rewards:
+            by_name[name] = by_name.get(name, 0.0) + value
+        named = sorted(by_name.items()) if by_name.keys() - {"reward"} else []
+        if json.loads(row["named_rewards"] or "[]") != [list(each) for each in named]:
+            self.say("reward", f"{key}: {agent} has {row['named_rewards']} by name, and was given {named}")
+        reward = math.fsum(value for value, _ in given) if given else None
+        if row["reward"] != reward:
+            self.say("reward", f"{key}: {agent} was given {reward}, and {row['reward']} is in `trajectories`")
+        by_turn: dict[int, float] = {}
+        for value, turn in given:
+            if turn is not None:
+                by_turn[turn] = by_turn.get(turn, 0.0) + value
+        if dict(map(tuple, json.loads(row["turn_rewards"] or "[]"))) != by_turn:
+            self.say("reward", f"{key}: {agent} has turn rewards {row['turn_rewards']}, and was given {by_turn}")
 
     def judge_rows(self, key: Attempt, agent: tuple[str, int], turns: Sequence[Turn]) -> None:
         lengths: dict[int, int] = defaultdict(int)

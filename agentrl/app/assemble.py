@@ -224,7 +224,13 @@ def _release(config: RunConfig, parts: Parts) -> ReleasePolicy:
             return WholeGroups(trainable, function, to_go=credit.turn_credit == "to_go")
         # The order of ends, and so what had ended when a group was admitted, is no part of a deterministic run.
         history = None if config.deterministic else parts.resume_state.history
-        return WholeGroups(trainable, estimator, to_go=credit.turn_credit == "to_go", history=history)
+        return WholeGroups(
+            trainable,
+            estimator,
+            to_go=credit.turn_credit == "to_go",
+            history=history,
+            weights=credit.reward_weights,
+        )
     return FirstFinishers(
         trainable,
         ReleaseRule() if credit.release == "late" else ReleaseRule(share=0.0),
@@ -245,7 +251,7 @@ def _step_advantages(config: RunConfig) -> StepAdvantages | None:
     estimator = _estimator(config)
     if estimator is None or estimator.mark.over != "step":
         return None
-    return StepAdvantages(estimator, group_size=config.credit.group_size)
+    return StepAdvantages(estimator, group_size=config.credit.group_size, weights=config.credit.reward_weights)
 
 
 def _roles(config: RunConfig, means: Mapping[Role, Mean]) -> RoleMeans | None:

@@ -196,6 +196,7 @@ def rollout_settings(config: RunConfig, chat_format: ChatFormat, max_context: in
         episode_timeout_s=config.episode_timeout_s,
         max_staleness={name: policy.max_staleness for name, policy in config.trained.items()},
         on_code_change=config.environment.on_code_change,
+        reward_weights=config.credit.reward_weights,
     )
 
 

@@ -201,6 +201,10 @@ class CreditConfig(Section):
     docs/algorithms.md."""
     advantage_options: Free[dict[str, Any]] = {}
     """Arguments of the function, such as `{ k = 4 }`."""
+    reward_weights: WaveFixed[dict[str, Annotated[float, Field(allow_inf_nan=False)]]] = {}
+    """The weight of each reward of `agent.reward(x, name=…)` in the agent's reward, such as
+    `{ correct = 1.0, format = 0.2 }`; empty: each counts 1. Of several names, each needs one. On a resume, rewards that
+    were given keep the weight of then."""
     release: Fixed[Literal["group", "episode", "late"]] = "group"
     """When a group's episodes may be trained. `group`: once all of them have ended. `late`: the first half together,
     every later one when it ends, with its full reward and the same first half as baseline. `episode`: each when it
@@ -220,7 +224,7 @@ LOSSES = (
 """Names of the built-in losses (`learn.losses`)."""
 ADVANTAGES = (
     *("leave_one_out", "group_mean", "group_std", "role_mean", "none"),
-    *("max_rl", "pass_at_k", "reinforce_plus_plus", "reinforce_plus_plus_baseline"),
+    *("max_rl", "pass_at_k", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gdpo"),
 )
 """Names of the built-in advantage estimators (`credit.advantages`)."""
 
@@ -607,8 +611,22 @@ def _check_functions(config: RunConfig) -> None:
             )
 
 
+def _check_reward_weights(weights: Mapping[str, float]) -> None:
+    """Check that weights do not cancel: equal rewards of all names must be worth more than none."""
+    told = ", ".join(f"{name} = {weight:g}" for name, weight in weights.items())
+    for name in weights:
+        if not (name.isascii() and name.isidentifier()):
+            raise ValueError(f"credit.reward_weights: {name!r} is no name of a reward")
+    if weights and math.fsum(weights.values()) <= 0:
+        raise ValueError(
+            f"credit.reward_weights: {told}: they sum to {math.fsum(weights.values()):g}, so that more of every reward "
+            "earns nothing, or less. Give a penalty as a negative reward with a positive weight"
+        )
+
+
 def _check_credit(config: RunConfig) -> None:
     credit = config.credit
+    _check_reward_weights(credit.reward_weights)
     if credit.advantage_options and credit.advantage in ADVANTAGES[:5]:
         raise ValueError(
             f"credit.advantage_options: credit.advantage = {credit.advantage!r} has no options; leave it out"

@@ -209,6 +209,10 @@ class Turn:
         return self.message.tool_calls
 
 
+REWARD = "reward"
+"""The name of rewards that are given without one."""
+
+
 # --- episodes ---------------------------------------------------------------------------------------------------------
 
 
@@ -305,7 +309,7 @@ class Trajectory:
     policy: str
     rows: tuple[Row, ...]
     reward: float | None
-    """The sum of the agent's rewards; None if it received none."""
+    """The weighted sum of the agent's rewards; None if it received none."""
     turn_rewards: Mapping[int, float] = field(default_factory=dict)
 
 
@@ -324,6 +328,8 @@ class TrajectoryHeader:
     lineage: int
     turn_rewards: tuple[tuple[int, float], ...] = ()
     """The part of `reward` that was given for single turns: (turn, reward), in order."""
+    named_rewards: tuple[tuple[str, float], ...] = ()
+    """The sum that was given under each name, before its weight, in order of names; empty where none was named."""
 
 
 class DataLocation(NamedTuple):
@@ -521,6 +527,8 @@ class TrajectoryCredit:
     later turns."""
     baseline: float
     turn_advantages: tuple[float, ...] = ()
+    named_rewards: tuple[tuple[str, float], ...] = ()
+    """See `TrajectoryHeader.named_rewards`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

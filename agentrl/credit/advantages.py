@@ -19,13 +19,13 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
 
 from agentrl.core import ids
 from agentrl.core.errors import InputError
 from agentrl.core.functions import FunctionCode, Mark, check_options, find, mark_of
-from agentrl.core.records import Unit
+from agentrl.core.records import REWARD, Unit
 
 E = TypeVar("E", bound=Hashable)
 
@@ -117,6 +117,10 @@ class Group:
     """Id of each agent's episode. Agents of one episode share its outcome: neither is a baseline of the other."""
     turn_rewards: tuple[tuple[tuple[int, float], ...], ...] = ()
     """The part of each reward that was given for single turns: (turn, reward), in order."""
+    named_rewards: tuple[tuple[tuple[str, float], ...], ...] = ()
+    """What each agent was given under each name, before its weight: (name, reward); empty where none was named."""
+    weights: Mapping[str, float] = field(default_factory=dict)
+    """`credit.reward_weights`; a name that it lacks counts 1."""
     groups: tuple[str, ...] = ()
     """Id of each agent's group; of one group, all the same."""
     policy: str = ""
@@ -135,6 +139,21 @@ class Group:
     def has_signal(self) -> bool:
         """Whether there is something to compare: two episodes, and rewards that differ."""
         return not _alike(self.rewards, self.episodes)
+
+    def by_name(self) -> dict[str, tuple[float, ...]]:
+        """The rewards of each name, one per agent, before weights; 0 where an agent was given none of the name.
+
+        Example:
+            >>> Group(rewards=(1.5, 0.5), episodes=("a", "b"), named_rewards=((("format", 0.5), ("right", 1.0)), ()))\
+            ... .by_name()
+            {'format': (0.5, 0.0), 'reward': (0.0, 0.5), 'right': (1.0, 0.0)}
+        """
+        given = [
+            dict(named) or {REWARD: reward}
+            for named, reward in zip(self.named_rewards or ((),) * len(self.rewards), self.rewards, strict=True)
+        ]
+        names = sorted({name for own in given for name in own})
+        return {name: tuple(own.get(name, 0.0) for own in given) for name in names}
 
 
 def max_rl(group: Group) -> list[float]:
@@ -193,10 +212,33 @@ def reinforce_plus_plus_baseline(group: Group) -> list[float]:
     return _standardised([r - means[name] for name, r in zip(group.groups, group.rewards, strict=True)])
 
 
-def _standardised(values: list[float]) -> list[float]:
+def gdpo(group: Group) -> list[float]:
+    """A_i = (S_i - mean(S)) / (std(S) + 1e-4), S_i = Σ_k w_k (r_ik - mean_k) / (std_k + 1e-4) (GDPO, arXiv:2601.05242).
+
+    mean_k and std_k are those of the rewards of name k in the agent's group, mean(S) and std(S) those over all units of
+    the step; std by n - 1. Each of several rewards is normalised on its own, so that one of large spread does not
+    drown the others, and combinations of rewards that sum to the same are told apart. w_k is `credit.reward_weights`.
+    """
+    total = [0.0] * len(group.rewards)
+    for name, rewards in group.by_name().items():
+        weight = group.weights.get(name, 1.0)
+        members: dict[str, list[int]] = defaultdict(list)
+        for at, own in enumerate(group.groups):
+            members[own].append(at)
+        for places in members.values():
+            scores = _standardised([rewards[at] for at in places], epsilon=1e-4, correction=1)
+            for at, score in zip(places, scores, strict=True):
+                total[at] += weight * score
+    return _standardised(total, epsilon=1e-4, correction=1)
+
+
+def _standardised(values: list[float], *, epsilon: float = 1e-8, correction: int = 0) -> list[float]:
+    """(v - mean) / (std + epsilon), std by n - `correction`; 0 where all are equal."""
+    if min(values) == max(values):
+        return [0.0] * len(values)
     mean = math.fsum(values) / len(values)
-    std = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / len(values))
-    return [(value - mean) / (std + 1e-8) for value in values]
+    std = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - correction))
+    return [(value - mean) / (std + epsilon) for value in values]
 
 
 AdvantageFunction = Callable[[Sequence[float], Sequence[Hashable]], list[Advantage]]
@@ -216,6 +258,7 @@ OF_GROUPS: dict[str, tuple[Callable[..., list[float]], Mark]] = {
     "pass_at_k": (pass_at_k, Mark("advantage")),
     "reinforce_plus_plus": (reinforce_plus_plus, Mark("advantage", over="step")),
     "reinforce_plus_plus_baseline": (reinforce_plus_plus_baseline, Mark("advantage", over="step")),
+    "gdpo": (gdpo, Mark("advantage", over="step")),
 }
 """Estimators that see a `Group`, as those of users do."""
 
@@ -283,11 +326,13 @@ class StepAdvantages:
     Args:
         estimator: marked with `over="step"`.
         group_size: of the run.
+        weights: of rewards by name.
     """
 
-    def __init__(self, estimator: Estimator, *, group_size: int) -> None:
+    def __init__(self, estimator: Estimator, *, group_size: int, weights: Mapping[str, float] | None = None) -> None:
         self._estimator = estimator
         self._group_size = group_size
+        self._weights = weights or {}
 
     def credited(self, policy: str, units: Sequence[tuple[str, Unit]]) -> list[Unit]:
         """The units of a step, in their order, each seat of each environment compared on its own.
@@ -305,6 +350,8 @@ class StepAdvantages:
             episodes = tuple(units[at][1].episode_id for at, _ in places)
             group = Group(
                 rewards=tuple(credits[at][number].reward for at, number in places),
+                named_rewards=tuple(credits[at][number].named_rewards for at, number in places),
+                weights=self._weights,
                 episodes=episodes,
                 groups=tuple(ids.group_of(episode, self._group_size) for episode in episodes),
                 policy=policy,

@@ -22,7 +22,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar, runtime_checkable
 
 from agentrl.core.errors import AgentRLError, EnvironmentDefinitionError, RewardError, error_words
-from agentrl.core.records import Message, PolicyVersion, Recollection, StopReason, Task, Turn
+from agentrl.core.records import REWARD, Message, PolicyVersion, Recollection, StopReason, Task, Turn
 
 if TYPE_CHECKING:
     import random
@@ -39,6 +39,8 @@ ResourceLevel = Literal["replay", "snapshot", "pinned"]
 
 LARGEST_REWARD = 1e6
 """A larger reward, positive or negative, is refused as a mistake."""
+
+LONGEST_REWARD_NAME = 64
 
 
 def system(content: str) -> Message:
@@ -156,14 +158,23 @@ class Agent(ABC):
         """Begin a new row: the next `act` starts from these messages instead of the conversation."""
 
     @abstractmethod
-    def reward(self, value: float, turn: int | None = None) -> None:
+    def reward(self, value: float | Mapping[str, float], turn: int | None = None, *, name: str = REWARD) -> None:
         """Add a reward for the episode or, with `turn` (counted from 0), for one turn. An agent's rewards add up.
+
+        Rewards of several names, such as `agent.reward({"correct": 1.0, "format": 0.5})`, are shown apart; what counts
+        is their sum, each times its weight in `credit.reward_weights` (1 where that is empty).
 
         By default every token of the agent is credited with the sum. With `credit.turn_credit = "to_go"`, the reward of
         a turn counts for the tokens of that turn and of the turns before it.
 
+        Args:
+            value: the reward, or rewards by name.
+            turn: the turn it is for; None: the episode.
+            name: its name.
+
         Raises:
-            RewardError: the value is not a finite real number, or the agent has no such turn yet.
+            RewardError: a value is not a finite real number, the agent has no such turn yet, or the name is none or has
+                no weight although others have.
         """
 
     @abstractmethod
@@ -483,6 +494,19 @@ def finite_reward(value: object, where: str) -> float:
             "since one such reward would decide the whole step: scale rewards to about 1"
         )
     return number
+
+
+def check_reward_name(name: object, where: str) -> None:
+    """Refuse what is no name of a reward.
+
+    Raises:
+        RewardError: it is no identifier of at most 64 characters.
+    """
+    if not isinstance(name, str) or not (name.isascii() and name.isidentifier()) or len(name) > LONGEST_REWARD_NAME:
+        raise RewardError(
+            f"{where}: {reprlib.repr(name)} is no name of a reward; give a Python identifier of at most "
+            f"{LONGEST_REWARD_NAME} characters, such as 'correct'"
+        )
 
 
 def valid_unicode(text: str) -> str:

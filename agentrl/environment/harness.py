@@ -107,8 +107,10 @@ class HarnessEnvironment(Environment):
         return await self._run_command(task, endpoint)
 
     @abstractmethod
-    def reward(self, task: Task, episode: HarnessEpisode) -> float | Mapping[str, float]:
-        """A finite number for every seat that acted, or one for each by name."""
+    def reward(
+        self, task: Task, episode: HarnessEpisode
+    ) -> float | Mapping[str, float] | Mapping[str, Mapping[str, float]]:
+        """A finite number for every seat that acted, or for each seat its number, or its numbers by name of reward."""
 
     # --- machinery --------------------------------------------------------------------------------------------------
 
@@ -157,7 +159,7 @@ class HarnessEnvironment(Environment):
                     reason="environment_error",
                 )
             turns = {seat: ctx.agent(seat).turns for seat in self.seats}
-            value: float | Mapping[str, float] | None = self.failed_reward
+            value: float | Mapping[str, Any] | None = self.failed_reward
             if error is None or limit is not None or value is None:
                 value = self.reward(
                     ctx.task,

@@ -16,6 +16,7 @@ from agentrl.core.clock import SystemClock
 from agentrl.core.errors import EnvironmentDefinitionError, error_words
 from agentrl.core.ids import stream, uuid4
 from agentrl.core.records import (
+    REWARD,
     Completion,
     Message,
     PolicyVersion,
@@ -38,6 +39,7 @@ from agentrl.environment.base import (
     Resource,
     ResourceLevel,
     ToolCallError,
+    check_reward_name,
     finite_reward,
 )
 
@@ -80,9 +82,11 @@ class PlainAgent(Agent):
         """Begin again from these messages."""
         self._messages, self._pending = [], messages
 
-    def reward(self, value: float, turn: int | None = None) -> None:
-        """Add to the agent's rewards."""
-        self.rewards.append(finite_reward(value, f"agent {self.seat!r}"))
+    def reward(self, value: float | Mapping[str, float], turn: int | None = None, *, name: str = REWARD) -> None:
+        """Add to the agent's rewards, each with weight 1."""
+        for each, given in (value if isinstance(value, Mapping) else {name: value}).items():
+            check_reward_name(each, f"agent {self.seat!r}")
+            self.rewards.append(finite_reward(given, f"agent {self.seat!r}"))
 
     def gate(self, accepted: bool, *, penalty: float) -> bool:
         """Add the penalty to the agent's rewards if `accepted` is False."""

@@ -261,8 +261,8 @@ class ToolEnvironment(Environment):
         return str(task.data["question"])
 
     @abstractmethod
-    def reward(self, task: Task, episode: ToolEpisode) -> float:
-        """A finite number for the whole episode."""
+    def reward(self, task: Task, episode: ToolEpisode) -> float | Mapping[str, float]:
+        """A finite number for the whole episode, or several by name, which `credit.reward_weights` weighs."""
 
     # --- machinery --------------------------------------------------------------------------------------------------
 

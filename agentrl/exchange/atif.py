@@ -155,7 +155,10 @@ def _extra(conversation: ConversationView) -> dict[str, Any]:
         "task": {"id": line.task, "data": conversation.task},
         "reward": line.reward,
         "rewards": {f"{each.seat}[{each.index}]": each.reward for each in conversation.agents},
-        "reward_parts": reward_components(conversation),
+        "reward_parts": {
+            agent: [(act.turn, act.value * act.weight) for act in given]
+            for agent, given in reward_components(conversation).items()
+        },
         "metrics": conversation.metrics,
         "acts": [act for act in conversation.acts if not isinstance(act, TurnAct | RewardAct | ToolAct)],
         "problems": conversation.problems,

@@ -49,6 +49,8 @@ class RewardPart(msgspec.Struct, frozen=True):
     turn: int | None
     """None: for the episode."""
     value: float
+    name: str
+    weight: float
 
 
 class Credit(msgspec.Struct, frozen=True):
@@ -183,7 +185,7 @@ def _agents(
     parts: dict[tuple[str, int], list[RewardPart]] = {}
     for act in view.acts:
         if isinstance(act, RewardAct):
-            parts.setdefault((act.seat, act.index), []).append(RewardPart(act.turn, act.value))
+            parts.setdefault((act.seat, act.index), []).append(RewardPart(act.turn, act.value, act.name, act.weight))
     known = {(agent.seat, agent.index): agent for agent in view.agents}
     turned = {(act.seat, act.index): act.policy for act in view.acts if isinstance(act, TurnAct)}
     credits = _credits(reader, view, problems)
@@ -195,7 +197,11 @@ def _agents(
                 seat=key[0],
                 index=key[1],
                 policy=line.policy if line is not None else turned.get(key) or view.summary.seats.get(key[0], ""),
-                reward=line.reward if line is not None else sum(part.value for part in given) if given else None,
+                reward=line.reward
+                if line is not None
+                else sum(part.value * part.weight for part in given)
+                if given
+                else None,
                 reward_parts=given,
                 credits=credits.get(key, []),
                 rows=rows.get(key, []),
@@ -376,6 +382,7 @@ def table_schema() -> Any:
 
     text, whole, number = pa.string(), pa.int64(), pa.float64()
     part = pa.struct({"turn": whole, "value": number})
+    reward_part = pa.struct({"turn": whole, "value": number, "name": text, "weight": number})
     credit = {
         "step": text,
         "reward": number,
@@ -390,7 +397,7 @@ def table_schema() -> Any:
     columns |= dict.fromkeys(("stop_reason", "drop_reason", "detail"), text) | {"episode_reward": number}
     columns |= {"turns": whole, "tokens": whole} | dict.fromkeys(("seconds", "admitted_at", "committed_at"), number)
     columns |= {"measured_against": pa.list_(text), "metrics": text, "acts": text, "problems": pa.list_(text)}
-    columns |= {"seat": text, "index": whole, "policy": text, "reward": number, "reward_parts": pa.list_(part)}
+    columns |= {"seat": text, "index": whole, "policy": text, "reward": number, "reward_parts": pa.list_(reward_part)}
     columns |= {"credits": pa.list_(pa.struct(credit)), "row": whole, "messages": pa.list_(pa.struct(message))}
     columns |= {"temperature": number, "token_ids": pa.list_(pa.int32()), "loss_mask": pa.list_(pa.int8())}
     columns |= {"logprobs": pa.list_(pa.float32()), "turn_index": pa.list_(whole)}

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from agentrl.core.records import PolicyVersion
+from agentrl.core.records import REWARD, PolicyVersion
 from agentrl.inspection.reader import AgentLine, EpisodeLine, EpisodeView, checked_rows
 from agentrl.journal.entries import (
     Begin,
@@ -113,6 +113,20 @@ class RewardAct(_Act, frozen=True, kw_only=True, tag="reward"):
     index: int
     value: float
     turn: int | None
+    name: str
+    weight: float
+
+    @property
+    def words(self) -> str:
+        """Its value, with its name, weight and turn where it has them.
+
+        Example:
+            >>> RewardAct(call="1", seat="solver", index=0, value=1.0, turn=None, name="format", weight=0.2).words
+            '0.2 × 1 (format)'
+        """
+        of = [*([self.name] if self.name != REWARD else []), *([f"turn {self.turn}"] if self.turn is not None else [])]
+        weight = f"{self.weight:g} × " if self.weight != 1.0 else ""
+        return f"{weight}{self.value:g}" + (f" ({', '.join(of)})" if of else "")
 
 
 class OtherAct(_Act, frozen=True, kw_only=True, tag="other"):
@@ -241,7 +255,15 @@ def _act(call: str, body: EntryBody, waits: _Waits) -> Act:
                 call=call, child=body.child, drop_reason=body.drop_reason, rewards=body.rewards, versions=versions
             )
         case RewardEntry():
-            return RewardAct(call=call, seat=body.seat, index=body.index, value=body.value, turn=body.turn)
+            return RewardAct(
+                call=call,
+                seat=body.seat,
+                index=body.index,
+                value=body.value,
+                turn=body.turn,
+                name=body.name,
+                weight=body.weight,
+            )
         case ValueEntry():
             return OtherAct(call=call, what=body.kind, value=body.value)
         case CancelEntry():
@@ -322,10 +344,10 @@ def events(view: ConversationView) -> list[Act | WeightUpdate]:
     return found
 
 
-def reward_components(view: ConversationView) -> dict[str, list[tuple[int | None, float]]]:
-    """By agent (`seat[index]`): each reward it was given, with the turn it was given for."""
-    found: dict[str, list[tuple[int | None, float]]] = {}
+def reward_components(view: ConversationView) -> dict[str, list[RewardAct]]:
+    """By agent (`seat[index]`): each reward it was given."""
+    found: dict[str, list[RewardAct]] = {}
     for act in view.acts:
         if isinstance(act, RewardAct):
-            found.setdefault(f"{act.seat}[{act.index}]", []).append((act.turn, act.value))
+            found.setdefault(f"{act.seat}[{act.index}]", []).append(act)
     return found

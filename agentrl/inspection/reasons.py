@@ -185,9 +185,7 @@ def _reward(view: ConversationView) -> list[Reason]:
     components = reward_components(view)
     for agent in view.agents:
         name = f"{agent.seat}[{agent.index}]"
-        parts = [
-            f"{value:g}" + ("" if turn is None else f" for turn {turn}") for turn, value in components.get(name, [])
-        ]
+        parts = [given.words for given in components.get(name, [])]
         told = "none" if agent.reward is None else f"{agent.reward:g}"
         found.append(
             Reason("reward", f"{name} ({agent.policy}): {told}" + (f" = {' + '.join(parts)}" if len(parts) > 1 else ""))

@@ -367,6 +367,10 @@ def figures_page(figures: RunFigures) -> Page:
         for policy in figures.policies
     ]
     page.table(["policy", "trajectories>", "tokens>", "reward>", "steps>", "trained, by staleness"], rows)
+    for policy in figures.policies:
+        if policy.named_rewards:
+            parts = ", ".join(f"{name} {number(value)}" for name, value in policy.named_rewards.items())
+            page.line(f"rewards of {policy.policy} by name, before weights: {parts}")
     return page
 
 

@@ -94,9 +94,7 @@ def summary_page(view: ConversationView) -> Page:
     components = reward_components(view)
     for agent in view.agents:
         name = f"{agent.seat}[{agent.index}]"
-        parts = [
-            f"{value:g}" + (f" (turn {turn})" if turn is not None else "") for turn, value in components.get(name, [])
-        ]
+        parts = [given.words for given in components.get(name, [])]
         reward = number(agent.reward) or "none"
         made = f" = {' + '.join(parts)}" if len(parts) > 1 else ""
         what = f"{agent.policy}, reward {reward}{made}, {plural(agent.tokens, 'token')}"
@@ -146,8 +144,9 @@ def _event(act: Act) -> str:
             by = f" [{', '.join(act.versions)}]" if act.versions else ""
             return f"child {act.child}: {act.drop_reason or _json(act.rewards)}{by}"
         case RewardAct():
-            where = "the episode" if act.turn is None else f"turn {act.turn}"
-            return f"reward {act.value:g} to {act.seat}[{act.index}] for {where}"
+            return f"reward {act.words} to {act.seat}[{act.index}]" + (
+                "" if act.turn is not None else " for the episode"
+            )
     return ""
 
 

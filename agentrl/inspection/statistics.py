@@ -56,6 +56,8 @@ class PolicyFigures(msgspec.Struct, frozen=True, kw_only=True):
     """Sampled ones."""
     reward: float | None
     """Mean of a trajectory."""
+    named_rewards: dict[str, float]
+    """The same by name, before weights, where rewards have names."""
     steps: int
     staleness: dict[int, int]
     """Trained trajectories by how many steps their oldest token was behind, where both are of one lineage."""
@@ -138,12 +140,21 @@ def _policies(reader: RunReader) -> list[PolicyFigures]:
     ):
         staleness.setdefault(policy, {})[steps] = count
     taken = dict(log.rows("SELECT policy, count(*) FROM steps GROUP BY policy"))
+    named: dict[str, dict[str, float]] = {}
+    for policy, name, mean in log.rows(
+        "SELECT policy, json_extract(value, '$[0]') AS name,"
+        " sum(json_extract(value, '$[1]')) / (SELECT count(*) FROM trajectories o"
+        " WHERE o.policy = t.policy AND o.named_rewards IS NOT NULL)"
+        " FROM trajectories t, json_each(t.named_rewards) GROUP BY policy, name ORDER BY policy, name"
+    ):
+        named.setdefault(policy, {})[str(name)] = float(mean)
     return [
         PolicyFigures(
             policy=policy,
             trajectories=count,
             tokens=tokens,
             reward=reward,
+            named_rewards=named.get(policy, {}),
             steps=taken.get(policy, 0),
             staleness=staleness.get(policy, {}),
         )

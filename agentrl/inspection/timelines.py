@@ -136,7 +136,7 @@ def _add_bars(act: Act, lanes: dict[str, list[Bar]], ends: dict[str, float]) -> 
             label = plural(len(act.children), "child", "children") if isinstance(act, SpawnAct) else act.child
             lanes.setdefault("children", []).append(Bar(now, now, "child", label, act.call))
         case RewardAct():
-            label = f"{act.value:g} to {act.seat}[{act.index}]"
+            label = f"{act.words} to {act.seat}[{act.index}]"
             lanes.setdefault("rewards", []).append(Bar(now, now, "reward", label, act.call))
 
 

@@ -42,6 +42,7 @@ _FINISHERS = msgspec.json.Decoder(tuple[str, ...])
 _EARLIER = msgspec.json.Decoder(tuple[EarlierMean, ...])
 _VERSIONS = msgspec.json.Decoder(tuple[PolicyVersion, ...])
 _TURN_REWARDS = msgspec.json.Decoder(tuple[tuple[int, float], ...])
+_NAMED_REWARDS = msgspec.json.Decoder(tuple[tuple[str, float], ...])
 
 
 class ControlTable:
@@ -124,7 +125,7 @@ EPISODE_COLUMNS = (
     " drop_reason turns tokens seconds partition entries digest metrics detail committed_at"
     " measured_against"
 )
-TRAJECTORY_COLUMNS = "episode attempt seat agent policy reward tokens oldest_step lineage turn_rewards"
+TRAJECTORY_COLUMNS = "episode attempt seat agent policy reward tokens oldest_step lineage turn_rewards named_rewards"
 
 
 # --- to rows ----------------------------------------------------------------------------------------------------------
@@ -212,8 +213,8 @@ def trajectory_rows(header: EpisodeHeader) -> Iterable[Sequence[Any]]:
     for unit in header.trajectories:
         reward = None if unit.reward is None else float(unit.reward)
         key = (header.episode_id, header.attempt, unit.seat, unit.index)
-        turn_rewards = _JSON.encode(unit.turn_rewards).decode() if unit.turn_rewards else None
-        yield (*key, unit.policy, reward, unit.tokens, unit.oldest_step, unit.lineage, turn_rewards)
+        parts = [_JSON.encode(given).decode() if given else None for given in (unit.turn_rewards, unit.named_rewards)]
+        yield (*key, unit.policy, reward, unit.tokens, unit.oldest_step, unit.lineage, *parts)
 
 
 def baselines_row(baselines: BaselineSet) -> Sequence[Any]:
@@ -303,7 +304,7 @@ def read_header(row: Sequence[Any], trajectories: Iterable[Sequence[Any]]) -> Ep
     units = []
     for trajectory in trajectories:
         _verify("trajectories", trajectory)
-        units.append(TrajectoryHeader(*(*trajectory[2:9], _read_turn_rewards(trajectory))))
+        units.append(TrajectoryHeader(*(*trajectory[2:9], *_read_reward_parts(trajectory))))
     return EpisodeHeader(
         episode_id=row[0],
         attempt=row[1],
@@ -347,15 +348,20 @@ def _read_measured_against(row: Sequence[Any]) -> tuple[PolicyVersion, ...]:
         ) from error
 
 
-def _read_turn_rewards(trajectory: Sequence[Any]) -> tuple[tuple[int, float], ...]:
-    if trajectory[9] is None:
-        return ()
+def _read_reward_parts(
+    trajectory: Sequence[Any],
+) -> tuple[tuple[tuple[int, float], ...], tuple[tuple[str, float], ...]]:
+    """The rewards of a trajectory by turn, and by name."""
+    by_turn, by_name = trajectory[9:11]
     try:
-        return _TURN_REWARDS.decode(trajectory[9])
+        return (
+            () if by_turn is None else _TURN_REWARDS.decode(by_turn),
+            () if by_name is None else _NAMED_REWARDS.decode(by_name),
+        )
     except (msgspec.MsgspecError, TypeError, ValueError, RecursionError) as error:
         raise JournalError(
-            f"episode {trajectory[0]}: the turn rewards of {trajectory[2]} cannot be read ({error}); the journal is "
-            "damaged"
+            f"episode {trajectory[0]}: the rewards of {trajectory[2]} by turn or name cannot be read ({error}); the "
+            "journal is damaged"
         ) from error
 
 

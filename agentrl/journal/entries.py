@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from agentrl.core.errors import EntriesError
-from agentrl.core.records import ForkPoint
+from agentrl.core.records import REWARD, ForkPoint
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -199,12 +199,20 @@ class ValueEntry(msgspec.Struct, frozen=True, array_like=True, tag="value"):
 
 
 class RewardEntry(msgspec.Struct, frozen=True, array_like=True, tag="reward"):
-    """A reward given to an agent, for the episode or for one turn."""
+    """A reward given to an agent, for the episode or for one turn; `weighted` is what counts."""
 
     seat: str
     index: int
     value: float
     turn: int | None
+    name: str = REWARD
+    weight: float = 1.0
+    """Of its name, when it was given."""
+
+    @property
+    def weighted(self) -> float:
+        """The part of the agent's reward that it makes."""
+        return self.value * self.weight
 
 
 class OrderEntry(msgspec.Struct, frozen=True, array_like=True, tag="order"):

@@ -50,14 +50,14 @@ def trajectories(entries: Iterable[JournalEntry], policy: str | None = None) -> 
         turn_rewards: dict[int, float] = {}
         for reward in rewards.get(key, []):
             if reward.turn is not None:
-                turn_rewards[reward.turn] = turn_rewards.get(reward.turn, 0.0) + reward.value
+                turn_rewards[reward.turn] = turn_rewards.get(reward.turn, 0.0) + reward.weighted
         answer.append(
             Trajectory(
                 seat=key[0],
                 index=key[1],
                 policy=own[0].policy if own else begin.seats.get(key[0], ""),
                 rows=_rows(own),
-                reward=sum(reward.value for reward in rewards[key]) if key in rewards else None,
+                reward=sum(reward.weighted for reward in rewards[key]) if key in rewards else None,
                 turn_rewards=turn_rewards,
             )
         )

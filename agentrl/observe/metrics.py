@@ -21,6 +21,11 @@ METRICS: tuple[Metric, ...] = (
     Metric("reward/mean", "reward", "mean reward of the units the step consumed"),
     Metric("reward/<seat>", "reward", "the same for the agents of one seat, where there are several"),
     Metric(
+        "named_reward/<name>",
+        "reward",
+        "mean of what an agent of these units was given under one name, before its weight, where rewards have names",
+    ),
+    Metric(
         "evaluation/reward",
         "reward",
         "mean reward of the policy on held-out tasks at a pinned version, per episode it acted in, children too; of "
@@ -31,6 +36,11 @@ METRICS: tuple[Metric, ...] = (
         "reward",
         "`evaluation/reward` per agent of one seat, if the policy holds several; of `agentrl.evaluate`, if several "
         "policies play: `<policy>` and `<policy>/<seat>`",
+    ),
+    Metric(
+        "evaluation/named_reward/<name>",
+        "reward",
+        "`named_reward/<name>` on held-out tasks; of `agentrl.evaluate`, if several policies play: `<policy>/<name>`",
     ),
     Metric(
         "evaluation/reward_deviation",

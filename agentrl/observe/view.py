@@ -35,11 +35,12 @@ MAX_WORDS = 8
 """Seats and opponents shown of a policy."""
 BY_WORD = (
     ("reward/<seat>", "{} reward", "{:.3f}"),
+    ("named_reward/<name>", "{}", "{:.3f}"),
     ("seat_k3/<seat>", "{} k3", "{:.4f}"),
     ("won/<seat>", "{} wins", "{:.2f}"),
     ("win_rate/<policy>", "wins against {}", "{:.2f}"),
 )
-"""Metrics there is one of for each seat or opponent, with their labels."""
+"""Metrics there is one of for each seat, reward or opponent, with their labels."""
 
 
 _BLOCKS = "▁▂▃▄▅▆▇█"

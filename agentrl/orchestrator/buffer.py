@@ -184,6 +184,7 @@ class WholeGroups:
         advantage: over the agents of one policy in one seat.
         to_go: whether a turn's reward counts for that turn and those before it alone.
         history: mean rewards of earlier groups, for estimators that look at them; None: none.
+        weights: of rewards by name, for estimators that look at them apart.
     """
 
     def __init__(
@@ -193,11 +194,13 @@ class WholeGroups:
         *,
         to_go: bool = False,
         history: RewardHistory | None = None,
+        weights: Mapping[str, float] | None = None,
     ) -> None:
         self._trainable = frozenset(trainable)
         self._advantage = advantage
         self._to_go = to_go
         self._history = history
+        self._weights = weights or {}
         self._tasks: dict[str, str | None] = {}
         self.compares = advantage is not no_baseline
 
@@ -226,6 +229,8 @@ class WholeGroups:
                 rewards=tuple(trajectory.reward or 0.0 for _, trajectory in members),
                 episodes=tuple(episode_id for episode_id, _ in members),
                 turn_rewards=tuple(trajectory.turn_rewards for _, trajectory in members),
+                named_rewards=tuple(trajectory.named_rewards for _, trajectory in members),
+                weights=self._weights,
                 groups=(spec.group_id,) * len(members),
                 policy=policy,
                 seat=seat,
@@ -233,7 +238,7 @@ class WholeGroups:
                 history=earlier.get((policy, seat)),
             )
             for (episode_id, t), credited in zip(members, self._credited(whole), strict=True):
-                credit = TrajectoryCredit(t.seat, t.index, t.reward or 0.0, *credited)
+                credit = TrajectoryCredit(t.seat, t.index, t.reward or 0.0, *credited, t.named_rewards)
                 credits[episode_id, t.seat, t.index] = credit
             if self._history is not None:
                 role = Role(policy, spec.environment, seat)

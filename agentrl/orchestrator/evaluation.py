@@ -18,6 +18,7 @@ from agentrl.core.ports import Observer
 from agentrl.core.records import EpisodeHeader, PolicyVersion, Task
 from agentrl.journal.port import JournalStore
 from agentrl.orchestrator.dispatch import Dispatcher, Signal
+from agentrl.orchestrator.metrics import mean_named_rewards
 from agentrl.orchestrator.versions import BestCheckpointTracker, ServedVersions
 
 _HOLDER = "evaluation"
@@ -113,7 +114,7 @@ def together(headers: Sequence[EpisodeHeader]) -> dict[str, float]:
     for policy in policies:
         whose = f"/{policy}" if len(policies) > 1 else ""
         for name, value in rewards_of(headers, policy).items():
-            metrics.setdefault(name.replace("evaluation/reward", f"evaluation/reward{whose}", 1), value)
+            metrics.setdefault(name.replace("reward", f"reward{whose}", 1), value)
     return metrics | course
 
 
@@ -128,8 +129,10 @@ def rewards_of(headers: Sequence[EpisodeHeader], policy: str) -> dict[str, float
     for trajectory in itertools.chain.from_iterable(played):
         by_seat.setdefault(trajectory.seat, []).append(trajectory.reward or 0.0)
     seats = {f"evaluation/reward/{seat}": _mean(by_seat[seat]) for seat in sorted(by_seat)}
+    named = mean_named_rewards(list(itertools.chain.from_iterable(played)))
+    parts = {f"evaluation/named_reward/{name}": value for name, value in named.items()}
     spread = {"evaluation/reward_deviation": statistics.pstdev(by_episode)}
-    return {"evaluation/reward": _mean(by_episode)} | (seats if len(seats) > 1 else {}) | spread
+    return {"evaluation/reward": _mean(by_episode)} | (seats if len(seats) > 1 else {}) | parts | spread
 
 
 def _course(headers: Sequence[EpisodeHeader]) -> dict[str, float]:

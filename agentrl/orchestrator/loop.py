@@ -43,7 +43,7 @@ from agentrl.orchestrator.buffer import EpisodeBuffer, ReadyUnit
 from agentrl.orchestrator.checkpoints import CheckpointWriter, JournalRetention, VersionRetention
 from agentrl.orchestrator.dispatch import Dispatcher, Signal
 from agentrl.orchestrator.evaluation import Evaluator
-from agentrl.orchestrator.metrics import Counts
+from agentrl.orchestrator.metrics import Counts, mean_named_rewards
 from agentrl.orchestrator.scheduler import Demand, Scheduler
 from agentrl.orchestrator.tasks import Curriculum
 from agentrl.orchestrator.versions import (
@@ -551,6 +551,7 @@ class StepMetrics:
         if len(seats) > 1:
             for seat in seats:
                 metrics[f"reward/{seat}"] = _mean([t.reward or 0.0 for t in trajectories if t.seat == seat])
+        metrics |= {f"named_reward/{name}": value for name, value in mean_named_rewards(trajectories).items()}
         metrics.update(report.metrics)
         metrics.update(self._buffer.selection_bias[policy].metrics())
         for name, value in ended.metrics(policy).items():

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import pstdev
 from typing import TYPE_CHECKING, NamedTuple
 
-from agentrl.core.records import EpisodeHeader, EpisodeSpec
+from agentrl.core.records import EpisodeHeader, EpisodeSpec, TrajectoryHeader
 from agentrl.observe.alarms import LENGTH_STEPS
 from agentrl.observe.metrics import BROKEN_FORMAT, FRONTIER, GATE_PASSED, GATE_REFUSED, PASS_RATES
 
@@ -386,3 +386,11 @@ def selection_bias_from_journal(
     for bias in found.values():
         bias.metrics()  # discards what belongs to steps of previous attempts
     return found
+
+
+def mean_named_rewards(trajectories: Sequence[TrajectoryHeader]) -> dict[str, float]:
+    """By name, the mean of what an agent was given, before weights: over those with named rewards, 0 where one has none
+    of a name."""
+    given = [dict(trajectory.named_rewards) for trajectory in trajectories if trajectory.named_rewards]
+    names = sorted({name for own in given for name in own})
+    return {name: math.fsum(own.get(name, 0.0) for own in given) / len(given) for name in names}

@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, NoReturn
@@ -35,9 +35,9 @@ from agentrl.core.errors import (
 )
 from agentrl.core.ids import key64
 from agentrl.core.ports import GenerateRequest, SamplingParams
-from agentrl.core.records import Completion, Message, PolicyVersion, ToolSpec, TrajectoryHeader, Turn
+from agentrl.core.records import REWARD, Completion, Message, PolicyVersion, ToolSpec, TrajectoryHeader, Turn
 from agentrl.core.text import plural
-from agentrl.environment.base import Agent, LimitReachedError, finite_reward, valid_unicode
+from agentrl.environment.base import Agent, LimitReachedError, check_reward_name, finite_reward, valid_unicode
 from agentrl.journal.entries import Pause, RewardEntry, Span, TurnEntry, asked_hash
 from agentrl.observe.metrics import GATE_PASSED, GATE_REFUSED
 from agentrl.rollout.branches import shortened
@@ -306,6 +306,7 @@ class LiveAgent(TurnSampler, Agent):
 
     __slots__ = (
         "_messages",
+        "_named_rewards",
         "_number",
         "_pending",
         "_rows",
@@ -322,6 +323,7 @@ class LiveAgent(TurnSampler, Agent):
         self._rows = TokenRows(self._settings.chat_format, tools)
         self._turns: list[Turn] = []
         self._turn_rewards: dict[int, float] | None = None
+        self._named_rewards: dict[str, float] | None = None
         self._messages: list[Message] = []
         self._pending: tuple[Message, ...] = ()
         self._number = len(episode.agents)
@@ -400,17 +402,34 @@ class LiveAgent(TurnSampler, Agent):
         self._messages = []
         self._pending = messages
 
-    def reward(self, value: float, turn: int | None = None) -> None:
-        """Journal a reward."""
+    def reward(self, value: float | Mapping[str, float], turn: int | None = None, *, name: str = REWARD) -> None:
+        """Journal a reward with the weight that its name has."""
         where = f"episode {self._episode.spec.episode_id}, seat {self.seat!r}"
-        number = finite_reward(value, where)
+        if isinstance(value, Mapping):
+            for each, part in value.items():
+                self.reward(part, turn, name=each)
+            return
+        number = finite_reward(value, where if name == REWARD else f"{where}, {name!r}")
         if turn is not None and turn not in range(len(self._turns)):
             raise RewardError(f"{where}: a reward for turn {turn!r}, and there are {len(self._turns)}, counted from 0")
-        self._episode.journal.reward(RewardEntry(self.seat, self.index, number, turn))
-        self.rewards = (*self.rewards, number)
+        weight = self._weight(name, where)
+        given = self._episode.journal.reward(RewardEntry(self.seat, self.index, number, turn, name, weight))
+        self.rewards = (*self.rewards, given.weighted)
         if turn is not None:
-            given = self._turn_rewards = self._turn_rewards or {}
-            given[turn] = finite_reward(given.get(turn, 0.0) + number, where)
+            turns = self._turn_rewards = self._turn_rewards or {}
+            turns[turn] = finite_reward(turns.get(turn, 0.0) + given.weighted, where)
+        named = self._named_rewards = self._named_rewards or {}
+        named[name] = finite_reward(named.get(name, 0.0) + number, where)
+
+    def _weight(self, name: str, where: str) -> float:
+        """The weight of a reward; raises `RewardError` where the configuration weighs others and not this one."""
+        check_reward_name(name, where)
+        weights = self._episode.services.settings.reward_weights
+        if weights and name not in weights:
+            raise RewardError(
+                f"{where}: the reward {name!r} has no weight: credit.reward_weights has {', '.join(sorted(weights))}"
+            )
+        return weights.get(name, 1.0)
 
     def gate(self, accepted: bool, *, penalty: float) -> bool:
         """Count the decision; if it is a refusal, journal the penalty as a reward."""
@@ -429,6 +448,7 @@ class LiveAgent(TurnSampler, Agent):
     def header(self) -> TrajectoryHeader:
         """The agent's part of the episode's header."""
         oldest = min(self.versions(), key=_age, default=None)
+        named = self._named_rewards or {}
         return TrajectoryHeader(
             seat=self.seat,
             index=self.index,
@@ -438,6 +458,7 @@ class LiveAgent(TurnSampler, Agent):
             oldest_step=oldest.step if oldest else 0,
             lineage=oldest.lineage if oldest else 0,
             turn_rewards=tuple(sorted(self._turn_rewards.items())) if self._turn_rewards else (),
+            named_rewards=tuple(sorted(named.items())) if named.keys() - {REWARD} else (),
         )
 
     def _tokens_of(self, completion: Completion) -> int:

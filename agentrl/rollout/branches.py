@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from agentrl.core import ids
 from agentrl.core.errors import ReplayMismatchError
+from agentrl.core.records import REWARD
 from agentrl.core.text import plural
 from agentrl.environment.base import valid_unicode
 from agentrl.journal.entries import (
@@ -409,7 +410,7 @@ def describe_entry(body: EntryBody) -> str:
         case SpawnEntry():
             return f"the start of {plural(len(body.children), 'child', 'children')}"
         case RewardEntry():
-            return f"a reward of {body.value} to {body.seat}"
+            return f"a reward of {body.value} to {body.seat}" + (f" for {body.name}" if body.name != REWARD else "")
         case ValueEntry():
             return f"{body.kind} = {shortened(body.value)}"
         case LimitEntry():

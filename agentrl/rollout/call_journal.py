@@ -31,6 +31,7 @@ from agentrl.core.errors import (
     ReplayMismatchError,
     UnstructuredConcurrencyError,
 )
+from agentrl.core.records import REWARD
 from agentrl.environment.base import LimitReachedError, valid_unicode
 from agentrl.environment.containment import DrawDetector, GlobalRandom, Guard, Steps
 from agentrl.journal.entries import (
@@ -416,11 +417,14 @@ class CallJournal:
             then = f"the journal holds call {later} of the same branch and not this one before it: entries are missing"
             self.mismatch(call.call_id, then, "the code now makes it")
 
-    def reward(self, body: RewardEntry) -> None:
-        """A reward is given, or was given before; raises as `open` and `write`."""
-        call = self.open(asked_hash(struct.pack("<d", body.value)), lambda: f"a reward of {body.value}")
-        if self.recall(call, RewardEntry) is None:
+    def reward(self, body: RewardEntry) -> RewardEntry:
+        """A reward is given, or was given before, under the weight of then; raises as `open` and `write`."""
+        name = () if body.name == REWARD else (body.name.encode(),)
+        call = self.open(asked_hash(struct.pack("<d", body.value), *name), lambda: describe_entry(body))
+        recorded = self.recall(call, RewardEntry)
+        if recorded is None:
             self.write(call, body)
+        return recorded or body
 
     # --- entries without a number ------------------------------------------------------------------------------------
 

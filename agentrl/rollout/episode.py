@@ -95,6 +95,8 @@ class RolloutSettings:
     max_staleness: Mapping[str, int] = field(default_factory=dict)
     """By policy, for the order in which parked episodes resume; 0 if absent."""
     on_code_change: OnCodeChange = "try"
+    reward_weights: Mapping[str, float] = field(default_factory=dict)
+    """By name of reward; empty: all count 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

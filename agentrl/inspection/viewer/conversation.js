@@ -128,7 +128,7 @@ function child(act) {
 }
 
 function reward(act) {
-  return element("article", { class: "act line" }, element("span", { class: "kind" }, "reward"), element("b", {}, `${act.seat}[${act.index}]`), signed(act.value), act.turn === null ? null : element("span", { class: "quiet" }, `for turn ${act.turn}`));
+  return element("article", { class: "act line" }, element("span", { class: "kind" }, "reward"), element("b", {}, `${act.seat}[${act.index}]`), act.name === "reward" ? null : element("i", {}, act.name), act.weight === 1 ? null : element("span", { class: "quiet" }, `${act.weight} ×`), signed(act.value), act.turn === null ? null : element("span", { class: "quiet" }, `for turn ${act.turn}`));
 }
 
 function other(act) {
