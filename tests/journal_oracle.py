@@ -585,6 +585,8 @@ class _Judge:
     def judge_credit(self) -> None:
         credit: Mapping[str, Any] = self.config.get("credit") or {}
         estimator = credit.get("advantage", "leave_one_out")
+        if estimator not in ("leave_one_out", "group_mean", "group_std", "role_mean", "none"):
+            return  # a function that the page does not give
         committed = {
             (row["episode"], row["attempt"]): row
             for row in self.tables["episodes"]
