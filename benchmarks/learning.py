@@ -2,11 +2,13 @@
 
     python -m benchmarks.learning [--quick]
 
-`oracle_pairs`: losses of TRL that were computed by its own code, in float64 over ragged masks, and recorded with its
-version (`learning_trl.json`: what `GRPOTrainer._compute_loss` returned for given log-probabilities, and its gradient);
-value and gradient count as one pair each. `oracle_max_error` is the largest difference of ours, relative to the largest
-entry. `splitting_error`: the largest relative difference of a step's loss and gradient norm, in one micro-batch and in
-many, over losses that see a whole step and normalisers. `lines_sapo`: lines of a script that trains with its own loss.
+`oracle_pairs`: losses and advantages of TRL, verl, AReaL and prime-rl that were computed by their own code, in float64
+over ragged masks, and recorded with version or commit (`learning_trl.json`: what `GRPOTrainer._compute_loss` returned
+for given log-probabilities, and its gradient; `learning_others.json`: `benchmarks.learning_record`); value and gradient
+count as one pair each. `oracle_max_error` is the largest difference of ours, relative to the largest entry.
+`splitting_error`: the largest relative difference of a step's loss and gradient norm in float64, between one
+micro-batch and many, one rank and two, rows as they are and forked (each token in a row of its own), over losses that
+see a whole step and all normalisers. `lines_sapo`: lines of a script that trains with its own loss.
 `user_loss_under_ray`: 1 if a loss that raises does so by name in a rank, one that is right trains as in this process,
 and one patched by hand is refused.
 """
@@ -18,6 +20,7 @@ import asyncio
 import inspect
 import json
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +31,9 @@ from agentrl.config.run import LossConfig, RunConfig, TrainerConfig
 from agentrl.core.errors import ConfigError, TrainerError
 from agentrl.core.functions import describe
 from agentrl.core.records import PolicyVersion, StepReport
+from agentrl.credit.advantages import ADVANTAGES
 from agentrl.learn.loss_batch import IDS, LossBatch, TokenColumns
-from agentrl.learn.losses import make_loss
+from agentrl.learn.losses import divergence, make_loss
 from agentrl.learn.trainer import PolicyTrainer
 from benchmarks import learning_sapo
 from benchmarks.report import Report
@@ -52,55 +56,93 @@ OURS: dict[str, tuple[str, dict[str, Any]]] = {
     "vespo": ("vespo", {}),
 }
 """Our name and options by the recorded case."""
-SEQUENCE_MEANS = ("grpo", "grpo_delta", "gspo", "sapo")
-"""Cases that TRL divides by the length of each sequence."""
+TRL_WEIGHTS = {
+    **dict.fromkeys(("grpo", "grpo_delta", "gspo", "sapo"), "sequence_mean"),
+    "dr_grpo": "longest",
+    "luspo": "sequences",
+}
+"""The divisors of TRL's cases; of the others: the step's tokens."""
 
 
-def recorded() -> dict[str, Any]:
-    """The numbers of TRL."""
-    found: dict[str, Any] = json.loads(Path(__file__).with_name("learning_trl.json").read_text(encoding="utf-8"))
+def recorded(package: str) -> dict[str, Any]:
+    """The numbers of other packages: `trl`, or `others`, which `benchmarks.learning_record` writes."""
+    path = Path(__file__).with_name(f"learning_{package}.json")
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return found
 
 
-def oracle_errors() -> list[float]:
-    """The relative errors of value and gradient, case by case."""
-    numbers = recorded()
-    rows = numbers["rows"]
+def oracle_errors() -> dict[str, float]:
+    """The relative errors of value and gradient, by `package: case, what`."""
+    trl = recorded("trl")
+    found: dict[str, float] = {}
+    for case in trl["cases"]:
+        name, options = OURS[case["case"]]
+        if case["threshold"] is not None:
+            name, options = "off_policy_mask", {**options, "threshold": case["threshold"]}
+        ours = {"name": name, "options": options, "kl": case["kl"], "weights": TRL_WEIGHTS.get(case["case"], "tokens")}
+        label = f"trl: {case['case']}, kl {case['kl']}, threshold {case['threshold']}"
+        found |= _compared(label, ours, case, trl["rows"], trl["max_completion_length"])
+    longest = max(len(row["logprobs"]) for row in trl["rows"])
+    for package in recorded("others")["packages"]:
+        for case in package["cases"]:
+            found |= _compared(f"{package['package']}: {case['case']}", case["ours"], case, trl["rows"], longest)
+        for case in package["advantages"]:
+            ours = []
+            for group in dict.fromkeys(case["groups"]):
+                own = [r for r, name in zip(case["rewards"], case["groups"], strict=True) if name == group]
+                ours += [each.value for each in ADVANTAGES[case["ours"]](own, range(len(own)))]
+            found[f"{package['package']}: {case['case']} as {case['ours']}"] = _error(ours, case["advantages"])
+    return found
+
+
+def _compared(
+    label: str, ours: dict[str, Any], case: dict[str, Any], rows: list[dict[str, Any]], longest: int
+) -> dict[str, float]:
+    """The errors of our loss in a recorded case."""
     lengths = np.array([len(row["logprobs"]) for row in rows])
     number = np.repeat(np.arange(len(rows)), lengths)
     columns = TokenColumns(
         behavior_logprobs=np.concatenate([row["behavior"] for row in rows]),
         advantages=np.repeat([row["advantage"] for row in rows], lengths),
-        lags=np.zeros(len(number), np.int32),
+        lags=np.full(len(number), ours.get("lags", 0), np.int32),
         names={"seat": ["agent"], "group": ["g0"]},
         starts=np.concatenate([[0], np.cumsum(lengths)]),
         **dict.fromkeys(IDS, number),
     )
-    errors = []
-    for case in numbers["cases"]:
-        name, options = OURS[case["case"]]
-        if case["threshold"] is not None:
-            name, options = "off_policy_mask", {**options, "threshold": case["threshold"]}
-        loss = make_loss(TrainerConfig(loss=LossConfig(name=name, options=options, kl=case["kl"])))
+    logprobs = torch.tensor(np.concatenate([row["logprobs"] for row in rows]), requires_grad=True)
+    reference = torch.tensor(np.concatenate([row["reference"] for row in rows]))
+    weights = torch.tensor(_weights(ours.get("weights", "tokens"), lengths, longest))
+    if "estimator" in ours:
+        away = divergence(logprobs, reference, estimator=ours["estimator"]) * weights
+        loss, gradient = away.detach(), torch.autograd.grad(away.sum(), logprobs)[0]
+    else:
+        config = {name: ours[name] for name in ("name", "options", "kl") if name in ours}
         batch = LossBatch(
             columns,
-            logprobs=torch.tensor(np.concatenate([row["logprobs"] for row in rows]), requires_grad=True),
+            logprobs=logprobs,
             entropies=torch.zeros(len(number), dtype=torch.float64, requires_grad=True),
-            reference_logprobs=torch.tensor(np.concatenate([row["reference"] for row in rows])),
+            reference_logprobs=reference,
         )
-        found = loss.evaluate(batch, torch.tensor(weights(case["case"], lengths, numbers["max_completion_length"])))
-        expected = np.concatenate(case["gradient"])
-        errors.append(abs(float(found.loss.sum()) - case["loss"]) / max(abs(case["loss"]), 1e-12))
-        errors.append(float(np.abs(found.by_logprob.numpy() - expected).max() / np.abs(expected).max()))
+        found = make_loss(TrainerConfig(loss=LossConfig(**config))).evaluate(batch, weights)
+        loss, gradient = found.loss, found.by_logprob
+    recorded_gradient = np.concatenate(case["gradient"]) if isinstance(case["gradient"][0], list) else case["gradient"]
+    errors = {f"{label}, gradient": _error(gradient.tolist(), recorded_gradient)}
+    if "gradient_only" not in ours:
+        errors[f"{label}, value"] = _error([float(loss.sum())], [case["loss"]])
     return errors
 
 
-def weights(case: str, lengths: np.ndarray[Any, Any], longest: int) -> np.ndarray[Any, Any]:
-    """What TRL multiplies each token's loss by: the trainer's normalisers."""
+def _error(found: Sequence[float], expected: Any) -> float:
+    """The largest difference, relative to the largest entry."""
+    return float(np.abs(np.array(found) - expected).max() / max(np.abs(expected).max(), 1e-12))
+
+
+def _weights(kind: str, lengths: np.ndarray[Any, Any], longest: int) -> np.ndarray[Any, Any]:
+    """What the other library multiplies each token's loss by: the trainer's normalisers."""
     tokens = np.repeat(lengths, lengths).astype(float)
-    if case in SEQUENCE_MEANS:
+    if kind == "sequence_mean":
         return 1 / (len(lengths) * tokens)
-    divisor = {"dr_grpo": len(lengths) * longest, "luspo": len(lengths)}.get(case, int(lengths.sum()))
+    divisor = {"tokens": int(lengths.sum()), "sequences": len(lengths), "longest": len(lengths) * longest}[kind]
     return np.full(len(tokens), 1 / divisor)
 
 
@@ -177,12 +219,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true")
     quick = parser.parse_args().quick
-    report = Report("learning", quick=quick, repeats=1, compared_with=f"trl {recorded()['version']}")
+    others = [f"{each['package']} {each['commit'][:9]}" for each in recorded("others")["packages"]]
+    compared_with = ", ".join([f"trl {recorded('trl')['version']}", *others])
+    report = Report("learning", quick=quick, repeats=1, compared_with=compared_with)
     errors = oracle_errors()
     source = inspect.getsource(learning_sapo.sapo).splitlines()
     report.figures = {
         "oracle_pairs": len(errors),
-        "oracle_max_error": max(errors),
+        "oracle_max_error": max(errors.values()),
         "lines_sapo": len(source) + len(("import torch", "import agentrl", "agentrl.train(config, loss=sapo)")),
     }
     with tempfile.TemporaryDirectory() as place:

@@ -219,7 +219,7 @@ class CreditConfig(Section):
 
 LOSSES = (
     *("truncated", "ppo", "reinforce", "cispo", "sapo", "gspo", "decoupled_ppo", "importance_sampling"),
-    *("geometric_mask", "off_policy_mask", "topr", "vespo", "clip_cov", "kl_cov", "distillation"),
+    *("geometric_mask", "off_policy_mask", "m2po", "topr", "vespo", "clip_cov", "kl_cov", "distillation"),
 )
 """Names of the built-in losses (`learn.losses`)."""
 ADVANTAGES = (

@@ -172,6 +172,29 @@ def off_policy_mask(
     return ppo(batch, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip) * keep
 
 
+def m2po(
+    batch: LossBatch,
+    *,
+    threshold: float = 0.04,
+    clip_low: float = 0.2,
+    clip_high: float = 0.28,
+    dual_clip: float = 3.0,
+) -> Tensor:
+    """`ppo`, but 0 for the tokens of largest (log w)² in the step, until the mean of the others is below `threshold`.
+
+    M2PO (arXiv:2510.01161): the second moment bounds the variance of the ratios, and few tokens make up most of it, so
+    that data of hundreds of steps ago can be trained on. The divisor stays that of all tokens.
+    """
+    with torch.no_grad():
+        moments, order = batch.log_ratio.square().sort(descending=True)
+        left = moments.flip(0).cumsum(0).flip(0) / torch.arange(len(moments), 0, -1, device=moments.device)
+        low = (left < threshold).nonzero()
+        first = int(low[0]) if len(low) else max(len(moments) - 1, 0)
+        keep = torch.zeros_like(order, dtype=torch.bool)
+        keep[order[first:]] = True
+    return ppo(batch, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip) * keep
+
+
 def topr(batch: LossBatch, *, max_ratio: float = 1.0) -> Tensor:
     """-A log pi where A > 0; -sg(min(v, C)) A log pi where A <= 0 (TOPR, arXiv:2503.14286).
 
@@ -279,6 +302,7 @@ BUILT_IN: dict[str, tuple[LossFunction, Mark]] = {
     "importance_sampling": (importance_sampling, Mark("loss")),
     "geometric_mask": (geometric_mask, Mark("loss")),
     "off_policy_mask": (off_policy_mask, Mark("loss")),
+    "m2po": (m2po, Mark("loss")),
     "topr": (topr, Mark("loss")),
     "vespo": (vespo, Mark("loss")),
     "clip_cov": (clip_cov, Mark("loss")),
