@@ -144,8 +144,8 @@ class Group:
         """The rewards of each name, one per agent, before weights; 0 where an agent was given none of the name.
 
         Example:
-            >>> Group(rewards=(1.5, 0.5), episodes=("a", "b"), named_rewards=((("format", 0.5), ("right", 1.0)), ()))\
-            ... .by_name()
+            >>> given = ((("format", 0.5), ("right", 1.0)), ())
+            >>> Group(rewards=(1.5, 0.5), episodes=("a", "b"), named_rewards=given).by_name()
             {'format': (0.5, 0.0), 'reward': (0.0, 0.5), 'right': (1.0, 0.0)}
         """
         given = [
