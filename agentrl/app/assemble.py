@@ -20,6 +20,7 @@ from agentrl.credit.advantages import ADVANTAGES, Estimator, ReleaseRule, StepAd
 from agentrl.credit.baselines import Mean, Role, RoleMeans
 from agentrl.environment.base import Environment, TaskSource
 from agentrl.environment.registry import name_of
+from agentrl.gateway.server import Gateway
 from agentrl.journal.port import JournalStore
 from agentrl.orchestrator.buffer import EpisodeBuffer, FirstFinishers, ReleasePolicy, WholeGroups
 from agentrl.orchestrator.checkpoints import KEPT_CHECKPOINTS, CheckpointWriter, JournalRetention, VersionRetention
@@ -339,7 +340,7 @@ def make_dispatcher(
     )
 
 
-def attach_worker(
+def attach_worker(  # noqa: PLR0913 - its parts
     config: RunConfig,
     environment: type[Environment],
     dispatcher: Dispatcher,
@@ -348,6 +349,7 @@ def attach_worker(
     store: JournalStore,
     clock: Clock,
     on_failure: Callable[[BaseException], None],
+    gateway: Gateway | None = None,
 ) -> None:
     """A worker in this process. It needs its host first, so the host gets its worker last."""
     runner = EpisodeRunner(
@@ -358,6 +360,7 @@ def attach_worker(
         host=dispatcher,
         clock=clock,
         settings=rollout_settings(config, chat_format, engine.capabilities.max_context),
+        gateway=gateway,
     )
     dispatcher.worker = AsyncioWorker(
         runner,

@@ -34,6 +34,7 @@ from agentrl.environment.base import Environment
 from agentrl.environment.registry import resolve
 from agentrl.inspection.conversation import TurnAct, conversation
 from agentrl.inspection.reader import RunReader
+from agentrl.journal.process import leading, record_state
 from agentrl.observe.run_state import MetricsFile
 from agentrl.orchestrator.buffer import EpisodeBuffer, WholeGroups
 from agentrl.orchestrator.dispatch import Signal
@@ -42,10 +43,13 @@ from agentrl.orchestrator.versions import ServedVersions
 
 if TYPE_CHECKING:
     from agentrl.core.ports import ChatFormat, Engine
+    from agentrl.gateway.server import Gateway
     from agentrl.journal.port import JournalStore
     from agentrl.orchestrator.dispatch import Dispatcher
 
 Directory = str | Path
+Play = Callable[["Dispatcher"], Coroutine[Any, Any, list[EpisodeHeader]]]
+"""Plays episodes with a dispatcher, and returns their headers."""
 
 ENDPOINT_TIMEOUT_S = 600.0
 """Longest request to an endpoint that is evaluated: models that think take minutes."""
@@ -114,10 +118,7 @@ def evaluate(
         InputError: something given cannot be used.
         CheckFailedError: an episode was dropped.
     """
-    config = load_config(config)
-    config = with_weights(config, [weights_in(name, path) for name, path in _by_policy(config, policy).items()])
-    config = sized(with_local_model(config, {}), {})
-    given = given_weights(config)
+    config, given = prepared(load_config(config), policy)
     chosen = resolve(environment if environment is not None else config.environment.id)
     chosen_tasks = list(tasks) if tasks is not None else held_out(config, chosen)[0]
     if not chosen_tasks:
@@ -126,7 +127,9 @@ def evaluate(
         kept = Path(journal) if journal is not None else Path(scratch)
         if (kept / "journal").exists():
             raise RunDirectoryError(f"{kept} holds a journal already; give evaluate a new directory")
-        headers = asyncio.run(_evaluate(config, chosen, given, chosen_tasks, kept / "journal"))
+        headers = asyncio.run(
+            played(config, chosen, given, kept, lambda dispatcher: dispatcher.evaluate(chosen_tasks, {}))
+        )
         episodes = _episodes(config, kept)
     dropped = [header for header in headers if not header.committed]
     if dropped:
@@ -230,13 +233,28 @@ def _by_policy(config: RunConfig, policy: Directory | Mapping[str, Directory] | 
     return {names[0]: policy}
 
 
-async def _evaluate(
+def prepared(
+    config: RunConfig, policy: Directory | Mapping[str, Directory] | None
+) -> tuple[RunConfig, Sequence[WeightsRef]]:
+    """A configuration whose policies are served and not trained, and the weights that are not the base model's.
+
+    Raises:
+        InputError: `policy` gives weights that cannot be used.
+    """
+    config = with_weights(config, [weights_in(name, path) for name, path in _by_policy(config, policy).items()])
+    config = sized(with_local_model(config, {}), {})
+    return config, given_weights(config)
+
+
+async def played(
     config: RunConfig,
     environment: type[Environment],
     given: Sequence[WeightsRef],
-    tasks: Sequence[Task],
-    journal: Path,
+    run: Path,
+    play: Play,
+    gateway: Gateway | None = None,
 ) -> list[EpisodeHeader]:
+    """Play episodes with the engine of a configuration, into the journal of a new run; see `play_untrained`."""
     from agentrl.journal.store import SqliteJournal
 
     chat_format = make_chat_format(config)
@@ -245,16 +263,17 @@ async def _evaluate(
         evaluated = ", ".join(
             [weights.path for weights in given] or [base.model.path for base in config.bases] or dict.fromkeys(remote)
         )
-        store = SqliteJournal(journal, info={"name": journal.parent.name, "evaluated": evaluated})
+        store = SqliteJournal(run / "journal", info={"name": run.name, "evaluated": evaluated})
         stack.push_async_callback(store.close)
+        stack.enter_context(leading(run))
         engine = await make_engine(
             config, {known: PolicyVersion(known, 0, 0) for known in config.policies}, lambda line: None
         )
         stack.push_async_callback(engine.close)
         await load_weights(config, ServedVersions(engine), store, given)
-        return await play_untrained(
-            config, environment, engine, chat_format, store, lambda dispatcher: dispatcher.evaluate(tasks, {})
-        )
+        headers = await play_untrained(config, environment, engine, chat_format, store, play, gateway)
+        record_state(run, "finished")
+        return headers
 
 
 def with_weights(config: RunConfig, given: Sequence[WeightsRef]) -> RunConfig:
@@ -282,7 +301,8 @@ async def play_untrained(
     engine: Engine,
     chat_format: ChatFormat,
     store: JournalStore,
-    play: Callable[[Dispatcher], Coroutine[Any, Any, list[EpisodeHeader]]],
+    play: Play,
+    gateway: Gateway | None = None,
 ) -> list[EpisodeHeader]:
     """Play episodes outside of training: `play` gets a dispatcher whose buffer takes nothing. Returns its headers.
 
@@ -298,7 +318,7 @@ async def play_untrained(
 
     buffer = EpisodeBuffer((), WholeGroups((), ADVANTAGES["none"]))
     dispatcher = make_dispatcher(config, environment, buffer, store, Signal(), resume_state=ResumeState())
-    attach_worker(config, environment, dispatcher, engine, chat_format, store, SystemClock(), fail)
+    attach_worker(config, environment, dispatcher, engine, chat_format, store, SystemClock(), fail, gateway)
     episodes = loop.create_task(play(dispatcher))
     try:
         first, _ = await asyncio.wait({episodes, failure}, return_when=asyncio.FIRST_COMPLETED)

@@ -332,6 +332,7 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(title="commands", metavar="COMMAND")
     _add_train(commands)
     _add_evaluate(commands)
+    _add_serve(commands)
     _add_demo(commands)
     _add_simulate(commands)
     for noun in READING:
@@ -377,6 +378,22 @@ def _add_train(commands: Subparsers[argparse.ArgumentParser]) -> None:
 
 def _add_evaluate(commands: Subparsers[argparse.ArgumentParser]) -> None:
     parser = _add_command(commands, "evaluate", "measure a policy on held-out tasks", "training:evaluate")
+    _add_served(parser)
+    parser.add_argument("--tasks", type=_whole, help="number of held-out tasks, instead of evaluation.tasks")
+
+
+def _add_serve(commands: Subparsers[argparse.ArgumentParser]) -> None:
+    text = "put a model endpoint on this machine in front of policies, for evaluation by hand; Ctrl-C ends it"
+    parser = _add_command(commands, "serve", text, "training:serve")
+    _add_served(parser)
+    parser.add_argument("--port", type=_whole, default=0, help="port to listen on; default: any free one")
+    parser.add_argument(
+        "--host", default="127.0.0.1", metavar="ADDRESS", help="address to listen on; default: this machine's loopback"
+    )
+
+
+def _add_served(parser: argparse.ArgumentParser) -> None:
+    """Add what commands take that have policies act without training them."""
     parser.add_argument("file", type=Path, help=_FILE)
     parser.add_argument(
         "--model",
@@ -397,11 +414,10 @@ def _add_evaluate(commands: Subparsers[argparse.ArgumentParser]) -> None:
         metavar="[NAME=]DIR",
         help="directory of trained weights, for policy NAME if there are several; default: the base model",
     )
-    parser.add_argument("--tasks", type=_whole, help="number of held-out tasks, instead of evaluation.tasks")
     parser.add_argument(
         "--journal",
         type=Path,
-        help="new directory to keep the episodes in; default: none, or with an endpoint one in runs/",
+        help="new directory to keep the episodes in; default: of an evaluation none, else one in runs/",
     )
     parser.set_defaults(takes_overrides=True)
 

@@ -1,18 +1,21 @@
-"""`agentrl train` and `agentrl evaluate`: from a file to a finished run."""
+"""`agentrl train`, `agentrl evaluate` and `agentrl serve`: from a file to a finished run."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import dataclasses
 import faulthandler
 import importlib.util
 import itertools
 import re
 import shlex
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from agentrl.cli.output import INTERRUPTED, print_json
+from agentrl.cli.output import INTERRUPTED, print_json, print_json_line
 from agentrl.config.load import dump_toml, load
 from agentrl.core.errors import InputError
 from agentrl.core.text import plural, safe_line
@@ -20,7 +23,7 @@ from agentrl.observe.progress import spinner
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from agentrl.config.run import RunConfig
 
@@ -117,6 +120,47 @@ def evaluate(options: argparse.Namespace) -> int:
         sys.stdout.write(f"{name:<{width}}  {value:.4g}\n")
     if journal is not None:
         sys.stdout.write(f"{safe_line(journal)}: look at it with `agentrl episode list {safe_line(journal)}`\n")
+    return 0
+
+
+def serve(options: argparse.Namespace) -> int:
+    """`agentrl serve FILE [--section.field=value …] [--model URL[,NAME]] [--policy [NAME=]DIR …] [--port N]
+    [--host ADDRESS] [--journal DIR]`."""
+    if not 0 <= options.port < 65_536:
+        raise InputError("--port is a number from 0 to 65535")
+    if options.policy and _is_address(options.model):
+        raise InputError(
+            "--policy gives weights to policies of an engine, and --model names an endpoint: leave one out"
+        )
+    config = _config(options)
+    run = options.journal or _new_run(config, ",serve")
+    from agentrl.app.serving import ServedAddress
+    from agentrl.app.serving import serve as run_server
+
+    def on_open(address: ServedAddress, end: Callable[[], None]) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, end)  # also where a shell in the background ignores Ctrl-C
+        if options.json:
+            print_json_line({**dataclasses.asdict(address), "path": str(run)})
+            return
+        sys.stdout.write(
+            f"models: {', '.join(map(safe_line, address.models))}\n"
+            f"OPENAI_BASE_URL={address.url}\nANTHROPIC_BASE_URL={address.root_url}\n"
+            f"OPENAI_API_KEY={address.key}\nANTHROPIC_API_KEY={address.key}\n"
+            f"Each conversation is an episode of {safe_line(run)}; {address.key[:5]}…:NAME as the key names it. "
+            "Ctrl-C ends this.\n"
+        )
+        sys.stdout.flush()
+
+    given = {"host": options.host, "port": options.port}
+    headers = asyncio.run(run_server(config, _weights(options.policy), run, on_open, **given))
+    found = {"conversations": len(headers), "turns": sum(header.turns for header in headers), "path": str(run)}
+    if options.json:
+        print_json_line(found)
+    else:
+        turns, where = plural(found["turns"], "turn"), safe_line(run)
+        sys.stdout.write(f"{plural(len(headers), 'conversation')}, {turns}: agentrl episode list {where}\n")
     return 0
 
 

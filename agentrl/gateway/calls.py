@@ -88,6 +88,14 @@ class Seat(Protocol):
 
     seat: str
 
+    def check(self, request: ChatRequest) -> None:
+        """Refuse a request of which not all `n` replies can be given.
+
+        Raises:
+            RequestRefusedError: a limit, or what the request asks for, forbids one of them.
+        """
+        ...
+
     async def reply(self, request: ChatRequest) -> ChatReply:
         """Sample one reply, or recall it from the journal.
 
@@ -95,6 +103,10 @@ class Seat(Protocol):
             RequestRefusedError: the request cannot be answered.
             AgentRLError: the episode cannot go on.
         """
+        ...
+
+    def continues(self, request: ChatRequest) -> bool:
+        """Whether the request's history begins with a conversation that a reply of this seat ended."""
         ...
 
     def count_tokens(self, request: ChatRequest) -> int:

@@ -19,6 +19,7 @@ import contextvars
 import hashlib
 import json
 import re
+import resource
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -35,9 +36,15 @@ from agentrl.gateway.responses import Responses
 if TYPE_CHECKING:
     from aiohttp import web
 
+    from agentrl.gateway.conversations import Conversations
+
 HOST = "127.0.0.1"
 KEEPALIVE_S = 10.0
 """Seconds between the signs of life that a waiting client gets."""
+KEYLESS_S = 10.0
+"""Seconds after which a connection that has shown no key is closed; at most twice as many."""
+KEYLESS_SHARE = 4
+"""Divisor of the process's limit on open files: as many connections without a key may be open."""
 MOST_CALLS = 1024
 """Calls of one attempt that wait at a time."""
 COUNT_TOKENS = "/v1/messages/count_tokens"
@@ -64,6 +71,8 @@ class OpenSeats:
     """Calls that run, or whose reply is owed, by digest of the request."""
     by_idempotency_key: dict[tuple[bytes, str], _PendingReply] = field(default_factory=dict)
     """Calls by digest of the request and its `Idempotency-Key`."""
+    asked: int = 0
+    """Calls so far."""
     running: set[asyncio.Task[Any]] = field(default_factory=set)
     answering: set[asyncio.Transport] = field(default_factory=set)
     """Connections whose request is read or answered now."""
@@ -84,13 +93,27 @@ class _PendingReply:
 
 
 class Gateway:
-    """The server of one process."""
+    """The server of one process.
 
-    def __init__(self) -> None:
+    Args:
+        host: address to listen on.
+        port: 0: any free one.
+        conversations: of clients with a key of their own for all episodes; None: each episode has its keys.
+    """
+
+    def __init__(self, *, host: str = HOST, port: int = 0, conversations: Conversations | None = None) -> None:
+        self._host = host
+        self._wanted_port = port
+        self._conversations = conversations
         self._admitted: dict[bytes, tuple[OpenSeats, str | None]] = {}
         """By digest of the key: what it admits to; a name limits it to one seat."""
         self._runner: web.AppRunner | None = None
         self._port = 0
+        self._listeners = 0
+        self._clients: set[object] = set()
+        """Connections that have shown a key."""
+        self._listening: asyncio.Server | None = None
+        self._watch: asyncio.Task[None] | None = None
         self._starting = asyncio.Lock()
 
     @asynccontextmanager
@@ -104,54 +127,97 @@ class Gateway:
         Raises:
             StorageError: nothing can listen on loopback.
         """
-        async with self._starting:
-            if self._runner is None:  # in a context of its own: the server is no part of the episode that is first
-                await asyncio.get_running_loop().create_task(self._start(), context=contextvars.Context())
+        async with self.listen() as url:
             opened = OpenSeats(
-                url=f"http://{HOST}:{self._port}/v1",
-                key=_new_key(),
-                keys={name: _new_key() for name in seats},
+                url=url,
+                key=new_key(),
+                keys={name: new_key() for name in seats},
                 seats={**seats, **{alias: seats[name] for alias, name in aliases.items()}},
                 failure=asyncio.get_running_loop().create_future(),
             )
             self._admitted[_digest(opened.key)] = (opened, None)
             self._admitted.update({_digest(key): (opened, name) for name, key in opened.keys.items()})
+            try:
+                yield opened
+            finally:
+                for key in (opened.key, *opened.keys.values()):
+                    del self._admitted[_digest(key)]
+                for task in opened.running:
+                    task.cancel()
+                await asyncio.gather(*opened.running, return_exceptions=True)
+                opened.failure.cancel()
+                asyncio.get_running_loop().call_later(KEEPALIVE_S, _abort, opened.answering)
+
+    @asynccontextmanager
+    async def listen(self) -> AsyncIterator[str]:
+        """Listen until the context is left, and until all seats are closed; gives the address, which ends with `/v1`.
+
+        Raises:
+            StorageError: nothing can listen there.
+        """
+        async with self._starting:
+            if self._runner is None:  # in a context of its own: the server is no part of the episode that is first
+                await asyncio.get_running_loop().create_task(self._start(), context=contextvars.Context())
+            self._listeners += 1
         try:
-            yield opened
+            yield f"http://{self._host}:{self._port}/v1"
         finally:
-            for key in (opened.key, *opened.keys.values()):
-                del self._admitted[_digest(key)]
-            for task in opened.running:
-                task.cancel()
-            await asyncio.gather(*opened.running, return_exceptions=True)
-            opened.failure.cancel()
-            asyncio.get_running_loop().call_later(KEEPALIVE_S, _abort, opened.answering)
             async with self._starting:
-                if not self._admitted:
+                self._listeners -= 1
+                if not self._listeners:
                     await self._stop()
+
+    def seats_of(self, key: str) -> OpenSeats:
+        """The open seats that a key admits to."""
+        return self._admitted[_digest(key)][0]
 
     async def _start(self) -> None:
         from aiohttp import web
 
-        application = web.Application(client_max_size=bodies.MAX_BODY_BYTES)
+        application, loop = web.Application(client_max_size=bodies.MAX_BODY_BYTES), asyncio.get_running_loop()
         application.router.add_route("*", "/{path:.*}", self._answer)
         runner = web.AppRunner(application, access_log=None, handler_cancellation=True, auto_decompress=False)
         await runner.setup()
         try:
-            await web.TCPSite(runner, HOST, 0).start()
+            self._listening = await loop.create_server(self._accept, self._host, self._wanted_port)
         except OSError as error:
             await runner.cleanup()
-            raise StorageError(f"the gateway cannot listen on {HOST} ({error.strerror})") from error
-        self._runner, self._port = runner, runner.addresses[0][1]
+            where = f"{self._host}, port {self._wanted_port or 'any'}"
+            raise StorageError(f"the gateway cannot listen on {where} ({error.strerror})") from error
+        self._runner, self._port = runner, self._listening.sockets[0].getsockname()[1]
+        self._watch = loop.create_task(self._close_keyless())
 
     async def _stop(self) -> None:
         runner, self._runner = self._runner, None
-        if runner is None:
+        if runner is None or self._listening is None or self._watch is None:
             return
-        for client in runner.server.connections if runner.server is not None else ():
+        self._listening.close()
+        self._watch.cancel()
+        for client in _connections(runner):
             if client.transport is not None:
                 client.transport.abort()  # nobody is waited for, who may never read what was answered
         await runner.cleanup()
+        self._clients.clear()
+
+    def _accept(self) -> asyncio.BaseProtocol:
+        """The protocol of a new connection; it is closed where too many without a key are open."""
+        runner = self._runner
+        if runner is None or runner.server is None:
+            return _Refused()
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // KEYLESS_SHARE
+        return _Refused() if len(runner.server.connections) - len(self._clients) > most else runner.server()
+
+    async def _close_keyless(self) -> None:
+        """Close connections that have shown no key in time: whoever has none could hold all sockets of the process."""
+        waiting: set[object] = set()
+        while self._runner is not None:
+            await asyncio.sleep(KEYLESS_S)
+            connected = _connections(self._runner)
+            self._clients.intersection_update(connected)
+            for client in connected:
+                if client in waiting and client not in self._clients and client.transport is not None:
+                    client.transport.abort()
+            waiting = set(connected) - self._clients
 
     # --- a request, in order ------------------------------------------------------------------------------------------
 
@@ -164,11 +230,10 @@ class Gateway:
         opened: OpenSeats | None = None
         try:
             self._check_own(request)
-            opened, seat = self._admit(request, in_address)
-            if request.transport is not None:
-                opened.answering.add(request.transport)
+            opened, seat, conversation = self._admit(request, in_address)
+            self._note_answering(request, opened)
             if path == "/v1/models" and request.method == "GET":
-                return _json(200, _models(opened, seat))
+                return _json(200, _models(self._models_of(opened, seat)))
             if protocol is None or request.method != "POST":
                 raise RequestRefusedError(
                     f"there is no {request.method} {shown(path)} here; there are: GET /v1/models, "
@@ -176,10 +241,13 @@ class Gateway:
                     "model",
                 )
             body = await _body(request)
-            chat = protocol.read(bodies.parsed(body))
+            chat, digest = protocol.read(bodies.parsed(body)), _digest(path, body)
+            if opened is None:
+                opened = await self._find_conversation(request, conversation, chat, digest)
+                self._note_answering(request, opened)
             if path == COUNT_TOKENS:
-                return _json(200, {"input_tokens": _seat_of(opened, chat.model, seat).count_tokens(chat)})
-            return await self._chat(request, protocol, chat, opened, seat, _digest(path, body))
+                return _json(200, {"input_tokens": seat_of(opened.seats, chat.model, seat).count_tokens(chat)})
+            return await self._chat(request, protocol, chat, opened, seat, digest)
         except RequestRefusedError as refused:
             return _json(refused.status, (protocol.refusal if protocol else openai_refusal)(refused))
         except ConnectionResetError:
@@ -188,15 +256,22 @@ class Gateway:
             if opened is not None and request.transport is not None:
                 opened.answering.discard(request.transport)
 
+    def _note_answering(self, request: web.Request, opened: OpenSeats | None) -> None:
+        self._clients.add(request.protocol)
+        if opened is not None and request.transport is not None:
+            opened.answering.add(request.transport)
+
     def _check_own(self, request: web.Request) -> None:
         """Refuse browsers: a page whose name resolves to this machine would be admitted by a key it guessed or saw."""
-        if request.host not in (f"{HOST}:{self._port}", f"localhost:{self._port}") or "Origin" in request.headers:
+        own = (f"{self._host}:{self._port}", f"localhost:{self._port}")
+        if (self._host == HOST and request.host not in own) or "Origin" in request.headers:
             raise RequestRefusedError(
                 "the gateway answers programs of this machine, under its own address", "forbidden"
             )
 
-    def _admit(self, request: web.Request, in_address: str | None) -> tuple[OpenSeats, str | None]:
-        """Find what the key of a request admits to.
+    def _admit(self, request: web.Request, in_address: str | None) -> tuple[OpenSeats | None, str | None, str]:
+        """Find what the key of a request admits to: the seats of an episode, with the only one where it is limited, or
+        None for a conversation that is told apart by the name behind the key.
 
         Raises:
             RequestRefusedError: it has none, or one of no episode that runs.
@@ -204,11 +279,30 @@ class Gateway:
         given = request.headers.get("Authorization", "")
         bearer = given[7:].strip() if given[:7].lower() == "bearer " else ""
         key = in_address or request.headers.get("x-api-key") or bearer
+        if self._conversations is not None and secrets.compare_digest(
+            _digest(key.partition(":")[0]), _digest(self._conversations.key)
+        ):
+            return None, None, key.partition(":")[2]
         admitted = self._admitted.get(_digest(key))
         if admitted is None:
             why = "the key is of no episode that runs here: keys end with their episode" if key else "there is no key"
             raise RequestRefusedError(why, "key")
-        return admitted
+        return *admitted, ""
+
+    def _models_of(self, opened: OpenSeats | None, limited_to: str | None) -> Sequence[str]:
+        """The models that a key admits to."""
+        if opened is None:
+            return self._conversations.models if self._conversations is not None else ()
+        return [name for name, seat in opened.seats.items() if limited_to in (None, seat.seat)]
+
+    async def _find_conversation(self, request: web.Request, name: str, chat: ChatRequest, digest: bytes) -> OpenSeats:
+        """The episode of a request with the key of all conversations, begun if there is none yet."""
+        assert self._conversations is not None
+
+        def is_waited_for(opened: OpenSeats) -> bool:
+            return _call_of(opened, digest, request) is not None
+
+        return await self._conversations.find(name, chat, is_waited_for)
 
     async def _chat(
         self,
@@ -220,13 +314,13 @@ class Gateway:
         digest: bytes,
     ) -> web.StreamResponse:
         """Sample, recall or join the call of a request, and hand its replies over."""
-        seat = _seat_of(opened, chat.model, limited_to)
-        retries = request.headers.get("x-stainless-retry-count", "0") != "0"
-        call = _call_of(opened, digest, request.headers.get("Idempotency-Key", ""), retries=retries)
+        seat = seat_of(opened.seats, chat.model, limited_to)
+        call = _call_of(opened, digest, request)
         if call is None:
             if len(opened.running) >= MOST_CALLS:
                 raise RequestRefusedError(f"{MOST_CALLS} calls of this episode wait already", "unavailable")
             call = _PendingReply(asyncio.get_running_loop().create_task(_replies(opened, seat, chat)))
+            opened.asked += 1
             opened.running.add(call.task)
             call.task.add_done_callback(opened.running.discard)
             opened.calls.setdefault(digest, []).append(call)
@@ -243,22 +337,35 @@ class Gateway:
         return response
 
 
+class _Refused(asyncio.Protocol):
+    """A connection that is not taken."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Close it."""
+        assert isinstance(transport, asyncio.Transport)
+        transport.abort()
+
+
+def _connections(runner: web.AppRunner | None) -> list[web.RequestHandler[web.Request]]:
+    return [] if runner is None or runner.server is None else runner.server.connections
+
+
 def _abort(connections: set[asyncio.Transport]) -> None:
     """End what clients of an episode that has ended still hold: one that never reads would hold it for ever."""
     for transport in list(connections):
         transport.abort()
 
 
-def _seat_of(opened: OpenSeats, model: str, limited_to: str | None) -> Seat:
+def seat_of(seats: Mapping[str, Seat], model: str, limited_to: str | None = None) -> Seat:
     """The seat a model's name stands for.
 
     Raises:
         RequestRefusedError: there is none, or the key does not admit to it.
     """
-    seat = opened.seats.get(model) or opened.seats.get(model.rpartition("/")[2])
+    seat = seats.get(model) or seats.get(model.rpartition("/")[2])
     if seat is None:
         raise RequestRefusedError(
-            f"there is no model {shown(model)}; the models are the episode's seats: {', '.join(opened.seats)}",
+            f"there is no model {shown(model)}; the models are the episode's seats: {', '.join(seats)}",
             "model",
             "model",
         )
@@ -267,10 +374,11 @@ def _seat_of(opened: OpenSeats, model: str, limited_to: str | None) -> Seat:
     return seat
 
 
-def _call_of(opened: OpenSeats, digest: bytes, idempotency_key: str, *, retries: bool) -> _PendingReply | None:
+def _call_of(opened: OpenSeats, digest: bytes, request: web.Request) -> _PendingReply | None:
     """The call whose reply a request is to get; None if it is a new one."""
-    if idempotency_key:
+    if idempotency_key := request.headers.get("Idempotency-Key", ""):
         return opened.by_idempotency_key.get((digest, idempotency_key))
+    retries = request.headers.get("x-stainless-retry-count", "0") != "0"
     for call in opened.calls.get(digest, ()):
         if not call.clients or retries:
             return call
@@ -291,6 +399,7 @@ async def _replies(opened: OpenSeats, seat: Seat, chat: ChatRequest) -> Sequence
     try:
         if chat.n == 1:
             return [await seat.reply(chat)]
+        seat.check(chat)  # all or none: replies that no client gets would be trained
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(seat.reply(chat)) for _ in range(chat.n)]
         return [task.result() for task in tasks]
@@ -364,9 +473,8 @@ async def _body(request: web.Request) -> bytes:
     return bodies.unpacked(body, request.headers.get("Content-Encoding", ""))
 
 
-def _models(opened: OpenSeats, limited_to: str | None) -> dict[str, Any]:
-    """The models a key admits to, in the form of both OpenAI and Anthropic."""
-    names = [name for name, seat in opened.seats.items() if limited_to in (None, seat.seat)]
+def _models(names: Sequence[str]) -> dict[str, Any]:
+    """Models in the form of both OpenAI and Anthropic."""
     data = [
         {"id": name, "object": "model", "type": "model", "display_name": name, "created": 0, "owned_by": "agentrl"}
         for name in names
@@ -393,7 +501,8 @@ def _json(status: int, value: Any) -> web.Response:
     )
 
 
-def _new_key() -> str:
+def new_key() -> str:
+    """A key of 256 random bits."""
     return f"sk-{secrets.token_urlsafe(32)}"
 
 

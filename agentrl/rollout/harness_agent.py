@@ -114,12 +114,21 @@ class HarnessAgent(LiveAgent):
         """Refuse: see `act`."""
         raise EnvironmentDefinitionError(f"the rows of seat {self.seat!r} are its client's: see ctx.endpoint()")
 
+    def continues(self, request: ChatRequest) -> bool:
+        """See `gateway.calls.Seat.continues`."""
+        return self._tree.continues(request.messages)
+
     def count_tokens(self, request: ChatRequest) -> int:
         """See `gateway.calls.Seat.count_tokens`; for a remote policy an estimate."""
         placed = self._find_row(request)
         length = len(placed.row.tokens)
         self._tree.withdraw(placed, forget=True)
         return length // BYTES_PER_TOKEN if self._settings.is_external else length
+
+    def check(self, request: ChatRequest) -> None:
+        """See `gateway.calls.Seat.check`."""
+        self._check_demands(request)
+        self._check_limits(self._settings.limits, replies=request.n)
 
     async def reply(self, request: ChatRequest) -> ChatReply:
         """See `gateway.calls.Seat.reply`."""
@@ -303,7 +312,7 @@ class HarnessAgent(LiveAgent):
         if request.stop and self._episode.services.engine.capabilities.expert_routing:
             raise RequestRefusedError("stop: a run that records expert routing cannot end a reply at a text")
 
-    def _check_limits(self, limits: EpisodeLimits) -> None:
+    def _check_limits(self, limits: EpisodeLimits, replies: int = 1) -> None:
         """Refuse turns beyond the limits.
 
         Raises:
@@ -311,7 +320,7 @@ class HarnessAgent(LiveAgent):
         """
         if self._episode.journal.is_over_time:
             self._refuse(LimitReachedError("the episode has used its time", stop_reason="time_limit"))
-        if len(self._turns) + self._in_progress >= limits.max_turns:
+        if len(self._turns) + self._in_progress + replies > limits.max_turns:
             what = f"seat {self.seat!r} has used its {plural(limits.max_turns, 'turn')}"
             self._refuse(LimitReachedError(what, stop_reason="max_turns"))
 

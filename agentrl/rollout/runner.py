@@ -69,6 +69,7 @@ class EpisodeRunner:
         host: EpisodeHost,
         clock: Clock,
         settings: RolloutSettings,
+        gateway: Gateway | None = None,
     ) -> None:
         self.host = host
         self.clock = clock
@@ -82,7 +83,7 @@ class EpisodeRunner:
             settings=settings,
             parking=self.parking,
             kv_budget=self.kv_budget,
-            gateway=Gateway(),
+            gateway=gateway or Gateway(),
         )
         self._store = store
         self._log = log

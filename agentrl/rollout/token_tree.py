@@ -121,6 +121,8 @@ class TokenTree:
         """Digests of all conversations that were answered, without the reply and tools."""
         self._replies: set[bytes] = set()
         """Digests of all replies."""
+        self._ended: set[bytes] = set()
+        """Digests of all conversations up to a reply, tools left out."""
 
     def find_row(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> RowPlacement:
         """Find or begin the row of a request; it is busy until `answer` or `withdraw`.
@@ -176,9 +178,14 @@ class TokenTree:
         said = self._said(reply)
         self._replies.add(said)
         self._answered.add(placement.bare_path)
+        self._ended.add(_next(placement.bare_path, said))
         self._known.add(_next(placement.bare_path, said))
         self._turns.setdefault(_next(placement.path, said), []).append(turn)
         return turn
+
+    def continues(self, messages: Sequence[Message]) -> bool:
+        """Whether a conversation begins with one that a reply of the tree ended."""
+        return not self._ended.isdisjoint(_paths(b"", [self._said(message) for message in messages]))
 
     def identity(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> bytes:
         """Digest of a request's tools and messages; equal for requests that are placed alike."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import itertools
+import contextlib
 import json
 import re
 import sys
@@ -356,6 +357,63 @@ class HeldSeat:
 
     def count_tokens(self, request: ChatRequest) -> int:
         raise AssertionError
+
+
+def test_connections_without_a_key_are_closed_and_those_with_one_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentrl.gateway.server.KEYLESS_S", 0.2)
+
+    async def held() -> bytes:
+        gateway = Gateway()
+        async with gateway.open({"main": HeldSeat()}, {}) as opened:
+            port = int(opened.root_url.rpartition(":")[2])
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            head = f"GET /v1/models HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nx-api-key: {opened.key}\r\n\r\n".encode()
+            writer.write(head)
+            assert await reader.readuntil(b"}]") != b""
+            for sent in (b"", b"GET / HTTP/1.1\r\nHost: ", head.replace(opened.key.encode(), b"sk-no")):
+                keyless, sender = await asyncio.open_connection("127.0.0.1", port)
+                sender.write(sent)
+                async with asyncio.timeout(20):
+                    await keyless.read()  # until it is closed
+                sender.close()
+            await asyncio.sleep(0.6)
+            writer.write(head)
+            answer = await reader.readuntil(b"200 OK")
+            writer.close()
+            return answer
+
+    assert b"200 OK" in asyncio.run(held())
+
+
+def test_connections_without_a_key_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentrl.gateway.server.KEYLESS_SHARE", 1 << 40)
+
+    async def refused() -> None:
+        async with Gateway().open({"main": HeldSeat()}, {}) as opened:
+            port = int(opened.root_url.rpartition(":")[2])
+            _, first = await asyncio.open_connection("127.0.0.1", port)
+            reader, second = await asyncio.open_connection("127.0.0.1", port)
+            async with asyncio.timeout(20):
+                with contextlib.suppress(ConnectionResetError):
+                    assert await reader.read() == b""
+            for writer in (first, second):
+                writer.close()
+
+    asyncio.run(refused())
+
+
+class Several(Loop):
+    """Asks for more replies at once than the episode has turns left."""
+
+    async def loop(self, client: aiohttp.ClientSession, endpoint: agentrl.Endpoint) -> Any:
+        body = {"model": "main", "messages": [user("a")], "n": 50}
+        async with client.post(f"{endpoint.url}/chat/completions", json=body) as answer:
+            return answer.status
+
+
+def test_all_replies_of_a_request_are_given_or_none_is_sampled() -> None:
+    header = play(Several, ["one"] * 50).header
+    assert (header.turns, header.stop_reason) == (0, "max_turns")
 
 
 def test_a_client_of_an_episode_that_ended_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

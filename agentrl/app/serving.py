@@ -1,0 +1,171 @@
+"""`serve`: policies behind a model endpoint on this machine, without training; each conversation is an episode.
+
+The endpoint is the gateway (`gateway/server.py`), with one key for all conversations (`gateway/conversations.py`). A
+conversation ends when nobody has gone on with it for `IDLE_S`, or the server ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from agentrl.app.evaluation import Directory, played, prepared
+from agentrl.core.errors import EnvironmentDefinitionError, RunDirectoryError
+from agentrl.core.records import EpisodeHeader, Task
+from agentrl.environment.base import Endpoint, Environment, EpisodeContext
+from agentrl.environment.harness import HarnessEnvironment
+from agentrl.environment.registry import resolve
+from agentrl.gateway.calls import RequestRefusedError
+from agentrl.gateway.conversations import Conversations
+from agentrl.gateway.server import HOST, Gateway
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from agentrl.config.run import RunConfig
+    from agentrl.gateway.server import OpenSeats
+    from agentrl.orchestrator.dispatch import Dispatcher
+
+IDLE_S = 600.0
+"""Seconds without a request after which a conversation ends; at most this share of `episode_timeout_s`:"""
+IDLE_SHARE = 0.9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedAddress:
+    """Where the endpoint is."""
+
+    url: str
+    """For clients of OpenAI's protocols; ends with `/v1`."""
+    root_url: str
+    """For clients of the Messages protocol."""
+    key: str
+    """`KEY:NAME` goes on with the conversation of that name."""
+    models: tuple[str, ...]
+
+
+class ServedConversation(Environment):
+    """A conversation with clients of the endpoint."""
+
+    server: ClassVar[_Server | None] = None
+    agent: ClassVar[type[HarnessEnvironment]] = HarnessEnvironment
+    """Says how requests are compared and which of their fields are ignored."""
+
+    async def run(self, ctx: EpisodeContext) -> None:
+        """Answer requests until the conversation ends."""
+        server, agent = self.server, self.agent
+        if server is None:
+            raise EnvironmentDefinitionError("a conversation of `agentrl serve` cannot be played again")
+        async with ctx.endpoint(
+            aliases=agent.aliases, volatile=agent.volatile, ignored_fields=agent.ignored_fields
+        ) as endpoint:
+            await ctx.effect("conversation", lambda: endpoint.unless_it_fails(server.hold(ctx.task, endpoint)))
+
+
+@dataclass(eq=False)
+class _Server:
+    """Starts an episode for each conversation."""
+
+    models: tuple[str, ...]
+    idle_s: float
+    host: str
+    port: int
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    conversations: Conversations = field(init=False)
+    gateway: Gateway = field(init=False)
+    _dispatcher: Dispatcher | None = None
+    _beginning: dict[str, asyncio.Future[OpenSeats]] = field(default_factory=dict)
+    """By task id, conversations whose episode has not begun."""
+    _episodes: list[asyncio.Task[list[EpisodeHeader]]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.conversations = Conversations(self.models, self._begin)
+        self.gateway = Gateway(host=self.host, port=self.port, conversations=self.conversations)
+
+    async def play(self, dispatcher: Dispatcher, on_open: Callable[[ServedAddress], None]) -> list[EpisodeHeader]:
+        """Serve until `ended` is set."""
+        self._dispatcher = dispatcher
+        async with self.gateway.listen() as url:
+            key = self.conversations.key
+            on_open(ServedAddress(url=url, root_url=url.removesuffix("/v1"), key=key, models=self.models))
+            await self.ended.wait()
+            ended = await asyncio.gather(*self._episodes)
+        return [header for headers in ended for header in headers]
+
+    async def hold(self, task: Task, endpoint: Endpoint) -> None:
+        """Keep the seats of an episode open until its conversation ends."""
+        opened = self.gateway.seats_of(endpoint.key)
+        self._beginning.pop(task.id).set_result(opened)
+        try:
+            asked = -1
+            while opened.asked != asked or opened.running:
+                asked = opened.asked
+                try:
+                    await asyncio.wait_for(self.ended.wait(), self.idle_s)
+                    return
+                except TimeoutError:
+                    pass
+        finally:
+            self.conversations.close(opened)
+
+    async def _begin(self, name: str) -> OpenSeats:
+        """See `Conversations`."""
+        if self.ended.is_set() or self._dispatcher is None:
+            raise RequestRefusedError("the server ends", "unavailable")
+        loop = asyncio.get_running_loop()
+        task = Task(id=f"{name or 'conversation'}-{len(self._episodes)}", data={"name": name} if name else {})
+        begun = self._beginning[task.id] = loop.create_future()
+        playing = loop.create_task(self._dispatcher.evaluate([task], {}))
+        self._episodes.append(playing)
+        await asyncio.wait({begun, playing}, return_when=asyncio.FIRST_COMPLETED)
+        if not begun.done():
+            raise RequestRefusedError("the conversation could not begin", "unavailable")
+        return begun.result()
+
+
+async def serve(
+    config: RunConfig,
+    policy: Directory | Mapping[str, Directory] | None,
+    run: Path,
+    on_open: Callable[[ServedAddress, Callable[[], None]], None],
+    *,
+    host: str = HOST,
+    port: int = 0,
+) -> list[EpisodeHeader]:
+    """Serve the seats of a configuration's environment as models until told to end. Nothing is trained.
+
+    Args:
+        config: says which policies hold the seats.
+        policy: weights; see `evaluate`.
+        run: directory of the new run that gets the episodes.
+        on_open: called when the endpoint listens, with a function that ends it.
+        host: address to listen on.
+        port: 0: any free one.
+
+    Returns:
+        A header for each conversation.
+
+    Raises:
+        InputError: something given cannot be used.
+        StorageError: nothing can listen there.
+    """
+    if (run / "journal").exists():
+        raise RunDirectoryError(f"{run} holds a journal already; give serve a new directory")
+    config, given = prepared(config, policy)
+    environment = resolve(config.environment.id)
+    agent = environment if issubclass(environment, HarnessEnvironment) else HarnessEnvironment
+    models = (*environment.seats, *agent.aliases)
+    server = _Server(models=models, idle_s=min(IDLE_S, IDLE_SHARE * config.episode_timeout_s), host=host, port=port)
+    conversation = type(
+        "ServedConversation",
+        (ServedConversation,),
+        {"__module__": __name__, "seats": environment.seats, "server": server, "agent": agent},
+    )
+
+    def play(dispatcher: Dispatcher) -> Coroutine[Any, Any, list[EpisodeHeader]]:
+        return server.play(dispatcher, lambda address: on_open(address, server.ended.set))
+
+    return await played(config, conversation, given, run, play, server.gateway)
