@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gzip
 import itertools
-import contextlib
 import json
 import re
 import sys
