@@ -62,7 +62,7 @@ def conversations(run: Path) -> dict[str, list[list[str]]]:
     """Messages of each turn, by episode."""
     reader, found = RunReader(run), {}
     for line in reader.episodes():
-        assert (line.purpose, line.stop_reason, line.status) == ("evaluate", "completed", "committed")
+        assert (line.purpose, line.stop_reason, line.status) == ("evaluate", "completed", "finished")
         turns = [entry for _, entry in reader.episode(line.episode).entries if isinstance(entry, TurnEntry)]
         found[line.episode] = [[str(message["content"]) for message in turn.messages] for turn in turns]
     reader.close()
