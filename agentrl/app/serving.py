@@ -1,7 +1,6 @@
 """`serve`: policies behind a model endpoint on this machine, without training; each conversation is an episode.
 
-The endpoint is the gateway (`gateway/server.py`), with one key for all conversations (`gateway/conversations.py`). A
-conversation ends when nobody has gone on with it for `IDLE_S`, or the server ends.
+The endpoint is the gateway (`gateway/server.py`), with one key for all conversations. A conversation ends when nobody has gone on with it for `IDLE_S`, or the server ends.
 """
 
 from __future__ import annotations
@@ -19,8 +18,7 @@ from agentrl.environment.base import Endpoint, Environment, EpisodeContext
 from agentrl.environment.harness import HarnessEnvironment
 from agentrl.environment.registry import resolve
 from agentrl.gateway.calls import RequestRefusedError
-from agentrl.gateway.conversations import Conversations
-from agentrl.gateway.server import HOST, Gateway
+from agentrl.gateway.server import HOST, Conversations, Gateway
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
