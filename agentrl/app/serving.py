@@ -1,6 +1,7 @@
 """`serve`: policies behind a model endpoint on this machine, without training; each conversation is an episode.
 
-The endpoint is the gateway (`gateway/server.py`), with one key for all conversations. A conversation ends when nobody has gone on with it for `IDLE_S`, or the server ends.
+The endpoint is the gateway (`gateway/server.py`), with one key for all conversations. A conversation ends when nobody
+has gone on with it for `IDLE_S`, or the server ends.
 """
 
 from __future__ import annotations
