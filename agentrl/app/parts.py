@@ -383,7 +383,7 @@ def make_chat_format(config: RunConfig) -> ChatFormat:
         return JsonFormat()
     from agentrl.rollout.chat_format import TemplateFormat
 
-    return TemplateFormat.load(config.model.path, reply_format=config.model.reply_format)
+    return TemplateFormat.load(config.model.path, reply_format=config.model.reply_format, history=config.model.history)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -224,7 +224,7 @@ def own_formats(config: RunConfig) -> dict[str, ChatFormat]:
         return {}
     from agentrl.rollout.chat_format import TemplateFormat
 
-    made = [(TemplateFormat.load(base.model.path), base.policies) for base in others]
+    made = [(TemplateFormat.load(base.model.path, history=config.model.history), base.policies) for base in others]
     return {name: chat_format for chat_format, policies in made for name in policies}
 
 

@@ -135,6 +135,9 @@ async def run_training(
             observer.warn(line)
         for line in device_plan(config).lines() if adapters.engine is make_engine else ():
             observer.say(line)
+        if chat_format.rewrites:
+            what = "goes on in new rows" if chat_format.forks else "is kept as it was sampled"
+            observer.say(f"the chat template rewrites former turns ({', '.join(chat_format.rewrites)}): history {what}")
         if len(held_out_tasks) < available:
             observer.say(
                 f"evaluating on {len(held_out_tasks):,} of {available:,} held-out tasks, drawn with seed {config.seed}"

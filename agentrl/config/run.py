@@ -99,6 +99,9 @@ class ModelConfig(Section):
     reply_format: Fixed[ReplyFormatName] = "auto"
     """The way the model writes tool calls and thinking; `auto`: as its chat template does (docs/models.md lists all).
     Models of policies' own are read as their templates write."""
+    history: Fixed[Literal["keep", "fork"]] = "keep"
+    """Where the chat template rewrites former turns, such as their thinking: `keep`: the model sees what it saw and
+    sampled; `fork`: the rewritten conversation goes on in a new row of the episode, as it would be served."""
 
     @field_validator("path")
     @classmethod

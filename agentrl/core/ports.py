@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         Message,
         PolicyVersion,
         Recollection,
+        SampledTurn,
         StepReport,
         Task,
         ToolSpec,
@@ -212,6 +213,10 @@ class ChatFormat(Protocol):
     stop_token_ids: tuple[int, ...]
     fingerprint: bytes
     """Identifies tokenizer and template: formats with equal fingerprints produce equal tokens."""
+    rewrites: tuple[str, ...]
+    """The ways in which the template rewrites former turns; see `rollout.template_history`."""
+    forks: bool
+    """Whether a rewritten history begins a new row; otherwise the model keeps seeing what it saw and sampled."""
 
     def start(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[int]:
         """Token ids of a new conversation, up to the start of the assistant's turn."""
@@ -220,6 +225,20 @@ class ChatFormat(Protocol):
     def extend(self, messages: Sequence[Message], *, after: FinishReason) -> list[int]:
         """Token ids that follow a sampled turn: its closing tokens (all of them, unless `after` is `stop`), the new
         messages, and the start of the next assistant turn.
+        """
+        ...
+
+    def rewritten(
+        self, turns: Sequence[SampledTurn], messages: Sequence[Message], tools: Sequence[ToolSpec]
+    ) -> list[int] | None:
+        """Token ids of a conversation as the template writes it now, what it keeps of sampled turns as it was sampled.
+
+        None if the template keeps all of it, or cannot be followed. Asked only where `forks` is true.
+
+        Args:
+            turns: so far.
+            messages: new ones.
+            tools: that are offered.
         """
         ...
 

@@ -131,6 +131,13 @@ class ToolSpec:
     """JSON schema of the arguments, an object."""
 
 
+class SampledTurn(NamedTuple):
+    """What a policy was asked, and the tokens that it sampled."""
+
+    messages: Sequence[Message]
+    token_ids: Sequence[int]
+
+
 # --- completions and turns --------------------------------------------------------------------------------------------
 
 

@@ -514,6 +514,9 @@ def _written_in_json(match: re.Match[str]) -> str:
 _HARMONY = ("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|call|>", "<|return|>")
 
 
+HARMONY_THINKING = ("<|channel|>analysis<|message|>", "<|end|>")
+
+
 def read_harmony(text: str) -> Reply:
     """Messages in channels (gpt-oss): `analysis` is thinking, a message to `functions.NAME` a call, the rest content.
 

@@ -198,6 +198,7 @@ METRICS: tuple[Metric, ...] = (
         "fraction",
         "share of these groups with p in this range: a histogram of p, with bins of their own for 0 and 1",
     ),
+    Metric("history/<cause>", "turns", "per episode: turns before which the chat template rewrites what was said"),
     Metric("drift/<cause>", "turns", "per episode: turns whose sampled tokens the template would tokenise differently"),
     Metric("step", "steps", "optimizer steps the policy has taken"),
     Metric("loss", "1", "the step's loss"),

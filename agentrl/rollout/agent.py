@@ -35,7 +35,16 @@ from agentrl.core.errors import (
 )
 from agentrl.core.ids import key64
 from agentrl.core.ports import GenerateRequest, SamplingParams
-from agentrl.core.records import REWARD, Completion, Message, PolicyVersion, ToolSpec, TrajectoryHeader, Turn
+from agentrl.core.records import (
+    REWARD,
+    Completion,
+    Message,
+    PolicyVersion,
+    SampledTurn,
+    ToolSpec,
+    TrajectoryHeader,
+    Turn,
+)
 from agentrl.core.text import plural
 from agentrl.environment.base import Agent, LimitReachedError, check_reward_name, finite_reward, valid_unicode
 from agentrl.journal.entries import Pause, RewardEntry, Span, TurnEntry, asked_hash
@@ -43,6 +52,7 @@ from agentrl.observe.metrics import GATE_PASSED, GATE_REFUSED
 from agentrl.rollout.branches import shortened
 from agentrl.rollout.byte_formats import JsonFormat
 from agentrl.rollout.call_journal import Performing, encode, encode_arguments
+from agentrl.rollout.template_history import rewrites_of
 from agentrl.rollout.turn_entries import completion_of, decode_message, message_data
 
 if TYPE_CHECKING:
@@ -353,14 +363,15 @@ class LiveAgent(TurnSampler, Agent):
             messages = tuple(map(decode_message, journal.fork_edits())) or messages
         sampling = self._sampling(max_tokens)
         asked = asked_hash(sampling.max_tokens.to_bytes(4, "little"), *self._rows.question(messages))
-        before, known = len(self._rows), None if journal.is_new else journal.peek(asked)
+        known = None if journal.is_new else journal.peek(asked)
         if isinstance(known, TurnEntry):
             context = known.context_ids
-            self._rows.ask_again(context)
+            self._rows.ask_again(context, messages, known.row)
         elif known is not None:  # it fitted when it was recorded: a smaller context of now bounds only new calls
             context = self._rows.ask(messages)
         else:
             context = self._ask(messages, limits.max_context)
+        before = self._rows.before
         call = journal.open(asked, partial(_described, self.seat, messages))
         if call.waits:
             await journal.reach(call)
@@ -390,9 +401,14 @@ class LiveAgent(TurnSampler, Agent):
         characters = sum([len(message.content) for message in messages])
         if characters > CHARACTERS_PER_TOKEN * max_context:
             self._full(characters // CHARACTERS_PER_TOKEN)
+        row = self._rows.row
         context = self._rows.ask(messages)
+        if self._rows.row != row:
+            self._release_kv()
         if len(self._rows) >= max_context:
             self._full(len(self._rows))
+        for cause in rewrites_of(self._settings.chat_format.rewrites, self._messages, messages):
+            self._episode.metric(f"history/{cause}", 1.0, self)
         return context
 
     def restart(self, *messages: Message) -> None:
@@ -576,14 +592,19 @@ class TokenRows:
     2. The tokens of new messages are a function of `question`: where it was asked before, they are known.
     """
 
-    __slots__ = ("_after", "_format", "_row_tokens", "row", "tools")
+    __slots__ = ("_after", "_asked", "_format", "_row_tokens", "_turns", "before", "row", "tools")
 
     def __init__(self, chat_format: ChatFormat, tools: Sequence[ToolSpec]) -> None:
         self._format = chat_format
         self.tools = tools
         self._row_tokens = array("i")
         self._after: FinishReason | None = None
+        self._asked: Sequence[Message] = ()
+        self._turns: list[SampledTurn] = []
+        """Those of the conversation, where its history may be rewritten."""
         self.row = 0
+        self.before = 0
+        """Tokens of the row before the newest messages; 0 in a new row."""
 
     def __len__(self) -> int:
         return len(self._row_tokens)
@@ -597,23 +618,42 @@ class TokenRows:
         return (self._format.fingerprint, before, *map(_said, messages))
 
     def ask(self, messages: Sequence[Message]) -> bytes:
-        """Append messages; returns the context tokens that are new, as `int32`."""
+        """Append messages; returns the context tokens that are new, as `int32`: the whole context where the template
+        rewrites what the model has seen, and the run begins a new row then."""
+        row = self.row
         if self._after is None:
             context_ids = self._format.start(messages, self.tools)
         else:
             context_ids = self._format.extend(messages, after=self._after)
+            rewritten = self._format.rewritten(self._turns, messages, self.tools) if self._turns else None
+            if rewritten is not None and not self._is_same([*self._row_tokens, *context_ids], rewritten):
+                context_ids, row = rewritten, row + 1
         context = array("i", context_ids).tobytes()
-        self.ask_again(context)
+        self.ask_again(context, messages, row)
         return context
 
-    def ask_again(self, context: bytes) -> None:
-        """Append the context tokens that a journal entry recorded."""
+    def _is_same(self, one: Sequence[int], other: Sequence[int]) -> bool:
+        """Whether contexts say the same; white space and the tokens that end a turn do not count."""
+        if list(one) == list(other):
+            return True
+        ends = {*self._format.stop_token_ids}
+        texts = ["".join(self._format.decode([t for t in ids if t not in ends]).split()) for ids in (one, other)]
+        return texts[0] == texts[1]
+
+    def ask_again(self, context: bytes, messages: Sequence[Message], row: int) -> None:
+        """Append the context tokens that a journal entry recorded; in another row than the open one, begin it."""
+        if row != self.row:
+            self._row_tokens = array("i")
+            self.row = row
+        self._asked, self.before = messages, len(self._row_tokens)
         self._row_tokens.frombytes(context)
 
     def answer(self, completion: Completion) -> None:
         """Append the tokens the engine sampled."""
         self._row_tokens.frombytes(completion.token_ids.astype(np.intc, copy=False).tobytes())
         self._after = completion.finish_reason
+        if self._format.forks:
+            self._turns.append(SampledTurn(self._asked, completion.token_ids.tolist()))
 
     def restart(self) -> None:
         """Begin a new row."""
@@ -621,6 +661,7 @@ class TokenRows:
             self.row += 1
         self._row_tokens = array("i")
         self._after = None
+        self._turns = []
 
     def context(self) -> Int32Array:
         """The whole open row, as sent to the engine; shape [T]."""

@@ -18,7 +18,7 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from agentrl.core.records import FinishReason, Message, ToolCall, ToolSpec, usage_of
+from agentrl.core.records import FinishReason, Message, SampledTurn, ToolCall, ToolSpec, usage_of
 from agentrl.core.reply_formats import CLOSE, OPEN, json_value, parse_hermes
 from agentrl.environment.base import LimitReachedError
 
@@ -47,6 +47,8 @@ class PlainFormat:
 
     stop_token_ids: tuple[int, ...] = (STOP_TOKEN,)
     fingerprint = b"bytes"
+    rewrites: tuple[str, ...] = ()
+    forks = False
 
     def start(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[int]:
         """Token ids of a new conversation; tools become a first message that lists name and argument names."""
@@ -64,6 +66,12 @@ class PlainFormat:
         for message in messages:
             ids += _message_ids(message)
         return ids + _PROMPT
+
+    def rewritten(
+        self, turns: Sequence[SampledTurn], messages: Sequence[Message], tools: Sequence[ToolSpec]
+    ) -> list[int] | None:
+        """See `core.ports.ChatFormat.rewritten`: nothing is rewritten."""
+        return None
 
     def parse(self, token_ids: Sequence[int], tools: Sequence[ToolSpec] = ()) -> Message:
         """The assistant message a completion says; control tokens are left out."""
@@ -118,6 +126,8 @@ class JsonFormat:
 
     stop_token_ids: tuple[int, ...] = ()
     fingerprint = b"json lines"
+    rewrites: tuple[str, ...] = ()
+    forks = False
 
     def start(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[int]:
         """See `core.ports.ChatFormat.start`."""
@@ -127,6 +137,12 @@ class JsonFormat:
     def extend(self, messages: Sequence[Message], *, after: FinishReason) -> list[int]:
         """See `core.ports.ChatFormat.extend`; a sampled turn is a whole line, however it ended."""
         return self.encode("".join(_line(_message_value(message)) for message in messages))
+
+    def rewritten(
+        self, turns: Sequence[SampledTurn], messages: Sequence[Message], tools: Sequence[ToolSpec]
+    ) -> list[int] | None:
+        """See `core.ports.ChatFormat.rewritten`: nothing is rewritten."""
+        return None
 
     def parse(self, token_ids: Sequence[int], tools: Sequence[ToolSpec] = ()) -> Message:
         """See `core.ports.ChatFormat.parse`.

@@ -17,15 +17,16 @@ import itertools
 import json
 import re
 from array import array
+from bisect import bisect_left
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from tokenizers import Tokenizer
 
 from agentrl.core.errors import ModelError
-from agentrl.core.records import FinishReason, Message, Role, ToolSpec
-from agentrl.core.reply_formats import REPLY_FORMATS, THINKING, ReplyFormat
+from agentrl.core.records import FinishReason, Message, Role, SampledTurn, ToolSpec
+from agentrl.core.reply_formats import HARMONY_THINKING, REPLY_FORMATS, THINKING, ReplyFormat
 from agentrl.rollout.chat_template import (
     PROBE,
     AddedToken,
@@ -37,6 +38,7 @@ from agentrl.rollout.chat_template import (
     tool_value,
     valid_unicode,
 )
+from agentrl.rollout.template_history import rewrite_causes, shared_length, thinking_form, thinking_forms
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -79,10 +81,21 @@ class _Frame:
     tail: list[int]
 
 
+class _Spoken(NamedTuple):
+    """A sampled turn without the tokens that end it."""
+
+    thinking: str
+    all_ids: list[int]
+    reply_ids: list[int]
+    """Without its thinking and the white space behind that."""
+
+
 class TemplateFormat:
     """The `ChatFormat` of a Hugging Face model directory; made by `load`."""
 
-    def __init__(self, directory: Path, tokenizer: Tokenizer, template: ChatTemplate, reply_format: str) -> None:
+    def __init__(
+        self, directory: Path, tokenizer: Tokenizer, template: ChatTemplate, reply_format: str, *, forks: bool
+    ) -> None:
         self._directory = directory
         self._tokenizer = tokenizer
         self._template = template
@@ -107,12 +120,16 @@ class TemplateFormat:
         self._closing = self._find_closing()
         self._call_closing = self._find_call_closing(configured)
         closings = (self._closing, self._call_closing)
-        self._ends = frozenset({*configured, *closings})
         stops = [self._control.ids[end] for end in self.reply_format.ends if end in self._control.ids]
+        self._ends = frozenset({*configured, *closings, *stops})
         self.stop_token_ids: tuple[int, ...] = tuple(dict.fromkeys(stops or (*configured, *closings)))
-        prompt = self._render_text([("user", ".")]).rstrip()
-        self._opens_thinking = self._thinking is not None and prompt.endswith(self._thinking[0])
-        self._check_prefix()
+        prompt = self._render_text([("user", ".")])
+        opening = prompt.rpartition(self._thinking[0]) if self._thinking is not None else ("", "", "")
+        self._opens_thinking = bool(opening[1]) and not opening[2].strip()
+        self._thinking_opening = "".join(opening[1:]) if self._opens_thinking else ""
+        bare = self._render_text([("user", ".")], prompt=False)
+        self._header = prompt[shared_length(prompt, bare) :].removesuffix(self._thinking_opening)
+        self._probe_history(forks)
         self._openings: dict[object, tuple[_Frame | None, Sequence[ToolSpec]]] = {}
         self._replies: dict[str, _Frame] = {}
         self._decoded: tuple[list[int], str] = ([], "")
@@ -125,12 +142,16 @@ class TemplateFormat:
                 self._replies[role] = frame
 
     @classmethod
-    def load(cls, model_dir: str | Path, *, reply_format: str = AUTO) -> TemplateFormat:
+    def load(
+        cls, model_dir: str | Path, *, reply_format: str = AUTO, history: Literal["keep", "fork"] = "keep"
+    ) -> TemplateFormat:
         """Read tokenizer and template of a local model directory.
 
         Args:
             model_dir: with tokenizer and template.
             reply_format: a name in `REPLY_FORMATS`, or `auto` for the one that the template writes.
+            history: what becomes of former turns that the template rewrites: the model keeps seeing them as they were,
+                or the conversation goes on in a new row.
 
         Raises:
             ModelError: a file is missing or unusable, the tokenizer is of another model, the template closes no turn
@@ -157,7 +178,7 @@ class TemplateFormat:
         _check_vocabulary(directory, tokenizer)
         tokenizer.no_truncation()
         tokenizer.no_padding()
-        return cls(directory, tokenizer, ChatTemplate(directory), reply_format)
+        return cls(directory, tokenizer, ChatTemplate(directory), reply_format, forks=history == "fork")
 
     def start(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[int]:
         """Token ids of a new conversation, up to where the assistant's turn begins.
@@ -199,6 +220,82 @@ class TemplateFormat:
             return ids
         return [self._call_closing if messages and messages[0].role == "tool" else self._closing, *ids]
 
+    def rewritten(
+        self, turns: Sequence[SampledTurn], messages: Sequence[Message], tools: Sequence[ToolSpec]
+    ) -> list[int] | None:
+        """See `core.ports.ChatFormat.rewritten`.
+
+        Raises:
+            ModelError: the template refuses the conversation.
+        """
+        values, spoken = list[dict[str, Any]](), list[_Spoken]()
+        asked = [*(turn.messages for turn in turns), messages]
+        for n, turn in enumerate(turns):
+            values += self._values(turn.messages)
+            spoken.append(self._spoken(turn.token_ids))
+            values.append(self._marked(n, spoken[-1], [each for each in asked[n + 1] if each.role == "tool"]))
+        values += self._values(messages)
+        specs = [tool_value(tool, self._control) for tool in tools]
+        rendered = self._template.render(values, specs, prompt=True)
+        ids: list[int] = []
+        for n, said in enumerate(spoken):
+            frame, mark, rendered = rendered.partition(_mark("s", n))
+            if not mark:
+                return None  # the template leaves out what was said: the model keeps seeing it
+            frame, thought, _ = frame.partition(_mark("t", n))
+            if thought and self._history_marks is not None:
+                frame = frame.rpartition(self._history_marks[0])[0] + self._thinking_opening
+            elif _mark("c", n) in rendered or self.reply_format.ends:
+                frame = frame[: frame.rfind(self._header) + len(self._header)]
+            rendered = rendered.replace(_mark("c", n), "")
+            pieces = self._from_closing(frame) if n else self._control.split(frame)
+            if not pieces:
+                return None
+            ids += [*self._encode_pieces(pieces), *(said.all_ids if thought or not said.thinking else said.reply_ids)]
+        pieces = self._from_closing(rendered)
+        return [*ids, *self._encode_pieces(pieces)] if pieces else None
+
+    def _values(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+        """Messages as the template reads them."""
+        as_text = self._arguments_as_text
+        return [message_value(each, self._control, arguments_as_text=as_text) for each in messages]
+
+    def _from_closing(self, text: str) -> list[int | str]:
+        """Rendered pieces from the token on that ends a turn; none if there is none."""
+        pieces = self._control.split(text)
+        at = next((at for at, piece in enumerate(pieces) if piece in self._ends), len(pieces))
+        return pieces[at:]
+
+    def _marked(self, number: int, said: _Spoken, answers: Sequence[Message]) -> dict[str, Any]:
+        """A sampled turn as the template reads it, marks in the place of what was sampled."""
+        speech = _mark("s", number)
+        value = _value("assistant", speech)
+        if said.thinking and self._history_marks is not None:
+            value = list(thinking_forms(self._history_marks, _mark("t", number), speech))[self._thinking_form]
+        if answers and self._needs_calls:
+            calls = self._standin_call(*(each.name or "probe" for each in answers))["tool_calls"]
+            given = {"probe": speech + _mark("c", number)}
+            calls[0]["function"]["arguments"] = json.dumps(given) if self._arguments_as_text else given
+            value = {**value, "content": value["content"].replace(speech, ""), "tool_calls": calls}
+        return value
+
+    def _spoken(self, token_ids: Sequence[int]) -> _Spoken:
+        """Sampled tokens, without those that end the turn."""
+        ids = _as_list(token_ids)
+        ids = ids[:-1] if ids and (ids[-1] in self._ends or ids[-1] in self.stop_token_ids) else ids
+
+        def text(start: int, stop: int) -> str:
+            return str(self._tokenizer.decode(ids[start:stop], skip_special_tokens=False))
+
+        end = self._history_marks[1] if self._history_marks is not None else ""
+        if not end or end not in text(0, len(ids)):
+            return _Spoken("", ids, ids)
+        after = bisect_left(range(len(ids)), True, key=lambda n: end in text(0, n + 1)) + 1
+        thinking = text(0, after)
+        while after < len(ids) and not text(after, after + 1).strip():
+            after += 1
+        return _Spoken(thinking, ids, ids[after:])
+
     def parse(self, token_ids: Sequence[int], tools: Sequence[ToolSpec] = ()) -> Message:
         """See `core.ports.ChatFormat.parse`; malformed calls are kept raw."""
         text = self._decode_reply(_as_list(token_ids))
@@ -238,9 +335,7 @@ class TemplateFormat:
         return "undecodable" if "\ufffd" in text else "retokenised"
 
     def _opening_pieces(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[int | str]:
-        values = [
-            message_value(message, self._control, arguments_as_text=self._arguments_as_text) for message in messages
-        ]
+        values = self._values(messages)
         specs = [tool_value(tool, self._control) for tool in tools]
         return self._control.split(self._template.render(values, specs, prompt=True))
 
@@ -253,7 +348,7 @@ class TemplateFormat:
         Raises:
             ModelError: the template refuses the messages.
         """
-        new = [message_value(message, self._control, arguments_as_text=self._arguments_as_text) for message in messages]
+        new = self._values(messages)
         answers = list(itertools.takewhile(lambda message: message.role == "tool", messages))
         for number, value in enumerate(new[: len(answers)]):
             value["tool_call_id"] = f"call{number:05}"
@@ -385,21 +480,6 @@ class TemplateFormat:
             "tokenizer, so a sampled turn could not be told from what follows it"
         )
 
-    def _check_prefix(self) -> None:
-        """A prompt must be a prefix of the conversation it grows into, thinking aside."""
-        first: list[tuple[Role, str]] = [("user", "one"), ("assistant", "two"), ("user", "three")]
-        longer: list[tuple[Role, str]] = [*first, ("assistant", PROBE), ("user", "five")]
-        for number, turns in enumerate((first[:1], first)):
-            prompt = self._render_text(turns)
-            grown = self._render_text([*longer[: 1 + 2 * number], ("assistant", PROBE), ("user", "five")])
-            place = self._checked_rendering(grown).partition(PROBE)[0]
-            if _bare(place) != _bare(prompt):
-                raise ModelError(
-                    f"{self._directory}: the chat template rewrites former turns (the prompt {prompt[-80:]!r} became "
-                    f"{place[-80:]!r}), so a sampled conversation cannot be continued token for token. Use a template "
-                    "that keeps what it has rendered"
-                )
-
     def _find_call_closing(self, configured: Collection[int]) -> int:
         """The control token behind an assistant's calls. Some templates open the next message with it (GLM)."""
         call = [_value("user", "."), self._standin_call("probe")]
@@ -411,19 +491,44 @@ class TemplateFormat:
             )
         except ModelError:
             return self._closing
-        shared = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], zip(followed, alone, strict=False))))
-        markup = {self._control.ids.get(mark) for mark in self.reply_format.markup} - set(configured)
-        ends = [piece for piece in followed if piece in configured][:1]
-        ends = ends or [piece for piece in followed[:shared] if piece not in markup][::-1]
-        return next((piece for piece in (*ends, *followed[shared:]) if isinstance(piece, int)), self._closing)
+        shared = shared_length(followed, alone)
+        ends = set(self.reply_format.ends)
+        markup = {self._control.ids.get(mark) for mark in self.reply_format.markup if mark not in ends} - {*configured}
+        known = [piece for piece in followed if piece in configured][:1]
+        known = known or [piece for piece in followed[:shared] if piece not in markup][::-1]
+        return next((piece for piece in (*known, *followed[shared:]) if isinstance(piece, int)), self._closing)
+
+    def _probe_history(self, forks: bool) -> None:
+        """Find what the template makes of former turns."""
+        marks = HARMONY_THINKING if self.reply_format.name == "openai" else self._thinking
+        call = self._standin_call("probe")
+        self.rewrites: tuple[str, ...] = rewrite_causes(self._template, call, marks)
+        self.forks = forks and not {"thinking", "tools", "prompt", "history", "whitespace"}.isdisjoint(self.rewrites)
+        self._history_marks = (marks[0], "<|end|><|start|>assistant") if marks == HARMONY_THINKING else marks
+        self._thinking_form = thinking_form(self._template, call, marks)
+        self._needs_calls = self._takes_results_of_calls_only()
+        asked = [Message(role="user", content="one")]
+        if self.forks and self.rewritten([SampledTurn(asked, self.encode("two"))], asked, ()) is None:
+            raise ModelError(
+                f"{self._directory}: model.history = 'fork': the chat template leaves out what an assistant said; set "
+                "'keep'"
+            )
+
+    def _takes_results_of_calls_only(self) -> bool:
+        """Whether a tool's message may not follow a turn without a call."""
+        answer = {**_value("tool", PROBE), "name": "probe", "tool_call_id": "call00000"}
+        try:
+            rendered = self._template.render([_value("user", "."), _value("assistant", "."), answer], [], prompt=True)
+        except ModelError:
+            return True
+        return PROBE not in rendered
 
     def _written_call(self) -> str:
         """A turn that calls a tool, as the template writes it: what stands behind a prompt."""
         call = self._standin_call("probe")
         prompt = self._template.render([_value("user", ".")], [], prompt=True)
         rendered = self._template.render([_value("user", "."), call], [], prompt=False)
-        shared = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(prompt, rendered, strict=False))
-        return rendered[len(list(shared)) :]
+        return rendered[shared_length(prompt, rendered) :]
 
     def _standin_call(self, *names: str) -> dict[str, Any]:
         """A turn that calls tools, with the probe in the arguments of each call."""
@@ -494,6 +599,11 @@ def _check_vocabulary(directory: Path, tokenizer: Tokenizer) -> None:
         )
 
 
+def _mark(kind: str, number: int) -> str:
+    """Stands for thinking (`t`) or speech (`s`) of a turn in a rendering, as `PROBE` does."""
+    return PROBE.replace("p", f"{kind}{number}.")
+
+
 def _value(role: Role, content: str) -> dict[str, Any]:
     return {"role": role, "content": content}
 
@@ -508,11 +618,6 @@ def _as_list(token_ids: Sequence[int]) -> list[int]:
         return token_ids
     convert = getattr(token_ids, "tolist", None)
     return convert() if convert is not None else list(token_ids)
-
-
-def _bare(text: str) -> str:
-    """Rendered text without what thinking templates put in and take out."""
-    return text.replace("<think>", "").replace("</think>", "").rstrip()
 
 
 def _thinking_marks(source: str, literals: Collection[str]) -> tuple[str, str] | None:

@@ -98,6 +98,10 @@ class HarnessAgent(LiveAgent):
         self, episode: LiveEpisode, seat: str, volatile: Sequence[re.Pattern[str]], ignored: Collection[str]
     ) -> None:
         super().__init__(episode, seat, 0, ())
+        if self._settings.chat_format.forks:
+            raise EnvironmentDefinitionError(
+                f"seat {seat!r} is held by an agent from outside, which sends its own history: model.history = 'keep'"
+            )
         self._tree = TokenTree(self._settings.chat_format, volatile)
         self._samplers: dict[int, RowSampler] = {}
         self._asked: Counter[bytes] = Counter()

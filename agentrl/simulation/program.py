@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from agentrl.core.ports import GenerateRequest
-    from agentrl.core.records import FinishReason, ToolSpec
+    from agentrl.core.records import FinishReason, SampledTurn, ToolSpec
     from agentrl.environment.base import Agent
     from agentrl.simulation.plan import EnvironmentPlan, Plan, SeatPlan
 
@@ -132,6 +132,8 @@ class LengthFormat:
 
     stop_token_ids: tuple[int, ...] = ()
     fingerprint = b"lengths"
+    rewrites: tuple[str, ...] = ()
+    forks = False
 
     def start(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[int]:
         """As many tokens as the last message states; the last token is the length of the turn."""
@@ -141,6 +143,12 @@ class LengthFormat:
     def extend(self, messages: Sequence[Message], *, after: FinishReason) -> list[int]:
         """See `start`."""
         return self.start(messages, ())
+
+    def rewritten(
+        self, turns: Sequence[SampledTurn], messages: Sequence[Message], tools: Sequence[ToolSpec]
+    ) -> list[int] | None:
+        """See `core.ports.ChatFormat.rewritten`: nothing is rewritten."""
+        return None
 
     def parse(self, token_ids: Sequence[int], tools: Sequence[ToolSpec] = ()) -> Message:
         """Nothing was said."""

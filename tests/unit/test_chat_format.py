@@ -321,11 +321,6 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         ("{{ messages.append(1) }}", "cannot render"),
         ("{{ ''.__class__.__mro__ }}{{ [][0].x }}", "cannot render|does not close"),
         ("{% if %}", "does not compile"),
-        (
-            "{{ '<|im_start|>' + messages | length | string }}"
-            "{% for m in messages %}<|im_start|>{{ m.role + m.content }}<|im_end|>{% endfor %}",
-            "rewrites former turns",
-        ),
     ],
 )
 def test_a_template_that_cannot_serve_is_refused(tmp_path: Path, template: str, complaint: str) -> None:

@@ -1,0 +1,166 @@
+"""The probe of what a chat template does to former turns: whether rendering a longer conversation keeps what was there.
+
+Invariant: a probe only renders; what a model sampled is unknown here.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from agentrl.core.errors import ModelError
+from agentrl.rollout.chat_template import PROBE
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from agentrl.core.records import Message
+    from agentrl.rollout.chat_template import ChatTemplate
+
+RewriteCause = Literal["thinking", "whitespace", "tool_results", "tools", "date", "prompt", "history"]
+"""The ways in which a template rewrites former turns.
+
+* `thinking`: it leaves the thinking of former turns out.
+* `whitespace`: it trims what was said.
+* `tool_results`: it merges the results of tools that follow each other, or writes them otherwise afterwards.
+* `tools`: the tools stand elsewhere when the conversation is longer.
+* `date`: it writes the day; agentrl renders every prompt on the same day.
+* `prompt`: a turn begins otherwise in the history than when it was asked for.
+* `history`: anything else.
+"""
+
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "probe",
+        "description": "probe",
+        "parameters": {"type": "object", "properties": {"probe": {"type": "string", "description": "probe"}}},
+    },
+}
+_ASK, _MORE = {"role": "user", "content": "one"}, {"role": "user", "content": "two"}
+_SAID = {"role": "assistant", "content": PROBE}
+_THOUGHT = PROBE.replace("p", "thought")
+
+
+def rewrite_causes(
+    template: ChatTemplate, call: Mapping[str, Any], thinking: tuple[str, str] | None
+) -> tuple[RewriteCause, ...]:
+    """The ways in which a template rewrites former turns, found on a few conversations.
+
+    Args:
+        template: of a model.
+        call: an assistant's message that calls the tool `probe`.
+        thinking: the marks around thinking.
+    """
+    probe = _Probe(template, call)
+    found = {*probe.of_turns(thinking), *probe.of_tools()}
+    if thinking is not None and probe.leaves_out_thinking(thinking):
+        found.add("thinking")
+    if "strftime_now" in template.source:
+        found.add("date")
+    if "history" in found:
+        found -= {"tools", "tool_results"}  # which then show it, too
+    return tuple(cause for cause in get_args(RewriteCause) if cause in found)
+
+
+def rewrites_of(rewrites: Sequence[str], conversation: Sequence[Message], messages: Sequence[Message]) -> Iterator[str]:
+    """The causes for which a template rewrites a conversation when new messages come."""
+    said = [message for message in conversation if message.role == "assistant"]
+    if not said:
+        return
+    for cause in rewrites:
+        if cause == "thinking":
+            applies = any(each.thinking for each in said) and any(each.role == "user" for each in messages)
+        elif cause == "whitespace":
+            applies = said[-1].content != said[-1].content.strip()
+        else:
+            applies = cause in ("tools", "prompt", "history")
+        if applies:
+            yield cause
+
+
+def thinking_forms(thinking: tuple[str, str], thought: str, content: str) -> Iterator[dict[str, Any]]:
+    """The ways in which templates take a turn with thinking, as messages."""
+    yield {"role": "assistant", "content": content, "reasoning_content": thought}
+    yield {"role": "assistant", "content": content, "thinking": thought}
+    yield {"role": "assistant", "content": f"{thinking[0]}\n{thought}\n{thinking[1]}\n\n{content}"}
+
+
+def thinking_form(template: ChatTemplate, call: Mapping[str, Any], thinking: tuple[str, str] | None) -> int:
+    """Number of the form in `thinking_forms` that the template reads thinking from."""
+    probe = _Probe(template, call)
+    forms = list(thinking_forms(thinking, _THOUGHT, PROBE)) if thinking is not None else []
+    return next((n for n, form in enumerate(forms) if probe.shows_thinking(form)), 0)
+
+
+class _Probe:
+    """Renders conversations around a few words, and compares the longer with the shorter."""
+
+    def __init__(self, template: ChatTemplate, call: Mapping[str, Any]) -> None:
+        self._template = template
+        self._call = call
+
+    def _text(self, *messages: Mapping[str, Any], tools: Sequence[Mapping[str, Any]] = (), prompt: bool = True) -> str:
+        """A conversation as it is rendered; empty where the template refuses it."""
+        try:
+            return self._template.render([dict(message) for message in messages], tools, prompt=prompt)
+        except ModelError:
+            return ""
+
+    def of_turns(self, thinking: tuple[str, str] | None) -> Iterator[RewriteCause]:
+        """Causes that show in plain turns."""
+        first, second = self._text(_ASK), self._text(_ASK, _SAID, _MORE)
+        place = second.partition(PROBE)[0]
+        if second and not place.startswith(first):
+            shared = shared_length(first, place)
+            if thinking is not None and _bare(place, thinking) == _bare(first, thinking):
+                yield "thinking"
+            else:
+                yield "prompt" if "one" in first[:shared] else "history"
+        third = self._text(_ASK, _SAID, _MORE, {"role": "assistant", "content": "three"}, _user("four"))
+        if third and not third.startswith(second.rpartition("two")[0]):
+            yield "history"
+        if second and f" \n{PROBE}\n " not in self._text(_ASK, {**_SAID, "content": f" \n{PROBE}\n "}, _MORE):
+            yield "whitespace"
+
+    def leaves_out_thinking(self, thinking: tuple[str, str]) -> bool:
+        """Whether thinking is not there when the user has gone on."""
+        forms = list(thinking_forms(thinking, _THOUGHT, PROBE))
+        is_kept = any(_THOUGHT in self._text(_ASK, form, _MORE) for form in forms)
+        is_known = any(self.shows_thinking(form) for form in forms)
+        return not is_kept and (is_known or thinking[1] in self._template.source)
+
+    def shows_thinking(self, form: Mapping[str, Any]) -> bool:
+        """Whether the thinking of a turn is there as long as only tools have answered, or the user."""
+        silent = {**form, "content": str(form["content"]).replace(PROBE, "")}
+        calls = [(_ASK, {**self._call, **each}, _result("r1")) for each in (form, silent)]
+        conversations = (*calls, (_ASK, form), (_ASK, form, _MORE))
+        return any(_THOUGHT in self._text(*messages) for messages in conversations)
+
+    def of_tools(self) -> Iterator[RewriteCause]:
+        """Causes that show with tools."""
+        listed, longer = self._text(_ASK, tools=[_TOOL]), self._text(_ASK, _SAID, _MORE, tools=[_TOOL])
+        if longer and "one" in listed[shared_length(listed, longer) :]:
+            yield "tools"
+        one = self._text(_ASK, self._call, _result("r1"), prompt=False)
+        two = self._text(_ASK, self._call, _result("r1"), _result("r2"), prompt=False)
+        if "r1" in one and two and not two.startswith(one.rstrip()):
+            yield "tool_results"
+
+
+def _result(content: str) -> dict[str, Any]:
+    return {"role": "tool", "name": "probe", "tool_call_id": "call00000", "content": content}
+
+
+def shared_length(one: Sequence[object], other: Sequence[object]) -> int:
+    """Number of characters or pieces that two texts begin with alike."""
+    return len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))))
+
+
+def _user(content: str) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+def _bare(text: str, thinking: tuple[str, str]) -> str:
+    """Rendered text without what thinking templates put in and take out."""
+    return text.replace(thinking[0], "").replace(thinking[1], "").rstrip()

@@ -1,0 +1,68 @@
+"""Templates that rewrite former turns: found at load, kept or forked on purpose, no sampled token trained twice."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from agentrl.core.records import Message, SampledTurn
+from agentrl.rollout.chat_format import TemplateFormat
+from agentrl.rollout.template_history import RewriteCause, rewrites_of
+from benchmarks.serving_formats import CHATML, PLANTED, Talk, model, play
+from tests.unit.test_chat_format import QWEN, QWEN_MARKUP, QWEN_SPECIAL, write_model
+
+THOUGHT = "<think>\nHm.\n</think>\n\n"
+
+
+def user(text: str) -> Message:
+    return Message(role="user", content=text)
+
+
+@pytest.mark.parametrize("cause", get_args(RewriteCause))
+def test_each_planted_way_of_rewriting_is_found(cause: RewriteCause, tmp_path: Path) -> None:
+    assert TemplateFormat.load(model(tmp_path, cause, PLANTED[cause])).rewrites == (cause,)
+
+
+def test_a_template_that_only_appends_rewrites_nothing(tmp_path: Path) -> None:
+    chat = TemplateFormat.load(model(tmp_path, "plain", CHATML), history="fork")
+    assert (chat.rewrites, chat.forks) == ((), False)
+
+
+def test_a_fork_holds_what_was_sampled_token_by_token(tmp_path: Path) -> None:
+    chat = TemplateFormat.load(write_model(tmp_path, QWEN, QWEN_SPECIAL, QWEN_MARKUP), history="fork")
+    assert chat.forks
+    reply = [chat.encode(letter)[0] for letter in '{"name": "add", "arguments"']  # unlike any tokeniser writes it
+    assert reply != chat.encode(chat.decode(reply))
+    sampled = [*chat.encode(THOUGHT), *reply, chat.stop_token_ids[0]]
+    found = chat.rewritten([SampledTurn([user("one")], sampled)], [user("two")], ())
+    assert found is not None
+    at = found.index(reply[0], len(chat.start([user("one")], ())))
+    assert found[at : at + len(reply)] == reply
+    assert "Hm." not in chat.decode(found)
+    assert chat.decode(found) == (
+        "<|im_start|>user\none<|im_end|>\n<|im_start|>assistant\n"
+        f"{chat.decode(reply)}<|im_end|>\n<|im_start|>user\ntwo<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_rows_of_a_forked_episode_are_one_unit_and_train_each_sampled_token_once(tmp_path: Path) -> None:
+    directory = model(tmp_path, "thinks", PLANTED["thinking"])
+    said = [f"{THOUGHT}One.", "Two.", f"{THOUGHT}Three."]
+    _, rows, wrong = play(Talk, TemplateFormat.load(directory, history="fork"), said)
+    assert (rows, wrong) == (2, {}), "the second question rewrites the first reply, the third nothing more"
+    _, rows, wrong = play(Talk, TemplateFormat.load(directory, history="keep"), said)
+    assert (rows, wrong) == (1, {})
+
+
+def test_causes_are_counted_where_they_apply() -> None:
+    def said(text: str, thinking: str = "") -> Message:
+        return Message(role="assistant", content=text, thinking=thinking)
+
+    rewrites, result = ("thinking", "whitespace", "date"), Message(role="tool", content="5")
+    assert list(rewrites_of(rewrites, [], [user("one")])) == []
+    assert list(rewrites_of(rewrites, [user("one"), said("x", "Hm.")], [user("two")])) == ["thinking"]
+    assert list(rewrites_of(rewrites, [user("one"), said("x", "Hm.")], [result])) == []
+    assert list(rewrites_of(rewrites, [user("one"), said("x ")], [user("two")])) == ["whitespace"]
+    assert list(rewrites_of(("tools",), [user("one"), said("x")], [user("two")])) == ["tools"]
