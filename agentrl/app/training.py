@@ -21,7 +21,7 @@ from agentrl.app.recovery import Code, functions_of
 from agentrl.app.supervisor import RunSetup, ended_by_ctrl_c, run_in_shared_loop, supervise
 from agentrl.config.resume import Difference, check_unchanged
 from agentrl.config.run import RunConfig
-from agentrl.core.errors import EnvironmentDefinitionError
+from agentrl.core.errors import ConfigError, EnvironmentDefinitionError
 from agentrl.core.functions import describe
 from agentrl.core.ports import Observer
 from agentrl.core.records import Task
@@ -138,6 +138,8 @@ async def run_training(
         if chat_format.rewrites:
             what = "goes on in new rows" if chat_format.forks else "is kept as it was sampled"
             observer.say(f"the chat template rewrites former turns ({', '.join(chat_format.rewrites)}): history {what}")
+        if config.engine.kind == "vllm" and adapters.engine is make_engine and (taken := device_plan(config).taken()):
+            raise ConfigError("\n  ".join(taken))
         if len(held_out_tasks) < available:
             observer.say(
                 f"evaluating on {len(held_out_tasks):,} of {available:,} held-out tasks, drawn with seed {config.seed}"

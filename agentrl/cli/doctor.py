@@ -324,7 +324,10 @@ def _gpu_checks(config: RunConfig) -> list[Check]:
     from agentrl.app.memory import gpu_needs
     from agentrl.app.parts import device_plan
 
-    checks = [Check(name="devices", found=line) for line in device_plan(config).lines()]
+    devices = device_plan(config)
+    checks = [Check(name="devices", found=line) for line in devices.lines()]
+    if config.engine.kind == "vllm":
+        checks += [Check(name="devices", found=line, level="missing") for line in devices.taken()]
     for need in gpu_needs(config):
         text = f"{_gibibytes(need.needed):>10}  needed of the {_gibibytes(need.allowed)} it may take"
         name = f"{need.user} on GPU {need.gpu}"

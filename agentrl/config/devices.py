@@ -76,6 +76,18 @@ class DevicePlan:
         """The number of an engine, with its base model where there are several."""
         return f"engine {number} of {self.bases[number]}" if self.bases else f"engine {number}"
 
+    def taken(self) -> list[str]:
+        """For each engine whose share of a GPU is not free now, what holds it back; before anything of the run is
+        loaded, other processes have it."""
+        return [
+            f"GPU {gpu.id}: {self.name_of_engine(number)} takes {share:.0%} of its memory, "
+            f"{share * gpu.memory.total / (1 << 30):.1f} GiB, and {gpu.memory.free / (1 << 30):.1f} are free: stop "
+            "what else computes there, name other GPUs in CUDA_VISIBLE_DEVICES, or lower engine.memory_share"
+            for number, share in enumerate(self.shares)
+            for gpu in self.gpus_of_engine(number)
+            if share * gpu.memory.total > gpu.memory.free
+        ]
+
     def lines(self) -> list[str]:
         """The assignment in words, a line for each GPU."""
         lines = []

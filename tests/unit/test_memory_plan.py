@@ -167,6 +167,19 @@ def test_doctor_says_which_share_of_a_gpu_is_too_small(
     assert "do not fit on 1 GPU" in capsys.readouterr().out
 
 
+def test_memory_of_a_gpu_that_another_process_holds_is_told_by_doctor_and_before_a_run(
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gpu = Gpu("0", "card", Memory(free=2 << 30, total=24 << 30))
+    monkeypatch.setattr(parts, "gpus", lambda: (gpu,))
+    file = str(repository / "examples/01_tool_use.toml")
+    words = "GPU 0: engine 0 takes 45% of its memory, 10.8 GiB, and 2.0 are free: stop what else computes there"
+    assert main(["doctor", file, *VLLM]) == 1
+    assert words in " ".join(capsys.readouterr().out.split())
+    assert main(["train", file, *VLLM, f"--directory={tmp_path}", "--trainer.micro_batch_tokens=512"]) != 0
+    assert words in " ".join(capsys.readouterr().err.split())
+
+
 def test_an_argument_that_vllm_does_not_know_is_found_by_doctor(
     repository: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
