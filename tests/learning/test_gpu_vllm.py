@@ -34,8 +34,9 @@ def test_every_piece_runs_on_cpus(repository: Path, tmp_path: Path) -> None:
     restarted = found["restart"]
     assert len(restarted["rewards"]) == 2
     assert restarted["next_step_s"] > 0
-    # The start and both steps; vLLM that is started again loads the published file.
-    assert restarted["deliveries"] == {"file": 3}
+    # The start and both steps; vLLM that is started again asks too, and the trainer may have gone on by then.
+    assert restarted["deliveries"].keys() == {"file"}
+    assert restarted["deliveries"]["file"] in (3, 4)
     assert restarted["k3"] < 1e-6
     assert "skipped" in found["trl"]
 
