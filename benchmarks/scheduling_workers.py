@@ -112,7 +112,7 @@ async def train_once(directory: Path, workers: int, steps: int, listening: Liste
         pool = make_workers(config, Arithmetic, engine, directory, lambda line: None, log, SystemClock())
         if pool is not None:
             stack.push_async_callback(pool.close)
-            pool.placement = listening or pool.placement
+            pool.placements = pool.placements if listening is None else [listening] * len(pool.placements)
         trainer = RecordingTrainer(["policy"])
         served = ServedVersions(engine)
         await served.make_current(await trainer.publish("policy", START["policy"]))

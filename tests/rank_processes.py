@@ -8,12 +8,13 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from agentrl.learn.ranks import ProcessGroup
+from agentrl.learn.ranks import ProcessGroup, Rendezvous, serve_rendezvous
 
 PATIENCE_S = 600.0
 
@@ -26,7 +27,7 @@ def on_ranks(size: int, function: str, *arguments: Any) -> list[Any]:
                 [sys.executable, "-m", "tests.rank_processes", directory, str(rank), str(size), function],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
                 text=True,
             )
             for rank in range(size)
@@ -46,12 +47,26 @@ def on_ranks(size: int, function: str, *arguments: Any) -> list[Any]:
     return [json.loads(text.splitlines()[-1]) for text in said]
 
 
+def join(meeting: Path, *, rank: int, size: int) -> ProcessGroup:
+    """Join a group on loopback; rank 0 writes where they meet into a file."""
+    store = None
+    if rank == 0:
+        rendezvous, store = serve_rendezvous("127.0.0.1")
+        meeting.with_suffix(".new").write_text(json.dumps(rendezvous))
+        meeting.with_suffix(".new").rename(meeting)
+    while not meeting.exists():
+        time.sleep(0.01)
+    rendezvous = Rendezvous(*json.loads(meeting.read_text()))
+    device = torch.device("cpu")
+    return ProcessGroup(rendezvous, rank=rank, size=size, device=device, address="127.0.0.1", store=store)
+
+
 def main() -> None:
     """One rank: arguments on standard input, the result on the last line of standard output."""
     directory, rank, size, function = sys.argv[1:]
     torch.set_num_threads(1)
     module, _, name = function.partition(":")
-    ranks = ProcessGroup(Path(directory, "rendezvous"), rank=int(rank), size=int(size), device=torch.device("cpu"))
+    ranks = join(Path(directory, "rendezvous"), rank=int(rank), size=int(size))
     result = getattr(importlib.import_module(module), name)(ranks, *json.load(sys.stdin))
     ranks.close()
     sys.stdout.write(json.dumps(result) + "\n")

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agentrl.app.policies import adapter_slots_needed, largest_rank
+from agentrl.cluster.journal_stream import JournalReceiver
 from agentrl.cluster.worker_pool import PoolSettings, WorkerPool
 from agentrl.cluster.worker_wire import Work
 from agentrl.config.devices import DevicePlan, Transfer, plan_devices
@@ -36,6 +37,9 @@ from agentrl.environment.registry import load_function, module_of, name_of
 from agentrl.rollout.byte_formats import JsonFormat
 
 if TYPE_CHECKING:
+    from agentrl.cluster.session import RaySession
+    from agentrl.config.devices import Node
+    from agentrl.core.machine import Gpu
     from agentrl.engines.external import ExternalPolicy
     from agentrl.orchestrator.loop import Orchestrator
 
@@ -197,8 +201,8 @@ def engines_of(engine: Engine) -> Sequence[Engine]:
 
 def connect_trainer(config: RunConfig, engine: Engine, trainer: Trainer) -> None:
     """Let the run's engines have all weights of a version from its trainer, each over what the device plan says."""
-    if not isinstance(trainer, SendsWeights):
-        return
+    if config.on_cluster or not isinstance(trainer, SendsWeights):
+        return  # engines on other machines are sent a version's files
     plan, number = device_plan(config), 0
     for fleet in engines_of(engine):
         for each in fleet.engines if isinstance(fleet, ReplicatedEngine) else [fleet]:
@@ -217,36 +221,43 @@ def _delivery(
 
 
 def device_plan(config: RunConfig) -> DevicePlan:
-    """The GPUs of this machine for a run's ranks and engines; empty where the engines are placed on a Ray cluster.
+    """The GPUs of this machine for a run's ranks and engines; empty for a run on a cluster (`RaySession.plan`).
 
     Raises:
         ConfigError: there are too few.
         InputError: the driver does not say which GPUs there are.
     """
-    on_cluster = "RAY_ADDRESS" in os.environ
-    if on_cluster and config.engine.placement == "ray":
-        return DevicePlan(gpus=())
-    return plan_devices(config, gpus(), ranks=not on_cluster or config.trains_in_process)
+    return DevicePlan(gpus=()) if config.on_cluster else plan_devices(config, gpus())
 
 
 def _placement(config: RunConfig, log: Path | None, plan: DevicePlan, number: int) -> Placement:
     """The placement of an engine's process, by its number in the device plan."""
-    if config.engine.placement != "ray":
+    if not config.in_ray_actors:
         return LocalPlacement(log, gpus=[gpu.id for gpu in plan.gpus_of_engine(number)])
     from agentrl.cluster.engine_actors import RayPlacement
 
     check_ray()
-    return RayPlacement(lambda session: session.plan_devices(config).gpus_of_engine(number))
+
+    def choose(session: RaySession) -> tuple[Node | None, Sequence[Gpu]]:
+        chosen = session.plan(config)
+        return chosen.engines[number] if chosen.engines else None, chosen.devices.gpus_of_engine(number)
+
+    return RayPlacement(choose, address=config.cluster.address)
 
 
-def _worker_placement(config: RunConfig, log: Path) -> Placement:
+def _worker_placement(config: RunConfig, log: Path, worker: int) -> Placement:
     """The placement of a worker's process, which needs no GPU."""
-    if config.engine.placement != "ray":
+    if not config.in_ray_actors:
         return LocalPlacement(log)
     from agentrl.cluster.engine_actors import RayPlacement
 
     check_ray()
-    return RayPlacement()
+
+    def choose(session: RaySession) -> tuple[Node | None, Sequence[Gpu]]:
+        chosen = session.plan(config)
+        return chosen.workers[worker] if chosen.workers else None, ()
+
+    return RayPlacement(choose, address=config.cluster.address)
 
 
 def check_ray() -> None:
@@ -257,7 +268,8 @@ def check_ray() -> None:
     """
     if installed_version("ray") is None:
         raise ConfigError(
-            f"engine.placement = 'ray', and Ray is not installed: {install_command('ray')}, or leave that out"
+            "engine.placement = 'ray' or cluster.address, and Ray is not installed: "
+            f"{install_command('ray')}, or leave that out"
         )
 
 
@@ -298,6 +310,7 @@ def make_workers(
         config=_with_absolute_bases(config),
         journal=str(journal.absolute()),
         environments=code_of(environment),
+        sources=_sources_of(environment) if config.on_cluster else {},
         paths=tuple(map(os.path.abspath, sys.path)),
         capabilities=engine.capabilities.share(config.workers),
     )
@@ -307,7 +320,15 @@ def make_workers(
         max_in_flight=config.max_in_flight,
         silence_s=config.engine.silence_timeout_s,
     )
-    return WorkerPool(settings, engines=shared, placement=_worker_placement(config, log), clock=clock, tell=tell)
+    receiver = None
+    if config.on_cluster:
+        from agentrl.cluster.session import RaySession
+
+        session = RaySession(config.cluster.address)
+        session.start()
+        receiver = JournalReceiver(journal, session.nodes()[0].address, log=log, clock=clock, tell=tell)
+    placements = [_worker_placement(config, log, worker) for worker in range(config.workers)]
+    return WorkerPool(settings, engines=shared, placements=placements, receiver=receiver, clock=clock, tell=tell)
 
 
 def code_of(environment: type[Environment]) -> dict[str, str]:
@@ -318,6 +339,19 @@ def code_of(environment: type[Environment]) -> dict[str, str]:
     """
     known = [environment, *children_of(environment)]
     return {name_of(each): f"{module_of(each)}:{each.__qualname__}" for each in known}
+
+
+def _sources_of(environment: type[Environment]) -> dict[str, str]:
+    """Contents of the files that define an environment and its children, by path; not of installed modules.
+
+    Raises:
+        InputError: a file cannot be read any more.
+    """
+    files = {reference.rpartition(":")[0] for reference in code_of(environment).values()}
+    try:
+        return {file: Path(file).read_text(encoding="utf-8") for file in files if file.endswith(".py")}
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"the environment's code cannot be read: {error}") from error
 
 
 def _absolute(config: RunConfig) -> str:

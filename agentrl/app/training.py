@@ -14,7 +14,7 @@ import msgspec
 
 from agentrl.app.hub import with_local_model
 from agentrl.app.memory import sized
-from agentrl.app.parts import Adapters, code_of, device_plan, load_config, make_engine, task_source
+from agentrl.app.parts import Adapters, check_ray, code_of, device_plan, load_config, make_engine, task_source
 from agentrl.app.parts import held_out as held_out_source
 from agentrl.app.policies import base_models, check_references, check_same_bases, demands_of, own_formats, split_groups
 from agentrl.app.recovery import Code, functions_of
@@ -133,8 +133,9 @@ async def run_training(
     async with opened as (store, observer, changed):
         for line in split_groups(config, demands_of(config, environment)):
             observer.warn(line)
-        for line in device_plan(config).lines() if adapters.engine is make_engine else ():
-            observer.say(line)
+        if adapters.engine is make_engine:
+            for line in await _device_lines(config, code):
+                observer.say(line)
         if chat_format.rewrites:
             what = "goes on in new rows" if chat_format.forks else "is kept as it was sampled"
             observer.say(f"the chat template rewrites former turns ({', '.join(chat_format.rewrites)}): history {what}")
@@ -161,6 +162,24 @@ async def run_training(
         seconds = clock.monotonic() - started
         summary = _summary(config, observer.state, orchestrator, len(held_out_tasks), seconds)
         return _concluded(directory, store, observer, orchestrator, summary)
+
+
+async def _device_lines(config: RunConfig, code: Mapping[str, str]) -> list[str]:
+    """The assignment of devices, and of the nodes of a cluster, which are checked.
+
+    Raises:
+        InputError: nobody answers at `cluster.address`.
+        ConfigError: a node lacks something, or there are too few GPUs.
+    """
+    if not config.on_cluster:
+        return device_plan(config).lines()
+    from agentrl.cluster.nodes import check_nodes
+    from agentrl.cluster.session import kept_signal_handlers
+
+    check_ray()
+    with kept_signal_handlers():
+        _, lines = await asyncio.to_thread(check_nodes, config, code)
+    return lines
 
 
 def _concluded(

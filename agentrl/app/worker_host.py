@@ -22,11 +22,13 @@ from typing import TYPE_CHECKING
 from agentrl.app.parts import external_policies, make_chat_format
 from agentrl.app.policies import rollout_settings
 from agentrl.cluster import worker_wire as wire
+from agentrl.cluster.journal_stream import StreamedJournal
 from agentrl.config.run import RunConfig
 from agentrl.core import ids
 from agentrl.core.clock import SteadyLoop, SystemClock
 from agentrl.core.errors import AgentRLError, error_words
 from agentrl.core.files import closed_under_us
+from agentrl.core.network import SCHEME
 from agentrl.core.ports import SpawnedGroup
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, Task
 from agentrl.engines.bases import SamplerPerBase
@@ -35,7 +37,7 @@ from agentrl.engines.client import EngineClient
 from agentrl.engines.external import RoutedSampler
 from agentrl.engines.wire import receive, send
 from agentrl.environment.containment import end_if_forked, forks_ended
-from agentrl.environment.registry import resolve
+from agentrl.environment.registry import give_files, resolve
 from agentrl.journal.control import not_data
 from agentrl.journal.process import when_unlocked
 from agentrl.journal.store import WorkerJournal
@@ -209,7 +211,7 @@ def tell_failure(writer: asyncio.StreamWriter, error: BaseException) -> None:
 class WorkerHost:
     """The worker of this process, and what the run asks of it."""
 
-    def __init__(self, work: wire.Work, writer: asyncio.StreamWriter, journal: WorkerJournal) -> None:
+    def __init__(self, work: wire.Work, writer: asyncio.StreamWriter, journal: WorkerJournal | StreamedJournal) -> None:
         config = RunConfig.model_validate(work.config)
         self._journal = journal
         chat_format = make_chat_format(config)
@@ -286,6 +288,7 @@ async def _serve(connection: socket.socket) -> None:
     if body is None or not isinstance(work := wire.TO_WORKER.decode(body), wire.Work):
         return
     sys.path.extend(path for path in work.paths if path not in sys.path)
+    give_files(work.sources)
     loop = asyncio.get_running_loop()
 
     def tell(line: str) -> None:  # from a thread, too
@@ -293,7 +296,7 @@ async def _serve(connection: socket.socket) -> None:
 
     alive = loop.create_task(_tell_alive(writer))
     try:
-        journal = await when_unlocked(lambda: WorkerJournal(Path(work.journal), str(work.number)), tell, SystemClock())
+        journal = await _journal_of(work, tell)
         host = WorkerHost(work, writer, journal)
     except Exception as error:  # noqa: BLE001 - the run must hear why there is no worker
         tell_failure(writer, error)
@@ -307,6 +310,13 @@ async def _serve(connection: socket.socket) -> None:
         alive.cancel()
         advanced.cancel()
     await host.close()
+
+
+async def _journal_of(work: wire.Work, tell: Callable[[str], None]) -> WorkerJournal | StreamedJournal:
+    """The worker's partition, on this host or on the run's."""
+    if work.journal.startswith(SCHEME):
+        return await StreamedJournal.open(work.journal, work.number)
+    return await when_unlocked(lambda: WorkerJournal(Path(work.journal), str(work.number)), tell, SystemClock())
 
 
 async def _tell_alive(writer: asyncio.StreamWriter) -> None:

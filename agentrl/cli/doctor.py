@@ -281,8 +281,8 @@ def plan(config: RunConfig | None = None) -> list[Check]:
     if config.trains_in_process or _version("ray") is None:
         checks.append(Check(name="trainer", found=f"in this process, on the {device}"))
     else:
-        address = os.environ.get("RAY_ADDRESS")
-        session = f"the Ray cluster at {address} (RAY_ADDRESS)" if address else "a local Ray session of its own"
+        address = config.cluster.address
+        session = f"the Ray cluster at {address}" if address else "a local Ray session of its own"
         checks.append(
             Check(name="trainer", found=f"{config.trainer.workers} process(es) in {session}, on the {device}")
         )
@@ -294,7 +294,7 @@ def plan(config: RunConfig | None = None) -> list[Check]:
 
 
 def _engine_process(config: RunConfig) -> str:
-    if config.engine.placement == "ray":
+    if config.in_ray_actors:
         return "in a Ray actor"
     return "in this process" if config.engine_in_process else "in a process of its own"
 

@@ -13,6 +13,7 @@ import contextlib
 from typing import TYPE_CHECKING, Any
 
 from agentrl.cluster.session import RaySession, brief, kept_signal_handlers, on_node
+from agentrl.config.devices import Node
 from agentrl.engines.child_process import EngineProcess, LocalPlacement
 
 if TYPE_CHECKING:
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 LOOK_S = 1.0
 """Seconds between checks of a local Ray, which does not report its own death."""
+START_S = 120.0
+"""Longest time for an actor to start its process."""
 ENDING_S = 10.0
 """Longest time for an actor to end its process before it is killed."""
 _MOST_BYTES = 1 << 20
@@ -35,10 +38,13 @@ class EngineActor:
     def __init__(self) -> None:
         self._child: EngineProcess | None = None
 
-    async def start(self, program: EngineProgram, gpus: Sequence[str]) -> int:
-        """Start the process, which sees these GPUs, or those that Ray gave the actor; returns its id."""
+    async def start(self, program: EngineProgram, gpus: Sequence[str]) -> tuple[int, Node]:
+        """Start the process, which sees these GPUs, or those that Ray gave the actor; its id, and where it runs."""
+        import ray
+
         self._child = await LocalPlacement(gpus=gpus).start(program)
-        return self._child.process_id
+        node = ray.get_runtime_context().get_node_id()
+        return self._child.process_id, Node(node, ray.util.get_node_ip_address())
 
     async def write(self, data: bytes) -> None:
         """Send bytes to the process; returns when it has taken most of them."""
@@ -70,17 +76,22 @@ class EngineActor:
 
 
 class RayPlacement:
-    """An engine's processes as children of Ray actors, one actor for each, spread over the nodes.
+    """An engine's or a worker's processes as children of Ray actors, one actor for each.
 
     Args:
-        choose: the GPUs of its processes, of the session that was started; asked once, since what was lost with its
-            node waits for others there. None: they need none.
+        choose: the session's node for its processes, and their GPUs; asked once. A process whose node is lost is
+            started on another, as soon as one has as many GPUs free. None: any node, without GPUs.
+        address: of the cluster, see `RaySession`; empty: the processes are on this machine.
     """
 
-    def __init__(self, choose: Callable[[RaySession], Sequence[Gpu]] | None = None) -> None:
+    def __init__(
+        self, choose: Callable[[RaySession], tuple[Node | None, Sequence[Gpu]]] | None = None, *, address: str = ""
+    ) -> None:
         self._choose = choose
+        self._node: Node | None = None
         self._gpus: Sequence[Gpu] = ()
-        self._session = RaySession()
+        self._is_elsewhere = bool(address)
+        self._session = RaySession(address)
 
     async def start(self, program: EngineProgram) -> ActorChild:
         """See `Placement.start`; also starts Ray if there is none, or a dead one."""
@@ -97,14 +108,20 @@ class RayPlacement:
         actor, dead = starting.result()
         try:
             visible = [gpu.id for gpu in self._gpus if not gpu.node]
-            process_id = await _call(dead, actor.start, program, visible)
+            async with asyncio.timeout(START_S):
+                process_id, node = await _call(dead, actor.start, program, visible)
+        except TimeoutError:
+            ray.kill(actor)
+            raise OSError(f"its Ray actor did not start within {START_S:g} s") from None
         except ray.exceptions.RayError as error:
             raise OSError(f"in a Ray actor: {brief(error)}") from error
         except asyncio.CancelledError:
             if not dead():
                 ray.kill(actor)  # and with it the process
             raise
-        return ActorChild(actor, process_id, dead)
+        if not self._is_elsewhere:
+            return ActorChild(actor, process_id, dead)
+        return ActorChild(actor, process_id, self._session.watch(node), host=node.address)
 
     def _end_started(self, starting: asyncio.Task[tuple[Any, Callable[[], str]]]) -> None:
         """End the actor that nobody waits for any longer."""
@@ -131,13 +148,13 @@ class RayPlacement:
 
         try:
             if self._choose is not None:
-                self._gpus, self._choose = self._choose(self._session), None
+                (self._node, self._gpus), self._choose = self._choose(self._session), None
             actor = ray.remote(
                 num_cpus=0,
                 num_gpus=sum(bool(gpu.node) for gpu in self._gpus),
                 max_restarts=0,
                 max_task_retries=0,
-                scheduling_strategy=on_node(self._gpus) or "SPREAD",
+                scheduling_strategy=on_node(self._node, soft=True) or "SPREAD",
             )(EngineActor).remote()
         except ray.exceptions.RayError as error:
             raise OSError(f"Ray started no actor: {brief(error)}") from error
@@ -151,12 +168,15 @@ class RayPlacement:
 class ActorChild:
     """A process that an actor started; see `engines.child_process.EngineChild`."""
 
-    def __init__(self, actor: Any, process_id: int, dead: Callable[[], str]) -> None:
+    def __init__(self, actor: Any, process_id: int, dead: Callable[[], str], *, host: str = "") -> None:
         self.process_id = process_id
+        self.host = host
         self.reader = asyncio.StreamReader()
         self.writer = self
         self._actor = actor
-        self._dead = dead
+        self._is_ended = False
+        """Its actor was killed, which says nothing if its node was cut off."""
+        self._dead: Callable[[], str] = lambda: "actor" if self._is_ended else dead()
         self._unsent = bytearray()
         self._is_unsent = asyncio.Event()
         loop = asyncio.get_running_loop()
@@ -226,6 +246,7 @@ class ActorChild:
 
         if not self._dead():
             ray.kill(self._actor)
+            self._is_ended = True
 
     async def _answer(self, method: str, *arguments: object) -> Any:
         return await _call(self._dead, getattr(self._actor, method), *arguments)
@@ -238,7 +259,7 @@ async def _call(dead: Callable[[], str], method: Any, *arguments: object) -> Any
         RayError: the actor died.
         OSError: Ray died.
     """
-    if died := dead():  # a call into a dead Ray can block for a minute
+    if died := dead():  # a call into a dead Ray, or a node that was cut off, can block for minutes
         raise OSError(f"Ray's {died} died")
     future = asyncio.wrap_future(method.remote(*arguments).future())
     try:

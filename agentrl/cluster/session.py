@@ -9,6 +9,7 @@ shared by all its users, since Ray allows one per process, and ends with the las
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import logging
 import os
@@ -24,9 +25,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from agentrl.config.devices import DevicePlan, plan_devices
-from agentrl.core.errors import ConfigError, InputError
-from agentrl.core.machine import Gpu, Memory
+from agentrl.config.devices import Node, NodePlan, plan_devices, plan_nodes
+from agentrl.core.errors import InputError
 from agentrl.core.machine import gpus as machine_gpus
 
 if TYPE_CHECKING:
@@ -36,7 +36,11 @@ OBJECT_STORE_BYTES = 80 << 20
 """Trainers get small records and read token data themselves: the smallest store Ray accepts is plenty."""
 
 ANSWERS_S = 5.0
-"""Longest time the Ray at `RAY_ADDRESS` may take to accept a connection."""
+"""Longest time the Ray at `cluster.address` may take to accept a connection."""
+LOOK_S = 2.0
+"""Seconds between two looks at the cluster's nodes."""
+ATTACH_S = 50.0
+"""Longest time until this process is connected to it."""
 
 _LONGEST_TEMPORARY = 40
 """Ray's sockets lie deep below its directory, and a Unix socket's path has at most 107 characters."""
@@ -92,16 +96,20 @@ def check_answers(address: str) -> None:
     Raises:
         InputError: nothing listens there.
     """
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    if not port.isdecimal():  # `auto`, and whatever else Ray understands
+    host, _, port = address.rpartition(":")
+    if not port.isdecimal():  # `auto`
         return
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=ANSWERS_S).close()
     except (OSError, OverflowError, UnicodeError) as error:
-        raise InputError(
-            f"RAY_ADDRESS is {address!r}, and no Ray answers there ({error}); start one, or unset RAY_ADDRESS for a "
-            "session of the run's own"
-        ) from None
+        raise _nobody_answers(address, str(error)) from None
+
+
+def _nobody_answers(address: str, why: str) -> InputError:
+    return InputError(
+        f"cluster.address is {address!r}, and no Ray answers there ({why}); start one with `ray start` on this machine "
+        "and the others (docs/cluster.md), or leave cluster.address out"
+    )
 
 
 class _LocalRay:
@@ -153,12 +161,7 @@ class _LocalRay:
         except Exception as error:  # a Ray that was not ready in time raises no narrower one
             raise RuntimeError(str(error)) from error
         atexit.register(self.end)
-        # Ray's hook asks the control service before it prints an exception: where that is dead, Ray's client ends the
-        # process after a minute, and nobody ever reads what went wrong.
-        if sys.excepthook is ray._private.worker.custom_excepthook:
-            sys.excepthook = ray._private.worker.normal_excepthook
-        # Ray prints a page on our standard output when one of its processes dies; we say it in a line.
-        ray._private.worker.print_to_stdstream = lambda data, ignore_prefix: None
+        _quieten()
 
     def dead(self) -> str:
         import ray
@@ -185,20 +188,25 @@ class _LocalRay:
 
 
 class RaySession:
-    """One user of this process's connection to Ray."""
+    """One user of this process's connection to Ray.
 
-    def __init__(self) -> None:
+    Args:
+        address: of a cluster, see `ClusterConfig`; empty: the Ray this process already uses, else a local one.
+    """
+
+    def __init__(self, address: str = "") -> None:
+        self._address = address
         self._local: _LocalRay | None = None
         self._started = False
 
     def start(self) -> None:
-        """Attach to the Ray this process already uses or `RAY_ADDRESS` names, else start a local one (about 4 s).
+        """Attach to the cluster or the Ray this process already uses, else start a local one (about 4 s).
 
         From a thread other than the main one, the main thread wraps the wait in `kept_signal_handlers`. A second call
         does nothing, unless that Ray is dead: then it is left, and another started.
 
         Raises:
-            InputError: nobody listens at `RAY_ADDRESS`.
+            InputError: no Ray answers at the address, or it is of another version.
             OSError: Ray did not start.
             RuntimeError: Ray did not start.
         """
@@ -207,69 +215,48 @@ class RaySession:
                 self.stop()
             if self._started:
                 return
-            if "RAY_ADDRESS" in os.environ:
-                _attach(os.environ["RAY_ADDRESS"])
+            if self._address:
+                _attach(self._address)
             else:
                 self._local = _join_local()
             self._started = True
 
-    def addresses(self) -> set[str]:
-        """The addresses of the session's nodes: loopback alone for a local one."""
+    def nodes(self) -> tuple[Node, ...]:
+        """The nodes of the cluster that are alive, this process's own first, then by address."""
         import ray
 
-        nodes: list[dict[str, str]] = ray.nodes()
-        return {node["NodeManagerAddress"] for node in nodes}
+        here = ray.get_runtime_context().get_node_id()
+        alive: list[dict[str, Any]] = [node for node in ray.nodes() if node["Alive"]]
+        found = [
+            Node(str(node["NodeID"]), str(node["NodeManagerAddress"]), int(node["Resources"].get("GPU", 0)))
+            for node in alive
+        ]
+        return tuple(sorted(found, key=lambda node: (node.id != here, _in_order(node.address))))
 
-    def gpus(self) -> tuple[Gpu, ...]:
-        """The GPUs for a run: for a local session this machine's, else those that the cluster's nodes offer.
-
-        Raises:
-            InputError: the driver does not say which GPUs there are.
-        """
-        if self._local is not None:
-            return machine_gpus()
-        import ray
-
-        nodes: list[dict[str, Any]] = [node for node in ray.nodes() if node["Alive"]]
-        return tuple(
-            Gpu(str(number), "", Memory(0, 0), node["NodeID"])
-            for node in sorted(nodes, key=lambda node: str(node["NodeID"]))
-            for number in range(int(node["Resources"].get("GPU", 0)))
-        )
-
-    def plan_devices(self, config: RunConfig) -> DevicePlan:
-        """The GPUs of a run's trainer ranks and, with `engine.placement = "ray"`, of its engines.
-
-        Engines that are processes of this machine have its GPUs; on a cluster, ranks then have those of other nodes.
+    def plan(self, config: RunConfig) -> NodePlan:
+        """The nodes and GPUs of a run's ranks, engines and workers; without a cluster, this machine's GPUs.
 
         Raises:
             ConfigError: there are too few.
             InputError: the driver does not say which GPUs there are.
         """
-        gpus = self.gpus()
-        if self._local is not None or config.engine.placement == "ray":
-            return plan_devices(config, gpus)
-        import ray
-
-        here = ray.get_runtime_context().get_node_id()
-        others = [gpu for gpu in gpus if gpu.node != here]
-        if gpus and not others:
-            raise ConfigError(
-                f"engine.placement = {config.engine.placement!r}: the engine has the GPUs of this machine, and the "
-                "cluster at RAY_ADDRESS offers no others for the trainer; set engine.placement = 'ray', or unset "
-                "RAY_ADDRESS"
-            )
-        return plan_devices(config, others, engines=False)
+        if self._address:
+            return plan_nodes(config, self.nodes())
+        return NodePlan(devices=plan_devices(config, machine_gpus()))
 
     def dead(self) -> str:
         """Name of the essential process of a local session that is dead; empty while all live, and for an existing
         session."""
         return self._local.dead() if self._local is not None else ""
 
-    def watch(self) -> Callable[[], str]:
-        """A function like `dead` for the present Ray, even after this user has moved on to another one."""
+    def watch(self, *nodes: Node | None) -> Callable[[], str]:
+        """A function like `dead` for the present Ray, even after this user has moved on to another one; it also names
+        the first of these nodes that has left the cluster. A call into such a node may never end by itself."""
         local = self._local
-        return local.dead if local is not None else str
+        if local is not None:
+            return local.dead
+        watched = [node for node in nodes if node is not None]
+        return (lambda: _node_watch().gone(watched)) if watched else str
 
     def stop(self) -> None:
         """Leave a local session, which ends with the last to leave it, or if it is dead. Idempotent."""
@@ -282,22 +269,83 @@ class RaySession:
                     local.end()
 
 
-def on_node(gpus: Sequence[Gpu]) -> Any:
-    """Ray's strategy for an actor that computes on these GPUs: their node, or another once that is lost; None where
-    Ray need not know."""
-    if not any(gpu.node for gpu in gpus):
+class _NodeWatch:
+    """Knows which nodes of the cluster are alive, at most `LOOK_S` and an answer of its head ago."""
+
+    def __init__(self) -> None:
+        self._left: set[str] = set()
+        self._pause = threading.Event()
+        threading.Thread(target=self._look, name="watch the cluster's nodes", daemon=True).start()
+
+    def gone(self, nodes: Sequence[Node]) -> str:
+        return next((f"node {node.address}" for node in nodes if node.id in self._left), "")
+
+    def _look(self) -> None:
+        import ray
+
+        while not self._pause.wait(LOOK_S):
+            with contextlib.suppress(Exception):  # while nobody is attached, or the head does not answer
+                self._left = {str(node["NodeID"]) for node in ray.nodes() if not node["Alive"]}
+
+
+@functools.cache
+def _node_watch() -> _NodeWatch:
+    return _NodeWatch()
+
+
+def on_node(node: Node | None, *, soft: bool = False) -> Any:
+    """Ray's strategy for an actor on a node; with `soft`, on another once that is lost. None: where Ray likes."""
+    if node is None:
         return None
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    return NodeAffinitySchedulingStrategy(node_id=gpus[0].node, soft=True)
+    return NodeAffinitySchedulingStrategy(node_id=node.id, soft=soft)
+
+
+def _in_order(address: str) -> tuple[int, ...] | tuple[str]:
+    parts = address.split(".")
+    return tuple(map(int, parts)) if all(part.isdecimal() for part in parts) else (address,)
+
+
+def _quieten() -> None:
+    """Keep Ray off our output."""
+    import ray
+
+    # Ray's hook asks the control service before it prints an exception: where that is dead, Ray's client ends the
+    # process after a minute, and nobody ever reads what went wrong.
+    if sys.excepthook is ray._private.worker.custom_excepthook:
+        sys.excepthook = ray._private.worker.normal_excepthook
+    # Ray prints a page on our standard output when one of its processes dies; we say it in a line.
+    ray._private.worker.print_to_stdstream = lambda data, ignore_prefix: None
 
 
 def _attach(address: str) -> None:
+    """Connect this process to a cluster.
+
+    Raises:
+        InputError: nobody answers there within `ATTACH_S`, or the cluster refuses.
+    """
     check_answers(address)
     import ray
 
-    if not ray.is_initialized():
-        ray.init(log_to_driver=False, logging_level=logging.ERROR)
+    if ray.is_initialized():
+        return
+    failed: list[BaseException] = []
+
+    def connect() -> None:
+        try:
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+        except BaseException as error:  # noqa: BLE001 - raised by the thread that waits
+            failed.append(error)
+
+    connecting = threading.Thread(target=connect, name="connect to Ray", daemon=True)
+    connecting.start()
+    connecting.join(ATTACH_S)
+    if connecting.is_alive():
+        raise _nobody_answers(address, f"not connected after {ATTACH_S:g} s")
+    if failed:
+        raise _nobody_answers(address, brief(failed[0])) from failed[0]
+    _quieten()
 
 
 def _join_local() -> _LocalRay | None:

@@ -1,21 +1,22 @@
 """The trainer port over Ray: one actor per data-parallel rank, each a `PolicyTrainer` of the same weights.
 
-The control path carries batches by reference; every rank reads its share of the token data itself. Ranks meet in one
-torch.distributed group through a file, on loopback. Owns: actors, their order, what a failure of one means for all.
-Does not own: training (`learn.trainer`), the Ray session (`session.py`). Invariants: every call goes to all ranks; a
-step that failed on one rank is discarded on all; a dead rank or a dead Ray ends the group by name, and nothing is
-retried: who owns the pool makes another.
+The control path carries batches by reference; every rank reads its share of the token data itself: on the run's host
+from the journal, elsewhere from an actor on the run's host, as Ray objects. Rank 0 is on the run's host, and alone
+writes the run's files. Ranks meet in one torch.distributed group at a store that rank 0 serves. Owns: actors, their
+order and nodes, what a failure of one means for all. Does not own: training (`learn.trainer`), the Ray session
+(`session.py`). Invariants: every call goes to all ranks; a step that failed on one rank is discarded on all; a dead
+rank, node or Ray ends the group by name, and nothing is retried: who owns the pool makes another.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import importlib.util
 import os
+import socket
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,15 +30,22 @@ from agentrl.engines.child_process import visible_gpus
 if TYPE_CHECKING:
     from ray import ObjectRef
 
-    from agentrl.core.records import PolicyVersion, StepReport, TrainBatch, WeightsRef
+    from agentrl.config.devices import NodePlan
+    from agentrl.core.records import PolicyVersion, StepReport, TrainBatch, Trajectory, Unit, WeightsRef
     from agentrl.engines.transfer import Recipient
-
+    from agentrl.learn.ranks import Rendezvous
 
 PATIENCE_S = 60.0
 """Longest time, in seconds, that the other ranks may continue after one refused a call; then the group is stuck."""
 
 LOOK_S = 1.0
-"""Seconds between two looks at a local Ray: a call that is waiting does not fail when Ray dies."""
+"""Seconds between two looks at Ray: a call that is waiting does not fail when Ray dies."""
+
+COME_S = 50.0
+"""Longest time until the actors of all ranks run on their nodes."""
+READ_S = 60.0
+"""Longest time that a rank waits for token data from the run's host."""
+LOOPBACK = "127.0.0.1"
 
 
 LEARNING = (
@@ -75,39 +83,134 @@ def refuse_patches() -> None:
                 )
 
 
-class TrainerRank:
-    """The actor of one rank: a `PolicyTrainer` in its process group."""
+class RunFiles:
+    """The actor on the run's host that ranks on other hosts read from: what it returns travels as Ray objects."""
 
-    def __init__(
+    def __init__(self, run_directory: str) -> None:
+        from agentrl.learn.trainer import journal_reader
+
+        self._read = journal_reader(Path(run_directory))
+
+    def units(self, units: Sequence[Unit]) -> Sequence[Sequence[Trajectory]]:
+        """The trajectories of each unit's episode."""
+        return self._read(units)
+
+    def checkpoint(self, directory: str) -> dict[str, bytes]:
+        """The files of a checkpoint, by their path in it."""
+        root = Path(directory)
+        return {str(file.relative_to(root)): file.read_bytes() for file in root.rglob("*") if file.is_file()}
+
+
+class TrainerRank:
+    """The actor of one rank: a `PolicyTrainer` in its process group.
+
+    Args:
+        config: of the run.
+        run_directory: of the run, which lies on the run's host.
+        rank: from 0.
+        size: of the group.
+        address: of its node, as the other ranks reach it.
+        files: the `RunFiles` that it reads from; None: it is on the run's host, and reads by path.
+        gpu: the GPU it sees; None: what Ray gave it, or there is none.
+        memory_share: of its GPU, that it may allocate; 0: all.
+        loss: the user's.
+    """
+
+    def __init__(  # noqa: PLR0913 - what a rank is given, all but the first two by name
         self,
         config: dict[str, Any],
         run_directory: str,
         *,
         rank: int,
         size: int,
-        rendezvous: str,
+        address: str,
+        files: Any,
         gpu: str | None,
         memory_share: float,
         loss: FunctionCode | None,
     ) -> None:
-        if gpu is not None:  # otherwise Ray has set it, or there is none
+        if gpu is not None:
             os.environ.update(visible_gpus([gpu]))
-        # gloo listens on the interface this names; by default it would be the host's first.
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        self._config, self._loss, self._memory_share = config, loss, memory_share
+        self._rank, self._size, self._address = rank, size, address
+        self._files = files
+        # A rank elsewhere keeps here what a checkpoint has for it; nothing of it counts.
+        self._private = None if files is None else tempfile.TemporaryDirectory(prefix=f"agentrl-{os.getpid()}-rank-")
+        self._directory = Path(run_directory if self._private is None else self._private.name)
+
+    def come(self) -> str:
+        """The actor runs; returns its node's name."""
+        return socket.gethostname()
+
+    def serve(self) -> Rendezvous:
+        """Serve, as rank 0, the store at which the group meets."""
+        from agentrl.learn.ranks import serve_rendezvous
+
+        rendezvous, self._store = serve_rendezvous(self._address)
+        return rendezvous
+
+    def prepare(self) -> None:
+        """Import what takes long, so that no rank waits for that in the group."""
+        from agentrl.learn import trainer  # noqa: F401
+
+    def join(self, rendezvous: Rendezvous | None) -> None:
+        """Join the group and make the trainer; None: there is no group."""
         from agentrl.learn.ranks import OneRank, ProcessGroup
         from agentrl.learn.trainer import PolicyTrainer, device_of, limit_memory
 
-        if memory_share:
-            limit_memory(rank, memory_share)
+        if self._memory_share:
+            limit_memory(self._rank, self._memory_share)
         ranks: OneRank | ProcessGroup = OneRank()
-        if size > 1:
-            ranks = ProcessGroup(Path(rendezvous), rank=rank, size=size, device=device_of(rank))
-        self._trainer = PolicyTrainer(RunConfig.model_validate(config), Path(run_directory), ranks=ranks, loss=loss)
+        if rendezvous is not None:
+            ranks = ProcessGroup(
+                rendezvous,
+                rank=self._rank,
+                size=self._size,
+                device=device_of(self._rank),
+                address=self._address,
+                store=self._store if self._rank == 0 else None,
+            )
+        self._trainer = PolicyTrainer(
+            RunConfig.model_validate(self._config),
+            self._directory,
+            ranks=ranks,
+            read=None if self._files is None else self._read,
+            loss=self._loss,
+        )
+
+    def _read(self, units: Sequence[Unit]) -> Sequence[Sequence[Trajectory]]:
+        found: Sequence[Sequence[Trajectory]] = self._fetch(self._files.units.remote(units))
+        return found
+
+    def _fetch(self, reference: ObjectRef[Any]) -> Any:
+        """What the run's host answers.
+
+        Raises:
+            AgentRLError: what it raised.
+            TrainerLostError: it does not answer.
+        """
+        import ray
+
+        try:
+            return ray.get(reference, timeout=READ_S)
+        except ray.exceptions.RayTaskError as error:
+            if isinstance(error.cause, AgentRLError):
+                raise error.cause from None
+            raise
+        except ray.exceptions.RayError as error:
+            raise TrainerLostError(
+                f"trainer rank {self._rank} on node {self._address} got no data from the run's host ({brief(error)})"
+            ) from None
 
     def start(self, resume_from: str | None) -> tuple[int, tuple[str, ...]]:
         """See `PolicyTrainer.start`; the process id, and what that returns."""
-        lines = self._trainer.start(None if resume_from is None else Path(resume_from))
-        return os.getpid(), lines
+        directory = None if resume_from is None else Path(resume_from)
+        if resume_from is not None and self._files is not None:
+            directory = self._directory / "checkpoint"
+            for name, content in self._fetch(self._files.checkpoint.remote(resume_from)).items():
+                (directory / name).parent.mkdir(parents=True, exist_ok=True)
+                (directory / name).write_bytes(content)
+        return os.getpid(), self._trainer.start(directory)
 
     def forward_backward(self, batch: TrainBatch) -> None:
         """See `PolicyTrainer.forward_backward`."""
@@ -142,7 +245,7 @@ class RayTrainerPool:
 
         Args:
             config: of the run.
-            run_directory: location of journal, versions and step columns, visible to all ranks.
+            run_directory: location of journal, versions and step columns, on this host.
             session: the Ray to use, which `close` leaves running; None: a session of its own.
 
         Raises:
@@ -154,10 +257,14 @@ class RayTrainerPool:
         self._loss = None if name in LOSSES else find("loss", name, key="trainer.loss.name")
         """The code of the user's loss, which every rank gets from here."""
         self._directory = run_directory.resolve()
-        self._session = session if session is not None else RaySession()
+        self._session = session if session is not None else RaySession(config.cluster.address)
         self._owns_session = session is None
         self._actors: list[Any] = []
-        self._private: Path | None = None
+        self._plan: NodePlan
+        self._files: Any = None
+        """The `RunFiles` of ranks on other hosts; None: there are none."""
+        self._died: Callable[[], str] = self._session.dead
+        """Names what died of Ray, or of the nodes of the ranks."""
         self._watch: asyncio.Task[None] | None = None
         self._lost: asyncio.Future[str] | None = None
         """Resolved, with what died, when Ray itself is gone."""
@@ -178,6 +285,10 @@ class RayTrainerPool:
             await asyncio.to_thread(self._start_actors)
         self._lost = loop.create_future()
         self._watch = loop.create_task(self._look_at_ray(self._lost), name="watch Ray")
+        await self._all("come", limit_s=COME_S)
+        await self._all("prepare")
+        met = await self._call(self._actors[:1], "serve") if len(self._actors) > 1 else [None]
+        await self._all("join", met[0])
         started: Sequence[tuple[int, tuple[str, ...]]] = await self._all("start", resume_from)
         self.process_ids = tuple(process for process, _ in started)
         return started[0][1]
@@ -187,34 +298,41 @@ class RayTrainerPool:
             self._session.start()
         except (OSError, RuntimeError) as error:
             raise TrainerLostError(f"Ray did not start: {brief(error)}") from error
-        self._private = Path(tempfile.mkdtemp(prefix=f"agentrl-{os.getpid()}-ranks-"))
         import ray
 
         settings = self._config.model_dump(mode="json")
+        settings["model"]["path"] = os.path.abspath(self._config.model.path)
         size = self._config.trainer.workers
         try:
-            plan = self._session.plan_devices(self._config)
+            plan = self._plan = self._session.plan(self._config)
+            self._died = self._session.watch(*plan.ranks)
+            # No restarts and no retries: a rank that died takes its group's state with it.
+            rank_class: Any = ray.remote(num_cpus=0, max_restarts=0, max_task_retries=0)(TrainerRank)
+            if any(node != plan.nodes[0] for node in plan.ranks):
+                files_class: Any = ray.remote(num_cpus=0, max_restarts=0, max_task_retries=0)(RunFiles)
+                home = on_node(plan.nodes[0])
+                self._files = files_class.options(scheduling_strategy=home).remote(str(self._directory))
             for rank in range(size):
-                gpu = plan.gpu_of_rank(rank)
-                arguments = {
-                    "rank": rank,
-                    "size": size,
-                    "rendezvous": str(self._private / "rendezvous"),
-                    "gpu": gpu.id if gpu is not None and not gpu.node else None,
-                    "memory_share": plan.share_of_rank(rank) if gpu is not None else 0.0,
-                    "loss": self._loss,
-                }
-                held = (gpu,) if gpu is not None and gpu.node else ()
-                # No restarts and no retries: a rank that died takes its group's state with it.
-                actor = ray.remote(num_cpus=0, num_gpus=len(held), max_restarts=0, max_task_retries=0)(TrainerRank)
-                placed = actor.options(scheduling_strategy=on_node(held))
-                self._actors.append(placed.remote(settings, str(self._directory), **arguments))
+                gpu, node = plan.devices.gpu_of_rank(rank), plan.ranks[rank] if plan.ranks else None
+                actor = rank_class.options(
+                    num_gpus=1 if gpu is not None and node is not None else 0, scheduling_strategy=on_node(node)
+                ).remote(
+                    *(settings, str(self._directory)),
+                    rank=rank,
+                    size=size,
+                    address=LOOPBACK if node is None else node.address,
+                    files=None if node is None or node == plan.nodes[0] else self._files,
+                    gpu=gpu.id if gpu is not None and node is None else None,
+                    memory_share=plan.devices.share_of_rank(rank) if gpu is not None else 0.0,
+                    loss=self._loss,
+                )
+                self._actors.append(actor)
         except (OSError, ray.exceptions.RayError) as error:
             raise TrainerLostError(f"Ray died while the trainer's ranks were started: {brief(error)}") from error
 
     async def _look_at_ray(self, lost: asyncio.Future[str]) -> None:
         clock = SystemClock()
-        while not (dead := self._session.dead()):
+        while not (dead := self._died()):
             await clock.sleep(LOOK_S)
         lost.set_result(dead)
         await asyncio.to_thread(self._stop)
@@ -259,33 +377,32 @@ class RayTrainerPool:
         self._kill_actors()
         if self._owns_session:
             self._session.stop()
-        if self._private is not None:
-            with contextlib.suppress(OSError):
-                (self._private / "rendezvous").unlink(missing_ok=True)
-                self._private.rmdir()
-            self._private = None
 
     def _kill_actors(self) -> None:
         if self._actors:
             import ray
 
-            actors, self._actors = self._actors, []
+            actors, self._actors = [*self._actors, *([self._files] if self._files is not None else [])], []
+            self._files = None
             if not self._session.dead():  # else they die with it
                 for actor in actors:
                     ray.kill(actor)
 
-    async def _all(self, method: str, *arguments: object) -> list[Any]:
-        return await self._call(self._actors, method, *arguments)
+    async def _all(self, method: str, *arguments: object, limit_s: float | None = None) -> list[Any]:
+        return await self._call(self._actors, method, *arguments, limit_s=limit_s)
 
-    async def _call(self, actors: Sequence[Any], method: str, *arguments: object) -> list[Any]:
+    async def _call(
+        self, actors: Sequence[Any], method: str, *arguments: object, limit_s: float | None = None
+    ) -> list[Any]:
         """Call a method on some ranks; their results in rank order, or the first rank's error.
 
         Raises:
             AgentRLError: what the method raised.
-            TrainerLostError: a rank or Ray died; the group is gone.
+            TrainerLostError: a rank, its node or Ray died, or a rank did not answer within `limit_s`; the group is
+                gone.
             TrainerError: a rank failed, or the pool was not started; the group is gone.
         """
-        if self._lost is not None and (self._lost.done() or self._session.dead()):
+        if self._lost is not None and (self._lost.done() or self._died()):
             raise self._ray_died(method)  # not asked: a call into a dead Ray can block for a minute
         if not self._actors or self._lost is None:
             raise TrainerError("the trainer pool is not running: it was not started, was closed, or lost a rank")
@@ -299,9 +416,14 @@ class RayTrainerPool:
         for future in futures:
             future.add_done_callback(_retrieve_exception)
         pending = set(futures)
+        loop = asyncio.get_running_loop()
+        until = None if limit_s is None else loop.time() + limit_s
         # The first failure is acted upon: the other ranks may wait in a collective for the one that failed.
         while pending and not self._lost.done() and not any(_failed(future) for future in futures):
-            await asyncio.wait({*pending, self._lost}, return_when=asyncio.FIRST_COMPLETED)
+            left = None if until is None else until - loop.time()
+            if left is not None and left <= 0:
+                await self._give_up(futures, method, limit_s)
+            await asyncio.wait({*pending, self._lost}, return_when=asyncio.FIRST_COMPLETED, timeout=left)
             pending = {future for future in futures if not future.done()}
         for rank, future in enumerate(futures):
             if _failed(future):
@@ -312,10 +434,23 @@ class RayTrainerPool:
             raise self._ray_died(method)
         return [future.result() for future in futures]
 
+    async def _give_up(self, futures: Sequence[asyncio.Future[Any]], method: str, limit_s: float | None) -> None:
+        """End a group of which some ranks do not answer."""
+        silent = [rank for rank, future in enumerate(futures) if not future.done()]
+        await asyncio.to_thread(self._kill_actors)
+        for future in futures:
+            future.cancel()
+        names = ", ".join(map(self._named, silent))
+        raise TrainerLostError(f"trainer rank {names} did not answer ({method}) within {limit_s:g} s")
+
+    def _named(self, rank: int) -> str:
+        """A rank and its node."""
+        return f"{rank} on node {self._plan.ranks[rank].address}" if self._plan.ranks else str(rank)
+
     def _ray_died(self, method: str) -> TrainerLostError:
         lost = self._lost
         # The watch leaves the dead session, which then no longer tells.
-        dead = lost.result() if lost is not None and lost.done() else self._session.dead()
+        dead = lost.result() if lost is not None and lost.done() else self._died()
         return TrainerLostError(f"Ray's {dead} died (in {method}), and the trainer's ranks with it")
 
     async def _settle(
@@ -324,7 +459,7 @@ class RayTrainerPool:
         """Raise what a rank's error means for the group."""
         from ray.exceptions import RayActorError, RayError, RayTaskError
 
-        if isinstance(error, RayError) and not isinstance(error, RayTaskError) and self._session.dead():
+        if isinstance(error, RayError) and not isinstance(error, RayTaskError) and self._died():
             raise self._ray_died(method) from error
         if isinstance(error, RayTaskError) and isinstance(error.cause, AgentRLError):
             if pending:
@@ -336,12 +471,16 @@ class RayTrainerPool:
             future.cancel()
         stopped = f"The group of {self._config.trainer.workers} was stopped"
         if isinstance(error, RayActorError):
-            raise TrainerLostError(f"trainer rank {rank} died in {method}: {brief(error)}. {stopped}") from error
+            raise TrainerLostError(
+                f"trainer rank {self._named(rank)} died in {method}: {brief(error)}. {stopped}"
+            ) from error
         if isinstance(error, RayError) and not isinstance(error, RayTaskError):  # a node, an object, Ray itself
-            raise TrainerLostError(f"trainer rank {rank} was lost in {method}: {brief(error)}. {stopped}") from error
+            raise TrainerLostError(
+                f"trainer rank {self._named(rank)} was lost in {method}: {brief(error)}. {stopped}"
+            ) from error
         raise TrainerError(
-            f"trainer rank {rank} failed in {method}: {error}. {stopped}; start the run again with --resume to go on "
-            "from its newest checkpoint"
+            f"trainer rank {self._named(rank)} failed in {method}: {error}. {stopped}; start the run again with "
+            "--resume to go on from its newest checkpoint"
         ) from error
 
 

@@ -30,6 +30,7 @@ from agentrl.core.records import EpisodeHeader, EpisodeSpec, dropped_header
 from agentrl.core.text import plural
 
 if TYPE_CHECKING:
+    from agentrl.cluster.journal_stream import JournalReceiver
     from agentrl.core.clock import Clock
     from agentrl.core.ports import CommitLog, Counted, EpisodeHost
     from agentrl.engines.child_process import Placement
@@ -92,7 +93,8 @@ class WorkerPool:
     Args:
         settings: number of processes, and their arguments.
         engines: those whose processes they sample from: one for each base model, in the order of `RunConfig.bases`.
-        placement: where they run; closed with the pool.
+        placements: where each of them runs; closed with the pool.
+        receiver: writes the entries of processes on other hosts; closed with the pool. None: they write their own.
         clock: times the waits between attempts.
         tell: takes a line for people.
     """
@@ -102,9 +104,10 @@ class WorkerPool:
         settings: PoolSettings,
         *,
         engines: Sequence[SharedEngine],
-        placement: Placement,
+        placements: Sequence[Placement],
         clock: Clock,
         tell: Callable[[str], None],
+        receiver: JournalReceiver | None = None,
     ) -> None:
         self.last_failure = ""
         """The error of the last dropped episode, for people."""
@@ -113,8 +116,9 @@ class WorkerPool:
         self.processes: list[WorkerProcess] = []
         self._settings = settings
         self._engines = engines
-        self.placement = placement
-        """The placement of the processes; may be replaced until they start."""
+        self.placements = placements
+        """The placement of each process; may be replaced until they start."""
+        self._receiver = receiver
         self._clock = clock
         self._tell = tell
         self._share = -(-settings.max_in_flight // settings.workers)
@@ -142,11 +146,12 @@ class WorkerPool:
         caused."""
         self._host, self._store, self._on_failure = host, store, on_failure
         settings = self._settings
-        for number in range(settings.workers):
+        for number, placement in enumerate(self.placements):
             process = WorkerProcess(
                 msgspec.structs.replace(settings.work, number=number),
                 self,
-                placement=self.placement,
+                placement=placement,
+                receiver=self._receiver,
                 attempts=settings.attempts,
                 silence_s=settings.silence_s,
                 clock=self._clock,
@@ -165,7 +170,10 @@ class WorkerPool:
         self._is_cancelling = True
         await asyncio.gather(*(process.close() for process in self.processes))
         await self._settled()
-        await self.placement.close()
+        if self._receiver is not None:
+            await self._receiver.close()
+        for placement in self.placements:
+            await placement.close()
 
     # --- the port -----------------------------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ from agentrl.engines.wire import receive, send
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from agentrl.cluster.journal_stream import JournalReceiver
     from agentrl.core.clock import Clock
     from agentrl.engines.child_process import EngineChild, Placement
 
@@ -59,6 +60,7 @@ class WorkerProcess:
         owner: Owner,
         *,
         placement: Placement,
+        receiver: JournalReceiver | None,
         attempts: int,
         silence_s: float,
         clock: Clock,
@@ -75,6 +77,7 @@ class WorkerProcess:
         self._work = work
         self._owner = owner
         self._placement = placement
+        self._receiver = receiver
         self._clock = clock
         self._tell = tell
         self._child: EngineChild | None = None
@@ -136,13 +139,18 @@ class WorkerProcess:
         """See `Supervised.welcome`."""
         if self._child is None or self._welcomed is None:
             raise EngineLostError("the worker's process has no connection")
-        send(self._child.writer, self._work)
+        work = self._work
+        if self._receiver is not None:
+            work = msgspec.structs.replace(work, journal=await self._receiver.grant(work.number))
+        send(self._child.writer, work)
         await self._welcomed
         self.is_ready = True
         self._owner.ready(self)
 
     async def died(self, how: str) -> None:
         """See `Supervised.died`."""
+        if self._receiver is not None:
+            self._receiver.revoke(self._work.number)  # before its episodes go on elsewhere: it may live on, cut off
         if self._reading is not None:
             await asyncio.wait({self._reading})
         if self._child is not None:

@@ -58,9 +58,11 @@ class Work(WireMessage, frozen=True):
     number: int
     config: dict[str, Any]
     journal: str
-    """Directory."""
+    """Directory; on another host than the run's, the address of the journal's receiver."""
     environments: dict[str, str]
     """References to classes that `registry.resolve` could not find by name in another process."""
+    sources: dict[str, str]
+    """Contents of the files among them, by path, for a worker on another host than the run's."""
     paths: tuple[str, ...]
     """Import paths of modules."""
     capabilities: EngineCapabilities

@@ -5,6 +5,9 @@ multiply to; each base model has engines of its own. Where there are fewer GPUs 
 a rank and an engine share a GPU, the engine takes a stated share of its memory when it starts, and the rank may not
 allocate more than the rest. So either may start first, and an engine can be started again beside a loaded trainer. GPUs
 of a Ray cluster are never shared, and those of one engine are on one node.
+
+On a cluster, ranks take nodes from the run's own host on, engines from the last, workers all in turn. Rank 0 is on the
+run's host: it writes versions, step columns and checkpoints.
 """
 
 from __future__ import annotations
@@ -12,14 +15,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from agentrl.config.section import base_name
 from agentrl.core.errors import ConfigError
+from agentrl.core.machine import Gpu, Memory
 
 if TYPE_CHECKING:
     from agentrl.config.run import RunConfig
-    from agentrl.core.machine import Gpu
 
 ALONE = 0.9
 """Share of a GPU's memory that an engine takes where it has the GPU to itself."""
@@ -130,7 +133,7 @@ def plan_devices(config: RunConfig, gpus: Sequence[Gpu], *, ranks: bool = True, 
     may_share = not any(free.keys())
     blocks: list[tuple[int, ...]] = []
     for _ in range(wanted):
-        node = max(free, key=lambda name: len(free[name]))
+        node = max(reversed(free), key=lambda name: len(free[name]))  # of equals the last: rank 0 is on the first
         if len(free[node]) < each:
             break
         blocks.append(tuple(free[node][-each:]))
@@ -172,5 +175,77 @@ def _too_few(config: RunConfig, count: int, *, ranks: int, engines: int, may_sha
         return f"{needed} do not fit on {there}, even where ranks share GPUs with engines; lower {lower}"
     return (
         f"{needed} do not fit on the {there} of the Ray cluster, where an engine's GPUs are on one node and none is "
-        f"shared; lower {lower}, or run on one machine without RAY_ADDRESS, where a rank and an engine can share a GPU"
+        f"shared; lower {lower}, or run on one machine without cluster.address, where a rank and an engine can share a "
+        "GPU"
+    )
+
+
+class Node(NamedTuple):
+    """A machine of a Ray cluster."""
+
+    id: str
+    address: str
+    gpus: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodePlan:
+    """An assignment of trainer ranks, engines and workers to the nodes of a cluster."""
+
+    devices: DevicePlan
+    nodes: tuple[Node, ...] = ()
+    """The nodes, the run's own host first. None: everything is on this machine."""
+    ranks: tuple[Node, ...] = ()
+    """The node of each trainer rank."""
+    engines: tuple[Node, ...] = ()
+    """The node of each engine."""
+    workers: tuple[Node, ...] = ()
+    """The node of each episode worker that has a process of its own."""
+
+    def lines(self) -> list[str]:
+        """The assignment in words, a line for each node, then one for each GPU."""
+        lines = []
+        for at, node in enumerate(self.nodes):
+            users = [
+                f"{name} {number}"
+                for name, held in (("trainer rank", self.ranks), ("engine", self.engines), ("worker", self.workers))
+                for number, place in enumerate(held)
+                if place == node
+            ]
+            where = f"{node.address} (the run's host)" if at == 0 else node.address
+            lines.append(f"node {where}: {', '.join(users) or 'not used'}")
+        return lines + self.devices.lines()
+
+
+def plan_nodes(config: RunConfig, nodes: Sequence[Node]) -> NodePlan:
+    """Assign the parts of a run to the nodes of a cluster.
+
+    Args:
+        config: of the run.
+        nodes: those that are alive, the run's own host first.
+
+    Raises:
+        ConfigError: there are too few GPUs, or none for rank 0 on the run's host.
+    """
+    gpus = [Gpu(str(number), "", Memory(0, 0), node.id) for node in nodes for number in range(node.gpus)]
+    devices, by_id = plan_devices(config, gpus), {node.id: node for node in nodes}
+    ranks = config.trainer.workers if config.trained else 0
+    engines = config.engine.replicas * max(1, len(config.bases))
+    if devices.ranks:
+        first = devices.gpu_of_rank(0)
+        if first is None or first.node != nodes[0].id:
+            raise ConfigError(
+                f"trainer rank 0 writes the run's files, so it computes on the run's host, {nodes[0].address}, which "
+                "has no GPU left for it: start the run on a node that has one"
+            )
+    placed = [devices.gpu_of_rank(rank) for rank in range(ranks)]
+    hosts = [devices.gpus_of_engine(replica) for replica in range(engines)]
+    return NodePlan(
+        devices=devices,
+        nodes=tuple(nodes),
+        ranks=tuple(by_id[gpu.node] if gpu else nodes[rank % len(nodes)] for rank, gpu in enumerate(placed)),
+        engines=tuple(
+            by_id[held[0].node] if held else nodes[-1 - replica % len(nodes)] for replica, held in enumerate(hosts)
+        ),
+        workers=tuple(nodes[worker % len(nodes)] for worker in range(config.workers if config.workers > 1 else 0)),
     )

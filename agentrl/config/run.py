@@ -123,8 +123,8 @@ class EngineConfig(Section):
     """`embedded`: our own small engine, for any Hugging Face causal LM; `vllm`: vLLM."""
     placement: Free[Literal["here", "process", "ray"]] = "here"
     """Where it runs. `here`: in the run's process. `process`: in a child process, which is restarted when it dies and
-    costs some CPU per token. `ray`: in the child of a Ray actor, on any node of the cluster, as do `workers`. vLLM, and
-    an engine that several `workers` share, always have a process of their own."""
+    costs some CPU per token. `ray`: in the child of a Ray actor, as do `workers`; always so on a cluster
+    (`cluster.address`). vLLM, and an engine that several `workers` share, always have a process of their own."""
     replicas: Free[Annotated[Positive, NumberUnit("engines")]] = 1
     """Engines side by side, each in a process of its own; new weights reach them one after another."""
     slots: WaveFixed[Annotated[Positive, NumberUnit("conversations")]] = 64
@@ -295,6 +295,14 @@ class TrainerConfig(Section):
     optimizer: OptimizerConfig = OptimizerConfig()
 
 
+class ClusterConfig(Section):
+    """The Ray cluster that trainer ranks, engines and workers are placed on (docs/cluster.md)."""
+
+    address: Free[str] = ""
+    """`auto`: the Ray that runs on this machine; or HOST:PORT of its head. The run directory stays on this machine.
+    Empty: everything is on this machine, and listens on loopback only."""
+
+
 class EvaluationConfig(Section):
     """Evaluation of pinned versions on held-out tasks, during training."""
 
@@ -391,6 +399,7 @@ class RunConfig(Section):
     sampling: SamplingConfig = SamplingConfig()
     credit: CreditConfig = CreditConfig()
     trainer: TrainerConfig = TrainerConfig()
+    cluster: ClusterConfig = ClusterConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     best: BestConfig = BestConfig()
@@ -463,12 +472,24 @@ class RunConfig(Section):
     @property
     def engine_in_process(self) -> bool:
         """Whether the engine runs in the run's own process."""
-        return self.engine.kind == "embedded" and self.engine.placement == "here" and self.workers == 1
+        here = self.engine.placement == "here" and self.workers == 1 and not self.on_cluster
+        return self.engine.kind == "embedded" and here
+
+    @property
+    def on_cluster(self) -> bool:
+        """Whether its processes are placed on the nodes of a Ray cluster."""
+        return bool(self.cluster.address)
+
+    @property
+    def in_ray_actors(self) -> bool:
+        """Whether engines and workers are children of Ray actors."""
+        return self.on_cluster or self.engine.placement == "ray"
 
     @property
     def trains_in_process(self) -> bool:
         """Whether the trainer runs in the run's own process."""
-        return self.trainer.kind == "in_process" or (self.trainer.kind == "auto" and self.trainer.workers == 1)
+        alone = self.trainer.workers == 1 and not self.on_cluster
+        return self.trainer.kind == "in_process" or (self.trainer.kind == "auto" and alone)
 
     def refresh_of(self, policy: str) -> Refresh:
         """When conversations of a policy served by our engine move to newer weights."""
@@ -582,6 +603,7 @@ def check_together(config: RunConfig) -> None:
     if config.deterministic:
         _check_deterministic(config)
     _check_engine(config)
+    _check_cluster(config)
 
 
 def _check_model(config: RunConfig) -> None:
@@ -799,7 +821,7 @@ def _check_engine(config: RunConfig) -> None:
         raise ValueError("engine.vllm has arguments for vLLM: set engine.kind = 'vllm', or leave the table out")
     if engine.kind == "vllm":
         _check_vllm(config)
-    elif engine.placement == "here" and engine.replicas > 1:
+    elif engine.placement == "here" and engine.replicas > 1 and not config.on_cluster:
         raise ValueError(
             "engine.replicas > 1 needs engines in processes of their own: set engine.placement = 'process', or 'ray'"
         )
@@ -810,6 +832,18 @@ def _check_engine(config: RunConfig) -> None:
         )
     if engine.replicas > 1 and config.deterministic:
         raise ValueError("deterministic = true needs engine.replicas = 1: the members of a batch must not vary")
+
+
+def _check_cluster(config: RunConfig) -> None:
+    if config.on_cluster and config.trainer.kind == "in_process":
+        raise ValueError(
+            "cluster.address places trainer ranks in Ray actors: set trainer.kind = 'ray', or leave it out"
+        )
+    if config.cluster.address.startswith("ray://"):
+        raise ValueError(
+            "cluster.address = 'ray://…' is Ray's client, whose program has no node: start the run on a node of the "
+            "cluster with cluster.address = 'auto'"
+        )
 
 
 def _check_vllm(config: RunConfig) -> None:

@@ -93,6 +93,11 @@ class EngineChild(Child, Protocol):
     """A process that runs an `EngineProgram`, and the connection to it."""
 
     @property
+    def host(self) -> str:
+        """The address of its machine, which reads no files of this one; empty: this machine."""
+        ...
+
+    @property
     def reader(self) -> asyncio.StreamReader:
         """Replies of the process; ends when it is dead."""
         ...
@@ -234,6 +239,7 @@ class EngineProcess(ChildProcess):
         log: Path | None,
     ) -> None:
         super().__init__(process)
+        self.host = ""
         self.reader = reader
         self.writer = writer
         self._files = files

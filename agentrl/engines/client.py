@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import itertools
 from collections import Counter
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, runtime_checkable
 
 from agentrl.core.clock import RetryBudget, SystemClock
@@ -27,10 +28,12 @@ from agentrl.core.errors import (
     VersionNotServedError,
     error_named,
 )
+from agentrl.core.files import WEIGHT_FILES
 from agentrl.core.ids import key64
+from agentrl.core.network import SCHEME, Address, connect
 from agentrl.engines import wire
 from agentrl.engines.child_process import LocalPlacement, Supervisor
-from agentrl.engines.versions import WantedVersions, in_order, run_to_end
+from agentrl.engines.versions import WantedVersions, in_order, refusal, run_to_end
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
@@ -42,6 +45,8 @@ if TYPE_CHECKING:
 
 LOAD_BOUND = 1.25
 """An engine takes conversations that its cache suits up to this multiple of the mean."""
+PIECE_BYTES = 4 << 20
+"""Bytes of a version's file that are sent at once."""
 LOSSES_OF_AN_UPDATE = 2
 """Deaths in one update after which the update counts as their cause."""
 
@@ -69,6 +74,10 @@ class Connection:
         """Seconds this process has computed."""
         self.sessions = 0
         """Conversations that go over it."""
+        self.host = ""
+        """The machine at its other end, which cannot read files of this one; empty: this machine."""
+        self._sent: set[str] = set()
+        """Digests of the versions whose files the process has been sent."""
         self._writer = writer
         self._on_message = on_message
         self._on_end = on_end
@@ -132,8 +141,36 @@ class Connection:
 
     async def serve(self, current: Collection[WeightsRef], pinned: Collection[WeightsRef]) -> None:
         """See `agentrl.core.ports.Engine.serve`."""
+        wanted = in_order(current, pinned)
+        if self.host:
+            for weights in wanted:
+                await self._send_files(weights)
         call = self.next_call()
         await self.ask(call, wire.Serve(call=call, current=list(current), pinned=in_order((), pinned)))
+        self._sent &= {weights.sha256 for weights in wanted}
+
+    async def _send_files(self, weights: WeightsRef) -> None:
+        """Send the files of a version that the process does not have, one piece after another.
+
+        Raises:
+            EngineError: they cannot be read here, or not be kept there.
+        """
+        if weights.sha256 in self._sent:
+            return
+        for name in WEIGHT_FILES[weights.kind]:
+            path = Path(weights.path) / name
+            try:
+                with path.open("rb") as file:
+                    while data := await asyncio.to_thread(file.read, PIECE_BYTES):
+                        call = self.next_call()
+                        await self.ask(call, wire.Piece(call=call, sha256=weights.sha256, name=name, data=data))
+            except OSError as error:
+                raise refusal(weights, f"{path} cannot be read ({error.strerror})") from error
+            except EngineLostError:
+                raise
+            except EngineError as error:
+                raise refusal(weights, f"machine {self.host} cannot keep it: {error}") from error
+        self._sent.add(weights.sha256)
 
     async def drain(self, error: AgentRLError) -> None:
         """Read everything a dead process sent, then fail the calls it did not answer."""
@@ -402,6 +439,7 @@ class ProcessEngine:
         self._connection = Connection(
             child.reader, child.writer, on_message=self._on_message, on_end=self.supervisor.kill
         )
+        self._connection.host = child.host
         return child
 
     def _on_message(self, reply: wire.Reply) -> None:
@@ -430,7 +468,10 @@ class ProcessEngine:
         if connection is None:
             raise EngineLostError("the engine's process has no connection")
         load = wire.Load(
-            factory=self._program.factory, arguments=dict(self._program.arguments), versions=self._first_versions
+            factory=self._program.factory,
+            arguments=dict(self._program.arguments),
+            versions=self._first_versions,
+            host=connection.host,
         )
         loaded = await connection.ask(0, load)
         if not isinstance(loaded, wire.Loaded):
@@ -606,7 +647,7 @@ class SharedEngine(Protocol):
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """The Unix sockets of the processes that take calls now."""
+        """The Unix sockets, or `core.network.Address`es, of the processes that take calls now."""
         ...
 
     def on_move(self, moved: Callable[[], None]) -> None:
@@ -686,7 +727,10 @@ class EngineClient:
         return self._coming[address] + (0 if connection is None else connection.sessions)
 
     async def _connect(self, address: str) -> Connection:
-        reader, writer = await asyncio.open_unix_connection(address)
+        if address.startswith(SCHEME):
+            reader, writer = await connect(Address.parse(address))
+        else:
+            reader, writer = await asyncio.open_unix_connection(address)
 
         def on_end(why: str) -> None:
             self._connections.pop(address, None)

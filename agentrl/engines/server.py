@@ -1,7 +1,8 @@
 """The server of an engine in a process of its own: `python -m agentrl.engines.server FD PARENT`.
 
 Serves its owner over the socket it was started with, and ends with it; and other clients, which may sample and nothing
-else, at a Unix socket in its private directory. Owns the engine and the tasks of its calls.
+else, at a Unix socket in its private directory or, on another machine than its owner's, at a TCP port with a token.
+Owns the engine, the tasks of its calls, and the files of versions that its owner sent.
 """
 
 from __future__ import annotations
@@ -11,25 +12,30 @@ import contextlib
 import importlib
 import itertools
 import os
+import shutil
 import socket
 import sys
 import traceback
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Collection, Coroutine
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from agentrl.core.errors import AgentRLError, EngineCapabilityError, EngineError, EngineLostError
+from agentrl.core.files import WEIGHT_FILES
+from agentrl.core.network import Listener
 from agentrl.core.ports import Engine
 from agentrl.engines import wire
-from agentrl.engines.child_process import VARIABLE, die_with
+from agentrl.engines.child_process import MAKE_ROOM, VARIABLE, die_with
 from agentrl.engines.transfer import TakesDeliveries
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from agentrl.core.ports import EngineSession
-    from agentrl.core.records import PolicyVersion
+    from agentrl.core.records import PolicyVersion, WeightsRef
 
 ExitProcess = Callable[[], Coroutine[Any, Any, None]]
 LONGEST_ADDRESS = 107
@@ -46,6 +52,7 @@ class ConnectionHandler:
         self._writer = writer
         self._exit_process = exit_process
         self._sessions: dict[int, EngineSession | AgentRLError] = {}
+        self.versions = SentVersions()
         self.tasks: dict[int, asyncio.Task[None]] = {}
         """Tasks of calls, by the number of the call."""
 
@@ -66,10 +73,8 @@ class ConnectionHandler:
                 task = self.tasks.get(message.call)
                 if task is not None:
                     task.cancel()
-            case wire.Serve():
-                self._start(message.call, self._engine.serve(message.current, message.pinned))
-            case wire.Score():
-                self._start(message.call, self._score(message))
+            case wire.Serve() | wire.Piece() | wire.Score():
+                self._start(message.call, self._control(message))
             case wire.NotSent():
                 self._not_sent(message)
             case wire.Load():
@@ -137,9 +142,72 @@ class ConnectionHandler:
         completion = await session.generate(wire.request_of(message), on_delta if message.deltas else None)
         return wire.completed_message(message.call, completion)
 
+    async def _control(self, message: wire.Serve | wire.Piece | wire.Score) -> wire.Reply | None:
+        match message:
+            case wire.Serve():
+                await self._serve(message)
+            case wire.Piece():
+                await asyncio.to_thread(self.versions.append, message)
+            case wire.Score():
+                return await self._score(message)
+        return None
+
+    async def _serve(self, message: wire.Serve) -> None:
+        """Serve versions, from the copies of those whose files were sent, and give up the other copies."""
+        wanted = {weights.sha256 for weights in (*message.current, *message.pinned)}
+        current, pinned = ([self.versions.local(each) for each in some] for some in (message.current, message.pinned))
+        await self._engine.serve(current, pinned)
+        self.versions.keep(wanted)
+
     async def _score(self, message: wire.Score) -> wire.Reply:
         scores = await self._engine.score(message.version, wire.tokens_of(message.token_ids), message.temperature)
         return wire.Scored(call=message.call, logprobs=scores.astype("<f4", copy=False).tobytes())
+
+
+class SentVersions:
+    """The files of versions that the owner sent, in this process's private directory, by the version's digest.
+
+    Nothing is trusted here: an engine checks the digest of what it loads.
+    """
+
+    def __init__(self) -> None:
+        self._root = Path(os.environ.get(VARIABLE, "")) / "versions"
+        self._known: set[str] = set()
+
+    def append(self, piece: wire.Piece) -> None:
+        """Append bytes to a file.
+
+        Raises:
+            EngineError: the disk refused, or the name is none of a version's file.
+        """
+        names = {name for kind in WEIGHT_FILES.values() for name in kind}
+        if piece.name not in names or not piece.sha256.isalnum():
+            raise EngineError(f"{piece.name!r} is no file of a version")
+        directory = self._root / piece.sha256
+        try:
+            if piece.sha256 not in self._known:  # or half of it, from an owner that was interrupted
+                shutil.rmtree(directory, ignore_errors=True)
+                directory.mkdir(parents=True)
+                self._known.add(piece.sha256)
+            with (directory / piece.name).open("ab") as file:
+                file.write(piece.data)
+        except OSError as error:
+            self._known.discard(piece.sha256)
+            raise EngineError(
+                f"{socket.gethostname()}: {directory} cannot take a version ({error.strerror}); {MAKE_ROOM}"
+            ) from error
+
+    def local(self, weights: WeightsRef) -> WeightsRef:
+        """The version where it lies here, if its files were sent."""
+        if weights.sha256 not in self._known:
+            return weights
+        return replace(weights, path=str(self._root / weights.sha256))
+
+    def keep(self, wanted: Collection[str]) -> None:
+        """Remove the copies of other versions."""
+        for digest in self._known.difference(wanted):
+            self._known.discard(digest)
+            shutil.rmtree(self._root / digest, ignore_errors=True)
 
 
 class ClientHandler(ConnectionHandler):
@@ -184,8 +252,15 @@ class EngineServer:
         self._numbers = itertools.count(1)
         self._exiting = False
 
-    async def listen(self) -> str:
-        """Accept other clients; the path of the Unix socket, empty if it would be too long."""
+    async def listen(self, host: str) -> str:
+        """Accept other clients; where they connect. Empty if the path of the Unix socket would be too long.
+
+        Args:
+            host: the address of this machine, of which clients are elsewhere; empty: they are on this machine.
+        """
+        if host:
+            self._listener = Listener(self._receive)
+            return str(await self._listener.listen(host))
         private = os.environ.get(VARIABLE)
         address = f"{private}/clients"
         if private is None or len(address) > LONGEST_ADDRESS:
@@ -272,7 +347,7 @@ async def _serve(connection: socket.socket) -> None:
         return
     server = EngineServer(engine, writer)
     await server.take_deliveries(writer)
-    wire.send(writer, wire.Loaded(capabilities=engine.capabilities, address=await server.listen()))
+    wire.send(writer, wire.Loaded(capabilities=engine.capabilities, address=await server.listen(load.host)))
     busy = asyncio.get_running_loop().create_task(server.owner.report_busy())
     while (body := await wire.receive(reader)) is not None:
         server.owner.handle(wire.REQUESTS.decode(body))

@@ -45,6 +45,8 @@ class Load(WireMessage, frozen=True):
     factory: str
     arguments: dict[str, Any]
     versions: dict[str, PolicyVersion]
+    host: str = ""
+    """The process's machine, another than its owner's, at whose address it takes other clients; empty: the same."""
 
 
 class Open(WireMessage, frozen=True):
@@ -96,6 +98,16 @@ class Serve(WireMessage, frozen=True):
     pinned: list[WeightsRef]
 
 
+class Piece(WireMessage, frozen=True):
+    """The next bytes of a version's file, for a process that cannot read it where its owner can; `sha256` is that of
+    the version."""
+
+    call: int
+    sha256: str
+    name: str
+    data: bytes
+
+
 class Score(WireMessage, frozen=True):
     """Score tokens."""
 
@@ -111,11 +123,12 @@ class NotSent(WireMessage, frozen=True):
     number: int
 
 
-Request = Load | Open | CloseSession | Generate | Cancel | Abort | Serve | Score | NotSent
+Request = Load | Open | CloseSession | Generate | Cancel | Abort | Serve | Piece | Score | NotSent
 
 
 class Loaded(WireMessage, frozen=True):
-    """The engine is ready; other clients reach it at the Unix socket `address`, if that is not empty."""
+    """The engine is ready; other clients reach it at `address`, the path of a Unix socket or a `core.network.Address`,
+    if that is not empty."""
 
     capabilities: EngineCapabilities
     address: str

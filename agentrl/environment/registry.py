@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import importlib
+import importlib.abc
 import importlib.util
 import inspect
 import math
@@ -250,14 +251,40 @@ def _import(name: str) -> Any:
         return importlib.import_module(name)
 
 
+class _GivenFile(importlib.abc.SourceLoader):
+    """Loads a module from the content of a file of another machine."""
+
+    def __init__(self, path: str, source: str) -> None:
+        self._path = path
+        self._source = source
+
+    def get_filename(self, fullname: str) -> str:
+        return self._path
+
+    def get_data(self, path: bytes | str) -> bytes:
+        if path != self._path:
+            raise FileNotFoundError(path)
+        return self._source.encode()
+
+
+def give_files(sources: Mapping[str, str]) -> None:
+    """Have `load_module` find files that lie on another machine only: their content, by absolute path."""
+    _given.update(sources)
+
+
+_given: dict[str, str] = {}
+
+
 def _load_file(path: Path) -> Any:
-    if not path.is_file():
+    given = _given.get(str(path))
+    if given is None and not path.is_file():
         raise EnvironmentDefinitionError(f"environment file {path} does not exist")
     digest = hashlib.blake2b(str(path.resolve()).encode(), digest_size=6).hexdigest()
     name = f"{_FILE_MODULE}{path.stem}_{digest}"
     if name in sys.modules:
         return sys.modules[name]
-    module_spec = importlib.util.spec_from_file_location(name, path)
+    loader = None if given is None else _GivenFile(str(path), given)
+    module_spec = importlib.util.spec_from_file_location(name, path, loader=loader)
     if module_spec is None or module_spec.loader is None:
         raise EnvironmentDefinitionError(f"environment file {path} is not a Python module")
     module = importlib.util.module_from_spec(module_spec)

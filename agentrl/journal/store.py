@@ -85,6 +85,20 @@ def _row(entry: JournalEntry) -> Sequence[Any]:
     return (entry.episode_id, entry.attempt, entry.call_id, asked, body, checksum)
 
 
+def check_entry(entry: JournalEntry) -> None:
+    """Refuse an entry that the journal does not take.
+
+    Raises:
+        EpisodeError: it is too large (`too_large`).
+    """
+    if len(entry.body) > MAX_VALUE_BYTES:
+        raise EpisodeError(
+            f"episode {entry.episode_id}, call {entry.call_id}: an entry of {len(entry.body)} bytes; "
+            f"at most {MAX_VALUE_BYTES} fit. Shorten the observation or the value",
+            reason="too_large",
+        )
+
+
 class SqliteTurnLog:
     """One worker's partition, `turns-<worker>.db`; implements `TurnLog`."""
 
@@ -112,12 +126,7 @@ class SqliteTurnLog:
         Raises:
             EpisodeError: the entry is larger than the journal takes (`too_large`).
         """
-        if len(entry.body) > MAX_VALUE_BYTES:
-            raise EpisodeError(
-                f"episode {entry.episode_id}, call {entry.call_id}: an entry of {len(entry.body)} bytes; "
-                f"at most {MAX_VALUE_BYTES} fit. Shorten the observation or the value",
-                reason="too_large",
-            )
+        check_entry(entry)
         self._writer.put((self, entry))
 
     async def flush(self) -> None:

@@ -1,32 +1,38 @@
 """The data-parallel group a trainer belongs to: what its ranks say to each other.
 
 Owns: sums of gradients, exchange of step columns, who writes files. Does not own: starting the processes (`cluster`).
-Invariant: every call is made by all ranks in the same order; nothing is pickled between them. Rendezvous is a file, so
-that no port is opened for it; on CPU the group is gloo, bound to the interface `GLOO_SOCKET_IFNAME` names. On GPUs it
-is nccl, which moves tensors of the rank's device only; that path has not been run on a GPU yet.
+Invariant: every call is made by all ranks in the same order; nothing is pickled between them. Ranks meet at a TCPStore
+that rank 0 serves on one address of its machine: loopback, or the one towards the other nodes. On CPU the group is
+gloo, bound to the interface of that address. On GPUs it is nccl, which moves tensors of the rank's device only; that
+path has not been run on a GPU yet.
 """
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import TCPStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from agentrl.core.errors import AgentRLError, StorageError, TrainerError
+from agentrl.core.errors import AgentRLError, StorageError, TrainerError, TrainerLostError
+from agentrl.core.network import interface_of
 
 T = TypeVar("T")
 
 TIMEOUT = timedelta(minutes=10)
 """The time that a rank waits for the others."""
+JOIN_TIMEOUT = timedelta(seconds=45)
+"""The time that a rank waits for the others to join the group."""
 
 
 def equal_shares(count: int, ranks: int) -> list[range]:
@@ -178,27 +184,80 @@ class OneRank:
         """None."""
 
 
+class Rendezvous(NamedTuple):
+    """Where the ranks of a group meet: the store that rank 0 serves."""
+
+    host: str
+    port: int
+
+
+def serve_rendezvous(host: str) -> tuple[Rendezvous, TCPStore]:
+    """Serve the store of a group on one address of this machine and a free port, as rank 0."""
+    listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    port = listener.getsockname()[1]
+    # Given a listening socket, the store listens at that address alone, and owns it.
+    store = TCPStore(
+        host, port, is_master=True, wait_for_workers=False, timeout=JOIN_TIMEOUT, master_listen_fd=listener.detach()
+    )
+    return Rendezvous(host, port), store
+
+
 class ProcessGroup:
     """One of several ranks in a torch.distributed group."""
 
-    def __init__(self, rendezvous: Path, *, rank: int, size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        rendezvous: Rendezvous,
+        *,
+        rank: int,
+        size: int,
+        device: torch.device,
+        address: str,
+        store: TCPStore | None = None,
+    ) -> None:
         """Join the group; returns when all ranks have.
 
         Args:
-            rendezvous: a file that does not exist yet, on a disk all ranks see; used by this group only.
+            rendezvous: where they meet.
             rank: from 0.
             size: of the group.
             device: where gradients lie; CUDA joins with nccl, anything else with gloo.
+            address: of this machine, on the network over which the ranks talk.
+            store: the store, at rank 0.
+
+        Raises:
+            TrainerLostError: names the ranks that did not come within `JOIN_TIMEOUT`.
         """
         self.rank = rank
         self.size = size
         self._device = device
         if device.type == "cuda":
             torch.cuda.set_device(device)
+        interface = interface_of(address)
+        os.environ.update(GLOO_SOCKET_IFNAME=interface, NCCL_SOCKET_IFNAME=interface)
         backend = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(
-            backend, init_method=f"file://{rendezvous}", rank=rank, world_size=size, timeout=TIMEOUT
-        )
+        present = [f"present/{each}" for each in range(size)]
+        try:
+            if store is None:
+                store = TCPStore(rendezvous.host, rendezvous.port, is_master=False, timeout=JOIN_TIMEOUT)
+            store.set(present[rank], address)
+            store.wait(present, JOIN_TIMEOUT)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
+        except RuntimeError as error:  # those of torch.distributed are
+            seconds = JOIN_TIMEOUT.total_seconds()
+            absent = self._absent(store, present)
+            if not absent:
+                raise TrainerLostError(f"trainer rank {rank} at {address} could not join the group: {error}") from error
+            names = ", ".join(map(str, absent))
+            raise TrainerLostError(f"trainer rank {names} did not join the group within {seconds:g} s") from error
+        self._store = store
+
+    @staticmethod
+    def _absent(store: TCPStore | None, present: Sequence[str]) -> list[int]:
+        try:
+            return [rank for rank, key in enumerate(present) if store is not None and not store.check([key])]
+        except RuntimeError:  # the store is gone, too
+            return []
 
     def sum(self, tensors: Sequence[Tensor]) -> None:
         """See `Ranks.sum`; one message for all tensors, wherever they lie."""

@@ -150,7 +150,7 @@ async def workplace(
             attach_worker(*(config, environment, dispatcher, engine, chat_format, journal, SystemClock(), fail))
         else:
             if placement is not None:
-                pool.placement = placement
+                pool.placements = [placement] * len(pool.placements)
             stack.push_async_callback(pool.close)
             pool.attach(dispatcher, journal, fail)
             dispatcher.worker, dispatcher.fail = pool, fail

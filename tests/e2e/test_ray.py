@@ -176,7 +176,7 @@ def test_a_local_session_is_private(session: RaySession) -> None:
     assert stat.S_IMODE(token.parent.stat().st_mode) == 0o700
     assert threading.current_thread() is threading.main_thread()
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    assert session.addresses() == {"127.0.0.1"}
+    assert {node.address for node in session.nodes()} == {"127.0.0.1"}
 
 
 def parent_of(process_id: int) -> int:

@@ -19,7 +19,7 @@ ray.init(num_cpus=0, num_gpus=4, include_dashboard=False, log_to_driver=False, o
 from agentrl.cluster.session import RaySession, on_node
 from tests.unit.test_device_plan import configuration
 
-session = RaySession()
+session = RaySession("auto")
 session.start()
 
 
@@ -29,12 +29,11 @@ class Holder:
 
 
 for ranks, replicas, size in ((1, 1, 1), (2, 2, 1), (1, 1, 3), (2, 1, 2)):
-    plan = session.plan_devices(configuration(ranks, replicas, size, placement="ray"))
+    plan = session.plan(configuration(ranks, replicas, size)).devices
     held = [(plan.gpu_of_rank(rank),) for rank in range(ranks)]
     held += [plan.gpus_of_engine(replica) for replica in range(replicas)]
-    actors = [
-        ray.remote(num_cpus=0, num_gpus=len(gpus), scheduling_strategy=on_node(gpus))(Holder).remote() for gpus in held
-    ]
+    here = on_node(session.nodes()[0])
+    actors = [ray.remote(num_cpus=0, num_gpus=len(gpus), scheduling_strategy=here)(Holder).remote() for gpus in held]
     given = ray.get([actor.gpus.remote() for actor in actors])
     flat = [gpu for gpus in given for gpu in gpus]
     print([len(gpus) for gpus in given], len(set(flat)) == len(flat))

@@ -145,9 +145,13 @@ class Machine:
         self.failure: BaseException | None = None
         self._spawned: dict[str, EpisodeHeader | None] = {}
         self._waiting: dict[str, Callable[[int, EpisodeHeader], None]] = {}
-        work = wire.Work(number=0, config={}, journal="", environments={}, paths=(), capabilities=CAPABILITIES)
+        work = wire.Work(
+            number=0, config={}, journal="", environments={}, sources={}, paths=(), capabilities=CAPABILITIES
+        )
         settings = PoolSettings(workers=workers, work=work, max_in_flight=in_flight, attempts=attempts, silence_s=1e6)
-        self.pool = WorkerPool(settings, engines=[self], placement=self, clock=LoopClock(), tell=lambda line: None)
+        self.pool = WorkerPool(
+            settings, engines=[self], placements=[self] * settings.workers, clock=LoopClock(), tell=lambda line: None
+        )
         self.pool.attach(self, self, self._failed)  # type: ignore[arg-type]  # and of a host
 
     def submit(self, name: str, **data: Any) -> None:

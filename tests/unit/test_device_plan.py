@@ -91,7 +91,7 @@ def test_the_lines_say_who_is_where_and_has_how_much() -> None:
     [
         (2, 1, 1, 1, 0, r"trainer\.workers = 2 .* do not fit on 1 GPU,"),
         (1, 2, 4, 4, 0, r"engine\.replicas = 2 of 4 GPUs each do not fit on 4 GPUs"),
-        (1, 1, 1, 1, 1, "RAY_ADDRESS"),
+        (1, 1, 1, 1, 1, "cluster.address"),
         (2, 1, 8, 8, 2, "on one node"),
     ],
 )
@@ -184,7 +184,6 @@ def driver(monkeypatch: pytest.MonkeyPatch, path: Path, script: str) -> None:
     monkeypatch.setenv("PATH", str(path), prepend=":")
     monkeypatch.syspath_prepend(str(path))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
 
 
 TWO = "echo '0, GPU-aa, NVIDIA L4, 23034, 22000'; echo '1, GPU-bb, NVIDIA L4, 23034, 100'"
@@ -209,12 +208,3 @@ def test_a_driver_that_fails_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     driver(monkeypatch, tmp_path, "echo 'NVML: driver/library version mismatch'; exit 18")
     with pytest.raises(InputError, match="version mismatch"):
         gpus()
-
-
-def test_on_a_ray_cluster_this_machine_s_gpus_are_the_engines_alone(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    driver(monkeypatch, tmp_path, TWO)
-    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
-    assert device_plan(configuration(replicas=2)).ranks == ()
-    assert device_plan(configuration(placement="ray")).gpus == ()

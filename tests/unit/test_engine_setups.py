@@ -48,7 +48,6 @@ def test_doctor_accepts_and_explains_a_set_up(
     count, size = MACHINES[model]
     card = Memory(size * 10**9, size * 10**9)
     monkeypatch.setattr(parts, "gpus", lambda: tuple(Gpu(str(at), "card", card) for at in range(count)))
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
     code = main(["doctor", str(file), "--json"])
     sections = json.loads(capsys.readouterr().out)["sections"]
     checks = [check for title in ("memory", f"{file} will use") for check in sections[title]]

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
-from agentrl.learn.ranks import ProcessGroup, balanced_shares
+from agentrl.learn.ranks import ProcessGroup, balanced_shares, serve_rendezvous
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
@@ -15,11 +13,11 @@ from agentrl.learn.ranks import ProcessGroup, balanced_shares
     "device",
     ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU"))],
 )
-def test_tensors_of_the_host_and_empty_messages_pass_through(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str
-) -> None:
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    group = ProcessGroup(tmp_path / "rendezvous", rank=0, size=1, device=torch.device(device))
+def test_tensors_of_the_host_and_empty_messages_pass_through(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")  # put back at the end
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "")
+    rendezvous, store = serve_rendezvous("127.0.0.1")
+    group = ProcessGroup(rendezvous, rank=0, size=1, device=torch.device(device), address="127.0.0.1", store=store)
     try:
         totals = torch.tensor([1.5, 2.5], dtype=torch.float64)
         group.sum([totals, torch.ones(2, 2, dtype=torch.float64, device=device)])

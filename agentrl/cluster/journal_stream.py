@@ -1,0 +1,466 @@
+"""Entries of episode workers on other hosts, on their way to the journal on the run's host.
+
+A worker elsewhere has a `StreamedJournal` in place of its partition: it sends entries over TCP and waits, where a
+commit needs it, until they are on the disk of the run's host. There, one receiving process (this module as a program)
+writes a partition for each worker with production's writer. The run only grants and revokes connections: entries never
+pass through its loop. Owns: the messages, the receiver, which connection may write a partition. Does not own: what is
+written (`journal.store`), the run's processes. The framing is that of `engines.wire`.
+Invariants: one connection at a time writes a partition, and none once it is revoked; messages take effect in the order
+they were sent; a worker whose connection ends, ends, and its episodes go on elsewhere from what was acknowledged.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import socket
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from agentrl.core.clock import RetryBudget, SystemClock
+from agentrl.core.errors import AgentRLError, EngineLostError, JournalError, error_named, error_words
+from agentrl.core.network import Address, Listener, connect
+from agentrl.engines.child_process import EngineProgram, LocalPlacement, Supervisor, die_with
+from agentrl.engines.wire import WireMessage, receive, send
+from agentrl.journal.entries import JournalEntry
+from agentrl.journal.process import when_unlocked
+from agentrl.journal.store import WorkerJournal, check_entry
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from agentrl.core.clock import Clock
+    from agentrl.core.records import ForkPoint
+    from agentrl.engines.child_process import EngineChild
+
+RECEIVER = EngineProgram("", {}, "agentrl.cluster.journal_stream")
+SILENCE_S = 60.0
+
+
+# --- messages ---------------------------------------------------------------------------------------------------------
+
+
+class Receive(WireMessage, frozen=True):
+    """To the receiver: the journal whose partitions it writes, and the address at which it listens."""
+
+    journal: str
+    host: str
+
+
+class Grant(WireMessage, frozen=True):
+    """To the receiver: let a new process of a worker write its partition, and nobody else."""
+
+    worker: int
+
+
+class Revoke(WireMessage, frozen=True):
+    """To the receiver: nobody may write a worker's partition."""
+
+    worker: int
+
+
+class Granted(WireMessage, frozen=True):
+    """To the run: the address at which that process connects."""
+
+    worker: int
+    address: str
+
+
+class Receiving(WireMessage, frozen=True):
+    """To the run: a sign of life; bytes of entries received so far."""
+
+    bytes: int
+
+
+class Append(WireMessage, frozen=True):
+    """From a worker: an entry, or a partial."""
+
+    entry: JournalEntry
+    partial: bool
+
+
+class RemovePartials(WireMessage, frozen=True):
+    """From a worker; see `TurnLog.remove_partials`."""
+
+    episode_id: str
+    attempt: int
+    call_id: str | None
+
+
+class Flush(WireMessage, frozen=True):
+    """From a worker: answer once everything before is on disk."""
+
+    call: int
+
+
+class TakeOver(WireMessage, frozen=True):
+    """From a worker: take over an attempt, and give all there is of it."""
+
+    call: int
+    episode_id: str
+    attempt: int
+
+
+class Advanced(WireMessage, frozen=True):
+    """From a worker; see `WorkerTurnLog.advanced`."""
+
+    call: int
+
+
+class Answer(WireMessage, frozen=True):
+    """To a worker; with a `kind`, a class of `agentrl.core.errors`, its question failed."""
+
+    call: int
+    entries: tuple[JournalEntry, ...] = ()
+    partials: tuple[JournalEntry, ...] = ()
+    episodes: tuple[str, ...] = ()
+    kind: str = ""
+    message: str = ""
+
+
+Question = Flush | TakeOver | Advanced
+TO_RECEIVER: msgspec.msgpack.Decoder[Receive | Grant | Revoke] = msgspec.msgpack.Decoder(Receive | Grant | Revoke)
+TO_RUN: msgspec.msgpack.Decoder[Granted | Receiving] = msgspec.msgpack.Decoder(Granted | Receiving)
+FROM_WORKER: msgspec.msgpack.Decoder[Append | RemovePartials | Question] = msgspec.msgpack.Decoder(
+    Append | RemovePartials | Question
+)
+TO_WORKER: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
+
+
+# --- in a worker's process, on any host -------------------------------------------------------------------------------
+
+
+class StreamedTurnLog:
+    """A partition on the run's host; implements `TurnLog`."""
+
+    def __init__(self, name: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.name = name
+        self._writer = writer
+        self._calls = itertools.count(1)
+        self._answers: dict[int, asyncio.Future[Answer]] = {}
+        self._found: dict[tuple[str, int], Answer] = {}
+        """What the journal had of attempts that were taken over, until it is read."""
+        self._reading = asyncio.get_running_loop().create_task(self._read(reader), name="journal's answers")
+
+    def append(self, entry: JournalEntry) -> None:
+        """See `TurnLog.append`."""
+        check_entry(entry)
+        send(self._writer, Append(entry=entry, partial=False))
+
+    def append_partial(self, entry: JournalEntry) -> None:
+        """See `TurnLog.append_partial`."""
+        send(self._writer, Append(entry=entry, partial=True))
+
+    def remove_partials(self, episode_id: str, attempt: int, call_id: str | None = None) -> None:
+        """See `TurnLog.remove_partials`."""
+        send(self._writer, RemovePartials(episode_id=episode_id, attempt=attempt, call_id=call_id))
+
+    async def flush(self) -> None:
+        """See `TurnLog.flush`."""
+        await self._ask(Flush(call=next(self._calls)))
+
+    async def take_over(self, episode_id: str, attempt: int) -> None:
+        """See `TurnLog.take_over`; `read` and `read_partials` then give what was found, once each."""
+        asked = TakeOver(call=next(self._calls), episode_id=episode_id, attempt=attempt)
+        self._found[episode_id, attempt] = await self._ask(asked)
+
+    def read(self, episode_id: str, attempt: int) -> list[JournalEntry]:
+        """See `TurnLog.read`; of an attempt that was taken over."""
+        found = self._found.get((episode_id, attempt))
+        return [] if found is None else list(found.entries)
+
+    def read_partials(self, episode_id: str, attempt: int) -> list[JournalEntry]:
+        """See `TurnLog.read_partials`; of an attempt that was taken over."""
+        found = self._found.pop((episode_id, attempt), None)
+        return [] if found is None else list(found.partials)
+
+    def prefix(self, point: ForkPoint) -> list[JournalEntry]:
+        """Forks run on the run's host.
+
+        Raises:
+            JournalError: always.
+        """
+        raise JournalError("a fork cannot be played on another host than the run's")
+
+    async def advanced(self) -> list[str]:
+        """See `WorkerTurnLog.advanced`; also whether the disk of the run's host has refused.
+
+        Raises:
+            StorageError: it has.
+        """
+        return list((await self._ask(Advanced(call=next(self._calls)))).episodes)
+
+    async def close(self) -> None:
+        """Everything sent is on disk, or the connection has ended. Idempotent."""
+        with contextlib.suppress(AgentRLError):
+            await self.flush()
+        self._reading.cancel()
+        self._writer.close()
+
+    async def _ask(self, question: Question) -> Answer:
+        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._answers[question.call] = answer
+        send(self._writer, question)
+        try:
+            found = await answer
+        finally:
+            del self._answers[question.call]
+        if found.kind:
+            raise error_named(found.kind, found.message, among=(AgentRLError,))
+        return found
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        with contextlib.suppress(ValueError, msgspec.MsgspecError):
+            while (body := await receive(reader)) is not None:
+                answer = TO_WORKER.decode(body)
+                waiting = self._answers.get(answer.call)
+                if waiting is not None and not waiting.done():
+                    waiting.set_result(answer)
+        with contextlib.suppress(OSError):
+            sys.stderr.write(
+                "agentrl: the connection to the journal on the run's host ended, and this worker with it\n"
+            )
+        os._exit(1)  # what it goes on to play would be lost; the run starts another process, which reads what was kept
+
+
+class StreamedJournal:
+    """See `journal.store.WorkerJournal`, of a worker on another host than the run's."""
+
+    def __init__(self, log: StreamedTurnLog) -> None:
+        self.log = log
+
+    @staticmethod
+    async def open(address: str, worker: int) -> StreamedJournal:
+        """Connect to the receiver.
+
+        Raises:
+            JournalError: it cannot be reached from here.
+        """
+        where = Address.parse(address)
+        try:
+            reader, writer = await connect(where)
+        except (OSError, TimeoutError) as error:
+            raise JournalError(
+                f"{socket.gethostname()}: the journal on the run's host cannot be reached at port {where.port} of "
+                f"{where.host} ({error}); docs/security.md says which connections the network must allow"
+            ) from error
+        return StreamedJournal(StreamedTurnLog(f"turns-{worker}.db", reader, writer))
+
+    def check(self) -> None:
+        """The receiver says it with its next answer; see `StreamedTurnLog.advanced`."""
+
+    async def close(self) -> None:
+        """See `WorkerJournal.close`."""
+        await self.log.close()
+
+
+# --- in the run's process ---------------------------------------------------------------------------------------------
+
+
+class JournalReceiver:
+    """The receiving process, as the run sees it; started at once, and again when it dies.
+
+    Args:
+        journal: the run's journal directory.
+        host: this machine's address, at which workers on others connect.
+        log: file for the process's error stream.
+        clock: times the waits before a restart.
+        tell: takes a line for people.
+    """
+
+    def __init__(self, journal: Path, host: str, *, log: Path, clock: Clock, tell: Callable[[str], None]) -> None:
+        self.bytes = 0
+        """Bytes of entries that this process has received."""
+        self._receive = Receive(journal=str(journal.absolute()), host=host)
+        self._placement = LocalPlacement(log)
+        self._child: EngineChild | None = None
+        self._grants: dict[int, asyncio.Future[str]] = {}
+        self._reading: asyncio.Task[None] | None = None
+        name = "the journal's receiver"
+        self.supervisor = Supervisor(name, self, budget=RetryBudget(), silence_s=SILENCE_S, clock=clock, tell=tell)
+
+    async def grant(self, worker: int) -> str:
+        """The address for a new process of a worker, in place of all before.
+
+        Raises:
+            EngineLostError: the receiver died meanwhile; another is started.
+            AgentRLError: it is gone for good.
+        """
+        await self.supervisor.serving()
+        if self._child is None:
+            raise EngineLostError("the journal's receiver is gone")
+        granted = self._grants[worker] = asyncio.get_running_loop().create_future()
+        send(self._child.writer, Grant(worker=worker))
+        address: str = await granted
+        return address
+
+    def revoke(self, worker: int) -> None:
+        """Nothing more of a worker's process that counts as dead is written."""
+        if self._child is not None:
+            send(self._child.writer, Revoke(worker=worker))
+
+    async def close(self) -> None:
+        """End the process, once what it received is on disk. Idempotent."""
+        if self._child is not None:
+            self._child.writer.close()
+        await self.supervisor.stop(SILENCE_S)
+
+    async def launch(self) -> EngineChild:
+        """See `Supervised.launch`."""
+        child = self._child = await self._placement.start(RECEIVER)
+        self._reading = asyncio.get_running_loop().create_task(self._read(child), name="journal's receiver")
+        return child
+
+    async def welcome(self) -> None:
+        """See `Supervised.welcome`."""
+        if self._child is not None:
+            send(self._child.writer, self._receive)
+
+    async def died(self, how: str) -> None:
+        """See `Supervised.died`."""
+        self._child = None
+        for granted in self._grants.values():
+            if not granted.done():
+                granted.set_exception(EngineLostError(f"the journal's receiver {how}"))
+
+    async def _read(self, child: EngineChild) -> None:
+        try:
+            while (body := await receive(child.reader)) is not None:
+                self.supervisor.sign_of_life()
+                match TO_RUN.decode(body):
+                    case Granted() as granted:
+                        if not (waiting := self._grants[granted.worker]).done():
+                            waiting.set_result(granted.address)
+                    case Receiving(bytes=received):
+                        if received > self.bytes:
+                            self.supervisor.achieved()
+                        self.bytes = received
+        except (ValueError, msgspec.MsgspecError) as error:
+            self.supervisor.kill(f"what it said makes no sense ({error})")
+
+
+# --- the receiving process, on the run's host -------------------------------------------------------------------------
+
+
+class _Partition:
+    """A worker's partition, and the one listener through which it is written now."""
+
+    def __init__(self, journal: WorkerJournal, count: Callable[[int], None]) -> None:
+        self.journal = journal
+        self._count = count
+        self._listener: Listener | None = None
+
+    async def grant(self, host: str) -> str:
+        """Revoke what was granted, and listen for the next process."""
+        self.revoke()
+        self._listener = listener = Listener(lambda reader, writer: self._serve(listener, reader, writer))
+        return str(await listener.listen(host))
+
+    def revoke(self) -> None:
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
+
+    async def _serve(self, listener: Listener, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked: set[asyncio.Task[None]] = set()
+        try:
+            while (body := await receive(reader)) is not None and listener is self._listener:
+                self._count(len(body))
+                match FROM_WORKER.decode(body):
+                    case Append(entry=entry, partial=False):
+                        self.journal.log.append(entry)
+                    case Append(entry=entry):
+                        self.journal.log.append_partial(entry)
+                    case RemovePartials() as removed:
+                        self.journal.log.remove_partials(removed.episode_id, removed.attempt, removed.call_id)
+                    case question:
+                        asked.add(task := asyncio.get_running_loop().create_task(self._answer(question, writer)))
+                        task.add_done_callback(asked.discard)
+        except (ValueError, msgspec.MsgspecError) as error:
+            sys.stderr.write(f"agentrl: the journal's receiver disconnected a worker: {error}\n")
+        finally:
+            for task in asked:
+                task.cancel()
+
+    async def _answer(self, question: Question, writer: asyncio.StreamWriter) -> None:
+        log = self.journal.log
+        try:
+            match question:
+                case Flush():
+                    await log.flush()
+                    answer = Answer(call=question.call)
+                case TakeOver(episode_id=episode_id, attempt=attempt):
+                    await log.take_over(episode_id, attempt)
+                    answer = Answer(
+                        call=question.call,
+                        entries=tuple(log.read(episode_id, attempt)),
+                        partials=tuple(log.read_partials(episode_id, attempt)),
+                    )
+                case Advanced():
+                    self.journal.check()
+                    answer = Answer(call=question.call, episodes=tuple(await log.advanced()))
+        except AgentRLError as error:
+            answer = Answer(call=question.call, kind=type(error).__name__, message=str(error))
+        except Exception as error:  # noqa: BLE001 - a bug of ours: whoever asked must not wait for ever
+            answer = Answer(call=question.call, kind="JournalError", message=error_words(error))
+        send(writer, answer)
+
+
+async def _serve(connection: socket.socket) -> None:
+    reader, writer = await asyncio.open_connection(sock=connection)
+    body = await receive(reader)
+    if body is None or not isinstance(begun := TO_RECEIVER.decode(body), Receive):
+        return
+    partitions: dict[int, _Partition] = {}
+    received = 0
+
+    def count(size: int) -> None:
+        nonlocal received
+        received += size
+
+    async def say_alive() -> None:
+        while True:
+            send(writer, Receiving(bytes=received))
+            await asyncio.sleep(1.0)
+
+    def tell(line: str) -> None:
+        sys.stderr.write(f"agentrl: {line}\n")
+
+    alive = asyncio.get_running_loop().create_task(say_alive())
+    while (body := await receive(reader)) is not None:
+        match TO_RECEIVER.decode(body):
+            case Grant(worker=worker):
+                if worker not in partitions:
+
+                    def opened(worker: int = worker) -> WorkerJournal:
+                        return WorkerJournal(Path(begun.journal), str(worker))
+
+                    partitions[worker] = _Partition(await when_unlocked(opened, tell, SystemClock()), count)
+                address = await partitions[worker].grant(begun.host)
+                send(writer, Granted(worker=worker, address=address))
+            case Revoke(worker=worker) if worker in partitions:
+                partitions[worker].revoke()
+    alive.cancel()
+    await _close(list(partitions.values()))
+
+
+async def _close(partitions: Sequence[_Partition]) -> None:
+    for partition in partitions:
+        partition.revoke()
+    await asyncio.gather(*(partition.journal.close() for partition in partitions))
+
+
+def main() -> None:
+    """Serve the connection that was handed over, until it ends."""
+    descriptor, parent = map(int, sys.argv[1:])
+    die_with(parent)
+    asyncio.run(_serve(socket.socket(fileno=descriptor)))
+
+
+if __name__ == "__main__":
+    main()

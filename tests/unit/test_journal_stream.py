@@ -1,0 +1,115 @@
+"""A worker on another host writes its partition through the receiver: acknowledged entries are on disk, a revoked
+connection writes nothing more, and what another worker had is taken over."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from agentrl.cluster.journal_stream import JournalReceiver, StreamedJournal
+from agentrl.core.clock import SystemClock
+from agentrl.core.errors import EpisodeError, JournalError
+from agentrl.journal.entries import JournalEntry
+from agentrl.journal.reader import TurnReader
+from agentrl.journal.schema import MAX_VALUE_BYTES
+from agentrl.journal.store import SqliteJournal
+
+
+def entry(number: int, body: bytes = b"body") -> JournalEntry:
+    return JournalEntry("e-1", 0, f"r#{number}", b"", body)
+
+
+async def receiving(directory: Path) -> tuple[SqliteJournal, JournalReceiver]:
+    journal = SqliteJournal(directory)
+    receiver = JournalReceiver(
+        directory, "127.0.0.1", log=directory / "receiver.log", clock=SystemClock(), tell=lambda line: None
+    )
+    return journal, receiver
+
+
+def kept(directory: Path, partition: str) -> list[str]:
+    reader = TurnReader(directory)
+    try:
+        return [each.call_id for each in reader.read(partition, "e-1", 0)]
+    finally:
+        reader.close()
+
+
+def test_what_was_acknowledged_is_on_disk_and_another_worker_goes_on(tmp_path: Path) -> None:
+    async def run() -> None:
+        journal, receiver = await receiving(tmp_path)
+        first = await StreamedJournal.open(await receiver.grant(0), 0)
+        for number in range(3):
+            first.log.append(entry(number))
+        first.log.append_partial(entry(3))
+        await first.log.flush()
+        assert kept(tmp_path, "turns-0.db") == ["r#0", "r#1", "r#2"]
+        second = await StreamedJournal.open(await receiver.grant(1), 1)
+        await second.log.take_over("e-1", 0)
+        assert [each.call_id for each in second.log.read("e-1", 0)] == ["r#0", "r#1", "r#2"]
+        assert [each.call_id for each in second.log.read_partials("e-1", 0)] == ["r#3"]
+        assert await second.log.advanced() == []
+        second.log.append(entry(3))
+        assert await second.log.advanced() == ["e-1"]
+        assert kept(tmp_path, "turns-1.db") == ["r#0", "r#1", "r#2", "r#3"]
+        with pytest.raises(EpisodeError, match="at most"):
+            second.log.append(entry(4, b"x" * (MAX_VALUE_BYTES + 1)))
+        await second.close()
+        await first.close()
+        await receiver.close()
+        await journal.close()
+
+    asyncio.run(run())
+
+
+_CUT_OFF = """
+import asyncio, sys
+from agentrl.cluster.journal_stream import StreamedJournal
+from agentrl.journal.entries import JournalEntry
+
+
+async def run():
+    journal = await StreamedJournal.open(sys.argv[1], 0)
+    journal.log.append(JournalEntry("e-1", 0, "r#0", b"", b"body"))
+    await journal.log.flush()
+    print("flushed", flush=True)
+    sys.stdin.readline()
+    journal.log.append(JournalEntry("e-1", 0, "r#1", b"", b"body"))
+    await journal.log.flush()
+    print("written though revoked", flush=True)
+
+
+asyncio.run(run())
+"""
+
+
+def test_a_revoked_worker_writes_nothing_more_and_ends(tmp_path: Path) -> None:
+    async def run() -> None:
+        journal, receiver = await receiving(tmp_path)
+        address = await receiver.grant(0)
+        worker = subprocess.Popen(
+            [sys.executable, "-c", _CUT_OFF, address],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=dict(os.environ),
+        )
+        assert worker.stdin is not None and worker.stdout is not None  # noqa: PT018
+        assert await asyncio.to_thread(worker.stdout.readline) == "flushed\n"
+        following = await StreamedJournal.open(await receiver.grant(0), 0)
+        said, _ = await asyncio.to_thread(worker.communicate, "go on\n")
+        assert (said, worker.returncode) == ("", 1)
+        await following.log.flush()
+        assert kept(tmp_path, "turns-0.db") == ["r#0"]
+        with pytest.raises(JournalError, match="cannot be reached"):
+            await StreamedJournal.open(address, 0)
+        await following.close()
+        await receiver.close()
+        await journal.close()
+
+    asyncio.run(run())
