@@ -130,6 +130,7 @@ BESIDE: dict[str, dict[str, Any]] = {
 NOT_RUN: dict[str, str] = {
     "workers": "episodes would be played in processes of their own, which scripted parts do not reach",
     "sinks": "the sinks are extras, which need not be installed",
+    "cluster.address": "there is no cluster",
     "deterministic": "with `true` the configuration itself is refused, for the run's remote policy",
 }
 """Settings for which `check_unchanged` is asked and nothing is run, and why."""

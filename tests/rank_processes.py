@@ -9,8 +9,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,18 +20,29 @@ from agentrl.learn.ranks import ProcessGroup, Rendezvous, serve_rendezvous
 PATIENCE_S = 600.0
 
 
-def on_ranks(size: int, function: str, *arguments: Any) -> list[Any]:
+class Place(NamedTuple):
+    """Where a rank runs: the words before its command, and its machine's address."""
+
+    entering: Sequence[str] = ()
+    address: str = "127.0.0.1"
+
+
+def on_ranks(size: int, function: str, *arguments: Any, places: Sequence[Place] = ()) -> list[Any]:
     """What `module:function(ranks, *arguments)` returns on each rank; arguments and results are JSON."""
-    with tempfile.TemporaryDirectory() as directory:
+    places = places or [Place()] * size
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as directory:  # which hosts of `support.hosts` have, too
         started = [
             subprocess.Popen(
-                [sys.executable, "-m", "tests.rank_processes", directory, str(rank), str(size), function],
+                [
+                    *(*place.entering, sys.executable, "-m", "tests.rank_processes"),
+                    *(directory, str(rank), str(size), place.address, function),
+                ],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                env={**os.environ, "PYTHONPATH": os.getcwd(), "OMP_NUM_THREADS": "1"},
                 text=True,
             )
-            for rank in range(size)
+            for rank, place in enumerate(places)
         ]
         try:
             for process in started:
@@ -47,26 +59,26 @@ def on_ranks(size: int, function: str, *arguments: Any) -> list[Any]:
     return [json.loads(text.splitlines()[-1]) for text in said]
 
 
-def join(meeting: Path, *, rank: int, size: int) -> ProcessGroup:
-    """Join a group on loopback; rank 0 writes where they meet into a file."""
+def join(meeting: Path, *, rank: int, size: int, address: str) -> ProcessGroup:
+    """Join a group; rank 0 writes where they meet into a file."""
     store = None
     if rank == 0:
-        rendezvous, store = serve_rendezvous("127.0.0.1")
+        rendezvous, store = serve_rendezvous(address)
         meeting.with_suffix(".new").write_text(json.dumps(rendezvous))
         meeting.with_suffix(".new").rename(meeting)
     while not meeting.exists():
         time.sleep(0.01)
     rendezvous = Rendezvous(*json.loads(meeting.read_text()))
     device = torch.device("cpu")
-    return ProcessGroup(rendezvous, rank=rank, size=size, device=device, address="127.0.0.1", store=store)
+    return ProcessGroup(rendezvous, rank=rank, size=size, device=device, address=address, store=store)
 
 
 def main() -> None:
     """One rank: arguments on standard input, the result on the last line of standard output."""
-    directory, rank, size, function = sys.argv[1:]
+    directory, rank, size, address, function = sys.argv[1:]
     torch.set_num_threads(1)
     module, _, name = function.partition(":")
-    ranks = join(Path(directory, "rendezvous"), rank=int(rank), size=int(size))
+    ranks = join(Path(directory, "rendezvous"), rank=int(rank), size=int(size), address=address)
     result = getattr(importlib.import_module(module), name)(ranks, *json.load(sys.stdin))
     ranks.close()
     sys.stdout.write(json.dumps(result) + "\n")

@@ -232,7 +232,7 @@ def device_plan(config: RunConfig) -> DevicePlan:
 
 def _placement(config: RunConfig, log: Path | None, plan: DevicePlan, number: int) -> Placement:
     """The placement of an engine's process, by its number in the device plan."""
-    if not config.in_ray_actors:
+    if not in_ray_actors(config):
         return LocalPlacement(log, gpus=[gpu.id for gpu in plan.gpus_of_engine(number)])
     from agentrl.cluster.engine_actors import RayPlacement
 
@@ -247,7 +247,7 @@ def _placement(config: RunConfig, log: Path | None, plan: DevicePlan, number: in
 
 def _worker_placement(config: RunConfig, log: Path, worker: int) -> Placement:
     """The placement of a worker's process, which needs no GPU."""
-    if not config.in_ray_actors:
+    if not in_ray_actors(config):
         return LocalPlacement(log)
     from agentrl.cluster.engine_actors import RayPlacement
 
@@ -258,6 +258,11 @@ def _worker_placement(config: RunConfig, log: Path, worker: int) -> Placement:
         return chosen.workers[worker] if chosen.workers else None, ()
 
     return RayPlacement(choose, address=config.cluster.address)
+
+
+def in_ray_actors(config: RunConfig) -> bool:
+    """Whether engines and workers are children of Ray actors."""
+    return config.on_cluster or config.engine.placement == "ray"
 
 
 def check_ray() -> None:

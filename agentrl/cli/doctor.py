@@ -294,7 +294,9 @@ def plan(config: RunConfig | None = None) -> list[Check]:
 
 
 def _engine_process(config: RunConfig) -> str:
-    if config.in_ray_actors:
+    from agentrl.app.parts import in_ray_actors
+
+    if in_ray_actors(config):
         return "in a Ray actor"
     return "in this process" if config.engine_in_process else "in a process of its own"
 

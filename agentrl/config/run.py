@@ -481,11 +481,6 @@ class RunConfig(Section):
         return bool(self.cluster.address)
 
     @property
-    def in_ray_actors(self) -> bool:
-        """Whether engines and workers are children of Ray actors."""
-        return self.on_cluster or self.engine.placement == "ray"
-
-    @property
     def trains_in_process(self) -> bool:
         """Whether the trainer runs in the run's own process."""
         alone = self.trainer.workers == 1 and not self.on_cluster

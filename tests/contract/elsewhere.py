@@ -12,9 +12,9 @@ from agentrl.core.files import WEIGHT_FILES
 from agentrl.core.records import PolicyVersion, WeightsRef
 from agentrl.engines.child_process import EngineProcess, EngineProgram, LocalPlacement
 from agentrl.engines.scripted import ScriptedEngine
-from tests.contract.engine_kinds import version
 
 HOST = "127.0.0.1"
+START = {"solver": PolicyVersion("solver", 0, 0)}
 
 
 class Elsewhere(LocalPlacement):
@@ -50,7 +50,9 @@ def written(directory: Path, step: int, size: int) -> WeightsRef:
     directory.mkdir(parents=True)
     for name in WEIGHT_FILES["adapter"]:
         (directory / name).write_bytes(bytes([step]) * size)
-    return WeightsRef(version=version(step), path=str(directory), kind="adapter", sha256=digest_of(directory))
+    return WeightsRef(
+        version=PolicyVersion("solver", 0, step), path=str(directory), kind="adapter", sha256=digest_of(directory)
+    )
 
 
 def program(owner: Path) -> EngineProgram:

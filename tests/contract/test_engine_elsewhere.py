@@ -3,39 +3,49 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from agentrl.core.errors import EngineError
 from agentrl.core.network import SCHEME, Address
+from agentrl.core.ports import GenerateRequest, SamplingParams
+from agentrl.core.records import PolicyVersion
 from agentrl.engines.client import PIECE_BYTES, EngineClient, ProcessEngine
-from tests.contract.elsewhere import Elsewhere, program, written
-from tests.contract.engine_kinds import START, request, version
-from tests.contract.test_engine_process import NoWaiting, kill
+from tests.contract.elsewhere import START, Elsewhere, program, written
+
+REQUEST = GenerateRequest(
+    request_id="call", token_ids=np.array([1, 2], np.int32), sampling=SamplingParams(max_tokens=8), seed=0
+)
+
+
+async def made(directory: Path) -> ProcessEngine:
+    return await ProcessEngine(program(directory), START, placement=Elsewhere()).ready()
 
 
 def test_versions_travel_as_bytes_and_a_second_process_is_sent_them_again(tmp_path: Path) -> None:
     async def main() -> None:
-        engine = ProcessEngine(program(tmp_path), START, placement=Elsewhere(), clock=NoWaiting())
-        await engine.ready()
+        engine = await made(tmp_path)
         large = written(tmp_path / "1", 1, 2 * PIECE_BYTES + 17)
         await engine.serve([large], ())
         small = written(tmp_path / "2", 2, 10)
         await engine.serve([small], [large])
-        kill(engine)
+        assert engine.supervisor.process_id is not None
+        os.kill(engine.supervisor.process_id, signal.SIGKILL)
         while not engine.supervisor.losses:
             await asyncio.sleep(0.01)
         await engine.ready()
         await engine.serve([small], [large])
-        session = engine.open("pinned", "solver", pin=version(1))
-        completion = await session.generate(request("call", [1, 2]))
-        assert [span.version for span in completion.spans] == [version(1)]
+        session = engine.open("pinned", "solver", pin=PolicyVersion("solver", 0, 1))
+        completion = await session.generate(REQUEST)
+        assert [span.version for span in completion.spans] == [PolicyVersion("solver", 0, 1)]
         gone = written(tmp_path / "3", 3, 10)
         (tmp_path / "3" / "adapter_config.json").unlink()
         with pytest.raises(EngineError, match=r"solver.* refused: .*adapter_config.json cannot be read"):
             await engine.serve([gone], ())
-        (tmp_path / "2" / "adapter_config.json").write_bytes(b"x" * 10)
         await engine.close()
 
     asyncio.run(main())
@@ -43,8 +53,7 @@ def test_versions_travel_as_bytes_and_a_second_process_is_sent_them_again(tmp_pa
 
 def test_files_that_are_not_those_of_the_digest_are_refused(tmp_path: Path) -> None:
     async def main() -> None:
-        engine = ProcessEngine(program(tmp_path), START, placement=Elsewhere(), clock=NoWaiting())
-        await engine.ready()
+        engine = await made(tmp_path)
         changed = written(tmp_path / "1", 1, 100)
         (tmp_path / "1" / "adapter_config.json").write_bytes(b"others")
         with pytest.raises(EngineError, match="other files than were published"):
@@ -56,17 +65,16 @@ def test_files_that_are_not_those_of_the_digest_are_refused(tmp_path: Path) -> N
 
 def test_a_worker_samples_over_tcp_and_without_the_token_nobody_does(tmp_path: Path) -> None:
     async def main() -> None:
-        engine = ProcessEngine(program(tmp_path), START, placement=Elsewhere(), clock=NoWaiting())
-        await engine.ready()
+        engine = await made(tmp_path)
         (address,) = engine.addresses
         assert address.startswith(SCHEME)
         client = EngineClient(engine.capabilities)
         client.moved([address])
-        completion = await client.open("s", "solver").generate(request("call", [1, 2]))
+        completion = await client.open("s", "solver").generate(REQUEST)
         assert completion.token_ids.tolist() == [5, 6, 2]
         stranger = EngineClient(engine.capabilities)
         stranger.moved([str(Address.parse(address)._replace(token="00" * 32))])
-        call = asyncio.create_task(stranger.open("s", "solver").generate(request("call", [1, 2])))
+        call = asyncio.create_task(stranger.open("s", "solver").generate(REQUEST))
         while stranger._addresses:
             await asyncio.sleep(0.01)
         assert not call.done()  # it waits for an address that takes it

@@ -110,6 +110,10 @@ class Hosts:
         """The address of a host."""
         return f"10.78.0.{number}"
 
+    def entering(self, number: int) -> list[str]:
+        """The words before a command that runs on a host."""
+        return ["nsenter", "-t", str(self._holders[number].pid), "-n", "-m", "--"]
+
     def start(
         self, number: int, command: Sequence[str], *, hide: Path | None = None, **options: object
     ) -> subprocess.Popen[str]:
@@ -118,11 +122,11 @@ class Hosts:
         assert isinstance(environment, Mapping)
         mounts = "" if hide is None else 'mount -t tmpfs none "$1"; '
         script = f'{mounts}cd "$2"; shift 2; exec "$@"'
-        entered = ["nsenter", "-t", str(self._holders[number].pid), "-n", "-m", "--"]
+        entered = self.entering(number)
         private = ["unshare", "--mount", "--propagation", "private", "bash", "-ec", script, "_"]
         return subprocess.Popen(  # type: ignore[call-overload,no-any-return]
             [*entered, *private, str(hide or ""), os.getcwd(), *command],
-            env={**environment, "HOME": "/tmp/home", "TMPDIR": "/tmp"},
+            env={**environment, "HOME": "/tmp/home", "TMPDIR": "/tmp", "PYTHONPATH": os.getcwd()},
             text=True,
             **options,
         )

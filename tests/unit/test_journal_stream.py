@@ -4,8 +4,6 @@ connection writes nothing more, and what another worker had is taken over."""
 from __future__ import annotations
 
 import asyncio
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -92,18 +90,14 @@ def test_a_revoked_worker_writes_nothing_more_and_ends(tmp_path: Path) -> None:
     async def run() -> None:
         journal, receiver = await receiving(tmp_path)
         address = await receiver.grant(0)
-        worker = subprocess.Popen(
-            [sys.executable, "-c", _CUT_OFF, address],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=dict(os.environ),
+        worker = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-c", _CUT_OFF, address), stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
         )
-        assert worker.stdin is not None and worker.stdout is not None  # noqa: PT018
-        assert await asyncio.to_thread(worker.stdout.readline) == "flushed\n"
+        assert worker.stdout is not None
+        assert await worker.stdout.readline() == b"flushed\n"
         following = await StreamedJournal.open(await receiver.grant(0), 0)
-        said, _ = await asyncio.to_thread(worker.communicate, "go on\n")
-        assert (said, worker.returncode) == ("", 1)
+        said, _ = await worker.communicate(b"go on\n")
+        assert (said, worker.returncode) == (b"", 1)
         await following.log.flush()
         assert kept(tmp_path, "turns-0.db") == ["r#0"]
         with pytest.raises(JournalError, match="cannot be reached"):
