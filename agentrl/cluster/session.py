@@ -94,8 +94,13 @@ def check_answers(address: str) -> None:
     """Check that something listens at a `HOST:PORT`; Ray itself would try for minutes, silently.
 
     Raises:
-        InputError: nothing listens there.
+        InputError: nothing listens there, or it is of Ray's client, whose program has no node.
     """
+    if address.startswith("ray://"):
+        raise InputError(
+            f"cluster.address = {address!r} is for Ray's client: start the run on a node of the cluster with "
+            "cluster.address = 'auto'"
+        )
     host, _, port = address.rpartition(":")
     if not port.isdecimal():  # `auto`
         return
