@@ -9,10 +9,11 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
+from agentrl.config.operation import BestConfig, CheckpointConfig, ClusterConfig, EvaluationConfig, JournalConfig
 from agentrl.config.policies import (
     AnyPolicy,
     BotPolicy,
@@ -22,7 +23,6 @@ from agentrl.config.policies import (
     PolicyConfig,
     RemotePolicy,
 )
-from agentrl.config.results import BestConfig, CheckpointConfig, EvaluationConfig, JournalConfig
 from agentrl.config.section import (
     Episodes,
     Fixed,
@@ -294,17 +294,6 @@ class TrainerConfig(Section):
     """Keep only the input of each layer for the backward pass and compute the rest of it again there: activations take
     a fraction of the memory, a step about a third more time; the update is the same."""
     optimizer: OptimizerConfig = OptimizerConfig()
-
-
-class ClusterConfig(Section):
-    """The Ray cluster that trainer ranks, engines and workers are placed on (docs/cluster.md)."""
-
-    address: Free[str] = ""
-    """`auto`: the Ray that runs on this machine; or HOST:PORT of its head. The run directory stays on this machine.
-    Empty: everything is on this machine, and listens on loopback only."""
-
-
-P = TypeVar("P", bound=Section)
 
 
 class RunConfig(Section):

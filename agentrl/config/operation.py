@@ -1,4 +1,4 @@
-"""Sections about the results of a run: what is measured, and what is kept on disk."""
+"""Sections about the operation of a run: its machines, its evaluations, and what it keeps on disk."""
 
 from __future__ import annotations
 
@@ -7,6 +7,17 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from agentrl.config.section import Free, MaybeSteps, NonNegative, NumberUnit, Positive, Section
+
+
+class ClusterConfig(Section):
+    """The Ray cluster that trainer ranks, engines and workers are placed on (docs/cluster.md)."""
+
+    address: Free[str] = ""
+    """`auto`: the Ray that runs on this machine; or HOST:PORT of its head. The run directory stays on this machine.
+    Empty: everything is on this machine, and listens on loopback only."""
+
+
+P = TypeVar("P", bound=Section)
 
 
 class EvaluationConfig(Section):
