@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from agentrl.app.policies import SPARE, pinned_policies
+from agentrl.config.credit import CreditConfig
 from agentrl.config.policies import BotPolicy, OpponentPoolPolicy
 from agentrl.config.resume import Difference
-from agentrl.config.run import ADVANTAGES, LOSSES, CreditConfig, RunConfig
+from agentrl.config.run import ADVANTAGES, LOSSES, RunConfig
 from agentrl.core import ids
 from agentrl.core.clock import Clock
 from agentrl.core.errors import ConfigError, EngineError, RunDirectoryError, StorageError

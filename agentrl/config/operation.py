@@ -17,9 +17,6 @@ class ClusterConfig(Section):
     Empty: everything is on this machine, and listens on loopback only."""
 
 
-P = TypeVar("P", bound=Section)
-
-
 class EvaluationConfig(Section):
     """Evaluation of pinned versions on held-out tasks, during training."""
 
