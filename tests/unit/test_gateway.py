@@ -568,8 +568,8 @@ def test_the_checker_begins_programs_again_and_names_what_they_ask_otherwise() -
         (b'{"a": NaN}', ""),
         (b'{"a": [' + b"{}," * 300_000 + b"1]}", ""),
         (b'{"a": [' + b"1," * 1_100_000 + b"1]}", ""),
-        (gzip.compress(b" " * (bodies.MAX_BODY_BYTES + 1)), "gzip"),
-        (gzip.compress(b"{}")[:-4], "gzip"),
+        (gzip.compress(b" " * (bodies.MAX_BODY_BYTES + 1), mtime=0), "gzip"),
+        (gzip.compress(b"{}", mtime=0)[:-4], "gzip"),  # with a time, names of tests would differ between processes
         (b"{}", "gzip"),
         (b"{}", "br"),
         (b"{}", "zstd"),
