@@ -1,7 +1,9 @@
-"""Programs of others' client libraries, each an ordinary tool loop: `python client_programs.py CLIENT [stream]`.
+"""Programs of others' client libraries, each an ordinary tool loop: `python client_programs.py CLIENT MODE [TIMES]`.
 
 Run with the Python of an environment that has the libraries (`PACKAGES`), which is not ours. A program asks model
 `main` at the endpoint that the usual environment variables name, offers one tool, and prints the model's last text.
+`MODE` is `whole` or `stream`, `TIMES` how often it does so. If `KILL_ONCE` names a file that does not exist, it makes
+it and kills itself at the end.
 """
 
 from __future__ import annotations
@@ -9,8 +11,13 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
+import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 PACKAGES = {
@@ -24,8 +31,11 @@ PACKAGES = {
     "openai_agents_chat": "openai-agents",
     "smolagents": "smolagents[openai]",
     "mini_swe_agent": "mini-swe-agent",
+    "inspect_ai": "inspect-ai openai",
 }
 """The packages that each needs from the index."""
+HEAVY_PACKAGES = {"codex": "openai-codex-cli-bin", "claude_code": "claude-agent-sdk"}
+"""The same for programs of some hundred megabytes."""
 QUESTION = "What is 1 + 2?"
 PARAMETERS = {
     "type": "object",
@@ -189,6 +199,68 @@ def mini_swe_agent(stream: bool) -> str:
     return str(ended.get("submission", ended)).strip()
 
 
+def inspect_ai(stream: bool) -> str:
+    from inspect_ai import Task
+    from inspect_ai import eval as evaluate
+    from inspect_ai.dataset import Sample
+    from inspect_ai.model import get_model
+    from inspect_ai.solver import generate, use_tools
+    from inspect_ai.tool import tool
+
+    @tool(name="add")
+    def offered() -> Any:
+        async def execute(a: int, b: int) -> int:
+            """Add two integers.
+
+            Args:
+                a: the first.
+                b: the second.
+            """
+            return a + b
+
+        return execute
+
+    model = get_model("openai/main", responses_api=False, stream=stream)
+    task = Task([Sample(QUESTION)], solver=[use_tools(offered()), generate()], model=model)
+    with tempfile.TemporaryDirectory() as logs:
+        (log,) = evaluate(task, display="none", log_dir=logs)
+    return str(log.samples[0].output.completion)
+
+
+def codex(stream: bool) -> str:
+    provider = (
+        f'{{name="agentrl",base_url="{os.environ["OPENAI_BASE_URL"]}",env_key="OPENAI_API_KEY",wire_api="responses"}}'
+    )
+    settings = ['web_search="disabled"', 'model_provider="agentrl"', f"model_providers.agentrl={provider}"]
+    settings.append("model_context_window=4000000")
+    options = [part for setting in settings for part in ("-c", setting)]
+    command = ["exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox", "-m", "main", *options]
+    return _run_beside("codex_cli_bin", "bin/codex", command, "CODEX_HOME")
+
+
+def claude_code(stream: bool) -> str:
+    command = ["--model", "main", "--allowedTools", "Bash", "-p"]
+    return _run_beside("claude_agent_sdk", "_bundled/claude", command, "CLAUDE_CONFIG_DIR")
+
+
+def _run_beside(package: str, program: str, command: list[str], home: str) -> str:
+    """The last line that a program says which a package contains."""
+    path = Path(str(import_module(package).__file__)).parent / program
+    with tempfile.TemporaryDirectory() as directory:
+        more = {home: directory, "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1"}
+        ran = subprocess.run(
+            [path, *command, QUESTION],
+            env={**os.environ, **more},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    if ran.returncode:
+        raise SystemExit(ran.stdout[-1000:] + ran.stderr[-1000:])
+    return ran.stdout.strip().splitlines()[-1]
+
+
 CLIENTS: dict[str, Callable[[bool], str]] = {
     function.__name__: function
     for function in (
@@ -202,8 +274,21 @@ CLIENTS: dict[str, Callable[[bool], str]] = {
         openai_agents_chat,
         smolagents,
         mini_swe_agent,
+        inspect_ai,
     )
 }
+HEAVY_CLIENTS: dict[str, Callable[[bool], str]] = {"codex": codex, "claude_code": claude_code}
+
+
+def main() -> None:
+    client, mode, *times = sys.argv[1:]
+    for _ in range(int(*times or ("1",))):
+        print("answer:", {**CLIENTS, **HEAVY_CLIENTS}[client](mode == "stream"), flush=True)
+    killed = os.environ.get("KILL_ONCE")
+    if killed and not os.path.exists(killed):
+        Path(killed).touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+
 
 if __name__ == "__main__":
-    print("answer:", CLIENTS[sys.argv[1]]("stream" in sys.argv[2:]))
+    main()

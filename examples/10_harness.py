@@ -124,7 +124,7 @@ def config(model: Path, **changes: Any) -> agentrl.RunConfig:
             "max_in_flight": 4,
             "environment": {"id": f"{HERE}:Repair"},
             "model": {"path": str(model)},
-            "policies": {"main": {"learning_rate": 1e-3, "step_size": 8, "max_staleness": 1}},
+            "policies": {"main": {"learning_rate": 1e-4, "step_size": 8, "max_staleness": 1}},
             "credit": {"group_size": 4},
             "sampling": {"max_tokens": 64, "max_turns": 4},
             "engine": {"slots": 8, "max_context": 512},
