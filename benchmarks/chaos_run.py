@@ -262,6 +262,7 @@ def real_config(kind: str, directory: str, seed: int, steps: int) -> RunConfig:
 
 def main() -> int:
     kind, directory, seed, steps, *resume = sys.argv[1:]
+    os.environ["ASKING_LOG"] = str(Path(directory) / "replies.jsonl")  # of `outside`; an id is of one run
     acknowledging(Path(directory) / "acknowledged.jsonl")
     environment: type[agentrl.Environment]
     if kind == "scripted":

@@ -31,7 +31,7 @@ PACKAGES = {
     "openai_agents_chat": "openai-agents",
     "smolagents": "smolagents[openai]",
     "mini_swe_agent": "mini-swe-agent",
-    "inspect_ai": "inspect-ai openai",
+    "inspect_ai": "inspect-ai anthropic",
 }
 """The packages that each needs from the index."""
 HEAVY_PACKAGES = {"codex": "openai-codex-cli-bin", "claude_code": "claude-agent-sdk"}
@@ -200,11 +200,7 @@ def mini_swe_agent(stream: bool) -> str:
 
 
 def inspect_ai(stream: bool) -> str:
-    from inspect_ai import Task
-    from inspect_ai import eval as evaluate
-    from inspect_ai.dataset import Sample
-    from inspect_ai.model import get_model
-    from inspect_ai.solver import generate, use_tools
+    from inspect_ai.model import GenerateConfig, get_model
     from inspect_ai.tool import tool
 
     @tool(name="add")
@@ -220,11 +216,9 @@ def inspect_ai(stream: bool) -> str:
 
         return execute
 
-    model = get_model("openai/main", responses_api=False, stream=stream)
-    task = Task([Sample(QUESTION)], solver=[use_tools(offered()), generate()], model=model)
-    with tempfile.TemporaryDirectory() as logs:
-        (log,) = evaluate(task, display="none", log_dir=logs)
-    return str(log.samples[0].output.completion)
+    model = get_model("anthropic/main", config=GenerateConfig(max_tokens=100), streaming=stream)
+    _, output = asyncio.run(model.generate_loop(QUESTION, tools=[offered()]))
+    return str(output.completion)
 
 
 def codex(stream: bool) -> str:

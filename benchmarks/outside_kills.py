@@ -68,17 +68,15 @@ def figures(quick: bool) -> dict[str, float | None]:
         return {}
     tally = Tally()
     with tempfile.TemporaryDirectory(prefix="outside-kills-") as scratch:
-        log = Path(scratch, "replies.jsonl")
-        os.environ["ASKING_LOG"] = str(log)
         Chaos(KIND, Path(scratch), 0, tally).run(KILLS)
-        seen: dict[str, set[str]] = defaultdict(set)
-        for line in log.read_bytes().split(b"\n")[:-1]:
-            reply_id, content = json.loads(line)
-            seen[reply_id].add(content)
+        seen: dict[tuple[str, str], set[str]] = defaultdict(set)
         sampled: dict[tuple[str, str, str], set[bytes]] = defaultdict(set)
         attempts: dict[tuple[str, str, str], set[int]] = defaultdict(set)
         dropped = 0
         for run in sorted(Path(scratch).glob(f"{KIND.name}-*/run")):
+            for line in (run.parent / "replies.jsonl").read_bytes().split(b"\n")[:-1]:
+                reply_id, content = json.loads(line)
+                seen[run.parent.name, reply_id].add(content)
             for entry in _entries(run):
                 if isinstance(body := entry.decode(), TurnEntry):
                     call = (run.parent.name, entry.episode_id, entry.call_id)
@@ -86,6 +84,7 @@ def figures(quick: bool) -> dict[str, float | None]:
                     attempts[call].add(entry.attempt)
             with sqlite3.connect(run / "journal" / "control.db") as control:
                 dropped += control.execute("SELECT count(*) FROM episodes WHERE drop_reason IS NOT NULL").fetchone()[0]
+        os.environ["ASKING_LOG"] = str(Path(scratch, "checked.jsonl"))
         (found,) = check_environment(Undeclared).findings
     print(f"the checker on an undeclared date: {found}", flush=True)
     faults = {*tally.verdict.lost, *tally.verdict.twice, *tally.verdict.ledger_errors, *tally.violations}

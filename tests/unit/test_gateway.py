@@ -441,6 +441,53 @@ def test_a_client_of_an_episode_that_ended_holds_nothing(monkeypatch: pytest.Mon
     assert asyncio.run(held()) == b""
 
 
+def test_a_key_is_void_once_its_episode_has_ended() -> None:
+    seat = HeldSeat()
+
+    async def asked() -> tuple[int, str]:
+        gateway = Gateway()
+        async with gateway.open({"other": seat}, {}):
+            async with gateway.open({"main": seat}, {}) as ended:
+                pass
+            headers = {"x-api-key": ended.key}
+            body = {"model": "main", "messages": [user("a")]}
+            async with aiohttp.ClientSession(headers=headers) as client:
+                response = await client.post(f"{ended.url}/chat/completions", json=body)
+                return response.status, (await response.json())["error"]["message"]
+
+    status, message = asyncio.run(asked())
+    assert (status, "keys end with their episode" in message) == (401, True)
+
+
+class Enormous(Loop):
+    """Sends 50 MB, and then asks in the ordinary way."""
+
+    answers: ClassVar[list[tuple[int, str]]] = []
+
+    async def loop(self, client: aiohttp.ClientSession, endpoint: agentrl.Endpoint) -> Any:
+        port = int(endpoint.url.rpartition(":")[2].partition("/")[0])
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nx-api-key: {endpoint.key}\r\n"
+        writer.write(f"{head}Content-Length: {50 << 20}\r\n\r\n".encode())
+        try:
+            for _ in range(50):
+                writer.write(b" " * (1 << 20))
+                await writer.drain()
+        except ConnectionError:
+            pass  # it is refused before the last byte
+        first = await reader.readline()
+        writer.close()
+        self.answers.append((int(first.split()[1]), ""))
+        status, reply = await ask(client, endpoint, [user("a")])
+        self.answers.append((status, reply["choices"][0]["message"]["content"]))
+
+
+def test_a_body_of_50_mb_is_refused_and_holds_up_nobody() -> None:
+    Enormous.answers.clear()
+    play(Enormous, ["yes"])
+    assert Enormous.answers == [(413, ""), (200, "yes")]
+
+
 class Limited(Loop):
     """Asks until it is refused."""
 

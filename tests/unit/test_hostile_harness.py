@@ -40,6 +40,40 @@ def test_a_process_that_left_and_holds_the_output_is_not_waited_for() -> None:
     assert len(os.listdir("/proc/self/fd")) <= open_before
 
 
+def test_children_of_a_program_are_ended_with_it(tmp_path: Path) -> None:
+    leave = (
+        "import os, sys, time\n"
+        "for n in range(3):\n"
+        "    if os.fork() == 0:\n"
+        "        open(os.path.join(sys.argv[1], str(os.getpid())), 'w').close(); time.sleep(600)\n"
+        "while len(os.listdir(sys.argv[1])) < 3: time.sleep(0.01)\n"
+    )
+    assert played(leave, str(tmp_path)).header.drop_reason is None
+    left = [int(path.name) for path in tmp_path.iterdir()]
+    assert len(left) == 3
+    assert not [pid for pid in left if _runs(pid)]
+
+
+def _runs(pid: int) -> bool:
+    """Whether a process runs; one that has ended and was not waited for does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_a_program_that_ends_well_without_an_answer_is_left_to_its_reward() -> None:
+    said: list[Any] = []
+
+    def reward(self: Program, task: agentrl.Task, episode: agentrl.HarnessEpisode) -> float:
+        said.append((episode.result, episode.error))
+        return 0.0
+
+    changes = {"command": (sys.executable, "-c", ""), "reward": reward, "__module__": __name__}
+    assert play(type("Empty", (Program,), changes), []).header.drop_reason is None
+    assert said == [("", None)]
+
+
 def test_a_signal_without_a_name_is_a_kill_like_any_other() -> None:
     found = played("import os; os.kill(os.getpid(), 37)")
     assert "signal 37" in found.said
