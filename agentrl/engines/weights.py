@@ -115,7 +115,8 @@ def match_full_weights(
 ) -> Mapping[str, Tensor]:
     """The tensors of a full version under the names of the module's state, `expected`.
 
-    A file in the architecture's hub layout (experts apart, say) is converted as `from_pretrained` does.
+    A file in the architecture's hub layout (experts apart, say) is converted as `from_pretrained` does. Tensors without
+    data are matched as well.
 
     Raises:
         EngineError: a name or shape does not fit the model.
@@ -150,6 +151,7 @@ def check_dtypes(weights: WeightsRef, read: Mapping[str, Tensor], expected: Mapp
 
 def _convert_layout(weights: WeightsRef, read: Mapping[str, Tensor], model: PreTrainedModel) -> dict[str, Tensor]:
     load: Any = type(model).from_pretrained
+    is_offer = any(tensor.is_meta for tensor in read.values())
     try:
         with ONE_LOAD_AT_A_TIME:
             made, report = load(
@@ -159,6 +161,7 @@ def _convert_layout(weights: WeightsRef, read: Mapping[str, Tensor], model: PreT
                 dtype=torch.float32,
                 ignore_mismatched_sizes=True,  # so that they are in the report
                 output_loading_info=True,
+                **({"device_map": "meta"} if is_offer else {}),
             )
     except (ValueError, RuntimeError) as error:
         raise refusal(weights, f"its tensors are not those of the model ({error})") from error

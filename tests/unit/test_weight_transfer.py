@@ -14,12 +14,15 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from agentrl.core.errors import TrainerError
-from agentrl.core.records import PolicyVersion
+from agentrl.core.errors import EngineError, TrainerError
+from agentrl.core.records import PolicyVersion, WeightsRef
 from agentrl.engines import transfer, wire
+from agentrl.engines.models import read_shapes
 from agentrl.engines.transfer import Ask, Delivery, FileSender, Inbox, Offer, Outbox, Recipient, Source
+from agentrl.engines.weights import match_full_weights
 from agentrl.learn.ranks import OneRank, Ranks
 from agentrl.learn.trainer import PolicyTrainer
+from tests.contract.engine_kinds import ModelZoo
 from tests.learn_cases import run_config
 from tests.rank_processes import on_ranks
 
@@ -143,6 +146,24 @@ def test_who_offers_something_else_is_disconnected(tmp_path: Path, said: bytes) 
 def test_an_offer_of_no_tensors_is_refused(dtypes: list[str], shapes: list[list[int]]) -> None:
     with pytest.raises((ValueError, RuntimeError)):
         Offer(version=VERSION, names=["a"], dtype_names=dtypes, shapes=shapes).tensors()
+
+
+def test_an_offer_in_the_hub_s_layout_is_compared_with_the_model(tmp_path: Path) -> None:
+    """Experts are one tensor each there, and one for all of them in the model."""
+    zoo = ModelZoo(tmp_path, "qwen3_moe")
+    tensors = load_file(zoo.directory(seed=1) / "model.safetensors")
+    model = read_shapes(str(zoo.directory(seed=1)), max_context=64, dtype=torch.float32)
+    weights = WeightsRef(version=VERSION, path="unused", kind="full", sha256="")
+    offered = source(tensors).offer(VERSION).tensors()
+    matched = match_full_weights(weights, offered, model.state_dict(), model)
+    assert {name: each.shape for name, each in matched.items()} == {
+        name: each.shape for name, each in model.state_dict().items()
+    }
+    for name in ("model.norm.weight", "model.layers.0.mlp.experts.0.up_proj.weight"):
+        with pytest.raises(EngineError, match=r"policy@0\.0 refused"):
+            match_full_weights(
+                weights, {key: each for key, each in offered.items() if key != name}, model.state_dict(), model
+            )
 
 
 def sent(ranks: Ranks, model: str, directory: str, address: str, sharding: str) -> list[str]:
