@@ -123,7 +123,8 @@ def assemble(config: RunConfig, environment: type[Environment], parts: Parts) ->
         clock=parts.clock,
         observer=parts.observer,
         evaluator=Evaluator(
-            tasks=parts.held_out,
+            tasks=[task for task in parts.held_out for _ in range(config.evaluation.attempts)],
+            attempts=config.evaluation.attempts,
             dispatcher=dispatcher,
             versions=parts.served,
             store=parts.store,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import statistics
 import tempfile
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
@@ -38,7 +39,7 @@ from agentrl.journal.process import leading, record_state
 from agentrl.observe.run_state import MetricsFile
 from agentrl.orchestrator.buffer import EpisodeBuffer, WholeGroups
 from agentrl.orchestrator.dispatch import Signal
-from agentrl.orchestrator.evaluation import evaluation_metrics, together
+from agentrl.orchestrator.evaluation import evaluation_metrics, interval, together
 from agentrl.orchestrator.versions import ServedVersions
 
 if TYPE_CHECKING:
@@ -91,6 +92,39 @@ class Evaluation(dict[str, float]):
         self.episodes = list(episodes)
         """Results in the order of the tasks, each before its children."""
 
+    def compared_with(self, other: Evaluation) -> dict[str, float]:
+        """The difference to another evaluation of the same tasks, task by task: what this one has more.
+
+        Both gave each task the same seeds, so the difference of a task does not contain how hard it is, and its
+        interval is narrower than those of the two means.
+
+        Returns:
+            `difference/reward` and `difference/reward_error`, half the width of its 95 % interval over tasks;
+            `difference/better`, `difference/worse` and `difference/tasks`, the numbers of tasks.
+
+        Raises:
+            InputError: the tasks are others.
+        """
+        ours, theirs = self._by_task(), other._by_task()
+        if ours.keys() != theirs.keys():
+            raise InputError("the two evaluations are of different tasks, so nothing is paired")
+        differences = [statistics.mean(ours[task]) - statistics.mean(theirs[task]) for task in ours]
+        return {
+            "difference/reward": statistics.mean(differences),
+            "difference/reward_error": interval(differences),
+            "difference/better": float(sum(each > 0 for each in differences)),
+            "difference/worse": float(sum(each < 0 for each in differences)),
+            "difference/tasks": float(len(differences)),
+        }
+
+    def _by_task(self) -> dict[str, list[float]]:
+        """Rewards of the root episodes by their task."""
+        found: dict[str, list[float]] = {}
+        for episode in self.episodes:
+            if episode.parent_id is None:
+                found.setdefault(episode.task_id, []).append(episode.reward or 0.0)
+        return found
+
 
 def evaluate(
     config: RunConfig | str | Path,
@@ -100,7 +134,7 @@ def evaluate(
     environment: type | None = None,
     journal: str | Path | None = None,
 ) -> Evaluation:
-    """Mean reward on held-out tasks, each sampled once as in training. Nothing is trained.
+    """Mean reward on held-out tasks, each sampled `evaluation.attempts` times as in training. Nothing is trained.
 
     Args:
         config: a configuration, or the path of a TOML file.
@@ -127,9 +161,9 @@ def evaluate(
         kept = Path(journal) if journal is not None else Path(scratch)
         if (kept / "journal").exists():
             raise RunDirectoryError(f"{kept} holds a journal already; give evaluate a new directory")
-        headers = asyncio.run(
-            played(config, chosen, given, kept, lambda dispatcher: dispatcher.evaluate(chosen_tasks, {}))
-        )
+        attempts = config.evaluation.attempts
+        repeated = [task for task in chosen_tasks for _ in range(attempts)]
+        headers = asyncio.run(played(config, chosen, given, kept, lambda dispatcher: dispatcher.evaluate(repeated, {})))
         episodes = _episodes(config, kept)
     dropped = [header for header in headers if not header.committed]
     if dropped:
@@ -141,8 +175,8 @@ def evaluate(
     if journal is not None:
         with contextlib.closing(MetricsFile(kept / "metrics.jsonl")) as file:
             for name in config.policies:
-                file.record(name, 0, evaluation_metrics(headers, name))
-    return Evaluation(together(headers), episodes)
+                file.record(name, 0, evaluation_metrics(headers, name, attempts))
+    return Evaluation(together(headers, attempts), episodes)
 
 
 def find_endpoint(address: str, api_key_env: str) -> RemotePolicy:

@@ -379,6 +379,14 @@ def _add_train(commands: Subparsers[argparse.ArgumentParser]) -> None:
 def _add_evaluate(commands: Subparsers[argparse.ArgumentParser]) -> None:
     parser = _add_command(commands, "evaluate", "measure a policy on held-out tasks", "training:evaluate")
     _add_served(parser)
+    parser.add_argument(
+        "--compare",
+        action="append",
+        default=[],
+        metavar="[NAME=]DIR|base",
+        help="other weights to play the same tasks with the same seeds, or `base` for the base model: the difference "
+        "is shown with its 95 %% interval, task by task",
+    )
     parser.add_argument("--tasks", type=_whole, help="number of held-out tasks, instead of evaluation.tasks")
 
 

@@ -99,7 +99,11 @@ def _sample(options: argparse.Namespace) -> int:
 
 def evaluate(options: argparse.Namespace) -> int:
     """`agentrl evaluate FILE [--section.field=value …] [--model URL[,NAME]] [--policy [NAME=]DIR …] [--tasks N]
-    [--journal DIR]`."""
+    [--journal DIR] [--compare [NAME=]DIR|base]`."""
+    if options.compare and _is_address(options.model):
+        raise InputError(
+            "--compare gives weights to policies of an engine, and --model names an endpoint: leave one out"
+        )
     if options.policy and _is_address(options.model):
         raise InputError(
             "--policy gives weights to policies of an engine, and --model names an endpoint: leave one out"
@@ -112,6 +116,12 @@ def evaluate(options: argparse.Namespace) -> int:
 
     with spinner(f"evaluating on {plural(config.evaluation.tasks, 'task')}", sys.stderr):
         metrics = run_evaluation(config, _weights(options.policy), journal=journal)
+        if options.compare:
+            other = _weights(options.compare) if options.compare != ["base"] else None
+            beside = journal and journal.with_name(f"{journal.name}-compared")
+            compared = run_evaluation(config, other, journal=beside)
+            both = {name.replace("evaluation/", "compared/", 1): value for name, value in compared.items()}
+            metrics.update({**both, **metrics.compared_with(compared)})
     if options.json:
         print_json({**metrics, **({} if journal is None else {"path": str(journal)})})
         return 0

@@ -21,7 +21,9 @@ class EvaluationConfig(Section):
     """Evaluation of pinned versions on held-out tasks, during training."""
 
     tasks: Free[Annotated[NonNegative, NumberUnit("tasks")]] = 256
-    """Held-out tasks, each sampled once. If there are more, the run's `seed` draws these; 0: no evaluation."""
+    """Held-out tasks. If there are more, the run's `seed` draws these; 0: no evaluation."""
+    attempts: Free[Annotated[int, Field(gt=0, le=1024), NumberUnit("episodes")]] = 1
+    """Episodes of each held-out task. With several, pass@k is measured for k = 1, 2, 4, … up to this number."""
     every: Free[MaybeSteps] = 0
     """Steps between evaluations; 0: only before the first step and after the last."""
 

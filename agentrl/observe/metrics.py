@@ -52,6 +52,15 @@ METRICS: tuple[Metric, ...] = (
         "fraction",
         "of `agentrl.evaluate`: share of the tasks whose agents get a reward of 1 or more together",
     ),
+    Metric(
+        "evaluation/reward_error", "reward", "half the width of the 95 % interval of `evaluation/reward`, over tasks"
+    ),
+    Metric(
+        "evaluation/pass_at/<k>",
+        "fraction",
+        "pass@k over tasks: the chance that one of k attempts gets a reward of 1 or more (`evaluation.attempts`)",
+    ),
+    Metric("evaluation/pass_at_error/<k>", "fraction", "half the width of its 95 % interval, over tasks"),
     Metric("evaluation/turns", "turns", "mean turns of held-out episodes"),
     Metric("evaluation/tokens", "tokens", "mean sampled tokens of held-out episodes"),
     Metric("evaluation/episodes", "episodes", "held-out episodes that were committed"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,6 +31,8 @@ class Evaluator:
     """Runs evaluations of one run, one after another."""
 
     tasks: Sequence[Task]
+    """Each `attempts` times in a row."""
+    attempts: int = 1
     dispatcher: Dispatcher
     versions: ServedVersions
     store: JournalStore
@@ -77,27 +80,65 @@ class Evaluator:
             "evaluation/seconds": seconds,
             "evaluation/engine_busy_share": (self.versions.engine.busy_seconds() - busy) / seconds,
         }
-        metrics = {policy: evaluation_metrics(headers, policy) | course for policy in versions}
+        metrics = {policy: evaluation_metrics(headers, policy, self.attempts) | course for policy in versions}
         for policy, version in versions.items():
             self.store.record_metrics(policy, version.step, metrics[policy])
             self.best.record_metrics(policy, metrics[policy], versions)
         self.observer.on_evaluation(versions, metrics)
 
 
-def evaluation_metrics(headers: Sequence[EpisodeHeader], policy: str) -> dict[str, float]:
+def evaluation_metrics(headers: Sequence[EpisodeHeader], policy: str, attempts: int = 1) -> dict[str, float]:
     """Metrics of an evaluation for one policy: its own rewards, and the course of the whole evaluation.
 
     Args:
         headers: of all episodes, children included.
         policy: gets no reward metric if it held no seat.
+        attempts: root episodes of each task, in a row.
 
     Raises:
         CheckFailedError: none was committed.
     """
-    return {**rewards_of(headers, policy), **_course(headers)}
+    return {**rewards_of(headers, policy), **intervals(headers, attempts, policy), **_course(headers)}
 
 
-def together(headers: Sequence[EpisodeHeader]) -> dict[str, float]:
+def interval(values: Sequence[float]) -> float:
+    """Half the width of the 95 % interval of a mean of independent values: 1.96 s / √n, s by n - 1; 0 for one value."""
+    return 1.96 * statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
+
+
+def intervals(headers: Sequence[EpisodeHeader], attempts: int, policy: str | None = None) -> dict[str, float]:
+    """Half the widths of 95 % intervals over tasks, since attempts at one task are not independent; and pass@k.
+
+    pass@k = 1 - C(n - c, k) / C(n, k) for c of n attempts with a reward of 1 or more (Chen et al. 2021,
+    arXiv:2107.03374), for k = 1, 2, 4, … up to the number of attempts; the mean over tasks with so many committed.
+
+    Args:
+        headers: of all episodes; the root episodes of a task stand in a row.
+        attempts: how many there are of each task.
+        policy: whose rewards count; None: those of all agents.
+    """
+    roots = [header for header in headers if header.parent_id is None]
+    by_task: list[list[float]] = []
+    for at in range(0, len(roots), attempts):
+        played = [
+            [own.reward or 0.0 for own in root.trajectories if policy in (None, own.policy)]
+            for root in roots[at : at + attempts]
+            if root.committed
+        ]
+        by_task.append([sum(own) for own in played if own])
+    means = [_mean(rewards) for rewards in by_task if rewards]
+    if not means:
+        return {}
+    metrics = {"evaluation/reward_error": interval(means)}
+    for k in (1 << power for power in range(attempts.bit_length() if attempts > 1 else 0)):
+        counted = [(len(rewards), sum(reward >= 1.0 for reward in rewards)) for rewards in by_task]
+        passed = [1 - math.comb(n - c, k) / math.comb(n, k) for n, c in counted if n >= k]
+        if passed:
+            metrics |= {f"evaluation/pass_at/{k}": _mean(passed), f"evaluation/pass_at_error/{k}": interval(passed)}
+    return metrics
+
+
+def together(headers: Sequence[EpisodeHeader], attempts: int = 1) -> dict[str, float]:
     """Metrics of an evaluation for all policies: the reward of a task's agents together, then by policy and seat.
 
     Raises:
@@ -109,6 +150,7 @@ def together(headers: Sequence[EpisodeHeader]) -> dict[str, float]:
     metrics = {
         "evaluation/reward": _mean(rewards),
         "evaluation/pass_rate": _mean([float(reward >= 1.0) for reward in rewards]),
+        **intervals(headers, attempts),
     }
     policies = sorted({trajectory.policy for header in headers for trajectory in header.trajectories})
     for policy in policies:

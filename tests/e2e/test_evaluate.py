@@ -211,3 +211,18 @@ def test_the_command_needs_no_model_where_nobody_samples_here(
     file.write_text('environment.id = "calculator"\n')
     assert main(["evaluate", str(file)]) == 2
     assert "model.path is needed for policies.policy: the directory of a local" in capsys.readouterr().err
+
+
+def test_two_versions_are_compared_task_by_task(
+    base: Path, indifferent: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(base.parents[2] / "examples" / "01_tool_use.toml", "run.toml")
+    given = ["evaluate", "run.toml", "--tasks=4", "--evaluation.attempts=2", "--json"]
+    assert main([*given, "--policy", "indifferent", "--compare", "base"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["difference/tasks"] == 4.0
+    assert found["difference/reward"] == pytest.approx(found["evaluation/reward"] - found["compared/reward"])
+    assert {"evaluation/pass_at/1", "evaluation/pass_at/2", "compared/pass_at_error/2"} <= found.keys()
+    assert main([*given, "--compare", "base"]) == 0
+    assert json.loads(capsys.readouterr().out)["difference/reward"] == 0.0, "the same weights, tasks and seeds"

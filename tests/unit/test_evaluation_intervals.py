@@ -1,0 +1,77 @@
+"""Intervals of an evaluation: over tasks, for the reward and for pass@k, and for the difference of two versions."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from typing import Any
+
+import pytest
+
+from agentrl.app.evaluation import EvaluatedEpisode, Evaluation
+from agentrl.core.errors import InputError
+from agentrl.core.ids import stream
+from agentrl.core.records import EpisodeHeader
+from agentrl.orchestrator.evaluation import interval, intervals
+from tests.support.builders import make_episode_header, make_spec
+
+
+def headers(rewards: list[list[float | None]]) -> list[EpisodeHeader]:
+    """A root episode for each attempt at each task; None: dropped."""
+    return [
+        make_episode_header(
+            make_spec(f"v{number}", purpose="evaluate"),
+            reward=reward,
+            drop_reason="environment_error" if reward is None else None,
+        )
+        for number, reward in enumerate(itertools.chain.from_iterable(rewards))
+    ]
+
+
+def test_pass_at_k_is_the_share_of_subsets_with_a_success() -> None:
+    rewards = [[1.0, 0.0, 0.0, 1.0], [0.0, 0.0, 0.0, 0.0], [0.0, 0.5, 0.0, 2.0]]
+    found = intervals(headers(rewards), 4)
+    for k in (1, 2, 4):
+        by_task = [
+            statistics.mean(float(any(r >= 1 for r in chosen)) for chosen in itertools.combinations(own, k))
+            for own in rewards
+        ]
+        assert found[f"evaluation/pass_at/{k}"] == pytest.approx(statistics.mean(by_task))
+        assert found[f"evaluation/pass_at_error/{k}"] == pytest.approx(interval(by_task))
+    assert "evaluation/pass_at/8" not in found
+
+
+def test_the_interval_is_over_tasks_and_leaves_out_what_was_dropped() -> None:
+    found = intervals(headers([[1.0, 1.0], [0.0, None], [None, None], [1.0, 0.0]]), 2)
+    assert found["evaluation/reward_error"] == pytest.approx(1.96 * statistics.stdev([1.0, 0.0, 0.5]) / math.sqrt(3))
+    assert found["evaluation/pass_at/2"] == pytest.approx(1.0)
+    assert "evaluation/pass_at/1" not in intervals(headers([[1.0], [0.0]]), 1)
+
+
+def test_an_interval_covers_the_mean_as_often_as_it_says() -> None:
+    draw, covered = stream("intervals"), 0
+    for _ in range(400):
+        values = [float(draw.random() < 0.4) for _ in range(60)]
+        covered += abs(statistics.mean(values) - 0.4) <= interval(values)
+    assert 0.9 < covered / 400 < 0.99
+
+
+def evaluation(rewards: dict[str, float]) -> Evaluation:
+    same: Any = {"parent_id": None, "task": {}, "stop_reason": "done", "detail": "", "turns": 1, "tokens": 1}
+    episodes = [
+        EvaluatedEpisode(id=f"v{number}", task_id=task, reward=reward, conversations={}, **same)
+        for number, (task, reward) in enumerate(rewards.items())
+    ]
+    return Evaluation({}, episodes)
+
+
+def test_a_paired_difference_leaves_out_how_hard_the_tasks_are() -> None:
+    hard = {f"t{number}": float(number) for number in range(20)}
+    better = {task: reward + 0.5 + 0.01 * (number % 3) for number, (task, reward) in enumerate(hard.items())}
+    found = evaluation(better).compared_with(evaluation(hard))
+    assert found["difference/reward"] == pytest.approx(0.51, abs=0.005)
+    assert found["difference/reward_error"] < 0.01 < interval(list(hard.values()))
+    assert (found["difference/better"], found["difference/worse"], found["difference/tasks"]) == (20.0, 0.0, 20.0)
+    with pytest.raises(InputError, match="different tasks"):
+        evaluation(better).compared_with(evaluation({"other": 1.0}))
