@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from agentrl.core.records import REWARD, PolicyVersion
+from agentrl.core.reply_formats import Reply, guess
 from agentrl.inspection.reader import AgentLine, EpisodeLine, EpisodeView, checked_rows
 from agentrl.journal.entries import (
     Begin,
@@ -32,6 +33,10 @@ if TYPE_CHECKING:
     from agentrl.inspection.reader import RunReader
 
 
+MAX_READ = 1 << 18
+"""Characters of a reply that is taken apart; a longer one is shown as it was sampled."""
+
+
 class _Act(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):
     """Something the episode did."""
 
@@ -50,6 +55,13 @@ class TurnAct(_Act, frozen=True, kw_only=True, tag="turn"):
     messages: list[dict[str, Any]]
     """Messages since its last turn."""
     text: str
+    """As it was sampled, special tokens included."""
+    thinking: str
+    """What was thought before, as far as the text tells; this, `content` and `calls` are for reading."""
+    content: str
+    """The text without thinking, calls and the token that ends it."""
+    calls: list[dict[str, Any]]
+    """Name and arguments of each call; arguments that are malformed are text."""
     tokens: int
     finish_reason: str
     versions: list[tuple[int, str]]
@@ -274,6 +286,7 @@ def _act(call: str, body: EntryBody, waits: _Waits) -> Act:
 
 def _turn(call: str, turn: TurnEntry, waits: _Waits) -> TurnAct:
     whose = turn.weights_of or turn.policy
+    reply = guess(turn.text) if len(turn.text) <= MAX_READ else Reply("", turn.text, ())
     return TurnAct(
         call=call,
         seat=turn.seat,
@@ -283,6 +296,9 @@ def _turn(call: str, turn: TurnEntry, waits: _Waits) -> TurnAct:
         row=turn.row,
         messages=list(turn.messages),
         text=turn.text,
+        thinking=reply.thinking,
+        content=reply.content,
+        calls=[{"name": call.name, "arguments": call.arguments} for call in reply.tool_calls],
         tokens=len(turn.token_ids) // 4,
         finish_reason=turn.finish_reason,
         versions=[(span.start, f"{whose}@{span.lineage}.{span.step}") for span in turn.spans],

@@ -70,6 +70,10 @@ def events_page(found: Sequence[Act | WeightUpdate], *, own: Act | None = None) 
         elif isinstance(event, OtherAct) and event.what in TOLD_VALUES:
             page.line((f"  {event.what}", "dim"))
             page.block(event.value if isinstance(event.value, str) else _json(event.value), "dim")
+        elif isinstance(event, ToolAct) and "\n" in event.observation:
+            what = f"tool {event.name}({_json(event.arguments)}) [{event.outcome}, {event.seconds:.3f} s]"
+            page.line((f"  {event.call:<10} ", "dim"), what)
+            page.block(event.observation, "yellow")
         elif line := _event(event):
             page.line((f"  {event.call:<10} ", "dim"), line)
     return page
@@ -126,7 +130,21 @@ def _turn(page: Page, act: TurnAct) -> None:
         page.line((f"    ↻ {version} took over after {start} of its tokens", "magenta"))
     for pause in act.pauses:
         page.line((f"    ⏸ {pause.why}, {pause.seconds:.3f} s after {pause.start} of its tokens", "magenta"))
-    page.block(act.text, "green")
+    if not act.thinking and not act.calls:
+        page.block(act.text, "green")
+        return
+    if act.thinking:
+        page.line(("    thinking", "dim italic"))
+        page.block(act.thinking, "dim", indent=6)
+    if act.content:
+        page.block(act.content, "green")
+    for call in act.calls:
+        arguments = call["arguments"]
+        if isinstance(arguments, str):
+            page.line((f"    ✗ malformed call of {call['name'] or 'no tool'}", "bold red"))
+            page.block(arguments, "red", indent=6)
+        else:
+            page.line(("    → ", "yellow"), (f"{call['name']}({_json(arguments)})", "yellow"))
 
 
 def _event(act: Act) -> str:

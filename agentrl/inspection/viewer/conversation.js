@@ -60,33 +60,28 @@ function turn(act, { seats, hues, replies, view, nameOf }) {
       act.drift ? chip(act.drift, "warn", "what was sampled differs from what its text is encoded as") : null,
     ),
     act.messages.map((message) => said(message)),
-    written(act.text, reply),
+    written(act, reply),
   );
 }
 
-/** A reply; one that calls tools is shown as its text and its calls, with what was sampled, token by token, folded below. */
-function written(text, reply) {
-  const { rest, calls } = toolCalls(text);
-  if (!calls.length) return reply;
-  const shown = calls.map(({ name, values }) => element("li", {}, element("b", {}, name), values.length ? element("dl", {}, values.map(([key, value]) => [element("dt", {}, key), element("dd", {}, content(told(value), "content small"))])) : null));
-  return element("div", { class: "calling" }, rest ? content(rest) : null, element("ul", { class: "calls", "aria-label": "tool calls" }, shown), element("details", { class: "sampled" }, element("summary", {}, "as sampled"), reply));
+/** A reply: its thinking, its text and its calls; what was sampled, token by token, is folded below. */
+function written({ thinking, content: text, calls }, reply) {
+  if (!thinking && !calls.length) return reply;
+  return element(
+    "div",
+    { class: "calling" },
+    thinking ? element("details", { class: "thinking", open: thinking.length < 1500 }, element("summary", {}, "thinking ", element("span", { class: "quiet" }, plural(thinking.length, "character"))), content(thinking)) : null,
+    text ? content(text) : null,
+    calls.length ? element("ul", { class: "calls", "aria-label": "tool calls" }, calls.map(toolCall)) : null,
+    element("details", { class: "sampled" }, element("summary", {}, "as sampled"), reply),
+  );
 }
 
-/** The well-formed calls in a reply, and the text around them; none where one is malformed. */
-function toolCalls(text) {
-  const calls = [];
-  const none = { rest: text, calls: [] };
-  const rest = text.replace(/<tool_call>(.*?)(?:<\/tool_call>|$)/gs, (_, raw) => (calls.push(raw), ""));
-  for (const [place, raw] of calls.entries()) {
-    try {
-      const { name, arguments: given, parameters } = JSON.parse(raw);
-      if (typeof name !== "string") return none;
-      calls[place] = { name, values: Object.entries(given ?? parameters ?? {}) };
-    } catch {
-      return none;
-    }
-  }
-  return { rest: rest.replace(/<\|[a-z_]+\|>/g, "").trim(), calls };
+/** A tool call with its arguments by name; a malformed one as it was written. */
+function toolCall({ name, arguments: given }) {
+  if (typeof given === "string") return element("li", { class: "malformed" }, chip("malformed", "bad"), " ", element("b", {}, name || "no tool"), content(given, "content small"));
+  const values = Object.entries(given);
+  return element("li", {}, element("span", { class: "kind" }, "calls "), element("b", {}, name), values.length ? element("dl", {}, values.map(([key, value]) => [element("dt", {}, key), element("dd", {}, content(told(value), "content small"))])) : null);
 }
 
 /** A message the policy was told: long ones are folded. */
