@@ -596,6 +596,14 @@ class _Judge:
             expected = self.role_means(committed, 0.95)
         elif estimator == "none":
             expected = _Expected(lambda row: (row["reward"], 0.0, None))
+        elif estimator not in _COMPARED:  # a function of the user's: only the sum can be recomputed
+            expected = _Expected(
+                lambda row: (
+                    row["advantage"],
+                    row["reward"] - row["advantage"],
+                    json.loads(row["turn_advantages"] or "null"),
+                )
+            )
         elif credit.get("release", "group") == "group":
             expected = self.whole_groups(committed, estimator, to_go=credit.get("turn_credit") == "to_go")
         else:
@@ -718,6 +726,10 @@ Credit = tuple[float, float, "list[float] | None"]
 class _Expected(NamedTuple):
     of: Callable[[Row], Credit | None]
     """Of a row of `step_units`; None where nothing can be said."""
+
+
+_COMPARED = ("leave_one_out", "group_mean", "group_std")
+"""Estimators that `_advantages` computes."""
 
 
 def _advantages(estimator: str, rewards: Sequence[float], episodes: Sequence[str]) -> list[tuple[float, float]]:

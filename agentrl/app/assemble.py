@@ -16,7 +16,7 @@ from agentrl.core.clock import Clock
 from agentrl.core.files import LOCAL, Disk
 from agentrl.core.ports import ChatFormat, Engine, Observer, Trainer
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion, Task
-from agentrl.credit.advantages import ADVANTAGES, Estimator, ReleaseRule, StepAdvantages, make_estimator
+from agentrl.credit.advantages import ADVANTAGES, Estimator, ReleaseRule, StepAdvantages
 from agentrl.credit.baselines import Mean, Role, RoleMeans
 from agentrl.environment.base import Environment, TaskSource
 from agentrl.environment.registry import name_of
@@ -67,6 +67,8 @@ class Parts:
     opponents: Mapping[str, Sequence[PolicyVersion]] = field(default_factory=dict)
     """Pinned versions for each past policy, oldest first; see `recovery.serve_opponents`."""
     resume_state: ResumeState = field(default_factory=ResumeState)
+    estimator: Estimator | None = None
+    """The advantage, if it is one that sees a `Group`; see `recovery.functions_of`."""
     role_means: Mapping[Role, Mean] = field(default_factory=dict)
     """Mean rewards by role, from the checkpoint."""
     measured: RunningBest = NOT_MEASURED
@@ -146,7 +148,7 @@ def assemble(config: RunConfig, environment: type[Environment], parts: Parts) ->
         opponents=opponents,
         best=best,
         roles=_roles(config, parts.role_means),
-        step_advantages=_step_advantages(config),
+        step_advantages=_step_advantages(config, parts.estimator),
         tell=parts.tell,
         code_changes=parts.code_changes,
     )
@@ -220,7 +222,7 @@ def _buffer(config: RunConfig, parts: Parts) -> EpisodeBuffer:
 def _release(config: RunConfig, parts: Parts) -> ReleasePolicy:
     credit, trainable = config.credit, config.trained
     if credit.release == "group":
-        estimator = _estimator(config)
+        estimator = parts.estimator
         if estimator is None or estimator.mark.over == "step":
             function = ADVANTAGES["none" if estimator is not None else credit.advantage]
             return WholeGroups(trainable, function, to_go=credit.turn_credit == "to_go")
@@ -243,14 +245,7 @@ def _release(config: RunConfig, parts: Parts) -> ReleasePolicy:
     )
 
 
-def _estimator(config: RunConfig) -> Estimator | None:
-    """The advantage estimator, if it is one that sees a `Group`."""
-    credit = config.credit
-    return None if credit.advantage in ADVANTAGES else make_estimator(credit.advantage, credit.advantage_options)
-
-
-def _step_advantages(config: RunConfig) -> StepAdvantages | None:
-    estimator = _estimator(config)
+def _step_advantages(config: RunConfig, estimator: Estimator | None) -> StepAdvantages | None:
     if estimator is None or estimator.mark.over != "step":
         return None
     return StepAdvantages(estimator, group_size=config.credit.group_size, weights=config.credit.reward_weights)

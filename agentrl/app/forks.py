@@ -107,12 +107,12 @@ def fork(  # noqa: PLR0913 (one keyword per choice)
     path = Path(run)
     reader = RunReader(path)
     try:
-        info = reader.info()
+        info, recorded = reader.info(), reader.log.config()
         journal = reader.journal
     finally:
         reader.close()
     parent = edited(find_parent(journal, episode_id, attempt, at), edit)
-    config = recorded_config(info)
+    config = recorded_config(recorded)
     chosen = environment_to_run(
         parent.begin.environment,
         None if environment is None else resolve(environment),

@@ -28,12 +28,12 @@ from agentrl.core import ids
 from agentrl.core.clock import Clock
 from agentrl.core.errors import ConfigError, EngineError, RunDirectoryError, StorageError
 from agentrl.core.files import LOCAL, Disk, remove_leftovers
-from agentrl.core.functions import FunctionCode, check_options, find
+from agentrl.core.functions import FunctionCode, check_options, find_loaded
 from agentrl.core.ports import Trainer
 from agentrl.core.records import BaselineSet, EpisodeHeader, EpisodeSpec, PolicyVersion, Proposal
 from agentrl.core.text import plural
 from agentrl.credit.advantages import ADVANTAGES as OVER_REWARDS
-from agentrl.credit.advantages import make_estimator
+from agentrl.credit.advantages import Estimator, make_estimator
 from agentrl.credit.baselines import Mean, RewardHistory, Role
 from agentrl.environment.base import Environment, children_of
 from agentrl.environment.registry import load_function, name_of
@@ -473,13 +473,13 @@ class Code(NamedTuple):
     """File and digest by name."""
 
     @staticmethod
-    def of(config: RunConfig, environment: type[Environment]) -> Code:
+    def of(config: RunConfig, environment: type[Environment], functions: UserFunctions) -> Code:
         """The code of the environment, its children, bots, and the user's loss and advantage."""
         environments = {}
         for each in (environment, *children_of(environment)):
             environments[name_of(each)] = (_file_of(each), code_digest(each.source()))
         files = dict(environments.values())
-        files |= {code.reference: code.digest for code in functions_of(config)}
+        files |= {code.reference: code.digest for code in functions.codes}
         for name, bot in config.of_kind(BotPolicy).items():
             try:
                 program = load_function(bot.id, f"policies.{name}.id")
@@ -489,41 +489,45 @@ class Code(NamedTuple):
         return Code(files, environments)
 
 
-def functions_of(config: RunConfig) -> list[FunctionCode]:
-    """The code of the user's loss and of the user's advantage, where the run has them.
+class UserFunctions(NamedTuple):
+    """The user's loss and advantage, loaded once, so that what is recorded is what runs."""
+
+    codes: Sequence[FunctionCode]
+    """Code of the functions that are not built in."""
+    estimator: Estimator | None
+    """The advantage, if it is one that sees a `Group`."""
+
+
+def functions_of(config: RunConfig) -> UserFunctions:
+    """The user's loss and the user's advantage, where the run has them.
 
     Raises:
-        ConfigError: there is no such function, or it cannot be recorded, or its options do not fit.
+        ConfigError: there is no such function, or it cannot be recorded, or its options do not fit, or the advantage
+            does not fit `credit.turn_credit`.
     """
-    found = []
-    if config.trainer.loss.name not in LOSSES:
-        found.append(find("loss", config.trainer.loss.name, key="trainer.loss.name"))
-        check_options(found[-1].load(), config.trainer.loss.options, "trainer.loss.options")
-    if config.credit.advantage not in ADVANTAGES:
-        found.append(find("advantage", config.credit.advantage, key="credit.advantage"))
-        check_options(found[-1].load(), config.credit.advantage_options, "credit.advantage_options")
-    _check_over_group(config.credit)
-    return found
-
-
-def _check_over_group(credit: CreditConfig) -> None:
-    """Refuse an estimator that sees the step where credit is decided when a group ends.
-
-    Raises:
-        ConfigError: the estimator is one.
-    """
-    needs = {
+    codes, loss, credit = [], config.trainer.loss, config.credit
+    if loss.name not in LOSSES:
+        code, function = find_loaded("loss", loss.name, key="trainer.loss.name")
+        check_options(function, loss.options, "trainer.loss.options")
+        codes.append(code)
+    if credit.advantage in OVER_REWARDS:
+        return UserFunctions(codes, None)
+    given = None
+    if credit.advantage not in ADVANTAGES:
+        code, given = find_loaded("advantage", credit.advantage, key="credit.advantage")
+        codes.append(code)
+    estimator = make_estimator(credit.advantage, credit.advantage_options, given)
+    at_end_of_group = {
         "credit.turn_credit = 'to_go' compares the turns of a group": credit.turn_credit != "sum",
         "credit.dynamic_sampling drops groups when they end": credit.dynamic_sampling,
     }
-    asked = [what for what, is_asked in needs.items() if is_asked]
-    if not asked or credit.advantage in OVER_REWARDS:
-        return
-    if make_estimator(credit.advantage, credit.advantage_options).mark.over == "step":
+    asked = [what for what, is_asked in at_end_of_group.items() if is_asked]
+    if asked and estimator.mark.over == "step":
         raise ConfigError(
             f"{asked[0]}, and credit.advantage = {credit.advantage!r} compares the agents of a step: leave that out, "
             "or choose an advantage over the group"
         )
+    return UserFunctions(codes, estimator)
 
 
 def _file_of(made: Any) -> str:

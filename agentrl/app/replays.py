@@ -90,7 +90,7 @@ def replay(
     """
     reader = RunReader(run)
     try:
-        config = recorded_config(reader.info())
+        config = recorded_config(reader.log.config())
         asked = _Asked(
             config=config,
             chat_format=(adapters or Adapters()).chat_format(config),

@@ -115,7 +115,7 @@ def compute_step(reader: RunReader, line: StepLine) -> StepComputed:
     """Compute loss and gradient norm of a step again; if that is impossible, `text` says why."""
     found = StepComputed(loss=line.loss, grad_norm=line.grad_norm, text="")
     try:
-        config = recorded_config(reader.info())
+        config = recorded_config(reader.log.config(line.lineage))
         if line.policy not in config.trained:
             raise InputError(f"the run's configuration trains no policy {line.policy}")
         base = Path(config.base_of(line.policy))

@@ -46,6 +46,7 @@ from agentrl.core.errors import (
 from agentrl.core.files import closed_under_us
 from agentrl.core.ports import ChatFormat, Trainer
 from agentrl.core.records import EpisodeSpec, PolicyVersion, Task
+from agentrl.credit.advantages import Estimator
 from agentrl.environment.base import Environment, TaskSource, described
 from agentrl.environment.containment import end_if_forked, forks_ended
 from agentrl.journal.process import ProcessRecord, record_state
@@ -90,6 +91,8 @@ class RunSetup:
     store: SqliteJournal
     observer: RunObserver
     code: Code
+    estimator: Estimator | None
+    """See `UserFunctions`."""
     changed: Sequence[Difference]
     """Settings that differ from those of the process before."""
     began: list[RunStart] = field(default_factory=list)
@@ -307,6 +310,7 @@ def _parts(
         parents=store.parents(),
         resume_state=point.resume_state,
         role_means=point.recovery.role_means,
+        estimator=setup.estimator,
         workers=workers,
         tell=setup.observer.warn,
         code_changes=sum(bool(each.code_changed) for each in store.starts()),

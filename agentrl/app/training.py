@@ -109,7 +109,7 @@ async def run_training(
 ) -> Run:
     """`train`, in a running event loop and with adapters of the caller's choice."""
     adapters = adapters or Adapters()
-    functions_of(config)  # refuses what could never run
+    functions = functions_of(config)  # refuses what could never run
     clock = adapters.clock
     started = clock.monotonic()
     chat_format = adapters.chat_format(config)
@@ -155,7 +155,8 @@ async def run_training(
             directory=directory,
             store=store,
             observer=observer,
-            code=Code.of(config, environment),
+            code=Code.of(config, environment, functions),
+            estimator=functions.estimator,
             changed=changed,
         )
         orchestrator = await supervise(setup)
@@ -285,7 +286,7 @@ _SUMMARY_OF_ONE = ("reward_start", "reward_end", "rewards", "staleness_mean")
 
 def _summary_of(policy: PolicyState) -> dict[str, Any]:
     """A policy's part of the summary: held-out reward before and after, training reward and mean lag by step."""
-    _, held_out = policy.series("evaluation/reward")
+    held_out = [reward for _, reward in policy.held_out()]
     _, rewards = policy.series("reward/mean")
     _, lags = policy.series("staleness/mean")
     return {

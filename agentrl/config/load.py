@@ -510,14 +510,14 @@ def _tags(section: type[BaseModel]) -> tuple[str, ...]:
     return get_args(field.annotation) if field is not None else ()
 
 
-def recorded_config(info: Mapping[str, Any]) -> RunConfig:
-    """The configuration in a journal's `info`.
+def recorded_config(config: Mapping[str, Any]) -> RunConfig:
+    """A configuration as a journal records it; see `RunLog.config`.
 
     Raises:
         JournalError: the configuration does not fit this version of agentrl.
     """
     try:
-        return RunConfig.model_validate(info.get("config") or {})
+        return RunConfig.model_validate(config)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(map(str, first["loc"]))

@@ -157,7 +157,12 @@ def installed(kind: Kind) -> dict[str, str]:
 
 
 def find(kind: Kind, reference: str, *, key: str) -> FunctionCode:
-    """The code of a function by its name in an entry point, `module:function` or `path/to/file.py:function`.
+    """The code of a function; see `find_loaded`."""
+    return find_loaded(kind, reference, key=key)[0]
+
+
+def find_loaded(kind: Kind, reference: str, *, key: str) -> tuple[FunctionCode, Callable[..., Any]]:
+    """A function and its code, by its name in an entry point, `module:function` or `path/to/file.py:function`.
 
     Args:
         kind: what it is to be.
@@ -181,7 +186,7 @@ def find(kind: Kind, reference: str, *, key: str) -> FunctionCode:
     function = code.load()
     if (found := mark_of(function).kind) != kind:
         raise ConfigError(f"{key}: {reference} is marked as {found}; put @agentrl.{kind} above it")
-    return code
+    return code, function
 
 
 def describe(function: object, kind: Kind, *, key: str) -> FunctionCode:
@@ -358,7 +363,7 @@ def _execute(part: _Slice, digest: str) -> dict[str, Any]:
     sys.modules[module.__name__] = module
     try:
         loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(f"{part.location}: cannot be loaded: {type(error).__name__}: {error}") from error
     return vars(module)
 
@@ -400,7 +405,7 @@ def _import(module: str, key: str) -> Any:
             sys.path.append(here)
             return _import(module, key)
         raise ConfigError(f"{key}: there is no module {error.name}") from None
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(f"{key}: cannot import {module}: {type(error).__name__}: {error}") from error
 
 

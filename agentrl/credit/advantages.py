@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from agentrl.core import ids
 from agentrl.core.errors import InputError
-from agentrl.core.functions import FunctionCode, Mark, check_options, find, mark_of
+from agentrl.core.functions import Mark, check_options, find_loaded, mark_of
 from agentrl.core.records import REWARD, Unit
 
 E = TypeVar("E", bound=Hashable)
@@ -365,15 +365,20 @@ class StepAdvantages:
         return [replace(unit, credits=tuple(own)) for (_, unit), own in zip(units, credits, strict=True)]
 
 
-def make_estimator(name: str, options: Mapping[str, Any], code: FunctionCode | None = None) -> Estimator:
+def make_estimator(name: str, options: Mapping[str, Any], given: Callable[..., Any] | None = None) -> Estimator:
     """The estimator that `credit.advantage` names, which is none of `ADVANTAGES`.
+
+    Args:
+        name: of the estimator.
+        options: `credit.advantage_options`.
+        given: the user's function of this name, where it is loaded already.
 
     Raises:
         ConfigError: there is no such estimator, or its options do not fit.
     """
     function, mark = OF_GROUPS.get(name, (None, None))
     if function is None or mark is None:
-        function = (code or find("advantage", name, key="credit.advantage")).load()
+        function = given or find_loaded("advantage", name, key="credit.advantage")[1]
         mark = mark_of(function)
     check_options(function, options, "credit.advantage_options")
     return Estimator(name=name.rpartition(":")[2], function=function, mark=mark, options=options)

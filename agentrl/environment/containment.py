@@ -139,7 +139,9 @@ def _generator_states() -> tuple[object, ...]:
     from numpy import ndarray
     from numpy.random.mtrand import get_bit_generator
 
-    numpy = get_bit_generator().state["state"].values()
+    whole = get_bit_generator().state
+    # Some generators hand out numbers that they keep beside their state (Philox four, others half a word).
+    numpy = [value for part in (whole, whole["state"]) for value in part.values() if value is not whole["state"]]
     return random.getstate(), [value.tobytes() if isinstance(value, ndarray) else value for value in numpy]
 
 

@@ -179,7 +179,7 @@ def _imported(location: str, where: str) -> Any:
         return load_module(location)
     except AgentRLError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         place = _raised_at(error)
         raise EnvironmentDefinitionError(
             f"{where}: cannot import {location}: {type(error).__name__}: {error}{place}"
@@ -231,7 +231,7 @@ def module_of(found: object) -> str:
     return str(Path(file).resolve())
 
 
-def _raised_at(error: Exception) -> str:
+def _raised_at(error: BaseException) -> str:
     """The last line of a foreign module in an error's traceback."""
     if isinstance(error, SyntaxError):
         return f" ({error.filename}:{error.lineno})"

@@ -463,12 +463,18 @@ class ControlLogReader:
         except (msgspec.MsgspecError, TypeError, RecursionError, ValueError) as error:
             raise JournalError(f"{self.path}: a start of the run cannot be read ({error}); it is damaged") from error
 
-    def config(self) -> dict[str, Any]:
-        """The configuration of the newest start: the recorded one, with the changes of each start; as data."""
+    def config(self, lineage: int | None = None) -> dict[str, Any]:
+        """The configuration of the start that began a lineage: that of the first, and the changes since; as data.
+
+        Args:
+            lineage: of versions; None: the newest.
+        """
         config = self.info().get("config")
         if not isinstance(config, dict):
             return {}
         for start in self.starts():
+            if lineage is not None and start.lineage > lineage:
+                break
             for change in start.changed:
                 if not change.path:
                     raise JournalError(f"{self.path}: a start of the run cannot be read: {change}; it is damaged")

@@ -69,6 +69,7 @@ METRICS: tuple[Metric, ...] = (
         "episodes",
         "held-out episodes that were dropped, including children; no other figure counts them",
     ),
+    Metric("evaluation/tasks", "tasks", "held-out tasks of an evaluation during a run"),
     Metric("evaluation/seconds", "s", "duration of an evaluation during a run"),
     Metric(
         "evaluation/engine_busy_share",

@@ -202,14 +202,22 @@ class RunObserver:
             self._shown().show()
 
     def _held_out(self, tasks: int) -> str:
-        """The first and last held-out rewards; the first may be of a previous attempt of the run."""
-        measured = {policy.name: policy.series("evaluation/reward")[1] for policy in self.state.policies.values()}
-        lines = [
-            f"held-out reward{f' of {safe_line(name)}' if len(measured) > 1 else ''} on {plural(tasks, 'task')}: "
-            f"{rewards[0]:.3f} before, {rewards[-1]:.3f} after\n"
-            for name, rewards in measured.items()
-            if len(rewards) > 1
-        ]
+        """The first and last held-out rewards on the same tasks; the first may be of a previous attempt of the run."""
+        lines, several = [], len(self.state.policies) > 1
+        for policy in self.state.policies.values():
+            whose = f" of {safe_line(policy.name)}" if several else ""
+            match policy.held_out():
+                case [(first, before), *_, (_, after)]:
+                    began = first == min(policy.evaluations)
+                    when = "before" if began else f"at step {first}"
+                    lines.append(
+                        f"held-out reward{whose} on {plural(tasks, 'task')}: {before:.3f} {when}, {after:.3f} after\n"
+                    )
+                case [(_, after)] if len(policy.evaluations) > 1:
+                    lines.append(
+                        f"held-out reward{whose} on {plural(tasks, 'task')}: {after:.3f} after; the evaluations before "
+                        "were on another number of tasks\n"
+                    )
         return "\n" + "".join(lines) if lines else ""
 
     def _set_status(self, status: Status) -> None:

@@ -158,6 +158,19 @@ class PolicyState:
         points = [(step, values[name]) for step, values in sorted(source.items()) if name in values]
         return [step for step, _ in points], [value for _, value in points]
 
+    def held_out(self) -> list[tuple[int, float]]:
+        """Step and held-out reward of the evaluations that can be compared with the newest.
+
+        They are those on as many tasks, which the run's seed draws: a resumed run may evaluate on more or fewer.
+        """
+        evaluations = [each for each in sorted(self.evaluations.items()) if "evaluation/reward" in each[1]]
+        newest = evaluations[-1][1].get("evaluation/tasks") if evaluations else None
+        return [
+            (step, values["evaluation/reward"])
+            for step, values in evaluations
+            if values.get("evaluation/tasks") == newest
+        ]
+
     def seconds_left(self, steps: int) -> float | None:
         """Wall seconds until step `steps` at the pace of the last ten steps; None before the first."""
         paces = [values["step/seconds"] for _, values in sorted(self.steps.items())[-10:] if "step/seconds" in values]

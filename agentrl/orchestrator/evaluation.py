@@ -77,6 +77,7 @@ class Evaluator:
             running.cancel()
         seconds = max(self.clock.monotonic() - began, 1e-9)
         course = {
+            "evaluation/tasks": float(len(self.tasks)),
             "evaluation/seconds": seconds,
             "evaluation/engine_busy_share": (self.versions.engine.busy_seconds() - busy) / seconds,
         }

@@ -49,10 +49,12 @@ def two_policies(directory: Path, *, steps: int) -> RunConfig:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two lives of a run: two steps of each policy, and after a resume a third."""
+    """Two lives of a run: two steps of each policy, and after a resume a third, under another loss."""
     directory = tmp_path_factory.mktemp("replays")
     agentrl.train(two_policies(directory, steps=2), quiet=True)
-    return agentrl.train(two_policies(directory, steps=3), resume=True, quiet=True).path
+    config = two_policies(directory, steps=3)
+    resumed = config.model_copy(update={"trainer": config.trainer.model_copy(update={"entropy_bonus": 0.02})})
+    return agentrl.train(resumed, resume=True, quiet=True).path
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from typing import ClassVar
 
 import numpy as np
 import pytest
+from numpy.random.mtrand import get_bit_generator, set_bit_generator
 
 import agentrl
 from agentrl.core.errors import GlobalRandomError
@@ -187,3 +188,20 @@ def test_every_way_to_move_a_global_generator_is_seen(move: Callable[[int], obje
     finally:
         random.setstate(kept)
         np.random.set_state(numpy)
+
+
+@pytest.mark.parametrize("generator", ["MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64"])
+def test_every_draw_from_any_bit_generator_is_seen(generator: str) -> None:
+    kept, watch = get_bit_generator(), DrawDetector()
+    made = getattr(np.random, generator)(0)
+    draws = [*[lambda: np.random.bytes(4)] * 3, *[np.random.random] * 6]  # of Philox, only each fourth counts up
+    try:
+        set_bit_generator(made)
+        for draw in draws:
+            watch.enter()
+            assert not watch.exit()
+            watch.enter()
+            draw()
+            assert watch.exit()
+    finally:
+        set_bit_generator(kept)

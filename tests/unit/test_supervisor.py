@@ -106,6 +106,7 @@ class Lives:
         held_out: int = 0,
         seed: int = 0,
         best: Mapping[str, Any] | None = None,
+        advantage: str = "leave_one_out",
         quiet: bool = True,
     ) -> Run:
         config = config_for(
@@ -116,6 +117,7 @@ class Lives:
             checkpoint={"every": checkpoint, "versions": 0},
             evaluation={"tasks": held_out, "every": 0},
             best=best or {},
+            credit={"group_size": 4, "advantage": advantage},
         )
         adapters = Adapters(
             engine=self.engine, trainer=self.trainer, chat_format=lambda config: PlainFormat(), clock=self.clock

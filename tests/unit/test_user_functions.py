@@ -18,6 +18,7 @@ from agentrl.credit.advantages import Group, StepAdvantages, make_estimator
 from agentrl.learn.trainer import PolicyTrainer
 from tests.learn_cases import Episodes, make_rows, run_config, write_model, write_tokenizer
 from tests.support import user_functions
+from tests.unit.test_supervisor import Lives
 
 SCRIPT = str(Path(user_functions.__file__).resolve())
 
@@ -196,6 +197,38 @@ def test_a_missing_function_ends_a_run_before_it_begins(tmp_path: Path, capsys: 
     assert main(["train", str(toml), f"--directory={tmp_path}/runs"]) == 2
     assert "there is no file" in capsys.readouterr().err
     assert not (tmp_path / "runs" / "run").exists()
+
+
+def test_a_file_that_ends_the_program_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("import sys\nimport agentrl\nX = sys.exit(0)\n@agentrl.loss\ndef f(batch):\n    return X\n")
+    toml = tmp_path / "run.toml"
+    for environment, loss in (("calculator", f"{file}:f"), (f"{file}:f", "ppo")):
+        toml.write_text(
+            f'[environment]\nid = "{environment}"\n[model]\npath = "agentrl.environments:calculator/model"\n'
+            f'[trainer.loss]\nname = "{loss}"\n'
+        )
+        assert main(["train", str(toml), f"--directory={tmp_path}/runs"]) == 2
+        assert f"{file}" in (told := capsys.readouterr().err)
+        assert "SystemExit: 0" in told
+        assert not (tmp_path / "runs" / "run").exists()
+
+
+def test_the_advantage_that_runs_is_the_one_that_was_recorded(tmp_path: Path) -> None:
+    """It is loaded once per start, and a change of its file afterwards does not reach the run."""
+    loads, file = tmp_path / "loads", tmp_path / "mine.py"
+    file.write_text(
+        "from pathlib import Path\nimport agentrl\n"
+        f"LOADS = Path({str(loads)!r})\n"
+        "LOADED = LOADS.write_text((LOADS.read_text() if LOADS.exists() else '') + 'loaded ')\n"
+        "@agentrl.advantage\ndef f(group):\n    return [LOADED * reward for reward in group.rewards]\n"
+    )
+    lives = Lives(losses=[])
+    lives.starting = lambda: file.write_text("gone")
+    lives.run(tmp_path, advantage=f"{file}:f")
+    assert loads.read_text() == "loaded "
+    credits = [credit for unit in lives.trainers[0].batches[0].units for credit in unit.credits]
+    assert [credit.advantage for credit in credits] == [7.0 * credit.reward for credit in credits]
 
 
 @pytest.mark.parametrize("reference", ["{}/binary.py:f", "{}/absent.py:f", "a\0.py:f"])
