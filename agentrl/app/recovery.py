@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from agentrl.app.policies import SPARE, pinned_policies
-from agentrl.config.credit import CreditConfig
 from agentrl.config.policies import BotPolicy, OpponentPoolPolicy
 from agentrl.config.resume import Difference
 from agentrl.config.run import ADVANTAGES, LOSSES, RunConfig

@@ -141,6 +141,8 @@ class EpisodeRunner:
                     episode.limit = None
                     limit.end()
                 _check_end(environment, journal, limit)
+                if limit.is_cancelled:
+                    await asyncio.sleep(0)  # it cancelled its task and returned: no commit may come before that arrives
                 stop_reason: StopReason = context.stop_reason or "completed"
             except LimitReachedError as reached:
                 stop_reason = reached.stop_reason

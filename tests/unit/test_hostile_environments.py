@@ -72,6 +72,12 @@ async def _unprintable(ctx: agentrl.EpisodeContext) -> None:
     raise UnprintableError
 
 
+async def _cancel_itself_and_return(ctx: agentrl.EpisodeContext) -> None:
+    task = asyncio.current_task()
+    assert task is not None
+    task.cancel()
+
+
 async def _cancel_itself(ctx: agentrl.EpisodeContext) -> None:
     task = asyncio.current_task()
     assert task is not None
@@ -156,6 +162,7 @@ def dropped(directory: Path) -> dict[str, str]:
         (_interrupt_in_a_branch, "run() raised KeyboardInterrupt:  at "),
         (_unprintable, "UnprintableError: (its text cannot be made: KeyboardInterrupt) at "),
         (_cancel_itself, "the task of its run() was cancelled 3 times, and not by agentrl"),
+        (_cancel_itself_and_return, "the task of its run() was cancelled 3 times, and not by agentrl"),
         (_recurse, "RecursionError: maximum recursion depth exceeded"),
         (_no_memory, "MemoryError"),
         (_run_a_loop, "RuntimeError: asyncio.run() cannot be called from a running event loop"),
@@ -179,6 +186,10 @@ def _cancel_all() -> None:
         task.cancel()
 
 
+def _cancel_all_and_return() -> None:
+    _cancel_all()
+
+
 async def _exit_soon() -> None:
     sys.exit(5)
 
@@ -192,6 +203,7 @@ async def _interrupt_soon() -> None:
     [
         (_stop_the_loop, "an environment stopped the event loop of the run"),
         (_cancel_all, "an environment cancelled the tasks of the whole run"),
+        (_cancel_all_and_return, "an environment cancelled the tasks of the whole run"),
         (lambda: asyncio.ensure_future(_exit_soon()), "an environment raised SystemExit: 5 at .*_exit_soon in a task"),
         (lambda: asyncio.ensure_future(_interrupt_soon()), "an environment raised KeyboardInterrupt:  at .* in a task"),
     ],
@@ -205,7 +217,8 @@ def test_who_breaks_the_loop_ends_the_run_with_the_names_of_the_episodes(
         if not broken:
             broken.append("now")
             act()
-            await asyncio.sleep(0.05)
+            if act is not _cancel_all_and_return:
+                await asyncio.sleep(0.05)
 
     with pytest.raises(EnvironmentFaultError, match=told) as caught:
         play(tmp_path, break_it, together=run_in_shared_loop)
