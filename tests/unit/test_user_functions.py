@@ -184,7 +184,7 @@ def test_an_advantage_that_breaks_a_promise_is_refused(credit: dict[str, Any], r
 def test_an_advantage_over_the_step_takes_no_credit_by_turn(advantage: str) -> None:
     credit = {"advantage": advantage, "turn_credit": "to_go"}
     config = RunConfig.model_validate({"environment": {"id": "x"}, "model": {"path": "m"}, "credit": credit})
-    with pytest.raises(ConfigError, match="compares the turns of a group, and .* leave that out"):
+    with pytest.raises(ConfigError, match=r"compares the turns of a group, and .* leave that out"):
         functions_of(config)
 
 
