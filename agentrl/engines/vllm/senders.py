@@ -132,8 +132,9 @@ def init_info(recipient: Recipient, source: Source) -> TrainerInitInfo:
 
 def make(recipient: Recipient, link: WeightLink, source: Source) -> Any:
     """A sender that has met the engine."""
+    client: Any = link  # its `finish_weight_update` takes no label: the engine knows it
     weights: Any = source
-    return WeightTransferTrainerFactory.trainer_init(init_info(recipient, source), client=link, source=weights)
+    return WeightTransferTrainerFactory.trainer_init(init_info(recipient, source), client=client, source=weights)
 
 
 for _name, _sender in ((IPC, IpcSender), (NCCL, NcclSender)):
