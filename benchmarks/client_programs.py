@@ -1,9 +1,9 @@
 """Programs of others' client libraries, each an ordinary tool loop: `python client_programs.py CLIENT MODE [TIMES]`.
 
 Run with the Python of an environment that has the libraries (`PACKAGES`), which is not ours. A program asks model
-`main` at the endpoint that the usual environment variables name, offers one tool, and prints the model's last text.
-`MODE` is `whole` or `stream`, `TIMES` how often it does so. If `KILL_ONCE` names a file that does not exist, it makes
-it and kills itself at the end.
+`main` at the endpoint that the usual environment variables name, offers one tool, and prints how often the
+model's last text was right. `MODE` is `whole` or `stream`, `TIMES` how often it does so. If `KILL_ONCE` names a file
+that does not exist, it makes it and kills itself at the end.
 """
 
 from __future__ import annotations
@@ -276,8 +276,8 @@ HEAVY_CLIENTS: dict[str, Callable[[bool], str]] = {"codex": codex, "claude_code"
 
 def main() -> None:
     client, mode, *times = sys.argv[1:]
-    for _ in range(int(*times or ("1",))):
-        print("answer:", {**CLIENTS, **HEAVY_CLIENTS}[client](mode == "stream"), flush=True)
+    answers = [{**CLIENTS, **HEAVY_CLIENTS}[client](mode == "stream") for _ in range(int(*times or ("1",)))]
+    print("right answers:", answers.count("3"), flush=True)
     killed = os.environ.get("KILL_ONCE")
     if killed and not os.path.exists(killed):
         Path(killed).touch()

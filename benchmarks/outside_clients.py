@@ -67,7 +67,7 @@ class Driven(agentrl.HarnessEnvironment):
     tasks_each = 1
 
     def reward(self, task: agentrl.Task, episode: agentrl.HarnessEpisode) -> float:
-        return float(episode.result.count("answer: 3") == self.tasks_each)
+        return float(episode.result.splitlines()[-1:] == [f"right answers: {self.tasks_each}"])
 
 
 async def _played(
