@@ -21,6 +21,7 @@ import inspect
 import json
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +31,16 @@ import torch
 from agentrl.config.run import LossConfig, RunConfig, TrainerConfig
 from agentrl.core.errors import ConfigError, TrainerError
 from agentrl.core.functions import describe
-from agentrl.core.records import PolicyVersion, StepReport
+from agentrl.core.records import PolicyVersion, Row, StepReport
 from agentrl.credit.advantages import ADVANTAGES
 from agentrl.learn.loss_batch import IDS, LossBatch, TokenColumns
 from agentrl.learn.losses import divergence, make_loss
+from agentrl.learn.ranks import Ranks
 from agentrl.learn.trainer import PolicyTrainer
 from benchmarks import learning_sapo
 from benchmarks.report import Report
 from tests.learn_cases import Episodes, make_rows, run_config, write_model, write_tokenizer
+from tests.rank_processes import on_ranks
 
 FIGURES = ("oracle_pairs", "oracle_max_error", "splitting_error", "lines_sapo", "user_loss_under_ray")
 
@@ -146,32 +149,75 @@ def _weights(kind: str, lengths: np.ndarray[Any, Any], longest: int) -> np.ndarr
     return np.full(len(tokens), 1 / divisor)
 
 
-def step(config: RunConfig, directory: Path) -> tuple[float, float]:
-    """Loss and gradient norm of a step in this process."""
+def step(
+    config: RunConfig, directory: Path, *, forked: bool = False, precise: bool = False, ranks: Ranks | None = None
+) -> tuple[float, float]:
+    """Loss and gradient norm of a step in this process.
+
+    Args:
+        config: of the run.
+        directory: of the run.
+        forked: whether each trained token has a row of its own, with the tokens before it.
+        precise: compute in float64, so that nothing but the splitting can differ.
+        ranks: the data-parallel group; None: alone.
+    """
     episodes = Episodes(make_rows(0, 12))
-    trainer = PolicyTrainer(config, directory, read=episodes.read)
+    if forked:
+        episodes.trajectories = [replace(each, rows=_forked(each.rows[0])) for each in episodes.trajectories]
+    trainer = PolicyTrainer(config, directory, read=episodes.read, ranks=ranks)
     trainer.start()
+    if precise:
+        for learner in trainer._learners.values():
+            learner.model.model.double()
     trainer.forward_backward(episodes.batch())
     report = trainer.optim_step("policy", 1)
     return report.loss, report.grad_norm
 
 
-def splitting_error(model: Path, directory: Path) -> float:
-    """The largest relative difference between one micro-batch and many."""
-    worst = 0.0
-    cases = [(name, False) for name in ("gspo", "topr", "kl_cov", "importance_sampling")] + [
-        ("ppo", True),
-        ("gspo", True),
-    ]
-    for number, (name, sequence_mean) in enumerate(cases):
-        options = {"level": "agent"} if name == "importance_sampling" else {}
+def _forked(row: Row) -> tuple[Row, ...]:
+    """The row as often as it has trained tokens, each cut behind the one that it trains."""
+    found = []
+    for at in np.flatnonzero(row.loss_mask):
+        mask = np.arange(at + 1) == at
+        columns = (row.token_ids, row.behavior_logprobs, row.turn_index)
+        tokens, behavior, turns = (column[: at + 1] for column in columns)
+        kept = (np.where(mask, behavior, np.float32(0)), np.where(mask, turns, -1))
+        found.append(replace(row, token_ids=tokens, loss_mask=mask, behavior_logprobs=kept[0], turn_index=kept[1]))
+    return tuple(found)
+
+
+SPLIT = [
+    *((name, {}, False) for name in ("gspo", "topr", "kl_cov", "m2po")),
+    ("importance_sampling", {"level": "agent"}, False),
+    *((name, {}, True) for name in ("ppo", "gspo")),
+    ("truncated", {}, False),
+]
+"""Losses that see a whole step or a token, with their options, and whether the mean is over sequences."""
+
+
+def split_step(ranks: Ranks | None, model: str, directory: str, tokens: int, forked: bool) -> list[tuple[float, float]]:
+    """Loss and gradient norm in each case of `SPLIT`, over some ranks."""
+    found = []
+    for number, (name, options, sequence_mean) in enumerate(SPLIT):
         loss = {"name": name, "options": options, "sequence_mean": sequence_mean}
-        whole, split = (
-            step(run_config(model, loss=loss, micro_batch_tokens=tokens), directory / f"{number}-{tokens}")
-            for tokens in (1 << 14, 32)
-        )
-        worst = max(worst, *(abs(a - b) / max(abs(a), 1e-9) for a, b in zip(whole, split, strict=True)))
-    return worst
+        config = run_config(Path(model), loss=loss, micro_batch_tokens=tokens)
+        path = Path(directory) / f"{number}-{tokens}-{forked}-{ranks.size if ranks is not None else 0}"
+        found.append(step(config, path, forked=forked, precise=True, ranks=ranks))
+    return found
+
+
+def splitting_error(model: Path, directory: Path) -> float:
+    """The largest relative difference between one micro-batch of one rank, and a step that is split otherwise."""
+    given = (str(model), str(directory))
+    whole = split_step(None, *given, 1 << 14, False)
+    others = [split_step(None, *given, tokens, forked) for tokens, forked in ((32, False), (1 << 14, True), (64, True))]
+    others += on_ranks(2, "benchmarks.learning:split_step", *given, 64, False)
+    return max(
+        abs(a - b) / max(abs(a), 1e-9)
+        for other in others
+        for one, two in zip(whole, other, strict=True)
+        for a, b in zip(one, two, strict=True)
+    )
 
 
 async def under_ray(model: Path, directory: Path) -> bool:

@@ -477,8 +477,12 @@ def _add_env(commands: Subparsers[argparse.ArgumentParser]) -> None:
     )
     verbs = noun.add_subparsers(title="commands", metavar="COMMAND")
     _add_command(verbs, "list", "list the installed environments", "environments:env_list", reads=True)
-    parser = _add_command(verbs, "check", "check that an environment can be trained on", "environments:env_check")
-    parser.add_argument("id", help="registered name, module:Class, or path/to/env.py:Class")
+    text = "check that an environment can be trained on, or with a loss or an advantage of one's own"
+    parser = _add_command(verbs, "check", text, "environments:env_check")
+    parser.add_argument("id", nargs="?", help="registered name, module:Class, or path/to/env.py:Class")
+    text = "call it on made-up steps: shape, finite gradients, purity, splitting; NAME: module:name or FILE.py:name"
+    parser.add_argument("--loss", metavar="NAME", help=text)
+    parser.add_argument("--advantage", metavar="NAME", help="call it on made-up groups")
     text = (
         "build a tiny model that knows an environment's words and tools, from demonstrations, in minutes on two cores"
     )

@@ -71,10 +71,16 @@ def _described(spec: EnvironmentSpec) -> dict[str, Any]:
 
 
 def env_check(options: argparse.Namespace) -> int:
-    """`agentrl env check ID`; exit code 1 where a check failed."""
+    """`agentrl env check [ID] [--loss NAME] [--advantage NAME]`; exit code 1 where a check failed."""
     from agentrl import check_environment
     from agentrl.observe.progress import ProgressLine
 
+    functions = [(kind, name) for kind in ("loss", "advantage") if (name := getattr(options, kind)) is not None]
+    if not functions and options.id is None:
+        raise InputError("say what to check: an environment, --loss NAME or --advantage NAME")
+    codes = [_check_function(kind, name, as_json=options.json) for kind, name in functions]
+    if options.id is None:
+        return max(codes)
     progress = ProgressLine(f"checking {options.id}", sys.stderr)
 
     def check() -> tuple[bool, str | None, str]:
@@ -88,6 +94,27 @@ def env_check(options: argparse.Namespace) -> int:
         print_json({"id": options.id, "passed": passed, "class": resume_class, "text": text})
     else:
         sys.stdout.write(safe(text).rstrip("\n") + "\n")
+    return max(0 if passed else CheckFailedError.exit_code, *codes, 0)
+
+
+def _check_function(kind: str, name: str, *, as_json: bool) -> int:
+    """Check a loss or an advantage; returns the exit code."""
+
+    def check() -> tuple[bool, str]:
+        from agentrl.learn.function_check import check_advantage, check_loss
+
+        try:
+            report = (check_loss if kind == "loss" else check_advantage)(name)
+        except AgentRLError as error:
+            return False, f"{kind} {name}\n  FAILED {error}"
+        return not report.findings, report.text
+
+    answer, problem = run_in_subprocess(check)
+    passed, text = answer or (False, f"{kind} {name}: the check came to no end: {problem}")
+    if as_json:
+        print_json({kind: name, "passed": passed, "text": text})
+    else:
+        sys.stdout.write(safe(text) + "\n")
     return 0 if passed else CheckFailedError.exit_code
 
 

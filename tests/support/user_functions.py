@@ -63,6 +63,42 @@ def nan(batch: agentrl.LossBatch) -> Tensor:
     return batch.logprobs * float("nan")
 
 
+@agentrl.loss
+def noisy(batch: agentrl.LossBatch) -> Tensor:
+    return -batch.ratio * batch.advantages * torch.rand(len(batch))
+
+
+@agentrl.loss
+def writes(batch: agentrl.LossBatch) -> Tensor:
+    batch.advantages.clamp_(-1.0, 1.0)
+    return -batch.ratio * batch.advantages
+
+
+@agentrl.loss
+def by_position(batch: agentrl.LossBatch) -> Tensor:
+    return -batch.ratio * batch.advantages * torch.arange(len(batch))
+
+
+@agentrl.loss(per_token=True)
+def not_per_token(batch: agentrl.LossBatch) -> Tensor:
+    return -batch.ratio * (batch.advantages - batch.advantages.mean())
+
+
+@agentrl.loss
+def overflows(batch: agentrl.LossBatch) -> Tensor:
+    return -(batch.ratio**100) * batch.advantages
+
+
+@agentrl.advantage
+def first_is_best(group: agentrl.Group) -> list[float]:
+    return [float(at == 0) for at, _ in enumerate(group.rewards)]
+
+
+@agentrl.advantage
+def divides(group: agentrl.Group) -> list[float]:
+    return [reward / group.mean for reward in group.rewards]
+
+
 @agentrl.advantage
 def centred(group: agentrl.Group) -> list[float]:
     return [reward - group.mean for reward in group.rewards]

@@ -10,11 +10,12 @@ import pytest
 
 from agentrl.app.recovery import functions_of
 from agentrl.cli.main import main
-from agentrl.config.run import LossConfig, RunConfig
+from agentrl.config.run import LOSSES, LossConfig, RunConfig
 from agentrl.core.errors import ConfigError, InputError, NonFiniteError, TrainerError
 from agentrl.core.functions import describe, find
 from agentrl.core.records import Row, TrajectoryCredit, Unit
 from agentrl.credit.advantages import Group, StepAdvantages, make_estimator
+from agentrl.learn.function_check import check_advantage, check_loss
 from agentrl.learn.trainer import PolicyTrainer
 from tests.learn_cases import Episodes, make_rows, run_config, write_model, write_tokenizer
 from tests.support import user_functions
@@ -236,3 +237,49 @@ def test_a_file_that_cannot_be_read_is_told(tmp_path: Path, reference: str) -> N
     (tmp_path / "binary.py").write_bytes(b"\xff\xfe")
     with pytest.raises(ConfigError, match=r"cannot be read|there is no file|give `module:function`"):
         find("loss", reference.format(tmp_path), key="trainer.loss.name")
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_check_passes_every_built_in_loss(name: str) -> None:
+    assert check_loss(name).findings == []
+
+
+@pytest.mark.parametrize(
+    ("name", "finding"),
+    [
+        ("raises", "raised ArithmeticError: as asked"),
+        ("of_another_shape", "returned ()"),
+        ("detached", "was it detached?"),
+        ("freed", "calls no backward()"),
+        ("nan", "the loss of a token is nan"),
+        ("overflows", "far off policy"),
+        ("noisy", "it draws random numbers"),
+        ("writes", "it changed batch.advantages"),
+        ("by_position", "with its rows in another order"),
+        ("not_per_token", "leave per_token out"),
+    ],
+)
+def test_the_check_names_what_a_loss_breaks(name: str, finding: str) -> None:
+    assert any(finding in each for each in check_loss(f"{SCRIPT}:{name}").findings)
+
+
+@pytest.mark.parametrize(
+    ("name", "finding"),
+    [
+        ("too_few", "returned 1 advantages for a group of 4"),
+        ("first_is_best", "depends on its place in the group"),
+        ("divides", "rewards of 0 [0.0, 0.0, 0.0, 0.0]: the advantage divides raised ZeroDivisionError"),
+    ],
+)
+def test_the_check_names_what_an_advantage_breaks(name: str, finding: str) -> None:
+    assert any(finding in each for each in check_advantage(f"{SCRIPT}:{name}").findings)
+
+
+def test_the_command_checks_functions_and_says_what_would_be_faster(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["env", "check", "--loss", f"{SCRIPT}:sapo", "--advantage", "gdpo"]) == 0
+    said = capsys.readouterr().out
+    assert "@agentrl.loss(per_token=True) saves a forward pass" in said
+    assert main(["env", "check", "--loss", f"{SCRIPT}:nan"]) == 1
+    assert main(["env", "check", "--loss", f"{SCRIPT}:unmarked"]) == 1
+    assert "put @agentrl.loss" in capsys.readouterr().out
+    assert main(["env", "check"]) == 2

@@ -1,0 +1,299 @@
+"""Checks of a user's loss or advantage before a run: called on made-up batches, without a model.
+
+A loss is called on steps of ragged conversations, one of them far off policy. It must give one finite loss per token
+with a gradient, the same one again, leave its input and the random state alone, and depend neither on the order of rows
+nor on the numbers of ids, which ranks and micro-batches change. An advantage is called on groups as runs have them.
+
+Owns: the batches and groups, the findings. Does not own: finding the functions (`core.functions`).
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from agentrl.config.run import LOSSES, LossConfig, TrainerConfig
+from agentrl.core.errors import AgentRLError
+from agentrl.credit.advantages import Estimator, Group, make_estimator
+from agentrl.learn.loss_batch import IDS, LossBatch, TokenColumns, TokenGradients
+from agentrl.learn.losses import Loss, make_loss
+
+TOLERANCE = 1e-9
+"""Largest relative difference between two calls in float64 that should agree."""
+
+
+@dataclass(slots=True)
+class FunctionReport:
+    """What was found of a function."""
+
+    title: str
+    passed: list[str] = field(default_factory=list)
+    findings: list[str] = field(default_factory=list)
+    hints: list[str] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        """The report, a line each."""
+        lines = [self.title]
+        for word, those in (("ok", self.passed), ("hint", self.hints), ("FAILED", self.findings)):
+            lines += [f"  {word:<7}{each}" for each in those]
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A made-up step: columns and what a model would compute for them, in float64."""
+
+    name: str
+    columns: TokenColumns
+    logprobs: Tensor
+    reference: Tensor
+    entropies: Tensor
+
+    def take(self, tokens: Sequence[int] | np.ndarray[Any, Any]) -> _Step:
+        """The step with these tokens alone, in this order."""
+        at = np.asarray(tokens, np.int64)
+        tensors = (each[torch.from_numpy(at)] for each in (self.logprobs, self.reference, self.entropies))
+        return _Step(self.name, self.columns.take(at), *tensors)
+
+    def batch(self, dtype: torch.dtype = torch.float64) -> LossBatch:
+        """The step as a loss is given it."""
+        return LossBatch(
+            self.columns,
+            logprobs=self.logprobs.to(dtype, copy=True).requires_grad_(),
+            entropies=self.entropies.to(dtype, copy=True).requires_grad_(),
+            reference_logprobs=self.reference.to(dtype, copy=True),
+        )
+
+
+def _steps() -> Iterator[_Step]:
+    """Steps as training has them: near the weights that sampled them, stale, far off, and of a single token."""
+    for name, spread, conversations in (
+        ("nearly on policy", 0.02, 12),
+        ("stale", 0.5, 12),
+        ("far off policy (log w to ±25)", 12.0, 12),
+        ("one token", 0.1, 1),
+    ):
+        generator = np.random.default_rng(conversations)
+        lengths = generator.integers(1, 15, conversations) if conversations > 1 else np.ones(1, np.int64)
+        number = np.repeat(np.arange(conversations), lengths)
+        count = len(number)
+        within = np.concatenate([np.arange(length) for length in lengths])
+        behavior = -3 * generator.random(count) - 0.05
+        logprobs = np.minimum(behavior + spread * generator.normal(size=count).clip(-2.1, 2.1), -1e-3)
+        advantages = generator.normal(size=conversations) * (np.arange(conversations) % 5 > 0)
+        columns = TokenColumns(
+            behavior_logprobs=behavior,
+            advantages=(advantages if conversations > 1 else np.ones(1))[number],
+            lags=generator.integers(-1, 4, count).astype(np.int32),
+            row=number,
+            turn=number * 2 + (within > 6),
+            agent=number // 2 * 2 if conversations > 1 else number,
+            episode=number // 2,
+            seat=number % 2,
+            group=number // 4,
+            names={"seat": ["solver", "judge"], "group": [f"g{at}" for at in range(3)]},
+            starts=np.concatenate([[0], np.cumsum(lengths)]),
+        )
+        computed = (logprobs, np.minimum(logprobs + 0.1 * generator.normal(size=count), -1e-3), generator.random(count))
+        yield _Step(name, columns, *(torch.from_numpy(each) for each in computed))
+
+
+def check_loss(reference: str, *, title: str = "") -> FunctionReport:
+    """Call a loss on made-up steps.
+
+    Args:
+        reference: a built-in name, an entry point, `module:function` or `path/to/file.py:function`.
+        title: of the report.
+
+    Raises:
+        ConfigError: there is no such loss, it is not marked as one, or cannot be recorded.
+    """
+    loss = make_loss(TrainerConfig(loss=LossConfig(name=reference)))
+    report = FunctionReport(title or f"loss {reference}")
+    loose = 0
+    for step in _steps():
+        try:
+            found = _evaluated(loss, step)
+            _check_values(loss, step, found, report)
+            if report.findings:
+                return report
+            _check_purity(loss, step, found, report)
+            loose += _check_order(loss, step, found, report)
+            loss.evaluate(step.batch(torch.float32), torch.ones(len(step.columns)))
+        except AgentRLError as error:
+            report.findings.append(f"{step.name}: {error}")
+        if report.findings:
+            return report
+    report.passed += [
+        "returns one finite loss per token, with a finite gradient, also where log w = ±20",
+        "is pure: the same twice, its batch left as it was, no random numbers",
+        "the order of rows and the numbers of ids make no difference: micro-batches and ranks change nothing",
+    ]
+    if not loss.mark.per_token and not loose and reference not in LOSSES:
+        report.hints.append(
+            "each token's loss depended on that token alone: @agentrl.loss(per_token=True) saves a forward pass"
+        )
+    return report
+
+
+def _evaluated(loss: Loss, step: _Step, batch: LossBatch | None = None) -> TokenGradients:
+    return loss.evaluate(batch or step.batch(), torch.ones(len(step.columns), dtype=torch.float64))
+
+
+def _check_values(loss: Loss, step: _Step, found: TokenGradients, report: FunctionReport) -> None:
+    for what, values in (
+        ("loss", found.loss),
+        ("derivative by the log-probability", found.by_logprob),
+        ("derivative by the entropy", found.by_entropy),
+    ):
+        wrong = (~values.isfinite()).nonzero()
+        if len(wrong):
+            at = int(wrong[0])
+            report.findings.append(
+                f"{step.name}: the {what} of a token is {float(values[at])} where log pi = "
+                f"{float(step.logprobs[at]):.3g}, log mu = {float(step.columns.behavior_logprobs[at]):.3g}, A = "
+                f"{float(step.columns.advantages[at]):.3g}: a step with such a loss is skipped"
+            )
+            return
+    if step.name == "nearly on policy" and not bool(found.by_logprob.any() or found.by_entropy.any()):
+        report.findings.append(f"{step.name}: every derivative is 0, so nothing would be learned")
+
+
+def _check_purity(loss: Loss, step: _Step, found: TokenGradients, report: FunctionReport) -> None:
+    states = torch.random.get_rng_state(), random.getstate(), np.random.get_state()
+    batch = step.batch()
+    again = _evaluated(loss, step, batch)
+    if not all(torch.equal(a, b) for a, b in zip(found, again, strict=True)):
+        report.findings.append(f"{step.name}: two calls with the same batch gave two results")
+    now = torch.random.get_rng_state(), random.getstate(), np.random.get_state()
+    if not torch.equal(states[0], now[0]) or states[1] != now[1] or repr(states[2]) != repr(now[2]):
+        report.findings.append(f"{step.name}: it draws random numbers, so a step could not be rebuilt")
+    fresh = step.batch()
+    for name in (
+        "logprobs",
+        "entropies",
+        "behavior_logprobs",
+        "reference_logprobs",
+        "advantages",
+        "mask",
+        "lags",
+        *IDS,
+    ):
+        if not torch.equal(getattr(fresh, name), getattr(batch, name)):
+            report.findings.append(f"{step.name}: it changed batch.{name}, which other parts of the step read")
+
+
+def _check_order(loss: Loss, step: _Step, found: TokenGradients, report: FunctionReport) -> bool:
+    """Compare with the step in another order and in parts; returns whether tokens of other parts made a difference."""
+    count = len(step.columns)
+    rows = np.random.default_rng(1).permutation(int(step.columns.row.max()) + 1)
+    order = np.concatenate([np.flatnonzero(step.columns.row == row) for row in rows])
+    turned = step.take(order)
+    numbers = {name: np.unique(getattr(turned.columns, name), return_inverse=True)[1][:count] for name in IDS}
+    renumbered = {name: int(each.max()) - each for name, each in numbers.items() if name not in ("seat", "group")}
+    other = _evaluated(loss, replace(turned, columns=replace(turned.columns, **renumbered)))
+    if problem := _difference(found, other, order):
+        report.findings.append(
+            f"{step.name}: with its rows in another order {problem}: use ids (batch.mean(…, 'agent')), not positions"
+        )
+    halves = [np.flatnonzero(step.columns.row % 2 == part) for part in range(2)]
+    if count < 2 or not all(len(half) for half in halves):
+        return False
+    parts = [_evaluated(loss, step.take(half)) for half in halves]
+    joined = TokenGradients(*(torch.cat(each) for each in zip(*parts, strict=True)))
+    problem = _difference(found, joined, np.concatenate(halves))
+    if problem and loss.mark.per_token:
+        report.findings.append(
+            f"{step.name}: @agentrl.loss(per_token=True) promises that a token's loss depends on that token alone, and "
+            f"with half of the rows {problem}: leave per_token out"
+        )
+    return bool(problem)
+
+
+def _difference(found: TokenGradients, other: TokenGradients, order: np.ndarray[Any, Any]) -> str:
+    """The largest difference in words; empty if it is a rounding."""
+    for what, ours, theirs in zip(("loss", "derivative", "derivative"), found, other, strict=False):
+        away = (ours[torch.from_numpy(order)] - theirs).abs().max()
+        if float(away) > TOLERANCE * max(1.0, float(ours.abs().max())):
+            return f"the {what} of a token is off by {float(away):.3g}"
+    return ""
+
+
+def check_advantage(reference: str, *, title: str = "") -> FunctionReport:
+    """Call an advantage on groups as runs have them.
+
+    Args:
+        reference: as in `check_loss`.
+        title: of the report.
+
+    Raises:
+        ConfigError: as in `check_loss`.
+    """
+    report = FunctionReport(title or f"advantage {reference}")
+    estimator = make_estimator(reference, {})
+    for name, group in _groups(estimator.mark.over == "step"):
+        state = random.getstate()
+        try:
+            found, again = (_values(estimator, group) for _ in range(2))
+            order = random.Random(1).sample(range(len(group.rewards)), len(group.rewards))
+            turned = _values(estimator, _reordered(group, order))
+        except AgentRLError as error:
+            report.findings.append(f"{name} {_shortened(group.rewards)}: {error}")
+            continue
+        if found != again:
+            report.findings.append(f"{name}: two calls with the same group gave {found} and {again}")
+        if random.getstate() != state:
+            report.findings.append(f"{name}: it draws random numbers, so a step could not be rebuilt")
+        if any(
+            not math.isclose(a, b, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
+            for at, theirs in zip(order, turned, strict=True)
+            for a, b in zip(found[at], theirs, strict=False)
+        ):
+            report.findings.append(f"{name}: an agent's advantage depends on its place in the group")
+    if not report.findings:
+        report.passed += [
+            "returns a finite advantage per agent, also for equal rewards, one agent and large groups",
+            "is pure, and treats the agents of a group alike whatever their order",
+        ]
+    return report
+
+
+def _values(estimator: Estimator, group: Group) -> list[tuple[float, ...]]:
+    return [each.by_turn or (each.value,) for each in estimator(group)]
+
+
+def _groups(over_step: bool) -> Iterator[tuple[str, Group]]:
+    draw = random.Random(0)
+    cases: dict[str, list[float]] = {
+        "rewards of 0 and 1": [1.0, 0.0, 0.0, 1.0],
+        "equal rewards": [0.5] * 4,
+        "rewards of 0": [0.0] * 4,
+        "one agent": [1.0],
+        "64 rewards": [draw.random() for _ in range(64)],
+    }
+    for name, rewards in cases.items():
+        names = tuple(f"e{at}" for at in range(len(rewards)))
+        groups = tuple(f"g{at // 4 if over_step else 0}" for at in range(len(rewards)))
+        named = tuple((("format", 0.5 * reward), ("right", 0.5 * reward)) for reward in rewards)
+        turns = tuple(((0, 0.25 * reward), (1, 0.25 * reward)) for reward in rewards)
+        yield (
+            name,
+            Group(rewards=tuple(rewards), episodes=names, groups=groups, named_rewards=named, turn_rewards=turns),
+        )
+
+
+def _reordered(group: Group, order: Sequence[int]) -> Group:
+    columns = ("rewards", "episodes", "groups", "named_rewards", "turn_rewards")
+    return replace(group, **{name: tuple(getattr(group, name)[at] for at in order) for name in columns})
+
+
+def _shortened(rewards: Sequence[float]) -> str:
+    return f"{list(rewards[:4])}{' …' if len(rewards) > 4 else ''}"
