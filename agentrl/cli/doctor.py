@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Literal
 
 from agentrl.cli.output import print_json
 from agentrl.config.load import load
-from agentrl.core.errors import InputError
+from agentrl.core.errors import AgentRLError, InputError
 from agentrl.core.machine import broken_builds, install_command
 from agentrl.core.machine import memory as memory_here
 from agentrl.core.text import safe_line
@@ -286,11 +286,27 @@ def plan(config: RunConfig | None = None) -> list[Check]:
         checks.append(
             Check(name="trainer", found=f"{config.trainer.workers} process(es) in {session}, on the {device}")
         )
+    checks += _nodes(config) if config.on_cluster else []
     temporary = tempfile.gettempdir()
     short = temporary if len(temporary) <= _LONGEST_TEMPORARY else f"/tmp, since {temporary} is too long for sockets"
     checks.append(Check(name="temporary files", found=short))
     checks.append(Check(name="runs", found=str(Path(config.directory).resolve())))
     return checks
+
+
+def _nodes(config: RunConfig) -> list[Check]:
+    """Which node of the cluster gets what, or what is missing there."""
+    from agentrl.app.parts import check_ray, code_of
+    from agentrl.environment.registry import resolve
+
+    try:
+        check_ray()
+        from agentrl.cluster.nodes import check_nodes
+
+        _, lines = check_nodes(config, code_of(resolve(config.environment.id)))
+    except AgentRLError as error:
+        return [Check(name="cluster", found=str(error), level="missing")]
+    return [Check(name="cluster", found=line) for line in lines]
 
 
 def _engine_process(config: RunConfig) -> str:

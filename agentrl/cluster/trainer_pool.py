@@ -42,7 +42,7 @@ LOOK_S = 1.0
 """Seconds between two looks at Ray: a call that is waiting does not fail when Ray dies."""
 
 COME_S = 50.0
-"""Longest time until the actors of all ranks run on their nodes."""
+"""Longest time until the actors of all ranks run on the nodes of a cluster."""
 READ_S = 60.0
 """Longest time that a rank waits for token data from the run's host."""
 LOOPBACK = "127.0.0.1"
@@ -285,7 +285,7 @@ class RayTrainerPool:
             await asyncio.to_thread(self._start_actors)
         self._lost = loop.create_future()
         self._watch = loop.create_task(self._look_at_ray(self._lost), name="watch Ray")
-        await self._all("come", limit_s=COME_S)
+        await self._all("come", limit_s=COME_S if self._plan.ranks else None)
         await self._all("prepare")
         met = await self._call(self._actors[:1], "serve") if len(self._actors) > 1 else [None]
         await self._all("join", met[0])
