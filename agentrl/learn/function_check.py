@@ -64,9 +64,9 @@ class _Step:
         return _Step(self.name, self.columns.take(at), *tensors)
 
     def batch(self, dtype: torch.dtype = torch.float64) -> LossBatch:
-        """The step as a loss is given it."""
+        """The step as a loss is given it, with columns of its own, so that a loss that writes to them is seen."""
         return LossBatch(
-            self.columns,
+            self.columns.take(np.arange(len(self.columns))),
             logprobs=self.logprobs.to(dtype, copy=True).requires_grad_(),
             entropies=self.entropies.to(dtype, copy=True).requires_grad_(),
             reference_logprobs=self.reference.to(dtype, copy=True),
@@ -86,24 +86,24 @@ def _steps() -> Iterator[_Step]:
         number = np.repeat(np.arange(conversations), lengths)
         count = len(number)
         within = np.concatenate([np.arange(length) for length in lengths])
-        behavior = -3 * generator.random(count) - 0.05
+        behavior = -max(3.0, 2 * spread) * generator.random(count) - 0.05
         logprobs = np.minimum(behavior + spread * generator.normal(size=count).clip(-2.1, 2.1), -1e-3)
         advantages = generator.normal(size=conversations) * (np.arange(conversations) % 5 > 0)
-        columns = TokenColumns(
-            behavior_logprobs=behavior,
-            advantages=(advantages if conversations > 1 else np.ones(1))[number],
-            lags=generator.integers(-1, 4, count).astype(np.int32),
-            row=number,
-            turn=number * 2 + (within > 6),
-            agent=number // 2 * 2 if conversations > 1 else number,
-            episode=number // 2,
-            seat=number % 2,
-            group=number // 4,
-            names={"seat": ["solver", "judge"], "group": [f"g{at}" for at in range(3)]},
-            starts=np.concatenate([[0], np.cumsum(lengths)]),
-        )
+        columns: Any = {
+            "behavior_logprobs": behavior,
+            "advantages": (advantages if conversations > 1 else np.ones(1))[number],
+            "lags": generator.integers(-1, 4, count).astype(np.int32),
+            "row": number,
+            "turn": number * 2 + (within > 6),
+            "agent": number // 2 * 2 if conversations > 1 else number,
+            "episode": number // 2,
+            "seat": number % 2,
+            "group": number // 4,
+            "names": {"seat": ["solver", "judge"], "group": [f"g{at}" for at in range(3)]},
+            "starts": np.concatenate([[0], np.cumsum(lengths)]),
+        }
         computed = (logprobs, np.minimum(logprobs + 0.1 * generator.normal(size=count), -1e-3), generator.random(count))
-        yield _Step(name, columns, *(torch.from_numpy(each) for each in computed))
+        yield _Step(name, TokenColumns(**columns), *(torch.from_numpy(each) for each in computed))
 
 
 def check_loss(reference: str, *, title: str = "") -> FunctionReport:
@@ -122,12 +122,12 @@ def check_loss(reference: str, *, title: str = "") -> FunctionReport:
     for step in _steps():
         try:
             found = _evaluated(loss, step)
-            _check_values(loss, step, found, report)
+            _check_values(step, found, report)
             if report.findings:
                 return report
             _check_purity(loss, step, found, report)
             loose += _check_order(loss, step, found, report)
-            loss.evaluate(step.batch(torch.float32), torch.ones(len(step.columns)))
+            _check_values(step, loss.evaluate(step.batch(torch.float32), torch.ones(len(step.columns))), report)
         except AgentRLError as error:
             report.findings.append(f"{step.name}: {error}")
         if report.findings:
@@ -148,7 +148,7 @@ def _evaluated(loss: Loss, step: _Step, batch: LossBatch | None = None) -> Token
     return loss.evaluate(batch or step.batch(), torch.ones(len(step.columns), dtype=torch.float64))
 
 
-def _check_values(loss: Loss, step: _Step, found: TokenGradients, report: FunctionReport) -> None:
+def _check_values(step: _Step, found: TokenGradients, report: FunctionReport) -> None:
     for what, values in (
         ("loss", found.loss),
         ("derivative by the log-probability", found.by_logprob),
@@ -198,7 +198,7 @@ def _check_order(loss: Loss, step: _Step, found: TokenGradients, report: Functio
     order = np.concatenate([np.flatnonzero(step.columns.row == row) for row in rows])
     turned = step.take(order)
     numbers = {name: np.unique(getattr(turned.columns, name), return_inverse=True)[1][:count] for name in IDS}
-    renumbered = {name: int(each.max()) - each for name, each in numbers.items() if name not in ("seat", "group")}
+    renumbered: Any = {name: int(each.max()) - each for name, each in numbers.items() if name not in ("seat", "group")}
     other = _evaluated(loss, replace(turned, columns=replace(turned.columns, **renumbered)))
     if problem := _difference(found, other, order):
         report.findings.append(
@@ -292,7 +292,8 @@ def _groups(over_step: bool) -> Iterator[tuple[str, Group]]:
 
 def _reordered(group: Group, order: Sequence[int]) -> Group:
     columns = ("rewards", "episodes", "groups", "named_rewards", "turn_rewards")
-    return replace(group, **{name: tuple(getattr(group, name)[at] for at in order) for name in columns})
+    turned: Any = {name: tuple(getattr(group, name)[at] for at in order) for name in columns}
+    return replace(group, **turned)
 
 
 def _shortened(rewards: Sequence[float]) -> str:
