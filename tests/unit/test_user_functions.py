@@ -252,7 +252,7 @@ def test_the_check_passes_every_built_in_loss(name: str) -> None:
         ("detached", "was it detached?"),
         ("freed", "calls no backward()"),
         ("nan", "the loss of a token is nan"),
-        ("overflows", "of a token is -inf"),
+        ("overflows", "of a token is inf"),
         ("noisy", "it draws random numbers"),
         ("writes", "it changed batch.advantages"),
         ("by_position", "with its rows in another order"),
