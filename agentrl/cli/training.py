@@ -129,7 +129,9 @@ def evaluate(options: argparse.Namespace) -> int:
     for name, value in metrics.items():
         sys.stdout.write(f"{name:<{width}}  {value:.4g}\n")
     if journal is not None:
-        sys.stdout.write(f"{safe_line(journal)}: look at it with `agentrl episode list {safe_line(journal)}`\n")
+        sys.stdout.write(
+            f"{safe_line(str(journal))}: look at it with `agentrl episode list {safe_line(str(journal))}`\n"
+        )
     return 0
 
 
@@ -158,7 +160,7 @@ def serve(options: argparse.Namespace) -> int:
             f"models: {', '.join(map(safe_line, address.models))}\n"
             f"OPENAI_BASE_URL={address.url}\nANTHROPIC_BASE_URL={address.root_url}\n"
             f"OPENAI_API_KEY={address.key}\nANTHROPIC_API_KEY={address.key}\n"
-            f"Each conversation is an episode of {safe_line(run)}; {address.key[:5]}…:NAME as the key names it. "
+            f"Each conversation is an episode of {safe_line(str(run))}; {address.key[:5]}…:NAME as the key names it. "
             "Ctrl-C ends this.\n"
         )
         sys.stdout.flush()
@@ -169,7 +171,7 @@ def serve(options: argparse.Namespace) -> int:
     if options.json:
         print_json_line(found)
     else:
-        turns, where = plural(found["turns"], "turn"), safe_line(run)
+        turns, where = plural(found["turns"], "turn"), safe_line(str(run))
         sys.stdout.write(f"{plural(len(headers), 'conversation')}, {turns}: agentrl episode list {where}\n")
     return 0
 
