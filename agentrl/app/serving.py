@@ -50,18 +50,20 @@ class ServedConversation(Environment):
     """A conversation with clients of the endpoint."""
 
     server: ClassVar[_Server | None] = None
-    agent: ClassVar[type[HarnessEnvironment]] = HarnessEnvironment
+    agent: ClassVar[type[HarnessEnvironment]]
     """Says how requests are compared and which of their fields are ignored."""
 
     async def run(self, ctx: EpisodeContext) -> None:
         """Answer requests until the conversation ends."""
-        server, agent = self.server, self.agent
+        server = self.server
         if server is None:
             raise EnvironmentDefinitionError("a conversation of `agentrl serve` cannot be played again")
+        agent = self.agent
         async with ctx.endpoint(
             aliases=agent.aliases, volatile=agent.volatile, ignored_fields=agent.ignored_fields
         ) as endpoint:
-            await ctx.effect("conversation", lambda: endpoint.unless_it_fails(server.hold(ctx.task, endpoint)))
+            held = server.hold(ctx.task, endpoint)
+            await ctx.effect("conversation", lambda: endpoint.unless_it_fails(held))
 
 
 @dataclass(eq=False)
@@ -94,8 +96,8 @@ class _Server:
             ended = await asyncio.gather(*self._episodes)
         return [header for headers in ended for header in headers]
 
-    async def hold(self, task: Task, endpoint: Endpoint) -> None:
-        """Keep the seats of an episode open until its conversation ends."""
+    async def hold(self, task: Task, endpoint: Endpoint) -> str:
+        """Keep the seats of an episode open until its conversation ends; says why it did."""
         opened = self.gateway.seats_of(endpoint.key)
         self._beginning.pop(task.id).set_result(opened)
         try:
@@ -104,9 +106,10 @@ class _Server:
                 asked = opened.asked
                 try:
                     await asyncio.wait_for(self.ended.wait(), self.idle_s)
-                    return
+                    return "the server ended"
                 except TimeoutError:
                     pass
+            return "nobody went on with it"
         finally:
             self.conversations.close(opened)
 
@@ -116,10 +119,12 @@ class _Server:
             raise RequestRefusedError("the server ends", "unavailable")
         loop = asyncio.get_running_loop()
         task = Task(id=f"{name or 'conversation'}-{len(self._episodes)}", data={"name": name} if name else {})
-        begun = self._beginning[task.id] = loop.create_future()
+        begun: asyncio.Future[OpenSeats] = loop.create_future()
+        self._beginning[task.id] = begun
         playing = loop.create_task(self._dispatcher.evaluate([task], {}))
         self._episodes.append(playing)
-        await asyncio.wait({begun, playing}, return_when=asyncio.FIRST_COMPLETED)
+        waited: set[asyncio.Future[Any]] = {begun, playing}
+        await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
         if not begun.done():
             raise RequestRefusedError("the conversation could not begin", "unavailable")
         return begun.result()

@@ -167,12 +167,12 @@ def serve(options: argparse.Namespace) -> int:
 
     given = {"host": options.host, "port": options.port}
     headers = asyncio.run(run_server(config, _weights(options.policy), run, on_open, **given))
-    found = {"conversations": len(headers), "turns": sum(header.turns for header in headers), "path": str(run)}
+    turns = sum(header.turns for header in headers)
     if options.json:
-        print_json_line(found)
+        print_json_line({"conversations": len(headers), "turns": turns, "path": str(run)})
     else:
-        turns, where = plural(found["turns"], "turn"), safe_line(str(run))
-        sys.stdout.write(f"{plural(len(headers), 'conversation')}, {turns}: agentrl episode list {where}\n")
+        said = f"{plural(len(headers), 'conversation')}, {plural(turns, 'turn')}"
+        sys.stdout.write(f"{said}: agentrl episode list {safe_line(str(run))}\n")
     return 0
 
 

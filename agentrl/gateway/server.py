@@ -177,7 +177,7 @@ class Gateway:
         self._runner: web.AppRunner | None = None
         self._port = 0
         self._listeners = 0
-        self._clients: set[object] = set()
+        self._clients: set[Any] = set()
         """Connections that have shown a key."""
         self._listening: asyncio.Server | None = None
         self._watch: asyncio.Task[None] | None = None
@@ -276,7 +276,7 @@ class Gateway:
 
     async def _close_keyless(self) -> None:
         """Close connections that have shown no key in time: whoever has none could hold all sockets of the process."""
-        waiting: set[object] = set()
+        waiting: set[Any] = set()
         while self._runner is not None:
             await asyncio.sleep(KEYLESS_S)
             connected = _connections(self._runner)
@@ -413,7 +413,7 @@ class _Refused(asyncio.Protocol):
         transport.abort()
 
 
-def _connections(runner: web.AppRunner | None) -> list[web.RequestHandler[web.Request]]:
+def _connections(runner: web.AppRunner | None) -> list[web.RequestHandler]:
     return [] if runner is None or runner.server is None else runner.server.connections
 
 

@@ -195,6 +195,14 @@ def test_what_cannot_be_evaluated_is_refused_before_anything_is_written(
     assert not Path("runs").exists()
 
 
+def test_people_read_the_rates_and_where_the_episodes_are(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with serving(ChatEndpoint(plainly)) as endpoint:
+        assert main(["evaluate", str(file), "--model", endpoint.url]) == 0
+    output = capsys.readouterr().out
+    assert re.search(r"evaluation/pass_rate +0\.75\n", output)
+    assert "runs/tried-endpoint: look at it with `agentrl episode list runs/tried-endpoint`" in output
+
+
 @pytest.mark.parametrize(
     ("answer", "told"),
     [

@@ -145,6 +145,19 @@ def test_conversations_are_episodes_of_a_run_and_ctrl_c_leaves_it_whole(director
     assert "finished" in listed
 
 
+def test_people_read_the_address_and_how_it_went(directory: Path) -> None:
+    with serving(ChatEndpoint(counting)) as endpoint:
+        command = [sys.executable, "-m", "agentrl.cli", "serve", "run.toml", "--model", endpoint.url]
+        with subprocess.Popen(command, cwd=directory, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            lines = [process.stdout.readline() for _ in range(6)]
+            process.send_signal(signal.SIGINT)
+            last = process.communicate(timeout=100)[0]
+    assert lines[1].startswith("OPENAI_BASE_URL=http://127.0.0.1:")
+    assert "Each conversation is an episode of runs/tried-serve" in lines[5]
+    assert (process.returncode, last) == (0, "0 conversations, 0 turns: agentrl episode list runs/tried-serve\n")
+
+
 @pytest.mark.slow
 def test_the_engine_of_the_configuration_answers(directory: Path) -> None:
     with (directory / "run.toml").open("a") as file:
