@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from agentrl.environment.games import PettingZooEnvironment, TextArenaEnvironment
     from agentrl.environment.gym import GymEnvironment, gym_environment
     from agentrl.environment.harness import HarnessEnvironment, HarnessEpisode
+    from agentrl.environment.mcp import MCPServer
     from agentrl.environment.registry import make, register, spec
     from agentrl.environment.tasks import learnability
     from agentrl.environment.tools import ToolEnvironment, ToolEpisode, tool
@@ -59,6 +60,7 @@ _HOME = {
     "InfrastructureError": "core.errors",
     "LimitReachedError": "environment.base",
     "LossBatch": "learn.loss_batch",
+    "MCPServer": "environment.mcp",
     "Message": "core.records",
     "PettingZooEnvironment": "environment.games",
     "Run": "app.training",
@@ -100,6 +102,7 @@ __all__ = [
     "InfrastructureError",
     "LimitReachedError",
     "LossBatch",
+    "MCPServer",
     "Message",
     "PettingZooEnvironment",
     "Run",

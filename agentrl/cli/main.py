@@ -25,6 +25,7 @@ from agentrl.core.text import safe, safe_line
 
 EXTRAS = {
     **dict.fromkeys(("torch", "transformers", "peft", "safetensors", "tokenizers", "jinja2"), "train"),
+    "mcp": "mcp",
     "pyarrow": "parquet",
     "ray": "ray",
     "reasoning_gym": "calculator",

@@ -206,7 +206,7 @@ class HarnessEnvironment(Environment):
                 stdout=output_end,
                 stderr=asyncio.subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=_die_with_parent(),
+                preexec_fn=die_with_parent(),
             )
         except (OSError, ValueError) as error:
             os.close(end)
@@ -321,7 +321,7 @@ def _entries(directory: Path) -> Iterator[os.DirEntry[str]]:
                     waiting.append(entry.path)
 
 
-def _die_with_parent() -> Callable[[], None] | None:
+def die_with_parent() -> Callable[[], None] | None:
     """Run in the child before the program: the kernel ends it when this process dies."""
     if sys.platform != "linux":
         return None

@@ -20,6 +20,7 @@ from pydantic.errors import PydanticSchemaGenerationError
 from agentrl.core.errors import EnvironmentDefinitionError, EpisodeError, RewardError
 from agentrl.core.records import Message, Task, ToolCall, ToolSpec, Turn
 from agentrl.environment.base import Environment, EpisodeContext, Guarantee, LimitReachedError, ToolCallError, user
+from agentrl.environment.mcp import MCPConnection, MCPServer, MCPTool, connected, tools_of
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -182,7 +183,7 @@ def observation_of(value: Any, where: str) -> str:
 async def run_tool(
     ctx: EpisodeContext,
     instance: object,
-    tools: Mapping[str, BoundTool],
+    tools: Mapping[str, BoundTool | MCPTool],
     call: ToolCall,
 ) -> Message:
     """Answer one tool call with a tool message; the policy's mistakes become observations."""
@@ -195,6 +196,8 @@ async def run_tool(
         arguments = bound.validate(call.arguments)
     except ValueError as error:
         return await _refuse(ctx, call, ToolCallError(str(error), outcome="bad_arguments"))
+    if isinstance(bound, MCPTool):
+        return await _run_mcp_tool(ctx, bound, call, arguments)
     method = getattr(instance, bound.method)
     where = method.__qualname__
 
@@ -212,6 +215,23 @@ async def run_tool(
         timeout_s=bound.options.timeout_s,
         guarantee=bound.options.guarantee,
     )
+    return Message(role="tool", content=text, tool_call_id=call.id, name=call.name)
+
+
+async def _run_mcp_tool(ctx: EpisodeContext, tool: MCPTool, call: ToolCall, arguments: Mapping[str, Any]) -> Message:
+    """Call a server's tool, or recall what it said."""
+    connection, is_called = tool.connection, False
+
+    async def invoke() -> str:
+        nonlocal is_called
+        is_called = True
+        return await connection.call(call.name, arguments)
+
+    server = connection.server
+    text = await ctx.call_tool(
+        call.name, call.arguments, invoke, external=True, timeout_s=server.timeout_s, guarantee=server.guarantee
+    )
+    connection.has_recalled |= not is_called
     return Message(role="tool", content=text, tool_call_id=call.id, name=call.name)
 
 
@@ -247,6 +267,9 @@ class ToolEnvironment(Environment):
 
     # --- override these ---------------------------------------------------------------------------------------------
 
+    mcp_servers: ClassVar[Sequence[MCPServer]] = ()
+    """Servers whose tools the policy may call too; their names must differ from those of the class's own."""
+
     def prompt(self, task: Task) -> str:
         """The first user message.
 
@@ -277,18 +300,36 @@ class ToolEnvironment(Environment):
 
     async def run(self, ctx: EpisodeContext) -> None:
         """Act and answer tool calls until the policy answers in plain text or a limit is reached."""
-        tools = self.tool_table()
-        agent = ctx.agent(self.seats[0], tools=[bound.spec for bound in tools.values()])
-        observations: list[Message] = [user(self.prompt(ctx.task))]
         truncated = False
-        try:
-            while observations:
-                turn = await agent.act(*observations)
-                observations = [await run_tool(ctx, self, tools, call) for call in turn.tool_calls]
-        except LimitReachedError as limit:
-            ctx.truncate(limit)
-            truncated = True
+        async with connected(self.mcp_servers) as connections:
+            tools = await self._all_tools(ctx, connections)
+            agent = ctx.agent(self.seats[0], tools=[bound.spec for bound in tools.values()])
+            observations: list[Message] = [user(self.prompt(ctx.task))]
+            try:
+                while observations:
+                    turn = await agent.act(*observations)
+                    observations = [await run_tool(ctx, self, tools, call) for call in turn.tool_calls]
+            except LimitReachedError as limit:
+                ctx.truncate(limit)
+                truncated = True
         value = self.reward(ctx.task, ToolEpisode(turns=agent.turns, messages=agent.messages, truncated=truncated))
         if value is None:
             raise RewardError(f"{type(self).__name__}.reward returned None; return a number")
         agent.reward(value)
+
+    async def _all_tools(
+        self, ctx: EpisodeContext, connections: Sequence[MCPConnection]
+    ) -> Mapping[str, BoundTool | MCPTool]:
+        """The class's tools, and those of its servers."""
+        tools: dict[str, BoundTool | MCPTool] = dict(self.tool_table())
+        for connection in connections:
+            listed = await ctx.effect("list MCP tools", connection.listed, guarantee="read")
+            for name, tool in tools_of(listed, connection):
+                if name in tools:
+                    raise EpisodeError(
+                        f"MCP server {connection.server.name!r}: its tool {name!r} has the name of another tool; "
+                        "leave it out with MCPServer(tools=[…])",
+                        reason="environment_error",
+                    )
+                tools[name] = tool
+        return tools

@@ -1,0 +1,395 @@
+"""Tools behind servers of the Model Context Protocol, as tools of a `ToolEnvironment`.
+
+Each episode starts its servers, or connects to them, when it needs them, and ends them at its end. The list of tools is
+journaled, and so is each call, so that a replay needs no server.
+
+Content of servers is hostile: names, schemas and results are checked and bounded. A server that cannot be used ends the
+attempt by name; an error, a time-out or the end of a server during a call is an observation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.util
+import json
+import os
+import re
+import signal
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from agentrl.core.errors import EnvironmentDefinitionError, EpisodeError, error_words
+from agentrl.core.machine import install_command
+from agentrl.core.records import ToolSpec
+from agentrl.environment.base import Guarantee
+from agentrl.environment.harness import die_with_parent
+
+if TYPE_CHECKING:
+    from mcp import ClientSession
+
+START_S = 30.0
+"""Seconds in which a server must list its tools."""
+MAX_TOOLS = 256
+MAX_SCHEMA_CHARACTERS = 65_536
+MAX_RESULT_CHARACTERS = 100_000
+"""Longest observation; the rest of a result is cut off."""
+MAX_LINE_BYTES = 4 << 20
+"""Longest message of a server."""
+MAX_WRITTEN_BYTES = 64 << 20
+"""All that a server may write in an episode."""
+SHOWN_ERRORS = 1000
+"""Bytes of a server's error stream that are told when it ends."""
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_INHERITED = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "USER", "SHELL", "TERM")
+"""Environment variables of this process that a server gets, beside its own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MCPServer:
+    """A server of tools: a command that speaks over its standard streams, or the address of an HTTP endpoint.
+
+    Example:
+        class Files(agentrl.ToolEnvironment):
+            mcp_servers = [agentrl.MCPServer(command=["python", "-m", "file_server"], timeout_s=10)]
+    """
+
+    command: Sequence[str] = ()
+    """The program and its arguments."""
+    url: str = ""
+    """Address of a server that speaks streamable HTTP, instead of a command."""
+    variables: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """Environment variables of the program. Of this process's own it gets only PATH, HOME and the like: no keys."""
+    headers: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """HTTP headers, such as `Authorization`; never journaled."""
+    tools: Sequence[str] = ()
+    """Names of the tools to offer; empty: all."""
+    timeout_s: float | None = None
+    """Longer calls become a timeout observation, in seconds; default `environment.tool_timeout_s`."""
+    guarantee: Guarantee = "once"
+    """What another try may do if the process died during a call; see `ctx.effect`."""
+    stateful: bool = False
+    """Whether calls depend on earlier ones of the episode. An episode that is resumed then begins again once it needs
+    the server, whose state died with its process."""
+
+    def __post_init__(self) -> None:
+        if bool(self.command) == bool(self.url) or isinstance(self.command, str):
+            raise EnvironmentDefinitionError(
+                "MCPServer needs a command, as a list, or a url: MCPServer(command=['python', '-m', 'server'])"
+            )
+        if self.timeout_s is not None and not self.timeout_s > 0:
+            raise EnvironmentDefinitionError(f"MCPServer(timeout_s={self.timeout_s!r}) needs a number above 0")
+        if importlib.util.find_spec("mcp") is None:
+            raise EnvironmentDefinitionError(f"MCPServer needs the package mcp: {install_command('mcp')}")
+
+    @property
+    def name(self) -> str:
+        """The command or the address, for messages."""
+        return self.url or " ".join(self.command)[:300]
+
+
+class MCPToolError(Exception):
+    """The server says that a call failed, or cannot answer it."""
+
+
+class _ListError(Exception):
+    """A list of tools that cannot be used."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MCPTool:
+    """A tool of a server."""
+
+    spec: ToolSpec
+    connection: MCPConnection
+
+    def validate(self, arguments: Mapping[str, Any] | str) -> dict[str, Any]:
+        """Arguments by name.
+
+        Raises:
+            ValueError: they do not fit the schema; the text is an observation for the policy.
+        """
+        import jsonschema
+        from referencing import Registry
+
+        if not isinstance(arguments, Mapping):
+            raise ValueError("arguments are not a JSON object, each key given once")
+        schema = _without_patterns(dict(self.spec.parameters))
+        try:
+            jsonschema.Draft202012Validator(schema, registry=Registry()).validate(dict(arguments))
+        except jsonschema.ValidationError as error:
+            where = ".".join(map(str, error.absolute_path)) or "arguments"
+            raise ValueError(f"{where}: {error.message[:300]}") from None
+        except Exception as error:  # noqa: BLE001 - of a schema that refers to what is not in it
+            raise ValueError(f"the tool's schema cannot be applied: {error_words(error)[:300]}") from None
+        return dict(arguments)
+
+
+class MCPConnection:
+    """The connection of one episode to one server; it opens with the first use."""
+
+    def __init__(self, server: MCPServer) -> None:
+        self.server = server
+        self.has_recalled = False
+        """Whether a call was recalled, and not made: the state of a stateful server is then lost."""
+        self._session: asyncio.Future[ClientSession] | None = None
+        self._holding: asyncio.Task[None] | None = None
+        self._closing = asyncio.Event()
+        self._ended = ""
+        """Why a program ended."""
+
+    async def listed(self) -> list[dict[str, Any]]:
+        """Names, descriptions and schemas of the server's tools.
+
+        Raises:
+            EpisodeError: the server cannot be used.
+        """
+        from mcp import types
+
+        found: list[dict[str, Any]] = []
+        try:
+            async with asyncio.timeout(START_S):
+                session, cursor = await self._open(), None
+                while True:
+                    page = await session.list_tools(params=types.PaginatedRequestParams(cursor=cursor))
+                    found += [
+                        {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
+                        for tool in page.tools
+                    ]
+                    cursor = page.next_cursor
+                    if cursor is None or len(found) > MAX_TOOLS:
+                        break
+            return _checked(found, self.server.tools)
+        except TimeoutError:
+            raise self._unusable(f"it has not listed its tools within {START_S:g} s") from None
+        except _ListError as error:
+            raise self._unusable(str(error)) from None
+        except Exception as error:  # noqa: BLE001 - of the server, or of the library that speaks with it
+            raise self._unusable(self._ended or error_words(_cause(error))[:1000]) from None
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
+        """Call a tool.
+
+        Raises:
+            MCPToolError: the server says that the call failed, or cannot answer it.
+            EpisodeError: the state that earlier calls left in the server is lost.
+        """
+        if self.server.stateful and self.has_recalled and self._session is None:
+            raise EpisodeError(
+                f"MCP server {self.server.name!r} is stateful and died with its process: the episode begins again",
+                reason="resource_lost",
+                begin_again=True,
+            )
+        try:
+            result = await (await self._open()).call_tool(name, dict(arguments))
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:  # noqa: BLE001 - of the server, or of the library that speaks with it
+            raise MCPToolError(self._ended or error_words(_cause(error))[:1000]) from None
+        said = _text_of(result)
+        if getattr(result, "is_error", False):
+            raise MCPToolError(said)
+        return said
+
+    async def close(self) -> None:
+        """End the connection, and the program with all processes of its group."""
+        self._closing.set()
+        if self._holding is not None:
+            self._holding.cancel()
+            await asyncio.wait({self._holding})
+
+    async def _open(self) -> ClientSession:
+        if self._session is None:
+            loop = asyncio.get_running_loop()
+            self._session = loop.create_future()
+            self._holding = loop.create_task(self._hold(self._session))
+        return await asyncio.shield(self._session)
+
+    async def _hold(self, opened: asyncio.Future[ClientSession]) -> None:
+        """Keep the connection open: the library wants it closed by the task that opened it."""
+        from mcp import ClientSession
+        from mcp.client.streamable_http import create_mcp_http_client, streamable_http_client
+
+        try:
+            async with AsyncExitStack() as stack:
+                if self.server.url:
+                    client = await stack.enter_async_context(create_mcp_http_client(headers=dict(self.server.headers)))
+                    streams = await stack.enter_async_context(
+                        streamable_http_client(self.server.url, http_client=client, max_sse_event_size=MAX_LINE_BYTES)
+                    )
+                else:
+                    streams = await stack.enter_async_context(self._process())
+                session = await stack.enter_async_context(ClientSession(streams[0], streams[1]))
+                await session.initialize()
+                opened.set_result(session)
+                await self._closing.wait()
+        except BaseException as error:  # noqa: BLE001 - who waits gets it
+            if not opened.done():
+                opened.set_exception(
+                    _cause(error) if isinstance(error, Exception) else ConnectionError("it was closed")
+                )
+                opened.exception()
+
+    @asynccontextmanager
+    async def _process(self) -> AsyncIterator[tuple[Any, Any]]:
+        """Run the program; yields the streams that the library reads from and writes to."""
+        import anyio
+
+        process = await asyncio.create_subprocess_exec(
+            *self.server.command,
+            env={**{name: os.environ[name] for name in _INHERITED if name in os.environ}, **self.server.variables},
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            limit=MAX_LINE_BYTES,
+            start_new_session=True,
+            preexec_fn=die_with_parent(),
+        )
+        to_session, from_server = anyio.create_memory_object_stream[Any](0)
+        to_server, from_session = anyio.create_memory_object_stream[Any](0)
+        loop, errors = asyncio.get_running_loop(), bytearray()
+        tasks = {
+            loop.create_task(self._read(process, to_session, errors)),
+            loop.create_task(_write(process, from_session)),
+            loop.create_task(_read_errors(process, errors)),
+        }
+        try:
+            yield from_server, to_server
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            for task in tasks:
+                task.cancel()
+            for stream in (to_session, from_server, to_server, from_session):
+                stream.close()
+            process._transport.close()  # type: ignore[attr-defined] # a process that left the group may hold a pipe
+            await asyncio.wait(tasks)
+            await process.wait()
+
+    async def _read(self, process: asyncio.subprocess.Process, to_session: Any, errors: bytearray) -> None:
+        """Hand a program's messages to the session, until it ends or writes too much."""
+        from mcp import types
+        from mcp.shared.message import SessionMessage
+
+        assert process.stdout is not None
+        written = 0
+        try:
+            while line := await process.stdout.readline():
+                written += len(line)
+                if written > MAX_WRITTEN_BYTES:
+                    self._ended = f"the server wrote more than {MAX_WRITTEN_BYTES:,} bytes"
+                    return
+                with contextlib.suppress(ValueError, RecursionError):  # what is no message is a line of its log
+                    message = types.jsonrpc_message_adapter.validate_json(line, by_name=False)
+                    await to_session.send(SessionMessage(message))
+            await asyncio.sleep(0.05)  # its error stream may hold a last word
+            said = errors.decode("utf-8", "replace").strip()
+            self._ended = f"the server has ended{f': {said}' if said else ''}"
+        except ValueError:  # of `readline`
+            self._ended = f"the server wrote a line of more than {MAX_LINE_BYTES:,} bytes"
+        finally:
+            to_session.close()
+
+    def _unusable(self, why: str) -> EpisodeError:
+        return EpisodeError(f"MCP server {self.server.name!r}: {why}", reason="environment_error")
+
+
+async def _write(process: asyncio.subprocess.Process, from_session: Any) -> None:
+    assert process.stdin is not None
+    async for each in from_session:
+        with contextlib.suppress(ConnectionError):
+            process.stdin.write(each.message.model_dump_json(by_alias=True, exclude_unset=True).encode() + b"\n")
+            await process.stdin.drain()
+
+
+async def _read_errors(process: asyncio.subprocess.Process, errors: bytearray) -> None:
+    assert process.stderr is not None
+    while part := await process.stderr.read(SHOWN_ERRORS):
+        errors += part
+        del errors[:-SHOWN_ERRORS]
+
+
+@asynccontextmanager
+async def connected(servers: Sequence[MCPServer]) -> AsyncIterator[list[MCPConnection]]:
+    """Connections of an episode, closed at its end."""
+    connections = [MCPConnection(server) for server in servers]
+    try:
+        yield connections
+    finally:
+        for connection in connections:
+            await connection.close()
+
+
+def tools_of(listed: Sequence[Mapping[str, Any]], connection: MCPConnection) -> Iterator[tuple[str, MCPTool]]:
+    """The tools of a server by name, from its list."""
+    for each in listed:
+        yield each["name"], MCPTool(spec=ToolSpec(**each), connection=connection)
+
+
+def _checked(found: Sequence[dict[str, Any]], wanted: Sequence[str]) -> list[dict[str, Any]]:
+    """The tools to offer.
+
+    Raises:
+        _ListError: the list cannot be used.
+    """
+    import jsonschema
+
+    names = [tool["name"] for tool in found]
+    if len(found) > MAX_TOOLS:
+        raise _ListError(f"it lists more than {MAX_TOOLS} tools")
+    for name in names:
+        if not _NAME.fullmatch(name):
+            raise _ListError(f"a tool's name is {name[:80]!r}; it has 1 to 64 letters, digits, '_' or '-'")
+        if names.count(name) > 1:
+            raise _ListError(f"it lists tool {name!r} twice")
+    for name in wanted:
+        if name not in names:
+            raise _ListError(f"it has no tool {name!r}; it has {', '.join(names)}")
+    for tool in found:
+        if len(json.dumps(tool)) > MAX_SCHEMA_CHARACTERS:
+            raise _ListError(f"tool {tool['name']!r} is described in more than {MAX_SCHEMA_CHARACTERS:,} characters")
+        try:
+            jsonschema.Draft202012Validator.check_schema(tool["parameters"])
+        except jsonschema.SchemaError as error:
+            raise _ListError(f"the schema of tool {tool['name']!r} is none: {error.message[:300]}") from None
+        if tool["parameters"].get("type") != "object":
+            raise _ListError(f"the schema of tool {tool['name']!r} must be of type object")
+    return [tool for tool in found if not wanted or tool["name"] in wanted]
+
+
+def _without_patterns(schema: Any) -> Any:
+    """A schema without regular expressions: one of a hostile server could take for ever. The server checks them."""
+    if isinstance(schema, list):
+        return [_without_patterns(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        key: {name: _without_patterns(each) for name, each in value.items()}
+        if key in ("properties", "$defs", "definitions", "dependentSchemas") and isinstance(value, dict)
+        else value
+        if key in ("const", "enum", "default", "examples")
+        else _without_patterns(value)
+        for key, value in schema.items()
+        if key not in ("pattern", "patternProperties")
+    }
+
+
+def _text_of(result: Any) -> str:
+    """A result as the policy's observation."""
+    parts = [
+        part.text if getattr(part, "type", "") == "text" else f"[{getattr(part, 'type', 'content')}, left out]"
+        for part in getattr(result, "content", ())
+    ]
+    structured = getattr(result, "structured_content", None)
+    text = "\n".join(parts) if parts or structured is None else json.dumps(structured)
+    cut = len(text) - MAX_RESULT_CHARACTERS
+    return text if cut <= 0 else f"{text[:MAX_RESULT_CHARACTERS]}… ({cut:,} characters were cut off)"
+
+
+def _cause(error: BaseException) -> BaseException:
+    """The first error of a group."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

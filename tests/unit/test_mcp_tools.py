@@ -1,0 +1,289 @@
+"""Tools behind MCP servers: real servers over standard streams and HTTP, good ones and hostile ones."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import agentrl
+from agentrl.core.errors import EnvironmentDefinitionError, EpisodeError
+from agentrl.environment import mcp as mcp_module
+from agentrl.environment.mcp import MCPConnection, MCPServer, _without_patterns
+from agentrl.journal.entries import EffectEntry, ToolEntry
+from agentrl.testing.check import check_environment
+from tests.unit.episodes import Played, play
+
+GOOD = """
+import os, subprocess, sys, time
+from typing import Literal
+from mcp.server import MCPServer
+
+server = MCPServer("shop")
+open(os.environ["PIDS"], "a").write(f"{os.getpid()}\\n")
+
+@server.tool()
+def price(fruit: Literal["pear", "plum"], pieces: int = 1) -> str:
+    '''The price of pieces of a fruit.'''
+    return str({"pear": 3, "plum": 2}[fruit] * pieces)
+
+@server.tool()
+def fail() -> str:
+    raise ValueError("no more pears")
+
+@server.tool()
+def die() -> str:
+    print("out of plums", file=sys.stderr, flush=True)
+    os._exit(3)
+
+@server.tool()
+def hang() -> str:
+    time.sleep(1000)
+
+@server.tool()
+def flood() -> str:
+    return "x" * 500_000
+
+@server.tool()
+def leave() -> str:
+    child = subprocess.Popen(["sleep", "1000"])
+    open(os.environ["PIDS"], "a").write(f"{child.pid}\\n")
+    return "left"
+
+@server.tool()
+def secrets() -> str:
+    return os.environ.get("A_SECRET", "none")
+
+if len(sys.argv) > 1:
+    server.run("streamable-http", host="127.0.0.1", port=int(sys.argv[1]))
+else:
+    server.run("stdio")
+"""
+RAW = """
+import json, sys, time
+TOOLS = {tools}
+for line in sys.stdin:
+    asked = json.loads(line)
+    method, said = asked.get("method"), None
+    if method == "initialize":
+        said = {{"protocolVersion": asked["params"]["protocolVersion"], "capabilities": {{"tools": {{}}}},
+                 "serverInfo": {{"name": "raw", "version": "1"}}}}
+    elif method == "tools/list":
+        said = {{"tools": TOOLS}}
+        {listing}
+    elif method == "tools/call":
+        {calling}
+        said = {{"content": [{{"type": "text", "text": "ok"}}]}}
+    if "id" in asked:
+        answer = {{"jsonrpc": "2.0", "id": asked["id"]}}
+        answer |= {{"result": said}} if said is not None else {{"error": {{"code": -32601, "message": "no"}}}}
+        print(json.dumps(answer), flush=True)
+"""
+OBJECT = {"type": "object", "properties": {}}
+
+
+def environment_of(*servers: MCPServer) -> type[agentrl.ToolEnvironment]:
+    class Shop(agentrl.ToolEnvironment):
+        mcp_servers = servers
+
+        @agentrl.tool
+        def own(self) -> str:
+            """A tool of the class."""
+            return "mine"
+
+        def reward(self, task: agentrl.Task, episode: agentrl.ToolEpisode) -> float:
+            return 1.0
+
+        @classmethod
+        def tasks(cls, split: str, *, seed: int = 0) -> agentrl.TaskSource:
+            return [agentrl.Task(id="1", data={"question": "What?"})]
+
+    return Shop
+
+
+def call(name: str, **arguments: Any) -> str:
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+def observed(played: Played) -> list[tuple[str, str]]:
+    return [(entry.outcome, entry.observation) for entry in played.entries if isinstance(entry, ToolEntry)]
+
+
+@pytest.fixture
+def pids(tmp_path: Path) -> Iterator[Path]:
+    """A file in which servers write their ids; all have ended after the test."""
+    file = tmp_path / "pids"
+    yield file
+    for line in file.read_text().split() if file.exists() else ():
+        assert not Path(f"/proc/{line}").exists() or "Z (zombie)" in Path(f"/proc/{line}/status").read_text(), line
+
+
+def script(directory: Path, text: str) -> list[str]:
+    path = directory / "server.py"
+    path.write_text(textwrap.dedent(text))
+    return [sys.executable, str(path)]
+
+
+def raw(directory: Path, tools: Any, *, listing: str = "pass", calling: str = "pass") -> MCPServer:
+    return MCPServer(command=script(directory, RAW.format(tools=repr(tools), listing=listing, calling=calling)))
+
+
+@pytest.fixture
+def shop(tmp_path: Path, pids: Path) -> MCPServer:
+    variables = {"PIDS": str(pids), "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
+    return MCPServer(command=script(tmp_path, GOOD), variables=variables, timeout_s=20)
+
+
+@contextmanager
+def over_http(directory: Path, pids: Path) -> Iterator[str]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [*script(directory, GOOD), str(port)]
+    with subprocess.Popen(command, env={**os.environ, "PIDS": str(pids)}, stderr=subprocess.DEVNULL) as process:
+        try:
+            for _ in range(600):
+                with socket.socket() as trial:
+                    if trial.connect_ex(("127.0.0.1", port)) == 0:
+                        break
+                time.sleep(0.1)
+            yield f"http://127.0.0.1:{port}/mcp"
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize("transport", ["stdio", "http"])
+def test_tools_are_listed_typed_called_and_journaled(
+    shop: MCPServer, tmp_path: Path, pids: Path, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("A_SECRET", "of this process")
+    calls = [
+        call("price", fruit="pear", pieces=4),
+        call("price", fruit="fig"),
+        call("price", fruit="pear", peaces=1) + call("own"),
+        call("fail"),
+        call("flood"),
+        call("secrets") if transport == "stdio" else call("own"),
+        call("nothing"),
+        "done",
+    ]
+    if transport == "stdio":
+        played = play(environment_of(shop), calls, max_context=400_000)
+    else:
+        with over_http(tmp_path, pids) as url:
+            played = play(environment_of(MCPServer(url=url, timeout_s=20)), calls, max_context=400_000)
+    assert played.header.stop_reason == "completed", played.said
+    assert "price(fruit, pieces)" in bytes(t for t in played.seen[0] if t < 256).decode()
+    (listed,) = [entry for entry in played.entries if isinstance(entry, EffectEntry)]
+    assert {tool["name"] for tool in listed.value} >= {"price", "fail", "hang"}
+    first, wrong, _, own, failed, flooded, last, unknown = observed(played)
+    assert first == ("ok", "12")
+    assert wrong[0] == "bad_arguments"
+    assert wrong[1].startswith("error: fruit: 'fig' is not one of")
+    assert own == ("ok", "mine")
+    assert failed[0] == "error"
+    assert "Error executing tool fail" in failed[1]
+    assert flooded[0] == "ok"
+    assert len(flooded[1]) < mcp_module.MAX_RESULT_CHARACTERS + 100
+    assert last == ("ok", "none" if transport == "stdio" else "mine"), "keys of this process are not the server's"
+    assert unknown[0] == "unknown_tool"
+    assert "price" in unknown[1]
+
+
+def test_a_server_that_dies_or_hangs_is_an_error_that_the_policy_sees(shop: MCPServer, pids: Path) -> None:
+    died = play(environment_of(shop), [call("die"), call("price", fruit="pear"), "done"])
+    assert died.header.stop_reason == "completed", died.said
+    assert [outcome for outcome, _ in observed(died)] == ["error", "error"]
+    assert all("out of plums" in text for _, text in observed(died))
+    slow = MCPServer(command=shop.command, variables=shop.variables, timeout_s=1.0)
+    hung = play(environment_of(slow), [call("hang"), "done"])
+    assert [outcome for outcome, _ in observed(hung)] == ["timeout"]
+
+
+def test_its_children_end_with_the_episode(shop: MCPServer, pids: Path) -> None:
+    assert observed(play(environment_of(shop), [call("leave"), "done"])) == [("ok", "left")]
+    assert len(pids.read_text().split()) == 2  # and the fixture finds both ended
+
+
+TOOL = {"name": "a", "description": "", "inputSchema": OBJECT}
+LIES: dict[str, tuple[Any, str, str]] = {
+    "twice": ([TOOL, TOOL], "pass", "it lists tool 'a' twice"),
+    "clash": ([TOOL | {"name": "own"}], "pass", "its tool 'own' has the name of another tool"),
+    "name": ([TOOL | {"name": "a b"}], "pass", "a tool's name is 'a b'"),
+    "schema": ([TOOL | {"inputSchema": {"type": "object", "properties": 7}}], "pass", "ValidationError"),
+    "type": ([TOOL | {"inputSchema": {"type": "object", "properties": {"a": {"type": "odd"}}}}], "pass", "is none: "),
+    "array": ([TOOL | {"inputSchema": {"type": "array"}}], "pass", "ValidationError"),
+    "long": ([TOOL | {"description": "x" * 100_000}], "pass", "described in more than 65,536 characters"),
+    "many": ([TOOL | {"name": f"a{n}"} for n in range(300)], "pass", "lists more than 256 tools"),
+    "no tools": (7, "pass", "MCP server"),
+    "flood": ([], "print('x' * 5_000_000, flush=True)", "a line of more than 4,194,304 bytes"),
+    "death": ([], "sys.exit('no licence')", "the server has ended: no licence"),
+    "hang": ([], "time.sleep(1000)", "it has not listed its tools within 3 s"),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_server_that_cannot_be_used_ends_the_episode_by_name(
+    tmp_path: Path, lie: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tools, listing, told = LIES[lie]
+    if lie == "hang":
+        monkeypatch.setattr(mcp_module, "START_S", 3.0)
+    played = play(environment_of(raw(tmp_path, tools, listing=listing)), ["done"])
+    assert played.header.drop_reason == "environment_error"
+    assert told in played.said
+    assert "server.py" in played.said
+
+
+def test_a_server_that_floods_during_a_call_is_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mcp_module, "MAX_WRITTEN_BYTES", 1 << 20)
+    noise = "\n        ".join(["while True:", "    print('log ' * 1000)"])
+    server = raw(tmp_path, [TOOL], calling=noise)
+    assert [text for _, text in observed(play(environment_of(server), [call("a"), "done"]))] == [
+        "error: MCPToolError: the server wrote more than 1,048,576 bytes"
+    ]
+
+
+def test_what_is_no_server_is_refused() -> None:
+    for given in ({}, {"command": ["a"], "url": "http://a"}, {"command": "a b"}, {"command": ["a"], "timeout_s": 0}):
+        with pytest.raises(EnvironmentDefinitionError):
+            MCPServer(**given)  # type: ignore[arg-type]
+    played = play(environment_of(MCPServer(command=["/nowhere/server"])), ["done"])
+    assert "/nowhere/server" in played.said
+    played = play(environment_of(MCPServer(url="http://127.0.0.1:9/mcp")), ["done"])
+    assert played.header.drop_reason == "environment_error"
+
+
+def test_the_state_of_a_server_that_is_lost_begins_the_episode_again() -> None:
+    connection = MCPConnection(MCPServer(command=["a"], stateful=True))
+    connection.has_recalled = True
+    with pytest.raises(EpisodeError, match="stateful and died with its process") as lost:
+        asyncio.run(connection.call("a", {}))
+    assert lost.value.begin_again
+
+
+def test_patterns_of_a_schema_are_left_to_the_server() -> None:
+    schema = {"properties": {"pattern": {"type": "string", "pattern": "(a+)+$"}}, "patternProperties": {"a": {}}}
+    assert _without_patterns(schema) == {"properties": {"pattern": {"type": "string"}}}
+
+
+def test_the_checker_accepts_it(shop: MCPServer, pids: Path) -> None:
+    only = MCPServer(command=shop.command, variables=shop.variables, tools=("price",))
+    report = check_environment(environment_of(only))
+    assert report.passed, report
+
+
+def test_importing_it_imports_no_mcp() -> None:
+    code = "import sys, agentrl; agentrl.MCPServer(command=['a']); assert 'mcp' not in sys.modules, 'imported'"
+    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": os.getcwd()})
