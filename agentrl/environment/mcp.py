@@ -111,7 +111,7 @@ class MCPTool:
         Raises:
             ValueError: they do not fit the schema; the text is an observation for the policy.
         """
-        import jsonschema
+        import jsonschema  # type: ignore[import-untyped]
         from referencing import Registry
 
         if not isinstance(arguments, Mapping):
@@ -209,13 +209,18 @@ class MCPConnection:
 
     async def _hold(self, opened: asyncio.Future[ClientSession]) -> None:
         """Keep the connection open: the library wants it closed by the task that opened it."""
+        import httpx2
         from mcp import ClientSession
-        from mcp.client.streamable_http import create_mcp_http_client, streamable_http_client
+        from mcp.client.streamable_http import streamable_http_client
 
         try:
             async with AsyncExitStack() as stack:
                 if self.server.url:
-                    client = await stack.enter_async_context(create_mcp_http_client(headers=dict(self.server.headers)))
+                    client = await stack.enter_async_context(  # which follows no redirects: its headers may be keys
+                        httpx2.AsyncClient(
+                            headers=dict(self.server.headers), timeout=httpx2.Timeout(START_S, read=None)
+                        )
+                    )
                     streams = await stack.enter_async_context(
                         streamable_http_client(self.server.url, http_client=client, max_sse_event_size=MAX_LINE_BYTES)
                     )

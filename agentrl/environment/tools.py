@@ -323,7 +323,7 @@ class ToolEnvironment(Environment):
         """The class's tools, and those of its servers."""
         tools: dict[str, BoundTool | MCPTool] = dict(self.tool_table())
         for connection in connections:
-            listed = await ctx.effect("list MCP tools", connection.listed, guarantee="read")
+            listed: list[dict[str, Any]] = await ctx.effect("list MCP tools", connection.listed, guarantee="read")
             for name, tool in tools_of(listed, connection):
                 if name in tools:
                     raise EpisodeError(

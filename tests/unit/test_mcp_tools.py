@@ -278,9 +278,8 @@ def test_patterns_of_a_schema_are_left_to_the_server() -> None:
     assert _without_patterns(schema) == {"properties": {"pattern": {"type": "string"}}}
 
 
-def test_the_checker_accepts_it(shop: MCPServer, pids: Path) -> None:
-    only = MCPServer(command=shop.command, variables=shop.variables, tools=("price",))
-    report = check_environment(environment_of(only))
+def test_the_checker_accepts_it(tmp_path: Path) -> None:
+    report = check_environment(environment_of(raw(tmp_path, [TOOL])))
     assert report.passed, report
 
 
