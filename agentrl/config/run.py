@@ -196,12 +196,12 @@ class SamplingConfig(Section):
 
 LOSSES = (
     *("truncated", "ppo", "reinforce", "cispo", "sapo", "gspo", "decoupled_ppo", "importance_sampling"),
-    *("geometric_mask", "off_policy_mask", "m2po", "topr", "vespo", "clip_cov", "kl_cov", "distillation"),
+    *("geometric_mask", "off_policy_mask", "m2po", "topr", "vespo", "clip_cov", "kl_cov", "distillation", "dpo"),
 )
 """Names of the built-in losses (`learn.losses`)."""
 ADVANTAGES = (
     *("leave_one_out", "group_mean", "group_std", "role_mean", "none"),
-    *("max_rl", "pass_at_k", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gdpo"),
+    *("max_rl", "pass_at_k", "best_of_n", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gdpo"),
 )
 """Names of the built-in advantage estimators (`credit.advantages`)."""
 

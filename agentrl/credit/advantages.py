@@ -192,6 +192,23 @@ def pass_at_k(group: Group, *, k: int = 4, threshold: float = 0.5) -> list[float
     return [n * (whole - (1 - math.comb(n - 1 - (c - own), k) / math.comb(n - 1, k))) for own in passed]
 
 
+def best_of_n(group: Group) -> list[float]:
+    """A_i = n / m for the m of n agents with the largest reward, else 0; 0 if all are equal (RAFT, arXiv:2304.06767).
+
+    With the loss `reinforce` the policy is trained on the best episodes of each group as on demonstrations: supervised
+    steps, with as much weight for each group.
+
+    Example:
+        >>> best_of_n(Group(rewards=(1.0, 0.0, 1.0, 0.5), episodes=("a", "b", "c", "d")))
+        [2.0, 0.0, 2.0, 0.0]
+    """
+    if not group.has_signal:
+        return [0.0] * len(group.rewards)
+    best = max(group.rewards)
+    each = len(group.rewards) / sum(reward == best for reward in group.rewards)
+    return [each if reward == best else 0.0 for reward in group.rewards]
+
+
 def reinforce_plus_plus(group: Group) -> list[float]:
     """A_i = (R_i - mean(R)) / (std(R) + 1e-8) over all units of the step (REINFORCE++, arXiv:2501.03262); std by n.
 
@@ -256,6 +273,7 @@ ADVANTAGES: dict[str, AdvantageFunction] = {
 OF_GROUPS: dict[str, tuple[Callable[..., list[float]], Mark]] = {
     "max_rl": (max_rl, Mark("advantage")),
     "pass_at_k": (pass_at_k, Mark("advantage")),
+    "best_of_n": (best_of_n, Mark("advantage")),
     "reinforce_plus_plus": (reinforce_plus_plus, Mark("advantage", over="step")),
     "reinforce_plus_plus_baseline": (reinforce_plus_plus_baseline, Mark("advantage", over="step")),
     "gdpo": (gdpo, Mark("advantage", over="step")),

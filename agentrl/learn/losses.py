@@ -264,6 +264,31 @@ def distillation(batch: LossBatch, *, max_ratio: float = 5.0, reward: float = 0.
     return -weight * batch.logprobs
 
 
+def dpo(batch: LossBatch, *, beta: float = 0.1) -> Tensor:
+    """Mean over the pairs of a group of -log sigmoid(`beta` (h_win - h_lose)), h the sum of log pi - log ref.
+
+    Online preference pairs (DPO, arXiv:2305.18290; from the policy's own samples: arXiv:2402.04792): in each seat of a
+    group, every conversation of larger advantage is preferred to every one of smaller. Each of the n conversations of a
+    seat that has pairs carries n-th of its loss, spread over its tokens, so that with `sequence_mean` a step's loss is
+    the mean over conversations. Conversations without a pair have no loss.
+    """
+    assert batch.reference_logprobs is not None
+    number, at = torch.unique(batch.agent, return_inverse=True)
+    size = len(number)
+    h = batch.logprobs.new_zeros(size).index_add(0, at, batch.logprobs - batch.reference_logprobs)
+    tokens = torch.bincount(at, minlength=size)
+    first = torch.full((size,), len(at), device=at.device).scatter_reduce(
+        0, at, torch.arange(len(at), device=at.device), "amin"
+    )
+    advantage = batch.sum(batch.advantages, "agent")[first] / tokens
+    compared = batch.group[first] * (int(batch.seat.max()) + 1 if size else 1) + batch.seat[first]
+    together = compared[:, None] == compared
+    wins = together & (advantage[:, None] > advantage + 1e-6)
+    losses = -torch.nn.functional.logsigmoid(beta * (h[:, None] - h)) * wins
+    of_seat = (together * losses.sum(1)).sum(1) / (together * wins.sum(1)).sum(1).clamp(min=1)
+    return of_seat[at]
+
+
 def _covariance(batch: LossBatch) -> Tensor:
     logprobs = batch.logprobs.detach()
     return (logprobs - logprobs.mean()) * (batch.advantages - batch.advantages.mean())
@@ -308,6 +333,7 @@ BUILT_IN: dict[str, tuple[LossFunction, Mark]] = {
     "clip_cov": (clip_cov, Mark("loss")),
     "kl_cov": (kl_cov, Mark("loss")),
     "distillation": (distillation, Mark("loss", per_token=True, reference=True)),
+    "dpo": (dpo, Mark("loss", reference=True)),
 }
 """Losses by the name in `trainer.loss.name`. Those per token without a reference have no gradient where the advantage
 is 0; none reads the entropies."""

@@ -241,7 +241,9 @@ def test_entropy_and_divergence_are_added_with_their_weights() -> None:
 
 def test_the_names_of_the_configuration_are_the_functions() -> None:
     assert (
-        set(LOSSES) == BUILT_IN.keys() == {case[0] for case in CASES} | {"clip_cov", "kl_cov", "m2po", "distillation"}
+        set(LOSSES)
+        == BUILT_IN.keys()
+        == {case[0] for case in CASES} | {"clip_cov", "kl_cov", "m2po", "distillation", "dpo"}
     )
     assert set(ADVANTAGE_NAMES) == ADVANTAGES.keys() | OF_GROUPS.keys()
     for function, _ in (*BUILT_IN.values(), *OF_GROUPS.values()):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,6 +13,8 @@ from agentrl.config.policies import PolicyConfig
 from agentrl.config.run import RunConfig
 from agentrl.core.errors import ConfigError, InputError, ModelError
 from agentrl.core.records import PolicyVersion
+from agentrl.learn.loss_batch import LossBatch, TokenColumns
+from agentrl.learn.losses import dpo
 from agentrl.learn.memory import trainer_memory
 from agentrl.learn.trainer import PolicyTrainer
 from tests.learn_cases import LORA, Episodes, make_rows, run_config, write_model, write_tokenizer
@@ -153,3 +156,41 @@ def test_a_reference_of_fewer_tokens_is_refused(models: tuple[Path, Path], tmp_p
     model.save_pretrained(tmp_path / "small")
     with pytest.raises(ModelError, match="has 32 tokens"):
         steps(config_of(models[0], tmp_path / "small"), tmp_path / "run")
+
+
+def test_online_dpo_is_that_of_a_loop_over_pairs() -> None:
+    """Three conversations of one seat in one group and one of another; a conversation's tokens share its loss."""
+    lengths, groups, advantages = [2, 3, 1, 2], [0, 0, 0, 1], [1.0, -0.5, -0.5, 1.0]
+    agent = np.repeat(np.arange(4), lengths)
+    count = len(agent)
+    draw = torch.Generator().manual_seed(0)
+    columns = TokenColumns(
+        behavior_logprobs=np.zeros(count, np.float32),
+        advantages=np.repeat(advantages, lengths).astype(np.float32),
+        lags=np.zeros(count, np.int32),
+        names={"seat": ["agent"], "group": ["g0", "g1"]},
+        starts=np.concatenate([[0], np.cumsum(lengths)]),
+        row=agent,
+        turn=agent,
+        agent=agent,
+        episode=agent,
+        seat=np.zeros(count, np.int64),
+        group=np.repeat(groups, lengths),
+    )
+    batch = LossBatch(
+        columns,
+        logprobs=torch.randn(count, generator=draw, dtype=torch.float64).requires_grad_(),
+        entropies=torch.zeros(count, dtype=torch.float64).requires_grad_(),
+        reference_logprobs=torch.randn(count, generator=draw, dtype=torch.float64),
+    )
+    found = dpo(batch, beta=0.5)
+    assert batch.reference_logprobs is not None
+    h = [(batch.logprobs - batch.reference_logprobs)[torch.from_numpy(agent == each)].sum() for each in range(4)]
+    pairs = [-torch.nn.functional.logsigmoid(0.5 * (h[0] - h[other])) for other in (1, 2)]
+    expected = torch.stack(pairs).mean()
+    assert found[:6].tolist() == pytest.approx([float(expected.detach())] * 6)
+    assert found[6:].tolist() == [0.0, 0.0], "nobody to be compared with"
+    weights = torch.from_numpy(1 / (3 * np.repeat(lengths, lengths)))[:6]
+    (ours,) = torch.autograd.grad((found[:6] * weights).sum(), batch.logprobs, retain_graph=True)
+    (theirs,) = torch.autograd.grad(expected, batch.logprobs)
+    assert ours.tolist() == pytest.approx(theirs.tolist())
