@@ -39,7 +39,8 @@ import transformers
 import agentrl
 from agentrl.config.load import load
 from agentrl.config.policies import LoraConfig, PolicyConfig
-from agentrl.config.run import EngineConfig, EnvironmentConfig, ModelConfig, RunConfig, TrainerConfig
+from agentrl.config.run import RunConfig
+from agentrl.config.sections import EngineConfig, EnvironmentConfig, ModelConfig, TrainerConfig
 from agentrl.core.errors import AgentRLError
 from agentrl.core.records import TrainingSample
 from agentrl.learn.attention import Tree, flex_tree_attention, tree_attention

@@ -28,7 +28,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from agentrl.config.run import LossConfig, RunConfig, TrainerConfig
+from agentrl.config.run import RunConfig
+from agentrl.config.sections import LossConfig, TrainerConfig
 from agentrl.core.errors import ConfigError, TrainerError
 from agentrl.core.functions import describe
 from agentrl.core.records import PolicyVersion, Row, StepReport
@@ -187,19 +188,19 @@ def _forked(row: Row) -> tuple[Row, ...]:
 
 
 SPLIT = [
-    *((name, {}, False) for name in ("gspo", "topr", "kl_cov", "m2po")),
-    ("importance_sampling", {"level": "agent"}, False),
-    *((name, {}, True) for name in ("ppo", "gspo")),
-    ("truncated", {}, False),
+    *((name, {}, "tokens") for name in ("gspo", "topr", "kl_cov", "m2po")),
+    ("importance_sampling", {"level": "agent"}, "tokens"),
+    *((name, {}, "sequences") for name in ("ppo", "gspo")),
+    ("truncated", {}, "tokens"),
 ]
-"""Losses that see a whole step or a token, with their options, and whether the mean is over sequences."""
+"""Losses that see a whole step or a token, with their options, and the normalizer."""
 
 
 def split_step(ranks: Ranks | None, model: str, directory: str, tokens: int, forked: bool) -> list[tuple[float, float]]:
     """Loss and gradient norm in each case of `SPLIT`, over some ranks."""
     found = []
-    for number, (name, options, sequence_mean) in enumerate(SPLIT):
-        loss = {"name": name, "options": options, "sequence_mean": sequence_mean}
+    for number, (name, options, normalizer) in enumerate(SPLIT):
+        loss = {"name": name, "options": options, "normalizer": normalizer}
         config = run_config(Path(model), loss=loss, micro_batch_tokens=tokens)
         path = Path(directory) / f"{number}-{tokens}-{forked}-{ranks.size if ranks is not None else 0}"
         found.append(step(config, path, forked=forked, precise=True, ranks=ranks))

@@ -134,7 +134,7 @@ def naive(*, seed: int, steps: int) -> Trace:
         group_size=config.credit.group_size,
         groups=policy.step_size // config.credit.group_size,
         learning_rate=policy.learning_rate,
-        tokens_per_unit=config.trainer.tokens_per_unit,
+        tokens_per_unit=config.trainer.loss.tokens_per_unit,
     )
     spent = 0.0
     trace = Trace()

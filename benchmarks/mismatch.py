@@ -34,7 +34,8 @@ import transformers
 
 import agentrl
 from agentrl.config.policies import PolicyConfig
-from agentrl.config.run import EngineConfig, EnvironmentConfig, ModelConfig, RunConfig
+from agentrl.config.run import RunConfig
+from agentrl.config.sections import EngineConfig, EnvironmentConfig, ModelConfig
 from agentrl.core.ports import GenerateRequest, SamplingParams
 from agentrl.core.records import Completion, DataLocation, PolicyVersion, TrainingSample, TrajectoryCredit, Unit
 from agentrl.credit.samples import samples as unit_samples

@@ -26,7 +26,8 @@ import transformers
 
 from agentrl.app.memory import memory_plan
 from agentrl.config.policies import LoraConfig, PolicyConfig
-from agentrl.config.run import EngineConfig, EnvironmentConfig, ModelConfig, RunConfig, SamplingConfig, TrainerConfig
+from agentrl.config.run import RunConfig
+from agentrl.config.sections import EngineConfig, EnvironmentConfig, ModelConfig, SamplingConfig, TrainerConfig
 from agentrl.core.machine import anonymous_bytes
 from agentrl.core.records import DataLocation, Row, TrainBatch, Trajectory, TrajectoryCredit, Unit
 from agentrl.learn.memory import longest_rows

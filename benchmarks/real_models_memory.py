@@ -28,7 +28,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from agentrl.config.policies import LoraConfig, PolicyConfig
-from agentrl.config.run import EngineConfig, EnvironmentConfig, ModelConfig, RunConfig, TrainerConfig
+from agentrl.config.run import RunConfig
+from agentrl.config.sections import EngineConfig, EnvironmentConfig, ModelConfig, TrainerConfig
 from agentrl.core.records import PolicyVersion, TrainingSample
 from agentrl.engines.models import computable
 from agentrl.learn.forward import token_logprobs

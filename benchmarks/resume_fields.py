@@ -31,11 +31,11 @@ from typing import Any, ClassVar, Literal, NamedTuple, get_args, get_origin
 import agentrl
 from agentrl.app.parts import Adapters
 from agentrl.app.training import Run, run_training
+from agentrl.config.fields import OnResume, Section, package_directory
 from agentrl.config.load import sections_in
 from agentrl.config.policies import BotPolicy, FrozenPolicy, OpponentPoolPolicy, PolicyConfig, RemotePolicy
 from agentrl.config.resume import check_unchanged, on_resume
 from agentrl.config.run import RunConfig
-from agentrl.config.section import OnResume, Section, package_directory
 from agentrl.core.errors import ConfigError
 from agentrl.core.ports import Engine, GenerateRequest
 from agentrl.core.records import PolicyVersion, Task, TrainBatch
@@ -249,7 +249,7 @@ def base(path: Path) -> dict[str, Any]:
         "seats": {"helper": "second"},
         "engine": {"refresh": "turn", "max_context": 512},
         "credit": {"group_size": GROUP},
-        "trainer": {"tokens_per_unit": 64},  # `late` weighs tokens by a constant
+        "trainer": {"loss": {"normalizer": 64}},  # `late` weighs tokens by a constant
         "checkpoint": {"every": CHECKPOINT, "versions": 0},
         "evaluation": {"tasks": 0},
     }

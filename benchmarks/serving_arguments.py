@@ -13,7 +13,7 @@ def figures(quick: bool) -> dict[str, float | None]:
     """The part's figures."""
     from vllm import AsyncEngineArgs
 
-    from agentrl.config.section import shipped_example
+    from agentrl.config.fields import shipped_example
     from agentrl.engines.vllm.startup import engine_arguments
     from benchmarks.vllm_parts import settings_for
 

@@ -20,7 +20,7 @@ from typing import Any, Literal, get_args
 from tokenizers import AddedToken, Tokenizer
 
 import agentrl
-from agentrl.config.section import package_directory
+from agentrl.config.fields import package_directory
 from agentrl.core.errors import ModelError
 from agentrl.core.ports import GenerateRequest
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion, SeatBinding, Task

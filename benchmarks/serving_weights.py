@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
-from agentrl.config.section import shipped_example
+from agentrl.config.fields import shipped_example
 from agentrl.core.errors import EngineError
 from agentrl.core.files import sha256_of
 from agentrl.core.records import Completion, PolicyVersion, WeightsRef

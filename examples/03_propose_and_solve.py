@@ -30,7 +30,7 @@ CONFIG = agentrl.RunConfig(
     engine={"slots": 128, "max_context": 256},
     trainer={
         "entropy_bonus": 0.04,
-        "tokens_per_unit": 32,
+        "loss": {"normalizer": 32},
         "micro_batch_tokens": 8192,
     },
     evaluation={"tasks": 0},

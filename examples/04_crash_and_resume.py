@@ -33,7 +33,7 @@ def train(*, resume: bool) -> None:
         policies={"solver": {"step_size": 32, "learning_rate": 3e-4}},
         sampling={"max_tokens": 32, "max_turns": 6},
         engine={"slots": 96, "max_context": 192},
-        trainer={"tokens_per_unit": 64},
+        trainer={"loss": {"normalizer": 64}},
         checkpoint={"every": 2},
         evaluation={"tasks": 0},
     )

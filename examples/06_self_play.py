@@ -55,7 +55,7 @@ CONFIG = agentrl.RunConfig(
     trainer={
         "kind": "in_process",
         "entropy_bonus": 0.01,
-        "tokens_per_unit": 4,
+        "loss": {"normalizer": 4},
         "micro_batch_tokens": 8192,
         "optimizer": {"final_learning_rate_share": 0.2},
     },

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from agentrl.config.policies import AnyPolicy, LoraConfig, PolicyConfig
-from agentrl.config.run import EngineConfig, EnvironmentConfig, ModelConfig, RunConfig, TrainerConfig
+from agentrl.config.run import RunConfig
+from agentrl.config.sections import EngineConfig, EnvironmentConfig, ModelConfig, TrainerConfig
 from agentrl.core.records import DataLocation, Row, TrainBatch, TrainingSample, Trajectory, TrajectoryCredit, Unit
 from agentrl.credit.samples import ReadUnits
 from agentrl.journal.entries import Begin, JournalEntry, Span, TurnEntry, encode_body

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from agentrl.config.run import LossConfig, TrainerConfig
+from agentrl.config.sections import LossConfig, TrainerConfig
 from agentrl.learn.loss_batch import IDS, LossBatch, TokenColumns, TokenGradients
 from agentrl.learn.losses import Loss, make_loss
 

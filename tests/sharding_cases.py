@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from agentrl.config.policies import AnyPolicy, PolicyConfig
-from agentrl.config.run import OptimizerConfig
+from agentrl.config.sections import OptimizerConfig
 from agentrl.core.functions import loss
 from agentrl.core.records import PolicyVersion, Trajectory, Unit
 from agentrl.learn.loss_batch import LossBatch

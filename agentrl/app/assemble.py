@@ -175,7 +175,7 @@ def _record_group(curriculum: Curriculum, group_size: int, spec: EpisodeSpec, he
 def _plan(config: RunConfig, environment: type[Environment]) -> TrainingPlan:
     return TrainingPlan(
         step_size={name: policy.step_size for name, policy in config.trained.items()},
-        tokens_per_unit=config.trainer.tokens_per_unit,
+        tokens_per_unit=config.trainer.loss.tokens_per_unit,
         demands=demands_of(config, environment),
         evaluate_every=config.evaluation.every,
         checkpoint_every=config.checkpoint.every,

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from agentrl.app.parts import device_plan
 from agentrl.app.policies import adapter_slots_needed, largest_rank
+from agentrl.config.fields import base_name
 from agentrl.config.run import RunConfig
-from agentrl.config.section import base_name
 from agentrl.core.errors import ConfigError
 from agentrl.core.machine import anonymous_bytes, memory
 

@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import msgspec
 
+from agentrl.config.fields import base_name
 from agentrl.config.policies import ExternalPolicyConfig, FrozenPolicy, OpponentPoolPolicy, PolicyConfig
-from agentrl.config.run import RunConfig, SamplingConfig
-from agentrl.config.section import base_name
+from agentrl.config.run import RunConfig
+from agentrl.config.sections import SamplingConfig
 from agentrl.core.errors import ConfigError, EngineError, InputError
 from agentrl.core.files import WEIGHT_FILES, sha256_of
 from agentrl.core.ports import ChatFormat, EngineCapabilities, SamplingParams

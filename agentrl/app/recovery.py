@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from agentrl.app.policies import SPARE, pinned_policies
 from agentrl.config.policies import BotPolicy, OpponentPoolPolicy
 from agentrl.config.resume import Difference
-from agentrl.config.run import ADVANTAGES, LOSSES, RunConfig
+from agentrl.config.run import RunConfig
+from agentrl.config.sections import ADVANTAGES, LOSSES
 from agentrl.core import ids
 from agentrl.core.clock import Clock
 from agentrl.core.errors import ConfigError, EngineError, RunDirectoryError, StorageError

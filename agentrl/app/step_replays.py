@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from agentrl.config.load import recorded_config
-from agentrl.config.run import LOSSES, RunConfig
+from agentrl.config.run import RunConfig
+from agentrl.config.sections import LOSSES
 from agentrl.core.errors import AgentRLError, InputError, JournalError
 from agentrl.core.functions import find
 from agentrl.core.machine import install_command

@@ -519,7 +519,7 @@ slots = 96
 max_context = {max_context}     # longest conversation; demonstrated: {context}
 
 [trainer]
-tokens_per_unit = 64  # sampled tokens of a typical episode
+loss.normalizer = 64  # sampled tokens of a typical episode
 
 [evaluation]
 tasks = 256           # held-out tasks, before the first step and after the last

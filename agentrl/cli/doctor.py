@@ -252,7 +252,7 @@ def _disk_space(name: str, place: Path, *, needed: float, setting: str) -> Check
 
 def model() -> list[Check]:
     """The model and the environment of the demo."""
-    from agentrl.config.section import shipped_example
+    from agentrl.config.fields import shipped_example
 
     config = load(shipped_example("01_tool_use"))
     weights = Path(config.model.path) / "model.safetensors"
@@ -264,7 +264,7 @@ def model() -> list[Check]:
 
 def plan(config: RunConfig | None = None) -> list[Check]:
     """Engine, trainer and directories that a run will use here; None: that of `agentrl demo`."""
-    from agentrl.config.section import shipped_example
+    from agentrl.config.fields import shipped_example
 
     config = config or load(shipped_example("01_tool_use"))
     if config.engine.kind == "vllm":

@@ -445,7 +445,7 @@ slots = 96
 max_context = 192     # longest conversation, in tokens
 
 [trainer]
-tokens_per_unit = 64  # sampled tokens of a typical episode
+loss.normalizer = 64  # sampled tokens of a typical episode
 
 [evaluation]
 tasks = 256           # held-out tasks, before the first step and after the last

@@ -71,7 +71,7 @@ def _say_how_to_go_on(options: argparse.Namespace) -> None:
 
 def demo(options: argparse.Namespace) -> int:
     """`agentrl demo [EXAMPLE] [--section.field=value …] [--dry-run]`: a shipped example, into `runs/demo`."""
-    from agentrl.config.section import shipped_example
+    from agentrl.config.fields import shipped_example
 
     if options.journal_only:
         return _sample(options)

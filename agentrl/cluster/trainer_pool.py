@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agentrl.cluster.session import RaySession, brief, kept_signal_handlers, on_node
-from agentrl.config.run import LOSSES, RunConfig
+from agentrl.config.run import RunConfig
+from agentrl.config.sections import LOSSES
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import AgentRLError, ConfigError, TrainerError, TrainerLostError
 from agentrl.core.functions import FunctionCode, find, is_replaced

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from agentrl.config.section import base_name
+from agentrl.config.fields import base_name
 from agentrl.core.errors import ConfigError
 from agentrl.core.machine import Gpu, Memory
 

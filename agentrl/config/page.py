@@ -8,10 +8,11 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
+from agentrl.config.fields import DerivedDefault, NumberUnit
 from agentrl.config.load import dump_toml, sections_in
 from agentrl.config.resume import on_resume
-from agentrl.config.run import EnvironmentConfig, ModelConfig, RunConfig
-from agentrl.config.section import DerivedDefault, NumberUnit
+from agentrl.config.run import RunConfig
+from agentrl.config.sections import EnvironmentConfig, ModelConfig
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

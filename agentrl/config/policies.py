@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
-from agentrl.config.section import (
+from agentrl.config.fields import (
     DerivedDefault,
     Episodes,
     Fixed,

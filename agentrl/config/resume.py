@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from pydantic import BaseModel
 from pydantic_core import to_jsonable_python
 
-from agentrl.config.section import OnResume
+from agentrl.config.fields import OnResume
 from agentrl.core.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -11,10 +11,9 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import ValidationError, field_validator, model_validator
 
-from agentrl.config.credit import CreditConfig
-from agentrl.config.operation import BestConfig, CheckpointConfig, ClusterConfig, EvaluationConfig, JournalConfig
+from agentrl.config.fields import Episodes, Fixed, Free, NumberUnit, Positive, Seconds, Section, Steps, base_name
 from agentrl.config.policies import (
     AnyPolicy,
     BotPolicy,
@@ -24,25 +23,21 @@ from agentrl.config.policies import (
     PolicyConfig,
     RemotePolicy,
 )
-from agentrl.config.section import (
-    Episodes,
-    Fixed,
-    Free,
-    MaybeSteps,
-    NonNegative,
-    NumberUnit,
-    PerEpisode,
-    Positive,
-    Rate,
-    ReplyFormatName,
-    Seconds,
-    Section,
-    Share,
-    Steps,
-    Tokens,
-    WaveFixed,
-    base_name,
-    package_directory,
+from agentrl.config.sections import (
+    ADVANTAGES,
+    ALONE,
+    LOSSES,
+    BestConfig,
+    CheckpointConfig,
+    ClusterConfig,
+    CreditConfig,
+    EngineConfig,
+    EnvironmentConfig,
+    EvaluationConfig,
+    JournalConfig,
+    ModelConfig,
+    SamplingConfig,
+    TrainerConfig,
 )
 from agentrl.core.errors import ConfigError
 from agentrl.core.functions import Kind, installed
@@ -50,223 +45,6 @@ from agentrl.core.ids import is_safe_name
 
 if TYPE_CHECKING:
     from agentrl.core.ports import Refresh
-
-
-class EnvironmentConfig(Section):
-    """The environment that agents act in."""
-
-    id: Fixed[str]
-    """Registered name, `module:Class`, or `path/to/env.py:Class`, in a TOML file relative to that file."""
-    options: Fixed[dict[str, Any]] = {}
-    """Arguments of the environment's task source."""
-    selection: Fixed[dict[str, float]] = {}
-    """Select tasks by how earlier groups did, such as `{ low = 0.1, high = 0.9, replay = 0.5, retire_after = 2 }`
-    (docs/selection.md); empty: a seeded permutation of all tasks per pass."""
-    tool_timeout_s: Free[Seconds] = 30.0
-    """A tool call that takes longer becomes a timeout observation: a hanging tool costs one turn, not the run."""
-    on_code_change: Free[Literal["try", "restart", "drop"]] = "try"
-    """How `--resume` treats unfinished episodes after the environment's file was edited. `try`: replay them, and begin
-    again only those that depart from the journal; `restart`: begin all of them again; `drop`: drop them."""
-
-    @field_validator("selection")
-    @classmethod
-    def _check_selection(cls, selection: dict[str, float]) -> dict[str, float]:
-        """The arguments of `orchestrator.tasks.PassRates`."""
-        bounds = {"low": 1.0, "high": 1.0, "replay": 1.0, "retire_after": math.inf}
-        for name, value in selection.items():
-            if name not in bounds:
-                raise ValueError(f"{name}: there is no such argument; there are {', '.join(bounds)}")
-            if not 0 <= value <= bounds[name]:
-                raise ValueError(f"{name} = {value}: a number from 0 to {bounds[name]:g} is expected")
-        if selection.get("low", 0.0) > selection.get("high", 1.0):
-            raise ValueError(f"low = {selection['low']} is above high = {selection['high']}: no task would be replayed")
-        return selection
-
-
-class ModelConfig(Section):
-    """The base model that policies start from, unless they have one of their own (`policies.NAME.model`)."""
-
-    path: Fixed[str] = ""
-    """A local Hugging Face causal-LM directory with tokenizer and chat template: a path, in a TOML file relative to
-    that file, or `package:directory` for one inside an installed package, such as
-    `agentrl.environments:calculator/model`; or a name on the Hugging Face hub, such as `Qwen/Qwen3-0.6B`, or
-    `Qwen/Qwen3-0.6B@main` with a commit, tag or branch, which is looked up in huggingface_hub's cache and downloaded if
-    it is not there (safetensors only); a run is resumed with the commit it began with. Needed unless every policy is
-    remote, a bot, or has a `model` of its own."""
-    dtype: Fixed[Literal["auto", "float32", "bfloat16"]] = "auto"
-    """The dtype that engine and trainer compute in, and versions with all weights are published in; `auto`: the
-    checkpoint's, float32 for one in float16. Adapters, gradients and optimizer are float32; a policy that trains all
-    weights in bfloat16 keeps float32 masters of them."""
-
-    reply_format: Fixed[ReplyFormatName] = "auto"
-    """The way the model writes tool calls and thinking; `auto`: as its chat template does (docs/models.md lists all).
-    Models of policies' own are read as their templates write."""
-    history: Fixed[Literal["keep", "fork"]] = "keep"
-    """Where the chat template rewrites former turns, such as their thinking: `keep`: the model sees what it saw and
-    sampled; `fork`: the rewritten conversation goes on in a new row of the episode, as it would be served."""
-
-    @field_validator("path")
-    @classmethod
-    def _find_package_directory(cls, path: str) -> str:
-        return package_directory(path) if path else path
-
-
-PARALLEL_SIZES = frozenset(
-    {"tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "prefill_context_parallel_size"}
-)
-"""Arguments of vLLM that multiply the GPUs of an engine; experts are spread over the GPUs of the others."""
-MAX_PARALLEL = 1024
-
-
-class EngineConfig(Section):
-    """The inference engine."""
-
-    kind: WaveFixed[Literal["embedded", "vllm"]] = "embedded"
-    """`embedded`: our own small engine, for any Hugging Face causal LM; `vllm`: vLLM."""
-    placement: Free[Literal["here", "process", "ray"]] = "here"
-    """Where it runs. `here`: in the run's process. `process`: in a child process, which is restarted when it dies and
-    costs some CPU per token. `ray`: in the child of a Ray actor, as do `workers`; always so on a cluster
-    (`cluster.address`). vLLM, and an engine that several `workers` share, always have a process of their own."""
-    replicas: Free[Annotated[Positive, NumberUnit("engines")]] = 1
-    """Engines side by side, each in a process of its own; new weights reach them one after another."""
-    slots: WaveFixed[Annotated[Positive, NumberUnit("conversations")]] = 64
-    """Conversations whose KV is held at once; they share each forward pass."""
-    max_context: PerEpisode[Annotated[NonNegative, NumberUnit("tokens")]] = 0
-    """Longest conversation; memory for the KV grows with it. 0: as many tokens as the model has positions, or fewer
-    where memory holds fewer; a resumed run keeps what was found at its start."""
-    refresh: WaveFixed[Literal["auto", "token", "token_keep_kv", "turn", "episode", "lazy"]] = "auto"
-    """When a conversation in flight moves to newer weights. `auto`, by policy: `lazy` for an adapter, `token` for full
-    weights, which allow only `token` and `turn` (docs/engines.md). `token` recomputes the conversation's KV;
-    `token_keep_kv` keeps the KV that older weights computed, which is cheaper, but the tokens that follow then have
-    logprobs that neither version gives alone, and that the trainer cannot reproduce (docs/off_policy.md)."""
-    capture_routing: WaveFixed[bool] = False
-    """Record the experts that each position used, and train through them (mixture-of-experts models)."""
-    memory_share: Free[Annotated[float, Field(ge=0, le=0.97)]] = 0.0
-    """Share of a GPU's memory that an engine may take: weights, keys and values and all else. 0: 0.9 of a GPU of its
-    own, 0.45 of one that it shares with a trainer rank, which gets the rest (docs/engines.md). On CPUs, where vLLM
-    alone heeds it, the share of the machine's memory for weights, keys and values; 0: what `slots` contexts need."""
-    vllm: Free[dict[str, Any]] = {}
-    """Arguments for vLLM's engine by their names there, such as `tensor_parallel_size = 2`. Each is checked against the
-    installed vLLM; those that would break a promise, or that another setting decides, are refused with the reason
-    (docs/engines.md)."""
-    silence_timeout_s: Free[Seconds] = 300.0
-    """An engine or worker process that gives no sign of life for this long is killed and replaced."""
-
-    @field_validator("vllm")
-    @classmethod
-    def _check_parallel_sizes(cls, arguments: dict[str, Any]) -> dict[str, Any]:
-        """The sizes decide how many GPUs an engine takes."""
-        for name in PARALLEL_SIZES & arguments.keys():
-            if type(arguments[name]) is not int or not 0 < arguments[name] <= MAX_PARALLEL:
-                raise ValueError(f"{name} = {arguments[name]!r}: a whole number from 1 to {MAX_PARALLEL} is expected")
-        return arguments
-
-    @property
-    def devices(self) -> int:
-        """GPUs that one engine computes on: the product of vLLM's parallel sizes, 1 without them."""
-        return math.prod(self.vllm.get(name, 1) for name in PARALLEL_SIZES)
-
-    @property
-    def keep_kv(self) -> bool:
-        """Whether a turn that continues under newer weights keeps the KV computed by older ones."""
-        return self.refresh == "token_keep_kv"
-
-
-class SamplingConfig(Section):
-    """How policies sample."""
-
-    temperature: PerEpisode[Rate] = 1.0
-    """Divides the logits, in sampling and in training alike: training optimises the policy at this temperature."""
-    top_k: PerEpisode[Annotated[NonNegative, NumberUnit("tokens")]] = 0
-    """Keep the k likeliest tokens; 0 keeps all. The set that a filter kept is recorded and used in training."""
-    top_p: PerEpisode[Annotated[float, Field(gt=0, le=1)]] = 1.0
-    """Keep the likeliest tokens that together hold this share of the probability; 1 keeps all."""
-    min_p: PerEpisode[Share] = 0.0
-    """Keep tokens at least this likely, relative to the likeliest; 0 keeps all."""
-    max_tokens: PerEpisode[Tokens] = 64
-    """Longest turn; a turn cut short has finish_reason `length`."""
-    max_turns: PerEpisode[Annotated[Positive, NumberUnit("turns")]] = 8
-    """Longest episode, in turns of one agent; an episode cut short is truncated."""
-
-    @property
-    def is_filtered(self) -> bool:
-        """Whether a filter cuts the distribution, so that kept sets are recorded and used in training."""
-        return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
-
-
-LOSSES = (
-    *("truncated", "ppo", "reinforce", "cispo", "sapo", "gspo", "decoupled_ppo", "importance_sampling"),
-    *("geometric_mask", "off_policy_mask", "m2po", "topr", "vespo", "clip_cov", "kl_cov", "distillation", "dpo"),
-)
-"""Names of the built-in losses (`learn.losses`)."""
-ADVANTAGES = (
-    *("leave_one_out", "group_mean", "group_std", "role_mean", "none"),
-    *("max_rl", "pass_at_k", "best_of_n", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gdpo"),
-)
-"""Names of the built-in advantage estimators (`credit.advantages`)."""
-
-
-_ALONE = ("role_mean", "none", "reinforce_plus_plus")
-"""Estimators that need no group."""
-
-
-class LossConfig(Section):
-    """The loss, and the constant that divides it (docs/algorithms.md)."""
-
-    name: Free[str] = "truncated"
-    """A built-in loss, the name of one that an installed package gives, `module:function`, or
-    `path/to/file.py:function`, in a TOML file relative to that file. The default, truncated importance weights with a
-    trust region, is correct at any staleness."""
-    options: Free[dict[str, Any]] = {}
-    """Arguments of the function, such as `{ clip_high = 0.3 }`."""
-    sequence_mean: Free[bool] = False
-    """Divide each conversation's loss by the number of its tokens, and the step's by the number of its conversations
-    (GRPO, arXiv:2402.03300), so that long ones weigh no more than short ones; false: see `trainer.tokens_per_unit`."""
-    kl: Free[Annotated[float, Field(ge=0), NumberUnit("per nat")]] = 0.0
-    """Weight of the divergence from the policy's reference (`policies.NAME.reference`); 0: none."""
-    kl_estimator: Free[Literal["k1", "k2", "k3"]] = "k3"
-    """How the divergence of a token is estimated (Schulman 2020)."""
-
-
-class OptimizerConfig(Section):
-    """AdamW (arXiv:1711.05101), one per policy."""
-
-    max_grad_norm: Free[Rate] = 1.0
-    """Longer gradients are scaled down to this norm."""
-    warmup_steps: Free[MaybeSteps] = 0
-    """Steps over which the learning rate rises linearly."""
-    final_learning_rate_share: Free[Annotated[float, Field(ge=0, le=1)]] = 1.0
-    """After warm-up the learning rate falls linearly to this share of itself at step `steps`."""
-
-
-class TrainerConfig(Section):
-    """The trainer."""
-
-    kind: Free[Literal["auto", "ray", "in_process"]] = "auto"
-    """Where it trains. `in_process`: in a thread of the run's process, without Ray. `ray`: in Ray actors beside the
-    engine, one for each rank. `auto`: `in_process` unless there are several `workers`."""
-    workers: Free[Annotated[Positive, NumberUnit("processes")]] = 1
-    """Data-parallel ranks; any number gives the same update."""
-    sharding: Free[Literal["auto", "none", "full"] | Positive] = "auto"
-    """The share that each of several ranks holds. `none`: all weights, gradients and optimizer states. `full`: a part
-    of each of them, with layers gathered while they compute (FSDP2); the update is the same. A number that divides
-    `workers`: so many ranks, such as those of one node, hold one copy together; gradients are added up inside each such
-    group, then between groups (HSDP). `auto`: `none` if that takes at most half of a rank's memory, else `full`."""
-    loss: LossConfig = LossConfig()
-    entropy_bonus: Free[Annotated[float, NumberUnit("per nat")]] = 0.0
-    """Weight of the trained tokens' entropy, divided by the same constant as the loss; a positive weight slows
-    collapse."""
-    tokens_per_unit: Free[Annotated[NonNegative, NumberUnit("tokens")]] = 0
-    """The summed token losses of a step are divided by step_size × this constant (Dr. GRPO, arXiv:2503.20783). 0: by
-    the number of tokens that were sampled in the step, so that every token counts the same (DAPO, arXiv:2503.14476);
-    not with `credit.release = "late"` or `"episode"`."""
-    micro_batch_tokens: Free[Annotated[NonNegative, NumberUnit("tokens")]] = 0
-    """Padded tokens per forward pass: bounds memory; the update is the same for any value. 0: as many as memory holds,
-    at most 16,384."""
-    recompute: Free[bool] = False
-    """Keep only the input of each layer for the backward pass and compute the rest of it again there: activations take
-    a fraction of the memory, a step about a third more time; the update is the same."""
-    optimizer: OptimizerConfig = OptimizerConfig()
 
 
 P = TypeVar("P", bound=Section)
@@ -571,7 +349,7 @@ def _check_credit(config: RunConfig) -> None:
             "credit.turn_credit = 'to_go' compares the turns of a group: set credit.advantage = 'leave_one_out', "
             "or turn_credit = 'sum'"
         )
-    if credit.dynamic_sampling and (credit.advantage in _ALONE or credit.release != "group"):
+    if credit.dynamic_sampling and (credit.advantage in ALONE or credit.release != "group"):
         raise ValueError(
             "credit.dynamic_sampling drops whole groups in which nobody differs: set credit.release = 'group' and an "
             "advantage that compares within the group, such as 'leave_one_out', or dynamic_sampling = false"
@@ -581,7 +359,7 @@ def _check_credit(config: RunConfig) -> None:
             "credit.dynamic_sampling would drop episodes that a teacher has something to say about, whatever their "
             "rewards: set dynamic_sampling = false with trainer.loss.name = 'distillation'"
         )
-    if credit.group_size == 1 and credit.advantage in ADVANTAGES and credit.advantage not in _ALONE:
+    if credit.group_size == 1 and credit.advantage in ADVANTAGES and credit.advantage not in ALONE:
         raise ValueError(
             f"credit.group_size = 1 with credit.advantage = {credit.advantage!r}: an episode with nothing to "
             "be compared with teaches nothing. Set group_size = 2 or more, or advantage = 'role_mean' or 'none'"
@@ -611,9 +389,9 @@ def _not_with_release(config: RunConfig) -> Iterator[tuple[str, str]]:
     elif credit.advantage not in ("leave_one_out", "role_mean", "none"):
         why = "only a baseline that leaves out the member itself is the same for early and late ones, and unbiased"
         yield advantage, f"{why}. Set advantage = 'leave_one_out'"
-    if config.trainer.loss.sequence_mean:
+    if config.trainer.loss.normalizer == "sequences":
         why = "the divisor would depend on who ended first, and short members would weigh more"
-        yield "trainer.loss.sequence_mean = true", f"{why}. Set sequence_mean = false"
+        yield "trainer.loss.normalizer = 'sequences'", f"{why}. Set it to the sampled tokens of a typical episode"
     if credit.turn_credit == "to_go":
         yield "credit.turn_credit = 'to_go'", "earlier groups are remembered as wholes. Set turn_credit = 'sum'"
     if config.deterministic:
@@ -625,9 +403,9 @@ def _not_with_release(config: RunConfig) -> Iterator[tuple[str, str]]:
             if policy.max_staleness == 0:
                 why = "each step then waits for all that runs, and nobody can be late"
                 yield f"policies.{name}.max_staleness = 0", f"{why}. Set max_staleness = 1 or more"
-    if not config.trainer.tokens_per_unit:
+    if config.trainer.loss.normalizer == "tokens":
         why = "the tokens of a step depend on who ended first, and short members would weigh more"
-        yield "trainer.tokens_per_unit = 0", f"{why}. Set it to the sampled tokens of a typical episode"
+        yield "trainer.loss.normalizer = 'tokens'", f"{why}. Set it to the sampled tokens of a typical episode"
 
 
 def _check_seats(config: RunConfig) -> None:

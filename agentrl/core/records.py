@@ -558,7 +558,7 @@ class TrainBatch:
     policy: str
     units: tuple[Unit, ...]
     normaliser: float
-    """The constant that divides the summed token losses; see `trainer.tokens_per_unit`."""
+    """The constant that divides the summed token losses; see `trainer.loss.normalizer`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

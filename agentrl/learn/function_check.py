@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from agentrl.config.run import LOSSES, LossConfig, TrainerConfig
+from agentrl.config.sections import LOSSES, LossConfig, TrainerConfig
 from agentrl.core.errors import AgentRLError
 from agentrl.credit.advantages import Estimator, Group, make_estimator
 from agentrl.learn.loss_batch import IDS, LossBatch, TokenColumns, TokenGradients

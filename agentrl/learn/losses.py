@@ -32,7 +32,7 @@ from agentrl.core.functions import FunctionCode, Mark, check_options, find, mark
 from agentrl.learn.loss_batch import LOG_RATIO_LIMIT, Id, LossBatch, TokenGradients
 
 if TYPE_CHECKING:
-    from agentrl.config.run import TrainerConfig
+    from agentrl.config.sections import TrainerConfig
 
 SUMS = (
     "measured_tokens",
@@ -104,8 +104,8 @@ def sapo(batch: LossBatch, *, positive: float = 1.0, negative: float = 1.05) -> 
 def gspo(batch: LossBatch, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> Tensor:
     """-min(s A, clip(s, 1 - l, 1 + h) A), s = exp(mean of log w over the conversation) (GSPO, arXiv:2507.18071).
 
-    The unit of the ratio is that of the reward. Use it with `sequence_mean`, as in the paper; with
-    `tokens_per_unit = 1` instead, long conversations weigh by their length (LUSPO, arXiv:2602.05261).
+    The unit of the ratio is that of the reward. Use it with `normalizer = "sequences"`, as in the paper; with
+    `normalizer = 1` instead, long conversations weigh by their length (LUSPO, arXiv:2602.05261).
     """
     s = batch.mean(batch.log_ratio, "agent").exp()
     return _clipped(s, batch.advantages, clip_low, clip_high, torch.inf)
@@ -269,7 +269,7 @@ def dpo(batch: LossBatch, *, beta: float = 0.1) -> Tensor:
 
     Online preference pairs (DPO, arXiv:2305.18290; from the policy's own samples: arXiv:2402.04792): in each seat of a
     group, every conversation of larger advantage is preferred to every one of smaller. Each of the n conversations of a
-    seat that has pairs carries n-th of its loss, spread over its tokens, so that with `sequence_mean` a step's loss is
+    seat that has pairs carries n-th of its loss, spread over its tokens, so that with `normalizer = "sequences"` a step's loss is
     the mean over conversations. Conversations without a pair have no loss.
     """
     assert batch.reference_logprobs is not None

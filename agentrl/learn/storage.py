@@ -30,7 +30,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from agentrl.config.section import base_name
+from agentrl.config.fields import base_name
 from agentrl.core.errors import StorageError, TrainerError
 from agentrl.core.files import WEIGHT_FILES, remedy, rename_durably, sha256_of, staged
 from agentrl.core.ids import key64

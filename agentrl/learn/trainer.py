@@ -28,7 +28,8 @@ import torch
 from torch import Tensor
 
 from agentrl.config.policies import PolicyConfig
-from agentrl.config.run import OptimizerConfig, RunConfig
+from agentrl.config.run import RunConfig
+from agentrl.config.sections import OptimizerConfig
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import ConfigError, NonFiniteError, StorageError, TrainerError
 from agentrl.core.functions import FunctionCode
@@ -288,7 +289,7 @@ class PolicyTrainer:
     @property
     def _sees_step(self) -> bool:
         """Whether a token's loss depends on other tokens of the step, so that all ranks speak of it first."""
-        return not self._loss.mark.per_token or self._config.trainer.loss.sequence_mean
+        return not self._loss.mark.per_token or self._config.trainer.loss.normalizer == "sequences"
 
     def _accumulate(
         self, learner: _Learner, step: _OpenStep, samples: Sequence[TrainingSample], *, normaliser: float
@@ -333,7 +334,7 @@ class PolicyTrainer:
     def _weights(self, columns: TokenColumns, normaliser: float) -> Tensor:
         """Each token's factor on its loss, [n]: its share of the whole step, over all ranks."""
         count = len(columns)
-        if not self._config.trainer.loss.sequence_mean:
+        if self._config.trainer.loss.normalizer != "sequences":
             return torch.full((count,), 1.0 / normaliser)
         lengths = np.bincount(columns.agent) if count else np.zeros(0, np.int64)
         total = torch.tensor([len(lengths)], dtype=torch.float64)

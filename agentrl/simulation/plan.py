@@ -25,9 +25,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
+from agentrl.config.fields import Episodes, MaybeSteps, Positive, Section, Share, Tokens
 from agentrl.config.load import mistakes, read_mapping, read_toml, short
 from agentrl.config.run import RunConfig
-from agentrl.config.section import Episodes, MaybeSteps, Positive, Section, Share, Tokens
 from agentrl.core.errors import ConfigError
 from agentrl.rollout.context import MAX_CHILD_DEPTH
 
@@ -569,7 +569,7 @@ class Plan(Section):
                     "policies": policies,
                     "seats": self.seats,
                     "credit": self.credit.model_dump(),
-                    "trainer": {"tokens_per_unit": 1},  # nothing is learned, and every release accepts a constant
+                    "trainer": {"loss": {"normalizer": 1}},  # nothing is learned, and every release accepts a constant
                     "sampling": {"max_tokens": 10**8, "max_turns": 10**6},
                     "checkpoint": {"every": 0, "versions": 0},
                     "evaluation": {"tasks": 0},

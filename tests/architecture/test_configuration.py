@@ -32,7 +32,7 @@ def leaves(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, st
 
 def test_the_fields_of_nested_sections_and_unions_are_found() -> None:
     fields = [path for path, _ in leaves(RunConfig)]
-    assert "trainer.loss.sequence_mean" in fields
+    assert "trainer.loss.normalizer" in fields
     assert "policies.PolicyConfig.lora.rank" in fields
 
 

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.tool_parsers import ToolParserManager
 
-from agentrl.config.section import package_directory
+from agentrl.config.fields import package_directory
 from agentrl.core.reply_formats import REPLY_FORMATS
 from tests.reply_samples import CALLS, WEATHER
 

@@ -12,7 +12,8 @@ import torch
 from peft import PeftModel
 
 from agentrl.config.policies import LoraConfig, PolicyConfig
-from agentrl.config.run import EngineConfig, EnvironmentConfig, ModelConfig, RunConfig
+from agentrl.config.run import RunConfig
+from agentrl.config.sections import EngineConfig, EnvironmentConfig, ModelConfig
 from agentrl.core.errors import ConfigError
 from agentrl.core.records import (
     DataLocation,

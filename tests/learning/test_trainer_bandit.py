@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from agentrl.config.policies import LoraConfig, PolicyConfig
-from agentrl.config.run import LossConfig, TrainerConfig
+from agentrl.config.sections import LossConfig, TrainerConfig
 from agentrl.core.records import PolicyVersion, Row
 from agentrl.learn.trainer import PolicyTrainer
 from tests.learn_cases import VOCABULARY, Episodes, run_config, write_model

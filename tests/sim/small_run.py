@@ -73,7 +73,7 @@ def config_for(**changes: Any) -> RunConfig:
         "model": {"path": "unused"},
         "policies": {"guesser": policy},
         "credit": {"group_size": 4},
-        "trainer": {"tokens_per_unit": 64},
+        "trainer": {"loss": {"normalizer": 64}},
         "checkpoint": {"every": 0, "versions": 0},
         "evaluation": {"tasks": 0},
         "max_in_flight": 64,

@@ -73,7 +73,7 @@ def test_dumped_configuration_loads_as_the_same(tmp_path: Path) -> None:
         ("step_size=3", "unknown key step_size; did you mean policies.<name>.step_size?"),
         ("policies.policy.stepsize=3", "did you mean policies.policy.step_size?"),
         ("policies.policy.lora.ranks=3", "did you mean policies.policy.lora.rank?"),
-        ("trainer.loss.sequence_means=true", "did you mean trainer.loss.sequence_mean?"),
+        ("trainer.loss.normaliser=64", "did you mean trainer.loss.normalizer?"),
         ("trainer.loss.name=sappo", "trainer.loss.name = 'sappo': there is no such loss; built in are truncated, ppo"),
         ("credit.advantage=maxrl", "credit.advantage = 'maxrl': there is no such advantage; built in are leave_one"),
         ("steps=many", 'steps = "many": expected a whole number'),
@@ -228,8 +228,11 @@ def test_all_that_vllm_does_not_give_is_named_at_once(tmp_path: Path) -> None:
         (["credit.release=late", "credit.turn_credit=to_go"], "earlier groups are remembered as wholes"),
         (["credit.release=late", "policies.policy.max_staleness=0"], "nobody can be late"),
         (["credit.release=late", "deterministic=true"], "who ends first depends on the machine"),
-        (["credit.release=late", "trainer.tokens_per_unit=0"], "the tokens of a step depend on who ended first"),
-        (["credit.release=episode", "trainer.loss.sequence_mean=true"], "the divisor would depend on who ended first"),
+        (["credit.release=late", "trainer.loss.normalizer=tokens"], "the tokens of a step depend on who ended first"),
+        (
+            ["credit.release=episode", "trainer.loss.normalizer=sequences"],
+            "the divisor would depend on who ended first",
+        ),
     ],
 )
 def test_release_in_parts_is_refused_where_it_would_be_biased(
@@ -241,4 +244,4 @@ def test_release_in_parts_is_refused_where_it_would_be_biased(
 
 
 def test_release_in_parts_where_nothing_is_compared(tmp_path: Path) -> None:
-    load(write(tmp_path), ["credit.release=episode", "credit.advantage=role_mean", "trainer.tokens_per_unit=8"])
+    load(write(tmp_path), ["credit.release=episode", "credit.advantage=role_mean", "trainer.loss.normalizer=8"])

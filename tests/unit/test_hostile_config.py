@@ -9,7 +9,8 @@ import pytest
 
 from agentrl.cli.main import main
 from agentrl.config.load import MAX_BYTES, dump_toml, load
-from agentrl.config.run import RunConfig, SamplingConfig
+from agentrl.config.run import RunConfig
+from agentrl.config.sections import SamplingConfig
 from agentrl.core.errors import ConfigError
 
 BASE = '[environment]\nid = "calculator"\n[model]\npath = "somewhere"\n'

@@ -11,7 +11,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from agentrl.config.run import EngineConfig, PolicyConfig
+from agentrl.config.run import PolicyConfig
+from agentrl.config.sections import EngineConfig
 from agentrl.core.errors import TrainerError
 from agentrl.core.records import PolicyVersion, WeightsRef
 from agentrl.engines.versions import Canary

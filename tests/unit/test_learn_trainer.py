@@ -13,7 +13,8 @@ import torch
 from safetensors.torch import load_file
 
 from agentrl.config.policies import FrozenPolicy, LoraConfig, PolicyConfig
-from agentrl.config.run import OptimizerConfig, RunConfig
+from agentrl.config.run import RunConfig
+from agentrl.config.sections import OptimizerConfig
 from agentrl.core.errors import (
     ConfigError,
     EntriesError,

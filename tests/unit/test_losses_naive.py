@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from agentrl.config.run import ADVANTAGES as ADVANTAGE_NAMES
-from agentrl.config.run import LOSSES
+from agentrl.config.sections import ADVANTAGES as ADVANTAGE_NAMES
+from agentrl.config.sections import LOSSES
 from agentrl.credit.advantages import ADVANTAGES, OF_GROUPS, Group, make_estimator
 from agentrl.learn.losses import BUILT_IN, divergence
 from benchmarks.learning import oracle_errors
@@ -224,7 +224,7 @@ def test_the_divergence_and_its_derivative(estimator: Any, naive: Callable[[floa
 
 
 def test_entropy_and_divergence_are_added_with_their_weights() -> None:
-    from agentrl.config.run import LossConfig, TrainerConfig
+    from agentrl.config.sections import LossConfig, TrainerConfig
     from agentrl.learn.losses import make_loss
 
     found = rows(0)

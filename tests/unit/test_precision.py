@@ -11,7 +11,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from agentrl.config.policies import PolicyConfig
-from agentrl.config.run import ModelConfig, RunConfig
+from agentrl.config.run import RunConfig
+from agentrl.config.sections import ModelConfig
 from agentrl.core.errors import ModelError
 from agentrl.core.records import PolicyVersion
 from agentrl.engines.embedded.engine import EmbeddedEngine

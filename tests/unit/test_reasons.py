@@ -55,7 +55,7 @@ def test_a_whole_group_is_released_with_its_last_member(sample_run: Path) -> Non
 def test_early_and_late_members_are_told_apart(tmp_path: Path) -> None:
     values = sample_config(tmp_path, "late").model_dump()
     credit = {"group_size": 2, "release": "late"}
-    config = RunConfig(**{**values, "steps": 4, "credit": credit, "trainer": {"tokens_per_unit": 64}})
+    config = RunConfig(**{**values, "steps": 4, "credit": credit, "trainer": {"loss": {"normalizer": 64}}})
     run = asyncio.run(run_training(config, Propose, quiet=True, adapters=sample_adapters()))
     reader = RunReader(run.path)
     log = SqliteRunLog(run.path / "journal")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from agentrl.config.policies import PolicyConfig
-from agentrl.config.run import EngineConfig
+from agentrl.config.sections import EngineConfig
 from agentrl.core.records import TrainingSample
 from agentrl.learn.forward import token_logprobs
 from agentrl.learn.memory import trainer_memory

@@ -14,7 +14,8 @@ import transformers
 from torch import Tensor
 
 from agentrl.config.policies import LoraConfig, PolicyConfig
-from agentrl.config.run import EngineConfig, RunConfig
+from agentrl.config.run import RunConfig
+from agentrl.config.sections import EngineConfig
 from agentrl.core.errors import ModelError
 from agentrl.core.records import PolicyVersion, RoutingSpan, TrainingSample, VersionSpan
 from agentrl.engines.embedded.capture import chosen_experts, find_routers

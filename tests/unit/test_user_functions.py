@@ -10,7 +10,8 @@ import pytest
 
 from agentrl.app.recovery import functions_of
 from agentrl.cli.main import main
-from agentrl.config.run import LOSSES, LossConfig, RunConfig
+from agentrl.config.run import RunConfig
+from agentrl.config.sections import LOSSES, LossConfig
 from agentrl.core.errors import ConfigError, InputError, NonFiniteError, TrainerError
 from agentrl.core.functions import describe, find
 from agentrl.core.records import Row, TrajectoryCredit, Unit
@@ -114,7 +115,7 @@ def test_a_loss_gives_the_same_step_however_it_is_split(model: Path, tmp_path: P
 
 def test_a_sequence_mean_gives_the_same_step_however_it_is_split(model: Path, tmp_path: Path) -> None:
     found = [
-        step(model, tmp_path / f"s{tokens}", "ppo", section={"sequence_mean": True}, micro_batch_tokens=tokens)
+        step(model, tmp_path / f"s{tokens}", "ppo", section={"normalizer": "sequences"}, micro_batch_tokens=tokens)
         for tokens in (8192, 40)
     ]
     assert found[0] == pytest.approx(found[1], rel=1e-5)

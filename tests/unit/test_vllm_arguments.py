@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from agentrl.config.run import EngineConfig, RunConfig
+from agentrl.config.run import RunConfig
+from agentrl.config.sections import EngineConfig
 from agentrl.core.errors import ConfigError
 from agentrl.engines.vllm.arguments import _OWNED, _REFUSED, argument_types, check_arguments
 

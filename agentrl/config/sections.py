@@ -1,0 +1,335 @@
+"""The sections of a run's configuration, one per component; `run.py` puts them together."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator
+
+from agentrl.config.fields import (
+    Episodes,
+    Fixed,
+    Free,
+    MaybeSteps,
+    NonNegative,
+    NumberUnit,
+    PerEpisode,
+    Positive,
+    Rate,
+    ReplyFormatName,
+    Seconds,
+    Section,
+    Share,
+    Tokens,
+    WaveFixed,
+    package_directory,
+)
+
+
+class EnvironmentConfig(Section):
+    """The environment that agents act in."""
+
+    id: Fixed[str]
+    """Registered name, `module:Class`, or `path/to/env.py:Class`, in a TOML file relative to that file."""
+    options: Fixed[dict[str, Any]] = {}
+    """Arguments of the environment's task source."""
+    selection: Fixed[dict[str, float]] = {}
+    """Select tasks by how earlier groups did, such as `{ low = 0.1, high = 0.9, replay = 0.5, retire_after = 2 }`
+    (docs/selection.md); empty: a seeded permutation of all tasks per pass."""
+    tool_timeout_s: Free[Seconds] = 30.0
+    """A tool call that takes longer becomes a timeout observation: a hanging tool costs one turn, not the run."""
+    on_code_change: Free[Literal["try", "restart", "drop"]] = "try"
+    """How `--resume` treats unfinished episodes after the environment's file was edited. `try`: replay them, and begin
+    again only those that depart from the journal; `restart`: begin all of them again; `drop`: drop them."""
+
+    @field_validator("selection")
+    @classmethod
+    def _check_selection(cls, selection: dict[str, float]) -> dict[str, float]:
+        """The arguments of `orchestrator.tasks.PassRates`."""
+        bounds = {"low": 1.0, "high": 1.0, "replay": 1.0, "retire_after": math.inf}
+        for name, value in selection.items():
+            if name not in bounds:
+                raise ValueError(f"{name}: there is no such argument; there are {', '.join(bounds)}")
+            if not 0 <= value <= bounds[name]:
+                raise ValueError(f"{name} = {value}: a number from 0 to {bounds[name]:g} is expected")
+        if selection.get("low", 0.0) > selection.get("high", 1.0):
+            raise ValueError(f"low = {selection['low']} is above high = {selection['high']}: no task would be replayed")
+        return selection
+
+
+class ModelConfig(Section):
+    """The base model that policies start from, unless they have one of their own (`policies.NAME.model`)."""
+
+    path: Fixed[str] = ""
+    """A local Hugging Face causal-LM directory with tokenizer and chat template: a path, in a TOML file relative to
+    that file, or `package:directory` for one inside an installed package, such as
+    `agentrl.environments:calculator/model`; or a name on the Hugging Face hub, such as `Qwen/Qwen3-0.6B`, or
+    `Qwen/Qwen3-0.6B@main` with a commit, tag or branch, which is looked up in huggingface_hub's cache and downloaded if
+    it is not there (safetensors only); a run is resumed with the commit it began with. Needed unless every policy is
+    remote, a bot, or has a `model` of its own."""
+    dtype: Fixed[Literal["auto", "float32", "bfloat16"]] = "auto"
+    """The dtype that engine and trainer compute in, and versions with all weights are published in; `auto`: the
+    checkpoint's, float32 for one in float16. Adapters, gradients and optimizer are float32; a policy that trains all
+    weights in bfloat16 keeps float32 masters of them."""
+    reply_format: Fixed[ReplyFormatName] = "auto"
+    """The way the model writes tool calls and thinking; `auto`: as its chat template does (docs/models.md lists all).
+    Models of policies' own are read as their templates write."""
+    history: Fixed[Literal["keep", "fork"]] = "keep"
+    """Where the chat template rewrites former turns, such as their thinking: `keep`: the model sees what it saw and
+    sampled; `fork`: the rewritten conversation goes on in a new row of the episode, as it would be served."""
+
+    @field_validator("path")
+    @classmethod
+    def _find_package_directory(cls, path: str) -> str:
+        return package_directory(path) if path else path
+
+
+PARALLEL_SIZES = frozenset(
+    {"tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "prefill_context_parallel_size"}
+)
+"""Arguments of vLLM that multiply the GPUs of an engine; experts are spread over the GPUs of the others."""
+MAX_PARALLEL = 1024
+
+
+class EngineConfig(Section):
+    """The inference engine."""
+
+    kind: WaveFixed[Literal["embedded", "vllm"]] = "embedded"
+    """`embedded`: our own small engine, for any Hugging Face causal LM; `vllm`: vLLM."""
+    placement: Free[Literal["here", "process", "ray"]] = "here"
+    """Where it runs. `here`: in the run's process. `process`: in a child process, which is restarted when it dies and
+    costs some CPU per token. `ray`: in the child of a Ray actor, as do `workers`; always so on a cluster
+    (`cluster.address`). vLLM, and an engine that several `workers` share, always have a process of their own."""
+    replicas: Free[Annotated[Positive, NumberUnit("engines")]] = 1
+    """Engines side by side, each in a process of its own; new weights reach them one after another."""
+    slots: WaveFixed[Annotated[Positive, NumberUnit("conversations")]] = 64
+    """Conversations whose KV is held at once; they share each forward pass."""
+    max_context: PerEpisode[Annotated[NonNegative, NumberUnit("tokens")]] = 0
+    """Longest conversation; memory for the KV grows with it. 0: as many tokens as the model has positions, or fewer
+    where memory holds fewer; a resumed run keeps what was found at its start."""
+    refresh: WaveFixed[Literal["auto", "token", "token_keep_kv", "turn", "episode", "lazy"]] = "auto"
+    """When a conversation in flight moves to newer weights. `auto`, by policy: `lazy` for an adapter, `token` for full
+    weights, which allow only `token` and `turn` (docs/engines.md). `token` recomputes the conversation's KV;
+    `token_keep_kv` keeps the KV that older weights computed, which is cheaper, but the tokens that follow then have
+    logprobs that neither version gives alone, and that the trainer cannot reproduce (docs/off_policy.md)."""
+    capture_routing: WaveFixed[bool] = False
+    """Record the experts that each position used, and train through them (mixture-of-experts models)."""
+    memory_share: Free[Annotated[float, Field(ge=0, le=0.97)]] = 0.0
+    """Share of a GPU's memory that an engine may take: weights, keys and values and all else. 0: 0.9 of a GPU of its
+    own, 0.45 of one that it shares with a trainer rank, which gets the rest (docs/engines.md). On CPUs, where vLLM
+    alone heeds it, the share of the machine's memory for weights, keys and values; 0: what `slots` contexts need."""
+    vllm: Free[dict[str, Any]] = {}
+    """Arguments for vLLM's engine by their names there, such as `tensor_parallel_size = 2`. Each is checked against the
+    installed vLLM; those that would break a promise, or that another setting decides, are refused with the reason
+    (docs/engines.md)."""
+    silence_timeout_s: Free[Seconds] = 300.0
+    """An engine or worker process that gives no sign of life for this long is killed and replaced."""
+
+    @field_validator("vllm")
+    @classmethod
+    def _check_parallel_sizes(cls, arguments: dict[str, Any]) -> dict[str, Any]:
+        """The sizes decide how many GPUs an engine takes."""
+        for name in PARALLEL_SIZES & arguments.keys():
+            if type(arguments[name]) is not int or not 0 < arguments[name] <= MAX_PARALLEL:
+                raise ValueError(f"{name} = {arguments[name]!r}: a whole number from 1 to {MAX_PARALLEL} is expected")
+        return arguments
+
+    @property
+    def devices(self) -> int:
+        """GPUs that one engine computes on: the product of vLLM's parallel sizes, 1 without them."""
+        return math.prod(self.vllm.get(name, 1) for name in PARALLEL_SIZES)
+
+    @property
+    def keep_kv(self) -> bool:
+        """Whether a turn that continues under newer weights keeps the KV computed by older ones."""
+        return self.refresh == "token_keep_kv"
+
+
+class SamplingConfig(Section):
+    """How policies sample."""
+
+    temperature: PerEpisode[Rate] = 1.0
+    """Divides the logits, in sampling and in training alike: training optimises the policy at this temperature."""
+    top_k: PerEpisode[Annotated[NonNegative, NumberUnit("tokens")]] = 0
+    """Keep the k likeliest tokens; 0 keeps all. The set that a filter kept is recorded and used in training."""
+    top_p: PerEpisode[Annotated[float, Field(gt=0, le=1)]] = 1.0
+    """Keep the likeliest tokens that together hold this share of the probability; 1 keeps all."""
+    min_p: PerEpisode[Share] = 0.0
+    """Keep tokens at least this likely, relative to the likeliest; 0 keeps all."""
+    max_tokens: PerEpisode[Tokens] = 64
+    """Longest turn; a turn cut short has finish_reason `length`."""
+    max_turns: PerEpisode[Annotated[Positive, NumberUnit("turns")]] = 8
+    """Longest episode, in turns of one agent; an episode cut short is truncated."""
+
+    @property
+    def is_filtered(self) -> bool:
+        """Whether a filter cuts the distribution, so that kept sets are recorded and used in training."""
+        return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
+
+
+LOSSES = (
+    *("truncated", "ppo", "reinforce", "cispo", "sapo", "gspo", "decoupled_ppo", "importance_sampling"),
+    *("geometric_mask", "off_policy_mask", "m2po", "topr", "vespo", "clip_cov", "kl_cov", "distillation", "dpo"),
+)
+"""Names of the built-in losses (`learn.losses`)."""
+ADVANTAGES = (
+    *("leave_one_out", "group_mean", "group_std", "role_mean", "none"),
+    *("max_rl", "pass_at_k", "best_of_n", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gdpo"),
+)
+"""Names of the built-in advantage estimators (`credit.advantages`)."""
+
+ALONE = ("role_mean", "none", "reinforce_plus_plus")
+"""Estimators that need no group."""
+
+
+class CreditConfig(Section):
+    """From rewards to advantages."""
+
+    group_size: Fixed[Episodes] = 8
+    """Episodes sampled per task and compared with each other."""
+    advantage: Free[str] = "leave_one_out"
+    """The baseline of a reward. Over the other members of its group in the same seat: `leave_one_out` (RLOO),
+    `group_mean` (Dr. GRPO) or `group_std` (GRPO, by n - 1). `role_mean`: the policy's mean reward in that seat so far
+    (zero-sum games, SPIRAL). `none`: REINFORCE on the raw reward. Others, and functions of your own:
+    docs/algorithms.md."""
+    advantage_options: Free[dict[str, Any]] = {}
+    """Arguments of the function, such as `{ k = 4 }`."""
+    reward_weights: WaveFixed[dict[str, Annotated[float, Field(allow_inf_nan=False)]]] = {}
+    """The weight of each reward of `agent.reward(x, name=…)` in the agent's reward, such as
+    `{ correct = 1.0, format = 0.2 }`; empty: each counts 1. Of several names, each needs one. On a resume, rewards that
+    were given keep the weight of then."""
+    release: Fixed[Literal["group", "episode", "late"]] = "group"
+    """When a group's episodes may be trained. `group`: once all of them have ended. `late`: the first half together,
+    every later one when it ends, with its full reward and the same first half as baseline. `episode`: each when it
+    ends, with earlier groups as baseline (docs/scheduling.md)."""
+    dynamic_sampling: Free[bool] = False
+    """Drop groups whose advantages are all 0 (`no_signal`), and sample others in their place (DAPO, arXiv:2503.14476;
+    docs/selection.md)."""
+    turn_credit: Free[Literal["sum", "to_go"]] = "sum"
+    """Which tokens `agent.reward(x, turn=…)` counts for. `sum`: the agent's whole trajectory. `to_go`: that turn and
+    the turns before it, each turn compared with what the rest of the group earned from that turn on."""
+
+
+class LossConfig(Section):
+    """The loss, and the constant that divides it (docs/algorithms.md)."""
+
+    name: Free[str] = "truncated"
+    """A built-in loss, the name of one that an installed package gives, `module:function`, or
+    `path/to/file.py:function`, in a TOML file relative to that file. The default, truncated importance weights with a
+    trust region, is correct at any staleness."""
+    options: Free[dict[str, Any]] = {}
+    """Arguments of the function, such as `{ clip_high = 0.3 }`."""
+    normalizer: Free[Literal["tokens", "sequences"] | Positive] = "tokens"
+    """The divisor of a step's summed token losses. `tokens`: the number of tokens that were sampled in the step, so
+    that every token counts the same (DAPO, arXiv:2503.14476). `sequences`: each conversation's loss is divided by its
+    own tokens, and the step's by its conversations (GRPO, arXiv:2402.03300), so that long ones weigh no more than short
+    ones. A number: step_size × this number of tokens (Dr. GRPO, arXiv:2503.20783), the sampled tokens of a typical
+    episode; needed with `credit.release = "late"` or `"episode"`."""
+    kl: Free[Annotated[float, Field(ge=0), NumberUnit("per nat")]] = 0.0
+    """Weight of the divergence from the policy's reference (`policies.NAME.reference`); 0: none."""
+    kl_estimator: Free[Literal["k1", "k2", "k3"]] = "k3"
+    """How the divergence of a token is estimated (Schulman 2020)."""
+
+    @property
+    def tokens_per_unit(self) -> int:
+        """`normalizer` where it is a number of tokens, else 0."""
+        return self.normalizer if isinstance(self.normalizer, int) else 0
+
+
+class OptimizerConfig(Section):
+    """AdamW (arXiv:1711.05101), one per policy."""
+
+    max_grad_norm: Free[Rate] = 1.0
+    """Longer gradients are scaled down to this norm."""
+    warmup_steps: Free[MaybeSteps] = 0
+    """Steps over which the learning rate rises linearly."""
+    final_learning_rate_share: Free[Annotated[float, Field(ge=0, le=1)]] = 1.0
+    """After warm-up the learning rate falls linearly to this share of itself at step `steps`."""
+
+
+class TrainerConfig(Section):
+    """The trainer."""
+
+    kind: Free[Literal["auto", "ray", "in_process"]] = "auto"
+    """Where it trains. `in_process`: in a thread of the run's process, without Ray. `ray`: in Ray actors beside the
+    engine, one for each rank. `auto`: `in_process` unless there are several `workers`."""
+    workers: Free[Annotated[Positive, NumberUnit("processes")]] = 1
+    """Data-parallel ranks; any number gives the same update."""
+    sharding: Free[Literal["auto", "none", "full"] | Positive] = "auto"
+    """The share that each of several ranks holds. `none`: all weights, gradients and optimizer states. `full`: a part
+    of each of them, with layers gathered while they compute (FSDP2); the update is the same. A number that divides
+    `workers`: so many ranks, such as those of one node, hold one copy together; gradients are added up inside each such
+    group, then between groups (HSDP). `auto`: `none` if that takes at most half of a rank's memory, else `full`."""
+    loss: LossConfig = LossConfig()
+    entropy_bonus: Free[Annotated[float, NumberUnit("per nat")]] = 0.0
+    """Weight of the trained tokens' entropy, divided by the same constant as the loss; a positive weight slows
+    collapse."""
+    micro_batch_tokens: Free[Annotated[NonNegative, NumberUnit("tokens")]] = 0
+    """Padded tokens per forward pass: bounds memory; the update is the same for any value. 0: as many as memory holds,
+    at most 16,384."""
+    recompute: Free[bool] = False
+    """Keep only the input of each layer for the backward pass and compute the rest of it again there: activations take
+    a fraction of the memory, a step about a third more time; the update is the same."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+
+
+class ClusterConfig(Section):
+    """The Ray cluster that trainer ranks, engines and workers are placed on (docs/cluster.md)."""
+
+    address: Free[str] = ""
+    """`auto`: the Ray that runs on this machine; or HOST:PORT of its head. The run directory stays on this machine.
+    Empty: everything is on this machine, and listens on loopback only."""
+
+
+class EvaluationConfig(Section):
+    """Evaluation of pinned versions on held-out tasks, during training."""
+
+    tasks: Free[Annotated[NonNegative, NumberUnit("tasks")]] = 256
+    """Held-out tasks. If there are more, the run's `seed` draws these; 0: no evaluation."""
+    attempts: Free[Annotated[int, Field(gt=0, le=1024), NumberUnit("episodes")]] = 1
+    """Episodes of each held-out task. With several, pass@k is measured for k = 1, 2, 4, … up to this number."""
+    every: Free[MaybeSteps] = 0
+    """Steps between evaluations; 0: only before the first step and after the last."""
+
+
+class BestConfig(Section):
+    """The run's best versions by the running mean of a metric, and early stopping."""
+
+    metric: Free[str] = ""
+    """A metric of steps or evaluations, whose largest running mean is best; with `-` before it, the smallest. Empty:
+    none."""
+    policy: Free[str] = ""
+    """The policy whose steps are measured; empty: the first policy that learns."""
+    window: Free[Annotated[Positive, NumberUnit("measurements")]] = 5
+    """Number of newest measurements in the mean."""
+    stop_at: Free[float | None] = None
+    """End the run once the mean is at least this good; null: never."""
+    stop_fall: Free[Annotated[float, Field(ge=0)] | None] = None
+    """End the run once the mean falls behind the best so far by more than this; null: never."""
+
+    @property
+    def name(self) -> str:
+        """The metric's name."""
+        return self.metric.removeprefix("-")
+
+
+class CheckpointConfig(Section):
+    """When the run writes a checkpoint that it can resume from."""
+
+    every: Free[MaybeSteps] = 10
+    """Steps between checkpoints; 0: only at the end, where one is always written."""
+    versions: Free[Annotated[NonNegative, NumberUnit("versions")]] = 4
+    """Published versions of each policy that stay on disk; 0: all."""
+
+
+class JournalConfig(Section):
+    """How much of its journal a run keeps on disk."""
+
+    keep: Free[Literal["all"] | Annotated[int, Field(ge=0)]] = "all"
+    """`all`, or a number N of optimizer steps: each checkpoint then removes the tokens of training episodes and the
+    columns of steps that are older than the last N steps of their policy, unless a fork or a checkpoint that the run
+    can resume from needs them. All records stay (admissions, rewards, credits, steps), and so do evaluations."""
+    budget_mib: Free[Annotated[NonNegative, NumberUnit("MiB")]] = 0
+    """Disk budget of `journal/` and `steps/`. The run predicts when it will be reached; if `keep` cannot make room, it
+    writes a checkpoint and ends with exit code 74. 0: no limit."""
