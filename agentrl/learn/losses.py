@@ -270,7 +270,7 @@ def dpo(batch: LossBatch, *, beta: float = 0.1) -> Tensor:
     Online preference pairs (DPO, arXiv:2305.18290; from the policy's own samples: arXiv:2402.04792): in each seat of a
     group, every conversation of larger advantage is preferred to every one of smaller. Each of the n conversations of a
     seat that has pairs carries n-th of its loss, spread over its tokens, so that with `normalizer = "sequences"` a
-    step's loss is     the mean over conversations. Conversations without a pair have no loss.
+    step's loss is the mean over conversations. Conversations without a pair have no loss.
     """
     assert batch.reference_logprobs is not None
     number, at = torch.unique(batch.agent, return_inverse=True)
