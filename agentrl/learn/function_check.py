@@ -96,10 +96,10 @@ def _steps() -> Iterator[_Step]:
             "row": number,
             "turn": number * 2 + (within > 6),
             "agent": number // 2 * 2 if conversations > 1 else number,
-            "episode": number // 2,
-            "seat": number % 2,
-            "group": number // 4,
-            "names": {"seat": ["solver", "judge"], "group": [f"g{at}" for at in range(3)]},
+            "episode": number // 4,
+            "seat": number // 2 % 2,
+            "group": number // 8,
+            "names": {"seat": ["solver", "judge"], "group": ["g0", "g1"]},
             "starts": np.concatenate([[0], np.cumsum(lengths)]),
         }
         computed = (logprobs, np.minimum(logprobs + 0.1 * generator.normal(size=count), -1e-3), generator.random(count))

@@ -340,7 +340,8 @@ def _load_reference(
     model = _load(directory, torch.device("cpu") if mesh is not None else device, dtype, config.engine.max_context)
     if is_adapter and model.device.type != "meta":
         try:
-            merged: Any = peft.PeftModel.from_pretrained(model, str(path)).merge_and_unload()  # type: ignore[no-untyped-call]
+            adapted: Any = peft.PeftModel.from_pretrained(model, str(path))
+            merged = adapted.merge_and_unload()
         except (ValueError, RuntimeError, OSError, TypeError) as error:
             raise ModelError(f"{path}: is no adapter of {base} ({error})") from error
         model = merged
