@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -81,18 +80,13 @@ def test_one_run_over_three_hosts(hosts: Hosts) -> None:
     hosts.start_ray([1, 2, 3])
     found = hosts.run(1, command("train", "/tmp/run.toml"))
     assert found.returncode == 0, found.stdout + found.stderr
+    lines = (found.stdout + found.stderr).splitlines()
     for number, parts in ((1, "trainer rank 0, worker 0"), (2, "trainer rank 1, engine 1, worker 1")):
-        assert any(
-            line.startswith(f"node {hosts.address(number)}") and line.endswith(parts) for line in lines_of(found)
-        )
-    assert f"node {hosts.address(3)}: engine 0, worker 2" in found.stdout
+        assert any(line.startswith(f"node {hosts.address(number)}") and line.endswith(parts) for line in lines)
+    assert f"node {hosts.address(3)}: engine 0, worker 2" in lines
     run = home / "runs" / "three"
     assert judge(run) == []
     partitions = sorted((run / "journal").glob("turns-*.db"))
     assert [path.name for path in partitions] == ["turns-0.db", "turns-1.db", "turns-2.db"]
     for number in (2, 3):
         assert not (hosts.directory / str(number) / "tmp" / "runs").exists()
-
-
-def lines_of(found: subprocess.CompletedProcess[str]) -> list[str]:
-    return found.stdout.splitlines()
