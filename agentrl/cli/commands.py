@@ -7,6 +7,7 @@ noun: `runs.py`, `episodes.py`, `steps.py`.
 from __future__ import annotations
 
 import argparse
+import functools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -320,8 +321,9 @@ READING = (
 """The commands that read a run."""
 
 
+@functools.cache
 def parser() -> argparse.ArgumentParser:
-    """The whole command line."""
+    """The whole command line, made once per process: argparse looks up every help text in the file system."""
     top = argparse.ArgumentParser(
         prog="agentrl", description="RL of language-model agents whose unit is the episode.", allow_abbrev=False
     )
