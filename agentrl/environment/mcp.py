@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 START_S = 30.0
 """Seconds in which a server must list its tools."""
+CLOSE_S = 5.0
+"""Seconds in which a server must answer the end of its session."""
 MAX_TOOLS = 256
 MAX_SCHEMA_CHARACTERS = 65_536
 MAX_RESULT_CHARACTERS = 100_000
@@ -198,7 +200,10 @@ class MCPConnection:
         self._closing.set()
         if self._holding is not None:
             self._holding.cancel()
-            await asyncio.wait({self._holding})
+            _, late = await asyncio.wait({self._holding}, timeout=CLOSE_S)
+            if late:  # an HTTP server that does not answer the end of its session
+                self._holding.cancel()
+                await asyncio.wait(late)
 
     async def _open(self) -> ClientSession:
         if self._session is None:

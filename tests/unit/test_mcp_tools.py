@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
 
 import agentrl
 from agentrl.core.errors import EnvironmentDefinitionError, EpisodeError
@@ -286,3 +287,43 @@ def test_the_checker_accepts_it(tmp_path: Path) -> None:
 def test_importing_it_imports_no_mcp() -> None:
     code = "import sys, agentrl; agentrl.MCPServer(command=['a']); assert 'mcp' not in sys.modules, 'imported'"
     subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": os.getcwd()})
+
+
+def test_a_server_that_never_answers_the_end_of_its_session_does_not_hold_the_episode(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(mcp_module, "CLOSE_S", 0.1)
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        if request.method == "DELETE":
+            await asyncio.sleep(3600)
+        if request.method != "POST":
+            return web.Response(status=405)
+        asked = await request.json()
+        if "id" not in asked:
+            return web.Response(status=202)
+        if asked["method"] == "initialize":
+            result: dict[str, Any] = {
+                "protocolVersion": asked["params"]["protocolVersion"],
+                "capabilities": {"tools": {}},
+                "serverInfo": {"name": "mute", "version": "1"},
+            }
+        else:
+            result = {"tools": [{"name": "own", "inputSchema": {"type": "object"}}]}
+        reply = {"jsonrpc": "2.0", "id": asked["id"], "result": result}
+        return web.json_response(reply, headers={"mcp-session-id": "s"})
+
+    async def closed() -> list[str]:
+        application = web.Application()
+        application.router.add_route("*", "/mcp", answer)
+        runner = web.AppRunner(application, handler_cancellation=True)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        connection = MCPConnection(MCPServer(url=f"http://127.0.0.1:{runner.addresses[0][1]}/mcp"))
+        names = [tool["name"] for tool in await connection.listed()]
+        await asyncio.wait_for(connection.close(), 60)
+        await runner.cleanup()
+        return names
+
+    assert asyncio.run(closed()) == ["own"]
