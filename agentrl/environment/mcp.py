@@ -30,8 +30,11 @@ from agentrl.environment.harness import die_with_parent
 if TYPE_CHECKING:
     from mcp import ClientSession
 
-START_S = 30.0
-"""Seconds in which a server must list its tools."""
+START_S = 25.0
+"""Seconds in which a server must list its tools.
+
+Less than the checker gives an episode before its first turn, so that a finding names the server.
+"""
 CLOSE_S = 5.0
 """Seconds in which a server must answer the end of its session."""
 MAX_TOOLS = 256

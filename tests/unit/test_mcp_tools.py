@@ -247,6 +247,10 @@ def test_a_server_that_cannot_be_used_ends_the_episode_by_name(
     assert "server.py" in played.said
 
 
+def test_the_checker_waits_longer_than_a_server_may_take_to_start() -> None:
+    assert mcp_module.START_S < TIMEOUT_S
+
+
 def test_a_server_that_floods_during_a_call_is_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mcp_module, "MAX_WRITTEN_BYTES", 1 << 20)
     noise = "\n        ".join(["while True:", "    print('log ' * 1000)"])
