@@ -99,7 +99,11 @@ class _Server:
     async def hold(self, task: Task, endpoint: Endpoint) -> str:
         """Keep the seats of an episode open until its conversation ends; says why it did."""
         opened = self.gateway.seats_of(endpoint.key)
-        self._beginning.pop(task.id).set_result(opened)
+        begun = self._beginning.pop(task.id, None)
+        if begun is None:  # its engine was lost, and nobody waits for the second attempt
+            self.conversations.close(opened)
+            return "its client was told that it failed"
+        begun.set_result(opened)
         try:
             asked = -1
             while opened.asked != asked or opened.running:
