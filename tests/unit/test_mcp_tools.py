@@ -24,6 +24,7 @@ from agentrl.environment import mcp as mcp_module
 from agentrl.environment.mcp import MCPConnection, MCPServer, _without_patterns
 from agentrl.journal.entries import EffectEntry, ToolEntry
 from agentrl.testing.check import check_environment
+from agentrl.testing.execution import TIMEOUT_S
 from tests.unit.episodes import Played, play
 
 GOOD = """
