@@ -208,12 +208,14 @@ async def _models(policy: RemotePolicy) -> list[str]:
 
 
 def _episodes(config: RunConfig, journal: Path) -> list[EvaluatedEpisode]:
-    """The episodes in the journal of an evaluation."""
+    """The episodes in the journal of an evaluation, each as its last attempt."""
     external = config.of_kind(ExternalPolicyConfig)
     reader = RunReader(journal)
     try:
         found = []
         for line in reader.episodes(sort="admitted_at", descending=False, limit=1_000_000):
+            if line.status == "repeated":
+                continue
             view = conversation(reader, line.episode)
             said: dict[str, list[dict[str, Any]]] = {}
             for act in view.acts:

@@ -166,6 +166,17 @@ def test_an_endpoint_is_tried_in_every_kind_of_environment(
     capsys.readouterr()
 
 
+def test_a_dropped_episode_says_why_although_it_was_tried_twice(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (file.parent / "broken.py").write_text(
+        "import agentrl\n\n\nclass Broken(agentrl.Environment):\n    seats = ('solver',)\n\n"
+        "    async def run(self, ctx):\n        raise RuntimeError('no licence')\n\n"
+        "    @classmethod\n    def tasks(cls, split, *, seed=0):\n        return [agentrl.Task(id='1', data={})]\n"
+    )
+    with serving(ChatEndpoint(plainly)) as endpoint:
+        assert main(["evaluate", str(file), "--model", endpoint.url, "--environment.id=broken.py:Broken"]) != 0
+    assert "no licence" in capsys.readouterr().err
+
+
 def test_each_evaluation_has_a_directory_of_its_own(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with serving(ChatEndpoint(plainly, models=("org/large", "small"))) as endpoint:
         found = [evaluated(file, capsys, "--model", f"{endpoint.url},org/large")["path"] for _ in range(2)]
