@@ -39,6 +39,9 @@ CLOSE_S = 5.0
 """Seconds in which a server must answer the end of its session."""
 MAX_TOOLS = 256
 MAX_SCHEMA_CHARACTERS = 65_536
+MAX_CHECKS = 100_000
+"""Largest product of the sizes of a schema and of arguments that are checked here, in a second or less; beyond it, the
+server alone checks them."""
 MAX_RESULT_CHARACTERS = 100_000
 """Longest observation; the rest of a result is cut off."""
 MAX_LINE_BYTES = 4 << 20
@@ -121,13 +124,14 @@ class MCPTool:
 
         if not isinstance(arguments, Mapping):
             raise ValueError("arguments are not a JSON object, each key given once")
-        schema = _without_patterns(dict(self.spec.parameters))
         try:
-            jsonschema.Draft202012Validator(schema, registry=Registry()).validate(dict(arguments))
+            schema = _checked_here(dict(self.spec.parameters))
+            if _size(schema) * _size(dict(arguments)) <= MAX_CHECKS:
+                jsonschema.Draft202012Validator(schema, registry=Registry()).validate(dict(arguments))
         except jsonschema.ValidationError as error:
             where = ".".join(map(str, error.absolute_path)) or "arguments"
             raise ValueError(f"{where}: {error.message[:300]}") from None
-        except Exception as error:  # noqa: BLE001 - of a schema that refers to what is not in it
+        except Exception as error:  # noqa: BLE001 - of a schema that is nested too deeply, or that lies otherwise
             raise ValueError(f"the tool's schema cannot be applied: {error_words(error)[:300]}") from None
         return dict(arguments)
 
@@ -181,6 +185,8 @@ class MCPConnection:
             MCPToolError: the server says that the call failed, or cannot answer it.
             EpisodeError: the state that earlier calls left in the server is lost.
         """
+        from mcp import types
+
         if self.server.stateful and self.has_recalled and self._session is None:
             raise EpisodeError(
                 f"MCP server {self.server.name!r} is stateful and died with its process: the episode begins again",
@@ -188,7 +194,9 @@ class MCPConnection:
                 begin_again=True,
             )
         try:
-            result = await (await self._open()).call_tool(name, dict(arguments))
+            params = types.CallToolRequestParams(name=name, arguments=dict(arguments))
+            # Not `call_tool`, which checks results against a schema of the server's: it could take for ever.
+            result = await (await self._open()).send_request(types.CallToolRequest(params=params), types.CallToolResult)
         except asyncio.CancelledError:
             raise
         except Exception as error:  # noqa: BLE001 - of the server, or of the library that speaks with it
@@ -364,7 +372,8 @@ def _checked(found: Sequence[dict[str, Any]], wanted: Sequence[str]) -> list[dic
         if len(json.dumps(tool)) > MAX_SCHEMA_CHARACTERS:
             raise _ListError(f"tool {tool['name']!r} is described in more than {MAX_SCHEMA_CHARACTERS:,} characters")
         try:
-            jsonschema.Draft202012Validator.check_schema(tool["parameters"])
+            # Formats are not checked: among them are patterns, and a hostile one takes minutes to compile.
+            jsonschema.Draft202012Validator.check_schema(tool["parameters"], format_checker=None)
         except jsonschema.SchemaError as error:
             raise _ListError(f"the schema of tool {tool['name']!r} is none: {error.message[:300]}") from None
         if tool["parameters"].get("type") != "object":
@@ -372,21 +381,32 @@ def _checked(found: Sequence[dict[str, Any]], wanted: Sequence[str]) -> list[dic
     return [tool for tool in found if not wanted or tool["name"] in wanted]
 
 
-def _without_patterns(schema: Any) -> Any:
-    """A schema without regular expressions: one of a hostile server could take for ever. The server checks them."""
+_PLAIN = ("type", "required", "enum", "const", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+_PLAIN += ("minLength", "maxLength", "minItems", "maxItems")
+_OF_SCHEMAS = ("items", "prefixItems", "anyOf", "allOf", "additionalProperties")
+
+
+def _checked_here(schema: Any) -> Any:
+    """The part of a schema that is checked in this process: keywords whose time is bounded, and that hold whatever
+    stands beside them. The server checks the rest: a pattern, references or unique items of a hostile one could take
+    for ever."""
     if isinstance(schema, list):
-        return [_without_patterns(each) for each in schema]
+        return [_checked_here(each) for each in schema]
     if not isinstance(schema, dict):
         return schema
-    return {
-        key: {name: _without_patterns(each) for name, each in value.items()}
-        if key in ("properties", "$defs", "definitions", "dependentSchemas") and isinstance(value, dict)
-        else value
-        if key in ("const", "enum", "default", "examples")
-        else _without_patterns(value)
-        for key, value in schema.items()
-        if key not in ("pattern", "patternProperties")
-    }
+    part = {key: schema[key] for key in _PLAIN if key in schema}
+    part |= {key: _checked_here(schema[key]) for key in _OF_SCHEMAS if key in schema}
+    if "properties" in schema:
+        part["properties"] = {name: _checked_here(each) for name, each in schema["properties"].items()}
+    if "patternProperties" in schema:
+        part.pop("additionalProperties", None)  # which are those that no pattern matches
+    return part
+
+
+def _size(value: Any) -> int:
+    """Number of values in JSON data, objects and lists included."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return 1 + sum(map(_size, inner))
 
 
 def _text_of(result: Any) -> str:

@@ -20,8 +20,9 @@ from aiohttp import web
 
 import agentrl
 from agentrl.core.errors import EnvironmentDefinitionError, EpisodeError
+from agentrl.core.records import ToolSpec
 from agentrl.environment import mcp as mcp_module
-from agentrl.environment.mcp import MCPConnection, MCPServer, _without_patterns
+from agentrl.environment.mcp import MCPConnection, MCPServer, _checked_here
 from agentrl.journal.entries import EffectEntry, ToolEntry
 from agentrl.testing.check import check_environment
 from agentrl.testing.execution import TIMEOUT_S
@@ -279,9 +280,47 @@ def test_the_state_of_a_server_that_is_lost_begins_the_episode_again() -> None:
     assert lost.value.begin_again
 
 
-def test_patterns_of_a_schema_are_left_to_the_server() -> None:
-    schema = {"properties": {"pattern": {"type": "string", "pattern": "(a+)+$"}}, "patternProperties": {"a": {}}}
-    assert _without_patterns(schema) == {"properties": {"pattern": {"type": "string"}}}
+HOSTILE: dict[str, dict[str, Any]] = {
+    "pattern": {"properties": {"a": {"type": "array", "items": {"pattern": "(a+)+$"}}}},
+    "pattern that takes minutes to compile": {"properties": {"b": {"pattern": "(?i)" + "[\u0100-\uffff]" * 4_000}}},
+    "references that double": {
+        "$ref": "#/$defs/d0",
+        "$defs": {f"d{n}": {"allOf": [{"$ref": f"#/$defs/d{n + 1}"}] * 2} for n in range(60)} | {"d60": {}},
+    },
+    "unique items": {"properties": {"a": {"uniqueItems": True}}},
+    "many members": {"properties": {"a": {"anyOf": [{"items": {"type": "null"}}] * 2_000}}},
+}
+PIECES = {"a": [piece for n in range(4_000) for piece in (n, str(n), "a" * 40 + "!")]}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_no_schema_makes_its_check_take_for_ever(kind: str) -> None:
+    schema = OBJECT | HOSTILE[kind]
+    spent = time.process_time()
+    (tool,) = mcp_module._checked([{"name": "a", "description": "", "parameters": schema}], ())
+    connection = MCPConnection(MCPServer(command=["a"]))
+    assert mcp_module.MCPTool(spec=ToolSpec(**tool), connection=connection).validate(PIECES) == PIECES
+    assert time.process_time() - spent < 5
+
+
+def test_a_pattern_for_results_is_not_applied(tmp_path: Path) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "string", "pattern": "^[0-9]$"}}}
+    tool = TOOL | {"outputSchema": schema}
+    calling = "print(json.dumps({{'jsonrpc': '2.0', 'id': asked.pop('id'), 'result': {{'content': [], "
+    calling += "'structuredContent': {{'a': 'not a digit'}}}}}}), flush=True)"
+    server = raw(tmp_path, [tool], calling=calling.format())
+    assert observed(play(environment_of(server), [call("a"), "done"])) == [("ok", '{"a": "not a digit"}')]
+
+
+def test_what_is_checked_here_refuses_nothing_that_the_schema_admits() -> None:
+    text = {"type": "string", "pattern": "(a+)+$"}
+    schema = {
+        "properties": {"pattern": text, "one": {"oneOf": [{"$ref": "#/$defs/a"}, text]}, "no": {"not": text}},
+        "patternProperties": {"x": {}},
+        "additionalProperties": False,
+        "$defs": {"a": {}},
+    }
+    assert _checked_here(schema) == {"properties": {"pattern": {"type": "string"}, "one": {}, "no": {}}}
 
 
 def test_the_checker_accepts_it(tmp_path: Path) -> None:
