@@ -326,13 +326,16 @@ def _check_functions(config: RunConfig) -> None:
 
 def _check_reward_weights(weights: Mapping[str, float]) -> None:
     """Check that weights do not cancel: equal rewards of all names must be worth more than none."""
+    if not math.isfinite(sum(weights.values())):
+        raise ValueError("credit.reward_weights: they sum to more than a number can hold")
+    total = math.fsum(weights.values())
     told = ", ".join(f"{name} = {weight:g}" for name, weight in weights.items())
     for name in weights:
         if not (name.isascii() and name.isidentifier()):
             raise ValueError(f"credit.reward_weights: {name!r} is no name of a reward")
-    if weights and math.fsum(weights.values()) <= 0:
+    if weights and total <= 0:
         raise ValueError(
-            f"credit.reward_weights: {told}: they sum to {math.fsum(weights.values()):g}, so that more of every reward "
+            f"credit.reward_weights: {told}: they sum to {total:g}, so that more of every reward "
             "earns nothing, or less. Give a penalty as a negative reward with a positive weight"
         )
 
