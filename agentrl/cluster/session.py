@@ -102,8 +102,10 @@ def check_answers(address: str) -> None:
             "cluster.address = 'auto'"
         )
     host, _, port = address.rpartition(":")
-    if not port.isdecimal():  # `auto`
+    if address == "auto":
         return
+    if not port.isdecimal():  # among them `local`, with which Ray would start another one that listens everywhere
+        raise InputError(f"cluster.address = {address!r}: give 'auto', or HOST:PORT of the head")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=ANSWERS_S).close()
     except (OSError, OverflowError, UnicodeError) as error:
