@@ -503,7 +503,7 @@ class TemplateFormat:
         marks = HARMONY_THINKING if self.reply_format.name == "openai" else self._thinking
         call = self._standin_call("probe")
         self.rewrites: tuple[str, ...] = rewrite_causes(self._template, call, marks)
-        self.forks = forks and not {"thinking", "tools", "prompt", "history", "whitespace"}.isdisjoint(self.rewrites)
+        self.forks = forks and not {"thinking", "tools", "prompt", "history"}.isdisjoint(self.rewrites)
         self._history_marks = (marks[0], "<|end|><|start|>assistant") if marks == HARMONY_THINKING else marks
         self._thinking_form = thinking_form(self._template, call, marks)
         self._needs_calls = self._takes_results_of_calls_only()

@@ -142,7 +142,5 @@ def test_gdpo_tells_apart_what_the_sum_does_not() -> None:
 
 def test_a_reward_without_a_name_is_compared_before_its_weight() -> None:
     named = ((("format", 1.0), ("reward", 1.0)), ())
-    group = Group(
-        rewards=(3.0, 2.0), episodes=("a", "b"), named_rewards=named, weights={"reward": 2.0, "format": 1.0}
-    )
+    group = Group(rewards=(3.0, 2.0), episodes=("a", "b"), named_rewards=named, weights={"reward": 2.0, "format": 1.0})
     assert group.by_name() == {"format": (1.0, 0.0), "reward": (1.0, 1.0)}
