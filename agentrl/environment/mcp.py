@@ -381,8 +381,10 @@ def _checked(found: Sequence[dict[str, Any]], wanted: Sequence[str]) -> list[dic
     return [tool for tool in found if not wanted or tool["name"] in wanted]
 
 
-_PLAIN = ("type", "required", "enum", "const", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
-_PLAIN += ("minLength", "maxLength", "minItems", "maxItems")
+_PLAIN = (
+    *("type", "required", "enum", "const", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"),
+    *("minLength", "maxLength", "minItems", "maxItems"),
+)
 _OF_SCHEMAS = ("items", "prefixItems", "anyOf", "allOf", "additionalProperties")
 
 
