@@ -48,11 +48,6 @@ METRICS: tuple[Metric, ...] = (
         "standard deviation of the policy's held-out rewards over episodes; 0: nothing distinguishes any two of them",
     ),
     Metric(
-        "evaluation/pass_rate",
-        "fraction",
-        "of `agentrl.evaluate`: share of the tasks whose agents get a reward of 1 or more together",
-    ),
-    Metric(
         "evaluation/reward_error", "reward", "half the width of the 95 % interval of `evaluation/reward`, over tasks"
     ),
     Metric(

@@ -131,7 +131,7 @@ def intervals(headers: Sequence[EpisodeHeader], attempts: int, policy: str | Non
     if not means:
         return {}
     metrics = {"evaluation/reward_error": interval(means)}
-    for k in (1 << power for power in range(attempts.bit_length() if attempts > 1 else 0)):
+    for k in (1 << power for power in range(attempts.bit_length())):
         counted = [(len(rewards), sum(reward >= 1.0 for reward in rewards)) for rewards in by_task]
         passed = [1 - math.comb(n - c, k) / math.comb(n, k) for n, c in counted if n >= k]
         if passed:
@@ -150,7 +150,6 @@ def together(headers: Sequence[EpisodeHeader], attempts: int = 1) -> dict[str, f
     rewards = [header.reward or 0.0 for header in roots]
     metrics = {
         "evaluation/reward": _mean(rewards),
-        "evaluation/pass_rate": _mean([float(reward >= 1.0) for reward in rewards]),
         **intervals(headers, attempts),
     }
     policies = sorted({trajectory.policy for header in headers for trajectory in header.trajectories})

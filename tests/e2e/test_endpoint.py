@@ -147,7 +147,7 @@ def test_an_endpoint_is_tried_in_every_kind_of_environment(
     with serving(ChatEndpoint(answer, key=KEY)) as endpoint:
         given = ["--model", endpoint.url, "--api-key-env", "A_KEY", f"--environment.id=envs.py:{environment}"]
         found = evaluated(file, capsys, *given)
-    assert found["evaluation/pass_rate"] == expected
+    assert found["evaluation/pass_at/1"] == expected
     assert found["evaluation/reward"] == expected
     assert found["evaluation/tokens"] == found["evaluation/turns"] * 5, "as the endpoint counts them"
     assert all(body["model"] == "large" for body in endpoint.asked), "the only model that it lists"
@@ -210,7 +210,7 @@ def test_people_read_the_rates_and_where_the_episodes_are(file: Path, capsys: py
     with serving(ChatEndpoint(plainly)) as endpoint:
         assert main(["evaluate", str(file), "--model", endpoint.url]) == 0
     output = capsys.readouterr().out
-    assert re.search(r"evaluation/pass_rate +0\.75\n", output)
+    assert re.search(r"evaluation/pass_at/1 +0\.75\n", output)
     assert "runs/tried-endpoint: look at it with `agentrl episode list runs/tried-endpoint`" in output
 
 

@@ -132,6 +132,7 @@ def test_a_trained_policy_can_be_evaluated(repository: Path, trained: Path, work
     kept = ("--policy", policy, "--tasks", "16", "--journal", "evaluations/first")
     answer = run(workplace, "evaluate", example, *kept, "--json").stdout
     metrics = json.loads(answer)
+    assert metrics.pop("path") == "evaluations/first"
     assert metrics["evaluation/episodes"] == 16
     assert 0.0 <= metrics["evaluation/reward"] <= 1.0
     (listed,) = json.loads(run(workplace, "run", "list", "evaluations", "--json").stdout)
