@@ -133,7 +133,8 @@ def _run(setting: Setting, name: str, *, lora: bool, steps: int, kills: bool = F
         "devices": device_plan(config).lines(),
         "deliveries": dict(watched.deliveries),
         "tokens_per_s": tokens / run.summary["rl_seconds"],
-        "k3": run.metrics[-1].get("mismatch/k3"),
+        # Only steps with rows of the weights that were trained have it.
+        "k3": max((row["mismatch/k3"] for row in run.metrics if "mismatch/k3" in row), default=None),
         **({"next_step_s": watched.next_step_s} if kills else {}),
         "seconds": time.perf_counter() - started,
     }
