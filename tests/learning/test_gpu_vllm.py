@@ -37,7 +37,7 @@ def test_every_piece_runs_on_cpus(repository: Path, tmp_path: Path) -> None:
     # The start and both steps; vLLM that is started again asks too, and the trainer may have gone on by then.
     assert restarted["deliveries"].keys() == {"file"}
     assert restarted["deliveries"]["file"] in (3, 4)
-    # vLLM's samples differ from run to run: where no group's rewards differ, nothing is forwarded, and nothing compared.
+    # vLLM's samples differ from run to run: where no group's rewards differ, nothing is forwarded or compared.
     assert restarted["k3"] is None or restarted["k3"] < 1e-6
     assert "skipped" in found["trl"]
 

@@ -36,12 +36,6 @@ NESTED = "{% for i in range(99999) %}" * 4 + "{% endfor %}" * 4
         ("{% for m in messages recursive %}{{ loop(messages) }}{% endfor %}", "cannot render"),
         ("{{ " + "(" * 20_000 + ")" * 20_000 + " }}", "does not compile"),
         ("{% for m in messages %}" * 30 + "{% endfor %}" * 30, "does not compile"),
-        (
-            "{% for m in messages %}<|im_start|>{{ m.role }}"
-            "{% if messages|length == 3 and messages[0].content == '.' %}{{ m.content }}{% endif %}"
-            "<|im_end|>{% endfor %}",
-            "leaves out",
-        ),
     ],
 )
 def test_a_hostile_template_is_refused(tmp_path: Path, template: str, complaint: str) -> None:
