@@ -600,7 +600,7 @@ class TokenRows:
         self._row_tokens = array("i")
         self._after: FinishReason | None = None
         self._asked: Sequence[Message] = ()
-        self._turns: list[SampledTurn] = []
+        self._turns: tuple[SampledTurn, ...] = ()
         """Those of the conversation, where its history may be rewritten."""
         self.row = 0
         self.before = 0
@@ -645,7 +645,7 @@ class TokenRows:
         if row != self.row:
             self._row_tokens = array("i")
             self.row = row
-        self._asked, self.before = messages, len(self._row_tokens)
+        self._asked, self.before = messages if self._format.forks else (), len(self._row_tokens)
         self._row_tokens.frombytes(context)
 
     def answer(self, completion: Completion) -> None:
@@ -653,7 +653,7 @@ class TokenRows:
         self._row_tokens.frombytes(completion.token_ids.astype(np.intc, copy=False).tobytes())
         self._after = completion.finish_reason
         if self._format.forks:
-            self._turns.append(SampledTurn(self._asked, completion.token_ids.tolist()))
+            self._turns = (*self._turns, SampledTurn(self._asked, completion.token_ids.tolist()))
 
     def restart(self) -> None:
         """Begin a new row."""
@@ -661,7 +661,7 @@ class TokenRows:
             self.row += 1
         self._row_tokens = array("i")
         self._after = None
-        self._turns = []
+        self._turns = ()
 
     def context(self) -> Int32Array:
         """The whole open row, as sent to the engine; shape [T]."""
