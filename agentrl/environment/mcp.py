@@ -332,17 +332,6 @@ async def _read_errors(process: asyncio.subprocess.Process, errors: bytearray) -
         del errors[:-SHOWN_ERRORS]
 
 
-@asynccontextmanager
-async def connected(servers: Sequence[MCPServer]) -> AsyncIterator[list[MCPConnection]]:
-    """Connections of an episode, closed at its end."""
-    connections = [MCPConnection(server) for server in servers]
-    try:
-        yield connections
-    finally:
-        for connection in connections:
-            await connection.close()
-
-
 def tools_of(listed: Sequence[Mapping[str, Any]], connection: MCPConnection) -> Iterator[tuple[str, MCPTool]]:
     """The tools of a server by name, from its list."""
     for each in listed:

@@ -20,7 +20,7 @@ from pydantic.errors import PydanticSchemaGenerationError
 from agentrl.core.errors import EnvironmentDefinitionError, EpisodeError, RewardError
 from agentrl.core.records import Message, Task, ToolCall, ToolSpec, Turn
 from agentrl.environment.base import Environment, EpisodeContext, Guarantee, LimitReachedError, ToolCallError, user
-from agentrl.environment.mcp import MCPConnection, MCPServer, MCPTool, connected, tools_of
+from agentrl.environment.mcp import MCPConnection, MCPServer, MCPTool, tools_of
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -301,7 +301,8 @@ class ToolEnvironment(Environment):
     async def run(self, ctx: EpisodeContext) -> None:
         """Act and answer tool calls until the policy answers in plain text or a limit is reached."""
         truncated = False
-        async with connected(self.mcp_servers) as connections:
+        connections = [MCPConnection(server) for server in self.mcp_servers]
+        try:
             tools = await self._all_tools(ctx, connections)
             agent = ctx.agent(self.seats[0], tools=[bound.spec for bound in tools.values()])
             observations: list[Message] = [user(self.prompt(ctx.task))]
@@ -312,6 +313,9 @@ class ToolEnvironment(Environment):
             except LimitReachedError as limit:
                 ctx.truncate(limit)
                 truncated = True
+        finally:
+            for connection in connections:
+                await connection.close()
         value = self.reward(ctx.task, ToolEpisode(turns=agent.turns, messages=agent.messages, truncated=truncated))
         if value is None:
             raise RewardError(f"{type(self).__name__}.reward returned None; return a number")
@@ -321,6 +325,8 @@ class ToolEnvironment(Environment):
         self, ctx: EpisodeContext, connections: Sequence[MCPConnection]
     ) -> Mapping[str, BoundTool | MCPTool]:
         """The class's tools, and those of its servers."""
+        if not connections:
+            return self.tool_table()
         tools: dict[str, BoundTool | MCPTool] = dict(self.tool_table())
         for connection in connections:
             listed: list[dict[str, Any]] = await ctx.effect("list MCP tools", connection.listed, guarantee="read")
