@@ -42,6 +42,7 @@ SUMS = (
     "truncated",
     "ratio",
     "ratio_squared",
+    "reference_tokens",
     "reference_kl",
 )
 """The entries of `measure`'s sums, in this order."""
@@ -180,7 +181,8 @@ def m2po(
     clip_high: float = 0.28,
     dual_clip: float = 3.0,
 ) -> Tensor:
-    """`ppo`, but 0 for the tokens of largest (log w)² in the step, until the mean of the others is below `threshold`.
+    """`ppo`, but 0 for the tokens of largest (log w)² in the step, until the mean of the others is below `threshold`;
+    for all of them where even the smallest is not.
 
     M2PO (arXiv:2510.01161): the second moment bounds the variance of the ratios, and few tokens make up most of it, so
     that data of hundreds of steps ago can be trained on. The divisor stays that of all tokens.
@@ -189,7 +191,7 @@ def m2po(
         moments, order = batch.log_ratio.square().sort(descending=True)
         left = moments.flip(0).cumsum(0).flip(0) / torch.arange(len(moments), 0, -1, device=moments.device)
         low = (left < threshold).nonzero()
-        first = int(low[0]) if len(low) else max(len(moments) - 1, 0)
+        first = int(low[0]) if len(low) else len(moments)
         keep = torch.zeros_like(order, dtype=torch.bool)
         keep[order[first:]] = True
     return ppo(batch, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip) * keep
@@ -482,6 +484,7 @@ def measure(batch: LossBatch, gradients: TokenGradients, weights: Tensor) -> Ten
             ((weight > 0) & (weight < 0.999 * w * scale)).double(),
             w,
             w * w,
+            torch.full_like(w, float(reference is not None)),
             torch.zeros_like(w) if reference is None else (batch.logprobs - reference).double(),
         )
         return torch.stack([column.sum() for column in columns])
@@ -499,7 +502,8 @@ def loss_metrics(sums: Tensor) -> Mapping[str, float]:
     count = total["measured_tokens"]
     if not count:
         return {}
-    away = {"reference_kl": total["reference_kl"] / count} if total["reference_kl"] else {}
+    compared = total["reference_tokens"]
+    away = {"reference_kl": total["reference_kl"] / compared} if compared else {}
     return away | {
         "k3": total["k3"] / count,
         "abs_logprob_difference": total["abs_logprob_difference"] / count,
