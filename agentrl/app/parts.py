@@ -18,7 +18,7 @@ from agentrl.app.policies import adapter_slots_needed, largest_rank
 from agentrl.cluster.journal_stream import JournalReceiver
 from agentrl.cluster.worker_pool import PoolSettings, WorkerPool
 from agentrl.cluster.worker_wire import Work
-from agentrl.config.devices import DevicePlan, Transfer, plan_devices
+from agentrl.config.devices import DevicePlan, plan_devices
 from agentrl.config.policies import BotPolicy, ExternalPolicyConfig, LocalPolicy, RemotePolicy
 from agentrl.config.run import RunConfig
 from agentrl.core.clock import Clock, SystemClock
@@ -203,19 +203,23 @@ def connect_trainer(config: RunConfig, engine: Engine, trainer: Trainer) -> None
     """Let the run's engines have all weights of a version from its trainer, each over what the device plan says."""
     if config.on_cluster or not isinstance(trainer, SendsWeights):
         return  # engines on other machines are sent a version's files
-    plan, number = device_plan(config), 0
+    plan, number, section = device_plan(config), 0, config.engine
     for fleet in engines_of(engine):
         for each in fleet.engines if isinstance(fleet, ReplicatedEngine) else [fleet]:
             if isinstance(each, ProcessEngine):
-                each.deliver = _delivery(trainer, plan.transfer_to(number), config.engine.devices)
+                recipient = Recipient(
+                    address="",
+                    transfer=plan.transfer_to(number),
+                    processes=section.devices,
+                    silence_s=section.silence_timeout_s,
+                )
+                each.deliver = _delivery(trainer, recipient)
             number += 1
 
 
-def _delivery(
-    trainer: SendsWeights, transfer: Transfer, processes: int
-) -> Callable[[PolicyVersion, str], Awaitable[None]]:
+def _delivery(trainer: SendsWeights, recipient: Recipient) -> Callable[[PolicyVersion, str], Awaitable[None]]:
     def deliver(version: PolicyVersion, address: str) -> Awaitable[None]:
-        return trainer.send(version, Recipient(address=address, transfer=transfer, processes=processes))
+        return trainer.send(version, replace(recipient, address=address))
 
     return deliver
 

@@ -8,7 +8,8 @@ init, start, update once or more, finish. `DevicePlan.transfer_to` chooses what 
 Owns `Inbox` and `Delivery`, the engine's ends; `WeightLink` and `Outbox`, the trainer's, of which the first is vLLM's
 `VLLMWeightSyncClient`; and `FileSender`. Imports nothing heavy: the senders of the other two are in `vllm/senders.py`.
 Invariant: where nothing is sent, since the trainer has moved on, is dead or on another machine, the engine loads the
-published file, which is the same.
+published file, which is the same; an engine that hangs holds up no trainer for longer than
+`engine.silence_timeout_s`.
 """
 
 from __future__ import annotations
@@ -195,6 +196,8 @@ class Recipient:
     transfer: Transfer
     processes: int
     """Processes that its model is in."""
+    silence_s: float
+    """After so many seconds without an answer it counts as hung."""
 
 
 @runtime_checkable
@@ -245,19 +248,22 @@ class WeightLink:
     """The connection to an engine; each method returns when the engine has done it.
 
     Raises, from every method:
-        TrainerError: the engine refused, or is gone.
+        TrainerError: the engine refused, hangs, or is gone.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, recipient: Recipient) -> None:
         self.directory = Path()
         """Where the engine takes files."""
+        self._recipient = recipient
         self._socket: socket.socket | None = None
 
-    def offer(self, address: str, offer: Offer) -> None:
+    def offer(self, offer: Offer) -> None:
         """Connect, and offer tensors."""
         self.close()
+        address = self._recipient.address
         try:
             self._socket = socket.socket(socket.AF_UNIX)
+            self._socket.settimeout(self._recipient.silence_s)
             self._socket.connect(address)
         except OSError as error:
             raise TrainerError(f"no engine takes weights at {address} ({error.strerror})") from error
@@ -291,6 +297,12 @@ class WeightLink:
         try:
             self._socket.sendall(wire.frame(message))
             said = _SAID.decode(self._read(int.from_bytes(self._read(wire.HEAD_BYTES), "little")))
+        except TimeoutError as error:
+            what, silence_s = message.method if isinstance(message, Ask) else "offer", self._recipient.silence_s
+            raise TrainerError(
+                f"the engine at {self._recipient.address} has not answered {what!r} for {silence_s:g} s "
+                "(engine.silence_timeout_s) and is sent nothing more; once it answers, it loads the published file"
+            ) from error
         except (OSError, msgspec.MsgspecError) as error:
             raise TrainerError(f"the engine left while weights were sent ({error})") from error
         if said.error:
@@ -362,9 +374,9 @@ class Outbox:
         """
         for address in [each for each in self._senders if not Path(each).exists()]:
             self._senders.pop(address)[1].shutdown()
-        link, sender = self._senders.pop(recipient.address, (WeightLink(), None))
+        link, sender = self._senders.pop(recipient.address, (WeightLink(recipient), None))
         try:
-            link.offer(recipient.address, source.offer(version))
+            link.offer(source.offer(version))
             sender = sender or self._make(recipient, link, source)
             sender.source = source
             sender.send_weights()

@@ -42,7 +42,7 @@ class TrainerEnd:
     async def _send(self, number: int, wanted: PolicyVersion, address: str) -> None:
         try:
             source = Source(self.tensors, self.passes(iter(self.tensors.items())))
-            recipient = Recipient(address=address, transfer="file", processes=1)
+            recipient = Recipient(address=address, transfer="file", processes=1, silence_s=60.0)
             await asyncio.to_thread(self.outbox.send, source, wanted, recipient)
             self.sent += 1
         except TrainerError as error:
@@ -151,11 +151,14 @@ IN_SUITE = pytest.mark.usefixtures("make_vllm")
 """They import vLLM, which the process of other tests is to be without."""
 
 
+IPC = Recipient(address="", transfer="ipc", processes=1, silence_s=60.0)
+
+
 class Listens(WeightLink):
     """A link that keeps what is asked."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(IPC)
         self.asked: list[tuple[str, dict[str, Any]]] = []
 
     def _asked(self, message: Any) -> Any:
@@ -175,8 +178,7 @@ def test_shared_memory_is_described_as_vllm_takes_it_without_a_class_on_the_way(
     from agentrl.engines.vllm import senders, worker
 
     link, source = Listens(), Source(TENSORS, iter(TENSORS.items()))
-    recipient = Recipient(address="", transfer="ipc", processes=1)
-    found: Any = senders.init_info(recipient, source)
+    found: Any = senders.init_info(IPC, source)
     assert (found.backend, found.packed, found.packed_buffer_size_bytes) == ("agentrl_ipc", True, transfer.CHUNK_BYTES)
     assert found.is_sender
     sender = senders.IpcSender.__new__(senders.IpcSender)  # its __init__ asks CUDA for the card
@@ -204,7 +206,7 @@ def test_broadcasts_are_met_by_an_id_and_no_port() -> None:
     from agentrl.engines.vllm import senders
 
     source = Source(TENSORS, iter(TENSORS.items()))
-    found: Any = senders.init_info(Recipient(address="", transfer="nccl", processes=4), source)
+    found: Any = senders.init_info(Recipient(address="", transfer="nccl", processes=4, silence_s=60.0), source)
     assert (found.backend, found.world_size, found.is_sender) == ("agentrl_nccl", 5, True)
     payload = senders.nccl_payload(bytes(range(128)), found)
     taken = NCCLWeightTransferInitInfo(**payload)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -72,8 +73,8 @@ class Engine:
         delivery.answer()
 
 
-def recipient(address: str) -> Recipient:
-    return Recipient(address=address, transfer="file", processes=1)
+def recipient(address: str, silence_s: float = 60.0) -> Recipient:
+    return Recipient(address=address, transfer="file", processes=1, silence_s=silence_s)
 
 
 def source(tensors: dict[str, Tensor]) -> Source:
@@ -111,6 +112,35 @@ def test_an_engine_that_refuses_is_heard_and_one_that_is_gone_is_named(tmp_path:
             Outbox(FileSender).send(source(tensors), VERSION, recipient(engine.address))
     with pytest.raises(TrainerError, match=r"no engine takes weights at .*/gone"):
         Outbox(FileSender).send(source(tensors), VERSION, recipient(str(tmp_path / "gone")))
+
+
+@pytest.mark.parametrize("answers", range(4))
+def test_an_engine_that_hangs_holds_up_no_trainer(tmp_path: Path, answers: int) -> None:
+    """It accepts so many messages, the offer among them, and then says nothing, with its connection open."""
+    address, ended = str(tmp_path / "weights"), threading.Event()
+    said = wire.frame(transfer.Said(directory=str(tmp_path)))
+
+    def hang() -> None:
+        connection, _ = listening.accept()
+        for _ in range(answers):
+            size = int.from_bytes(connection.recv(wire.HEAD_BYTES, socket.MSG_WAITALL), "little")
+            connection.recv(size, socket.MSG_WAITALL)
+            connection.sendall(said)
+        ended.wait()
+        connection.close()
+
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(address)
+        listening.listen()
+        thread = threading.Thread(target=hang)
+        thread.start()
+        try:
+            unanswered = ("offer", "start", "update", "finish")[answers]
+            with pytest.raises(TrainerError, match=rf"{address} has not answered '{unanswered}' for 0\.2 s"):
+                Outbox(FileSender).send(source({"a": torch.zeros(2)}), VERSION, recipient(address, silence_s=0.2))
+        finally:
+            ended.set()
+            thread.join()
 
 
 @pytest.mark.parametrize(
