@@ -35,7 +35,7 @@ def on_ranks(size: int, function: str, *arguments: Any, places: Sequence[Place] 
             subprocess.Popen(
                 [
                     *(*place.entering, sys.executable, "-m", "tests.rank_processes"),
-                    *(directory, str(rank), str(size), place.address, function),
+                    *(directory, str(rank), ",".join(place.address for place in places), function),
                 ],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -59,26 +59,26 @@ def on_ranks(size: int, function: str, *arguments: Any, places: Sequence[Place] 
     return [json.loads(text.splitlines()[-1]) for text in said]
 
 
-def join(meeting: Path, *, rank: int, size: int, address: str) -> ProcessGroup:
+def join(meeting: Path, *, rank: int, addresses: Sequence[str]) -> ProcessGroup:
     """Join a group; rank 0 writes where they meet into a file."""
     store = None
     if rank == 0:
-        rendezvous, store = serve_rendezvous(address)
+        rendezvous, store = serve_rendezvous(addresses[rank])
         meeting.with_suffix(".new").write_text(json.dumps(rendezvous))
         meeting.with_suffix(".new").rename(meeting)
     while not meeting.exists():
         time.sleep(0.01)
     rendezvous = Rendezvous(*json.loads(meeting.read_text()))
     device = torch.device("cpu")
-    return ProcessGroup(rendezvous, rank=rank, size=size, device=device, address=address, store=store)
+    return ProcessGroup(rendezvous, rank=rank, device=device, addresses=addresses, store=store)
 
 
 def main() -> None:
     """One rank: arguments on standard input, the result on the last line of standard output."""
-    directory, rank, size, address, function = sys.argv[1:]
+    directory, rank, addresses, function = sys.argv[1:]
     torch.set_num_threads(1)
     module, _, name = function.partition(":")
-    ranks = join(Path(directory, "rendezvous"), rank=int(rank), size=int(size), address=address)
+    ranks = join(Path(directory, "rendezvous"), rank=int(rank), addresses=addresses.split(","))
     result = getattr(importlib.import_module(module), name)(ranks, *json.load(sys.stdin))
     ranks.close()
     sys.stdout.write(json.dumps(result) + "\n")

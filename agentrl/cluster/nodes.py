@@ -14,7 +14,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from agentrl.cluster.session import RaySession, brief, on_node
+from agentrl.cluster.session import RaySession, brief, on_node, shown
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import ConfigError
 
@@ -117,7 +117,7 @@ def check_nodes(config: RunConfig, code: Mapping[str, str]) -> tuple[NodePlan, l
     models = [base.model.path for base in config.bases if base.model.path]
     missing, lines = compare(plan.nodes, [str(Path(model).absolute()) for model in models], modules)
     if missing:
-        raise ConfigError(f"the cluster at {config.cluster.address} cannot run this: {'; '.join(missing)}")
+        raise ConfigError(f"the cluster at {shown(config.cluster.address)} cannot run this: {'; '.join(missing)}")
     return plan, plan.lines() + lines
 
 

@@ -98,23 +98,29 @@ def check_answers(address: str) -> None:
     """
     if address.startswith("ray://"):
         raise InputError(
-            f"cluster.address = {address!r} is for Ray's client: start the run on a node of the cluster with "
+            f"cluster.address = {shown(address)!r} is for Ray's client: start the run on a node of the cluster with "
             "cluster.address = 'auto'"
         )
     host, _, port = address.rpartition(":")
     if address == "auto":
         return
     if not port.isdecimal():  # among them `local`, with which Ray would start another one that listens everywhere
-        raise InputError(f"cluster.address = {address!r}: give 'auto', or HOST:PORT of the head")
+        raise InputError(f"cluster.address = {shown(address)!r}: give 'auto', or HOST:PORT of the head")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=ANSWERS_S).close()
     except (OSError, OverflowError, UnicodeError) as error:
         raise _nobody_answers(address, str(error)) from None
 
 
+def shown(address: str) -> str:
+    """An address for a message, without the password or token that it may begin with."""
+    before, _, place = address.rpartition("@")
+    return f"***@{place}" if before else address
+
+
 def _nobody_answers(address: str, why: str) -> InputError:
     return InputError(
-        f"cluster.address is {address!r}, and no Ray answers there ({why}); start one with `ray start` on this machine "
+        f"cluster.address is {shown(address)!r}, and no Ray answers there ({why.replace(address, shown(address))}); start one with `ray start` on this machine "
         "and the others (docs/cluster.md), or leave cluster.address out"
     )
 

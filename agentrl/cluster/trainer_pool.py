@@ -44,6 +44,8 @@ LOOK_S = 1.0
 
 COME_S = 50.0
 """Longest time until the actors of all ranks run on the nodes of a cluster."""
+PREPARE_S = 600.0
+"""Longest time for a rank to import torch, from a cold disk."""
 READ_S = 60.0
 """Longest time that a rank waits for token data from the run's host."""
 LOOPBACK = "127.0.0.1"
@@ -109,8 +111,7 @@ class TrainerRank:
         config: of the run.
         run_directory: of the run, which lies on the run's host.
         rank: from 0.
-        size: of the group.
-        address: of its node, as the other ranks reach it.
+        addresses: of each rank's node, as the others reach it.
         files: the `RunFiles` that it reads from; None: it is on the run's host, and reads by path.
         gpu: the GPU it sees; None: what Ray gave it, or there is none.
         memory_share: of its GPU, that it may allocate; 0: all.
@@ -123,8 +124,7 @@ class TrainerRank:
         run_directory: str,
         *,
         rank: int,
-        size: int,
-        address: str,
+        addresses: Sequence[str],
         files: Any,
         gpu: str | None,
         memory_share: float,
@@ -133,7 +133,7 @@ class TrainerRank:
         if gpu is not None:
             os.environ.update(visible_gpus([gpu]))
         self._config, self._loss, self._memory_share = config, loss, memory_share
-        self._rank, self._size, self._address = rank, size, address
+        self._rank, self._addresses = rank, addresses
         self._files = files
         # A rank elsewhere keeps here what a checkpoint has for it; nothing of it counts.
         self._private = None if files is None else tempfile.TemporaryDirectory(prefix=f"agentrl-{os.getpid()}-rank-")
@@ -147,7 +147,7 @@ class TrainerRank:
         """Serve, as rank 0, the store at which the group meets."""
         from agentrl.learn.ranks import serve_rendezvous
 
-        rendezvous, self._store = serve_rendezvous(self._address)
+        rendezvous, self._store = serve_rendezvous(self._addresses[self._rank])
         return rendezvous
 
     def prepare(self) -> None:
@@ -166,9 +166,8 @@ class TrainerRank:
             ranks = ProcessGroup(
                 rendezvous,
                 rank=self._rank,
-                size=self._size,
                 device=device_of(self._rank),
-                address=self._address,
+                addresses=self._addresses,
                 store=self._store if self._rank == 0 else None,
             )
         self._trainer = PolicyTrainer(
@@ -200,7 +199,7 @@ class TrainerRank:
             raise
         except ray.exceptions.RayError as error:
             raise TrainerLostError(
-                f"trainer rank {self._rank} on node {self._address} got no data from the run's host ({brief(error)})"
+                f"trainer rank {self._rank} on node {self._addresses[self._rank]} got no data from the run's host ({brief(error)})"
             ) from None
 
     def start(self, resume_from: str | None) -> tuple[int, tuple[str, ...]]:
@@ -287,7 +286,7 @@ class RayTrainerPool:
         self._lost = loop.create_future()
         self._watch = loop.create_task(self._look_at_ray(self._lost), name="watch Ray")
         await self._all("come", limit_s=COME_S if self._plan.ranks else None)
-        await self._all("prepare")
+        await self._all("prepare", limit_s=PREPARE_S)
         met = await self._call(self._actors[:1], "serve") if len(self._actors) > 1 else [None]
         await self._all("join", met[0])
         started: Sequence[tuple[int, tuple[str, ...]]] = await self._all("start", resume_from)
@@ -320,8 +319,7 @@ class RayTrainerPool:
                 ).remote(
                     *(settings, str(self._directory)),
                     rank=rank,
-                    size=size,
-                    address=LOOPBACK if node is None else node.address,
+                    addresses=[each.address for each in plan.ranks] or [LOOPBACK] * size,
                     files=None if node is None or node == plan.nodes[0] else self._files,
                     gpu=gpu.id if gpu is not None and node is None else None,
                     memory_share=plan.devices.share_of_rank(rank) if gpu is not None else 0.0,

@@ -210,9 +210,8 @@ class ProcessGroup:
         rendezvous: Rendezvous,
         *,
         rank: int,
-        size: int,
         device: torch.device,
-        address: str,
+        addresses: Sequence[str],
         store: TCPStore | None = None,
     ) -> None:
         """Join the group; returns when all ranks have.
@@ -220,35 +219,36 @@ class ProcessGroup:
         Args:
             rendezvous: where they meet.
             rank: from 0.
-            size: of the group.
             device: where gradients lie; CUDA joins with nccl, anything else with gloo.
-            address: of this machine, on the network over which the ranks talk.
+            addresses: of each rank's machine, on the network over which they talk.
             store: the store, at rank 0.
 
         Raises:
-            TrainerLostError: names the ranks that did not come within `JOIN_TIMEOUT`.
+            TrainerLostError: names the ranks that did not come within `JOIN_TIMEOUT`, and their machines.
         """
         self.rank = rank
-        self.size = size
+        self.size = size = len(addresses)
         self._device = device
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        interface = interface_of(address)
+        interface = interface_of(addresses[rank])
         os.environ.update(GLOO_SOCKET_IFNAME=interface, NCCL_SOCKET_IFNAME=interface)
         backend = "nccl" if device.type == "cuda" else "gloo"
         present = [f"present/{each}" for each in range(size)]
         try:
             if store is None:
                 store = TCPStore(rendezvous.host, rendezvous.port, is_master=False, timeout=JOIN_TIMEOUT)
-            store.set(present[rank], address)
+            store.set(present[rank], addresses[rank])
             store.wait(present, JOIN_TIMEOUT)
             dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
         except RuntimeError as error:  # those of torch.distributed are
             seconds = JOIN_TIMEOUT.total_seconds()
             absent = self._absent(store, present)
             if not absent:
-                raise TrainerLostError(f"trainer rank {rank} at {address} could not join the group: {error}") from error
-            names = ", ".join(map(str, absent))
+                raise TrainerLostError(
+                    f"trainer rank {rank} on node {addresses[rank]} could not join the group: {error}"
+                ) from error
+            names = ", ".join(f"{each} on node {addresses[each]}" for each in absent)
             raise TrainerLostError(f"trainer rank {names} did not join the group within {seconds:g} s") from error
         self._store = store
 

@@ -138,13 +138,18 @@ class Hosts:
         return subprocess.CompletedProcess(list(command), process.returncode, output, errors)
 
     def start_ray(
-        self, numbers: Sequence[int], *, env: Mapping[str, str] | None = None, hide: Path | None = None
+        self,
+        numbers: Sequence[int],
+        *,
+        head: int = 1,
+        env: Mapping[str, str] | None = None,
+        hide: Path | None = None,
     ) -> None:
-        """Start a Ray node on each of these hosts, the first of them the head, with what `hide` names hidden."""
+        """Start a Ray node on each of these hosts, with what `hide` names hidden; on all but the head after that."""
         for number in numbers:
-            is_head = number == numbers[0]
+            is_head = number == head
             place = ["--head", "--port=6379", "--include-dashboard=false"]
-            join = [f"--address={self.address(numbers[0])}:6379"]
+            join = [f"--address={self.address(head)}:6379"]
             own = [f"--node-ip-address={self.address(number)}", "--num-cpus=4", "--object-store-memory=80000000"]
             ray = [sys.executable, "-m", "ray.scripts.scripts", "start", *(place if is_head else join), *own]
             found = self.run(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 
 from agentrl.cluster.session import check_answers
@@ -12,3 +14,19 @@ from agentrl.core.errors import InputError
 def test_an_address_that_is_none_is_refused_before_ray_gets_it(address: str) -> None:
     with pytest.raises(InputError, match="give 'auto', or HOST:PORT"):
         check_answers(address)
+
+
+def test_nobody_at_an_address_is_told_with_what_to_do() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as bound:
+        port = bound.getsockname()[1]  # free once this is closed
+    with pytest.raises(
+        InputError, match=rf"'127.0.0.1:{port}', and no Ray answers there .* start one with `ray start`"
+    ):
+        check_answers(f"127.0.0.1:{port}")
+
+
+@pytest.mark.parametrize("address", ["redis://:hunter2@10.0.0.1:x", "user:hunter2@127.0.0.1:1", "ray://hunter2@h:1"])
+def test_a_secret_in_an_address_is_not_repeated(address: str) -> None:
+    with pytest.raises(InputError, match=r"\*\*\*@") as refused:
+        check_answers(address)
+    assert "hunter2" not in str(refused.value)

@@ -17,7 +17,7 @@ def test_tensors_of_the_host_and_empty_messages_pass_through(monkeypatch: pytest
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")  # put back at the end
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "")
     rendezvous, store = serve_rendezvous("127.0.0.1")
-    group = ProcessGroup(rendezvous, rank=0, size=1, device=torch.device(device), address="127.0.0.1", store=store)
+    group = ProcessGroup(rendezvous, rank=0, device=torch.device(device), addresses=["127.0.0.1"], store=store)
     try:
         totals = torch.tensor([1.5, 2.5], dtype=torch.float64)
         group.sum([totals, torch.ones(2, 2, dtype=torch.float64, device=device)])
