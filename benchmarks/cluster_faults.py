@@ -157,7 +157,7 @@ class ClusterChaos(Chaos):
         super()._end(directory)
         run, noted = directory / "run", self._noted.pop(directory, {})
         partitions = {(episode, attempt): name for episode, attempt, name in _ended(run)}
-        attempts = {episode: attempt for episode, attempt in partitions}
+        attempts = dict(partitions)
         final: dict[tuple[str, str], bytes] = {}
         for partition in {name for name in partitions.values() if name}:
             for entry, (_, tokens) in _sampled(run, "entries", partition):

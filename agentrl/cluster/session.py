@@ -119,9 +119,10 @@ def shown(address: str) -> str:
 
 
 def _nobody_answers(address: str, why: str) -> InputError:
+    why = why.replace(address, shown(address))
     return InputError(
-        f"cluster.address is {shown(address)!r}, and no Ray answers there ({why.replace(address, shown(address))}); start one with `ray start` on this machine "
-        "and the others (docs/cluster.md), or leave cluster.address out"
+        f"cluster.address is {shown(address)!r}, and no Ray answers there ({why}); start one with `ray start` on this "
+        "machine and the others (docs/cluster.md), or leave cluster.address out"
     )
 
 

@@ -118,7 +118,7 @@ class TrainerRank:
         loss: the user's.
     """
 
-    def __init__(  # noqa: PLR0913 - what a rank is given, all but the first two by name
+    def __init__(
         self,
         config: dict[str, Any],
         run_directory: str,
@@ -199,7 +199,8 @@ class TrainerRank:
             raise
         except ray.exceptions.RayError as error:
             raise TrainerLostError(
-                f"trainer rank {self._rank} on node {self._addresses[self._rank]} got no data from the run's host ({brief(error)})"
+                f"trainer rank {self._rank} on node {self._addresses[self._rank]} got no data from the run's host "
+                f"({brief(error)})"
             ) from None
 
     def start(self, resume_from: str | None) -> tuple[int, tuple[str, ...]]:

@@ -100,6 +100,12 @@ class VersionNotServedError(EngineError):
     """A session asks for a version that the engine does not serve, or no longer."""
 
 
+class EngineStorageError(EngineError):
+    """The disk of an engine's machine cannot take a version; engines on other machines may."""
+
+    exit_code = 74
+
+
 class EngineFailedError(EngineError):
     """The engine is gone for good: its supervisor has given up. The call sampled nothing."""
 

@@ -169,7 +169,7 @@ class Connection:
             except EngineLostError:
                 raise
             except EngineError as error:
-                raise refusal(weights, f"machine {self.host} cannot keep it: {error}") from error
+                raise refusal(weights, f"machine {self.host} cannot keep it: {error}", type(error)) from error
         self._sent.add(weights.sha256)
 
     async def drain(self, error: AgentRLError) -> None:

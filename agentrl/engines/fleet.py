@@ -4,7 +4,8 @@ Implements `core.ports.Engine`. Owns which replica a conversation is with, which
 not. Does not know what the replicas are.
 Invariants: a conversation stays with its replica, which has its KV, until that is lost or behind; a replica is brought
 to what is wanted, also when it comes back late, and is fenced while it is behind: it ends the calls it has and gets no
-new ones; a version that the first replica refuses has reached none.
+new ones; a version that the first replica refuses has reached none, unless it is that replica's disk that refuses; a
+fenced replica is told of with its reason, and again after a minute, and after two more, and so on.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import asyncio
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from agentrl.core.errors import EngineError, EngineFailedError, EngineLostError
+from agentrl.core.errors import EngineError, EngineFailedError, EngineLostError, EngineStorageError
 from agentrl.engines.client import RoutedSession, SharedEngine, pick_replica
 from agentrl.engines.versions import WantedVersions, run_to_end
 
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 FENCE_S = 30.0
 """Longest time the other replicas wait for one replica's update to full weights."""
+REMIND_S = 60.0
+"""Seconds after which a replica that gets no calls is told of again, the first time; then twice as many, and so on."""
 BACK_S = 1.0
 """Seconds between checks whether a lost replica is back."""
 
@@ -46,6 +49,8 @@ class Replica:
     following: asyncio.Task[None] | None = None
     """Has it serve what is wanted."""
     is_fenced: bool = False
+    why: str = ""
+    """The reason for the fence."""
     is_lost: bool = False
     failure: EngineError | None = None
     """The error with which it failed for good."""
@@ -75,6 +80,7 @@ class ReplicatedEngine:
         self._tell = tell or (lambda line: None)
         self._one_at_a_time = asyncio.Lock()
         self._changed = asyncio.Event()
+        self._reminding: asyncio.Task[None] | None = None
         self._closed = False
         self._moved: Callable[[], None] = lambda: None
 
@@ -132,13 +138,11 @@ class ReplicatedEngine:
         """See `client.Router.replica_lost`: it is fenced until it answers again, or for good."""
         if isinstance(error, EngineFailedError):
             if replica.failure is None and not self._closed:
-                replica.failure, replica.is_fenced = error, True
-                self._tell(f"engine replica {replica.number} has failed for good: {error}")
-                self._changed.set()
-                self._moved()
+                replica.failure, replica.is_fenced = error, False  # fenced or not, this is told
+                self._fence(replica, f"it has failed for good: {error}")
         elif not replica.is_lost and replica.failure is None:
             replica.is_lost = True
-            self._fence(replica, "is lost; it gets no calls until it is back")
+            self._fence(replica, "it is lost")
             self._follow(replica)
 
     async def _answers(self, replica: Replica) -> None:
@@ -218,16 +222,26 @@ class ReplicatedEngine:
         if replica.is_fenced:
             return
         is_full = any(weights.kind == "full" for weights in self._wanted.all - replica.serves.all)
+        silent = f"no answer within {FENCE_S:g} s"
         try:
-            async with asyncio.timeout(FENCE_S if is_full else None):
-                while not (following.done() or replica.is_fenced):
-                    await self._change()
+            async with asyncio.timeout(FENCE_S):
+                await self._followed(replica, following)
         except TimeoutError:
-            pass
-        if not following.done() or (self._is_behind(replica) and self._is_taken()):
-            new = self._wanted.all - replica.serves.all
-            names = ", ".join(sorted(str(weights.version) for weights in new))
-            self._fence(replica, f"is behind at {names}; it gets no calls for now")
+            if not is_full:
+                what = f"{silent}: it waits for a place for the adapter, or hangs"
+                self._tell(f"engine replica {replica.number} has not taken {self._missing(replica)} ({what})")
+                await self._followed(replica, following)
+        is_refused = isinstance(replica.refusal, EngineStorageError) and len(self._living()) > 1
+        if not following.done() or is_refused or (self._is_behind(replica) and self._is_taken()):
+            self._fence(replica, f"it is behind at {self._missing(replica)} ({replica.refusal or silent})")
+
+    async def _followed(self, replica: Replica, following: asyncio.Task[None]) -> None:
+        while not (following.done() or replica.is_fenced):
+            await self._change()
+
+    def _missing(self, replica: Replica) -> str:
+        new = self._wanted.all - replica.serves.all
+        return ", ".join(sorted(str(weights.version) for weights in new))
 
     def _is_taken(self) -> bool:
         """Whether a replica serves what is wanted.
@@ -291,10 +305,26 @@ class ReplicatedEngine:
 
     def _fence(self, replica: Replica, why: str) -> None:
         if not replica.is_fenced:
-            replica.is_fenced = True
-            self._tell(f"engine replica {replica.number} {why}")
+            replica.is_fenced, replica.why = True, why
+            self._tell(f"engine replica {replica.number} gets no calls: {why}; {self._count()}")
             self._moved()
+            if self._reminding is None or self._reminding.done():
+                self._reminding = asyncio.get_running_loop().create_task(self._remind(), name="remind of replicas")
         self._changed.set()
+
+    def _count(self) -> str:
+        return f"{sum(not each.is_fenced for each in self._replicas)} of {len(self._replicas)} replicas take calls"
+
+    async def _remind(self) -> None:
+        """Say which replicas get no calls, until all do."""
+        wait = REMIND_S
+        while any(each.is_fenced for each in self._replicas):
+            await asyncio.sleep(wait)
+            wait *= 2
+            for each in self._replicas:
+                if each.is_fenced:
+                    why = each.failure or each.refusal or each.why
+                    self._tell(f"engine replica {each.number} still gets no calls: {why}; {self._count()}")
 
     async def ping(self) -> None:
         """See `agentrl.core.ports.Engine.ping`: one replica takes calls."""
@@ -327,6 +357,7 @@ class ReplicatedEngine:
         self._changed.set()
         await asyncio.gather(*(replica.engine.close() for replica in self._replicas))
         pending = {replica.following for replica in self._replicas if replica.following is not None} | self._forwarded
+        pending |= {self._reminding} if self._reminding is not None else set()
         for task in pending:
             task.cancel()
         if pending:

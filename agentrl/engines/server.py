@@ -23,7 +23,13 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from agentrl.core.errors import AgentRLError, EngineCapabilityError, EngineError, EngineLostError
+from agentrl.core.errors import (
+    AgentRLError,
+    EngineCapabilityError,
+    EngineError,
+    EngineLostError,
+    EngineStorageError,
+)
 from agentrl.core.files import WEIGHT_FILES
 from agentrl.core.network import Listener
 from agentrl.core.ports import Engine
@@ -178,7 +184,8 @@ class SentVersions:
         """Append bytes to a file.
 
         Raises:
-            EngineError: the disk refused, or the name is none of a version's file.
+            EngineStorageError: the disk refused.
+            EngineError: the name is none of a version's file.
         """
         names = {name for kind in WEIGHT_FILES.values() for name in kind}
         if piece.name not in names or not piece.sha256.isalnum():
@@ -193,7 +200,7 @@ class SentVersions:
                 file.write(piece.data)
         except OSError as error:
             self._known.discard(piece.sha256)
-            raise EngineError(
+            raise EngineStorageError(
                 f"{socket.gethostname()}: {directory} cannot take a version ({error.strerror}); {MAKE_ROOM}"
             ) from error
 

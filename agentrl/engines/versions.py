@@ -539,6 +539,6 @@ def _forget(task: asyncio.Task[Any]) -> None:
         task.exception()
 
 
-def refusal(weights: WeightsRef, reason: str) -> EngineError:
+def refusal(weights: WeightsRef, reason: str, kind: type[EngineError] = EngineError) -> EngineError:
     """The error that says why a version is not served."""
-    return EngineError(f"weights {weights.version} refused: {reason}. The version before it keeps serving")
+    return kind(f"weights {weights.version} refused: {reason}. The version before it keeps serving")

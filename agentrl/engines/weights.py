@@ -24,6 +24,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load as load_safetensors
 from torch import nn
 
+from agentrl.core.errors import EngineStorageError
 from agentrl.core.files import WEIGHT_FILES
 from agentrl.engines.child_process import MAKE_ROOM
 from agentrl.engines.models import ONE_LOAD_AT_A_TIME, computable, dtype_name, first_names
@@ -255,7 +256,7 @@ def copy_weights(weights: WeightsRef, directory: Path) -> WeightsRef:
             reason = (
                 f"there is no room for a copy of {weights.path}/{name} in {directory} ({error.strerror}); {MAKE_ROOM}"
             )
-            raise refusal(weights, reason) from error
+            raise refusal(weights, reason, EngineStorageError) from error
     return replace(weights, path=str(directory))
 
 

@@ -10,10 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from agentrl.core.errors import EngineError
+from agentrl.core.errors import EngineError, EngineStorageError
 from agentrl.core.network import SCHEME, Address
 from agentrl.core.ports import GenerateRequest, SamplingParams
 from agentrl.core.records import PolicyVersion
+from agentrl.engines.child_process import VARIABLE
 from agentrl.engines.client import PIECE_BYTES, EngineClient, ProcessEngine
 from tests.contract.elsewhere import START, Elsewhere, program, written
 
@@ -24,6 +25,15 @@ REQUEST = GenerateRequest(
 
 async def made(directory: Path) -> ProcessEngine:
     return await ProcessEngine(program(directory), START, placement=Elsewhere()).ready()
+
+
+def refuse_versions(process_id: int | None) -> None:
+    """Have a process's disk refuse further versions, as a full one does."""
+    environment = Path(f"/proc/{process_id}/environ").read_bytes().split(b"\0")
+    (private,) = [line.partition(b"=")[2] for line in environment if line.startswith(VARIABLE.encode())]
+    versions = Path(os.fsdecode(private), "versions")
+    versions.rename(versions.with_name("moved"))
+    versions.write_text("no directory can be made here")
 
 
 def test_versions_travel_as_bytes_and_a_second_process_is_sent_them_again(tmp_path: Path) -> None:
@@ -58,6 +68,20 @@ def test_files_that_are_not_those_of_the_digest_are_refused(tmp_path: Path) -> N
         (tmp_path / "1" / "adapter_config.json").write_bytes(b"others")
         with pytest.raises(EngineError, match="other files than were published"):
             await engine.serve([changed], ())
+        await engine.close()
+
+    asyncio.run(main())
+
+
+def test_a_machine_that_cannot_keep_a_version_is_named_and_serves_the_one_before(tmp_path: Path) -> None:
+    async def main() -> None:
+        engine = await made(tmp_path)
+        await engine.serve([written(tmp_path / "1", 1, 10)], ())
+        refuse_versions(engine.supervisor.process_id)
+        with pytest.raises(EngineStorageError, match=r"solver@0\.2 refused: machine .* cannot keep it: .* make room"):
+            await engine.serve([written(tmp_path / "2", 2, 10)], ())
+        completion = await engine.open("session", "solver").generate(REQUEST)
+        assert [span.version.step for span in completion.spans] == [1]
         await engine.close()
 
     asyncio.run(main())

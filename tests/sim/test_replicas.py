@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import pytest
 
-from agentrl.core.errors import EngineError, EngineFailedError, EngineLostError, VersionNotServedError
+from agentrl.core.errors import (
+    EngineError,
+    EngineFailedError,
+    EngineLostError,
+    EngineStorageError,
+    VersionNotServedError,
+)
 from agentrl.core.ports import GenerateRequest, Refresh, SamplingParams
 from agentrl.core.records import Completion, PolicyVersion, WeightsRef
 from agentrl.engines.fleet import FENCE_S, ReplicatedEngine
@@ -27,6 +33,7 @@ class Engine(ScriptedEngine):
 
     update_s = 0.0
     has_failed = False
+    refusal: type[EngineError] = EngineError
 
     def __init__(self, refresh: Refresh = "turn") -> None:
         super().__init__(lambda *_: [7] * 50, versions=START, seconds_per_token=0.01, refresh=refresh)
@@ -43,7 +50,7 @@ class Engine(ScriptedEngine):
         await asyncio.sleep(self.update_s)
         self.check_not_failed()
         if weights.version in self.refuses or weights.sha256:
-            raise EngineError(f"{weights.version} refused")
+            raise self.refusal(f"{weights.version} refused")
         self.updates.append(weights.version)
 
     async def ping(self) -> None:
@@ -136,14 +143,18 @@ def test_a_replica_that_does_not_take_a_version_is_fenced_until_it_has() -> None
         engine = ReplicatedEngine(engines, tell=told.append)
         engines[1].update_s = 3 * FENCE_S
         await engine.serve([weights(1)])
-        assert told == ["engine replica 1 is behind at solver@0.1; it gets no calls for now"]
+        told_why = "it is behind at solver@0.1 (no answer within 30 s); 1 of 2 replicas take calls"
+        assert told == [f"engine replica 1 gets no calls: {told_why}"]
         assert await turns(engine, "a") == {1}
         assert engines[1].asked == []
         await engine.serve([weights(2)])
         assert engines[0].updates[-1].step == 2
         await asyncio.sleep(6 * FENCE_S)
         assert [version.step for version in engines[1].updates] == [1, 2]
-        assert told[1:] == ["engine replica 1 has caught up"]
+        assert told[1:] == [
+            f"engine replica 1 still gets no calls: {told_why}",
+            "engine replica 1 has caught up",
+        ]
         assert await turns(engine, "b") == {2}
         assert engines[1].asked
         await engine.close()
@@ -224,7 +235,8 @@ def test_a_replica_that_missed_a_version_is_not_back_when_it_takes_one_of_anothe
         engines[1].refuses.add(weights(1).version)
         await engine.serve([weights(1)])
         await engine.serve([weights(1, "proposer")])
-        assert told == ["engine replica 1 is behind at solver@0.1; it gets no calls for now"]
+        why = "it is behind at solver@0.1 (solver@0.1 refused); 1 of 2 replicas take calls"
+        assert told == [f"engine replica 1 gets no calls: {why}"]
         assert (await turns(engine, "a"), await turns(engine, "b", "proposer")) == ({1}, {1})
         assert engines[1].asked == []
         engines[1].refuses.clear()
@@ -334,7 +346,7 @@ def test_a_replica_that_takes_too_late_what_others_refused_waits_for_the_next_ve
         await engine.serve([weights(2)])
         await asyncio.sleep(4 * FENCE_S)
         assert not engines[0].keeps(weights(1).version)
-        assert told[1:] == ["engine replica 0 has caught up"]
+        assert told[-1] == "engine replica 0 has caught up"
         assert await turns(engine, "b") == {2}
         assert engines[0].asked
         await engine.close()
@@ -356,7 +368,35 @@ def test_an_adapter_may_wait_for_its_place_and_conversations_stay_meanwhile() ->
         assert own.asked == ["a", "b"]
         await updating
         assert [each.updates[-1].step for each in engines] == [1, 1]
-        assert told == []
+        (line,) = told
+        assert line.endswith(
+            "not taken solver@0.1 (no answer within 30 s: it waits for a place for the adapter, or hangs)"
+        )
+        await engine.close()
+
+    simulate(main, seed=0)
+
+
+def test_a_full_disk_of_one_replica_does_not_keep_a_version_from_the_others() -> None:
+    async def main() -> None:
+        engines, told = [Engine() for _ in range(2)], list[str]()
+        engine = ReplicatedEngine(engines, tell=told.append)
+        for each in engines:
+            each.refusal = EngineStorageError
+        engines[0].refuses.add(weights(1).version)
+        await engine.serve([weights(1)])
+        assert told == [
+            "engine replica 0 gets no calls: it is behind at solver@0.1 (solver@0.1 refused); 1 of 2 replicas take "
+            "calls"
+        ]
+        assert await turns(engine, "a") == {1}
+        await engine.serve([weights(2)])
+        assert told[1:] == ["engine replica 0 has caught up"]
+        for each in engines:
+            each.refuses.add(weights(3).version)
+        with pytest.raises(EngineStorageError, match=r"solver@0\.3 refused"):
+            await engine.serve([weights(3)])
+        assert await turns(engine, "b") == {2}
         await engine.close()
 
     simulate(main, seed=0)
@@ -370,7 +410,8 @@ def test_a_replica_that_failed_for_good_is_left_out_and_when_none_is_left_all_he
         engines[0].has_failed = True
         for number, session in enumerate(sessions):
             assert len((await session.generate(request(f"a{number}", context(number)))).token_ids) == 50
-        assert told == ["engine replica 0 has failed for good: it is not started again"]
+        why = "it has failed for good: it is not started again; 1 of 2 replicas take calls"
+        assert told == [f"engine replica 0 gets no calls: {why}"]
         await engine.serve([weights(1)])
         assert (await engine.score("solver", context(1))).tolist() == [0, -1, -1]
         await engine.ping()
@@ -398,9 +439,9 @@ def test_all_replicas_fail_while_an_update_and_calls_wait_for_them() -> None:
         engine = ReplicatedEngine(engines)
         session = engine.open("a", "solver")
         for each in engines:
-            each.update_s = 2 * FENCE_S
+            each.update_s = 3 * FENCE_S
         updating = asyncio.ensure_future(engine.serve([weights(1)]))
-        await asyncio.sleep(2 * FENCE_S - 1)
+        await asyncio.sleep(2 * FENCE_S + 1)  # now both are behind
         calling = asyncio.ensure_future(session.generate(request("a", context(0))))
         await asyncio.sleep(0)
         for each in engines:

