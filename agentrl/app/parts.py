@@ -176,7 +176,7 @@ async def _in_child_processes(
     tell: Callable[[str], None],
     log: Path | None,
 ) -> Engine:
-    """As many processes of an engine as are configured, as one engine; none is left where one does not start."""
+    """Start the configured number of engine processes as one engine; if one does not start, close them all."""
     silence_s, plan = config.engine.silence_timeout_s, device_plan(config)
     engines = []
     for number in range(base * config.engine.replicas, (base + 1) * config.engine.replicas):

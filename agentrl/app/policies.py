@@ -292,7 +292,7 @@ class BaseModel(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     """The last two parts of its directory."""
     path: str
-    """Its directory."""
+    """Directory of the model."""
     policies: tuple[str, ...]
     """Those that are served on it: their versions are adapters of it, or all of its weights."""
     digest: str

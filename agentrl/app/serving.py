@@ -35,12 +35,12 @@ IDLE_SHARE = 0.9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedAddress:
-    """Where the endpoint is."""
+    """Address and key of the served endpoint."""
 
     url: str
-    """For clients of OpenAI's protocols; ends with `/v1`."""
+    """Base URL for clients of OpenAI's protocols; ends with `/v1`."""
     root_url: str
-    """For clients of the Messages protocol."""
+    """Base URL for clients of the Messages protocol."""
     key: str
     """`KEY:NAME` goes on with the conversation of that name."""
     models: tuple[str, ...]
@@ -79,7 +79,7 @@ class _Server:
     gateway: Gateway = field(init=False)
     _dispatcher: Dispatcher | None = None
     _beginning: dict[str, asyncio.Future[OpenSeats]] = field(default_factory=dict)
-    """By task id, conversations whose episode has not begun."""
+    """Conversations whose episode has not begun, keyed by task id."""
     _episodes: list[asyncio.Task[list[EpisodeHeader]]] = field(default_factory=list)
 
     def __post_init__(self) -> None:

@@ -150,7 +150,7 @@ class _Expert:
         self._replies = made if isinstance(made, Generator) else iter(made)
         self._task = task
         self._calls = calls
-        """After so many it answers with what the last one gave; None: when the demonstration does."""
+        """Number of calls after which it answers with the last tool result; None: when the demonstration does."""
         self.said: list[Reply] = []
 
     async def __call__(self, new: Sequence[Message]) -> str:

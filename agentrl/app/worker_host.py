@@ -63,7 +63,7 @@ class RunConnection:
         self.numbers: dict[str, int] = {}
         """Numbers of the episodes in flight, by id."""
         self.specs: dict[int, EpisodeSpec] = {}
-        """As they were given out, by number."""
+        """Specs in flight as they were handed out, keyed by number."""
         self._writer = writer
         self._log = log
         self._policy_of = policy_of

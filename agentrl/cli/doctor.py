@@ -295,7 +295,7 @@ def plan(config: RunConfig | None = None) -> list[Check]:
 
 
 def _nodes(config: RunConfig) -> list[Check]:
-    """Which node of the cluster gets what, or what is missing there."""
+    """Check each node of the cluster, and list what is placed there or missing."""
     from agentrl.app.parts import check_ray, code_of
     from agentrl.environment.registry import resolve
 

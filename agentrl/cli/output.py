@@ -21,7 +21,7 @@ T = TypeVar("T")
 INTERNAL, INTERRUPTED = 70, 130
 """Exit codes that belong to no `AgentRLError`."""
 INTERVAL_S = 1.0
-"""Between two reads of a run that is followed."""
+"""Seconds between two reads of a run that is followed."""
 
 
 def print_json(value: Any) -> None:

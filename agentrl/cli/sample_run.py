@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 NAME = "sample"
 STEPS = 8
 LOST_AT = ("solver", 5)
-"""Before which step of which policy the trainer is lost, once."""
+"""Policy and step before which the trainer is lost, once."""
 PARK_EVERY_S = 0.15
 MODEL = "a script"
 """`model.path` of a sample run, by which `is_sample` recognises one."""

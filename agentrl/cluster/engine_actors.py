@@ -175,7 +175,7 @@ class ActorChild:
         self.writer = self
         self._actor = actor
         self._is_ended = False
-        """Its actor was killed, which says nothing if its node was cut off."""
+        """Whether the actor was killed. The child may still run if its node was cut off."""
         self._dead: Callable[[], str] = lambda: "actor" if self._is_ended else dead()
         self._unsent = bytearray()
         self._is_unsent = asyncio.Event()

@@ -46,46 +46,46 @@ SILENCE_S = 60.0
 
 
 class Receive(WireMessage, frozen=True):
-    """To the receiver: the journal whose partitions it writes, and the address at which it listens."""
+    """Message to the receiver: the journal whose partitions it writes, and the address at which it listens."""
 
     journal: str
     host: str
 
 
 class Grant(WireMessage, frozen=True):
-    """To the receiver: let a new process of a worker write its partition, and nobody else."""
+    """Message to the receiver: let a new process of a worker, and no other, write the worker's partition."""
 
     worker: int
 
 
 class Revoke(WireMessage, frozen=True):
-    """To the receiver: nobody may write a worker's partition."""
+    """Message to the receiver: let nobody write a worker's partition."""
 
     worker: int
 
 
 class Granted(WireMessage, frozen=True):
-    """To the run: the address at which that process connects."""
+    """Message to the run: the address at which the worker's process connects."""
 
     worker: int
     address: str
 
 
 class Receiving(WireMessage, frozen=True):
-    """To the run: a sign of life; bytes of entries received so far."""
+    """Heartbeat to the run, with the bytes of entries received so far."""
 
     bytes: int
 
 
 class Append(WireMessage, frozen=True):
-    """From a worker: an entry, or a partial."""
+    """Message from a worker: an entry, or a partial."""
 
     entry: JournalEntry
     partial: bool
 
 
 class RemovePartials(WireMessage, frozen=True):
-    """From a worker; see `TurnLog.remove_partials`."""
+    """Message from a worker; see `TurnLog.remove_partials`."""
 
     episode_id: str
     attempt: int
@@ -93,13 +93,13 @@ class RemovePartials(WireMessage, frozen=True):
 
 
 class Flush(WireMessage, frozen=True):
-    """From a worker: answer once everything before is on disk."""
+    """Request of a worker: answer when all earlier messages are on disk."""
 
     call: int
 
 
 class TakeOver(WireMessage, frozen=True):
-    """From a worker: take over an attempt, and give all there is of it."""
+    """Request of a worker: take over an attempt, and answer with all its entries and partials."""
 
     call: int
     episode_id: str
@@ -107,13 +107,13 @@ class TakeOver(WireMessage, frozen=True):
 
 
 class Advanced(WireMessage, frozen=True):
-    """From a worker; see `WorkerTurnLog.advanced`."""
+    """Request of a worker; see `WorkerTurnLog.advanced`."""
 
     call: int
 
 
 class Answer(WireMessage, frozen=True):
-    """To a worker; with a `kind`, a class of `agentrl.core.errors`, its question failed."""
+    """Answer to a worker. If the request failed, `kind` names a class of `agentrl.core.errors`."""
 
     call: int
     entries: tuple[JournalEntry, ...] = ()
@@ -144,7 +144,7 @@ class StreamedTurnLog:
         self._calls = itertools.count(1)
         self._answers: dict[int, asyncio.Future[Answer]] = {}
         self._found: dict[tuple[str, int], Answer] = {}
-        """What the journal had of attempts that were taken over, until it is read."""
+        """Recorded entries of attempts that were taken over, until they are read."""
         self._reading = asyncio.get_running_loop().create_task(self._read(reader), name="journal's answers")
 
     def append(self, entry: JournalEntry) -> None:
@@ -300,7 +300,7 @@ class JournalReceiver:
         return address
 
     def revoke(self, worker: int) -> None:
-        """Nothing more of a worker's process that counts as dead is written."""
+        """Accept no more entries from a worker's process that counts as dead."""
         if self._child is not None:
             send(self._child.writer, Revoke(worker=worker))
 

@@ -1,4 +1,4 @@
-"""What each node of a cluster has of the things a run needs, compared with the run's own host before anything starts.
+"""Comparison of each node of a cluster with the run's host, before anything starts.
 
 A task on every node reports versions, the files of the models, the code of installed environments, and its clock.
 Owns: the report, the comparison, the time a node may take to answer. Does not own: the plan (`config.devices`).
@@ -31,10 +31,10 @@ CLOCK_S = 60.0
 
 
 class NodeReport(NamedTuple):
-    """What a node has."""
+    """Versions, models, code and clock of a node."""
 
     versions: dict[str, str]
-    """Of Python and the packages; empty where one is not installed."""
+    """Versions of Python and the packages; empty for a package that is not installed."""
     models: dict[str, str]
     """Digest of each model's file names, sizes and configuration, by path; empty: not there."""
     code: dict[str, str]
@@ -78,7 +78,7 @@ def _model_digest(directory: Path) -> str:
 
 
 def differences(node: str, here: NodeReport, there: NodeReport) -> list[str]:
-    """What a node lacks or has otherwise than the run's host, a sentence each."""
+    """Describe what a node lacks or has differently from the run's host, one sentence each."""
     found = []
     for name, version in here.versions.items():
         if there.versions.get(name, "") != version:
@@ -126,7 +126,7 @@ def _module_of(reference: str) -> str:
 
 
 def compare(nodes: Sequence[Node], models: Sequence[str], modules: Sequence[str]) -> tuple[list[str], list[str]]:
-    """What nodes lack, and what is only told, a sentence each."""
+    """Compare nodes with this host. Returns what is missing, and notes, one sentence each."""
     import ray
 
     task: Any = ray.remote(num_cpus=0, max_retries=0)(report)

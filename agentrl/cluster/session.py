@@ -134,7 +134,7 @@ class _LocalRay:
     """Guards `current`, and every start and end of a session."""
 
     def __init__(self) -> None:
-        """Nothing is started yet, but Ray's environment is set: Ray reads it when it is imported."""
+        """Set Ray's environment, which Ray reads when it is imported. Starts nothing."""
         self.holders = 0
         self._died = ""
         parent = tempfile.gettempdir()

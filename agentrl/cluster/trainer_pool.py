@@ -183,7 +183,7 @@ class TrainerRank:
         return found
 
     def _fetch(self, reference: ObjectRef[Any]) -> Any:
-        """What the run's host answers.
+        """Fetch the answer of the run's host.
 
         Raises:
             AgentRLError: what it raised.

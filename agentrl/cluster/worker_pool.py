@@ -43,7 +43,7 @@ SUSPECTED = 2
 GUILTY = 3
 """An episode is guilty if it was present at this many more deaths than any other that was present at the last."""
 SPLIT = 4
-"""Each further death makes it so many times fewer suspects that a process takes at once."""
+"""Factor by which each further death lowers the number of suspects in one process."""
 NAMED = 16
 """Episodes that a message names, before it counts the rest."""
 CANCEL_S = 10.0

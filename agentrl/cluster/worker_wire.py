@@ -66,7 +66,7 @@ class Work(WireMessage, frozen=True):
     paths: tuple[str, ...]
     """Import paths of modules."""
     capabilities: EngineCapabilities
-    """With this worker's share of what conversations may keep in the engine."""
+    """Capabilities of the engine, with this worker's share of its KV budget."""
 
 
 class Engines(WireMessage, frozen=True):
@@ -131,7 +131,7 @@ class Ready(WireMessage, frozen=True):
 
 
 class Alive(WireMessage, frozen=True):
-    """Nothing else was to be said."""
+    """Heartbeat, sent when no other message was due."""
 
 
 class Spawn(WireMessage, frozen=True):
@@ -176,7 +176,7 @@ class Parked(WireMessage, frozen=True):
 
 
 class Cancelled(WireMessage, frozen=True):
-    """Nothing is in flight."""
+    """Answer to `Cancel`: no episode is in flight."""
 
 
 class LogLine(WireMessage, frozen=True):

@@ -33,7 +33,7 @@ CONTEXTS = 0.05
 
 
 Transfer = Literal["file", "ipc", "nccl"]
-"""What carries all weights of a version from a trainer to an engine."""
+"""Transport that carries a full set of weights from a trainer to an engine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,8 +61,9 @@ class DevicePlan:
         return self.gpus[self.ranks[rank]] if self.ranks else None
 
     def transfer_to(self, number: int) -> Transfer:
-        """What carries all weights of a version to an engine: shared memory of its only GPU, if that is rank 0's;
-        broadcasts, if it has none of rank 0's; otherwise, and between machines, files."""
+        """Choose the transport for full weights to an engine: `ipc` if its only GPU is rank 0's, `nccl` if it shares no
+        GPU with rank 0, `file` otherwise and between machines.
+        """
         if not (self.ranks and self.engines) or self.gpus[0].node:
             return "file"
         held = self.engines[number]
@@ -80,8 +81,9 @@ class DevicePlan:
         return f"engine {number} of {self.bases[number]}" if self.bases else f"engine {number}"
 
     def taken(self) -> list[str]:
-        """For each engine whose share of a GPU is not free now, what holds it back; before anything of the run is
-        loaded, other processes have it."""
+        """Describe the GPUs whose free memory is smaller than the share of an engine; one message per GPU. Call it
+        before the run loads anything: until then, memory in use belongs to other processes.
+        """
         return [
             f"GPU {gpu.id}: {self.name_of_engine(number)} takes {share:.0%} of its memory, "
             f"{share * gpu.memory.total / (1 << 30):.1f} GiB, and {gpu.memory.free / (1 << 30):.1f} are free: stop "

@@ -190,9 +190,10 @@ class OpponentPoolPolicy(Section):
     size: Free[Annotated[int, Field(gt=0, le=10**4), NumberUnit("versions")]] = 4
     """Size of the pool: the newest versions that joined play. Each takes an adapter slot of the engine."""
     choose: Free[Literal["uniform", "latest", "prioritised"]] = "uniform"
-    """How a group's opponent is chosen. `uniform`; `latest`: the newest; `prioritised`: in proportion to (1 - win
-    rate)², so that the policy meets more often the versions it beats less often (PFSP: Vinyals et al., 2019, Nature
-    575)."""
+    """Choice of a group's opponent. `uniform`: each version equally often; `latest`: the newest; `prioritised`: in
+    proportion to (1 - win rate)², so that the policy meets more often the versions it beats less often (PFSP: Vinyals
+    et al., 2019, Nature 575).
+    """
 
 
 AnyPolicy = Annotated[

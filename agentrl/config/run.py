@@ -180,7 +180,7 @@ class RunConfig(Section):
         return self.trainer.kind == "in_process" or (self.trainer.kind == "auto" and alone)
 
     def refresh_of(self, policy: str) -> Refresh:
-        """When conversations of a policy served by our engine move to newer weights."""
+        """Return when conversations move to newer weights, for a policy served by the run's engine."""
         section = self.policies[policy]
         if not isinstance(section, PolicyConfig):
             return "token"  # no newer weights ever come

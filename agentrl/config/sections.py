@@ -40,8 +40,9 @@ class EnvironmentConfig(Section):
     tool_timeout_s: Free[Seconds] = 30.0
     """A tool call that takes longer becomes a timeout observation: a hanging tool costs one turn, not the run."""
     on_code_change: Free[Literal["try", "restart", "drop"]] = "try"
-    """How `--resume` treats unfinished episodes after the environment's file was edited. `try`: replay them, and begin
-    again only those that depart from the journal; `restart`: begin all of them again; `drop`: drop them."""
+    """Treatment of unfinished episodes when `--resume` finds the environment's file edited. `try`: replay them, and
+    restart only those that depart from the journal; `restart`: restart all of them; `drop`: drop them.
+    """
 
     @field_validator("selection")
     @classmethod
@@ -76,8 +77,10 @@ class ModelConfig(Section):
     """The way the model writes tool calls and thinking; `auto`: as its chat template does (docs/models.md lists all).
     Models of policies' own are read as their templates write."""
     history: Fixed[Literal["keep", "fork"]] = "keep"
-    """Where the chat template rewrites former turns, such as their thinking: `keep`: the model sees what it saw and
-    sampled; `fork`: the rewritten conversation goes on in a new row of the episode, as it would be served."""
+    """Treatment of earlier turns that the chat template rewrites, for example by removing their thinking. `keep`: the
+    model sees what it saw and sampled; `fork`: the rewritten conversation continues in a new row of the episode, as a
+    server would show it to the model.
+    """
 
     @field_validator("path")
     @classmethod
@@ -98,9 +101,10 @@ class EngineConfig(Section):
     kind: WaveFixed[Literal["embedded", "vllm"]] = "embedded"
     """`embedded`: our own small engine, for any Hugging Face causal LM; `vllm`: vLLM."""
     placement: Free[Literal["here", "process", "ray"]] = "here"
-    """Where it runs. `here`: in the run's process. `process`: in a child process, which is restarted when it dies and
-    costs some CPU per token. `ray`: in the child of a Ray actor, as do `workers`; always so on a cluster
-    (`cluster.address`). vLLM, and an engine that several `workers` share, always have a process of their own."""
+    """Process that runs the engine. `here`: the run's process. `process`: a child process, which is restarted when it
+    dies and costs some CPU per token. `ray`: a child of a Ray actor, as `workers` are; always used on a cluster
+    (`cluster.address`). vLLM, and an engine that several `workers` share, always have a process to themselves.
+    """
     replicas: Free[Annotated[Positive, NumberUnit("engines")]] = 1
     """Engines side by side, each in a process of its own; new weights reach them one after another."""
     slots: WaveFixed[Annotated[Positive, NumberUnit("conversations")]] = 64
@@ -109,10 +113,11 @@ class EngineConfig(Section):
     """Longest conversation; memory for the KV grows with it. 0: as many tokens as the model has positions, or fewer
     where memory holds fewer; a resumed run keeps what was found at its start."""
     refresh: WaveFixed[Literal["auto", "token", "token_keep_kv", "turn", "episode", "lazy"]] = "auto"
-    """When a conversation in flight moves to newer weights. `auto`, by policy: `lazy` for an adapter, `token` for full
-    weights, which allow only `token` and `turn` (docs/engines.md). `token` recomputes the conversation's KV;
-    `token_keep_kv` keeps the KV that older weights computed, which is cheaper, but the tokens that follow then have
-    logprobs that neither version gives alone, and that the trainer cannot reproduce (docs/off_policy.md)."""
+    """Moment at which a conversation in flight moves to newer weights. `auto` chooses per policy: `lazy` for an
+    adapter, `token` for full weights, which allow only `token` and `turn` (docs/engines.md). `token` recomputes the
+    conversation's KV. `token_keep_kv` keeps the KV of the older weights: cheaper, but the logprobs of later tokens
+    belong to neither version and the trainer cannot reproduce them (docs/off_policy.md).
+    """
     capture_routing: WaveFixed[bool] = False
     """Record the experts that each position used, and train through them (mixture-of-experts models)."""
     memory_share: Free[Annotated[float, Field(ge=0, le=0.97)]] = 0.0
@@ -147,7 +152,7 @@ class EngineConfig(Section):
 
 
 class SamplingConfig(Section):
-    """How policies sample."""
+    """Sampling parameters of policies."""
 
     temperature: PerEpisode[Rate] = 1.0
     """Divides the logits, in sampling and in training alike: training optimises the policy at this temperature."""
@@ -184,7 +189,7 @@ ALONE = ("role_mean", "none", "reinforce_plus_plus")
 
 
 class CreditConfig(Section):
-    """From rewards to advantages."""
+    """The computation of advantages from rewards."""
 
     group_size: Fixed[Episodes] = 8
     """Episodes sampled per task and compared with each other."""
@@ -200,15 +205,17 @@ class CreditConfig(Section):
     `{ correct = 1.0, format = 0.2 }`; empty: each counts 1. Of several names, each needs one. On a resume, rewards that
     were given keep the weight of then."""
     release: Fixed[Literal["group", "episode", "late"]] = "group"
-    """When a group's episodes may be trained. `group`: once all of them have ended. `late`: the first half together,
-    every later one when it ends, with its full reward and the same first half as baseline. `episode`: each when it
-    ends, with earlier groups as baseline (docs/scheduling.md)."""
+    """Moment at which a group's episodes may be trained. `group`: when all of them have ended. `late`: the first half
+    together, each later one when it ends, with its full reward and the first half as its baseline. `episode`: each when
+    it ends, with earlier groups as its baseline (docs/scheduling.md).
+    """
     dynamic_sampling: Free[bool] = False
     """Drop groups whose advantages are all 0 (`no_signal`), and sample others in their place (DAPO, arXiv:2503.14476;
     docs/selection.md)."""
     turn_credit: Free[Literal["sum", "to_go"]] = "sum"
-    """Which tokens `agent.reward(x, turn=…)` counts for. `sum`: the agent's whole trajectory. `to_go`: that turn and
-    the turns before it, each turn compared with what the rest of the group earned from that turn on."""
+    """Tokens credited with the reward of `agent.reward(x, turn=…)`. `sum`: the agent's whole trajectory. `to_go`: that
+    turn and the turns before it; each turn is compared with what the rest of the group earned from that turn on.
+    """
 
 
 class LossConfig(Section):
@@ -229,7 +236,7 @@ class LossConfig(Section):
     kl: Free[Annotated[float, Field(ge=0), NumberUnit("per nat")]] = 0.0
     """Weight of the divergence from the policy's reference (`policies.NAME.reference`); 0: none."""
     kl_estimator: Free[Literal["k1", "k2", "k3"]] = "k3"
-    """How the divergence of a token is estimated (Schulman 2020)."""
+    """Estimator of a token's KL divergence (Schulman 2020)."""
 
     @property
     def tokens_per_unit(self) -> int:
@@ -245,15 +252,16 @@ class OptimizerConfig(Section):
     warmup_steps: Free[MaybeSteps] = 0
     """Steps over which the learning rate rises linearly."""
     final_learning_rate_share: Free[Annotated[float, Field(ge=0, le=1)]] = 1.0
-    """After warm-up the learning rate falls linearly to this share of itself at step `steps`."""
+    """Learning rate at step `steps`, as a share of the policy's `learning_rate`; it falls linearly after warm-up."""
 
 
 class TrainerConfig(Section):
     """The trainer."""
 
     kind: Free[Literal["auto", "ray", "in_process"]] = "auto"
-    """Where it trains. `in_process`: in a thread of the run's process, without Ray. `ray`: in Ray actors beside the
-    engine, one for each rank. `auto`: `in_process` unless there are several `workers`."""
+    """Process that runs the trainer. `in_process`: a thread of the run's process, without Ray. `ray`: one Ray actor per
+    rank, beside the engine. `auto`: `in_process` unless there are several `workers`.
+    """
     workers: Free[Annotated[Positive, NumberUnit("processes")]] = 1
     """Data-parallel ranks; any number gives the same update."""
     sharding: Free[Literal["auto", "none", "full"] | Positive] = "auto"
@@ -315,7 +323,7 @@ class BestConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """When the run writes a checkpoint that it can resume from."""
+    """Checkpoints from which the run can resume."""
 
     every: Free[MaybeSteps] = 10
     """Steps between checkpoints; 0: only at the end, where one is always written."""
@@ -324,7 +332,7 @@ class CheckpointConfig(Section):
 
 
 class JournalConfig(Section):
-    """How much of its journal a run keeps on disk."""
+    """Retention of the run's journal on disk."""
 
     keep: Free[Literal["all"] | Annotated[int, Field(ge=0)]] = "all"
     """`all`, or a number N of optimizer steps: each checkpoint then removes the tokens of training episodes and the

@@ -46,7 +46,7 @@ class Gpu(NamedTuple):
     """A GPU that this process may use; sizes in bytes."""
 
     id: str
-    """As `CUDA_VISIBLE_DEVICES` names it."""
+    """Identifier of the GPU as in `CUDA_VISIBLE_DEVICES`."""
     name: str
     memory: Memory
     node: str = ""

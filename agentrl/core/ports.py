@@ -33,7 +33,9 @@ if TYPE_CHECKING:
     )
 
 Refresh = Literal["token", "turn", "episode", "lazy"]
-"""When a session moves to newer weights: between tokens, between turns, never, or when its lag reaches the bound."""
+"""Moment at which a session moves to newer weights: between tokens, between turns, never, or when its lag reaches the
+bound.
+"""
 
 
 # --- engines ----------------------------------------------------------------------------------------------------------

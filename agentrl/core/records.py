@@ -116,9 +116,11 @@ class Message:
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str | None = None
     name: str | None = None
-    """For role `tool`: the name of the tool that answers."""
+    """Name of the tool that answers, in messages of role `tool`."""
     thinking: str = ""
-    """For role `assistant`: what the model thought before it answered; chat templates decide what becomes of it."""
+    """Reasoning of the model before its answer, in messages of role `assistant`; the chat template decides whether
+    later turns see it.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +134,7 @@ class ToolSpec:
 
 
 class SampledTurn(NamedTuple):
-    """What a policy was asked, and the tokens that it sampled."""
+    """The messages that a policy was given, and the tokens that it sampled."""
 
     messages: Sequence[Message]
     token_ids: Sequence[int]
@@ -145,7 +147,7 @@ class MaskStatus(enum.IntEnum):
     """Values of `SamplingMask.counts` that are not the size of a kept set."""
 
     NONE = 0
-    """Nothing was masked: the full vocabulary was kept."""
+    """The full vocabulary was kept: nothing was masked."""
     MISSING = -1
     """A mask was applied but not recorded: do not train this token."""
 
@@ -162,8 +164,9 @@ class SamplingMask:
 
 
 class RoutingBreak(NamedTuple):
-    """From `row` of a completion's routing on, positions begin again at `position`: the context was recomputed (newer
-    weights, a resume) through other experts. Earlier tokens keep the routing they were sampled with.
+    """A restart of routing positions: from `row` of a completion's routing on, positions count from `position` again.
+    It occurs where the context was recomputed (newer weights, a resume) through other experts. Earlier tokens keep the
+    routing they were sampled with.
     """
 
     row: int
@@ -269,7 +272,7 @@ class EpisodeSpec:
     pins: Mapping[str, PolicyVersion] = field(default_factory=dict)
     """Policies that play at a fixed version, in the episode's children too."""
     fork: ForkPoint | None = None
-    """For a fork: where its recorded prefix lies."""
+    """Location of the recorded prefix, if the episode is a fork."""
     deadline: int = field(default=0, compare=False)
     """Scheduling priority: roughly the step the episode was admitted for. Waiting calls with a lower value run
     first."""
@@ -302,7 +305,7 @@ class Row:
     """Spans over the row's positions; they cover exactly the sampled tokens."""
     temperature: float = 1.0
     routing: tuple[RoutingSpan, ...] = ()
-    """In order, over the row's tokens; several if a prefix was recomputed through other experts."""
+    """Routing of the row's tokens, in order; several spans if a prefix was recomputed through other experts."""
     sampling_mask: SamplingMask | None = None  # counts [T]
 
 
@@ -360,9 +363,9 @@ class EpisodeHeader:
     purpose: Purpose
     parent_id: str | None
     stop_reason: StopReason | None
-    """None if the episode was dropped."""
+    """Why a committed episode ended; None if it was dropped."""
     drop_reason: str | None
-    """None if the episode was committed."""
+    """Why the episode was dropped; None if it was committed."""
     turns: int
     tokens: int
     """Sampled tokens of all agents."""
@@ -476,7 +479,7 @@ class Proposal(NamedTuple):
     """A task that an episode proposed through `ctx.remember`."""
 
     number: int
-    """Its number among all proposals that the run remembers, in order of arrival."""
+    """Index of the proposal among all that the run remembers, in order of arrival."""
     episode_id: str
     attempt: int
     call_id: str
@@ -571,7 +574,7 @@ class TrainingSample:
     advantages: Float32Array  # [T], 0 where the mask is False
     temperature: float = 1.0
     spans: tuple[VersionSpan, ...] = ()
-    """Over positions: the version that sampled each token."""
+    """Versions that sampled the tokens, as spans over positions."""
     expert_routing: RoutingArray | None = None  # [R, layers, top_k], R >= the last trained position; -1: not recorded
     sampling_mask: SamplingMask | None = None  # counts [T]
     episode_id: str = ""

@@ -78,7 +78,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 _DECODER = json.JSONDecoder(parse_constant=_refuse_constant, object_pairs_hook=_unique)
 _LARGE = re.compile(r"[0-9][eE]|[0-9]{19}")
-"""In text without it, no number is beyond int64 or float64."""
+"""Necessary sign of a number beyond int64 or float64 in JSON text."""
 _LARGE_DECODER = json.JSONDecoder(
     parse_constant=_refuse_constant, parse_float=_finite, parse_int=_int64, object_pairs_hook=_unique
 )

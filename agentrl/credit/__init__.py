@@ -1,1 +1,1 @@
-"""From rewards to training samples: scorers, baselines, advantages."""
+"""Credit assignment: turns rewards into training samples by scorers, baselines and advantages."""

@@ -118,7 +118,7 @@ class Group:
     turn_rewards: tuple[tuple[tuple[int, float], ...], ...] = ()
     """The part of each reward that was given for single turns: (turn, reward), in order."""
     named_rewards: tuple[tuple[tuple[str, float], ...], ...] = ()
-    """What each agent was given under each name, before its weight: (name, reward); empty where none was named."""
+    """Named rewards of each agent, as (name, reward) pairs before weights; empty where an agent has none."""
     weights: Mapping[str, float] = field(default_factory=dict)
     """`credit.reward_weights`; a name that it lacks counts 1."""
     groups: tuple[str, ...] = ()
@@ -286,7 +286,7 @@ class Credited(NamedTuple):
     """The credit that an estimator gave an agent."""
 
     value: float
-    """Its advantage; by turn, that of its first turn."""
+    """Advantage of the agent; with advantages per turn, the one of the first turn."""
     baseline: float
     by_turn: tuple[float, ...] = ()
 

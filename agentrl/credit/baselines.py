@@ -63,7 +63,7 @@ class RoleMeans:
 
     @property
     def means(self) -> Mapping[Role, Mean]:
-        """By role, after the newest steps taken."""
+        """Return the mean of each role after the newest steps taken."""
         return self._means
 
     def credited(self, policy: str, units: Sequence[tuple[str, Unit]]) -> list[Unit]:

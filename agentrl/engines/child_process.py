@@ -65,7 +65,7 @@ class Child(Protocol):
 
     @property
     def process_id(self) -> int:
-        """Its process id on the machine it runs on."""
+        """Process id of the child, on the machine where it runs."""
         ...
 
     async def wait(self) -> str:
@@ -85,7 +85,7 @@ class Writer(Protocol):
         ...
 
     def close(self) -> None:
-        """Nothing more is sent; the engine's process ends when it sees that."""
+        """Close the connection; the engine's process ends when it sees that."""
         ...
 
 
@@ -191,7 +191,7 @@ class LocalPlacement:
         return EngineProcess(process, reader, writer, files, self._log)
 
     async def close(self) -> None:
-        """Nothing is held."""
+        """See `Placement.close`; nothing to release."""
 
 
 def visible_gpus(gpus: Sequence[str]) -> dict[str, str]:
@@ -370,7 +370,7 @@ class Supervisor:
         self._child: Child | None = None
         self._silence_s = silence_s
         self._silent: int | None = None
-        """For how many pieces of `silence_s` it was silent; None before its first sign of life."""
+        """Number of silent intervals of `silence_s` in a row; None before the child's first message."""
         self._why = ""
         """The reason why it was killed; empty if it was not."""
         self._serving = asyncio.Event()

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 MAX_CHARACTERS = 1 << 20
 """The longest turn of a bot, in characters: all of it goes to the journal."""
 Program = Callable[[Sequence[Message], Random], "str | Awaitable[str]"]
-"""From the conversation, whose last message is the newest, to what is said."""
+"""Maps a conversation, newest message last, to the reply."""
 
 
 class ExternalPolicy(Protocol):
@@ -132,7 +132,7 @@ class NoEngine:
         raise EngineError(f"{session_id}: no engine serves policy {policy!r}: all policies of the run are external")
 
     def abort(self, request_id: str) -> None:
-        """Nothing is in flight."""
+        """See `Engine.abort`; no call is ever in flight."""
 
     async def serve(self, current: Collection[WeightsRef], pinned: Collection[WeightsRef] = ()) -> None:
         """Refused, unless there is nothing to serve: nothing here has weights."""
@@ -140,7 +140,7 @@ class NoEngine:
             raise EngineError(f"no engine takes {weights.path}: all policies of the run are external")
 
     async def ping(self) -> None:
-        """Nothing computes."""
+        """See `Engine.ping`; there is no process to fail."""
 
     async def score(
         self, version: PolicyVersion | str, token_ids: Int32Array, temperature: float = 1.0
@@ -153,7 +153,7 @@ class NoEngine:
         return 0.0
 
     async def close(self) -> None:
-        """Nothing is held."""
+        """See `Engine.close`; nothing to release."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)

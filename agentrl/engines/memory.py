@@ -23,7 +23,7 @@ class EngineMemory:
     """Dtype that the model computes in, such as `bfloat16`."""
     weights: int
     adapters: int
-    """All places for adapters, filled."""
+    """Bytes of all adapter slots, filled."""
     keys_and_values: int
     """KV of all slots with contexts of full length."""
     logits: int

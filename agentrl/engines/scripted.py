@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from agentrl.core.records import FinishReason, Float32Array, Int32Array, PolicyVersion, WeightsRef
 
 Script = Callable[["GenerateRequest", str, "PolicyVersion"], Sequence[int]]
-"""From (request, policy, version) to the tokens the policy says."""
+"""Maps (request, policy, version) to the tokens that the policy samples."""
 
 _DELTA_SECONDS = 0.2
 
@@ -51,7 +51,7 @@ class _Call:
     """Seconds it ran until `since`."""
     since: float = 0.0
     timer: asyncio.TimerHandle | None = None
-    """None while it does not run."""
+    """Timer of the call; None while it does not run."""
     said: int = 0
     delivered: int = 0
     spans: tuple[VersionSpan, ...] = ()

@@ -1,4 +1,4 @@
-"""All weights of a version, from the trainer that has them to an engine that asks: the connection between both.
+"""Transfer of full weights from the trainer to an engine: the connection between the two.
 
 An engine that is to serve them asks its owner (`wire.WeightsWanted`), who has every rank of the trainer send them. Rank
 0 connects to the engine's Unix socket, offers names, dtypes and shapes, and drives vLLM's protocol over the connection:
@@ -73,7 +73,7 @@ class Said(wire.WireMessage, frozen=True):
     error: str = ""
     """Empty: it was done."""
     directory: str = ""
-    """For an accepted offer: where files may be put."""
+    """Directory for files; sent with an accepted offer."""
 
 
 _ASKED: msgspec.msgpack.Decoder[Offer | Ask] = msgspec.msgpack.Decoder(Offer | Ask)
@@ -120,7 +120,7 @@ class Delivery:
 
 
 class Inbox:
-    """Where an engine receives weights; without `listen` it asks nobody."""
+    """Receiving end of weight transfers in an engine. Before `listen`, it requests nothing."""
 
     def __init__(self) -> None:
         self._address = ""
@@ -192,7 +192,7 @@ class Recipient:
     """An engine that asked for weights, as a trainer sees it."""
 
     address: str
-    """Its Unix socket."""
+    """Path of the engine's Unix socket."""
     transfer: Transfer
     processes: int
     """Processes that its model is in."""
@@ -253,7 +253,7 @@ class WeightLink:
 
     def __init__(self, recipient: Recipient) -> None:
         self.directory = Path()
-        """Where the engine takes files."""
+        """Directory from which the engine reads files."""
         self._recipient = recipient
         self._socket: socket.socket | None = None
 
@@ -351,7 +351,7 @@ class FileSender:
         return path
 
     def shutdown(self) -> None:
-        """Nothing is held."""
+        """See `TrainerWeightTransferEngine.shutdown`; nothing to release."""
 
 
 class Outbox:
@@ -364,7 +364,7 @@ class Outbox:
     def __init__(self, make: Callable[[Recipient, WeightLink, Source], Any]) -> None:
         self._make = make
         self._senders: dict[str, tuple[WeightLink, Any]] = {}
-        """By the engine's address."""
+        """Connections and senders, keyed by the engine's address."""
 
     def send(self, source: Source, version: PolicyVersion, recipient: Recipient) -> None:
         """Send the weights of a source to an engine.

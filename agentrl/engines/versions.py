@@ -41,7 +41,7 @@ class WantedVersions:
     """The state that an engine's owner asked for last."""
 
     current: Mapping[str, WeightsRef] = field(default_factory=dict)
-    """By policy; one that is absent stays at the version it began with."""
+    """Newest weights of each policy; a policy that is absent stays at its initial version."""
     pinned: frozenset[WeightsRef] = frozenset()
 
     def followed_by(self, current: Collection[WeightsRef], pinned: Collection[WeightsRef]) -> WantedVersions:
@@ -94,7 +94,7 @@ class Canary:
     """Whether the version's file holds its weights unrounded."""
 
     def metadata(self) -> dict[str, str]:
-        """For the metadata of the version's safetensors file."""
+        """Encode the canary for the metadata of the version's safetensors file."""
         columns = (self.contexts, self.token_ids, self.logprobs, self.start_logprobs)
         said = CanaryJson(*(column.tolist() for column in columns))
         return {CANARY_KEY: msgspec.json.encode(said).decode()}
@@ -236,7 +236,7 @@ class Leases(Generic[LiveT]):
         self._holders: set[Session[LiveT]] = set()
 
     def refresh_of(self, policy: str) -> Refresh:
-        """When sessions of a policy move to newer weights."""
+        """Return when sessions of a policy move to newer weights."""
         return self._refresh if isinstance(self._refresh, str) else self._refresh[policy]
 
     def resolve(self, session: Session[LiveT]) -> LiveT:
@@ -284,7 +284,9 @@ class Leases(Generic[LiveT]):
             self.end_lease(session)
 
     def revoke(self, live: Collection[LiveT]) -> bool:
-        """Under `lazy`, end the leases of the oldest of these versions that only idle sessions hold on to."""
+        """End the leases of the oldest version that only idle sessions of a `lazy` policy hold. Returns whether there
+        was one.
+        """
         idle = [
             version
             for version in live
@@ -318,7 +320,7 @@ class VersionTable(ABC, Generic[LiveT]):
         self.live: dict[PolicyVersion, LiveT] = {}
         """Versions that can be sampled from."""
         self.current: dict[str, LiveT] = {}
-        """By policy."""
+        """Newest version of each policy."""
         self.leases: Leases[LiveT] = Leases(
             refresh=refresh, max_staleness=max_staleness, current=self.of_policy, on_release=self.settle
         )

@@ -348,7 +348,7 @@ def linear_layer(model: PreTrainedModel, name: str) -> nn.Linear | None:
 
 @dataclass(frozen=True, slots=True)
 class _Limits:
-    """In nats, of the distance between an answer and log-probabilities."""
+    """Limits on the mean distance between sampled and given log-probabilities, in nats."""
 
     tolerance: float
     """More is another model, or arithmetic that no ratio survives."""

@@ -118,7 +118,7 @@ class Score(WireMessage, frozen=True):
 
 
 class NotSent(WireMessage, frozen=True):
-    """No trainer sends, or sends any more, the weights of a `WeightsWanted`."""
+    """Reply to `WeightsWanted`: no trainer will send the weights."""
 
     number: int
 

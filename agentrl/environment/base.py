@@ -117,11 +117,11 @@ class ChildResult:
 
     episode_id: str
     drop_reason: str | None
-    """None if the child was committed. Leave dropped children out of every average."""
+    """Reason the child was dropped, or None if it was committed. Leave dropped children out of every average."""
     rewards: Mapping[str, float]
     """Sums over the agents of each seat, by seat."""
     versions: Mapping[str, PolicyVersion] = field(default_factory=dict)
-    """By policy, the oldest version that sampled a token of the child: the policy that the rewards measure."""
+    """Oldest version that sampled a token of the child, keyed by policy: the policy that the rewards measure."""
 
     @property
     def reward(self) -> float | None:
@@ -208,11 +208,11 @@ class Endpoint(ABC):
     """
 
     url: str
-    """For clients of OpenAI's protocols; ends with `/v1`."""
+    """Base URL for clients of OpenAI's protocols; ends with `/v1`."""
     key: str
     """Admits to all seats: the model's name says which."""
     keys: Mapping[str, str]
-    """By seat, a key that admits to it alone."""
+    """API keys, keyed by seat; each key admits to its seat only."""
 
     @abstractmethod
     def variables(self) -> dict[str, str]:

@@ -204,7 +204,7 @@ class Steps:
             self._guard.close()
 
     def abandon(self) -> None:
-        """From now on a cancellation of the awaiting task ends the steps without being thrown into the code."""
+        """Make later cancellations of the awaiting task end the steps without throwing into the user's code."""
         self._is_abandoned = True
 
     def _begun(self) -> Generator[Any, Any, Any]:

@@ -45,7 +45,7 @@ class Position(TypedDict):
     player: int | None
     """The player to move, as an index into `seats`; None if the game is over."""
     observation: str
-    """That player's present observation."""
+    """Current observation of that player."""
     legal: bool
     """Whether the last action was legal."""
     rewards: list[float]

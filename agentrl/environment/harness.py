@@ -55,7 +55,7 @@ class HarnessEpisode:
     """The outcome of a program, as `reward` sees it."""
 
     turns: Mapping[str, Sequence[Turn]]
-    """By seat."""
+    """Turns of each seat, in order."""
     result: Any
     """The value that `play` returned; for a command, the end of its output."""
     error: str | None
@@ -311,7 +311,9 @@ def _remove_tree(directory: Path) -> None:
 
 
 def _entries(directory: Path) -> Iterator[os.DirEntry[str]]:
-    """All entries below a directory, those of a directory after it; `os.walk` recurses in Python 3.11."""
+    """Yield all entries below a directory, each directory before its content. `os.walk` is not used: it recurses in
+    Python 3.11.
+    """
     waiting: list[str] = [str(directory)]
     while waiting:
         with contextlib.suppress(OSError), os.scandir(waiting.pop()) as entries:

@@ -46,7 +46,7 @@ _LONGEST_END_S = 2.0
 _PR_SET_PDEATHSIG = 1
 _STATES = ("get_state", "set_state")
 _servers: dict[tuple[int, str], _ServerProcess] = {}
-"""By process and module."""
+"""Fork servers, keyed by process id and module."""
 
 
 class IsolatedError(Exception):
@@ -243,7 +243,7 @@ class _ForkServer:
         self._poll = select.poll()
         self._poll.register(requests, select.POLLIN)
         self._children: dict[int, _Child] = {}
-        """By the descriptor that becomes readable when it ends."""
+        """Children, keyed by the descriptor that becomes readable when the child ends."""
         self._by_line: dict[int, int] = {}
         try:
             self._module = load_module(module)

@@ -47,7 +47,7 @@ MAX_RESULT_CHARACTERS = 100_000
 MAX_LINE_BYTES = 4 << 20
 """Longest message of a server."""
 MAX_WRITTEN_BYTES = 64 << 20
-"""All that a server may write in an episode."""
+"""Limit on the bytes that one server may write in one episode."""
 SHOWN_ERRORS = 1000
 """Bytes of a server's error stream that are told when it ends."""
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -77,7 +77,7 @@ class MCPServer:
     timeout_s: float | None = None
     """Longer calls become a timeout observation, in seconds; default `environment.tool_timeout_s`."""
     guarantee: Guarantee = "once"
-    """What another try may do if the process died during a call; see `ctx.effect`."""
+    """Whether a call may be repeated if the process died during it; see `ctx.effect`."""
     stateful: bool = False
     """Whether calls depend on earlier ones of the episode. An episode that is resumed then begins again once it needs
     the server, whose state died with its process."""

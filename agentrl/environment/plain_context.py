@@ -48,7 +48,7 @@ T = TypeVar("T")
 Speak = Callable[[Sequence[Message]], Awaitable[str]]
 """Answers for a seat: from new messages to a reply."""
 ParseText = Callable[[str], tuple[str, tuple[ToolCall, ...]]]
-"""From what a seat says to the content and the tool calls in it."""
+"""Splits the text of a seat into content and tool calls."""
 
 
 class PlainAgent(Agent):
@@ -174,7 +174,7 @@ class PlainContext(EpisodeContext):
         return PlainResource(factory())
 
     def patched(self, id: str) -> bool:
-        """Nothing is replayed here."""
+        """Return True: this context never replays older code."""
         return True
 
     def spawn(
@@ -186,7 +186,7 @@ class PlainContext(EpisodeContext):
         )
 
     async def remember(self, key: str, structure: str = "") -> Recollection:
-        """Nothing is remembered here: each proposal is new."""
+        """Return an empty recollection: this context remembers no proposals."""
         return Recollection(times=0, share=0.0)
 
     async def gather(self, *awaitables: Awaitable[Any]) -> list[Any]:

@@ -65,7 +65,7 @@ def register(id: str, environment: type) -> None:
 
 
 def registered() -> list[EnvironmentSpec]:
-    """All named environments, installed or registered, by name."""
+    """Return all named environments, installed or registered, sorted by name."""
     found = {
         point.name: EnvironmentSpec(id=point.name, entry_point=point.value)
         for point in entry_points(group=ENTRY_POINT_GROUP)

@@ -15,7 +15,7 @@ from agentrl.core.records import Task
 from agentrl.environment.base import ChildResult, Split
 
 COUNT = 1 << 32
-"""As many as anyone will index."""
+"""Size of a task source without an end: larger than any index in use."""
 MAX_ATTEMPTS = 10_000
 HELD_OUT_SEEDS = 512
 SEEDS = 1 << 31

@@ -180,7 +180,7 @@ def _prompt_ids(row: PlayedRow) -> int:
 
 
 def _calls(conversation: ConversationView) -> dict[str, list[ToolAct]]:
-    """By turn, the tools that were called between it and the next turn of its branch."""
+    """Return the tool calls between each turn and the next turn of its branch, keyed by turn."""
     newest: dict[str, str] = {}
     calls: dict[str, list[ToolAct]] = {}
     for act in conversation.acts:

@@ -75,7 +75,7 @@ class ExportedRow(msgspec.Struct, frozen=True, kw_only=True):
     loss_mask: list[int]
     """1 where the policy sampled the token."""
     logprobs: list[float | None]
-    """By the engine, of the processed distribution; 0 where the mask is 0."""
+    """Logprobs of the processed distribution, as the engine recorded them; 0 where the mask is 0."""
     turn_index: list[int]
     """The turn that sampled the token; -1 where the mask is 0."""
     versions: list[tuple[int, int, str]]
@@ -101,7 +101,7 @@ class ExportedAgent(msgspec.Struct, frozen=True, kw_only=True):
     reward: float | None
     reward_parts: list[RewardPart]
     credits: list[Credit]
-    """By each step that was fed it, in order: one, unless a rollback undid it."""
+    """Credits, one for each step that consumed the row, in order; more than one only after a rollback."""
     rows: list[ExportedRow]
 
 
@@ -133,7 +133,7 @@ class ExportedEpisode(msgspec.Struct, frozen=True, kw_only=True):
     metrics: dict[str, float | None]
     agents: list[ExportedAgent]
     acts: list[Act]
-    """Its acts besides turns and rewards, in order: tools, effects, children, values."""
+    """Acts besides turns and rewards, in order: tools, effects, children, values."""
     problems: list[str]
 
 
@@ -284,7 +284,7 @@ def _training(trained: TrainedRow | None, length: int) -> dict[str, list[Any]]:
 
 
 def _padded(values: list[Any], length: int, filler: Any) -> list[Any]:
-    """As long as the tokens are: a damaged entry may hold more or fewer."""
+    """Cut or fill values to the number of tokens: a damaged entry may hold more or fewer."""
     return values[:length] + [filler] * (length - len(values))
 
 

@@ -199,7 +199,7 @@ def _oldest(replies: Iterable[Reply], otherwise: int) -> tuple[int, int]:
 
 
 def _blocks(agent: ForeignAgent, where: str) -> Iterator[tuple[float, list[EntryBody]]]:
-    """Each turn with what belongs to it, and when it began; what was told after the last turn comes by itself."""
+    """Yield the start time and the entries of each turn; messages after the last turn come as a block without one."""
     turn = 0
     for number, row in enumerate(agent.rows):
         messages: list[dict[str, Any]] = []

@@ -73,7 +73,7 @@ class ChatReply:
     created: int
     """Seconds since the epoch."""
     message: Message
-    """With ids of its tool calls that no other reply has."""
+    """Reply of the model; its tool calls have ids that no other reply uses."""
     thinking: str
     finish_reason: Literal["stop", "length", "tool_calls", "stop_text"]
     """`stop_text`: one of the request's texts ended it."""

@@ -63,9 +63,9 @@ class OpenSeats:
     key: str
     """Admits to every seat, by the model's name."""
     keys: Mapping[str, str]
-    """By seat, a key that admits to it alone."""
+    """API keys, keyed by seat; each key admits to its seat only."""
     seats: Mapping[str, Seat]
-    """By name of the model, aliases included."""
+    """Seats, keyed by model name, aliases included."""
     failure: asyncio.Future[None]
     """Gets the error with which the episode cannot go on."""
     calls: dict[bytes, list[_PendingReply]] = field(default_factory=dict)
@@ -173,7 +173,7 @@ class Gateway:
         self._wanted_port = port
         self._conversations = conversations
         self._admitted: dict[bytes, tuple[OpenSeats, str | None]] = {}
-        """By digest of the key: what it admits to; a name limits it to one seat."""
+        """Seats and, if the key is limited to one, the seat's name; keyed by the digest of the key."""
         self._runner: web.AppRunner | None = None
         self._port = 0
         self._listeners = 0
@@ -588,4 +588,4 @@ _PROTOCOLS: Mapping[str, ChatProtocol] = {
     "/v1/messages": Messages(),
     COUNT_TOKENS: Messages(),
 }
-"""By path."""
+"""Protocols, keyed by path."""

@@ -71,7 +71,7 @@ def located(reader: RunReader, name: str) -> Iterator[tuple[RunReader, str]]:
 
 
 def fork_tree(reader: RunReader) -> list[Fork]:
-    """Each episode of a run that was forked, and below it its forks, and theirs.
+    """Return the forked episodes of a run, each with its forks below it, recursively.
 
     Raises:
         JournalError: the forks' control log is damaged.
@@ -99,7 +99,7 @@ def fork_tree(reader: RunReader) -> list[Fork]:
 
 
 class _Forks(NamedTuple):
-    """All forks of a run, by their ids."""
+    """The forks of a run: attributes keyed by episode id."""
 
     below: dict[str, list[str]]
     points: dict[str, ForkPoint]
@@ -175,7 +175,7 @@ class EpisodeDifference(msgspec.Struct, frozen=True, kw_only=True):
     departure: Departure | None
     """None: they are the same, but for times."""
     rewards: dict[str, tuple[float | None, float | None]]
-    """By agent."""
+    """Rewards on both sides, keyed by agent."""
     turns: list[tuple[str, int, bool]]
     """(agent, turn, whether it is equal in both), for all turns of either."""
     problems: list[str]
@@ -334,7 +334,7 @@ class Replayed(msgspec.Struct, frozen=True, kw_only=True):
     text: str = ""
     """The event at that call, for people."""
     acts: list[tuple[str, str]] = []
-    """Each replayed call, for people."""
+    """Replayed calls, each with a description."""
     before: dict[str, float | None] = {}
     """Rescoring: the recorded reward of each agent."""
     after: dict[str, float | None] = {}

@@ -55,9 +55,9 @@ class TurnAct(_Act, frozen=True, kw_only=True, tag="turn"):
     messages: list[dict[str, Any]]
     """Messages since its last turn."""
     text: str
-    """As it was sampled, special tokens included."""
+    """Sampled text, special tokens included."""
     thinking: str
-    """What was thought before, as far as the text tells; this, `content` and `calls` are for reading."""
+    """Reasoning before the answer, as far as the text shows it. `thinking`, `content` and `calls` are for display."""
     content: str
     """The text without thinking, calls and the token that ends it."""
     calls: list[dict[str, Any]]
@@ -130,7 +130,7 @@ class RewardAct(_Act, frozen=True, kw_only=True, tag="reward"):
 
     @property
     def words(self) -> str:
-        """Its value, with its name, weight and turn where it has them.
+        """The value, with its name, weight and turn if it has them.
 
         Example:
             >>> RewardAct(call="1", seat="solver", index=0, value=1.0, turn=None, name="format", weight=0.2).words
@@ -351,7 +351,7 @@ def _updates(reader: RunReader, turns: Sequence[TurnEntry], began: float, proble
 
 
 def events(view: ConversationView) -> list[Act | WeightUpdate]:
-    """Its acts, with each version's publication before the first turn that began later."""
+    """Return the acts of a conversation, with each weight update before the first turn that began after it."""
     found, updates = list[Act | WeightUpdate](), list(view.updates)
     for act in view.acts:
         while updates and isinstance(act, TurnAct) and updates[0].at < act.at:
@@ -361,7 +361,7 @@ def events(view: ConversationView) -> list[Act | WeightUpdate]:
 
 
 def reward_components(view: ConversationView) -> dict[str, list[RewardAct]]:
-    """By agent (`seat[index]`): each reward it was given."""
+    """Return the rewards of each agent, keyed `seat[index]`."""
     found: dict[str, list[RewardAct]] = {}
     for act in view.acts:
         if isinstance(act, RewardAct):

@@ -75,9 +75,9 @@ class RunLedger(msgspec.Struct):
     """Both equations, and what contradicts them."""
 
     episodes: dict[str, EpisodeCounts]
-    """By environment."""
+    """Episode counts, keyed by environment."""
     units: dict[str, UnitCounts]
-    """By policy."""
+    """Unit counts, keyed by policy."""
     through: dict[str, str]
     """The newest version of each policy: units of steps that do not lead to it are ready again."""
     problems: list[str]

@@ -38,7 +38,7 @@ class Reason(msgspec.Struct, frozen=True):
 
 
 def reasons(reader: RunReader, episode_id: str, attempt: int | None = None) -> list[Reason]:
-    """All that the journal says of it, in the order in which it matters. Raises as `RunReader.episode`."""
+    """Return what the journal says about an episode's outcome, most important first. Raises as `RunReader.episode`."""
     return reasons_of(reader, conversation(reader, episode_id, attempt))
 
 
@@ -215,7 +215,9 @@ def _group(reader: RunReader, line: EpisodeLine) -> list[Reason]:
 
 
 def _release(reader: RunReader, line: EpisodeLine, problems: list[str]) -> list[Reason]:
-    """When its group was released, and its baseline set, where the journal has the group's first finishers."""
+    """Explain when the episode's group was released, with its baseline set if the journal has the group's first
+    finishers.
+    """
     if line.purpose != "train" or line.drop_reason is not None or line.committed_at is None:
         return []
     rows = checked_rows(reader.log, "baselines", "group_id = ?", line.group, problems=problems)

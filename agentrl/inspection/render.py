@@ -53,7 +53,7 @@ class Page:
         self._parts: list[Text | Table] = []
 
     def __rich__(self) -> RenderableType:
-        """For a console."""
+        """Return the page for a rich console."""
         return Group(*self._parts)
 
     def add(self, page: Page) -> None:
@@ -417,7 +417,7 @@ def _counted(counts: Mapping[str, int]) -> str:
 
 
 def number(value: float | None) -> str:
-    """At most three decimals; empty if there is none."""
+    """Format a number with at most three decimals; None becomes ""."""
     text = "" if value is None else f"{value:.3f}".rstrip("0").rstrip(".")
     return "0" if text == "-0" else text
 

@@ -166,7 +166,7 @@ def _add(index: sqlite3.Connection, path: Path, rows: list[Any], last: int) -> N
 
 
 def _texts(path: Path, rows: list[Any]) -> dict[str, list[str]]:
-    """By episode and attempt, the text of each entry that has some; what is damaged is left out."""
+    """Return the texts of journal entries, keyed by episode and attempt; damaged entries are left out."""
     texts: dict[str, list[str]] = {}
     for row in rows:
         try:

@@ -40,7 +40,7 @@ class EpisodeFigures(msgspec.Struct, frozen=True, kw_only=True):
     purpose: str
     episodes: int
     ended: dict[str, int]
-    """By stop reason or drop reason, the most frequent first."""
+    """Number of episodes by stop reason or drop reason, the most frequent first."""
     reward: Spread
     turns: Spread
     tokens: Spread
@@ -73,7 +73,7 @@ class RunFigures(msgspec.Struct, frozen=True, kw_only=True):
     repeated: int
     """Attempts beyond the first."""
     seconds: float
-    """From the first admission to the last thing that was written."""
+    """Seconds from the first admission to the last write."""
     tokens_per_second: float | None
 
 
@@ -228,7 +228,7 @@ def win_rate_matrix(found: Sequence[WinRate]) -> list[list[str]]:
 
 
 def run_state(reader: RunReader) -> RunState:
-    """All that the view and the report show of a run. What cannot be read is named in `problem`."""
+    """Return the state of a run for the progress view. `problem` names what cannot be read."""
     info = reader.info()
     config = info.get("config")
     plan = plan_of(config if isinstance(config, dict) else {"name": info.get("name", reader.path.name)})

@@ -76,17 +76,17 @@ class RunTimeline(msgspec.Struct, frozen=True, kw_only=True):
     part: float
     """Seconds of one part."""
     in_flight: dict[str, list[float]]
-    """By environment: episodes in flight, on average over each part."""
+    """Mean number of episodes in flight in each part, keyed by environment."""
     committed: list[int]
     dropped: list[int]
     trainers: dict[str, list[float]]
-    """By policy: the share of each part in which its trainer was at a step."""
+    """Share of each part in which the trainer was at a step, keyed by policy."""
     engine: list[float | None]
     """The share of each part in which the engine had calls, where the run's metrics tell."""
     versions: list[tuple[float, str]]
     """Seconds since the beginning, and the version that was published."""
     idle: dict[str, float]
-    """Over the whole run: the share in which a trainer, or the engine, had nothing to do."""
+    """Share of the whole run in which a trainer, or the engine, was idle."""
     problems: list[str]
 
 
@@ -230,7 +230,8 @@ def _ends(reader: RunReader, condition: str, began: float, parts: int, part: flo
 
 
 def _engine(reader: RunReader, began: float, parts: int, part: float) -> list[float | None]:
-    """From the metrics of each step and each evaluation: how long it took, and which share of that the engine was busy.
+    """Return the share of time in which the engine was busy in each part, from the metrics of steps and evaluations.
+    Steps of several policies overlap: a part is the mean over all that cover it; None where none does.
 
     Those of several policies go on at once: a part is the mean of all that tell of it.
     """

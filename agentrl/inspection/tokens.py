@@ -217,13 +217,15 @@ class Token(msgspec.Struct, frozen=True, kw_only=True):
     kept: int | None = None
     """Size of the set the filters left; None if nothing was filtered, or it was not recorded."""
     entropy: float | None = None
-    """Over the kept set, in nats: 0 if the set had one member, else as the trainer computed it."""
+    """Entropy over the kept set, in nats: 0 if the set had one member, else as the trainer computed it."""
     routing: str | None = None
     """Digest of the experts recorded at its position."""
     advantage: float | None = None
     trainer_logprob: float | None = None
     ratio: float | None = None
-    """Its probability under the trained weights, divided by that under the weights that sampled it."""
+    """Probability of the token under the trained weights, divided by its probability under the weights that sampled
+    it.
+    """
     lag: int | None = None
 
 
@@ -240,7 +242,7 @@ class TokenRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EpisodeTokens(msgspec.Struct, frozen=True, kw_only=True):
-    """All rows of an episode."""
+    """The token rows of an episode."""
 
     episode: str
     attempt: int
@@ -265,7 +267,7 @@ class TrainedRow(NamedTuple):
 
     step: str
     places: dict[int, tuple[RowColumns, int]]
-    """For each position, the step's row and the index in it; a row routed twice is two rows of the step."""
+    """The step's row and the index in it, keyed by position; a row routed twice is two rows of the step."""
 
 
 def episode_tokens(reader: RunReader, episode_id: str, attempt: int | None = None) -> EpisodeTokens:

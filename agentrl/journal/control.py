@@ -1,4 +1,4 @@
-"""Between records and rows of the control log: what is written at admission, commit, publication and step.
+"""Conversion between records and rows of the control log, at admission, commit, publication and step.
 
 Query columns are written once, at commit, and never updated: what became of a unit is in `step_units` and `unit_drops`.
 """
@@ -69,7 +69,7 @@ class ControlTable:
 
 
 class ControlTables:
-    """All tables of one control log."""
+    """The tables of one control log."""
 
     def __init__(self, database: Database) -> None:
         self.admissions = ControlTable(database, "admissions", ADMISSION_COLUMNS, checksum=True, once=True)

@@ -80,7 +80,9 @@ class Begin(msgspec.Struct, frozen=True, array_like=True, tag="begin"):
     own_random: bool = False
     """Whether its code has its own global random generators."""
     settings: dict[str, PlayedUnder] = {}
-    """By seat; under "" those of seats not named, and of `ctx.limits`. Empty: not recorded, by an older version."""
+    """Policy settings, keyed by seat; the key "" holds those of seats not named, and of `ctx.limits`. Empty if an older
+    version wrote the entry.
+    """
 
 
 class TurnEntry(msgspec.Struct, frozen=True, array_like=True, tag="turn"):
@@ -207,7 +209,7 @@ class RewardEntry(msgspec.Struct, frozen=True, array_like=True, tag="reward"):
     turn: int | None
     name: str = REWARD
     weight: float = 1.0
-    """Of its name, when it was given."""
+    """Weight of the reward's name when the reward was given."""
 
     @property
     def weighted(self) -> float:
@@ -247,7 +249,7 @@ class Partial(msgspec.Struct, frozen=True, array_like=True):
     token_ids: bytes  # <i4
     logprobs: bytes  # <f4
     spans: tuple[Span, ...]
-    """Over these tokens."""
+    """Versions that sampled these tokens."""
 
 
 EntryBody = (

@@ -53,7 +53,7 @@ class PruneRule:
 
     @property
     def last(self) -> dict[str, int]:
-        """By policy, the newest step whose tokens and columns may go."""
+        """Return the newest step of each policy whose tokens and columns may be removed."""
         if not self.sealed:
             return {}
         newest = self.sealed[0]
@@ -232,7 +232,8 @@ class RunLog(Protocol):
     def resolved_units(
         self, consumed_through: Mapping[str, PolicyVersion], among: Collection[str] | None = None
     ) -> Mapping[tuple[str, int, str], str | None]:
-        """By (episode, attempt, policy): None for units consumed along the surviving lineage, else the drop reason.
+        """Map each resolved unit, (episode, attempt, policy), to None if it was consumed along the surviving lineage,
+        else to its drop reason.
 
         Args:
             consumed_through: the manifest's version of each trainable policy.

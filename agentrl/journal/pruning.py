@@ -124,7 +124,7 @@ class _Settled:
         self._trained = json.dumps(trained)
 
     def _stepped_at(self) -> float | None:
-        """When the last step that may go was taken: what was dropped before it is as old."""
+        """Return when the last removable step was taken: units dropped earlier are removable too."""
         found = []
         for policy, step in self.last.items():
             statement = "SELECT max(stepped_at) FROM steps WHERE policy = ? AND step = ? AND step > 0"

@@ -47,7 +47,7 @@ class EpisodeKey(NamedTuple):
     entries: int | None = None
     """Number of entries; None: as many as are found."""
     digest: bytes = b""
-    """Their `episode_digest`; empty: not known."""
+    """`episode_digest` of the entries; empty if unknown."""
 
 
 class TurnReader:

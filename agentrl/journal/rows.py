@@ -1,4 +1,4 @@
-"""From journal entries to the token rows a trainer consumes: concatenation and index arithmetic, no policy.
+"""Assembles journal entries into the token rows a trainer consumes, by concatenation and index arithmetic alone.
 
 Invariants: a row is, over its turns in order, `context_ids + token_ids`; every sampled token keeps the logprob, the
 version, the routing and the kept set it was sampled with; context tokens carry logprob 0 and no version.

@@ -111,7 +111,7 @@ class ControlLogReader:
         self.connection: sqlite3.Connection = open_to_read(self.path, "control")
 
     def rows(self, statement: str, *parameters: Any) -> list[Any]:
-        """All rows of a query.
+        """Return all rows of a query.
 
         Raises:
             JournalError: the database is damaged.
@@ -314,7 +314,8 @@ class ControlLogReader:
     def resolved_units(
         self, consumed_through: Mapping[str, PolicyVersion], among: Collection[str] | None = None
     ) -> dict[UnitKey, str | None]:
-        """None for units consumed along the surviving lineage of `consumed_through`, the reason for dropped ones.
+        """Map each resolved unit to None if it was consumed along the surviving lineage of `consumed_through`, else to
+        its drop reason.
 
         Args:
             consumed_through: the manifest's version of each trainable policy.

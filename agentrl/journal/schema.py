@@ -278,7 +278,7 @@ def database_error(
 
 
 def all_rows(connection: sqlite3.Connection, path: Path, statement: str, *parameters: Any) -> list[Any]:
-    """All rows of a query; a damaged file is a `JournalError`."""
+    """Return all rows of a query; raise `JournalError` if the file is damaged."""
     try:
         return connection.execute(statement, parameters).fetchall()
     except DAMAGE as error:

@@ -188,7 +188,7 @@ class LabelClock(SystemClock):
         self._label, self._at = latest, self.monotonic()
 
     def wall(self) -> float:
-        """At least as much later than the last time as has passed since."""
+        """Return a wall time that advances at least as much as the monotonic clock since the last call."""
         now = self.monotonic()
         self._label, self._at = max(super().wall(), self._label + now - self._at), now
         return self._label

@@ -47,7 +47,7 @@ class _Chunk:
     is_causal: bool = False
     """Whether queries and keys are one row from its beginning, which needs no mask."""
     mask: Tensor | None = None
-    """If it is kept."""
+    """Attention mask of the chunk; None if it is not kept."""
 
 
 class Tree:
@@ -65,7 +65,7 @@ class Tree:
         self._kept = 0
 
     def chunks(self, window: int | None) -> list[_Chunk]:
-        """All queries, in chunks; a token sees the `window` newest tokens of its path, or all."""
+        """Return the queries in chunks; a token sees the `window` newest tokens of its path, or all of them."""
         if window not in self._chunks:
             self._chunks[window] = list(self._make_chunks(window))
         return self._chunks[window]

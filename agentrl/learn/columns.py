@@ -48,7 +48,7 @@ class StepColumns:
     """The rows of a step in the order of their consumption."""
 
     def __init__(self) -> None:
-        """No rows yet."""
+        """Begin without rows."""
         self._rows: list[tuple[str, int]] = []
         self._seats: list[str] = []
         self._digests: list[bytes] = []
@@ -112,7 +112,7 @@ class MergedColumns:
     """The step's columns of all ranks as one, rows in rank order: for the step's file and its metrics."""
 
     def __init__(self, parts: Sequence[bytes]) -> None:
-        """From what `StepColumns.encode` gave on each rank."""
+        """Merge the results of `StepColumns.encode`, one per rank."""
         decoded = [load(part) for part in parts]
         self.rows: list[list[Any]] = [row for part in decoded for row in json.loads(part["rows"].tobytes())]
         seats = [seat for part in decoded for seat in json.loads(part["seats"].tobytes())]

@@ -31,7 +31,7 @@ TOLERANCE = 1e-9
 
 @dataclass(slots=True)
 class FunctionReport:
-    """What was found of a function."""
+    """The result of checking a function."""
 
     title: str
     passed: list[str] = field(default_factory=list)

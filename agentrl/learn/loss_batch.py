@@ -208,13 +208,13 @@ class LossBatch:
         return self.behavior_logprobs + share * (now - self.behavior_logprobs)
 
     def sum(self, values: Tensor, by: Id) -> Tensor:
-        """For each token the sum of `values` over the tokens with its id, shape [n]."""
+        """Return for each token the sum of `values` over the tokens with the same id, shape [n]."""
         number = getattr(self, by)
         size = int(number.max()) + 1 if len(number) else 0
         return values.new_zeros(size).index_add(0, number, values)[number]
 
     def mean(self, values: Tensor, by: Id) -> Tensor:
-        """For each token the mean of `values` over the tokens with its id, shape [n]."""
+        """Return for each token the mean of `values` over the tokens with the same id, shape [n]."""
         return self.sum(values, by) / self.sum(torch.ones_like(values), by)
 
 

@@ -140,7 +140,8 @@ def _activations(config: RunConfig, policy: str, model: PolicyModel) -> int:
 
 
 def longest_rows(config: RunConfig, policy: str, model: PolicyModel) -> list[TrainingSample]:
-    """As many rows of `engine.max_context` random tokens as fit into a micro-batch of a step of a policy.
+    """Make the rows of the largest micro batch of a policy: random tokens, each row `engine.max_context` long. The end
+    of each row is trained: as many tokens as an episode can sample.
 
     As many tokens as an episode can sample are trained, at the end of each row.
     """

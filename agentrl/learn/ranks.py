@@ -174,7 +174,7 @@ class OneRank:
     size = 1
 
     def sum(self, tensors: Sequence[Tensor]) -> None:
-        """Nothing to add."""
+        """See `Ranks.sum`: one rank has nothing to add."""
 
     def gather(self, data: bytes) -> list[bytes]:
         """This rank's bytes."""
@@ -185,7 +185,7 @@ class OneRank:
 
 
 class Rendezvous(NamedTuple):
-    """Where the ranks of a group meet: the store that rank 0 serves."""
+    """Address of the store that rank 0 serves, where the ranks of a group meet."""
 
     host: str
     port: int

@@ -87,7 +87,9 @@ class RoutingReplay:
             self._experts = None
 
     def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        """For `torch.utils.checkpoint`: nothing around the present pass, and its experts where it is computed again."""
+        """Return the two contexts for `torch.utils.checkpoint`: a null context for the forward pass, and one that
+        forces the same experts for recomputation.
+        """
         return nullcontext(), nullcontext() if self._experts is None else self.forced(self._experts)
 
 

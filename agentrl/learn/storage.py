@@ -304,7 +304,7 @@ class Publisher:
 
 
 def _sender(recipient: Recipient, link: WeightLink, source: Source) -> Any:
-    """What sends all weights to an engine: vLLM's own where both have GPUs."""
+    """Return the sender of full weights to an engine: vLLM's own where both have GPUs."""
     if recipient.transfer == "file":
         return FileSender(recipient, link, source)
     from agentrl.engines.vllm.senders import make

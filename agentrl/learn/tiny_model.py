@@ -104,7 +104,7 @@ def prepare(seed: int) -> None:
 
 
 def shown(what: str, steps: int) -> Callable[[int, float], bool]:
-    """For `warm_up`: shows steps and loss on the error stream."""
+    """Return a callback for `warm_up` that shows steps and loss on the error stream."""
     part = ProgressLine(what, sys.stderr)
 
     def on_step(step: int, loss: float) -> bool:

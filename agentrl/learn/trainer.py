@@ -147,7 +147,7 @@ class PolicyTrainer:
         publishes: bool = True,
         loss: FunctionCode | None = None,
     ) -> None:
-        """Nothing is loaded before `start`.
+        """Store the settings; `start` loads models.
 
         Args:
             config: of the run.
@@ -168,7 +168,7 @@ class PolicyTrainer:
         self._publisher = Publisher(run_directory)
         self._publishes = publishes
         self._canaries: dict[Path, CanaryMaker] = {}
-        """By base model; empty where nothing is published."""
+        """Canary makers, keyed by base model; empty if this trainer publishes nothing."""
         self._clock = SystemClock()
         self._learners: dict[str, _Learner] = {}
         self._references: dict[str, PolicyModel] = {}
@@ -332,7 +332,7 @@ class PolicyTrainer:
                 step.suspect = samples[used[int(packed.sample[wrong])]].episode_id
 
     def _weights(self, columns: TokenColumns, normaliser: float) -> Tensor:
-        """Each token's factor on its loss, [n]: its share of the whole step, over all ranks."""
+        """Return the loss weight of each token, [n], over the whole step and all ranks."""
         count = len(columns)
         if self._config.trainer.loss.normalizer != "sequences":
             return torch.full((count,), 1.0 / normaliser)

@@ -139,7 +139,7 @@ MEANINGS = {
     "starved": f"a policy without phases takes no step while the others take {STARVED_STEPS}, and {STARVED_RATIO} "
     f"times as many as during any of its last {WINDOW}; before its first step: {STARVED_STEPS * STARVED_RATIO}",
 }
-"""When each alarm is raised."""
+"""Condition that raises each alarm; docs/metrics.md lists them."""
 EXPECTED_DROPS = {"run_ended", "frozen", "no_signal"}
 
 ADVICE_ON_DROPS = {
@@ -277,7 +277,7 @@ def _nothing_taught(policy: PolicyState, window: Sequence[Values]) -> Iterator[A
 
 
 def _no_signal_before_training(policy: PolicyState) -> Iterator[Alarm]:
-    """Before enough steps are taken to tell: whether the evaluation before training already showed no signal."""
+    """Raise `no_signal` if the evaluation before training showed no signal and no step has taught anything since."""
     first = policy.evaluations.get(0, {})
     episodes = first.get("evaluation/episodes", 0.0)
     taught = [values for values in policy.steps.values() if values.get("advantage/zero_share", 0.0) < 1.0]

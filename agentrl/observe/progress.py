@@ -87,7 +87,7 @@ class Lines:
         """Nothing: what changed was written."""
 
     def close(self) -> None:
-        """Nothing to leave behind."""
+        """See `Display.close`; nothing to clean up."""
 
 
 class Screen:
@@ -112,7 +112,7 @@ class Screen:
         self.show()
 
     def step(self, policy: str, step: int, metrics: Mapping[str, float]) -> None:
-        """Nothing before the next `show`: steps may come faster than anyone reads."""
+        """Wait for the next `show`: steps may come faster than anyone reads."""
 
     def evaluation(self, versions: Mapping[str, PolicyVersion], metrics: Mapping[str, Mapping[str, float]]) -> None:
         """Write above the screen."""

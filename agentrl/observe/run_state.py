@@ -114,7 +114,7 @@ class RunPlan:
     model: str = ""
     steps: int = 0
     max_staleness: Mapping[str, int] = field(default_factory=dict)
-    """By trainable policy."""
+    """Bound on staleness of each trainable policy."""
     own_steps: Mapping[str, int] = field(default_factory=dict)
     """Steps of policies that take a number of their own."""
     phased: frozenset[str] = frozenset()

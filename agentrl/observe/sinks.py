@@ -160,7 +160,7 @@ def _label(text: str) -> str:
 
 
 def _escaped(text: str) -> str:
-    """On one line, and fit for a terminal, where the exposition is read too."""
+    """Escape text to one line that is safe to show on a terminal."""
     return plain(text).replace("\\", "\\\\")
 
 

@@ -162,7 +162,7 @@ class OpenGroup:
 
 
 class ReleasePolicy(Protocol):
-    """When members of a group are released to the trainer, and with which credits."""
+    """Decides when members of a group are released to the trainer, and with which credits."""
 
     compares: bool
     """Whether rewards are compared at all; else they are their own advantages."""
@@ -205,7 +205,7 @@ class WholeGroups:
         self.compares = advantage is not no_baseline
 
     def record_admission(self, spec: EpisodeSpec, group: OpenGroup) -> None:
-        """At the first member's admission, take the mean rewards of earlier groups for the whole group."""
+        """Fix the mean rewards of earlier groups when the first member is admitted."""
         if self._history is not None:
             task = spec.task.id if spec.parent_id is None else self._tasks.get(spec.parent_id)
             self._tasks[spec.episode_id] = task
@@ -300,7 +300,7 @@ class FirstFinishers:
         self._tasks: dict[str, str | None] = {}
 
     def record_admission(self, spec: EpisodeSpec, group: OpenGroup) -> None:
-        """At the first member's admission, take the mean rewards of earlier groups for the whole group."""
+        """Fix the mean rewards of earlier groups when the first member is admitted."""
         task = spec.task.id if spec.parent_id is None else self._tasks.get(spec.parent_id)
         self._tasks[spec.episode_id] = task
         if group.size:
@@ -435,7 +435,7 @@ class EpisodeBuffer:
         self.selection_bias = dict(selection_bias or {})
         self._drops_no_signal = drops_no_signal
         self.without_signal: Counter[str] = Counter()
-        """By policy, the number of units dropped for want of a signal since the last that was made ready."""
+        """Units of each policy dropped for lack of a signal since a unit of it last became ready."""
         self.on_group: Callable[[EpisodeSpec, Sequence[EpisodeHeader]], None] = lambda spec, headers: None
         """Called when a group is complete, with the spec of the member that ended last and all headers."""
         self._groups: dict[str, OpenGroup] = {}
@@ -445,9 +445,9 @@ class EpisodeBuffer:
         self._consumed: Counter[str] = Counter()
         """Units trained in this attempt of the run."""
         self._begun: dict[str, dict[str, int]] = {policy: {} for policy in self.trainable}
-        """For outstanding units, by policy and episode: `_consumed` when they began."""
+        """Value of `_consumed` when an outstanding unit began, keyed by policy and episode."""
         self._beginnings: dict[str, Counter[int]] = {policy: Counter() for policy in self.trainable}
-        """By policy, the number of outstanding units that began at each value of `_consumed`."""
+        """Number of outstanding units that began at each value of `_consumed`, keyed by policy."""
         self._unresolved: dict[str, set[str]] = {}
         self._trained: set[str] = set()
         self.ledger = Ledger()

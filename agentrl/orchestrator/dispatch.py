@@ -1,4 +1,4 @@
-"""From a task to running episodes and back: builds specs, hands them to the worker, takes their headers in.
+"""Dispatch of episodes: builds specs from tasks, hands them to the worker, and receives their headers.
 
 `Dispatcher` owns episode numbers, seeds, seat bindings, child episodes (it is the `EpisodeHost`) and evaluation
 episodes. Training episodes go to the buffer; others never do. It asks an `AdmissionPolicy`, the run's scheduler, which
@@ -39,8 +39,9 @@ from agentrl.rollout.context import MAX_CHILD_DEPTH
 
 PREFIX: Mapping[Purpose, str] = {"train": "e", "evaluate": "v", "replay": "p", "fork": "f"}
 LATER: Mapping[Purpose, int] = {"train": 0, "fork": 1, "replay": 1, "evaluate": 2}
-"""By how many steps others are due after the training episodes that run: they hold none of those up, and none admitted
-much later holds them up."""
+"""Steps added to the deadline of other purposes, relative to the running training episodes: they never delay those, and
+training episodes admitted much later do not delay them.
+"""
 OnEnd = Callable[[EpisodeHeader], None]
 
 
@@ -116,7 +117,7 @@ class NobodyLearns:
         return 0
 
     def resumable(self, spec: EpisodeSpec) -> EpisodeSpec | None:
-        """As it is."""
+        """Return the spec unchanged."""
         return spec
 
     def seen(self) -> Seen | None:
@@ -128,7 +129,7 @@ class NobodyLearns:
         return ()
 
     def record_end(self, spec: EpisodeSpec, header: EpisodeHeader, learning: Collection[str]) -> str | None:
-        """Nothing follows from it."""
+        """Return None: the end of an episode never ends the run."""
         return None
 
 

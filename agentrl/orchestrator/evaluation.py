@@ -31,7 +31,7 @@ class Evaluator:
     """Runs evaluations of one run, one after another."""
 
     tasks: Sequence[Task]
-    """Each `attempts` times in a row."""
+    """Held-out tasks, each repeated `attempts` times in a row."""
     attempts: int = 1
     dispatcher: Dispatcher
     versions: ServedVersions

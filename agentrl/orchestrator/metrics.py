@@ -57,7 +57,7 @@ class Counts:
         return sum(value for count, value in self._counts.items() if count[:2] == (what, of))
 
     def each(self, what: str, policy: str = "") -> dict[str, float]:
-        """All counts of a kind that are not 0, by the second part of their names."""
+        """Return the nonzero counts of a kind, keyed by the second part of their names."""
         return {of: n for (kind, of, whose), n in self._counts.items() if n and (kind, whose) == (what, policy)}
 
     def _add(self, what: str, value: float = 1.0, of: str = "", policy: str = "") -> None:
@@ -389,8 +389,9 @@ def selection_bias_from_journal(
 
 
 def mean_named_rewards(trajectories: Sequence[TrajectoryHeader]) -> dict[str, float]:
-    """By name, the mean of what an agent was given, before weights: over those with named rewards, 0 where one has none
-    of a name."""
+    """Return the mean of each named reward before weights, over the trajectories that have named rewards; a missing
+    name counts as 0.
+    """
     given = [dict(trajectory.named_rewards) for trajectory in trajectories if trajectory.named_rewards]
     names = sorted({name for own in given for name in own})
     return {name: math.fsum(own.get(name, 0.0) for own in given) / len(given) for name in names}

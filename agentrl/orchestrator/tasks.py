@@ -29,7 +29,7 @@ class GroupResult(NamedTuple):
     group: int
     task: Task
     rewards: tuple[float, ...]
-    """Of its committed episodes, summed over their agents; those without a reward are left out."""
+    """Reward of each committed episode, summed over its agents; episodes without a reward are left out."""
 
     @staticmethod
     def of(group: int, task: Task, headers: Iterable[EpisodeHeader]) -> GroupResult:

@@ -155,7 +155,7 @@ class ServedVersions:
         self.engine = engine
         self._batches = dict(batches or {})
         self.current: dict[str, WeightsRef] = {}
-        """By policy; without policies that still use the weights the engine was started with."""
+        """Newest weights of each policy; policies that still use the weights the engine started with are absent."""
         self._pins: dict[str, dict[PolicyVersion, WeightsRef]] = {}
         """Pinned versions by holder."""
         self._unpinning: set[asyncio.Task[None]] = set()
@@ -223,7 +223,7 @@ class ServedVersions:
         return list(self._pins.get(holder, ()))
 
     def pinned(self) -> set[PolicyVersion]:
-        """All pinned versions."""
+        """Return all pinned versions."""
         return {version for pins in self._pins.values() for version in pins}
 
     async def _serve(self) -> None:

@@ -112,7 +112,7 @@ class TurnSampler:
         self._settings = episode.policy_settings(seat)
         kv_budget = episode.services.kv_budget
         self._reservation: Reservation | None = None
-        """None if the engine's memory is not bounded, or another than the run's engine samples."""
+        """KV reservation; None if the engine reports no KV budget, or if another engine than the run's samples."""
         if kv_budget.is_bounded and not self._settings.is_external:
             kind = (episode.spec.environment, seat)
             self._reservation = kv_budget.reservation(kind, weights=(binding.policy, binding.pin))
@@ -610,7 +610,7 @@ class TokenRows:
         return len(self._row_tokens)
 
     def question(self, messages: Sequence[Message]) -> tuple[bytes, ...]:
-        """All that the tokens of new messages depend on, to be hashed instead of them: it needs no tokenizer."""
+        """Return all inputs that determine the tokens of new messages, for hashing without a tokenizer."""
         if self._after is None:
             before = encode_arguments([(tool.name, tool.description, dict(tool.parameters)) for tool in self.tools])
         else:

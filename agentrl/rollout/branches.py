@@ -216,7 +216,7 @@ _NOBODY: dict[Branch, tuple[int, asyncio.Future[None]]] = {}
 
 
 class ReplayOrder:
-    """When a recorded call may come back, and when the first new one may begin.
+    """Decides when a recorded call may return, and when the first new call may begin.
 
     Args:
         recorded: the recorded calls' ids in the order they were appended.

@@ -224,7 +224,7 @@ class CallJournal:
         self.is_resumed = bool(own)
         """An earlier execution of the attempt left entries."""
         self.is_new = self._recorded.is_empty
-        """Nothing was recorded before: every call is new."""
+        """Whether every call is new: nothing was recorded before."""
         stray = ReplayMismatchError if self.is_new else self._stray  # nothing recorded can stray
         self._order = ReplayOrder(self._recorded.numbered(), stray)
         for entry in own:
@@ -300,7 +300,7 @@ class CallJournal:
         return Call(call_id, asked, recorded, waits=False)
 
     def forget_answers(self) -> None:
-        """Nothing that was answered before is recalled."""
+        """Forget recorded answers, so that later calls run anew."""
         self._recorded.forget_answers()
 
     def peek(self, asked: bytes) -> EntryBody | None:

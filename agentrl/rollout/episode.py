@@ -93,10 +93,10 @@ class RolloutSettings:
     tool_timeout_s: float
     episode_timeout_s: float
     max_staleness: Mapping[str, int] = field(default_factory=dict)
-    """By policy, for the order in which parked episodes resume; 0 if absent."""
+    """Bound of each policy on staleness, for the order in which parked episodes resume; 0 if absent."""
     on_code_change: OnCodeChange = "try"
     reward_weights: Mapping[str, float] = field(default_factory=dict)
-    """By name of reward; empty: all count 1."""
+    """Weight of each named reward; if empty, each weighs 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,7 +189,7 @@ class LiveEpisode:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """All metrics added up, over the agents too."""
+        """Return the episode's metrics, summed with those of its agents."""
         metrics = dict(self._counts or {})
         for agent in self.agents:
             for name, value in agent.counts.items():
@@ -294,7 +294,7 @@ class TimeLimit:
         return f"the episode took longer than {self._seconds:g} s without a turn, {where}"
 
     def restart(self) -> None:
-        """All the seconds are left again: a turn ended."""
+        """Restore the full time limit after a turn has ended."""
         self._left = self._seconds
         if not self._pauses:
             self._set_deadline()

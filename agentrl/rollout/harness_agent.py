@@ -64,7 +64,7 @@ _OFF: Mapping[str, tuple[Any, ...]] = {
 }
 """Values that change nothing, by demand; those of the run's own sampling are compared with the run's."""
 BYTES_PER_TOKEN = 4
-"""Of text, for an estimate where another tokenises it."""
+"""Bytes of text per token, to estimate lengths where another program tokenises."""
 _LETTERS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 
 

@@ -106,7 +106,7 @@ class ReplayJournal(CallJournal):
             self._end_at(call, "a call of its own")
 
     def write(self, call: Call, body: EntryBody) -> None:
-        """Nothing is written."""
+        """End the replay at this call: it was not recorded."""
         self._end_at(call, describe_entry(body))
 
     def reward(self, body: RewardEntry) -> RewardEntry:
@@ -176,10 +176,10 @@ class ReplayLog:
         """Entries recorded before the fork point; empty unless the episode is a fork."""
 
     def append(self, entry: JournalEntry) -> None:
-        """Nothing is kept."""
+        """Discard the entry."""
 
     async def flush(self) -> None:
-        """Nothing is written."""
+        """Return at once: nothing is stored."""
 
     def read(self, episode_id: str, attempt: int) -> list[JournalEntry]:
         """Nothing: the caller has read the entries."""
@@ -190,10 +190,10 @@ class ReplayLog:
         return list(self.inherited)
 
     async def take_over(self, episode_id: str, attempt: int) -> None:
-        """Nothing to do: the caller has read the entries."""
+        """Return at once: the caller has read the entries."""
 
     def append_partial(self, entry: JournalEntry) -> None:
-        """Nothing is kept."""
+        """Discard the entry."""
 
     def remove_partials(self, episode_id: str, attempt: int, call_id: str | None = None) -> None:
         """There are none."""
@@ -205,7 +205,7 @@ class ReplayLog:
     async def commit_episode(
         self, spec: EpisodeSpec, header: EpisodeHeader, digest: bytes, metrics: Mapping[str, float], detail: str = ""
     ) -> None:
-        """Nothing is kept: the header is returned to the caller."""
+        """Discard the commit: the caller gets the header."""
 
 
 class ReplayHost:
@@ -236,11 +236,11 @@ class ReplayHost:
         return SpawnedGroup(group_id=f"{parent.episode_id}~{parent.attempt}.{spawn_call}", episode_ids=tuple(names))
 
     async def remember(self, spec: EpisodeSpec, call_id: str, key: str, structure: str) -> Recollection:
-        """Nothing is remembered: the episode gets the recorded recollection from its journal."""
+        """Return an empty recollection: the episode reads the recorded one from its journal."""
         return Recollection(0, 0.0)
 
     def readmit(self, spec: EpisodeSpec) -> None:
         """There is no further attempt."""
 
     def measured(self, spec: EpisodeSpec, header: EpisodeHeader, metrics: Mapping[str, float]) -> None:
-        """Nothing is counted."""
+        """Discard the measurement."""

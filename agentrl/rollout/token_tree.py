@@ -112,7 +112,7 @@ class TokenTree:
         self._format = chat_format
         self._volatile = volatile
         self.rows: list[TreeRow] = []
-        """All rows, by number."""
+        """Rows in the order of their numbers."""
         self._turns: dict[bytes, list[TreeTurn]] = {}
         """Turns by the digest of tools and conversation up to their reply."""
         self._known: set[bytes] = set()
@@ -207,7 +207,8 @@ class TokenTree:
         return replace(placement, row=row, before=0)
 
     def withdraw(self, placement: RowPlacement, *, forget: bool = False) -> None:
-        """Nothing was sampled for a request: take its context back.
+        """Remove the context of a request for which nothing was sampled. With `forget`, the number of a row that the
+        request began is free for the next row: nothing has used it.
 
         With `forget` nothing has used the number of a row it began, which the next row gets.
         """

@@ -73,11 +73,11 @@ class AsyncioWorker:
         self._data_attempts = data_attempts
         self._on_failure = on_failure
         self._tasks: dict[asyncio.Task[None], tuple[EpisodeSpec, OnEnd]] = {}
-        """By task: the current attempt, and the callback for its end."""
+        """Running attempts and their end callbacks, keyed by task."""
         self._on_end, self._on_stuck = self._ended, self._stuck  # made once, and not for each episode
         self._is_cancelling = False
         self._strays = Counter[str]()
-        """By episode: cancellations of its task by code that does not own it."""
+        """Number of cancellations by code that does not own the episode's task, keyed by episode."""
         self._reading = asyncio.Lock()
         self.last_failure = ""
         """The message of the last dropped episode."""

@@ -59,7 +59,7 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
     """Optimizer steps of the first policy that learns."""
     skipped: int
     measured: BusyShares
-    """After the skipped steps."""
+    """Measured shares of busy time after the skipped steps."""
     episodes: int
     """Number of episodes that were read."""
 
@@ -256,7 +256,7 @@ def likeness_of(members: Iterable[tuple[EpisodeSpec, EpisodeHeader]]) -> float:
 
 
 def _tail(values: Sequence[float]) -> dict[str, Any]:
-    """As a section."""
+    """Describe a distribution as a `Tail` section of a plan."""
     ordered = sorted(max(value, 1e-4) for value in values)
     scores = (FURTHEST * (2 * rank / (RANKS - 1) - 1) for rank in range(RANKS))
     ranks = [ordered[round(_NORMAL.cdf(score) * (len(ordered) - 1))] for score in scores]
@@ -331,7 +331,7 @@ def fitted_rates(turns: Sequence[SampledTurn], slots: int, replicas: int) -> dic
 
 
 def _ran(turns: Sequence[SampledTurn], slots: int) -> list[tuple[float, float, float]]:
-    """For each turn: the mean number of running calls while it lasted; the seconds and the share of time it ran."""
+    """Return for each turn the mean number of running calls during it, and the seconds and the share of time it ran."""
     edges = sorted([(turn.start, 1) for turn in turns] + [(turn.stop, -1) for turn in turns])
     totals: dict[float, tuple[float, float]] = {}
     there, before, running, ran = 0, edges[0][0], 0.0, 0.0

@@ -112,7 +112,7 @@ class EmulatedEngine:
         self._waiting: list[_EmulatedCall] = []
         self._running: list[_EmulatedCall] = []
         self._ends: list[tuple[float, int, _EmulatedCall, float]] = []
-        """When each running call ends, as `_advanced`: (end, arrival, call, its `began`)."""
+        """Ends of running calls, on the scale of `_advanced`: (end, arrival, call, its `began`)."""
         self._idle: OrderedDict[EmulatedSession, None] = OrderedDict()
         self._kept = 0.0
         """Tokens whose keys and values are held, of running and idle conversations."""
@@ -188,7 +188,7 @@ class EmulatedEngine:
         return self._busy
 
     async def close(self) -> None:
-        """Nothing to release."""
+        """See `Engine.close`; nothing to release."""
 
     # --- calls --------------------------------------------------------------------------------------------------------
 

@@ -58,8 +58,7 @@ class Tail(Section):
     """Longer ones are cut off here."""
     law: Literal["lognormal", "pareto", "measured"] = "lognormal"
     ranks: tuple[Amount, ...] = ()
-    """With `law = "measured"`, up to the cap: the values whose ranks a normal variable has at equal distances from -3
-    to 3."""
+    """Quantiles of a `measured` law, up to the cap: at equally spaced scores of a normal variable from -3 to 3."""
 
     @model_validator(mode="after")
     def _check_order(self) -> Tail:
@@ -252,7 +251,7 @@ class EnvironmentPlan(Section):
     prompt: Annotated[Length, Field(gt=0)] = 256
     """Prompt tokens of each seat's conversation."""
     tool_seconds: Tail | None = None
-    """Between two turns of a seat; leave it out where tools take no time."""
+    """Seconds between two turns of a seat; leave it out where tools take no time."""
     tool_tokens: Length = 0
     """Tokens that a tool's answer adds to the conversation."""
     fan_out: dict[str, Positive] = {}
@@ -327,7 +326,7 @@ class TrainerPlan(Section):
     gpus: Count = 8
     """The trainer's GPUs, for the duration of a step if `step_seconds` is absent; their kind is that of `[engine]`."""
     publish_seconds: Annotated[float, Field(ge=0, le=MOST)] = 0.0
-    """Between a step's end and its version's first token."""
+    """Seconds between the end of a step and the first token of its version."""
 
 
 class Plan(Section):
@@ -546,7 +545,8 @@ class Plan(Section):
         )
 
     def config(self, steps: int) -> RunConfig:
-        """As production reads it.
+        """Return the plan as a configuration of the production loop. Raises:     ConfigError: the production loop
+        refuses it.
 
         Raises:
             ConfigError: what production refuses.

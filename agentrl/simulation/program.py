@@ -83,7 +83,7 @@ class _Player:
         self._blocks = seat.tokens.value(z) / self.turns / program.grain
         self._answer = program.plan.tool_tokens / program.grain
         self._context = program.plan.prompt / program.grain
-        """Before the next turn, in blocks."""
+        """Length of the context before the next turn, in blocks."""
         self._told = 0
         """Blocks of the context that the agent already has."""
 
@@ -136,7 +136,7 @@ class LengthFormat:
     forks = False
 
     def start(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[int]:
-        """As many tokens as the last message states; the last token is the length of the turn."""
+        """Return as many tokens as the last message states; the last token is the length of the turn."""
         length, turn = map(int, messages[-1].content.split())
         return [0] * (length - 1) + [turn]
 
@@ -151,19 +151,19 @@ class LengthFormat:
         return None
 
     def parse(self, token_ids: Sequence[int], tools: Sequence[ToolSpec] = ()) -> Message:
-        """Nothing was said."""
+        """Return an empty message: simulated tokens have no text."""
         return Message(role="assistant", content="")
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Nothing was said."""
+        """Return "": simulated tokens have no text."""
         return ""
 
     def encode(self, text: str) -> list[int]:
-        """Nothing can be said."""
+        """Return no tokens."""
         return []
 
     def drift(self, token_ids: Sequence[int]) -> str | None:
-        """Nothing differs from nothing."""
+        """Return None: simulated tokens never drift."""
         return None
 
 

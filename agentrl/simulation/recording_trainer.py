@@ -81,7 +81,7 @@ class RecordingTrainer:
         self._reports: dict[str, StepReport] = {}
 
     async def start(self, resume_from: str | None = None) -> tuple[str, ...]:
-        """With `resume_from`, take over the counters that `save` wrote there.
+        """Start; with `resume_from`, from the counters that `save` wrote there.
 
         Raises:
             TrainerError: the directory holds other policies.
@@ -170,7 +170,7 @@ class RecordingTrainer:
             disk.write(target / policy / TRAINED_FILE, self._weights_of(policy))
 
     async def close(self) -> None:
-        """Nothing to release. Idempotent."""
+        """Set `closed`. Idempotent."""
         self.closed = True
 
     def _steps_of(self, policy: str) -> int:

@@ -66,7 +66,7 @@ class Scenario:
     skipped: int = 12
     """First steps that are not measured."""
     is_closed: bool = False
-    """Nothing is admitted beyond the steps, and all is trained: what is measured is how long that takes."""
+    """Whether admission stops after the steps and all admitted work is trained, to measure the total time."""
     alter: Callable[[Orchestrator], None] = lambda orchestrator: None
     """Puts other parts in production's place, to compare with."""
 
@@ -192,7 +192,7 @@ class Step(NamedTuple):
 
     policy: str
     at: float
-    """When its version was there."""
+    """Time at which the step's version was published, in seconds."""
     seconds: float
     units: tuple[str, ...]
     """Episodes."""
@@ -233,11 +233,11 @@ class Recorder:
         self.lengths: dict[str, int] = {}
         """Sampled blocks of committed episodes."""
         self.spans: dict[str, Counter[tuple[str, int]]] = defaultdict(Counter)
-        """By episode, then by version: sampled."""
+        """Tokens sampled, keyed by episode, then by version."""
         self.asked: Counter[str] = Counter()
         """Tokens to sample, by episode, of calls that run or wait for a slot."""
         self.contexts: Counter[str] = Counter()
-        """By episode: of all its conversations, what was said to the policies and by them."""
+        """Length of all conversations of an episode, in blocks, keyed by episode."""
         self.steps: list[Step] = []
         self.snapshots: list[Snapshot] = []
         self.taken: Counter[str] = Counter()
@@ -271,27 +271,27 @@ class NullTurnLog:
         """Forget an entry."""
 
     async def flush(self) -> None:
-        """Nothing is written."""
+        """See `TurnLog.flush`; nothing is stored."""
 
     def read(self, episode_id: str, attempt: int) -> list[JournalEntry]:
-        """Nothing was kept."""
+        """See `TurnLog.read`; nothing is stored."""
         return []
 
     async def take_over(self, episode_id: str, attempt: int) -> None:
-        """Nothing was kept."""
+        """See `TurnLog.take_over`; nothing is stored."""
 
     def append_partial(self, entry: JournalEntry) -> None:
         """Forget it."""
 
     def remove_partials(self, episode_id: str, attempt: int, call_id: str | None = None) -> None:
-        """Nothing was kept."""
+        """See `TurnLog.remove_partials`; nothing is stored."""
 
     def read_partials(self, episode_id: str, attempt: int) -> list[JournalEntry]:
-        """Nothing was kept."""
+        """See `TurnLog.read_partials`; nothing is stored."""
         return []
 
     def prefix(self, point: ForkPoint) -> list[JournalEntry]:
-        """Nothing was kept."""
+        """See `TurnLog.prefix`; nothing is stored."""
         return []
 
 
@@ -333,14 +333,14 @@ class NullJournal:
         """Metrics."""
 
     async def prune(self, rule: PruneRule, *, stopped: Callable[[], bool] = lambda: False) -> Pruned:
-        """Nothing is kept."""
+        """See `JournalStore.prune`; nothing is stored."""
         return Pruned(rule=str(rule))
 
     async def flush(self) -> None:
-        """Nothing is written."""
+        """See `JournalStore.flush`; nothing is stored."""
 
     async def close(self) -> None:
-        """Nothing to release."""
+        """See `JournalStore.close`; nothing to release."""
 
 
 class RecordingJournal(NullJournal):
@@ -443,7 +443,7 @@ class Measured:
 
     seconds: float
     steps_per_hour: Mapping[str, float]
-    """By policy."""
+    """Steps per hour of each policy."""
     tokens_per_s: float
     """Sampled, but for what was wasted."""
     engine_busy: float
@@ -469,7 +469,7 @@ class Measured:
     """Share of the sampled tokens whose units were dropped."""
     episodes: int
     episode_seconds: Mapping[str, Sequence[float]]
-    """By environment: median, P90 and P99 of the time from admission to the end."""
+    """Median, P90 and P99 of the seconds from admission to the end, keyed by environment."""
     held: Mapping[str, float]
     """Share of the time, by what held admission back."""
     no_room: float
@@ -584,15 +584,17 @@ def _held(recorder: Recorder, begin: float, end: float) -> dict[str, float]:
 
 
 def _steps_per_second(plan: Plan, recorder: Recorder, units: int) -> float:
-    """No schedule that never ends has more steps of the first policy per second; `units` of it were begun."""
+    """Return an upper bound on the first policy's steps per second for any schedule that never ends. `units` is the
+    number of units of that policy that were begun.
+    """
     size = next(iter(plan.trained.values())).step_size
     work = sum(recorder.asked.values()) * recorder.grain / units * size
     return min(plan.capacity() / work, 1 / max(fmean(step.seconds for step in recorder.steps), 1e-9))
 
 
 def _least_seconds(plan: Plan, recorder: Recorder, own: Sequence[Step]) -> float:
-    """No schedule of all that was begun is faster: all work through all slots and one step, all steps, or the longest
-    of parent and child and one step.
+    """Return a lower bound on the seconds of any schedule of the work that was begun: the largest of all work through
+    all slots and one step, all steps, and the longest parent and child and one step.
     """
     longest: dict[str, int] = {}
     for name, blocks in recorder.asked.items():

@@ -58,7 +58,7 @@ class SimulationError(AgentRLError):
 
 
 class DeadlockError(SimulationError):
-    """No task can run and no timer is set; the message names each waiting task and the line at which it waits."""
+    """No task can run and no timer is set. The message names each waiting task and the line at which it waits."""
 
 
 class StepLimitError(SimulationError):

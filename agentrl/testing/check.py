@@ -82,7 +82,7 @@ class EnvironmentReport:
     """Number of re-executions of an episode from a prefix of its journal."""
     rewards: list[float] = field(default_factory=list)
     resume_class: ResourceLevel = "replay"
-    """How episodes were recovered: re-executed and compared, from snapshots of their resources, or not at all."""
+    """Recovery of episodes: re-executed and compared, restored from snapshots of their resources, or neither."""
     called: set[str] = field(default_factory=set)
     """Tools the random policy called."""
     uncalled: list[str] = field(default_factory=list)
@@ -207,7 +207,7 @@ def _play_here(name: str, asked: Path, told: Path) -> None:
 def _games(
     environment: type[Environment], tasks: Sequence[Task], report: EnvironmentReport
 ) -> Iterator[tuple[int, Task]]:
-    """Each task once; then again, a few times, while the policy has called some of the tools and not all of them."""
+    """Yield each task once; then again, a few times, while the policy has called some but not all of the tools."""
     tools = set(environment.tool_table()) if issubclass(environment, ToolEnvironment) else set()
     for number in range(MOST_GAMES * len(tasks)):
         if number >= len(tasks) and (not report.called or tools <= report.called):
@@ -414,7 +414,7 @@ async def _recall_everything(
 
 
 def _differing_request(then: TurnEntry, new: Sequence[TurnEntry]) -> str:
-    """Which part of a request differs from the one that came instead, and both values."""
+    """Name the part in which a request differs from the one that came instead, with both values."""
     remedy = "name what differs by nature in `volatile`, or set replay_stable = False"
     now = next((turn for turn in new if turn.seat == then.seat), None)
     if now is None:

@@ -29,7 +29,7 @@ TASKS = 16
 REPEATS = 4
 """Well-formed episodes per task."""
 BUDGET_S = 15.0
-"""No episode is begun after so many seconds: an environment may be slow."""
+"""Seconds after which no episode is begun: an environment may be slow."""
 
 
 class Outcome(NamedTuple):

@@ -226,7 +226,7 @@ class MemoryJournal:
         self.records: list[ControlRecord] = []
         """The control log: everything recorded, in order."""
         self.turn_logs: dict[str, MemoryTurnLog] = {}
-        """By worker."""
+        """Turn logs, keyed by the worker's name."""
         self.closed = False
         self._on_disk = 0
         self._ended: set[tuple[str, int]] = set()
@@ -482,7 +482,7 @@ class MemoryJournal:
         return self.records[: self._on_disk]
 
     def of_kind(self, kind: type[R]) -> list[R]:
-        """All control records of one class, in order."""
+        """Return all control records of one class, in order."""
         return [record for record in self.records if isinstance(record, kind)]
 
     def after_crash(self) -> MemoryJournal:
@@ -529,7 +529,9 @@ class MemoryJournal:
     def resolved_units(
         self, consumed_through: Mapping[str, PolicyVersion], among: Collection[str] | None = None
     ) -> dict[tuple[str, int, str], str | None]:
-        """None for units consumed along the surviving lineage, the reason for dropped ones; of all or some episodes."""
+        """Map each resolved unit, of all or some episodes, to None if it was consumed along the surviving lineage, else
+        to its drop reason.
+        """
         rows = [r for r in self.on_disk() if isinstance(r, StepRow)]
         parents: dict[PolicyVersion, PolicyVersion] = {
             r.weights.version: r.parent for r in self.on_disk() if isinstance(r, Publication) and r.parent is not None

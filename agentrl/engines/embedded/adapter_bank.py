@@ -23,8 +23,9 @@ if TYPE_CHECKING:
     from agentrl.engines.weights import AdapterWeights
 
 _MANY = 4
-"""With more adapters in a pass, each row is computed with its own; with fewer, it is cheaper to compute the columns of
-all of them for every row, and to mask what is not its own."""
+"""Number of adapters in a pass above which rows are grouped by adapter. With fewer, it is cheaper to compute the
+columns of all adapters for every row and to mask those of the others.
+"""
 _NOTHING = np.empty(0, np.int64)
 
 

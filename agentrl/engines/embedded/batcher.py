@@ -1,4 +1,4 @@
-"""Which calls run in the next forward passes: admission to slots, prefix reuse, and the plan of one step.
+"""Continuous batching: admission of calls to slots, prefix reuse, and the plan of each forward pass.
 
 Owns: calls and their completions, waiting and running; which conversation holds which slot, least recently used first.
 Lives on the event loop, between passes. Does not run models, and does not choose versions: the engine hands it a
@@ -73,7 +73,7 @@ class ActiveRequest:
     ending: bool = False
     """Aborted or cancelled: it ends before the next pass."""
     fresh: bool = False
-    """Nothing is computed yet: a prefix may be copied from a slot that has it."""
+    """Whether nothing is computed yet, so that a prefix may be copied from another slot."""
     cached: int = 0
     delivered: int = 0
     """Tokens given to `on_delta`."""
@@ -85,7 +85,7 @@ class ActiveRequest:
         return (self.due, self.order) < (other.due, other.order)
 
     def close_span(self, sampled: int) -> None:
-        """All tokens before the `sampled`-th belong to versions up to the present one."""
+        """Attribute the first `sampled` tokens, as far as no span covers them, to the version that serves now."""
         if self.serving is None or sampled == self.since:
             return
         version, start = self.serving.version, self.since
@@ -140,7 +140,7 @@ class SlotTable:
         self._idle: OrderedDict[int, tuple[EmbeddedSession, float]] = OrderedDict()
         self._clock = clock
         self.computed_by: list[Serving | None] = [None] * slots
-        """Which version computed all of a slot's keys and values; None: nothing there, or a mixture."""
+        """Version that computed all keys and values of each slot; None if the slot is empty or mixed."""
 
     def has_slot(self, *, patient: bool) -> bool:
         """Whether a session without a slot gets one; if `patient`, not that of a conversation between two turns."""
@@ -217,7 +217,7 @@ class Batcher:
             heapq.heappush(self._waiting, call)
 
     def calls(self) -> list[ActiveRequest]:
-        """All calls, waiting or running."""
+        """Return all calls, waiting or running."""
         return [*self.running.values(), *self._seated, *self._waiting]
 
     def drop_ending(self) -> list[ActiveRequest]:

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 _ATTENTION_NAME = "agentrl_grouped"
 BASE = -1
-"""In place of an adapter's place in the bank, of rows that use no adapter."""
+"""Adapter index of rows that use no adapter."""
 _REPEAT_SECONDS = 0.1
 """Longest time, in seconds, that the worker repeats one plan; partial turns are delivered about every 0.2 s."""
 _CONTEXTS = ((0, 5, 1, 3, 2, 4), (0, 2, 0, 1))
@@ -104,7 +104,7 @@ class ServedModel:
 
     model: PreTrainedModel
     state: Mapping[str, Tensor]
-    """Its parameters and persistent buffers under the names of the checkpoint."""
+    """Parameters and persistent buffers, keyed by their names in the checkpoint."""
     bank: AdapterBank | None = None
 
     @classmethod

@@ -98,7 +98,7 @@ class VllmCall:
         del self.tokens[self._delivered :], self.logprobs[self._delivered :]
 
     def close_spans(self, spans: Sequence[tuple[int, PolicyVersion]]) -> None:
-        """All tokens so far belong to the versions of `spans`, which say where each ends."""
+        """Attribute the tokens so far to versions. `spans` holds pairs (end, version) in order."""
         for stop, version in spans:
             start = self.spans[-1].stop if self.spans else 0
             if stop > start:

@@ -29,13 +29,13 @@ IPC, NCCL = "agentrl_ipc", "agentrl_nccl"
 
 
 class IpcInit(IPCTrainerInitInfo):
-    """As vLLM's."""
+    """See vLLM's `IPCTrainerInitInfo`."""
 
     backend = IPC
 
 
 class NcclInit(NCCLTrainerInitInfo):
-    """As vLLM's; address and port are not used."""
+    """See vLLM's `NCCLTrainerInitInfo`; address and port are unused."""
 
     backend = NCCL
 
@@ -93,7 +93,7 @@ class NcclSender(NCCLTrainerWeightTransferEngine):
 
 
 def nccl_payload(unique_id: bytes, init_info: NCCLTrainerInitInfo) -> dict[str, Any]:
-    """What the engine's processes are told to meet this rank; they are ranks 1 and up."""
+    """Make the message by which the engine's processes join this rank's group, as ranks 1 and up."""
     worker = nccl_common.NCCLWeightTransferInitInfo(
         rank_offset=1,
         world_size=init_info.world_size,

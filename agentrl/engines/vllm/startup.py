@@ -42,7 +42,7 @@ _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The largest ranks vLLM can be started for."""
 _TRIES = 3
 _ENOUGH_S = 1.0
-"""When so much time has passed, no further try begins."""
+"""Seconds after which no further try begins."""
 _ADAPTER = 1 << 30
 """The number of the adapter that is measured with; those of versions count from 1."""
 
@@ -139,7 +139,9 @@ def _adapters(places: int, max_rank: int) -> dict[str, Any]:
 
 
 def _memory(shapes: PreTrainedModel, settings: VllmSettings, *, kv_memory: int) -> dict[str, Any]:
-    """On CPU vLLM would take most of the machine's memory, and its compiler gains nothing on small models."""
+    """Return vLLM's memory arguments. They are needed on CPU: by default vLLM takes most of the machine's memory, and
+    its compiler gains nothing on small models.
+    """
     slots, max_context = settings.slots, settings.max_context
     blocks = -(-max_context // _BLOCK)
     block = _BLOCK * kv_bytes_per_token(shapes.config)

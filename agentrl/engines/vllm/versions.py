@@ -128,7 +128,9 @@ class VllmVersions(VersionTable[VllmVersion]):
             self.live[version] = self.current[policy] = VllmVersion(version=version, salt=salt)
         self._inbox = inbox
         self._labels = {label: version for version in versions.values() for label in (_FIRST_LABEL, str(version))}
-        """With full weights there is one policy; adapters do not need vLLM's word."""
+        """Versions by the labels under which vLLM reports them. Used with full weights, where there is one policy;
+        adapters need no report.
+        """
         self._switch = switch
         self._recall = recall
         self._fallback: VllmVersion | None = None
@@ -160,7 +162,9 @@ class VllmVersions(VersionTable[VllmVersion]):
     def spans(
         self, serving: VllmVersion, output: RequestOutput, *, start: int, stop: int
     ) -> list[tuple[int, PolicyVersion]]:
-        """Which version sampled tokens `[start, stop)` of a call, as (end, version): vLLM's word for full weights."""
+        """Return the versions that sampled tokens `[start, stop)` of a call, as (end, version). With full weights, vLLM
+        reports them.
+        """
         told = output.outputs[0].weight_versions
         if self.places or not told:
             return [(stop, serving.version)]
@@ -338,7 +342,7 @@ class VllmVersions(VersionTable[VllmVersion]):
         return None, None
 
     def _check_offer(self, weights: WeightsRef, offer: Offer) -> Canary | None:
-        """As `_copy_full`, before any tensor has come."""
+        """Check the weights before any tensor has come; see `_copy_full`."""
         try:
             tensors = offer.tensors()
         except ValueError as error:
@@ -346,7 +350,7 @@ class VllmVersions(VersionTable[VllmVersion]):
         return self._check_full(weights, WeightFile(tensors, read_metadata(weights)))
 
     def _copy_full(self, weights: WeightsRef, copy: Path) -> Canary | None:
-        """As `_copy_checked`, so that nothing is left to check while vLLM stands still."""
+        """Copy and check the weights (see `_copy_checked`), so that nothing is left to check while vLLM is paused."""
         return self._check_full(weights, read_weights(copy_weights(weights, copy)))
 
     def _check_full(self, weights: WeightsRef, file: WeightFile) -> Canary | None:

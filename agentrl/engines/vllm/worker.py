@@ -1,4 +1,4 @@
-"""All weights of a version, inside vLLM's worker processes: a backend of vLLM's own weight-transfer protocol.
+"""Loading of full weights inside vLLM's worker processes: a backend of vLLM's weight-transfer protocol.
 
 It loads files, and hands what comes over `ipc` or `nccl` to vLLM's own backends of these names, so that one vLLM takes
 both: an engine that was restarted has nothing but the file. Imported by name in each worker (`worker_extension_cls`),
@@ -34,7 +34,7 @@ BACKEND = "agentrl"
 
 @dataclass
 class TransferInit(WeightTransferInitInfo):
-    """What weights come over besides files, and what vLLM's backend of that name is to be told."""
+    """Transport besides files, with the arguments of vLLM's backend of that name."""
 
     backend: Literal["file", "ipc", "nccl"] = "file"
     info: dict[str, Any] = field(default_factory=dict)

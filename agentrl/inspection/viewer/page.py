@@ -36,7 +36,7 @@ MODULES = (
     "keys",
     "main",
 )
-"""Each may import from those before it."""
+"""Modules of the page in dependency order: each may import from those before it."""
 _IMPORT = re.compile(r"^import (\{[^}]*\}) from \"\./(\w+)\.js\";$", re.MULTILINE)
 _EXPORT = re.compile(r"^export ((?:async )?(?:function|const|class) (\w+))", re.MULTILINE)
 _HERE = Path(__file__).parent
@@ -47,7 +47,7 @@ class ViewerPage(NamedTuple):
 
     html: str
     policy: str
-    """For the header of who serves it."""
+    """Content security policy, for the server's response header."""
 
 
 def viewer_page() -> ViewerPage:

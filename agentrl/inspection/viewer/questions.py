@@ -51,7 +51,7 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     columns: dict[str, str]
     """Columns of episodes, each with whether it holds text or numbers."""
     statuses: dict[str, int]
-    """All episodes, attempts that were begun again among them, by status."""
+    """Number of episodes by status; restarted attempts count separately."""
 
 
 class Pulse(msgspec.Struct, frozen=True, kw_only=True):
