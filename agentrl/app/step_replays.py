@@ -162,8 +162,7 @@ def kept_weights(reader: RunReader, version: PolicyVersion) -> tuple[WeightsRef 
 
 def _same_weights(reader: RunReader, version: PolicyVersion) -> list[PolicyVersion]:
     """Return all versions with the same weights as `version`. There may be several: a resumed run first publishes the
-    weights it resumed from.
-    """
+    weights it resumed from."""
     same = [version]
     for row in checked_rows(reader.log, "versions", "policy = ? ORDER BY lineage DESC", version.policy):
         older = PolicyVersion(version.policy, row["parent_lineage"], row["parent_step"])

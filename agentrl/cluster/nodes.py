@@ -1,7 +1,8 @@
 """Comparison of each node of a cluster with the run's host, before anything starts.
 
 A task on every node reports versions, the files of the models, the code of installed environments, and its clock.
-Owns: the report, the comparison, the time a node may take to answer. Does not own: the plan (`config.devices`).
+Owns: the report, the comparison, the time a node may take to answer.
+Does not own: the plan (`config.devices`).
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Configuration: what a run is, and how it is read."""
+"""Configuration: the settings of a run, and their files."""

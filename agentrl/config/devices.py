@@ -1,13 +1,13 @@
 """Assigns GPUs to trainer ranks and engines: a pure function of the configuration and the machine.
 
-Trainer ranks take GPUs from the first, one each; engines take them from the last, as many each as vLLM's parallel sizes
-multiply to; each base model has engines of its own. Where there are fewer GPUs than both need, they meet in the middle:
-a rank and an engine share a GPU, the engine takes a stated share of its memory when it starts, and the rank may not
-allocate more than the rest. So either may start first, and an engine can be started again beside a loaded trainer. GPUs
-of a Ray cluster are never shared, and those of one engine are on one node.
+Trainer ranks take GPUs from the first, one each; engines take them from the last, as many each as the product of vLLM's
+parallel sizes; each base model has its own engines. Where there are fewer GPUs than both need, ranks and engines share
+GPUs in the middle: the engine takes a stated share of the memory when it starts, and the rank may not allocate more
+than the rest. So either may start first, and an engine can restart beside a loaded trainer. GPUs of a Ray cluster are
+never shared, and those of one engine are on one node.
 
-On a cluster, ranks take nodes from the run's own host on, engines from the last, workers all in turn. Rank 0 is on the
-run's host: it writes versions, step columns and checkpoints.
+On a cluster, ranks take nodes from the run's own host onwards, engines from the last backwards, and workers take all in
+turn. Rank 0 is on the run's host: it writes versions, step columns and checkpoints.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from agentrl.config.run import RunConfig
 
 ALONE = 0.9
-"""Share of a GPU's memory that an engine takes where it has the GPU to itself."""
+"""Share of a GPU's memory that an engine takes if it has the GPU to itself."""
 SHARED = 0.45
-"""The same where a trainer rank computes on the GPU too."""
+"""Share of a GPU's memory that an engine takes if a trainer rank computes on the GPU too."""
 CONTEXTS = 0.05
-"""Share of a GPU that two processes have for CUDA itself, which neither's allocator counts."""
+"""Share of a GPU's memory that the CUDA contexts of two processes take, which neither allocator counts."""
 
 
 Transfer = Literal["file", "ipc", "nccl"]
@@ -41,16 +41,16 @@ class DevicePlan:
     """An assignment of GPUs; the numbers are positions in `gpus`."""
 
     gpus: tuple[Gpu, ...]
-    """The GPUs of the machine or the cluster. None: everything computes on CPUs."""
+    """GPUs of the machine or the cluster; empty: everything computes on CPUs."""
     ranks: tuple[int, ...] = ()
-    """The GPU of each trainer rank."""
+    """GPU of each trainer rank."""
     engines: tuple[tuple[int, ...], ...] = ()
-    """The GPUs of each engine: the replicas of the first base model, then those of the next."""
+    """GPUs of each engine: first the replicas of the first base model, then those of the next."""
     shares: tuple[float, ...] = ()
-    """The share of the memory of each of its GPUs that an engine takes."""
+    """Share of the memory of each of its GPUs that an engine takes."""
 
     bases: tuple[str, ...] = ()
-    """The name of each engine's base model, where a run has several."""
+    """Name of each engine's base model, if the run has several."""
 
     def gpus_of_engine(self, number: int) -> tuple[Gpu, ...]:
         """The GPUs of an engine; empty: it computes on CPUs."""
@@ -62,8 +62,7 @@ class DevicePlan:
 
     def transfer_to(self, number: int) -> Transfer:
         """Choose the transport for full weights to an engine: `ipc` if its only GPU is rank 0's, `nccl` if it shares no
-        GPU with rank 0, `file` otherwise and between machines.
-        """
+        GPU with rank 0, `file` otherwise and between machines."""
         if not (self.ranks and self.engines) or self.gpus[0].node:
             return "file"
         held = self.engines[number]
@@ -81,8 +80,9 @@ class DevicePlan:
         return f"engine {number} of {self.bases[number]}" if self.bases else f"engine {number}"
 
     def taken(self) -> list[str]:
-        """Describe the GPUs whose free memory is smaller than the share of an engine; one message per GPU. Call it
-        before the run loads anything: until then, memory in use belongs to other processes.
+        """Describe the GPUs whose free memory is smaller than the share of an engine; one message per GPU.
+
+        Call it before the run loads anything: until then, memory in use belongs to other processes.
         """
         return [
             f"GPU {gpu.id}: {self.name_of_engine(number)} takes {share:.0%} of its memory, "
@@ -94,7 +94,7 @@ class DevicePlan:
         ]
 
     def lines(self) -> list[str]:
-        """The assignment in words, a line for each GPU."""
+        """Describe the assignment, one line per GPU."""
         lines = []
         for at, gpu in enumerate(self.gpus):
             users = [f"trainer rank {rank}" for rank, held in enumerate(self.ranks) if held == at]
@@ -113,10 +113,10 @@ def plan_devices(config: RunConfig, gpus: Sequence[Gpu], *, ranks: bool = True, 
     """Assign the GPUs of a machine or a cluster to the trainer ranks and engines of a run.
 
     Args:
-        config: of the run.
-        gpus: those there are; GPUs of a cluster name their node.
+        config: configuration of the run.
+        gpus: available GPUs; GPUs of a cluster name their node.
         ranks: whether the trainer computes on these.
-        engines: whether the engines do.
+        engines: whether the engines compute on these.
 
     Raises:
         ConfigError: there are too few, or a rank would have no memory left.
@@ -196,16 +196,16 @@ class NodePlan:
 
     devices: DevicePlan
     nodes: tuple[Node, ...] = ()
-    """The nodes, the run's own host first. None: everything is on this machine."""
+    """Nodes, the run's own host first; empty: everything is on this machine."""
     ranks: tuple[Node, ...] = ()
-    """The node of each trainer rank."""
+    """Node of each trainer rank."""
     engines: tuple[Node, ...] = ()
-    """The node of each engine."""
+    """Node of each engine."""
     workers: tuple[Node, ...] = ()
-    """The node of each episode worker that has a process of its own."""
+    """Node of each episode worker that has its own process."""
 
     def lines(self) -> list[str]:
-        """The assignment in words, a line for each node, then one for each GPU."""
+        """Describe the assignment, one line per node, then one per GPU."""
         lines = []
         for at, node in enumerate(self.nodes):
             users = [
@@ -223,8 +223,8 @@ def plan_nodes(config: RunConfig, nodes: Sequence[Node]) -> NodePlan:
     """Assign the parts of a run to the nodes of a cluster.
 
     Args:
-        config: of the run.
-        nodes: those that are alive, the run's own host first.
+        config: configuration of the run.
+        nodes: nodes that are alive, the run's own host first.
 
     Raises:
         ConfigError: there are too few GPUs, or none for rank 0 on the run's host.

@@ -26,9 +26,9 @@ class OnResume(NamedTuple):
     """Whether a setting may differ when a run is resumed; `config.resume.check_unchanged` enforces it."""
 
     rule: Literal["may differ", "per episode", "refused"]
-    """`per episode`: an episode keeps the value it began with, from the journal, to its end."""
+    """Rule of the setting. `per episode`: an episode keeps the value it began with, from the journal, to its end."""
     of_deterministic: bool = True
-    """Whether it may differ in a deterministic run too."""
+    """Whether the setting may differ in a deterministic run too."""
 
     def allows(self, *, deterministic: bool) -> bool:
         """Whether a run may be resumed with another value."""
@@ -110,7 +110,7 @@ def package_directory(path: str) -> str:
 
 
 def base_name(path: str) -> str:
-    """The name of a base model, such as `Qwen/Qwen3-8B`: on the hub, or the last two parts of its directory."""
+    """Return the name of a base model, such as `Qwen/Qwen3-8B`: on the hub, or the last two parts of its directory."""
     parts = Path(path).parts
     if parts[-2:-1] == ("snapshots",) and parts[-3].startswith("models--"):
         return parts[-3].removeprefix("models--").replace("--", "/")

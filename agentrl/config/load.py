@@ -32,7 +32,7 @@ S = TypeVar("S", bound=BaseModel)
 
 MAX_BYTES = 1 << 20
 MAX_DEPTH = 32
-"""Deepest nesting of tables and lists."""
+"""Maximum nesting of tables and lists."""
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 _TOML_POSITION = re.compile(r" \(at line (\d+), column (\d+)\)$")
 
@@ -79,9 +79,9 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, endpoint: RemotePol
 
 
 def _put_behind(endpoint: RemotePolicy, data: dict[str, Any]) -> None:
-    """Have an endpoint hold every seat of a configuration but those of remote policies and bots.
+    """Make an endpoint hold every seat of a configuration except those of remote policies and bots.
 
-    Names of policies, seats, limits and sampling stay, but for the filters that chat completions do not know.
+    Names of policies, seats, limits and sampling stay, except the filters that the chat completions API lacks.
     """
     for only_trained in ("model", "best", "freeze", "deterministic"):
         data.pop(only_trained, None)
@@ -107,7 +107,7 @@ def read_mapping(data: Mapping[str, Any], source: str | Path, model: type[S]) ->
 
 
 def dump_toml(config: BaseModel) -> str:
-    """The resolved configuration as TOML; `load` of it gives an equal configuration."""
+    """Write the resolved configuration as TOML; `load` of the text gives an equal configuration."""
     lines: list[str] = []
     _dump(config.model_dump(mode="json", exclude_none=True), (), lines)
     return "\n".join(lines).strip() + "\n"
@@ -142,7 +142,7 @@ def _resolve_policy(source: Path, name: str, policy: AnyPolicy) -> AnyPolicy:
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:
-    """The contents of a TOML file. Raises `ConfigError` if it cannot be read or is not TOML."""
+    """Read a TOML file. Raises `ConfigError` if it cannot be read or is not TOML."""
     source = Path(path)
     try:
         if source.exists() and not (source.is_file() or source.is_dir()):
@@ -198,7 +198,7 @@ def _check_plain(data: Mapping[str, Any], source: Path) -> None:
 
 
 def _check_read_as_written(data: Mapping[str, Any], read: BaseModel, source: Path) -> None:
-    """Refuse text and `true` where a number is expected: TOML has its own way to write numbers."""
+    """Refuse text and `true` where a number is expected: TOML has its own syntax for numbers."""
     lines = list(misread(data, read.model_dump()))
     if lines:
         raise ConfigError(f"{source}: " + "\n  ".join(lines))
@@ -299,7 +299,7 @@ _WORDS: dict[Any, str] = {
 _WANTED = {"bool": bool, "float": float, "int": int, "list": list, "string": str, "tuple": tuple}
 """Types by the first word of pydantic's errors."""
 SHOWN = 10
-"""Most mistakes shown at once."""
+"""Maximum number of mistakes shown at once."""
 
 
 class _Location(NamedTuple):
@@ -310,11 +310,11 @@ class _Location(NamedTuple):
     section: type[BaseModel] | None
     """The section that holds the last key."""
     kinds: list[type[BaseModel]]
-    """Sections among which `kind` chose this one."""
+    """Sections among which the key `kind` chose this one."""
     annotation: Any
     """The expected type."""
     unnamed: int | None
-    """Index of a key that stands where the user's own name is missing."""
+    """Index of a key that stands where the user must insert a name."""
 
 
 def config_error(error: ValidationError, source: str, model: type[BaseModel] = RunConfig) -> ConfigError:
@@ -323,7 +323,7 @@ def config_error(error: ValidationError, source: str, model: type[BaseModel] = R
 
 
 def mistakes(error: ValidationError, model: type[BaseModel] = RunConfig) -> str:
-    """The problems in a pydantic error about a section, one line each."""
+    """Describe the problems in a pydantic error about a section, one line each."""
     told: dict[str, list[str]] = {}
     """Accepted values by problem: each member of a union adds its own."""
     for detail in error.errors(include_url=False):
@@ -360,7 +360,8 @@ def keys_of_error(location: Sequence[str | int], top: type[BaseModel]) -> list[s
 
 
 def keys(model: type[BaseModel] = RunConfig, prefix: str = "") -> Iterator[str]:
-    """Every valid key in dotted form, including all members of unions; `<name>` stands for a name of the user's."""
+    """Yield every valid key in dotted form, including all members of unions; `<name>` stands for a name that the user
+    chooses."""
     for name, field in model.model_fields.items():
         members, named = sections_in(field.annotation)
         path = f"{prefix}{name}.<name>" if named else f"{prefix}{name}"
@@ -370,7 +371,7 @@ def keys(model: type[BaseModel] = RunConfig, prefix: str = "") -> Iterator[str]:
 
 
 def sections_in(annotation: Any) -> tuple[list[type[BaseModel]], bool]:
-    """The sections an annotation can hold, and whether the user names them."""
+    """Return the sections an annotation can hold, and whether the user names them."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation], False
     arguments = get_args(annotation)
@@ -382,7 +383,7 @@ def sections_in(annotation: Any) -> tuple[list[type[BaseModel]], bool]:
 
 
 def short(value: Any) -> str:
-    """A value as a file would have it, shortened."""
+    """Format a value as in a TOML file, shortened."""
     text = repr(value) if not isinstance(value, str | bool) else json.dumps(value)
     return text if len(text) <= 80 else text[:77] + "..."
 
@@ -391,7 +392,7 @@ def short(value: Any) -> str:
 
 
 def _explain(detail: ErrorDetails, top: type[BaseModel]) -> tuple[str, str]:
-    """The problem, and the accepted value if the given one has another type."""
+    """Return the problem, and the accepted value if the given one has another type."""
     place = _locate(detail["loc"], top)
     dotted, kind, given = ".".join(place.path), detail["type"], detail["input"]
     if place.unnamed is not None:
@@ -446,7 +447,7 @@ def _locate(location: Sequence[str | int], top: type[BaseModel]) -> _Location:
 
 
 def _bare(annotation: Any) -> Any:
-    """The annotation without bounds and without `| None`."""
+    """Strip bounds and `| None` from an annotation."""
     while get_origin(annotation) is Annotated:
         annotation = get_args(annotation)[0]
     choices = _union_members(annotation)
@@ -511,7 +512,7 @@ def _tags(section: type[BaseModel]) -> tuple[str, ...]:
 
 
 def recorded_config(config: Mapping[str, Any]) -> RunConfig:
-    """A configuration as a journal records it; see `RunLog.config`.
+    """Validate a configuration that a journal recorded; see `RunLog.config`.
 
     Raises:
         JournalError: the configuration does not fit this version of agentrl.

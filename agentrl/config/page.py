@@ -63,7 +63,7 @@ A reward, a tool or a task source is code: it belongs in an environment, not her
 
 
 def page() -> str:
-    """The page as Markdown."""
+    """Return the page as Markdown."""
     example = '[environment]\nid = "calculator"\n\n[model]\npath = "agentrl.environments:calculator/model"\n\n'
     example += "[policies.solver]\nlearning_rate = 1e-4"
     parts = [_INTRODUCTION.format(toml=example, count=len(fields()))]
@@ -73,7 +73,8 @@ def page() -> str:
 
 
 def fields() -> list[str]:
-    """Every key that holds a value, such as `policies.NAME.kind`, once, even if several kinds of a section have it."""
+    """List every key that holds a value, such as `policies.NAME.kind`, once, even if several kinds of a section have
+    it."""
     return list(
         dict.fromkeys(
             f"{path}{name}"
@@ -107,7 +108,7 @@ def _section(section: type[BaseModel], path: str) -> str:
 
 
 SLIPS = 10**6
-"""Upper bounds this large only catch typing errors; the page omits them."""
+"""Smallest upper bound that the page omits: bounds this large only catch typing errors."""
 
 
 def _type(field: FieldInfo) -> str:

@@ -33,14 +33,14 @@ class LoraConfig(Section):
     """Low-rank adapters (Hu et al., 2021, arXiv:2106.09685) instead of full weights."""
 
     rank: Fixed[Positive] = 16
-    """Inner dimension of the adapter: more can express more, and makes published versions larger."""
+    """Inner dimension of the adapter. A larger rank can express more, and makes published versions larger."""
     alpha: Fixed[Rate] = 32.0
     """The adapter's output is scaled by alpha / rank."""
     rank_stabilized: Fixed[bool] = False
     """Scale by alpha / √rank instead, so that gradients do not shrink as the rank grows (rsLoRA: Kalajdzievski, 2023,
     arXiv:2312.03732)."""
     target_modules: Fixed[tuple[str, ...]] = ()
-    """Linear layers that get an adapter, by full name or its last part; empty: all layers of the decoder that can be
+    """Linear layers that get an adapter, by full name or its last part. Empty: all layers of the decoder that can be
     both trained and served. A run lists them, with their share of the weights, when it starts."""
 
 
@@ -50,8 +50,8 @@ class _Sampled(Section):
 
 
 LEARNING_RATES = {"adapter": 1e-5, "full": 1e-6}
-"""Default learning rates. An adapter takes about ten times the rate of all weights (Schulman et al., 2025, "LoRA
-Without Regret"); 1e-6 is what other libraries train all weights of pretrained models with."""
+"""Default learning rates. An adapter takes about ten times the rate of full weights (Schulman et al., 2025, "LoRA
+Without Regret"); 1e-6 is the usual rate for full weights of pretrained models in other libraries."""
 
 
 def _learning_rate(policy: dict[str, Any]) -> float:
@@ -59,11 +59,12 @@ def _learning_rate(policy: dict[str, Any]) -> float:
 
 
 class LocalPolicy(_Sampled):
-    """A policy that an engine of ours serves: weights that learn or stay frozen."""
+    """A policy served by an engine of the run: its weights are trained or frozen."""
 
     model: Fixed[str] = ""
-    """Directory of this policy's base model with its own tokenizer and chat template, written as `model.path`; empty:
-    `model.path`. Policies of one base share it; each further base takes its own weights and its own engine."""
+    """Directory of this policy's base model, with its tokenizer and chat template, written as `model.path`. Empty:
+    `model.path`. Policies of one base model share it; each further base model has its own weights and its own engine.
+    """
 
     @field_validator("model")
     @classmethod
@@ -72,28 +73,29 @@ class LocalPolicy(_Sampled):
 
 
 class PolicyConfig(LocalPolicy):
-    """A policy that learns: an adapter on the base model, or all weights."""
+    """A policy that learns: an adapter on the base model, or full weights."""
 
     kind: Fixed[Literal["trained"]] = "trained"
-    """The default: weights that learn."""
+    """Kind of the policy; `trained`, the default, means weights that learn."""
     lora: Fixed[LoraConfig | None] = None
-    """Train an adapter of this shape; null trains all weights."""
+    """Shape of the adapter to train; null trains full weights."""
     reference: Fixed[str] = ""
-    """Directory of frozen weights with the same tokenizer, which every trainer rank holds: what `trainer.loss.kl` pulls
-    towards, and the teacher of the loss `distillation`. A model, written as `model.path`, or an adapter of this
-    policy's base, such as another run's `policies/NAME`. Empty: the base model under the policy's adapter."""
+    """Directory of frozen weights with the same tokenizer, which every trainer rank holds: the target of
+    `trainer.loss.kl`, and the teacher of the loss `distillation`. It is a model, written as `model.path`, or an adapter
+    of this policy's base model, such as another run's `policies/NAME`. Empty: the base model under the policy's
+    adapter."""
     learning_rate: Annotated[Free[Rate], DerivedDefault("`1e-5` with `lora`, `1e-6` without")] = Field(
         default_factory=_learning_rate
     )
-    """AdamW's learning rate, after warm-up. The defaults are those of pretrained models with billions of parameters;
-    tiny ones learn with 100 times as much."""
+    """AdamW's learning rate after warm-up. The defaults suit pretrained models with billions of parameters; tiny models
+    take 100 times as much."""
     step_size: WaveFixed[Episodes] = 64
     """Units (the policy's parts of episodes) per optimizer step."""
     max_staleness: WaveFixed[MaybeSteps] = 1
     """Bound on the mean policy lag in optimizer steps; 0 is synchronous training."""
     max_lag: WaveFixed[MaybeSteps | None] = None
-    """Limit on the lag of every trained token in optimizer steps. Admission keeps it, without dropping episodes: it
-    admits nothing new while a slow episode could fall further behind (docs/off_policy.md); null: none."""
+    """Bound on the lag of every trained token, in optimizer steps. It drops no episodes: admission pauses while a slow
+    episode could fall further behind (docs/off_policy.md). Null: no bound."""
     steps: Free[MaybeSteps] = 0
     """Optimizer steps of this policy; 0: the run's `steps`."""
 
@@ -107,10 +109,10 @@ class FrozenPolicy(LocalPolicy):
     """Weights that never change, for opponents and judges."""
 
     kind: Fixed[Literal["frozen"]]
-    """Weights that no step changes."""
+    """Kind of the policy; `frozen` means weights that no step changes."""
     path: Fixed[str] = ""
-    """A directory of trained weights, such as another run's `policies/NAME`: an adapter of the policy's base model, or
-    all of its weights; relative to the TOML file, as `model.path`. Empty: the base model itself."""
+    """Directory of trained weights, such as another run's `policies/NAME`: an adapter of the policy's base model, or
+    full weights; relative to the TOML file, as `model.path`. Empty: the base model itself."""
 
     @field_validator("path")
     @classmethod
@@ -119,7 +121,7 @@ class FrozenPolicy(LocalPolicy):
 
 
 class ExternalPolicyConfig(Section):
-    """A policy that no engine of ours serves: it receives messages and returns one, which is recorded and never
+    """A policy that no engine of the run serves: it receives messages and returns one, which is recorded and never
     trained."""
 
 
@@ -127,18 +129,19 @@ class RemotePolicy(_Sampled, ExternalPolicyConfig):
     """An endpoint that speaks OpenAI's chat completions. Its answers are recorded and never trained."""
 
     kind: Fixed[Literal["remote"]]
-    """A model behind somebody else's endpoint."""
+    """Kind of the policy; `remote` means a model behind an external endpoint."""
     url: Fixed[str]
     """Base URL, such as `https://api.example.com/v1`; requests go to `/chat/completions` below it."""
     model: Fixed[str]
-    """The model's name at the endpoint."""
+    """Name of the model at the endpoint."""
     api_key_env: Free[str] = ""
-    """Name of the environment variable that holds the key; empty: no key is sent. Keep the key itself out of files."""
+    """Name of the environment variable that holds the API key; empty: no key is sent. Keep the key itself out of
+    files."""
     timeout_s: Free[Seconds] = 60.0
-    """Longest request, from connecting to the last byte of the answer. A request that takes longer, or meets an
+    """Time limit of a request, from connecting to the last byte of the answer. A request that takes longer, or meets an
     overload, is repeated up to eight times, with waits of 1 to 30 s in between."""
     max_concurrent: Free[Annotated[Positive, NumberUnit("requests")]] = 64
-    """Concurrent requests; further ones wait, and their `timeout_s` begins when they are sent."""
+    """Maximum number of concurrent requests; further ones wait, and their `timeout_s` begins when they are sent."""
 
     @field_validator("url")
     @classmethod
@@ -172,28 +175,27 @@ class BotPolicy(ExternalPolicyConfig):
     """A program that holds a seat: a rule-based opponent, or a scripted user."""
 
     kind: Fixed[Literal["bot"]]
-    """A function instead of weights."""
+    """Kind of the policy; `bot` means a function instead of weights."""
     id: Fixed[str]
     """`module:function`, or `path/to/file.py:function`, in a TOML file relative to that file. The function receives the
     seat's conversation, a sequence of `agentrl.Message`, and a `random.Random` for the turn, and returns the reply."""
 
 
 class OpponentPoolPolicy(Section):
-    """Past versions of a policy that learns, as its opponents: one is drawn for each group of episodes."""
+    """Past versions of a policy that learns, as its opponents; one is drawn for each group of episodes."""
 
     kind: Fixed[Literal["past"]]
-    """Earlier weights of another policy."""
+    """Kind of the policy; `past` means earlier weights of another policy."""
     of: Fixed[str]
-    """The policy whose past versions play."""
+    """Policy whose past versions play."""
     every: Fixed[Steps] = 10
     """Steps of that policy between two versions that join the pool; the version that a run starts from joins first."""
     size: Free[Annotated[int, Field(gt=0, le=10**4), NumberUnit("versions")]] = 4
-    """Size of the pool: the newest versions that joined play. Each takes an adapter slot of the engine."""
+    """Number of versions in the pool: the newest that joined. Each takes an adapter slot of the engine."""
     choose: Free[Literal["uniform", "latest", "prioritised"]] = "uniform"
     """Choice of a group's opponent. `uniform`: each version equally often; `latest`: the newest; `prioritised`: in
     proportion to (1 - win rate)², so that the policy meets more often the versions it beats less often (PFSP: Vinyals
-    et al., 2019, Nature 575).
-    """
+    et al., 2019, Nature 575)."""
 
 
 AnyPolicy = Annotated[

@@ -28,7 +28,7 @@ class Difference(NamedTuple):
 
     @property
     def key(self) -> str:
-        """The key as written on a command line."""
+        """Key as written on a command line."""
         return ".".join(self.path)
 
     def __str__(self) -> str:
@@ -36,14 +36,14 @@ class Difference(NamedTuple):
 
 
 def check_unchanged(before: Mapping[str, Any], now: RunConfig) -> list[Difference]:
-    """The settings that differ from those of the run to resume; each is one that may differ.
+    """Return the settings that differ from those of the run to resume, all of which may differ.
 
     Args:
         before: the configuration that the run was started with, as data; empty if unknown.
         now: the configuration to resume with.
 
     Raises:
-        ConfigError: a setting differs that must not: its key, both values, and what to do.
+        ConfigError: a setting differs that must not; the message has its key, both values, and what to do.
     """
     found = list(_differences(now, now.model_dump(mode="json"), before)) if before else []
     refused = [each for each in found if not each.rule.allows(deterministic=now.deterministic)]
@@ -61,7 +61,7 @@ def check_unchanged(before: Mapping[str, Any], now: RunConfig) -> list[Differenc
 def _differences(
     section: BaseModel, now: Mapping[str, Any], before: Mapping[str, Any], above: tuple[str, ...] = ()
 ) -> Iterator[Difference]:
-    """Compare leaf by leaf; a setting that an older version did not write had its default."""
+    """Compare setting by setting; one that an older version did not write had its default."""
     for name, field in type(section).model_fields.items():
         path, value = (*above, name), getattr(section, name)
         default = None

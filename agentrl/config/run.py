@@ -51,26 +51,27 @@ P = TypeVar("P", bound=Section)
 
 
 class RunConfig(Section):
-    """One training run."""
+    """The configuration of one training run."""
 
     name: Free[str] = "run"
     """Name of the run, on disk and in `agentrl run list`."""
     directory: Free[str] = "runs"
     """Parent directory of run directories: this run is `directory/name`."""
     seed: Fixed[int] = 0
-    """Seeds tasks, sampling, and the order of everything drawn."""
+    """Seed of tasks, sampling, and every other random choice."""
     steps: Free[Steps] = 40
     """Optimizer steps of each trainable policy."""
     max_in_flight: Free[Episodes] = 256
-    """Most episodes running at once. Staleness bounds them too; this limit protects memory and services."""
+    """Maximum number of episodes that run at once. Staleness bounds them too; this limit protects memory and
+    services."""
     workers: Free[Annotated[Positive, NumberUnit("processes")]] = 1
     """Processes that play episodes; 1: the run's own. Use more if environments need more CPU than one core has. When
     one dies, its calls in flight are lost and its episodes continue in the others (docs/operations.md)."""
     episode_timeout_s: Free[Seconds] = 600.0
-    """Longest time an environment's program may spend between two turns of its agents, in tools, effects, sleeps and
-    its own code: a hanging program cannot hold its resources for ever. Sampling, waiting for the engine or for child
-    episodes, and parked time do not count. Beyond it, an episode whose agents have acted is truncated (`time_limit`)
-    with the environment's penalty; an episode that hangs before any turn, or outside ctx, is dropped
+    """Maximum time an environment's program may spend between two turns of its agents, in tools, effects, sleeps and
+    its own code, so that a hanging program cannot hold its resources for ever. Sampling, waiting for the engine or for
+    child episodes, and parked time do not count. Beyond it, an episode whose agents have acted is truncated
+    (`time_limit`) with the environment's penalty; an episode that hangs before any turn, or outside ctx, is dropped
     (`episode_timeout`)."""
     deterministic: Fixed[bool] = False
     """Make the weights after any number of kills equal those of the undisturbed run, bit for bit: episodes run in
@@ -82,12 +83,13 @@ class RunConfig(Section):
     model: ModelConfig = ModelConfig()
     policies: dict[str, AnyPolicy] = {"policy": PolicyConfig()}
     seats: Fixed[dict[str, str | tuple[str, ...]]] = {}
-    """Policies by seat. An absent seat is held by the policy of its name, or by the only policy. With a list, the
-    policies take turns group by group, so that sides change: `x = ["player", "past"]`, `o = ["past", "player"]`."""
+    """Policies that hold the seats. A seat that is absent is held by the policy of its name, or by the only policy.
+    With a list, the policies take turns group by group, so that sides change: `x = ["player", "past"]`, `o = ["past",
+    "player"]`."""
     freeze: Free[tuple[tuple[str | tuple[str, ...], Steps], ...]] = ()
     """Phases in which policies are frozen, in turn and repeating: `[["solver", 5], ["proposer", 15]]` freezes the
     solver for five steps of the proposer, then the proposer for fifteen steps of the solver. A policy that is absent
-    always learns; empty: all do. A frozen policy plays on with its newest weights."""
+    always learns; empty: all do. A frozen policy keeps playing with its newest weights."""
     engine: EngineConfig = EngineConfig()
     sampling: SamplingConfig = SamplingConfig()
     credit: CreditConfig = CreditConfig()
@@ -101,7 +103,7 @@ class RunConfig(Section):
     @field_validator("policies", mode="before")
     @classmethod
     def _trained_by_default(cls, policies: Any) -> Any:
-        """Make a table without `kind` a policy that learns."""
+        """Make a policy table without `kind` a policy that learns."""
         if not isinstance(policies, Mapping):
             return policies
         return {
@@ -115,10 +117,11 @@ class RunConfig(Section):
         return self
 
     def with_functions(self, *, loss: str | None = None, advantage: str | None = None) -> RunConfig:
-        """The configuration with other references to the loss and the advantage estimator; None: as they are.
+        """Return the configuration with other references to the loss and the advantage estimator; None leaves one
+        unchanged.
 
         Raises:
-            ConfigError: they cannot be with other settings.
+            ConfigError: a function does not fit the other settings.
         """
         trainer, credit = self.trainer, self.credit
         if loss is not None:
@@ -133,16 +136,16 @@ class RunConfig(Section):
         return changed
 
     def of_kind(self, kind: type[P]) -> dict[str, P]:
-        """The policies of a kind, in the order of the configuration."""
+        """Return the policies of a kind, in the order of the configuration."""
         return {name: policy for name, policy in self.policies.items() if isinstance(policy, kind)}
 
     @property
     def trained(self) -> dict[str, PolicyConfig]:
-        """The policies that learn."""
+        """Policies that learn."""
         return self.of_kind(PolicyConfig)
 
     def base_of(self, policy: str) -> str:
-        """The directory of a policy's base model; empty for an endpoint or a bot."""
+        """Return the directory of a policy's base model; "" for an endpoint or a bot."""
         section = self.policies[policy]
         if isinstance(section, OpponentPoolPolicy):
             return self.base_of(section.of)
@@ -150,9 +153,8 @@ class RunConfig(Section):
 
     @property
     def bases(self) -> list[RunConfig]:
-        """The run once for each base model, with its directory as `model.path` and the policies that our engine serves
-        on it, in the order of the configuration: what an engine or a model is made from.
-        """
+        """Split the run by base model: one configuration per base model, with its directory as `model.path` and the
+        policies served on it, in the order of the configuration. Engines and models are made from these."""
         served: dict[str, dict[str, AnyPolicy]] = {}
         for name, policy in self.policies.items():
             if base := self.base_of(name):
@@ -164,18 +166,18 @@ class RunConfig(Section):
 
     @property
     def engine_in_process(self) -> bool:
-        """Whether the engine runs in the run's own process."""
+        """Whether the engine runs in the run's process."""
         here = self.engine.placement == "here" and self.workers == 1 and not self.on_cluster
         return self.engine.kind == "embedded" and here
 
     @property
     def on_cluster(self) -> bool:
-        """Whether its processes are placed on the nodes of a Ray cluster."""
+        """Whether the run's processes are placed on the nodes of a Ray cluster."""
         return bool(self.cluster.address)
 
     @property
     def trains_in_process(self) -> bool:
-        """Whether the trainer runs in the run's own process."""
+        """Whether the trainer runs in the run's process."""
         alone = self.trainer.workers == 1 and not self.on_cluster
         return self.trainer.kind == "in_process" or (self.trainer.kind == "auto" and alone)
 
@@ -189,11 +191,11 @@ class RunConfig(Section):
         return "token" if self.engine.refresh == "token_keep_kv" else self.engine.refresh
 
     def steps_of(self, policy: str) -> int:
-        """Optimizer steps of a policy that learns."""
+        """Return the number of optimizer steps of a policy that learns."""
         return self.trained[policy].steps or self.steps
 
     def sampling_of(self, policy: str) -> SamplingConfig:
-        """A policy's sampling: `[sampling]`, overridden by the policy's own section.
+        """Return a policy's sampling parameters: `[sampling]`, overridden by the policy's own section.
 
         Raises:
             ValidationError: the policy's section has an unknown setting or an invalid value.
@@ -207,10 +209,11 @@ class RunConfig(Section):
 
     @property
     def threads(self) -> int:
-        """Torch threads of each engine and each trainer rank on CPUs: an even share of the machine's cores among those
-        that compute at once. Where one policy learns at `max_staleness` 0, engines and ranks compute by turns.
+        """Torch threads of each engine and each trainer rank on CPUs: an even share of the machine's cores among the
+        processes that compute at once. If only one policy learns, at `max_staleness` 0, engines and ranks compute in
+        turn.
 
-        One in a deterministic run, because the number of threads decides the order of additions.
+        A deterministic run uses one thread, because the number of threads decides the order of additions.
         """
         if self.deterministic:
             return 1
@@ -220,7 +223,7 @@ class RunConfig(Section):
 
     @property
     def filtered(self) -> list[str]:
-        """Policies that our engine samples through a filter, whose kept sets are recorded and used in training."""
+        """Policies sampled through a filter by the run's engine; their kept sets are recorded and used in training."""
         here = [name for name, policy in self.policies.items() if not isinstance(policy, ExternalPolicyConfig)]
         return [name for name in here if self.sampling_of(name).is_filtered]
 
@@ -230,8 +233,8 @@ class RunConfig(Section):
         return math.lcm(*(len(held) for held in self.seats.values() if isinstance(held, tuple)), 1)
 
     def policy_of(self, seat: str, group: int = 0) -> str:
-        """The policy that holds `seat` in a group. Bindings of child episodes (`Env.seat`) fall back to the bare seat
-        name.
+        """Return the policy that holds `seat` in a group. Bindings of child episodes (`Env.seat`) fall back to the bare
+        seat name.
 
         Raises:
             ConfigError: the seat has no binding, and there is more than one policy.
@@ -254,7 +257,7 @@ def check_together(config: RunConfig) -> None:
     """Refuse invalid combinations of settings.
 
     Raises:
-        ValueError: the keys, and the fix.
+        ValueError: a combination is invalid; the message names the keys and the fix.
     """
     if not config.policies:
         raise ValueError("policies: at least one policy is needed")
@@ -311,7 +314,7 @@ def _check_model(config: RunConfig) -> None:
 
 
 def _check_functions(config: RunConfig) -> None:
-    """Check that each function is built in, or can be one of the user's."""
+    """Check that each function is built in, or may be the user's."""
     named: tuple[tuple[Kind, str, str, Sequence[str]], ...] = (
         ("loss", "trainer.loss.name", config.trainer.loss.name, LOSSES),
         ("advantage", "credit.advantage", config.credit.advantage, ADVANTAGES),
@@ -325,7 +328,7 @@ def _check_functions(config: RunConfig) -> None:
 
 
 def _check_reward_weights(weights: Mapping[str, float]) -> None:
-    """Check that weights do not cancel: equal rewards of all names must be worth more than none."""
+    """Check that weights do not cancel: a reward of 1 under every name must be worth more than 0."""
     if not math.isfinite(sum(weights.values())):
         raise ValueError("credit.reward_weights: they sum to more than a number can hold")
     total = math.fsum(weights.values())
@@ -380,7 +383,7 @@ def _check_release(config: RunConfig) -> None:
 
 
 def _not_with_release(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Yield settings that cannot be combined with groups released in parts, each with its reason and remedy."""
+    """Yield the settings that cannot be combined with groups released in parts, each with its reason and remedy."""
     credit = config.credit
     advantage = f"credit.advantage = {credit.advantage!r}"
     if credit.advantage == "group_std":
@@ -445,7 +448,7 @@ def _check_sampling(config: RunConfig, name: str) -> None:
 
 
 def _check_freeze(config: RunConfig) -> None:
-    """Check that every phase has a policy that learns, and every frozen policy a phase in which it learns."""
+    """Check that every phase has a policy that learns, and that every frozen policy learns in some phase."""
     phases = [{held} if isinstance(held, str) else set(held) for held, _ in config.freeze]
     named: set[str] = set().union(*phases)
     for number, frozen in enumerate(phases):

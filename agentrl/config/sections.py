@@ -28,26 +28,27 @@ from agentrl.config.fields import (
 
 
 class EnvironmentConfig(Section):
-    """The environment that agents act in."""
+    """The environment in which agents act."""
 
     id: Fixed[str]
-    """Registered name, `module:Class`, or `path/to/env.py:Class`, in a TOML file relative to that file."""
+    """Environment: a registered name, `module:Class`, or `path/to/env.py:Class`, which in a TOML file is relative to
+    that file."""
     options: Fixed[dict[str, Any]] = {}
     """Arguments of the environment's task source."""
     selection: Fixed[dict[str, float]] = {}
-    """Select tasks by how earlier groups did, such as `{ low = 0.1, high = 0.9, replay = 0.5, retire_after = 2 }`
-    (docs/selection.md); empty: a seeded permutation of all tasks per pass."""
+    """Settings of task selection by the results of earlier groups, such as `{ low = 0.1, high = 0.9, replay = 0.5,
+    retire_after = 2 }` (docs/selection.md); empty: a seeded permutation of all tasks in each pass."""
     tool_timeout_s: Free[Seconds] = 30.0
-    """A tool call that takes longer becomes a timeout observation: a hanging tool costs one turn, not the run."""
+    """Time limit of a tool call; a longer call becomes a timeout observation, so that a hanging tool costs one turn,
+    not the run."""
     on_code_change: Free[Literal["try", "restart", "drop"]] = "try"
     """Treatment of unfinished episodes when `--resume` finds the environment's file edited. `try`: replay them, and
-    restart only those that depart from the journal; `restart`: restart all of them; `drop`: drop them.
-    """
+    restart only those that depart from the journal; `restart`: restart all of them; `drop`: drop them."""
 
     @field_validator("selection")
     @classmethod
     def _check_selection(cls, selection: dict[str, float]) -> dict[str, float]:
-        """The arguments of `orchestrator.tasks.PassRates`."""
+        """Check the arguments of `orchestrator.tasks.PassRates`."""
         bounds = {"low": 1.0, "high": 1.0, "replay": 1.0, "retire_after": math.inf}
         for name, value in selection.items():
             if name not in bounds:
@@ -60,27 +61,25 @@ class EnvironmentConfig(Section):
 
 
 class ModelConfig(Section):
-    """The base model that policies start from, unless they have one of their own (`policies.NAME.model`)."""
+    """The base model that policies start from, unless they name their own (`policies.NAME.model`)."""
 
     path: Fixed[str] = ""
-    """A local Hugging Face causal-LM directory with tokenizer and chat template: a path, in a TOML file relative to
-    that file, or `package:directory` for one inside an installed package, such as
-    `agentrl.environments:calculator/model`; or a name on the Hugging Face hub, such as `Qwen/Qwen3-0.6B`, or
-    `Qwen/Qwen3-0.6B@main` with a commit, tag or branch, which is looked up in huggingface_hub's cache and downloaded if
-    it is not there (safetensors only); a run is resumed with the commit it began with. Needed unless every policy is
-    remote, a bot, or has a `model` of its own."""
+    """Hugging Face causal-LM with tokenizer and chat template. A directory: a path, in a TOML file relative to that
+    file, or `package:directory` inside an installed package, such as `agentrl.environments:calculator/model`. Or a name
+    on the Hugging Face hub, such as `Qwen/Qwen3-0.6B`, or `Qwen/Qwen3-0.6B@main` with a commit, tag or branch; it is
+    looked up in huggingface_hub's cache and downloaded if it is not there (safetensors only). A resumed run keeps the
+    commit it began with. Required unless every policy is remote, a bot, or names its own `model`."""
     dtype: Fixed[Literal["auto", "float32", "bfloat16"]] = "auto"
-    """The dtype that engine and trainer compute in, and versions with all weights are published in; `auto`: the
-    checkpoint's, float32 for one in float16. Adapters, gradients and optimizer are float32; a policy that trains all
-    weights in bfloat16 keeps float32 masters of them."""
+    """Data type of computation in engine and trainer, and of published full weights. `auto`: the checkpoint's, or
+    float32 for a checkpoint in float16. Adapters, gradients and optimizer states are float32; a policy that trains full
+    weights in bfloat16 keeps float32 master weights."""
     reply_format: Fixed[ReplyFormatName] = "auto"
-    """The way the model writes tool calls and thinking; `auto`: as its chat template does (docs/models.md lists all).
-    Models of policies' own are read as their templates write."""
+    """Syntax of tool calls and thinking in the model's replies; `auto`: as in its chat template (docs/models.md lists
+    all). For models that policies name themselves, the chat template always decides."""
     history: Fixed[Literal["keep", "fork"]] = "keep"
     """Treatment of earlier turns that the chat template rewrites, for example by removing their thinking. `keep`: the
     model sees what it saw and sampled; `fork`: the rewritten conversation continues in a new row of the episode, as a
-    server would show it to the model.
-    """
+    server would show it to the model."""
 
     @field_validator("path")
     @classmethod
@@ -99,42 +98,40 @@ class EngineConfig(Section):
     """The inference engine."""
 
     kind: WaveFixed[Literal["embedded", "vllm"]] = "embedded"
-    """`embedded`: our own small engine, for any Hugging Face causal LM; `vllm`: vLLM."""
+    """Kind of the engine. `embedded`: agentrl's own small engine, for any Hugging Face causal LM; `vllm`: vLLM."""
     placement: Free[Literal["here", "process", "ray"]] = "here"
     """Process that runs the engine. `here`: the run's process. `process`: a child process, which is restarted when it
     dies and costs some CPU per token. `ray`: a child of a Ray actor, as `workers` are; always used on a cluster
-    (`cluster.address`). vLLM, and an engine that several `workers` share, always have a process to themselves.
-    """
+    (`cluster.address`). vLLM, and an engine that several `workers` share, always have a process to themselves."""
     replicas: Free[Annotated[Positive, NumberUnit("engines")]] = 1
-    """Engines side by side, each in a process of its own; new weights reach them one after another."""
+    """Number of engines side by side, each in its own process; new weights reach them one after another."""
     slots: WaveFixed[Annotated[Positive, NumberUnit("conversations")]] = 64
-    """Conversations whose KV is held at once; they share each forward pass."""
+    """Number of conversations whose KV is held at once; they share each forward pass."""
     max_context: PerEpisode[Annotated[NonNegative, NumberUnit("tokens")]] = 0
-    """Longest conversation; memory for the KV grows with it. 0: as many tokens as the model has positions, or fewer
-    where memory holds fewer; a resumed run keeps what was found at its start."""
+    """Maximum length of a conversation; memory for the KV grows with it. 0: the number of positions of the model, or
+    fewer if memory is short; a resumed run keeps the length found at its start."""
     refresh: WaveFixed[Literal["auto", "token", "token_keep_kv", "turn", "episode", "lazy"]] = "auto"
     """Moment at which a conversation in flight moves to newer weights. `auto` chooses per policy: `lazy` for an
     adapter, `token` for full weights, which allow only `token` and `turn` (docs/engines.md). `token` recomputes the
     conversation's KV. `token_keep_kv` keeps the KV of the older weights: cheaper, but the logprobs of later tokens
-    belong to neither version and the trainer cannot reproduce them (docs/off_policy.md).
-    """
+    belong to neither version and the trainer cannot reproduce them (docs/off_policy.md)."""
     capture_routing: WaveFixed[bool] = False
-    """Record the experts that each position used, and train through them (mixture-of-experts models)."""
+    """Whether to record the experts that each position used, and train through them (mixture-of-experts models)."""
     memory_share: Free[Annotated[float, Field(ge=0, le=0.97)]] = 0.0
-    """Share of a GPU's memory that an engine may take: weights, keys and values and all else. 0: 0.9 of a GPU of its
-    own, 0.45 of one that it shares with a trainer rank, which gets the rest (docs/engines.md). On CPUs, where vLLM
-    alone heeds it, the share of the machine's memory for weights, keys and values; 0: what `slots` contexts need."""
+    """Share of a GPU's memory that an engine may take for weights, KV and everything else. 0: 0.9 of a GPU that it has
+    to itself, 0.45 of one that it shares with a trainer rank, which gets the rest (docs/engines.md). On CPUs it applies
+    to vLLM only: the share of the machine's memory for weights and KV; 0: enough for `slots` contexts."""
     vllm: Free[dict[str, Any]] = {}
-    """Arguments for vLLM's engine by their names there, such as `tensor_parallel_size = 2`. Each is checked against the
-    installed vLLM; those that would break a promise, or that another setting decides, are refused with the reason
+    """Arguments of vLLM's engine, by their names there, such as `tensor_parallel_size = 2`. Each is checked against the
+    installed vLLM; arguments that would break a promise, or that another setting decides, are refused with the reason
     (docs/engines.md)."""
     silence_timeout_s: Free[Seconds] = 300.0
-    """An engine or worker process that gives no sign of life for this long is killed and replaced."""
+    """Time limit on silence: an engine or worker process that sends no message for this long is killed and replaced."""
 
     @field_validator("vllm")
     @classmethod
     def _check_parallel_sizes(cls, arguments: dict[str, Any]) -> dict[str, Any]:
-        """The sizes decide how many GPUs an engine takes."""
+        """Check the parallel sizes, which decide how many GPUs an engine takes."""
         for name in PARALLEL_SIZES & arguments.keys():
             if type(arguments[name]) is not int or not 0 < arguments[name] <= MAX_PARALLEL:
                 raise ValueError(f"{name} = {arguments[name]!r}: a whole number from 1 to {MAX_PARALLEL} is expected")
@@ -142,7 +139,7 @@ class EngineConfig(Section):
 
     @property
     def devices(self) -> int:
-        """GPUs that one engine computes on: the product of vLLM's parallel sizes, 1 without them."""
+        """Number of GPUs that one engine computes on: the product of vLLM's parallel sizes, 1 without them."""
         return math.prod(self.vllm.get(name, 1) for name in PARALLEL_SIZES)
 
     @property
@@ -155,17 +152,17 @@ class SamplingConfig(Section):
     """Sampling parameters of policies."""
 
     temperature: PerEpisode[Rate] = 1.0
-    """Divides the logits, in sampling and in training alike: training optimises the policy at this temperature."""
+    """Divisor of the logits, in sampling and in training alike: training optimises the policy at this temperature."""
     top_k: PerEpisode[Annotated[NonNegative, NumberUnit("tokens")]] = 0
-    """Keep the k likeliest tokens; 0 keeps all. The set that a filter kept is recorded and used in training."""
+    """Keep the k likeliest tokens; 0 keeps all. The set that a filter keeps is recorded and used in training."""
     top_p: PerEpisode[Annotated[float, Field(gt=0, le=1)]] = 1.0
     """Keep the likeliest tokens that together hold this share of the probability; 1 keeps all."""
     min_p: PerEpisode[Share] = 0.0
     """Keep tokens at least this likely, relative to the likeliest; 0 keeps all."""
     max_tokens: PerEpisode[Tokens] = 64
-    """Longest turn; a turn cut short has finish_reason `length`."""
+    """Maximum number of sampled tokens per turn; a turn cut short has finish_reason `length`."""
     max_turns: PerEpisode[Annotated[Positive, NumberUnit("turns")]] = 8
-    """Longest episode, in turns of one agent; an episode cut short is truncated."""
+    """Maximum number of turns per agent; an episode cut short is truncated."""
 
     @property
     def is_filtered(self) -> bool:
@@ -194,53 +191,51 @@ class CreditConfig(Section):
     group_size: Fixed[Episodes] = 8
     """Episodes sampled per task and compared with each other."""
     advantage: Free[str] = "leave_one_out"
-    """The baseline of a reward. Over the other members of its group in the same seat: `leave_one_out` (RLOO),
-    `group_mean` (Dr. GRPO) or `group_std` (GRPO, by n - 1). `role_mean`: the policy's mean reward in that seat so far
-    (zero-sum games, SPIRAL). `none`: REINFORCE on the raw reward. Others, and functions of your own:
-    docs/algorithms.md."""
+    """Advantage estimator, named by its baseline. Over the other members of the group in the same seat: `leave_one_out`
+    (RLOO), `group_mean` (Dr. GRPO) or `group_std` (GRPO, divided by the n - 1 standard deviation). `role_mean`: the
+    policy's mean reward in that seat so far (zero-sum games, SPIRAL). `none`: REINFORCE on the raw reward.
+    docs/algorithms.md lists the others, and shows how to write one."""
     advantage_options: Free[dict[str, Any]] = {}
-    """Arguments of the function, such as `{ k = 4 }`."""
+    """Arguments of the advantage estimator, such as `{ k = 4 }`."""
     reward_weights: WaveFixed[dict[str, Annotated[float, Field(allow_inf_nan=False)]]] = {}
-    """The weight of each reward of `agent.reward(x, name=…)` in the agent's reward, such as
-    `{ correct = 1.0, format = 0.2 }`; empty: each counts 1. Of several names, each needs one. On a resume, rewards that
-    were given keep the weight of then."""
+    """Weight of each named reward (`agent.reward(x, name=…)`) in the agent's reward, such as `{ correct = 1.0, format =
+    0.2 }`; empty: each weighs 1. If one name has a weight, every name needs one. After a resume, earlier rewards keep
+    the weight they were given with."""
     release: Fixed[Literal["group", "episode", "late"]] = "group"
     """Moment at which a group's episodes may be trained. `group`: when all of them have ended. `late`: the first half
     together, each later one when it ends, with its full reward and the first half as its baseline. `episode`: each when
-    it ends, with earlier groups as its baseline (docs/scheduling.md).
-    """
+    it ends, with earlier groups as its baseline (docs/scheduling.md)."""
     dynamic_sampling: Free[bool] = False
-    """Drop groups whose advantages are all 0 (`no_signal`), and sample others in their place (DAPO, arXiv:2503.14476;
-    docs/selection.md)."""
+    """Whether to drop groups whose advantages are all 0 (`no_signal`), and sample others in their place (DAPO,
+    arXiv:2503.14476; docs/selection.md)."""
     turn_credit: Free[Literal["sum", "to_go"]] = "sum"
     """Tokens credited with the reward of `agent.reward(x, turn=…)`. `sum`: the agent's whole trajectory. `to_go`: that
-    turn and the turns before it; each turn is compared with what the rest of the group earned from that turn on.
-    """
+    turn and the turns before it; each turn is compared with what the rest of the group earned from that turn on."""
 
 
 class LossConfig(Section):
     """The loss, and the constant that divides it (docs/algorithms.md)."""
 
     name: Free[str] = "truncated"
-    """A built-in loss, the name of one that an installed package gives, `module:function`, or
-    `path/to/file.py:function`, in a TOML file relative to that file. The default, truncated importance weights with a
-    trust region, is correct at any staleness."""
+    """Loss: a built-in name, the name of one that an installed package provides, `module:function`, or
+    `path/to/file.py:function`, which in a TOML file is relative to that file. The default, truncated importance weights
+    with a trust region, is correct at any staleness."""
     options: Free[dict[str, Any]] = {}
-    """Arguments of the function, such as `{ clip_high = 0.3 }`."""
+    """Arguments of the loss, such as `{ clip_high = 0.3 }`."""
     normalizer: Free[Literal["tokens", "sequences"] | Positive] = "tokens"
-    """The divisor of a step's summed token losses. `tokens`: the number of tokens that were sampled in the step, so
-    that every token counts the same (DAPO, arXiv:2503.14476). `sequences`: each conversation's loss is divided by its
-    own tokens, and the step's by its conversations (GRPO, arXiv:2402.03300), so that long ones weigh no more than short
-    ones. A number: step_size × this number of tokens (Dr. GRPO, arXiv:2503.20783), the sampled tokens of a typical
-    episode; needed with `credit.release = "late"` or `"episode"`."""
+    """Divisor of a step's summed token losses. `tokens`: the number of sampled tokens in the step, so that every token
+    counts the same (DAPO, arXiv:2503.14476). `sequences`: each conversation's loss is divided by its number of sampled
+    tokens, and the step's by the number of conversations (GRPO, arXiv:2402.03300), so that long conversations weigh no
+    more than short ones. A number: step_size × this number of tokens (Dr. GRPO, arXiv:2503.20783), the sampled tokens
+    of a typical episode; required with `credit.release = "late"` or `"episode"`."""
     kl: Free[Annotated[float, Field(ge=0), NumberUnit("per nat")]] = 0.0
-    """Weight of the divergence from the policy's reference (`policies.NAME.reference`); 0: none."""
+    """Weight of the KL divergence from the policy's reference (`policies.NAME.reference`); 0: no penalty."""
     kl_estimator: Free[Literal["k1", "k2", "k3"]] = "k3"
     """Estimator of a token's KL divergence (Schulman 2020)."""
 
     @property
     def tokens_per_unit(self) -> int:
-        """`normalizer` where it is a number of tokens, else 0."""
+        """`normalizer` if it is a number of tokens, else 0."""
         return self.normalizer if isinstance(self.normalizer, int) else 0
 
 
@@ -248,9 +243,9 @@ class OptimizerConfig(Section):
     """AdamW (arXiv:1711.05101), one per policy."""
 
     max_grad_norm: Free[Rate] = 1.0
-    """Longer gradients are scaled down to this norm."""
+    """Maximum norm of the gradient; a longer gradient is scaled down to it."""
     warmup_steps: Free[MaybeSteps] = 0
-    """Steps over which the learning rate rises linearly."""
+    """Number of steps over which the learning rate rises linearly."""
     final_learning_rate_share: Free[Annotated[float, Field(ge=0, le=1)]] = 1.0
     """Learning rate at step `steps`, as a share of the policy's `learning_rate`; it falls linearly after warm-up."""
 
@@ -260,43 +255,44 @@ class TrainerConfig(Section):
 
     kind: Free[Literal["auto", "ray", "in_process"]] = "auto"
     """Process that runs the trainer. `in_process`: a thread of the run's process, without Ray. `ray`: one Ray actor per
-    rank, beside the engine. `auto`: `in_process` unless there are several `workers`.
-    """
+    rank, beside the engine. `auto`: `in_process` unless there are several `workers`."""
     workers: Free[Annotated[Positive, NumberUnit("processes")]] = 1
-    """Data-parallel ranks; any number gives the same update."""
+    """Number of data-parallel ranks; any number gives the same update."""
     sharding: Free[Literal["auto", "none", "full"] | Positive] = "auto"
-    """The share that each of several ranks holds. `none`: all weights, gradients and optimizer states. `full`: a part
-    of each of them, with layers gathered while they compute (FSDP2); the update is the same. A number that divides
-    `workers`: so many ranks, such as those of one node, hold one copy together; gradients are added up inside each such
-    group, then between groups (HSDP). `auto`: `none` if that takes at most half of a rank's memory, else `full`."""
+    """Sharding of weights, gradients and optimizer states over the ranks; the update is the same. `none`: each rank
+    holds all. `full`: each rank holds a part, and layers are gathered while they compute (FSDP2). A number that divides
+    `workers`: this many ranks, such as those of one node, hold one copy together; gradients are added up inside each
+    such group, then between groups (HSDP). `auto`: `none` if that takes at most half of a rank's memory, else `full`.
+    """
     loss: LossConfig = LossConfig()
     entropy_bonus: Free[Annotated[float, NumberUnit("per nat")]] = 0.0
-    """Weight of the trained tokens' entropy, divided by the same constant as the loss; a positive weight slows
-    collapse."""
+    """Weight of the entropy of trained tokens, divided by the same constant as the loss; a positive weight slows
+    entropy collapse."""
     micro_batch_tokens: Free[Annotated[NonNegative, NumberUnit("tokens")]] = 0
-    """Padded tokens per forward pass: bounds memory; the update is the same for any value. 0: as many as memory holds,
-    at most 16,384."""
+    """Padded tokens per forward pass, a bound on memory; the update is the same for any value. 0: as many as memory
+    holds, at most 16,384."""
     recompute: Free[bool] = False
-    """Keep only the input of each layer for the backward pass and compute the rest of it again there: activations take
-    a fraction of the memory, a step about a third more time; the update is the same."""
+    """Whether to keep only each layer's input for the backward pass and recompute the rest there (activation
+    checkpointing): activations take a fraction of the memory, a step about a third more time; the update is the same.
+    """
     optimizer: OptimizerConfig = OptimizerConfig()
 
 
 class ClusterConfig(Section):
-    """The Ray cluster that trainer ranks, engines and workers are placed on (docs/cluster.md)."""
+    """The Ray cluster on which trainer ranks, engines and workers are placed (docs/cluster.md)."""
 
     address: Free[str] = ""
-    """`auto`: the Ray that runs on this machine; or HOST:PORT of its head. The run directory stays on this machine.
-    Empty: everything is on this machine, and listens on loopback only."""
+    """Address of the cluster. `auto`: the Ray that runs on this machine; or HOST:PORT of its head. The run directory
+    stays on this machine. Empty: everything is on this machine, and listens on loopback only."""
 
 
 class EvaluationConfig(Section):
     """Evaluation of pinned versions on held-out tasks, during training."""
 
     tasks: Free[Annotated[NonNegative, NumberUnit("tasks")]] = 256
-    """Held-out tasks. If there are more, the run's `seed` draws these; 0: no evaluation."""
+    """Number of held-out tasks. If there are more, the run's `seed` draws these; 0: no evaluation."""
     attempts: Free[Annotated[int, Field(gt=0, le=1024), NumberUnit("episodes")]] = 1
-    """Episodes of each held-out task. With several, pass@k is measured for k = 1, 2, 4, … up to this number."""
+    """Episodes per held-out task. With several, pass@k is measured for k = 1, 2, 4, … up to this number."""
     every: Free[MaybeSteps] = 0
     """Steps between evaluations; 0: only before the first step and after the last."""
 
@@ -305,20 +301,20 @@ class BestConfig(Section):
     """The run's best versions by the running mean of a metric, and early stopping."""
 
     metric: Free[str] = ""
-    """A metric of steps or evaluations, whose largest running mean is best; with `-` before it, the smallest. Empty:
+    """Metric of steps or evaluations whose largest running mean is best; with `-` before it, the smallest. Empty:
     none."""
     policy: Free[str] = ""
-    """The policy whose steps are measured; empty: the first policy that learns."""
+    """Policy whose steps are measured; empty: the first policy that learns."""
     window: Free[Annotated[Positive, NumberUnit("measurements")]] = 5
-    """Number of newest measurements in the mean."""
+    """Number of newest measurements in the running mean."""
     stop_at: Free[float | None] = None
-    """End the run once the mean is at least this good; null: never."""
+    """Running mean at which the run ends, as good enough; null: never."""
     stop_fall: Free[Annotated[float, Field(ge=0)] | None] = None
-    """End the run once the mean falls behind the best so far by more than this; null: never."""
+    """Distance behind the best running mean at which the run ends; null: never."""
 
     @property
     def name(self) -> str:
-        """The metric's name."""
+        """Name of the metric, without the sign."""
         return self.metric.removeprefix("-")
 
 
@@ -335,9 +331,10 @@ class JournalConfig(Section):
     """Retention of the run's journal on disk."""
 
     keep: Free[Literal["all"] | Annotated[int, Field(ge=0)]] = "all"
-    """`all`, or a number N of optimizer steps: each checkpoint then removes the tokens of training episodes and the
-    columns of steps that are older than the last N steps of their policy, unless a fork or a checkpoint that the run
-    can resume from needs them. All records stay (admissions, rewards, credits, steps), and so do evaluations."""
+    """Retention: `all`, or a number N of optimizer steps. With a number, each checkpoint removes the tokens of training
+    episodes and the columns of steps that are older than the last N steps of their policy, unless a fork or a
+    checkpoint that the run can resume from needs them. All records stay (admissions, rewards, credits, steps), and so
+    do evaluations."""
     budget_mib: Free[Annotated[NonNegative, NumberUnit("MiB")]] = 0
-    """Disk budget of `journal/` and `steps/`. The run predicts when it will be reached; if `keep` cannot make room, it
-    writes a checkpoint and ends with exit code 74. 0: no limit."""
+    """Disk budget of `journal/` and `steps/`. The run predicts when it will be reached; if `keep` cannot free enough
+    space, it writes a checkpoint and ends with exit code 74. 0: no limit."""

@@ -34,8 +34,7 @@ if TYPE_CHECKING:
 
 Refresh = Literal["token", "turn", "episode", "lazy"]
 """Moment at which a session moves to newer weights: between tokens, between turns, never, or when its lag reaches the
-bound.
-"""
+bound."""
 
 
 # --- engines ----------------------------------------------------------------------------------------------------------

@@ -119,8 +119,7 @@ class Message:
     """Name of the tool that answers, in messages of role `tool`."""
     thinking: str = ""
     """Reasoning of the model before its answer, in messages of role `assistant`; the chat template decides whether
-    later turns see it.
-    """
+    later turns see it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,6 +164,7 @@ class SamplingMask:
 
 class RoutingBreak(NamedTuple):
     """A restart of routing positions: from `row` of a completion's routing on, positions count from `position` again.
+
     It occurs where the context was recomputed (newer weights, a resume) through other experts. Earlier tokens keep the
     routing they were sampled with.
     """

@@ -285,8 +285,7 @@ class Leases(Generic[LiveT]):
 
     def revoke(self, live: Collection[LiveT]) -> bool:
         """End the leases of the oldest version that only idle sessions of a `lazy` policy hold. Returns whether there
-        was one.
-        """
+        was one."""
         idle = [
             version
             for version in live

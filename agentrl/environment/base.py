@@ -87,11 +87,11 @@ class EpisodeLimits:
     """The limits of an episode."""
 
     max_turns: int
-    """Most turns of one agent."""
+    """Maximum number of turns per agent."""
     max_tokens: int
-    """Most sampled tokens of one turn."""
+    """Maximum number of sampled tokens per turn."""
     max_context: int
-    """Most tokens of one conversation."""
+    """Maximum number of tokens per conversation."""
 
 
 class LimitReachedError(AgentRLError):
@@ -119,13 +119,13 @@ class ChildResult:
     drop_reason: str | None
     """Reason the child was dropped, or None if it was committed. Leave dropped children out of every average."""
     rewards: Mapping[str, float]
-    """Sums over the agents of each seat, by seat."""
+    """Reward of each seat, summed over its agents."""
     versions: Mapping[str, PolicyVersion] = field(default_factory=dict)
     """Oldest version that sampled a token of the child, keyed by policy: the policy that the rewards measure."""
 
     @property
     def reward(self) -> float | None:
-        """The sum over seats; None if the child was dropped."""
+        """Sum of the rewards over all seats; None if the child was dropped."""
         return None if self.drop_reason is not None else sum(self.rewards.values())
 
 
@@ -136,7 +136,7 @@ class ChildEpisode(ABC):
 
     @abstractmethod
     def __await__(self) -> Any:
-        """Wait for its `ChildResult`."""
+        """Wait for the child to end; returns its `ChildResult`."""
 
 
 class Agent(ABC):
@@ -210,7 +210,7 @@ class Endpoint(ABC):
     url: str
     """Base URL for clients of OpenAI's protocols; ends with `/v1`."""
     key: str
-    """Admits to all seats: the model's name says which."""
+    """API key for all seats; the model's name chooses the seat."""
     keys: Mapping[str, str]
     """API keys, keyed by seat; each key admits to its seat only."""
 
@@ -220,11 +220,11 @@ class Endpoint(ABC):
 
     @abstractmethod
     def limit_reached(self) -> LimitReachedError | None:
-        """The first limit that refused a request."""
+        """First limit that refused a request; None if none did."""
 
     @abstractmethod
     async def unless_it_fails(self, program: Awaitable[T]) -> T:
-        """Await a program that asks the endpoint; it is cancelled when the episode cannot go on.
+        """Await a program that uses the endpoint; cancel it when the episode cannot continue.
 
         Raises:
             AgentRLError: the episode cannot go on.
@@ -239,7 +239,7 @@ class EpisodeContext(ABC):
 
     @abstractmethod
     def agent(self, seat: str, index: int = 0, *, tools: Sequence[ToolSpec] = ()) -> Agent:
-        """The agent `index` of `seat`, the same handle at each call. Only its first call declares `tools`."""
+        """Return agent `index` of `seat`: the same handle at each call. Only the first call declares `tools`."""
 
     @abstractmethod
     async def effect(
@@ -291,28 +291,29 @@ class EpisodeContext(ABC):
         ignored_fields: Sequence[str] = (),
         recall: bool = True,
     ) -> AbstractAsyncContextManager[Endpoint]:
-        """A model endpoint for an agent from outside: each request is a turn of the seat that the model's name says.
+        """Serve a model endpoint for an external agent: each request is a turn of the seat that its model name selects.
 
         Use it around an effect that runs the agent. Seats that it serves take no `act`. Re-execution begins the episode
         again, and gives the same replies to the same requests.
 
         Args:
-            aliases: further names of models, with the seat that each stands for.
-            volatile: regular expressions of text that is left out where requests are compared.
-            ignored_fields: fields of requests that are ignored where the run cannot honour them, not refused.
-            recall: whether an attempt that begins again gets the replies of the attempts before it.
+            aliases: additional model names, each mapped to a seat.
+            volatile: regular expressions of text that is ignored when requests are compared.
+            ignored_fields: request fields that are ignored, instead of refused, if the run cannot honour them.
+            recall: whether a restarted attempt gets the replies of earlier attempts.
 
         Raises:
-            EnvironmentDefinitionError: a seat has acted, or a pattern is no regular expression.
+            EnvironmentDefinitionError: a seat has acted, or a pattern is not a regular expression.
             EpisodeError: an earlier execution left entries: the episode begins again.
         """
 
     @abstractmethod
     def patched(self, id: str) -> bool:
-        """Whether code that was added while episodes were running may run here: `if ctx.patched("shorter prompt"): …`.
+        """Return whether code that was added while episodes were running may run now: `if ctx.patched("shorter
+        prompt"): …`.
 
-        False only while a branch replays entries that were recorded before the code knew this id. It uses no call id,
-        so a patch does not shift the calls that follow.
+        It is False only while a branch replays entries that were recorded before the code knew this id. The call uses
+        no call id, so a patch does not shift the calls that follow.
         """
 
     @abstractmethod
@@ -322,7 +323,7 @@ class EpisodeContext(ABC):
         """Start `n` child episodes on one task. They form a group; each is a whole episode.
 
         Raises:
-            EpisodeError: the attempt would have started more of them than `fan_out` declares; none starts.
+            EpisodeError: the attempt would exceed the number that `fan_out` declares; none starts.
         """
 
     @abstractmethod
@@ -414,14 +415,15 @@ class Environment(ABC):
     seats: ClassVar[tuple[str, ...]] = ("agent",)
     """The roles that policies can hold."""
     fan_out: ClassVar[Mapping[str, int]] = {}
-    """The most child episodes that one episode starts, by class name: admission reserves this many, and a further spawn
-    is refused. For a class that is not named, admission reserves the most that any episode has started so far."""
+    """Maximum number of child episodes that one episode starts, keyed by class name. Admission reserves this many, and
+    a further spawn is refused. For a class that is not named, admission reserves the largest number that any episode
+    has started so far."""
     truncated_reward: ClassVar[float | None] = 0.0
     """Reward of an agent that has none when a limit ends the episode; None drops such episodes."""
     own_random: ClassVar[bool] = False
     """Whether the code draws from `random` or `numpy.random`, so that each episode needs its own state of them. If not
-    declared, a draw in the first 32 episodes of a process, or in one that is executed again, is detected: that episode
-    begins again, and the later ones of the process have their own state."""
+    declared, a draw in the first 32 episodes of a process, or a re-executed one, is detected: that episode restarts,
+    and later ones in the process have their own state."""
 
     @abstractmethod
     async def run(self, ctx: EpisodeContext) -> None:
@@ -429,12 +431,12 @@ class Environment(ABC):
 
     @classmethod
     def tasks(cls, split: Split, *, seed: int = 0) -> TaskSource:
-        """The tasks of a split. Keyword arguments after `seed` are options of the environment."""
+        """Return the tasks of a split. Keyword arguments after `seed` are options of the environment."""
         raise NotImplementedError(f"{cls.__name__} has no task source: override `tasks`, or pass tasks= to train()")
 
     @classmethod
     def demonstrate(cls, task: Task, random: random.Random) -> Iterable[Reply] | Generator[Reply, str, None]:
-        """The replies of a good policy in an episode of a task, turn by turn, for `agentrl env warm-up`.
+        """Return the replies of a good policy to a task, turn by turn, for `agentrl env warm-up`.
 
         A list, or a generator that receives the environment's answer to each reply. A reply is text, a tool call as
         `{"name": …, "arguments": {…}}`, or a list of calls. A demonstration with a parameter `seat` is called once for
@@ -458,12 +460,12 @@ class Environment(ABC):
 
 
 def described(error: BaseException) -> str:
-    """An error of foreign code on one line, with the file and line that raised it."""
+    """Describe an error of foreign code on one line, with the file and line that raised it."""
     return f"{error_words(error)}{raised_at(error)}"
 
 
 def raised_at(error: BaseException | None) -> str:
-    """` at FILE:LINE in FUNCTION`, the line that raised an error; empty if unknown."""
+    """Return ` at FILE:LINE in FUNCTION` for the line that raised an error; "" if unknown."""
     frames = traceback.extract_tb(error.__traceback__) if error is not None else []
     return f" at {frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else ""
 
@@ -476,7 +478,7 @@ def finite_reward(value: object, where: str) -> float:
         where: the agent and turn, for the message.
 
     Raises:
-        RewardError: it is None, a string, an object that merely converts to a float, NaN, or larger than
+        RewardError: the value is None, a string, another object that converts to a float, NaN, or larger than
             `LARGEST_REWARD` in either direction.
     """
     numpy = sys.modules.get("numpy")  # whoever has a number of numpy has imported it
@@ -497,10 +499,10 @@ def finite_reward(value: object, where: str) -> float:
 
 
 def check_reward_name(name: object, where: str) -> None:
-    """Refuse what is no name of a reward.
+    """Check the name of a reward.
 
     Raises:
-        RewardError: it is no identifier of at most 64 characters.
+        RewardError: the name is not an identifier of at most 64 characters.
     """
     if not isinstance(name, str) or not (name.isascii() and name.isidentifier()) or len(name) > LONGEST_REWARD_NAME:
         raise RewardError(

@@ -25,7 +25,7 @@ from agentrl.core.errors import EpisodeError
 from agentrl.environment.base import described
 
 _abandoned: list[Any] = []
-"""Coroutines that cannot be ended."""
+"""Coroutines that ignore `GeneratorExit`, kept alive because deleting one would raise it again."""
 _spare: list[Any] = []
 """Released generators of numpy, for reuse: making one takes 0.3 ms, seeding one a few microseconds."""
 
@@ -49,7 +49,7 @@ class Guard(Protocol):
 class GlobalRandom:
     """The state of `random` and `numpy.random` as one object sees it; everyone else's stays as it was.
 
-    Except for one number: numpy draws normal variates in pairs and keeps the second for the next call. If others have
+    There is one exception: numpy draws normal variates in pairs and keeps the second for the next call. If others have
     one pending when the state is swapped in, it is discarded.
     """
 
@@ -83,7 +83,7 @@ class GlobalRandom:
             random.setstate(self._python)
 
     def exit(self) -> bool:
-        """Swap it out; nothing is forbidden."""
+        """Swap the object's state out; returns False, because draws are allowed."""
         from numpy.random import get_state
         from numpy.random.mtrand import set_bit_generator
 
@@ -97,7 +97,7 @@ class GlobalRandom:
 
     @contextlib.contextmanager
     def swapped_in(self) -> Iterator[None]:
-        """Within: the object's own state."""
+        """Swap the object's own state in, within the context."""
         self.enter()
         try:
             yield
@@ -114,7 +114,8 @@ class GlobalRandom:
 class DrawDetector:
     """Detects steps that draw from `random` or `numpy.random`.
 
-    Except for a normal variate of numpy's that others had pending: a swap of states inside the step discards it too.
+    There is one false positive: a swap of states inside the step discards a pending normal variate of numpy, as a draw
+    would.
     """
 
     __slots__ = ("_before",)
@@ -127,7 +128,7 @@ class DrawDetector:
         self._before = _generator_states()
 
     def exit(self) -> bool:
-        """Whether a state has changed."""
+        """End a step; returns whether a generator's state has changed."""
         before, self._before = self._before, ()
         return _generator_states() != before
 
@@ -146,7 +147,7 @@ def _generator_states() -> tuple[object, ...]:
 
 
 async def call_with_random(own: GlobalRandom, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-    """The result of a function or of its coroutine; `own` is swapped out while the coroutine waits."""
+    """Return the result of a function or of its coroutine; `own` is swapped out while the coroutine waits."""
     with own.swapped_in():
         value = function(*arguments, **named)
     return await Steps(own, lambda: value) if inspect.isawaitable(value) else value
@@ -199,7 +200,7 @@ class Steps:
                 thrown = error
 
     def close(self) -> None:
-        """There are no further steps."""
+        """Close the guard after the last step."""
         if self._guard is not None:
             self._guard.close()
 
@@ -216,7 +217,7 @@ class Steps:
         return (awaitable if hasattr(awaitable, "__await__") else _awaited(awaitable)).__await__()
 
     def suspend_guard(self) -> None:
-        """Within a step: suspend the guard until `resume_guard`, for code that it does not concern and that may wait.
+        """Suspend the guard within a step, until `resume_guard`, to run code that needs no guard and may block.
 
         Raises:
             CancelledError: the step has drawn although it must not.
@@ -232,7 +233,7 @@ class Steps:
             self._guard.enter()
 
     def end_step(self) -> bool:
-        """Called after each step; whether it drew what it must not."""
+        """End a step, and return whether it made a forbidden draw."""
         if _is_child:
             end_if_forked()
         if self._guard is None or self._is_suspended or not self._guard.exit():
@@ -244,7 +245,7 @@ class Steps:
 
 
 def _close(steps: Any) -> None:
-    """End a coroutine; one that ignores `GeneratorExit` is kept, since to forget it would try that once more."""
+    """Close a coroutine; keep one that ignores `GeneratorExit`, because deleting it would raise that again."""
     try:
         steps.close()
     except BaseException:  # noqa: BLE001 - foreign code, whose end nobody waits for
@@ -256,16 +257,16 @@ async def _nothing() -> None:
 
 
 async def _awaited(value: Any) -> Any:
-    """Await a value without `__await__`: a generator-based coroutine; else a TypeError."""
+    """Await a value without `__await__`: a generator-based coroutine. Anything else is a TypeError."""
     return await value
 
 
 def of_the_episode(error: BaseException, task: asyncio.Task[Any] | None) -> BaseException:
-    """An error of an environment's program as one that ends only its episode.
+    """Convert an error of an environment's program to one that ends only its episode.
 
-    Cancellations stay as they are. A `KeyboardInterrupt` is not Ctrl-C: that is a signal the run handles itself. A
-    `GeneratorExit` while the program's task does not run is not the program's: Python closes a coroutine whose event
-    loop has ended, and it must end.
+    Cancellations stay as they are. A `KeyboardInterrupt` is converted too: Ctrl-C is a signal, which the run handles
+    itself. A `GeneratorExit` while the program's task does not run stays: Python closes a coroutine whose event loop
+    has ended.
 
     Args:
         error: the raised error.
@@ -294,7 +295,8 @@ _is_child = False
 
 @contextlib.contextmanager
 def forks_ended() -> Iterator[None]:
-    """Within: the running event loop runs episodes, and stops in a process that is forked from this one.
+    """Mark the running event loop as one that runs episodes, within the context; it stops in a process forked from this
+    one.
 
     Whoever runs the loop calls `end_if_forked` when it has stopped.
     """

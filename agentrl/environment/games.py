@@ -1,11 +1,11 @@
 """Games of several players, PettingZoo's and TextArena's among them: a seat per player, one asked at a time.
 
 Owns: `GameEnvironment`: turn-taking, limits, rewards by seat, and the game as a `replay` resource;
-`PettingZooEnvironment` and `TextArenaEnvironment`: how a library's game is reset, shown and stepped. Either library is
-imported only when a game is made.
-Invariants: what a call on the game draws is a function of `task.data["seed"]` and of how many calls there were before,
-so a group plays one start and has the same luck; what a player reads goes to that player's seat and to no other; an
-illegal end scores below every legal one, or the run stops by name.
+`PettingZooEnvironment` and `TextArenaEnvironment`: the adapters that reset, render and step a library's game. Either
+library is imported only when a game is made.
+Invariants: the draws of a call on the game are a function of `task.data["seed"]` and the number of earlier calls, so
+the episodes of a group start alike and draw alike; an observation goes to its player's seat only; an illegal end scores
+below every legal one, or the run stops with an error.
 """
 
 from __future__ import annotations
@@ -53,57 +53,60 @@ class Position(TypedDict):
     illegal: list[int]
     """Players whose illegal actions ended the game."""
     truncated: bool
-    """The game's own limit ended it."""
+    """Whether the game's own limit ended it."""
 
 
 class Game(ABC):
-    """A library's game, made when it is reset; what its methods do is a function of the task and the texts so far."""
+    """A library's game, made when it is reset. Its methods are functions of the task and the texts so far."""
 
     @abstractmethod
     def reset(self) -> Position:
-        """Make and start it."""
+        """Make and start the game."""
 
     @abstractmethod
     def step(self, text: str) -> Position:
-        """Do what the player who was asked says."""
+        """Apply the text of the player to move."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GameEpisode:
-    """A finished game, as `GameEnvironment.rewards` sees it; players in the order of `seats`."""
+    """A finished game, passed to `GameEnvironment.rewards`. Players are in the order of `seats`."""
 
     rewards: tuple[float, ...]
     """Reward of each player."""
     illegal: tuple[int, ...]
-    """Players whose illegal actions ended it."""
+    """Players whose illegal actions ended the game."""
     terminated: bool
     """Whether the game ended by its own rules rather than at a limit."""
 
 
 class GameEnvironment(Environment):
-    """Several agents play one game, a seat each. Bind two seats to one policy for self-play."""
+    """An environment in which several agents play one game, one seat each. Bind two seats to one policy for
+    self-play."""
 
     # --- override these ---------------------------------------------------------------------------------------------
 
     instructions: ClassVar[str] = ""
-    """The system message of every seat: the rules, and how to answer; none where empty."""
+    """System message of every seat: the rules, and the format of an answer. Empty: no system message."""
     max_turns: ClassVar[int] = 256
-    """Turns of all players together, after which the episode is truncated."""
+    """Limit on the turns of all players together; beyond it the episode is truncated."""
     remembers: ClassVar[bool] = True
-    """Whether a player's conversation continues from turn to turn. False: each turn starts from the present
-    observation, which must then contain all a player needs to know; rows stay as short as possible."""
+    """Whether a player's conversation continues from turn to turn. False: each turn starts from the current
+    observation, which must then contain all that a player needs; rows stay short."""
     illegal_reward: ClassVar[float] = -2.0
     """Reward of a player whose illegal actions ended the game. Must lie below every legal outcome: a policy that earns
     more by breaking the format than by losing never stops breaking it."""
 
     def rewards(self, task: Task, episode: GameEpisode) -> Sequence[float]:
-        """A finite number per player; default: what the game gave, or `illegal_reward`."""
+        """Return a finite reward per player. Default: the game's rewards, or `illegal_reward`."""
         given = enumerate(episode.rewards)
         return [self.illegal_reward if player in episode.illegal else reward for player, reward in given]
 
     def begin(self, task: Task, env: Any) -> None:
-        """Bring the game, which was just reset, to where the task begins; default: it is there. From positions within
-        the game is learned what games between players of one kind seldom come to."""
+        """Bring a game that was just reset to the start position of the task. Default: leave it.
+
+        Positions inside a game teach what two players of one kind seldom reach.
+        """
 
     @classmethod
     def tasks(cls, split: Split, *, seed: int = 0) -> TaskSource:
@@ -115,13 +118,13 @@ class GameEnvironment(Environment):
 
     @abstractmethod
     def game(self, task: Task) -> Game:
-        """The task's game, not yet reset."""
+        """Return the task's game, not yet reset."""
 
     def close(self) -> None:
-        """Release what the game holds; called at the end, whatever happened."""
+        """Release the resources of the game; called at the end in any case."""
 
     async def run(self, ctx: EpisodeContext) -> None:
-        """Ask whose turn it is until the game is over or a limit is reached."""
+        """Ask the player to move until the game is over or a limit is reached."""
         task = ctx.task
         game = ctx.resource(lambda: self.game(task), level="replay", seed=int(task.data["seed"]))
         try:
@@ -195,7 +198,7 @@ def _check_players(environment: GameEnvironment, players: int) -> None:
 
 
 def _check_text(environment: GameEnvironment, shown: Any) -> str:
-    """The text that `render` returned; refuses anything else."""
+    """Return the text that `render` returned; raise if it is not text."""
     if not isinstance(shown, str):
         raise EpisodeError(
             f"{type(environment).__name__}.render returned {type(shown).__name__}; return a str",
@@ -205,11 +208,12 @@ def _check_text(environment: GameEnvironment, shown: Any) -> str:
 
 
 class PettingZooEnvironment(GameEnvironment):
-    """Any `AECEnv` or `ParallelEnv` whose actions can be read from text; a seat for each of its `possible_agents`.
+    """An `AECEnv` or `ParallelEnv` whose actions can be parsed from text, with a seat for each of its
+    `possible_agents`.
 
-    Seats are in the order of `possible_agents`. The game is stepped with legal actions only: those of its action mask,
-    else of its action space. A player's reward is the sum of what `last()` returned. The players of a parallel game are
-    asked one after the other, none seeing another's move.
+    Seats are in the order of `possible_agents`. Only legal actions reach the game: those of its action mask, else of
+    its action space. A player's reward is the sum of the rewards that `last()` returned. The players of a parallel game
+    are asked one after the other; none sees another's move.
 
     Example:
         class Noughts(agentrl.PettingZooEnvironment):
@@ -222,29 +226,32 @@ class PettingZooEnvironment(GameEnvironment):
     # --- override these ---------------------------------------------------------------------------------------------
 
     illegal_actions: ClassVar[int] = 1
-    """The game ends with a player's illegal action of this number; before, `illegal_text` comes before the
-    observation. The others keep what the game gave them so far."""
+    """Number of illegal actions of one player that ends the game.
+
+    Below it, `illegal_text` is put before the observation. The other players keep their rewards.
+    """
     illegal_text: ClassVar[str] = "That is not a legal action.\n"
 
     env: Turns
-    """The game, from its reset on; `rewards` may look at it."""
+    """The game, available after its reset; `rewards` may read it."""
 
     @abstractmethod
     def make(self, task: Task) -> Any:
-        """A fresh `AECEnv` or `ParallelEnv`; it is reset with `task.data["seed"]` and closed at the end."""
+        """Make a fresh `AECEnv` or `ParallelEnv`; it is reset with `task.data["seed"]` and closed at the end."""
 
     def render(self, observation: Any, info: Mapping[str, Any], env: Turns) -> str:
-        """The observation of the player to move; default: the numbers of the observation. The legal actions are
+        """Return the observation of the player to move. Default: the numbers of the observation. The legal actions are
         appended."""
         shown = observation.get("observation", observation) if isinstance(observation, Mapping) else observation
         return str(shown.tolist() if hasattr(shown, "tolist") else shown)
 
     def action_name(self, action: int, env: Turns) -> str:
-        """The text that takes an action; default: its number. Case does not matter."""
+        """Return the text that selects an action. Default: its number. Case is ignored."""
         return str(action)
 
     def parse(self, text: str, env: Turns) -> Any:
-        """The action that a turn's text names, None if none; default: the legal action whose name it contains."""
+        """Return the action that a turn's text names, or None. Default: the legal action whose name the text
+        contains."""
         said = text.strip().removesuffix(".").lower()
         named = (action for action in legal_actions(env) or () if self.action_name(action, env).lower() == said)
         return next(named, None)
@@ -252,7 +259,7 @@ class PettingZooEnvironment(GameEnvironment):
     # --- machinery --------------------------------------------------------------------------------------------------
 
     def game(self, task: Task) -> Game:
-        """The task's game."""
+        """See `GameEnvironment.game`."""
         return _PettingZooGame(self, task)
 
     def close(self) -> None:
@@ -262,7 +269,7 @@ class PettingZooEnvironment(GameEnvironment):
 
 
 def legal_actions(env: Turns) -> Sequence[int] | None:
-    """Legal actions of the player to move: from its action mask, else all; None if they cannot be listed."""
+    """Return the legal actions of the player to move: from its action mask, else all; None if they cannot be listed."""
     observation, _, _, _, info = env.last()
     mask = observation.get("action_mask") if isinstance(observation, Mapping) else None
     if mask is None:
@@ -299,7 +306,7 @@ class _PettingZooGame(Game):
         return self._advance()
 
     def step(self, text: str) -> Position:
-        """Do what `text` says; an illegal action changes nothing."""
+        """Apply `text`; an illegal action changes nothing."""
         environment = self._environment
         env = environment.env
         player = self._player()
@@ -359,7 +366,8 @@ class TextArenaEnvironment(GameEnvironment):
     """A game of TextArena: its messages are the observation, the player's text is the action; player 0 has seat 0.
 
     A seat reads each message addressed to it once, and its own actions not at all: its conversation holds them.
-    TextArena's own rule for illegal actions holds: by default one is forgiven, the next ends the game for that player.
+    TextArena's own rule for illegal actions applies: by default the first is forgiven, the second ends the game for
+    that player.
 
     Example:
         class Poker(agentrl.TextArenaEnvironment):
@@ -372,29 +380,29 @@ class TextArenaEnvironment(GameEnvironment):
     # --- override these ---------------------------------------------------------------------------------------------
 
     env: textarena.Env
-    """The game, from its reset on; `rewards` may look at it."""
+    """The game, available after its reset; `rewards` may read it."""
 
     @abstractmethod
     def make(self, task: Task) -> textarena.Env:
-        """A fresh game; it is reset with `task.data["seed"]` and a player for each seat."""
+        """Make a fresh game; it is reset with `task.data["seed"]` and a player for each seat."""
 
     def render(self, player: int, text: str, env: textarena.Env) -> str:
-        """The observation of the player to move; default: the game's messages since its last turn."""
+        """Return the observation of the player to move. Default: the game's messages since its last turn."""
         return text
 
     def action(self, text: str, env: textarena.Env) -> str:
-        """The action that is sent to the game for a turn's text; default: the text."""
+        """Return the action sent to the game for a turn's text. Default: the text."""
         return text
 
     # --- machinery --------------------------------------------------------------------------------------------------
 
     def game(self, task: Task) -> Game:
-        """The task's game."""
+        """See `GameEnvironment.game`."""
         return _TextArenaGame(self, task)
 
 
 class _TextArenaGame(Game):
-    """One game. Bypasses its observation wrappers, which repeat the whole conversation at every turn."""
+    """A TextArena game. Bypasses its observation wrappers, which repeat the whole conversation at every turn."""
 
     def __init__(self, environment: TextArenaEnvironment, task: Task) -> None:
         self._environment = environment

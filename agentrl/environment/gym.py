@@ -1,11 +1,11 @@
 """`gymnasium.Env` as an environment: a discrete or text action is a turn, the rendered observation its next message.
 
-Owns: `GymEnvironment`, what a user fills in (`make`, `render`, `parse`), the game as a `replay` resource, and ready
-arguments of `gym_environment` for the toy-text games (`FROZEN_LAKE`, `CLIFF_WALKING`, `TAXI`, `BLACKJACK`).
+Owns: `GymEnvironment`, the methods a user writes (`make`, `render`, `parse`), the game as a `replay` resource, and
+ready arguments of `gym_environment` for the toy-text games (`FROZEN_LAKE`, `CLIFF_WALKING`, `TAXI`, `BLACKJACK`).
 Does not own: the way back from a seat to `gymnasium.Env` (`gym_seat.py`).
 Invariants: the episode's start is a function of `task.data["seed"]` alone, so a group plays one start; every call on
 the game runs under a global random state of its own (`random` and `numpy.random`), swapped in and out; an episode that
-ends by an illegal action scores below every legal end, or the run stops by name.
+ends by an illegal action scores below every legal end, or the run stops with an error.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GymEpisode:
-    """A finished game, as `GymEnvironment.reward` sees it."""
+    """A finished game, passed to `GymEnvironment.reward`."""
 
     rewards: tuple[float, ...]
     """One reward per legal action."""
     terminated: bool
-    """The game came to its own end."""
+    """Whether the game ended by its own rules."""
     illegal: bool
     """Whether an illegal action ended the game. If neither this nor `terminated`, a limit ended it."""
 
 
 class GymEnvironment(Environment):
-    """One agent plays a `gymnasium.Env`.
+    """An environment in which one agent plays a `gymnasium.Env`.
 
     Example:
         class Lake(agentrl.GymEnvironment):
@@ -73,33 +73,33 @@ class GymEnvironment(Environment):
     # --- override these ---------------------------------------------------------------------------------------------
 
     instructions: ClassVar[str] = ""
-    """The system message: the rules, and how to answer; none where empty."""
+    """System message: the rules, and the format of an answer. Empty: no system message."""
     max_turns: ClassVar[int] = 64
     """Turns after which the episode is truncated, in addition to the game's own time limit."""
     illegal_actions: ClassVar[int] = 1
-    """The episode ends with this many illegal actions; before, `illegal_text` comes before the observation."""
+    """Number of illegal actions that ends the episode. Below it, `illegal_text` is put before the observation."""
     illegal_text: ClassVar[str] = "That is not a legal action.\n"
     illegal_reward: ClassVar[float] = -1.0
     """Reward of an episode that illegal actions ended. Must lie below every legal outcome: a policy that earns more by
     breaking the format than by losing never stops breaking it."""
 
     env: Game
-    """The game, from its reset on; `reward` may look at it."""
+    """The game, available after its reset; `reward` may read it."""
 
     @abstractmethod
     def make(self, task: Task) -> Game:
-        """A fresh game; it is reset with `task.data["seed"]` and closed at the end."""
+        """Make a fresh game; it is reset with `task.data["seed"]` and closed at the end."""
 
     @abstractmethod
     def render(self, observation: Any, info: Mapping[str, Any], env: Game) -> str:
-        """The agent's observation, after the reset and after every step that does not end the game."""
+        """Return the agent's observation, after the reset and after every step that does not end the game."""
 
     @abstractmethod
     def parse(self, text: str, env: Game) -> Any:
-        """The action that a turn's text names; None, or an action outside `env.action_space`, is illegal."""
+        """Return the action that a turn's text names. None, or an action outside `env.action_space`, is illegal."""
 
     def reward(self, task: Task, episode: GymEpisode) -> float:
-        """A finite number for the whole episode; default: the sum of what the game gave."""
+        """Return a finite reward for the whole episode. Default: the sum of the game's rewards."""
         return self.illegal_reward if episode.illegal else sum(episode.rewards)
 
     @classmethod
@@ -111,7 +111,7 @@ class GymEnvironment(Environment):
     # --- machinery --------------------------------------------------------------------------------------------------
 
     async def run(self, ctx: EpisodeContext) -> None:
-        """Play until the game ends, an action is illegal once too often, or a limit is reached."""
+        """Play until the game ends, `illegal_actions` is reached, or a limit is reached."""
         game = ctx.resource(lambda: SeededGame(self, ctx.task), level="replay")
         agent = ctx.agent(self.seats[0])
         try:
@@ -171,7 +171,7 @@ class SeededGame:
         self._random = GlobalRandom(int(task.data["seed"]))
 
     def reset(self) -> str:
-        """Make and reset the game; the first observation."""
+        """Make and reset the game; returns the first observation."""
         environment, seed = self._environment, int(self._task.data["seed"])
         with self._random.swapped_in():
             environment.env = environment.make(self._task)
@@ -180,7 +180,7 @@ class SeededGame:
         return self._observation
 
     def step(self, text: str) -> dict[str, Any]:
-        """Do what `text` says; an illegal action changes nothing."""
+        """Apply `text`; an illegal action changes nothing."""
         environment = self._environment
         with self._random.swapped_in():
             action = environment.parse(text, environment.env)
@@ -219,16 +219,16 @@ def gym_environment(
     instructions: str = "",
     illegal_reward: float = -1.0,
 ) -> type[GymEnvironment]:
-    """A `GymEnvironment` class from functions.
+    """Make a `GymEnvironment` class from functions.
 
     Args:
-        name: the variable it is assigned to, in the module that defines `make`; `module:name` then finds it.
-        make: from a task to a fresh game.
-        render: from (observation, info, env) to what the agent reads.
-        parse: from (text, env) to an action; None is illegal.
+        name: the variable that holds the class in the module of `make`; `module:name` then refers to it.
+        make: makes a fresh game for a task.
+        render: maps (observation, info, env) to the agent's text observation.
+        parse: maps (text, env) to an action; None is illegal.
         max_turns: turns after which the episode is truncated.
         instructions: the system message.
-        illegal_reward: what an illegal action ends the episode with; below every legal end.
+        illegal_reward: reward of an episode that an illegal action ended; must lie below every legal outcome.
 
     Example:
         >>> import gymnasium
@@ -254,8 +254,8 @@ def gym_environment(
 class TextGame(TypedDict):
     """The arguments of `gym_environment` that belong to one game.
 
-    The observations below are written from the game's state, not from `env.render()`: that contains colour codes, and
-    Blackjack has none.
+    The observations below are made from the game's state, not by `env.render()`: its text contains colour codes, and
+    Blackjack has no text.
     """
 
     render: Render
@@ -263,14 +263,14 @@ class TextGame(TypedDict):
     instructions: str
     max_turns: int
     illegal_reward: float
-    """Less by one than the lowest possible sum of rewards over `max_turns` legal actions."""
+    """Reward of an illegal end: one less than the lowest sum of rewards over `max_turns` legal actions."""
 
 
 _PLACES = ("at R", "at G", "at Y", "at B", "in the taxi")
 
 
 def one_of(names: Sequence[str]) -> Callable[[str, Game], int | None]:
-    """A parser: action number n is a text that says `names[n]` and nothing else; case and a final stop do not matter.
+    """Make a parser in which the text `names[n]` is action n; case and a final full stop are ignored.
 
     Example:
         >>> one_of(["stick", "hit"])(" Hit. ", None)

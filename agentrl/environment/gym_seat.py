@@ -1,8 +1,8 @@
 """A seat of an environment as a `gymnasium.Env`: text in, text out, for trainers and tools that speak gymnasium.
 
 Owns: `SeatEnv` and the thread whose event loop runs the episode between two steps. Importing this imports gymnasium.
-Invariants: the same seed and actions give the same episode, if the environment keeps to its rules; an action is
-answered by the seat's next messages or by the end; an exception of the environment's is raised by `reset` or `step`.
+Invariants: the same seed and actions give the same episode, if the environment keeps to its rules; the answer to an
+action is the seat's next messages or the end; `reset` or `step` raises an exception of the environment.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class SeatEnv(gymnasium.Env[str, str]):
     Args:
         environment: the class.
         tasks: tasks that `reset` draws from, unless `options={"task": task}` names one.
-        seat: which seat; default: the first.
-        others: callables for the other seats, by seat: from new messages to a reply.
-        parse: finds tool calls in what a seat says, e.g. `agentrl.core.reply_formats.parse_hermes`.
+        seat: name of the seat; default: the first.
+        others: a callable for each other seat; it maps new messages to a reply.
+        parse: finds tool calls in a seat's reply, e.g. `agentrl.core.reply_formats.parse_hermes`.
         max_turns: turns of one agent after which the episode is truncated.
         max_characters: longest observation and action; longer observations lose their beginning.
         characters: allowed characters.
@@ -80,10 +80,10 @@ class SeatEnv(gymnasium.Env[str, str]):
         self._episode: _Episode | None = None
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
-        """Start an episode; the observation is what the seat is first told.
+        """Start an episode; the observation is the seat's first messages.
 
         Raises:
-            EnvironmentDefinitionError: the episode ends without asking the seat, or nobody answers for another one.
+            EnvironmentDefinitionError: the episode ends without asking the seat, or another seat has no callable.
         """
         super().reset(seed=seed)
         task = (options or {}).get("task")
@@ -99,7 +99,7 @@ class SeatEnv(gymnasium.Env[str, str]):
         return self._observation(), {"task": task.id}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Say something; the reward is what the seat was given since the last step."""
+        """Send a reply; the reward is the seat's since the last step."""
         if self._episode is None or self._episode.asked is None:
             raise EnvironmentDefinitionError("step() after the episode's end: call reset() first")
         before = self._reward()
@@ -187,13 +187,13 @@ class _Episode:
         await self._advance()
 
     async def ask(self, messages: Sequence[Message]) -> str:
-        """Called by the environment: wait for the answer."""
+        """Wait for the seat's answer; called by the environment."""
         future: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._questions.put_nowait((tuple(messages), future))
         return await future
 
     async def abandon(self) -> None:
-        """Cancel what still runs."""
+        """Cancel the episode if it still runs."""
         if self._task is not None and not self._task.done():
             self._task.cancel()
             await asyncio.wait([self._task])

@@ -1,10 +1,10 @@
-"""Environments whose agent is a program of its own: a loop over a model client, a graph, a command line.
+"""Environments whose agent is an existing program: a loop over a model client, a graph, a command line.
 
-`HarnessEnvironment` starts the program, gives it the address and the keys of a model endpoint, and rewards what came of
-it. Each request of the program is a turn of a seat. The program runs with the rights of this user (docs/security.md).
+`HarnessEnvironment` starts the program, gives it the address and the keys of a model endpoint, and rewards the outcome.
+Each request of the program is a turn of a seat. The program runs with the rights of this user (docs/security.md).
 
-A program that is started again, since it or this process was killed, begins in its initial state: an empty working
-directory. It is given the recorded replies while its requests are the same as before, and new ones after that.
+A program that is restarted, because it or this process was killed, begins in its initial state: an empty working
+directory. It gets the recorded replies as long as its requests are the same as before, and new ones after that.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from agentrl.core.records import Task, Turn
 from agentrl.environment.base import Endpoint, Environment, EpisodeContext, Split, TaskSource
 
 LONGEST_ARGUMENT = 30_000
-"""Characters of an argument of a command; Linux takes 128 KiB."""
+"""Maximum length of a command's argument, in characters; Linux allows 128 KiB."""
 OUTPUT_BYTES = 65_536
-"""Bytes kept of the end of what a command wrote."""
+"""Bytes kept from the end of a command's output."""
 VOLATILE = (
     r"\b\d{4}-\d{2}-\d{2}(?:[T ]\d{2}:\d{2}(?::\d{2}(?:\.\d+)?)?(?:Z|[+-]\d{2}:?\d{2})?)?",
     r"\b[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}\b",
@@ -45,29 +45,29 @@ VOLATILE = (
     r"Chunk ID: [0-9a-f]{6}\nWall time: [0-9.]+ seconds",  # Codex, before what a command wrote
     r"x-anthropic-billing-header: [^\n]*",  # Claude Code
 )
-"""Patterns of dates, UUIDs and temporary paths, and what single clients add."""
+"""Patterns of dates, UUIDs, temporary paths, and text that single clients add."""
 _FIELD = re.compile(r"\{(task|endpoint)\.(\w+)\}")
 _PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HarnessEpisode:
-    """The outcome of a program, as `reward` sees it."""
+    """The outcome of a program, passed to `reward`."""
 
     turns: Mapping[str, Sequence[Turn]]
     """Turns of each seat, in order."""
     result: Any
-    """The value that `play` returned; for a command, the end of its output."""
+    """Return value of `play`; for a command, the end of its output."""
     error: str | None
     """Why the program failed; None if it ended by itself (a command: with exit status 0)."""
     directory: Path | None
     """Working directory of a command; it is removed after `reward`."""
     truncated: bool
-    """A limit of turns, context or time refused a request."""
+    """Whether a limit of turns, context or time refused a request."""
 
 
 class HarnessEnvironment(Environment):
-    """An agent from outside, trained as it is: a command line, or a coroutine (override `play`).
+    """An external agent, trained unchanged: a command line, or a coroutine (override `play`).
 
     Example:
         class Coder(agentrl.HarnessEnvironment):
@@ -82,25 +82,25 @@ class HarnessEnvironment(Environment):
     # --- override these ---------------------------------------------------------------------------------------------
 
     command: ClassVar[Sequence[str]] = ()
-    """The program and its arguments. `{task.NAME}` is an entry of the task's data, or its `id`; `{endpoint.url}` and
-    `{endpoint.key}` are the model's, which the environment variables of the usual clients hold too."""
+    """Program and arguments. `{task.NAME}` is an entry of the task's data, or its `id`; `{endpoint.url}` and
+    `{endpoint.key}` are the model endpoint's, which the environment variables of the usual clients hold too."""
     task_file: ClassVar[str] = ""
-    """JSON lines beside the module, a task each: an object with its data, perhaps an `id`, and a `split` (`train` or
-    `held_out`; default `train`)."""
+    """Path of a JSON Lines file, relative to the module, with one task per line: an object with its data, optionally an
+    `id` and a `split` (`train` or `held_out`; default `train`)."""
     aliases: ClassVar[Mapping[str, str]] = {}
-    """Names of models that a program asks for, with the seat that each stands for. A seat's own name always works, and
-    with a provider before it, as in `openai/main`."""
+    """Additional model names, each mapped to a seat. A seat's own name always works, also after a provider, as in
+    `openai/main`."""
     volatile: ClassVar[Sequence[str]] = VOLATILE
-    """Regular expressions of text that differs from request to request by nature, and is left out where requests are
-    compared with earlier ones."""
+    """Regular expressions of text that differs between requests by nature; it is ignored when requests are compared
+    with earlier ones."""
     ignored_fields: ClassVar[Sequence[str]] = ()
-    """Fields of requests that a run cannot honour (`temperature`, `tool_choice`), and that are ignored instead of
+    """Request fields that the run cannot honour (`temperature`, `tool_choice`) and that are ignored instead of
     refused."""
     replay_stable: ClassVar[bool] = True
-    """Whether running the program again from its beginning, with the recorded replies, is harmless. If not, an episode
-    that was interrupted begins again with new replies."""
+    """Whether the program may be run again from its beginning with the recorded replies. If not, an interrupted episode
+    restarts with new replies."""
     failed_reward: ClassVar[float | None] = None
-    """Reward of an episode whose program fails; None: it is an error of the environment, and tried again."""
+    """Reward of an episode whose program fails. None: the failure is an error of the environment and is retried."""
 
     async def play(self, task: Task, endpoint: Endpoint) -> Any:
         """Run the agent; returns JSON data. By default it runs `command`."""
@@ -110,7 +110,8 @@ class HarnessEnvironment(Environment):
     def reward(
         self, task: Task, episode: HarnessEpisode
     ) -> float | Mapping[str, float] | Mapping[str, Mapping[str, float]]:
-        """A finite number for every seat that acted, or for each seat its number, or its numbers by name of reward."""
+        """Return a finite reward for all seats that acted, or rewards keyed by seat, each a number or numbers by reward
+        name."""
 
     # --- machinery --------------------------------------------------------------------------------------------------
 
@@ -118,10 +119,10 @@ class HarnessEnvironment(Environment):
 
     @classmethod
     def tasks(cls, split: Split, *, seed: int = 0) -> TaskSource:
-        """The tasks of `task_file`.
+        """Return the tasks of `task_file`.
 
         Raises:
-            EnvironmentDefinitionError: there is no such file, or a line of it is no task.
+            EnvironmentDefinitionError: the file does not exist, or a line is not a task.
         """
         if not cls.task_file:
             return super().tasks(split, seed=seed)
@@ -184,7 +185,7 @@ class HarnessEnvironment(Environment):
         """Run `command` in an empty directory, and end everything it started.
 
         Raises:
-            EpisodeError: it was killed: the episode begins again.
+            EpisodeError: the program was killed: the episode restarts.
         """
         if not self.command:
             raise EnvironmentDefinitionError(f"{type(self).__qualname__} needs a `command`, or a `play` of its own")
@@ -238,7 +239,7 @@ class HarnessEnvironment(Environment):
 
 
 def _task(line: str, number: int, path: Path) -> tuple[Task, str]:
-    """A task and its split."""
+    """Parse a line of the task file into a task and its split."""
     try:
         data = json.loads(line, parse_constant=_refuse_constant, object_pairs_hook=_without_twins)
         split = data.pop("split", "train")
@@ -261,7 +262,7 @@ def _without_twins(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _filled(argument: str, task: Task, endpoint: Endpoint) -> str:
-    """An argument of a command with its fields filled in."""
+    """Fill the fields of a command's argument."""
 
     def value(found: re.Match[str]) -> str:
         of, name = found.groups()
@@ -274,7 +275,7 @@ def _filled(argument: str, task: Task, endpoint: Endpoint) -> str:
 
 
 async def _read_end(end: int, output: bytearray) -> None:
-    """Read a pipe until nobody holds its other end, close it, and keep its last `OUTPUT_BYTES`."""
+    """Read a pipe until its other end is closed everywhere, close it, and keep the last `OUTPUT_BYTES`."""
     stream = asyncio.StreamReader(OUTPUT_BYTES)
     transport, _ = await asyncio.get_running_loop().connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(stream), os.fdopen(end, "rb", 0)
@@ -288,7 +289,7 @@ async def _read_end(end: int, output: bytearray) -> None:
 
 
 def _remove_specials(directory: Path) -> None:
-    """Remove pipes, sockets and devices, and links to them: a `reward` that reads one would wait for ever."""
+    """Remove pipes, sockets, devices and links to them: a `reward` that reads one would wait for ever."""
     for found in _entries(directory):
         with contextlib.suppress(OSError):
             mode = os.stat(found).st_mode
@@ -297,7 +298,7 @@ def _remove_specials(directory: Path) -> None:
 
 
 def _remove_tree(directory: Path) -> None:
-    """Remove a directory with whatever a program left in it: directories it may not write, nested without end."""
+    """Remove a directory that a program left, including read-only and deeply nested directories."""
     with contextlib.suppress(OSError):
         directory.chmod(0o700)
     for found in _entries(directory):
@@ -312,8 +313,7 @@ def _remove_tree(directory: Path) -> None:
 
 def _entries(directory: Path) -> Iterator[os.DirEntry[str]]:
     """Yield all entries below a directory, each directory before its content. `os.walk` is not used: it recurses in
-    Python 3.11.
-    """
+    Python 3.11."""
     waiting: list[str] = [str(directory)]
     while waiting:
         with contextlib.suppress(OSError), os.scandir(waiting.pop()) as entries:
@@ -324,7 +324,8 @@ def _entries(directory: Path) -> Iterator[os.DirEntry[str]]:
 
 
 def die_with_parent() -> Callable[[], None] | None:
-    """Run in the child before the program: the kernel ends it when this process dies."""
+    """Make a function for the child to call before the program starts: the kernel then kills it when this process
+    dies."""
     if sys.platform != "linux":
         return None
     prctl, parent = ctypes.CDLL(None).prctl, os.getpid()

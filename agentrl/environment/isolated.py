@@ -1,9 +1,10 @@
-"""Objects in processes of their own: what they do to their process, a crash or an endless loop, is an error here.
+"""Objects in child processes: a crash or an endless loop of an object is an error of its call, not of this process.
 
-`isolated(factory)` is what `ctx.resource` makes its object of. This process starts a fork server per module
-(`python -m agentrl.environment.isolated FD MODULE PARENT`), which imports the module once and forks a child per object;
+`isolated(factory)` makes a factory for `ctx.resource`. This process starts a fork server per module (`python -m
+agentrl.environment.isolated FD MODULE PARENT`), which imports the module once and forks a child per object;
 `IsolatedObject` talks to its child in msgpack over a socket pair. Nothing is pickled.
-Invariants: a call ends, within its time; a child ends with its object, with its fork server, and with this process.
+Invariants: a call ends within its time limit; a child ends with its object, its fork server, or this process, whichever
+ends first.
 Not a sandbox: a child has the operator's rights.
 """
 
@@ -57,17 +58,15 @@ class IsolatedError(Exception):
 def isolated(
     factory: Callable[..., Any], *arguments: Any, timeout_s: float = 60.0, memory_bytes: int | None = None
 ) -> Callable[[], IsolatedObject]:
-    """A factory for `ctx.resource` whose object lives in a child process.
+    """Make a factory for `ctx.resource` whose object lives in a child process.
 
     If the process ends (a crash, `os._exit`, too much memory) or a call takes longer than `timeout_s`, the call raises
     an `EffectError`, as for any exception of the object. Use the levels `replay` or `pinned`; `snapshot` does not work.
 
-    Args:
-        factory: makes the object in the child: a function or class at the top level of a module.
-        arguments: for the factory, JSON data.
-        timeout_s: longest call, in seconds; construction gets a minute more, because it may start the process that
-            imports the module.
-        memory_bytes: address space of the process in bytes, including what importing the module needs.
+    Args: factory: makes the object in the child: a function or class at the top level of a module. arguments: arguments
+    of the factory, JSON data. timeout_s: time limit of a call in seconds; construction gets a minute more, because it
+    may have to import the module. memory_bytes: address space of the process in bytes, including what importing the
+    module needs.
 
     Example:
         >>> from agentrl.environment.isolated import isolated
@@ -88,7 +87,7 @@ def isolated(
 
 
 class IsolatedObject:
-    """Stands for an object in a child process; every method of that is a coroutine here."""
+    """Proxy of an object in a child process; each method of the object is a coroutine here."""
 
     def __init__(
         self, module: str, name: str, arguments: tuple[Any, ...], *, timeout_s: float, memory_bytes: int | None
@@ -164,7 +163,7 @@ class IsolatedObject:
 
 
 def _framed(message: Any) -> bytes:
-    """A message as it is sent."""
+    """Encode a message with its length prefix."""
     body = msgspec.msgpack.encode(message)
     return _LENGTH.pack(len(body)) + body
 
@@ -195,7 +194,7 @@ class _ServerProcess:
         return self._process.poll() is None
 
     def fork(self) -> socket.socket:
-        """The line to a new child."""
+        """Fork a child; returns the socket to it."""
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         with theirs, contextlib.suppress(OSError):  # it died meanwhile: the line is closed, and the first call says so
@@ -227,13 +226,13 @@ class _Child:
 
     process: int
     line: socket.socket
-    """Open here as well, to say how the child ended."""
+    """Copy of the child's socket, to report how the child ended."""
 
 
 class _ForkServer:
-    """Runs in the server's process: forks a child per object, and reports on its socket how it ended.
+    """The server process: forks a child per object, and reports on the child's socket how it ended.
 
-    It has one thread and only waits: for a request, the end of a child, the end of a socket, or SIGTERM.
+    Has one thread, which only waits: for a request, the end of a child, the end of a socket, or SIGTERM.
     """
 
     def __init__(self, requests: socket.socket, module: str) -> None:
@@ -253,7 +252,7 @@ class _ForkServer:
             self._problem = valid_unicode(f"{module} cannot be imported there: {type(error).__name__}: {error}")
 
     def serve(self) -> None:
-        """Until the other side is gone, or SIGTERM comes."""
+        """Serve requests until the other side closes its socket, or SIGTERM arrives."""
         signals = _signals_received()
         self._poll.register(signals, select.POLLIN)
         while True:
@@ -307,7 +306,7 @@ class _ForkServer:
 
 
 def _signals_received() -> socket.socket:
-    """A socket that receives the numbers of signals: a handler that raised in the middle of `close` would leak
+    """Return a socket that receives signal numbers. A handler that raised in the middle of `close` would leak
     children."""
     arrived, told = socket.socketpair()
     told.setblocking(False)
@@ -328,7 +327,7 @@ def _exit_description(status: int) -> str:
 
 
 def _serve_object(line: socket.socket, module: Any, server: int) -> NoReturn:
-    """Runs in the child: make the object and answer calls until the line is closed."""
+    """Make the object and answer calls until the socket is closed. Runs in the child."""
     try:
         os.setpgid(0, 0)
         signal.set_wakeup_fd(-1)
@@ -389,7 +388,7 @@ def _exactly(stream: Any, length: int) -> bytes:
 
 
 def _die_with(parent: int, number: int) -> None:
-    """Have the kernel send a signal when the parent dies, which may have died already."""
+    """Ask the kernel to send a signal when the parent dies, and handle a parent that has died already."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:
@@ -397,7 +396,7 @@ def _die_with(parent: int, number: int) -> None:
 
 
 def _serve_requests() -> None:
-    """Run the fork server of the command line until the other end of its socket is closed."""
+    """Run the fork server named on the command line, until the other end of its socket is closed."""
     _die_with(int(sys.argv[3]), signal.SIGTERM)
     server = _ForkServer(socket.socket(fileno=int(sys.argv[1])), sys.argv[2])
     try:

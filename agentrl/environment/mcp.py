@@ -4,7 +4,7 @@ Each episode starts its servers, or connects to them, when it needs them, and en
 journaled, and so is each call, so that a replay needs no server.
 
 Content of servers is hostile: names, schemas and results are checked and bounded. A server that cannot be used ends the
-attempt by name; an error, a time-out or the end of a server during a call is an observation.
+attempt with an error that names it; an error, a time-out or the end of a server during a call is an observation.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ if TYPE_CHECKING:
     from mcp import ClientSession
 
 START_S = 25.0
-"""Seconds in which a server must list its tools.
+"""Seconds that a server has to list its tools.
 
-Less than the checker gives an episode before its first turn, so that a finding names the server.
+It is less than the checker's limit before an episode's first turn, so that a finding names the server.
 """
 CLOSE_S = 5.0
-"""Seconds in which a server must answer the end of its session."""
+"""Seconds that a server has to answer the end of its session."""
 MAX_TOOLS = 256
 MAX_SCHEMA_CHARACTERS = 65_536
 MAX_CHECKS = 100_000
-"""Largest product of the sizes of a schema and of arguments that are checked here, in a second or less; beyond it, the
-server alone checks them."""
+"""Largest product of a schema's and the arguments' sizes that is validated here, which takes at most a second. Above
+it, only the server validates them."""
 MAX_RESULT_CHARACTERS = 100_000
 """Longest observation; the rest of a result is cut off."""
 MAX_LINE_BYTES = 4 << 20
@@ -49,15 +49,15 @@ MAX_LINE_BYTES = 4 << 20
 MAX_WRITTEN_BYTES = 64 << 20
 """Limit on the bytes that one server may write in one episode."""
 SHOWN_ERRORS = 1000
-"""Bytes of a server's error stream that are told when it ends."""
+"""Bytes of a server's error stream that are shown when it ends."""
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _INHERITED = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "USER", "SHELL", "TERM")
-"""Environment variables of this process that a server gets, beside its own."""
+"""Environment variables of this process that a server inherits, besides its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MCPServer:
-    """A server of tools: a command that speaks over its standard streams, or the address of an HTTP endpoint.
+    """A server of tools: a command that communicates over its standard streams, or the URL of an HTTP endpoint.
 
     Example:
         class Files(agentrl.ToolEnvironment):
@@ -65,22 +65,23 @@ class MCPServer:
     """
 
     command: Sequence[str] = ()
-    """The program and its arguments."""
+    """Program and arguments."""
     url: str = ""
-    """Address of a server that speaks streamable HTTP, instead of a command."""
+    """URL of a server that speaks streamable HTTP, instead of a command."""
     variables: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """Environment variables of the program. Of this process's own it gets only PATH, HOME and the like: no keys."""
+    """Environment variables of the program. It inherits only PATH, HOME and the like from this process: no keys."""
     headers: Mapping[str, str] = field(default_factory=dict, repr=False)
     """HTTP headers, such as `Authorization`; never journaled."""
     tools: Sequence[str] = ()
     """Names of the tools to offer; empty: all."""
     timeout_s: float | None = None
-    """Longer calls become a timeout observation, in seconds; default `environment.tool_timeout_s`."""
+    """Time limit of a call in seconds; a longer call becomes a timeout observation. Default:
+    `environment.tool_timeout_s`."""
     guarantee: Guarantee = "once"
     """Whether a call may be repeated if the process died during it; see `ctx.effect`."""
     stateful: bool = False
-    """Whether calls depend on earlier ones of the episode. An episode that is resumed then begins again once it needs
-    the server, whose state died with its process."""
+    """Whether calls depend on earlier calls of the episode. A resumed episode then restarts when it needs the server,
+    whose state died with its process."""
 
     def __post_init__(self) -> None:
         if bool(self.command) == bool(self.url) or isinstance(self.command, str):
@@ -94,12 +95,12 @@ class MCPServer:
 
     @property
     def name(self) -> str:
-        """The command or the address, for messages."""
+        """Command or URL, for messages."""
         return self.url or " ".join(self.command)[:300]
 
 
 class MCPToolError(Exception):
-    """The server says that a call failed, or cannot answer it."""
+    """The server reports that a call failed, or cannot answer it."""
 
 
 class _ListError(Exception):
@@ -114,7 +115,7 @@ class MCPTool:
     connection: MCPConnection
 
     def validate(self, arguments: Mapping[str, Any] | str) -> dict[str, Any]:
-        """Arguments by name.
+        """Return the arguments by name.
 
         Raises:
             ValueError: they do not fit the schema; the text is an observation for the policy.
@@ -137,20 +138,20 @@ class MCPTool:
 
 
 class MCPConnection:
-    """The connection of one episode to one server; it opens with the first use."""
+    """The connection of one episode to one server; it opens at the first use."""
 
     def __init__(self, server: MCPServer) -> None:
         self.server = server
         self.has_recalled = False
-        """Whether a call was recalled, and not made: the state of a stateful server is then lost."""
+        """Whether a call was recalled instead of made: the state of a stateful server is then lost."""
         self._session: asyncio.Future[ClientSession] | None = None
         self._holding: asyncio.Task[None] | None = None
         self._closing = asyncio.Event()
         self._ended = ""
-        """Why a program ended."""
+        """Reason why the program ended; empty while it runs."""
 
     async def listed(self) -> list[dict[str, Any]]:
-        """Names, descriptions and schemas of the server's tools.
+        """Return names, descriptions and schemas of the server's tools.
 
         Raises:
             EpisodeError: the server cannot be used.
@@ -182,8 +183,8 @@ class MCPConnection:
         """Call a tool.
 
         Raises:
-            MCPToolError: the server says that the call failed, or cannot answer it.
-            EpisodeError: the state that earlier calls left in the server is lost.
+            MCPToolError: the server reports that the call failed, or cannot answer it.
+            EpisodeError: the server's state after earlier calls is lost.
         """
         from mcp import types
 
@@ -255,7 +256,7 @@ class MCPConnection:
 
     @asynccontextmanager
     async def _process(self) -> AsyncIterator[tuple[Any, Any]]:
-        """Run the program; yields the streams that the library reads from and writes to."""
+        """Run the program; yields the streams for the library to read from and write to."""
         import anyio
 
         process = await asyncio.create_subprocess_exec(
@@ -290,7 +291,7 @@ class MCPConnection:
             await process.wait()
 
     async def _read(self, process: asyncio.subprocess.Process, to_session: Any, errors: bytearray) -> None:
-        """Hand a program's messages to the session, until it ends or writes too much."""
+        """Pass a program's messages to the session, until the program ends or writes too much."""
         from mcp import types
         from mcp.shared.message import SessionMessage
 
@@ -339,7 +340,7 @@ def tools_of(listed: Sequence[Mapping[str, Any]], connection: MCPConnection) -> 
 
 
 def _checked(found: Sequence[dict[str, Any]], wanted: Sequence[str]) -> list[dict[str, Any]]:
-    """The tools to offer.
+    """Check a server's list, and return the tools to offer.
 
     Raises:
         _ListError: the list cannot be used.
@@ -378,9 +379,11 @@ _OF_SCHEMAS = ("items", "prefixItems", "anyOf", "allOf", "additionalProperties")
 
 
 def _checked_here(schema: Any) -> Any:
-    """The part of a schema that is checked in this process: keywords whose time is bounded, and that hold whatever
-    stands beside them. The server checks the rest: a pattern, references or unique items of a hostile one could take
-    for ever."""
+    """Return the part of a schema that is validated in this process: keywords that take bounded time and hold whatever
+    their context.
+
+    The server validates the rest: patterns, references and unique items of a hostile schema could take for ever.
+    """
     if isinstance(schema, list):
         return [_checked_here(each) for each in schema]
     if not isinstance(schema, dict):
@@ -401,7 +404,7 @@ def _size(value: Any) -> int:
 
 
 def _text_of(result: Any) -> str:
-    """A result as the policy's observation."""
+    """Convert a result to the policy's observation."""
     parts = [
         part.text if getattr(part, "type", "") == "text" else f"[{getattr(part, 'type', 'content')}, left out]"
         for part in getattr(result, "content", ())
@@ -413,7 +416,7 @@ def _text_of(result: Any) -> str:
 
 
 def _cause(error: BaseException) -> BaseException:
-    """The first error of a group."""
+    """Return the first error of an exception group."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error

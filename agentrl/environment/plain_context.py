@@ -1,7 +1,8 @@
-"""An `EpisodeContext` without journal: an episode played once, in this process, by callables that answer for the seats.
+"""An `EpisodeContext` without a journal: plays an episode once, in this process, with callables that answer for the
+seats.
 
-For an environment's way out of agentrl (`gym_seat.py`) and for trying one by hand. Nothing is recorded, so nothing can
-be resumed; child episodes need an orchestrator and are refused by name.
+Used to export an environment (`gym_seat.py`) and to try one by hand. Nothing is recorded, so nothing can be resumed;
+child episodes need an orchestrator and are refused.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from agentrl.environment.base import (
 T = TypeVar("T")
 
 Speak = Callable[[Sequence[Message]], Awaitable[str]]
-"""Answers for a seat: from new messages to a reply."""
+"""Answers for a seat: maps new messages to a reply."""
 ParseText = Callable[[str], tuple[str, tuple[ToolCall, ...]]]
 """Splits the text of a seat into content and tool calls."""
 
@@ -148,7 +149,7 @@ class PlainContext(EpisodeContext):
         self._clock = SystemClock()
 
     def agent(self, seat: str, index: int = 0, *, tools: Sequence[ToolSpec] = ()) -> PlainAgent:
-        """The agent of a seat; ignores the tools."""
+        """Return the agent of a seat; `tools` is ignored."""
         if seat not in self._speakers:
             raise EnvironmentDefinitionError(f"nobody answers for seat {seat!r}; give a callable for it")
         made = PlainAgent(seat, index, self._speakers[seat], self._parse, self.limits)
@@ -180,7 +181,7 @@ class PlainContext(EpisodeContext):
     def spawn(
         self, environment: type[Environment], task: Task | Mapping[str, Any], *, n: int = 1
     ) -> tuple[ChildEpisode, ...]:
-        """Refused: child episodes need an orchestrator."""
+        """Refuse: child episodes need an orchestrator."""
         raise EnvironmentDefinitionError(
             f"{environment.__name__} cannot be spawned here: child episodes need a run of `agentrl.train`"
         )
@@ -214,7 +215,7 @@ class PlainContext(EpisodeContext):
             return f"error: {error_words(error)}"
 
     def truncate(self, limit: LimitReachedError) -> None:
-        """A limit cut the episode short."""
+        """Mark the episode as truncated."""
         self.truncated = True
 
     @property
@@ -243,12 +244,12 @@ class PlainContext(EpisodeContext):
         await self._clock.sleep(seconds)
 
     def metric(self, name: str, value: float) -> None:
-        """Add to a number of the episode."""
+        """Add to a metric of the episode."""
         self.metrics[name] = self.metrics.get(name, 0.0) + float(value)
 
 
 def _completion(seat: str, text: str) -> Completion:
-    """A reply as a completion: one token per byte, sampled by a placeholder version."""
+    """Convert a reply to a completion: one token per byte, sampled by a placeholder version."""
     import numpy as np
 
     ids = np.frombuffer(text.encode("utf-8", "replace"), dtype=np.uint8).astype(np.int32)

@@ -36,7 +36,7 @@ _NOT_TOOLS = {"reset", "get_reward", "tasks"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentSpec:
-    """A name and where its class comes from."""
+    """A name and the location of its class."""
 
     id: str
     entry_point: str
@@ -47,7 +47,7 @@ _registered: dict[str, type[Environment]] = {}
 _found: dict[str, type[Environment]] = {}
 """Resolved references: reading entry points takes milliseconds, and children are spawned by name."""
 _installed: dict[type[Environment], str] = {}
-"""Entry-point names of the classes that were resolved by one."""
+"""Entry-point names of resolved classes."""
 
 
 def register(id: str, environment: type) -> None:
@@ -79,7 +79,7 @@ def spec(id: str) -> EnvironmentSpec:
     """The spec of a named environment.
 
     Raises:
-        EnvironmentDefinitionError: no such name; the message has the nearest one.
+        EnvironmentDefinitionError: there is no such name; the message suggests the nearest one.
     """
     for entry in registered():
         if entry.id == id:
@@ -88,10 +88,10 @@ def spec(id: str) -> EnvironmentSpec:
 
 
 def resolve(reference: str | type) -> type[Environment]:
-    """The environment class of a registered name, `module:Class`, `path/env.py:Class` or a class.
+    """Return the environment class of a registered name, `module:Class`, `path/env.py:Class` or a class.
 
     Raises:
-        EnvironmentDefinitionError: the reference names nothing, or no environment.
+        EnvironmentDefinitionError: the reference names nothing, or something else than an environment.
     """
     if isinstance(reference, type):
         return as_environment(reference, where=reference.__qualname__)
@@ -114,7 +114,7 @@ def _find(reference: str) -> type[Environment]:
 
 
 def loaded(name: str) -> type[Environment] | None:
-    """The environment of a name where this process has it already, so that finding it runs no code; else None."""
+    """Return the environment of a name if this process has loaded it, without running code; else None."""
     if name in _registered or name in _found:
         return _registered.get(name) or _found[name]
     location, _, attribute = name.rpartition(":")
@@ -123,7 +123,7 @@ def loaded(name: str) -> type[Environment] | None:
 
 
 def name_of(environment: type[Environment]) -> str:
-    """The name `resolve` finds a class under: the registered one, else `module:Class`."""
+    """Return the name under which `resolve` finds a class: the registered one, else `module:Class`."""
     for name, known in _registered.items():
         if known is environment:
             return name
@@ -136,7 +136,7 @@ def name_of(environment: type[Environment]) -> str:
 
 
 def make(id: str) -> Environment:
-    """A fresh instance, for one episode."""
+    """Make a fresh instance for one episode."""
     return resolve(id)()
 
 
@@ -154,7 +154,7 @@ def _unknown(name: str) -> EnvironmentDefinitionError:
 
 
 def load_function(reference: str, where: str) -> Callable[..., Any]:
-    """The function that `module:function` or `path/to/file.py:function` names.
+    """Load the function that `module:function` or `path/to/file.py:function` names.
 
     Args:
         reference: the reference.
@@ -206,18 +206,18 @@ def _load(reference: str, where: str) -> type[Environment]:
 
 
 def _environments_in(module: Any) -> list[type]:
-    """The environments that a module defines itself."""
+    """Return the environments that a module defines itself."""
     own = [c for c in vars(module).values() if isinstance(c, type) and c.__module__ == module.__name__]
     return [c for c in own if issubclass(c, Environment)] or [c for c in own if is_trl_class(c)]
 
 
 def load_module(location: str) -> Any:
-    """Import a module by its name, or from its file, where that ends with `.py`."""
+    """Import a module by its name, or by its file if the location ends with `.py`."""
     return _load_file(Path(location)) if location.endswith(".py") else _import(location)
 
 
 def module_of(found: object) -> str:
-    """The reference by which `load_module` finds the module of a function or class, also in another process.
+    """Return the reference by which `load_module` finds the module of a function or class, also in another process.
 
     Raises:
         EnvironmentDefinitionError: it was defined in a shell or a notebook.
@@ -232,7 +232,7 @@ def module_of(found: object) -> str:
 
 
 def _raised_at(error: BaseException) -> str:
-    """The last line of a foreign module in an error's traceback."""
+    """Return the last line of a foreign module in an error's traceback."""
     if isinstance(error, SyntaxError):
         return f" ({error.filename}:{error.lineno})"
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(("<", str(_HERE)))]
@@ -252,7 +252,7 @@ def _import(name: str) -> Any:
 
 
 class _GivenFile(importlib.abc.SourceLoader):
-    """Loads a module from the content of a file of another machine."""
+    """Loads a module from the source of a file on another machine."""
 
     def __init__(self, path: str, source: str) -> None:
         self._path = path
@@ -268,7 +268,8 @@ class _GivenFile(importlib.abc.SourceLoader):
 
 
 def give_files(sources: Mapping[str, str]) -> None:
-    """Have `load_module` find files that lie on another machine only: their content, by absolute path."""
+    """Let `load_module` import files that exist on another machine only. `sources` maps absolute paths to their
+    source."""
     _given.update(sources)
 
 
@@ -304,7 +305,7 @@ def as_environment(candidate: object, *, where: str) -> type[Environment]:
     """Check a class, or adapt a TRL-style one.
 
     Raises:
-        EnvironmentDefinitionError: what is wrong and where.
+        EnvironmentDefinitionError: the class is malformed; the message says what is wrong and where.
     """
     if not isinstance(candidate, type):
         raise EnvironmentDefinitionError(f"environment {where!r} is {type(candidate).__name__}, not a class")
@@ -331,8 +332,7 @@ def as_environment(candidate: object, *, where: str) -> type[Environment]:
 
 
 def _malformed(candidate: type[Environment]) -> str:
-    """A mistake in a class that would otherwise fail in its first episode, with an obscure error; empty if there is
-    none."""
+    """Describe a mistake in a class that would otherwise fail obscurely in its first episode; "" if there is none."""
     if not inspect.iscoroutinefunction(candidate.run):
         return ".run must be `async def run(self, ctx)`"
     if not isinstance(inspect.getattr_static(candidate, "tasks"), classmethod | staticmethod):
@@ -368,10 +368,10 @@ class TrlEnvironment(ToolEnvironment):
     wrapped: ClassVar[type]
 
     instance: Any
-    """The wrapped class's object, from the start of `run` on."""
+    """Object of the wrapped class, available once `run` has started."""
 
     def prompt(self, task: Task) -> str:
-        """The row's prompt: a string, or the last message of a list of messages."""
+        """Return the row's prompt: a string, or the last message of a list of messages."""
         prompt = task.data.get("prompt", "")
         if isinstance(prompt, list):
             return str(prompt[-1]["content"]) if prompt else ""
@@ -437,7 +437,7 @@ async def _awaited(value: Any) -> Any:
 
 
 def adapt_trl(wrapped: type) -> type[TrlEnvironment]:
-    """An `Environment` class that runs `wrapped` unchanged; the same class each time."""
+    """Return an `Environment` class that runs `wrapped` unchanged; the same class each time."""
     cached = wrapped.__dict__.get("__agentrl_environment__")
     if cached is not None:
         return cached  # type: ignore[no-any-return]

@@ -48,7 +48,7 @@ class DrawnTasks:
 
         Raises:
             IndexError: the index is negative, or too large.
-            InputError: whatever is drawn is held out.
+            InputError: all attempts were held out.
         """
         if not 0 <= index < COUNT:
             raise IndexError(index)
@@ -62,7 +62,7 @@ class DrawnTasks:
 
 
 class SeedTasks:
-    """Tasks that are seeds of a game: 512 held out, the same for every run, and practically endless others."""
+    """Tasks that are seeds of a game: 512 are held out, the same for every run; the others are practically endless."""
 
     def __init__(self, split: Split, seed: int) -> None:
         self._split = split
@@ -83,12 +83,12 @@ class SeedTasks:
 def learnability(solved: Iterable[ChildResult]) -> float:
     """Estimate 4·p·(1 - p) of a task from attempts at it, without bias: 1 if half of them succeed, 0 if all or none do.
 
-    p is the mean reward of an attempt, in [0, 1]. Put into the formula as it is, the pass rate p̂ of K attempts gives
-    E[4·p̂·(1 - p̂)] = 4·p·(1 - p)·(K - 1)/K, since p̂ varies by p·(1 - p)/K around p: too little, and the less the fewer
-    attempts are left where some were dropped. So the estimate is 4·p̂·(1 - p̂)·K/(K - 1) for attempts that fail or
-    succeed and, for rewards in between, the U-statistic that it is a case of, 4/(K·(K - 1)) · Σ_{i≠j} r_i·(1 - r_j):
-    each term multiplies two independent attempts. It reaches 4/3 at K = 4, 8/7 at K = 8. Its relatives: 1 - p where
-    0 < p < 1 (AZR, arXiv:2505.03335); min(p, 1 - p) (R-Zero, arXiv:2508.05004), of which there is no unbiased estimate.
+    p is the mean reward of an attempt, in [0, 1]. The plug-in estimate from the pass rate p̂ of K attempts is biased:
+    E[4·p̂·(1 - p̂)] = 4·p·(1 - p)·(K - 1)/K, because the variance of p̂ is p·(1 - p)/K. It is too small, and more so if
+    dropped attempts lower K. This function returns the U-statistic 4/(K·(K - 1)) · Σ_{i≠j} r_i·(1 - r_j), whose terms
+    multiply two independent attempts; for rewards of 0 and 1 it equals 4·p̂·(1 - p̂)·K/(K - 1). Its maximum is 4/3 at K
+    = 4 and 8/7 at K = 8. Related measures: 1 - p for 0 < p < 1 (AZR, arXiv:2505.03335); min(p, 1 - p) (R-Zero,
+    arXiv:2508.05004), which has no unbiased estimate.
 
     Args:
         solved: results of the attempts; dropped ones are left out.

@@ -52,12 +52,11 @@ def tool(
 ) -> Method | Callable[[Method], Method]:
     """Offer a method of a `ToolEnvironment` to the policy.
 
-    Args:
-        method: every parameter annotated; the first paragraph of its docstring describes the tool.
-        external: it acts outside `self`: journaled and never repeated.
-        timeout_s: longer calls become a timeout observation, in seconds; default `environment.tool_timeout_s`. Only for
-            tools that are external or `async def`: nothing can end a plain method, which runs in the event loop.
-        guarantee: of an external tool, what another try may do after a crash, as in `ctx.effect`.
+    Args: method: every parameter annotated; the first paragraph of its docstring describes the tool. external: whether
+    the tool acts outside `self`; its calls are then journaled and never repeated. timeout_s: time limit of a call in
+    seconds; a longer call becomes a timeout observation. Default: `environment.tool_timeout_s`. Only for tools that are
+    external or `async def`: nothing can end a plain method, which runs in the event loop. guarantee: whether a call of
+    an external tool may be repeated after a crash; see `ctx.effect`.
     """
     options = ToolOptions(external=external, timeout_s=timeout_s, guarantee=guarantee)
 
@@ -79,7 +78,7 @@ def tool(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoundTool:
-    """A tool of a class: its spec, how to validate arguments, how to call it."""
+    """A tool of a class: its spec, its argument validation and its call."""
 
     spec: ToolSpec
     options: ToolOptions
@@ -88,10 +87,10 @@ class BoundTool:
     is_async: bool
 
     def validate(self, arguments: Mapping[str, Any] | str) -> dict[str, Any]:
-        """Arguments by name.
+        """Return the arguments by name.
 
         Raises:
-            ValueError: they do not fit; the text is an observation for the policy.
+            ValueError: the arguments do not fit; the text is an observation for the policy.
         """
         if type(arguments) is not dict and not isinstance(arguments, Mapping):
             raise ValueError("arguments are not a JSON object, each key given once")
@@ -127,10 +126,10 @@ def _arguments_model(owner: str, name: str, function: Callable[..., Any]) -> typ
 
 
 def bind_tools(owner: type, names: Sequence[str] | None = None) -> dict[str, BoundTool]:
-    """The tools of a class by name: methods marked with `@tool`, or the methods in `names`.
+    """Return the tools of a class by name: methods marked with `@tool`, or the methods in `names`.
 
     Raises:
-        EnvironmentDefinitionError: a tool without types.
+        EnvironmentDefinitionError: a tool lacks type annotations.
     """
     tools: dict[str, BoundTool] = {}
     for name, function in inspect.getmembers(owner, callable):
@@ -164,7 +163,7 @@ def _without_title(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def observation_of(value: Any, where: str) -> str:
-    """A tool's result as the policy's observation: strings unchanged, anything else as JSON.
+    """Convert a tool's result to the policy's observation: strings unchanged, anything else as JSON.
 
     Raises:
         EpisodeError: the result is neither a string nor JSON-serialisable.
@@ -186,7 +185,7 @@ async def run_tool(
     tools: Mapping[str, BoundTool | MCPTool],
     call: ToolCall,
 ) -> Message:
-    """Answer one tool call with a tool message; the policy's mistakes become observations."""
+    """Answer one tool call with a tool message. Mistakes of the policy become observations."""
     bound = tools.get(call.name)
     if bound is None:
         return await _refuse(
@@ -219,7 +218,7 @@ async def run_tool(
 
 
 async def _run_mcp_tool(ctx: EpisodeContext, tool: MCPTool, call: ToolCall, arguments: Mapping[str, Any]) -> Message:
-    """Call a server's tool, or recall what it said."""
+    """Call a server's tool, or recall its recorded result."""
     connection, is_called = tool.connection, False
 
     async def invoke() -> str:
@@ -236,7 +235,7 @@ async def _run_mcp_tool(ctx: EpisodeContext, tool: MCPTool, call: ToolCall, argu
 
 
 async def _refuse(ctx: EpisodeContext, call: ToolCall, error: ToolCallError) -> Message:
-    """Journal a call that fits no tool, and tell the policy why."""
+    """Journal a call that fits no tool; the policy gets the reason."""
 
     def refuse() -> str:
         raise error
@@ -247,23 +246,24 @@ async def _refuse(ctx: EpisodeContext, call: ToolCall, error: ToolCallError) -> 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolEpisode:
-    """A finished conversation, as `reward` sees it."""
+    """A finished conversation, passed to `reward`."""
 
     turns: Sequence[Turn]
     messages: Sequence[Message]
     truncated: bool
-    """A limit ended it before the policy answered."""
+    """Whether a limit ended the episode before the policy answered."""
 
     @property
     def answer(self) -> str:
-        """The text of the last turn, if it called no tool; else the empty string."""
+        """Text of the last turn if it called no tool; else ""."""
         if not self.turns or self.turns[-1].tool_calls:
             return ""
         return self.turns[-1].text
 
 
 class ToolEnvironment(Environment):
-    """One agent solves a task with the class's `@tool` methods; a turn without a tool call is the answer."""
+    """An environment in which one agent solves a task with the class's `@tool` methods; a turn without a tool call is
+    the answer."""
 
     # --- override these ---------------------------------------------------------------------------------------------
 
@@ -271,7 +271,7 @@ class ToolEnvironment(Environment):
     """Servers whose tools the policy may call too; their names must differ from those of the class's own."""
 
     def prompt(self, task: Task) -> str:
-        """The first user message.
+        """Return the first user message.
 
         Raises:
             EnvironmentDefinitionError: the task has no `question`.
@@ -285,7 +285,7 @@ class ToolEnvironment(Environment):
 
     @abstractmethod
     def reward(self, task: Task, episode: ToolEpisode) -> float | Mapping[str, float]:
-        """A finite number for the whole episode, or several by name, which `credit.reward_weights` weighs."""
+        """Return a finite reward for the whole episode, or named rewards, which `credit.reward_weights` weights."""
 
     # --- machinery --------------------------------------------------------------------------------------------------
 

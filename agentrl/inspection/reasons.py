@@ -216,8 +216,7 @@ def _group(reader: RunReader, line: EpisodeLine) -> list[Reason]:
 
 def _release(reader: RunReader, line: EpisodeLine, problems: list[str]) -> list[Reason]:
     """Explain when the episode's group was released, with its baseline set if the journal has the group's first
-    finishers.
-    """
+    finishers."""
     if line.purpose != "train" or line.drop_reason is not None or line.committed_at is None:
         return []
     rows = checked_rows(reader.log, "baselines", "group_id = ?", line.group, problems=problems)

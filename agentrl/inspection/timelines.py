@@ -231,9 +231,8 @@ def _ends(reader: RunReader, condition: str, began: float, parts: int, part: flo
 
 def _engine(reader: RunReader, began: float, parts: int, part: float) -> list[float | None]:
     """Return the share of time in which the engine was busy in each part, from the metrics of steps and evaluations.
-    Steps of several policies overlap: a part is the mean over all that cover it; None where none does.
 
-    Those of several policies go on at once: a part is the mean of all that tell of it.
+    Steps of several policies overlap: a part is the mean over all that cover it; None where none does.
     """
     told: dict[tuple[str, int, float, bool], dict[str, float]] = {}
     for policy, step, name, value, at in reader.log.rows(

@@ -224,8 +224,7 @@ class Token(msgspec.Struct, frozen=True, kw_only=True):
     trainer_logprob: float | None = None
     ratio: float | None = None
     """Probability of the token under the trained weights, divided by its probability under the weights that sampled
-    it.
-    """
+    it."""
     lag: int | None = None
 
 

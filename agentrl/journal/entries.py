@@ -81,8 +81,7 @@ class Begin(msgspec.Struct, frozen=True, array_like=True, tag="begin"):
     """Whether its code has its own global random generators."""
     settings: dict[str, PlayedUnder] = {}
     """Policy settings, keyed by seat; the key "" holds those of seats not named, and of `ctx.limits`. Empty if an older
-    version wrote the entry.
-    """
+    version wrote the entry."""
 
 
 class TurnEntry(msgspec.Struct, frozen=True, array_like=True, tag="turn"):

@@ -140,10 +140,9 @@ def _activations(config: RunConfig, policy: str, model: PolicyModel) -> int:
 
 
 def longest_rows(config: RunConfig, policy: str, model: PolicyModel) -> list[TrainingSample]:
-    """Make the rows of the largest micro batch of a policy: random tokens, each row `engine.max_context` long. The end
-    of each row is trained: as many tokens as an episode can sample.
+    """Make the rows of the largest micro batch of a policy: random tokens, each row `engine.max_context` long.
 
-    As many tokens as an episode can sample are trained, at the end of each row.
+    The end of each row is trained: as many tokens as an episode can sample.
     """
     context = config.engine.max_context
     count = min(max(1, config.trainer.micro_batch_tokens // context), config.trained[policy].step_size)

@@ -88,8 +88,7 @@ class RoutingReplay:
 
     def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         """Return the two contexts for `torch.utils.checkpoint`: a null context for the forward pass, and one that
-        forces the same experts for recomputation.
-        """
+        forces the same experts for recomputation."""
         return nullcontext(), nullcontext() if self._experts is None else self.forced(self._experts)
 
 

@@ -40,8 +40,7 @@ from agentrl.rollout.context import MAX_CHILD_DEPTH
 PREFIX: Mapping[Purpose, str] = {"train": "e", "evaluate": "v", "replay": "p", "fork": "f"}
 LATER: Mapping[Purpose, int] = {"train": 0, "fork": 1, "replay": 1, "evaluate": 2}
 """Steps added to the deadline of other purposes, relative to the running training episodes: they never delay those, and
-training episodes admitted much later do not delay them.
-"""
+training episodes admitted much later do not delay them."""
 OnEnd = Callable[[EpisodeHeader], None]
 
 

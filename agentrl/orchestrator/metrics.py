@@ -390,8 +390,7 @@ def selection_bias_from_journal(
 
 def mean_named_rewards(trajectories: Sequence[TrajectoryHeader]) -> dict[str, float]:
     """Return the mean of each named reward before weights, over the trajectories that have named rewards; a missing
-    name counts as 0.
-    """
+    name counts as 0."""
     given = [dict(trajectory.named_rewards) for trajectory in trajectories if trajectory.named_rewards]
     names = sorted({name for own in given for name in own})
     return {name: math.fsum(own.get(name, 0.0) for own in given) / len(given) for name in names}

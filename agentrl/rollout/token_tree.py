@@ -207,10 +207,9 @@ class TokenTree:
         return replace(placement, row=row, before=0)
 
     def withdraw(self, placement: RowPlacement, *, forget: bool = False) -> None:
-        """Remove the context of a request for which nothing was sampled. With `forget`, the number of a row that the
-        request began is free for the next row: nothing has used it.
+        """Remove the context of a request for which nothing was sampled.
 
-        With `forget` nothing has used the number of a row it began, which the next row gets.
+        With `forget`, the number of a row that the request began is free for the next row: nothing has used it.
         """
         row = placement.row
         del row.tokens[placement.before :]

@@ -545,11 +545,10 @@ class Plan(Section):
         )
 
     def config(self, steps: int) -> RunConfig:
-        """Return the plan as a configuration of the production loop. Raises:     ConfigError: the production loop
-        refuses it.
+        """Return the plan as a configuration of the production loop.
 
         Raises:
-            ConfigError: what production refuses.
+            ConfigError: the production loop refuses the plan.
         """
         policies: dict[str, dict[str, object]] = {
             name: policy.model_dump(include={"step_size", "max_staleness", "max_lag"})

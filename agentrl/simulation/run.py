@@ -584,8 +584,9 @@ def _held(recorder: Recorder, begin: float, end: float) -> dict[str, float]:
 
 
 def _steps_per_second(plan: Plan, recorder: Recorder, units: int) -> float:
-    """Return an upper bound on the first policy's steps per second for any schedule that never ends. `units` is the
-    number of units of that policy that were begun.
+    """Return an upper bound on the first policy's steps per second for any schedule that never ends.
+
+    `units` is the number of units of that policy that were begun.
     """
     size = next(iter(plan.trained.values())).step_size
     work = sum(recorder.asked.values()) * recorder.grain / units * size
@@ -594,8 +595,7 @@ def _steps_per_second(plan: Plan, recorder: Recorder, units: int) -> float:
 
 def _least_seconds(plan: Plan, recorder: Recorder, own: Sequence[Step]) -> float:
     """Return a lower bound on the seconds of any schedule of the work that was begun: the largest of all work through
-    all slots and one step, all steps, and the longest parent and child and one step.
-    """
+    all slots and one step, all steps, and the longest parent and child and one step."""
     longest: dict[str, int] = {}
     for name, blocks in recorder.asked.items():
         parent = name.partition("~")[0]

@@ -530,8 +530,7 @@ class MemoryJournal:
         self, consumed_through: Mapping[str, PolicyVersion], among: Collection[str] | None = None
     ) -> dict[tuple[str, int, str], str | None]:
         """Map each resolved unit, of all or some episodes, to None if it was consumed along the surviving lineage, else
-        to its drop reason.
-        """
+        to its drop reason."""
         rows = [r for r in self.on_disk() if isinstance(r, StepRow)]
         parents: dict[PolicyVersion, PolicyVersion] = {
             r.weights.version: r.parent for r in self.on_disk() if isinstance(r, Publication) and r.parent is not None

@@ -23,8 +23,9 @@ if TYPE_CHECKING:
     from agentrl.engines.weights import AdapterWeights
 
 _MANY = 4
-"""Number of adapters in a pass above which rows are grouped by adapter. With fewer, it is cheaper to compute the
-columns of all adapters for every row and to mask those of the others.
+"""Number of adapters in a pass above which rows are grouped by adapter.
+
+With fewer, it is cheaper to compute the columns of all adapters for every row and to mask those of the others.
 """
 _NOTHING = np.empty(0, np.int64)
 

@@ -139,8 +139,10 @@ def _adapters(places: int, max_rank: int) -> dict[str, Any]:
 
 
 def _memory(shapes: PreTrainedModel, settings: VllmSettings, *, kv_memory: int) -> dict[str, Any]:
-    """Return vLLM's memory arguments. They are needed on CPU: by default vLLM takes most of the machine's memory, and
-    its compiler gains nothing on small models.
+    """Return vLLM's memory arguments.
+
+    They are needed on CPU: by default vLLM takes most of the machine's memory, and its compiler gains nothing on small
+    models.
     """
     slots, max_context = settings.slots, settings.max_context
     blocks = -(-max_context // _BLOCK)

@@ -129,8 +129,7 @@ class VllmVersions(VersionTable[VllmVersion]):
         self._inbox = inbox
         self._labels = {label: version for version in versions.values() for label in (_FIRST_LABEL, str(version))}
         """Versions by the labels under which vLLM reports them. Used with full weights, where there is one policy;
-        adapters need no report.
-        """
+        adapters need no report."""
         self._switch = switch
         self._recall = recall
         self._fallback: VllmVersion | None = None
@@ -163,8 +162,7 @@ class VllmVersions(VersionTable[VllmVersion]):
         self, serving: VllmVersion, output: RequestOutput, *, start: int, stop: int
     ) -> list[tuple[int, PolicyVersion]]:
         """Return the versions that sampled tokens `[start, stop)` of a call, as (end, version). With full weights, vLLM
-        reports them.
-        """
+        reports them."""
         told = output.outputs[0].weight_versions
         if self.places or not told:
             return [(stop, serving.version)]

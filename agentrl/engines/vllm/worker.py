@@ -2,8 +2,8 @@
 
 It loads files, and hands what comes over `ipc` or `nccl` to vLLM's own backends of these names, so that one vLLM takes
 both: an engine that was restarted has nothing but the file. Imported by name in each worker (`worker_extension_cls`),
-which registers the backend. Reads safetensors only, and unpickles nothing. Invariant: a version is loaded whole, or it
-is an error; what it holds was checked before anything stood still.
+which registers the backend. Reads safetensors only, and unpickles nothing.
+Invariant: a version is loaded whole, or it is an error; what it holds was checked before anything stood still.
 """
 
 from __future__ import annotations
