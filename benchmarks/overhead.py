@@ -22,6 +22,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import agentrl
 from agentrl.app.assemble import Parts, assemble
@@ -165,9 +166,9 @@ async def hold(directory: Path, episodes: int) -> tuple[float, int]:
     return grown / episodes, opened
 
 
-def resident_kb() -> float:
-    """Resident set of this process, in kB."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
+def resident_kb(process: int | Literal["self"] = "self") -> float:
+    """Resident set of a process, in kB."""
+    pages = int(Path(f"/proc/{process}/statm").read_text().split()[1])
     return pages * resource.getpagesize() / 1000
 
 

@@ -11,9 +11,9 @@ import asyncio
 import contextlib
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from agentrl.app.assemble import Parts, assemble
 from agentrl.app.parts import make_workers
@@ -30,16 +30,26 @@ from agentrl.simulation.recording_trainer import RecordingTrainer
 from benchmarks.overhead import MODEL, TASKS, TURNS, Arithmetic, Silent, run_config
 from benchmarks.processes import ProcessTree
 
+if TYPE_CHECKING:
+    from agentrl.config.run import RunConfig
+    from agentrl.core.ports import Observer
+    from agentrl.orchestrator.loop import Orchestrator
+
 WARM = 4
 """Steps before anything is measured."""
 START = {"policy": PolicyVersion("policy", 0, 0)}
 
 
-def tool_caller(versions: Mapping[str, PolicyVersion]) -> ScriptedEngine:
-    """Calls the tool in every turn, at once."""
+def tool_call() -> list[int]:
+    """Tokens of a turn that calls the tool."""
     chat_format = TemplateFormat.load(MODEL)
     text = '<tool_call>{"name":"calculate","arguments":{"a":12,"op":"+","b":7}}</tool_call>'
-    call = [*chat_format.encode(text), chat_format.stop_token_ids[0]]
+    return [*chat_format.encode(text), chat_format.stop_token_ids[0]]
+
+
+def tool_caller(versions: Mapping[str, PolicyVersion]) -> ScriptedEngine:
+    """Calls the tool in every turn, at once."""
+    call = tool_call()
     return ScriptedEngine(lambda *_: call, versions=versions)
 
 
@@ -99,20 +109,21 @@ class FromStep(Silent):
             self.readings.append(Spent(self._tree.cpu_seconds(), time.process_time()))
 
 
-async def train_once(directory: Path, workers: int, steps: int, listening: Listening | None = None) -> Spent:
-    """A whole run."""
-    config = run_config(steps, in_flight=256).model_copy(update={"workers": workers})
-    observer = FromStep(ProcessTree(), steps)
+@contextlib.asynccontextmanager
+async def wired(
+    directory: Path, config: RunConfig, program: EngineProgram, observer: Observer, placement: LocalPlacement | None = None
+) -> AsyncIterator[Orchestrator]:
+    """The loop of a run in `directory`, ready to start; its worker processes are there, and placed by `placement`."""
     async with contextlib.AsyncExitStack() as stack:
         journal = SqliteJournal(directory)
         stack.push_async_callback(journal.close)
-        engine = await ProcessEngine(EngineProgram("benchmarks.scheduling_workers:tool_caller", {}), START).ready()
+        engine = await ProcessEngine(program, START).ready()
         stack.push_async_callback(engine.close)
         log = directory / "workers.log"
         pool = make_workers(config, Arithmetic, engine, directory, lambda line: None, log, SystemClock())
         if pool is not None:
             stack.push_async_callback(pool.close)
-            pool.placements = pool.placements if listening is None else [listening] * len(pool.placements)
+            pool.placements = pool.placements if placement is None else [placement] * len(pool.placements)
         trainer = RecordingTrainer(["policy"])
         served = ServedVersions(engine)
         await served.make_current(await trainer.publish("policy", START["policy"]))
@@ -126,7 +137,16 @@ async def train_once(directory: Path, workers: int, steps: int, listening: Liste
             tasks=TASKS,
             workers=pool,
         )
-        await assemble(config, Arithmetic, parts).run()
+        yield assemble(config, Arithmetic, parts)
+
+
+async def train_once(directory: Path, workers: int, steps: int, listening: Listening | None = None) -> Spent:
+    """A whole run."""
+    config = run_config(steps, in_flight=256).model_copy(update={"workers": workers})
+    observer = FromStep(ProcessTree(), steps)
+    program = EngineProgram("benchmarks.scheduling_workers:tool_caller", {})
+    async with wired(directory, config, program, observer, listening) as orchestrator:
+        await orchestrator.run()
     turns = (steps - WARM) * 64 * TURNS
     before, after = observer.readings
     return Spent(*((late - early) / turns for early, late in zip(before, after, strict=True)))
