@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from agentrl.engines.child_process import EngineProgram
 from agentrl.engines.scripted import ScriptedEngine
 from benchmarks.overhead import Silent, resident_kb, run_config
-from benchmarks.scheduling_workers import Listening, event_bytes, tool_call, train_once, wired
+from benchmarks.scheduling_workers import tool_call, wired
 
 if TYPE_CHECKING:
     from agentrl.core.ports import Delta, GenerateRequest
@@ -78,7 +78,7 @@ class Reading(NamedTuple):
 
 
 class FromSteadyState(Silent):
-    """Reads the clock of the run's process every `WINDOW` steps, once as many episodes were trained as are in flight."""
+    """Reads the run's clock every `WINDOW` steps, once as many episodes were trained as are in flight."""
 
     def __init__(self, episodes: int) -> None:
         self._first = episodes // STEP + 1
@@ -132,20 +132,17 @@ async def hold(directory: Path, episodes: int) -> Cost:
 
 
 def figures(quick: bool) -> dict[str, float | None]:
-    """CPU of the run's process per episode by episodes in flight, its growth, memory, bytes of an episode's events."""
+    """CPU of the run's process per episode by episodes in flight, its growth, and memory."""
     found: dict[str, float | None] = {}
     with tempfile.TemporaryDirectory() as scratch:
         costs = {
             episodes: asyncio.run(hold(Path(scratch) / str(episodes), episodes))
             for episodes in (SIZES[:1] if quick else SIZES)
         }
-        listening = Listening(Path(scratch) / "log")
-        asyncio.run(train_once(Path(scratch) / "bytes", 2, 5, listening))
     first, last = costs[SIZES[0]], costs.get(SIZES[-1])
     for episodes, cost in costs.items():
         found[f"orchestrator_cpu_ms_per_episode_{episodes // 1000}k"] = cost.cpu_ms
     if last is not None:
         found["orchestrator_cpu_growth"] = last.cpu_ms / first.cpu_ms
         found["kb_per_episode_100k"] = (last.memory_kb - first.memory_kb) / (SIZES[-1] - SIZES[0])
-    found["largest_event_bytes"] = float(event_bytes(listening)[1])
     return found

@@ -111,7 +111,11 @@ class FromStep(Silent):
 
 @contextlib.asynccontextmanager
 async def wired(
-    directory: Path, config: RunConfig, program: EngineProgram, observer: Observer, placement: LocalPlacement | None = None
+    directory: Path,
+    config: RunConfig,
+    program: EngineProgram,
+    observer: Observer,
+    placement: LocalPlacement | None = None,
 ) -> AsyncIterator[Orchestrator]:
     """The loop of a run in `directory`, ready to start; its worker processes are there, and placed by `placement`."""
     async with contextlib.AsyncExitStack() as stack:
