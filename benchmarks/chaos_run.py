@@ -4,8 +4,9 @@ A whole run as `agentrl.train` makes it. `scripted`: the scripted engine and a t
 of its own, playing a game with child episodes and two policies. `real`: the calculator, the tiny model, the embedded
 engine in a process of its own, Ray. Small real runs that start fast and take many steps: `one` has one policy,
 `workers` two worker processes, `two` two policies and child episodes, `ray` all of its processes under Ray, `cluster`
-three workers, two engines and two ranks on the nodes of a cluster. What is acknowledged is appended to
-`acknowledged.jsonl` beside the run, after the acknowledgement, for an oracle that trusts nothing else.
+three workers, two engines and two ranks on the nodes of a cluster, `selected` dynamic sampling, selected tasks and a
+reference. What is acknowledged is appended to `acknowledged.jsonl` beside the run, after the acknowledgement, for an
+oracle that trusts nothing else.
 """
 
 from __future__ import annotations
@@ -239,6 +240,10 @@ REAL: Mapping[str, list[str]] = {
     "cluster": [
         *(*SMALL, "max_in_flight=24", "workers=3", "trainer.kind=ray", "trainer.workers=2"),
         *("engine.replicas=2", "cluster.address=auto"),
+    ],
+    "selected": [
+        *(*SMALL, *TWO_WORKERS, "credit.dynamic_sampling=true", "environment.selection={ retire_after = 1 }"),
+        *("policies.solver.reference=agentrl.environments:calculator/model", "trainer.loss.kl=0.01"),
     ],
     "outside": [
         *(*SMALL, *TWO_WORKERS, "environment.id=benchmarks.outside_kills:Asking", "engine.max_context=256"),

@@ -15,17 +15,18 @@ from agentrl.core import ids
 from agentrl.core.clock import Clock
 from agentrl.core.files import LOCAL, Disk
 from agentrl.core.ports import ChatFormat, Engine, Observer, Trainer
-from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion, Task
+from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion
 from agentrl.credit.advantages import ADVANTAGES, Estimator, ReleaseRule, StepAdvantages
 from agentrl.credit.baselines import Mean, Role, RoleMeans
 from agentrl.environment.base import Environment, TaskSource
+from agentrl.environment.mixture import roots_of
 from agentrl.environment.registry import name_of
 from agentrl.gateway.server import Gateway
 from agentrl.journal.port import JournalStore
 from agentrl.orchestrator.buffer import EpisodeBuffer, FirstFinishers, ReleasePolicy, WholeGroups
 from agentrl.orchestrator.checkpoints import KEPT_CHECKPOINTS, CheckpointWriter, JournalRetention, VersionRetention
 from agentrl.orchestrator.dispatch import Dispatcher, Signal
-from agentrl.orchestrator.evaluation import Evaluator
+from agentrl.orchestrator.evaluation import Evaluator, HeldOut
 from agentrl.orchestrator.loop import Orchestrator, TrainingPlan
 from agentrl.orchestrator.metrics import selection_bias_by_policy
 from agentrl.orchestrator.scheduler import BoundedStaleness, Demand, Phase, Phases, Scheduler, SynchronousBatchScheduler
@@ -58,7 +59,7 @@ class Parts:
     observer: Observer
     clock: Clock
     tasks: TaskSource
-    held_out: Sequence[Task] = ()
+    held_out: Sequence[HeldOut] = ()
     checkpoints: CheckpointWriter | None = None
     versions: Mapping[str, PolicyVersion] = field(default_factory=dict)
     """Starting version of each policy; (0, 0) where absent."""
@@ -125,7 +126,7 @@ def assemble(config: RunConfig, environment: type[Environment], parts: Parts) ->
         clock=parts.clock,
         observer=parts.observer,
         evaluator=Evaluator(
-            tasks=[task for task in parts.held_out for _ in range(config.evaluation.attempts)],
+            held_out=parts.held_out,
             attempts=config.evaluation.attempts,
             dispatcher=dispatcher,
             versions=parts.served,
@@ -260,6 +261,7 @@ def _best_checkpoint_tracker(config: RunConfig, measured: RunningBest) -> BestCh
     return BestCheckpointTracker(
         metric=best.name,
         policy=best.policy or next(iter(config.trained), ""),
+        over=_held_out_of(config) if best.name.startswith("evaluation/") else "",
         smallest=best.metric.startswith("-"),
         window=best.window,
         stop_at=best.stop_at,
@@ -267,6 +269,14 @@ def _best_checkpoint_tracker(config: RunConfig, measured: RunningBest) -> BestCh
         checkpoints=KEPT_CHECKPOINTS,
         measured=measured,
     )
+
+
+def _held_out_of(config: RunConfig) -> str:
+    """The tasks of an evaluation in words."""
+    splits = ", ".join(
+        f"{'@'.join(filter(None, (name, split)))} {count}" for name, split, count in config.evaluation.splits
+    )
+    return f"{splits} x {config.evaluation.attempts}"
 
 
 def _kept_versions(config: RunConfig) -> int:
@@ -360,7 +370,7 @@ def attach_worker(  # noqa: PLR0913 - its parts
     )
     dispatcher.worker = AsyncioWorker(
         runner,
-        environments={name_of(environment): environment},
+        environments={name_of(root): root for root in roots_of(environment)},
         on_failure=on_failure,
         admitted=store.flush,
     )

@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from agentrl.app.assemble import attach_worker, make_dispatcher
 from agentrl.app.hub import with_local_model
 from agentrl.app.memory import sized
-from agentrl.app.parts import held_out, load_config, make_chat_format, make_engine
+from agentrl.app.parts import environment_of, held_out, load_config, make_chat_format, make_engine
 from agentrl.app.policies import given_weights, load_weights, weights_in
 from agentrl.app.recovery import ResumeState
 from agentrl.config.policies import ExternalPolicyConfig, FrozenPolicy, RemotePolicy
@@ -32,14 +32,13 @@ from agentrl.core.text import plural
 from agentrl.credit.advantages import ADVANTAGES
 from agentrl.engines.remote import RemoteEndpoint
 from agentrl.environment.base import Environment
-from agentrl.environment.registry import resolve
 from agentrl.inspection.conversation import TurnAct, conversation
 from agentrl.inspection.reader import RunReader
 from agentrl.journal.process import leading, record_state
 from agentrl.observe.run_state import MetricsFile
 from agentrl.orchestrator.buffer import EpisodeBuffer, WholeGroups
 from agentrl.orchestrator.dispatch import Signal
-from agentrl.orchestrator.evaluation import evaluation_metrics, interval, together
+from agentrl.orchestrator.evaluation import HeldOut, evaluation_metrics, interval, repeated
 from agentrl.orchestrator.versions import ServedVersions
 
 if TYPE_CHECKING:
@@ -153,17 +152,18 @@ def evaluate(
         CheckFailedError: an episode was dropped.
     """
     config, given = prepared(load_config(config), policy)
-    chosen = resolve(environment if environment is not None else config.environment.id)
-    chosen_tasks = list(tasks) if tasks is not None else held_out(config, chosen)[0]
-    if not chosen_tasks:
+    chosen = environment_of(config, environment)
+    splits = [HeldOut("held_out", tasks)] if tasks is not None else held_out(config, chosen)[0]
+    if not any(split.tasks for split in splits):
         raise InputError("there are no tasks to evaluate on: evaluation.tasks is 0")
     with tempfile.TemporaryDirectory(prefix="agentrl-evaluate-") as scratch:
         kept = Path(journal) if journal is not None else Path(scratch)
         if (kept / "journal").exists():
             raise RunDirectoryError(f"{kept} holds a journal already; give evaluate a new directory")
         attempts = config.evaluation.attempts
-        repeated = [task for task in chosen_tasks for _ in range(attempts)]
-        headers = asyncio.run(played(config, chosen, given, kept, lambda dispatcher: dispatcher.evaluate(repeated, {})))
+        played_tasks = repeated(splits, attempts)
+        evaluated = played(config, chosen, given, kept, lambda dispatcher: dispatcher.evaluate(played_tasks, {}))
+        headers = asyncio.run(evaluated)
         episodes = _episodes(config, kept)
     dropped = [header for header in headers if not header.committed]
     if dropped:
@@ -175,8 +175,8 @@ def evaluate(
     if journal is not None:
         with contextlib.closing(MetricsFile(kept / "metrics.jsonl")) as file:
             for name in config.policies:
-                file.record(name, 0, evaluation_metrics(headers, name, attempts))
-    return Evaluation(together(headers, attempts), episodes)
+                file.record(name, 0, evaluation_metrics(headers, name, attempts, splits))
+    return Evaluation(evaluation_metrics(headers, None, attempts, splits), episodes)
 
 
 def find_endpoint(address: str, api_key_env: str) -> RemotePolicy:

@@ -32,8 +32,20 @@ from agentrl.engines.client import ProcessEngine, SharedEngine
 from agentrl.engines.external import NoEngine, RoutedEngine
 from agentrl.engines.fleet import ReplicatedEngine
 from agentrl.engines.transfer import Recipient, SendsWeights
-from agentrl.environment.base import Environment, Split, TaskSource, children_of, described
-from agentrl.environment.registry import load_function, module_of, name_of
+from agentrl.environment.base import Environment, Split, TaskSource, described
+from agentrl.environment.mixture import (
+    MemberTasks,
+    MixedTasks,
+    Mixture,
+    check_split,
+    classes_of,
+    renamed,
+    roots_of,
+    trained_in,
+    with_others,
+)
+from agentrl.environment.registry import load_function, module_of, name_of, resolve
+from agentrl.orchestrator.evaluation import HeldOut
 from agentrl.rollout.byte_formats import JsonFormat
 
 if TYPE_CHECKING:
@@ -346,8 +358,7 @@ def code_of(environment: type[Environment]) -> dict[str, str]:
     Raises:
         EnvironmentDefinitionError: a class was defined in a shell or a notebook.
     """
-    known = [environment, *children_of(environment)]
-    return {name_of(each): f"{module_of(each)}:{each.__qualname__}" for each in known}
+    return {name_of(each): f"{module_of(each)}:{each.__qualname__}" for each in classes_of(environment)}
 
 
 def _sources_of(environment: type[Environment]) -> dict[str, str]:
@@ -443,17 +454,44 @@ class Adapters:
     """Called with the loop of each start before it runs; tests use it to disturb the loop."""
 
 
+def environment_of(config: RunConfig, given: type | Mapping[Any, float] | None = None) -> type[Environment]:
+    """The environment of a run: the configured one, or what is given in its place, and those evaluated beside it.
+
+    Raises:
+        EnvironmentDefinitionError: there is none of that name, or a mixture is none.
+    """
+    chosen = resolve(config.environment.id if given is None else given)
+    return with_others(chosen, (resolve(name) for name, _, _ in config.evaluation.splits if name))
+
+
 def task_source(
     config: RunConfig, environment: type[Environment], split: Split, tasks: TaskSource | None = None
 ) -> TaskSource:
-    """The environment's tasks of a split, with the configured options; `tasks`, if given.
+    """The environment's tasks of a split, with the configured options; of a mixture, those of all members that are
+    trained; `tasks`, if given.
 
     Raises:
         InputError: the environment has no tasks of its own, or reading them failed.
         ConfigError: its `tasks` does not accept the options.
     """
+    if issubclass(environment, Mixture):
+        if tasks is not None:
+            raise InputError("a mixture has the tasks of its members: leave tasks= and held_out= out")
+        sources = {root.__name__: _source(config, environment, root, split) for root in trained_in(environment)}
+        return MixedTasks([MemberTasks.of(*each) for each in sources.items()], environment.rates)
+    return _source(config, environment, environment, split, tasks)
+
+
+def _source(
+    config: RunConfig,
+    whole: type[Environment],
+    environment: type[Environment],
+    split: Split,
+    tasks: TaskSource | None = None,
+) -> TaskSource:
+    """The tasks of one environment of a run."""
     if tasks is None:
-        tasks = _own_tasks(config, environment, split)
+        tasks = _own_tasks(environment, split, config.seed, _options(config, whole, environment))
     try:
         count = len(tasks)
         first = tasks[0] if count else None
@@ -466,14 +504,29 @@ def task_source(
     return tasks
 
 
-def _own_tasks(config: RunConfig, environment: type[Environment], split: Split) -> TaskSource:
+def _options(config: RunConfig, whole: type[Environment], environment: type[Environment]) -> Mapping[str, Any]:
+    """The options of one environment of a run: the table of its name, or all where one alone is trained."""
+    options, trained = config.environment.options, trained_in(whole)
+    if len(trained) == 1:
+        return options if environment is trained[0] else {}
+    names = [root.__name__ for root in roots_of(whole)]
+    for key, own in options.items():
+        if key not in names or not isinstance(own, Mapping):
+            raise ConfigError(
+                f"environment.options.{key}: in a mixture, options are a table for each class name ({', '.join(names)})"
+            )
+    return options.get(environment.__name__, {})
+
+
+def _own_tasks(environment: type[Environment], split: Split, seed: int, options: Mapping[str, Any]) -> TaskSource:
+    check_split(environment, split)
     try:
-        inspect.signature(environment.tasks).bind(split, seed=config.seed, **config.environment.options)
+        inspect.signature(environment.tasks).bind(split, seed=seed, **options)
     except TypeError as error:
-        options = ", ".join(sorted(config.environment.options)) or "none"
-        raise ConfigError(f"environment.options ({options}) do not fit {environment.__name__}.tasks: {error}") from None
+        given = ", ".join(sorted(options)) or "none"
+        raise ConfigError(f"environment.options ({given}) do not fit {environment.__name__}.tasks: {error}") from None
     try:
-        return environment.tasks(split, seed=config.seed, **config.environment.options)
+        return environment.tasks(split, seed=seed, **options)
     except NotImplementedError as error:
         raise InputError(str(error)) from None
     except Exception as error:
@@ -482,15 +535,22 @@ def _own_tasks(config: RunConfig, environment: type[Environment], split: Split) 
 
 def held_out(
     config: RunConfig, environment: type[Environment], tasks: TaskSource | None = None
-) -> tuple[list[Task], int]:
-    """The held-out tasks to evaluate on, in their order, and how many there are to choose from.
+) -> tuple[list[HeldOut], int]:
+    """The splits to evaluate on with their tasks, and how many tasks there are to choose from.
 
-    Where there are more than `evaluation.tasks`, so many are drawn with the run's seed: the first of a list would be a
-    biased sample wherever the list is ordered.
+    Where a split has more than `evaluation.tasks`, so many are drawn with the run's seed: the first of a list would be
+    a biased sample wherever the list is ordered.
     """
-    if config.evaluation.tasks == 0:
-        return [], 0
-    source = task_source(config, environment, "held_out", tasks)
-    count = min(config.evaluation.tasks, len(source))
-    drawn = random.Random(f"held-out tasks {config.seed}").sample(range(len(source)), count)
-    return [source[index] for index in sorted(drawn)], len(source)
+    splits, available = config.evaluation.splits, 0
+    found: list[HeldOut] = []
+    for name, split, wanted in splits:
+        for root in (resolve(name),) if name else trained_in(environment):
+            source = _source(config, environment, root, split, tasks)
+            available += len(source)
+            rng = random.Random(f"held-out tasks {config.seed}")
+            drawn = sorted(rng.sample(range(len(source)), min(wanted, len(source))))
+            names = [root.__name__] if issubclass(environment, Mixture) else []
+            prefix = [*names, split] if len(splits) > 1 else names
+            chosen = [renamed(source[index], *prefix) if prefix else source[index] for index in drawn]
+            found.append(HeldOut("@".join((*names, split)), chosen))
+    return found, available

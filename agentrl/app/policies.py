@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import itertools
 import json
 import os
 from collections import Counter
@@ -28,6 +29,7 @@ from agentrl.core.ports import ChatFormat, EngineCapabilities, SamplingParams
 from agentrl.core.records import PolicyVersion, WeightsRef
 from agentrl.core.text import plural
 from agentrl.environment.base import Environment, EpisodeLimits, children_of
+from agentrl.environment.mixture import roots_of, seat_prefix, trained_in
 from agentrl.orchestrator.scheduler import Demand
 from agentrl.orchestrator.versions import ServedVersions, record_durably
 from agentrl.rollout.byte_formats import JsonFormat
@@ -80,19 +82,23 @@ def demands_of(config: RunConfig, environment: type[Environment]) -> Sequence[De
     Raises:
         ConfigError: a group could never be admitted, or a policy never act; the message has the change that helps.
     """
-    cast = list(castings(environment))
-    seats = [seat for casting in cast for seat in casting.seats]
+    cast = {root: list(castings(root, seat_prefix(environment, root))) for root in roots_of(environment)}
+    seats = [seat for casting in itertools.chain.from_iterable(cast.values()) for seat in casting.seats]
     _check_names(config, environment, seats)
-    size, policy_of, trained = config.credit.group_size, config.policy_of, config.trained
-    demands = []
-    held: set[str] = set()
-    for group in range(config.line_ups):
-        units: Counter[str] = Counter()
-        for casting in cast:
-            holders = {policy_of(seat, group) for seat in casting.seats}
-            held |= holders
-            units.update({name: casting.times * size for name in holders if name in trained})
-        demands.append(Demand(episodes=size, units=dict(units)))
+    size, trained = config.credit.group_size, config.trained
+    held = {config.policy_of(seat, group) for seat in seats for group in range(config.line_ups)}
+    by_root = {
+        root: [_demand(config, cast[root], group) for group in range(config.line_ups)]
+        for root in trained_in(environment)
+    }
+    first, demands = next(iter(by_root.items()))
+    for root, own in by_root.items():
+        if own != demands:
+            raise ConfigError(
+                f"a mixture whose groups bring other numbers of units: {first.__name__} "
+                f"{demands[0].units}, {root.__name__} {own[0].units}. Bind their seats to the same policies; "
+                "environments that start children cannot be mixed with others that start fewer"
+            )
     _check_held(config, environment, held, seats)
     for name, policy in trained.items():
         _check_fill(size, name, policy, [demand.units.get(name, 0) for demand in demands])
@@ -102,6 +108,15 @@ def demands_of(config: RunConfig, environment: type[Environment]) -> Sequence[De
             "start: raise max_in_flight, or lower credit.group_size"
         )
     return demands
+
+
+def _demand(config: RunConfig, cast: Sequence[Casting], group: int) -> Demand:
+    """The units of each policy in a group of one environment."""
+    units: Counter[str] = Counter()
+    for casting in cast:
+        holders = {config.policy_of(seat, group) for seat in casting.seats}
+        units.update({name: casting.times * config.credit.group_size for name in holders if name in config.trained})
+    return Demand(episodes=config.credit.group_size, units=dict(units))
 
 
 def split_groups(config: RunConfig, demands: Sequence[Demand]) -> Iterator[str]:
@@ -234,12 +249,17 @@ def check_references(config: RunConfig) -> None:
 
     Raises:
         ConfigError: the two tokenizers differ; the message has the first token that they number differently.
-        InputError: there is no such directory, or its tokenizer cannot be read.
+        InputError: there is no such directory, it has no weights, or its tokenizer cannot be read.
     """
     for name, policy in config.trained.items():
         file = Path(policy.reference) / "tokenizer.json"
         if policy.reference and not Path(policy.reference).is_dir():
             raise InputError(f"policies.{name}.reference: there is no directory {policy.reference}")
+        if policy.reference and not any(Path(policy.reference).glob("*.safetensors")):
+            raise InputError(
+                f"policies.{name}.reference: {policy.reference} has no weights (no *.safetensors); give the directory "
+                "of a model, or of an adapter such as another run's policies/NAME"
+            )
         if not policy.reference or not file.is_file():
             continue  # the weights of a run, which have the tokenizer of their base
         theirs, own = _numbered_tokens(file), _numbered_tokens(Path(config.base_of(name)) / "tokenizer.json")

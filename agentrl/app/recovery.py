@@ -35,7 +35,8 @@ from agentrl.core.text import plural
 from agentrl.credit.advantages import ADVANTAGES as OVER_REWARDS
 from agentrl.credit.advantages import Estimator, make_estimator
 from agentrl.credit.baselines import Mean, RewardHistory, Role
-from agentrl.environment.base import Environment, children_of
+from agentrl.environment.base import Environment
+from agentrl.environment.mixture import classes_of
 from agentrl.environment.registry import load_function, name_of
 from agentrl.journal.entries import Begin, code_digest, decode_entries
 from agentrl.journal.port import JournalStore, RunLog
@@ -431,7 +432,8 @@ def describe_start(
     if count := sum(map(len, stale.values())):
         where = shlex.quote(f"(status = ready or status = trained) and committed_at < {start.began_at:.0f}")
         run = shlex.quote(str(store.directory.parent))
-        given = f" --environment {shlex.quote(config.environment.id)}" if ".py" in config.environment.id else ""
+        chosen = config.environment.id
+        given = f" --environment {shlex.quote(chosen)}" if isinstance(chosen, str) and ".py" in chosen else ""
         told.append(
             f"{plural(count, 'committed episode')} will be trained with the rewards that the old code gave; to see "
             f"what the new code gives: `agentrl episode rescore {run} --where {where}{given}`"
@@ -476,7 +478,7 @@ class Code(NamedTuple):
     def of(config: RunConfig, environment: type[Environment], functions: UserFunctions) -> Code:
         """The code of the environment, its children, bots, and the user's loss and advantage."""
         environments = {}
-        for each in (environment, *children_of(environment)):
+        for each in classes_of(environment):
             environments[name_of(each)] = (_file_of(each), code_digest(each.source()))
         files = dict(environments.values())
         files |= {code.reference: code.digest for code in functions.codes}

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from agentrl.app.evaluation import Directory, played, prepared
+from agentrl.app.parts import environment_of
 from agentrl.core.errors import EnvironmentDefinitionError, RunDirectoryError
 from agentrl.core.records import EpisodeHeader, Task
 from agentrl.environment.base import Endpoint, Environment, EpisodeContext
 from agentrl.environment.harness import HarnessEnvironment
-from agentrl.environment.registry import resolve
 from agentrl.gateway.calls import RequestRefusedError
 from agentrl.gateway.server import HOST, Conversations, Gateway
 
@@ -163,7 +163,7 @@ async def serve(
     if (run / "journal").exists():
         raise RunDirectoryError(f"{run} holds a journal already; give serve a new directory")
     config, given = prepared(config, policy)
-    environment = resolve(config.environment.id)
+    environment = environment_of(config)
     agent = environment if issubclass(environment, HarnessEnvironment) else HarnessEnvironment
     models = (*environment.seats, *agent.aliases)
     server = _Server(models=models, idle_s=min(IDLE_S, IDLE_SHARE * config.episode_timeout_s), host=host, port=port)

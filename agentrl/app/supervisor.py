@@ -45,7 +45,7 @@ from agentrl.core.errors import (
 )
 from agentrl.core.files import closed_under_us
 from agentrl.core.ports import ChatFormat, Trainer
-from agentrl.core.records import EpisodeSpec, PolicyVersion, Task
+from agentrl.core.records import EpisodeSpec, PolicyVersion
 from agentrl.credit.advantages import Estimator
 from agentrl.environment.base import Environment, TaskSource, described
 from agentrl.environment.containment import end_if_forked, forks_ended
@@ -53,6 +53,7 @@ from agentrl.journal.process import ProcessRecord, record_state
 from agentrl.journal.run_log import SqliteRunLog
 from agentrl.observe.blocked import is_users, watch_loop
 from agentrl.orchestrator.checkpoints import CheckpointWriter
+from agentrl.orchestrator.evaluation import HeldOut
 from agentrl.orchestrator.loop import Orchestrator
 from agentrl.orchestrator.versions import ServedVersions
 
@@ -84,7 +85,7 @@ class RunSetup:
     config: RunConfig
     environment: type[Environment]
     tasks: TaskSource
-    held_out: Sequence[Task]
+    held_out: Sequence[HeldOut]
     chat_format: ChatFormat
     adapters: Adapters
     directory: RunDirectory

@@ -14,7 +14,16 @@ import msgspec
 
 from agentrl.app.hub import with_local_model
 from agentrl.app.memory import sized
-from agentrl.app.parts import Adapters, check_ray, code_of, device_plan, load_config, make_engine, task_source
+from agentrl.app.parts import (
+    Adapters,
+    check_ray,
+    code_of,
+    device_plan,
+    environment_of,
+    load_config,
+    make_engine,
+    task_source,
+)
 from agentrl.app.parts import held_out as held_out_source
 from agentrl.app.policies import base_models, check_references, check_same_bases, demands_of, own_formats, split_groups
 from agentrl.app.recovery import Code, functions_of
@@ -26,7 +35,6 @@ from agentrl.core.functions import describe
 from agentrl.core.ports import Observer
 from agentrl.core.records import Task
 from agentrl.environment.base import Environment, TaskSource
-from agentrl.environment.registry import resolve
 from agentrl.journal.process import record_state
 from agentrl.observe.run_directory import RunDirectory
 from agentrl.orchestrator.loop import Orchestrator
@@ -58,7 +66,7 @@ class Run:
 def train(  # noqa: PLR0913 - what a run is given, all but the first by name
     config: RunConfig | str | Path,
     *,
-    environment: type | None = None,
+    environment: type | Mapping[type, float] | None = None,
     tasks: TaskSource | None = None,
     held_out: Sequence[Task] | None = None,
     loss: Callable[..., Any] | None = None,
@@ -71,7 +79,7 @@ def train(  # noqa: PLR0913 - what a run is given, all but the first by name
 
     Args:
         config: a configuration, or the path of a TOML file.
-        environment: a class that replaces `config.environment.id`.
+        environment: a class, or a table of classes with their rates, that replaces `config.environment.id`.
         tasks: training tasks that replace the environment's own.
         held_out: evaluation tasks that replace the environment's `held_out` split.
         loss: a function marked with `agentrl.loss` that replaces `config.trainer.loss.name`.
@@ -88,7 +96,7 @@ def train(  # noqa: PLR0913 - what a run is given, all but the first by name
         loss=None if loss is None else describe(loss, "loss", key="loss").reference,
         advantage=None if advantage is None else describe(advantage, "advantage", key="advantage").reference,
     )
-    chosen = resolve(environment if environment is not None else config.environment.id)
+    chosen = environment_of(config, environment)
     demands_of(config, chosen)  # refuses what could never start, before anything is loaded
     before = RunDirectory.config(Path(config.directory) / config.name) if resume else {}
     config = sized(with_local_model(config, before), before)
@@ -116,7 +124,7 @@ async def run_training(
     own_formats(config)  # refuses tokenizers that cannot be used, before weights are loaded
     check_references(config)
     source = await asyncio.to_thread(task_source, config, environment, "train", tasks)
-    held_out_tasks, available = await asyncio.to_thread(held_out_source, config, environment, held_out)
+    held_out_splits, available = await asyncio.to_thread(held_out_source, config, environment, held_out)
     path = Path(config.directory) / config.name
     directory = RunDirectory.reopen(path) if resume else RunDirectory.create(path, config.model_dump_json(indent=1))
     code: dict[str, str] = {}
@@ -141,15 +149,14 @@ async def run_training(
             observer.say(f"the chat template rewrites former turns ({', '.join(chat_format.rewrites)}): history {what}")
         if config.engine.kind == "vllm" and adapters.engine is make_engine and (taken := device_plan(config).taken()):
             raise ConfigError("\n  ".join(taken))
-        if len(held_out_tasks) < available:
-            observer.say(
-                f"evaluating on {len(held_out_tasks):,} of {available:,} held-out tasks, drawn with seed {config.seed}"
-            )
+        evaluated = sum(len(split.tasks) for split in held_out_splits)
+        if evaluated < available:
+            observer.say(f"evaluating on {evaluated:,} of {available:,} held-out tasks, drawn with seed {config.seed}")
         setup = RunSetup(
             config=config,
             environment=environment,
             tasks=source,
-            held_out=held_out_tasks,
+            held_out=held_out_splits,
             chat_format=chat_format,
             adapters=adapters,
             directory=directory,
@@ -161,7 +168,7 @@ async def run_training(
         )
         orchestrator = await supervise(setup)
         seconds = clock.monotonic() - started
-        summary = _summary(config, observer.state, orchestrator, len(held_out_tasks), seconds)
+        summary = _summary(config, observer.state, orchestrator, evaluated, seconds)
         return _concluded(directory, store, observer, orchestrator, summary)
 
 

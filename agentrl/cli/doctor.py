@@ -296,14 +296,13 @@ def plan(config: RunConfig | None = None) -> list[Check]:
 
 def _nodes(config: RunConfig) -> list[Check]:
     """Check each node of the cluster, and list what is placed there or missing."""
-    from agentrl.app.parts import check_ray, code_of
-    from agentrl.environment.registry import resolve
+    from agentrl.app.parts import check_ray, code_of, environment_of
 
     try:
         check_ray()
         from agentrl.cluster.nodes import check_nodes
 
-        _, lines = check_nodes(config, code_of(resolve(config.environment.id)))
+        _, lines = check_nodes(config, code_of(environment_of(config)))
     except AgentRLError as error:
         return [Check(name="cluster", found=str(error), level="missing")]
     return [Check(name="cluster", found=line) for line in lines]

@@ -6,7 +6,6 @@ exists.
 
 from __future__ import annotations
 
-import copy
 import difflib
 import json
 import math
@@ -44,8 +43,8 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, endpoint: RemotePol
         path: the file. A relative `model.path`, `policies.NAME.model`, `.reference` or `.path`, and the file of an
             `environment.id`, `policies.NAME.id`, `trainer.loss.name` or `credit.advantage`, is looked up first beside
             it, then in the working directory.
-        overrides: `section.field=value`, with or without leading dashes; values are JSON, inline
-            tables of TOML, or else text.
+        overrides: `section.field=value`, with or without leading dashes; values are JSON, numbers and
+            inline tables of TOML, or else text.
         endpoint: takes the place of every policy that an engine of ours would serve, for an evaluation: no base model
             is needed, and what only training reads is left out.
 
@@ -55,7 +54,6 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, endpoint: RemotePol
     source = Path(path)
     data = read_toml(source)
     _check_plain(data, source)
-    written = copy.deepcopy(data)
     raw: dict[tuple[str, ...], str] = {}
     for override in overrides:
         keys, text = _split(override)
@@ -64,15 +62,14 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, endpoint: RemotePol
     _check_plain(data, source)
     if endpoint is not None:
         _put_behind(endpoint, data)
-        written = copy.deepcopy(data)
     config = _validated(data, raw, str(source))
-    _check_read_as_written(written, config, source)
+    _check_read_as_written(data, config, source)
     path = _resolve_path(source, config.model.path, key="model.path") if config.model.path else ""
     model = config.model.model_copy(update={"path": path})
-    chosen = _resolve_code(source, config.environment.id, key="environment.id")
-    environment = config.environment.model_copy(update={"id": chosen})
+    environment = config.environment.model_copy(update={"id": _resolve_environment(source, config.environment.id)})
+    evaluation = config.evaluation.model_copy(update={"tasks": _resolve_splits(source, config.evaluation.tasks)})
     policies = {name: _resolve_policy(source, name, policy) for name, policy in config.policies.items()}
-    update = {"model": model, "environment": environment, "policies": policies}
+    update = {"model": model, "environment": environment, "evaluation": evaluation, "policies": policies}
     loss = _resolve_code(source, config.trainer.loss.name, key="trainer.loss.name")
     advantage = _resolve_code(source, config.credit.advantage, key="credit.advantage")
     return config.model_copy(update=update).with_functions(loss=loss, advantage=advantage)
@@ -129,6 +126,19 @@ def _resolve_code(source: Path, reference: str, *, key: str) -> str:
     """Resolve `path/to/file.py:Name` against the file that names it; leave `module:Name` as it is."""
     file, colon, name = reference.partition(".py")
     return f"{_resolve_path(source, file + colon, key=key)}{name}" if colon else reference
+
+
+def _resolve_environment(source: Path, chosen: str | Mapping[str, float]) -> str | dict[str, float]:
+    key = "environment.id"
+    if isinstance(chosen, str):
+        return _resolve_code(source, chosen, key=key)
+    return {_resolve_code(source, member, key=key): rate for member, rate in chosen.items()}
+
+
+def _resolve_splits(source: Path, tasks: int | Mapping[str, int]) -> int | dict[str, int]:
+    if isinstance(tasks, int):
+        return tasks
+    return {_resolve_code(source, name, key="evaluation.tasks"): count for name, count in tasks.items()}
 
 
 def _resolve_policy(source: Path, name: str, policy: AnyPolicy) -> AnyPolicy:
@@ -219,9 +229,10 @@ def _value(text: str) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError):
         pass
-    if text.lstrip().startswith("{"):
-        with suppress(ValueError, RecursionError):
-            return tomllib.loads(f"value = {text}")["value"]  # as it is written in a file
+    with suppress(ValueError, RecursionError):
+        written = tomllib.loads(f"value = {text}")["value"]  # as it is written in a file
+        if isinstance(written, dict | int | float):
+            return written
     return text
 
 

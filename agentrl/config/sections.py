@@ -30,11 +30,12 @@ from agentrl.config.fields import (
 class EnvironmentConfig(Section):
     """The environment in which agents act."""
 
-    id: Fixed[str]
+    id: Fixed[str | dict[str, Rate]]
     """Environment: a registered name, `module:Class`, or `path/to/env.py:Class`, which in a TOML file is relative to
-    that file."""
+    that file. A mixture: a table of several with their rates of the groups, such as `{ calculator = 3, frozen_lake = 1
+    }` (docs/selection.md)."""
     options: Fixed[dict[str, Any]] = {}
-    """Arguments of the environment's task source."""
+    """Arguments of the environment's task source; in a mixture, a table of them for each class name."""
     selection: Fixed[dict[str, float]] = {}
     """Settings of task selection by the results of earlier groups, such as `{ low = 0.1, high = 0.9, replay = 0.5,
     retire_after = 2 }` (docs/selection.md); empty: a seeded permutation of all tasks in each pass."""
@@ -289,12 +290,35 @@ class ClusterConfig(Section):
 class EvaluationConfig(Section):
     """Evaluation of pinned versions on held-out tasks, during training."""
 
-    tasks: Free[Annotated[NonNegative, NumberUnit("tasks")]] = 256
-    """Number of held-out tasks. If there are more, the run's `seed` draws these; 0: no evaluation."""
+    tasks: Free[Annotated[NonNegative, NumberUnit("tasks")] | dict[str, Positive]] = 256
+    """Number of held-out tasks. If there are more, the run's `seed` draws these; 0: no evaluation. A table: by split,
+    also of other environments, such as `{ held_out = 256, hard = 64, "calculator@held_out" = 64 }`."""
     attempts: Free[Annotated[int, Field(gt=0, le=1024), NumberUnit("episodes")]] = 1
     """Episodes per held-out task. With several, pass@k is measured for k = 1, 2, 4, … up to this number."""
     every: Free[MaybeSteps] = 0
     """Steps between evaluations; 0: only before the first step and after the last."""
+
+    @property
+    def splits(self) -> list[tuple[str, str, int]]:
+        """(environment, split, number of tasks) of each split; environment '': those of the run."""
+        by_name = self.tasks if isinstance(self.tasks, dict) else {"held_out": self.tasks}
+        return [(*_split_of(name), count) for name, count in by_name.items() if count]
+
+    @field_validator("tasks")
+    @classmethod
+    def _check_names(cls, tasks: int | dict[str, int]) -> int | dict[str, int]:
+        for name in tasks if isinstance(tasks, dict) else ():
+            if not _split_of(name)[1].isidentifier():
+                raise ValueError(
+                    f"{name!r}: the name of a split is expected, such as held_out, or ENVIRONMENT@held_out"
+                )
+        return tasks
+
+
+def _split_of(name: str) -> tuple[str, str]:
+    """Environment and split of `ENVIRONMENT@SPLIT` or `SPLIT`."""
+    environment, _, split = name.rpartition("@")
+    return environment, split
 
 
 class BestConfig(Section):

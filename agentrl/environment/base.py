@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from agentrl.core.records import ToolSpec
 
 T = TypeVar("T")
-Split = Literal["train", "held_out"]
+Split = str
+"""`train`, `held_out`, or another of `Environment.splits`."""
 Guarantee = Literal["read", "idempotent", "once"]
 Reconcile = Callable[[], "tuple[bool, T | None] | Awaitable[tuple[bool, T | None]]"]
 Reply = str | Mapping[str, Any] | Sequence[Mapping[str, Any]]
@@ -418,6 +419,8 @@ class Environment(ABC):
     """Maximum number of child episodes that one episode starts, keyed by class name. Admission reserves this many, and
     a further spawn is refused. For a class that is not named, admission reserves the largest number that any episode
     has started so far."""
+    splits: ClassVar[tuple[str, ...]] = ("train", "held_out")
+    """The splits that `tasks` knows; `evaluation.tasks` may name further ones."""
     truncated_reward: ClassVar[float | None] = 0.0
     """Reward of an agent that has none when a limit ends the episode; None drops such episodes."""
     own_random: ClassVar[bool] = False

@@ -24,6 +24,7 @@ from typing import Any, ClassVar
 from agentrl.core.errors import AgentRLError, EnvironmentDefinitionError, RewardError
 from agentrl.core.records import Message, Task
 from agentrl.environment.base import Environment, EpisodeContext, LimitReachedError, Split, TaskSource, user
+from agentrl.environment.mixture import mixture
 from agentrl.environment.tools import BoundTool, ToolEnvironment, ToolEpisode, bind_tools, run_tool
 
 _FILE_MODULE = "agentrl_environment_"
@@ -87,12 +88,15 @@ def spec(id: str) -> EnvironmentSpec:
     raise _unknown(id)
 
 
-def resolve(reference: str | type) -> type[Environment]:
-    """Return the environment class of a registered name, `module:Class`, `path/env.py:Class` or a class.
+def resolve(reference: str | type | Mapping[str, float]) -> type[Environment]:
+    """Return the environment class of a registered name, `module:Class`, `path/env.py:Class`, a class, or a mixture by
+    rates.
 
     Raises:
         EnvironmentDefinitionError: the reference names nothing, or something else than an environment.
     """
+    if isinstance(reference, Mapping):
+        return mixture({resolve(member): rate for member, rate in reference.items()})
     if isinstance(reference, type):
         return as_environment(reference, where=reference.__qualname__)
     if reference in _registered:

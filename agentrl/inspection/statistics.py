@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 
 from agentrl.core.errors import StorageError
-from agentrl.core.records import Tally
+from agentrl.core.records import REWARD, Tally
 from agentrl.observe.run_state import RunState, Status, plan_of, read_metrics, read_status
 
 if TYPE_CHECKING:
@@ -142,10 +142,12 @@ def _policies(reader: RunReader) -> list[PolicyFigures]:
     taken = dict(log.rows("SELECT policy, count(*) FROM steps GROUP BY policy"))
     named: dict[str, dict[str, float]] = {}
     for policy, name, mean in log.rows(
-        "SELECT policy, json_extract(value, '$[0]') AS name,"
-        " sum(json_extract(value, '$[1]')) / (SELECT count(*) FROM trajectories o"
-        " WHERE o.policy = t.policy AND o.named_rewards IS NOT NULL)"
-        " FROM trajectories t, json_each(t.named_rewards) GROUP BY policy, name ORDER BY policy, name"
+        "WITH given AS (SELECT policy, json_extract(value, '$[0]') AS name, json_extract(value, '$[1]') AS reward"
+        " FROM trajectories, json_each(named_rewards)"
+        f" UNION ALL SELECT policy, '{REWARD}', coalesce(reward, 0.0) FROM trajectories WHERE named_rewards IS NULL)"
+        " SELECT policy, name, sum(reward) / (SELECT count(*) FROM trajectories o WHERE o.policy = g.policy)"
+        " FROM given g WHERE policy IN (SELECT policy FROM trajectories WHERE named_rewards IS NOT NULL)"
+        " GROUP BY policy, name ORDER BY policy, name"
     ):
         named.setdefault(policy, {})[str(name)] = float(mean)
     return [

@@ -490,25 +490,26 @@ def measure(batch: LossBatch, gradients: TokenGradients, weights: Tensor) -> Ten
         return torch.stack([column.sum() for column in columns])
 
 
-def loss_metrics(sums: Tensor) -> Mapping[str, float]:
+def loss_metrics(sums: Tensor, loss: Loss) -> Mapping[str, float]:
     """Means per trained token from the totals of `measure`.
 
     Returns:
-        `k3` (the k3 estimate of KL(mu || pi), Schulman 2020), `abs_logprob_difference`, `masked_fraction`,
-        `truncated_fraction`, `mean_ratio`, and `effective_sample_fraction` = (sum w)² / (n · sum w²); `reference_kl`,
-        the mean of log pi - log ref, where there is a reference; empty without tokens.
+        `k3` (the k3 estimate of KL(mu || pi), Schulman 2020), `abs_logprob_difference`, `mean_ratio`, and
+        `effective_sample_fraction` = (sum w)² / (n · sum w²); `masked_fraction` and `truncated_fraction`, unless the
+        loss weighs tokens by a reference and not by their advantage; `reference_kl`, the mean of log pi - log ref,
+        where there is a reference; empty without tokens.
     """
     total = dict(zip(SUMS, sums.tolist(), strict=True))
     count = total["measured_tokens"]
     if not count:
         return {}
     compared = total["reference_tokens"]
-    away = {"reference_kl": total["reference_kl"] / compared} if compared else {}
-    return away | {
+    found = {"reference_kl": total["reference_kl"] / compared} if compared else {}
+    if not loss.mark.reference:
+        found |= {f"{name}_fraction": total[name] / count for name in ("masked", "truncated")}
+    return found | {
         "k3": total["k3"] / count,
         "abs_logprob_difference": total["abs_logprob_difference"] / count,
-        "masked_fraction": total["masked"] / count,
-        "truncated_fraction": total["truncated"] / count,
         "mean_ratio": total["ratio"] / count,
         "effective_sample_fraction": total["ratio"] ** 2 / (count * total["ratio_squared"]),
     }

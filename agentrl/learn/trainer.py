@@ -41,7 +41,7 @@ from agentrl.journal.rows import trajectories
 from agentrl.learn.columns import MergedColumns, StepColumns
 from agentrl.learn.forward import HeadOutput
 from agentrl.learn.loss_batch import LossBatch, TokenColumns, TokenGradients
-from agentrl.learn.losses import SUMS, loss_metrics, make_loss, measure
+from agentrl.learn.losses import SUMS, Loss, loss_metrics, make_loss, measure
 from agentrl.learn.memory import shard_count
 from agentrl.learn.models import PolicyModel, load_models, load_references
 from agentrl.learn.packing import MicroBatch, pack
@@ -523,7 +523,9 @@ class PolicyTrainer:
             samples=int(total["samples"]),
             tokens=int(total["tokens"]),
             seconds=step.seconds + self._clock.monotonic() - started,
-            metrics=_metrics(total, learning_rate=learner.rate(step_id), routed=learner.model.replay is not None)
+            metrics=_metrics(
+                total, self._loss, learning_rate=learner.rate(step_id), routed=learner.model.replay is not None
+            )
             | merged.mismatch(),
             input_digest=merged.input_digest,
             columns=columns,
@@ -689,14 +691,14 @@ class PolicyTrainer:
         return learner
 
 
-def _metrics(total: Mapping[str, float], *, learning_rate: float, routed: bool) -> dict[str, float]:
+def _metrics(total: Mapping[str, float], loss: Loss, *, learning_rate: float, routed: bool) -> dict[str, float]:
     """A step's metrics from its sums over all ranks."""
     metrics = {
         "learning_rate": learning_rate,
         "skipped_samples": total["skipped_samples"],
         "forwarded_tokens": total["forwarded_tokens"],
         "sharing": total["row_tokens"] / total["forwarded_tokens"] if total["forwarded_tokens"] else 1.0,
-        **loss_metrics(torch.tensor([total[name] for name in SUMS], dtype=torch.float64)),
+        **loss_metrics(torch.tensor([total[name] for name in SUMS], dtype=torch.float64), loss),
     }
     if counted := total[SUMS[0]]:
         metrics |= {"entropy": total["entropy"] / counted, "kept_mass": total["kept_mass"] / counted}

@@ -20,16 +20,19 @@ class Metric(NamedTuple):
 METRICS: tuple[Metric, ...] = (
     Metric("reward/mean", "reward", "mean reward of the units the step consumed"),
     Metric("reward/<seat>", "reward", "the same for the agents of one seat, where there are several"),
+    Metric("mixture/reward/<environment>", "reward", "`reward/mean` of the units from one environment of a mixture"),
+    Metric("mixture/share/<environment>", "fraction", "share of the step's units that came from it"),
     Metric(
         "named_reward/<name>",
         "reward",
-        "mean of what an agent of these units was given under one name, before its weight, where rewards have names",
+        "mean of what an agent of these units was given under one name, before its weight, where rewards have names; "
+        "`reward`: those without one, weighted where an agent has no other",
     ),
     Metric(
         "evaluation/reward",
         "reward",
-        "mean reward of the policy on held-out tasks at a pinned version, per episode it acted in, children too; of "
-        "`agentrl.evaluate`: what the agents of a task get together",
+        "mean reward of the policy over held-out tasks at a pinned version; a task's is the mean over the episodes it "
+        "acted in, children too; of `agentrl.evaluate`: what the agents of a task get together",
     ),
     Metric(
         "evaluation/reward/<seat>",
@@ -56,6 +59,10 @@ METRICS: tuple[Metric, ...] = (
         "pass@k over tasks: the chance that one of k attempts gets a reward of 1 or more (`evaluation.attempts`)",
     ),
     Metric("evaluation/pass_at_error/<k>", "fraction", "half the width of its 95 % interval, over tasks"),
+    Metric("evaluation/split_reward/<split>", "reward", "`evaluation/reward` on one of several splits"),
+    Metric("evaluation/split_reward_error/<split>", "reward", "half the width of its 95 % interval, over tasks"),
+    Metric("evaluation/split_pass_at/<split>/<k>", "fraction", "pass@k on one of several splits"),
+    Metric("evaluation/split_pass_at_error/<split>/<k>", "fraction", "half the width of its 95 % interval, over tasks"),
     Metric("evaluation/turns", "turns", "mean turns of held-out episodes"),
     Metric("evaluation/tokens", "tokens", "mean sampled tokens of held-out episodes"),
     Metric("evaluation/episodes", "episodes", "held-out episodes that were committed"),

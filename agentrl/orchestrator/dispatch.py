@@ -31,6 +31,7 @@ from agentrl.core.records import (
     dropped_header,
 )
 from agentrl.environment.base import Environment, children_of
+from agentrl.environment.mixture import root_of, roots_of, seat_prefix
 from agentrl.environment.registry import name_of, resolve
 from agentrl.journal.port import JournalStore
 from agentrl.orchestrator.buffer import EpisodeBuffer, UnitDrop
@@ -137,7 +138,7 @@ class Dispatcher:
     """Starts episodes and takes in their ends."""
 
     environment: type[Environment]
-    """The class of root episodes."""
+    """The class of root episodes, or a mixture of them."""
     policy_of: PolicyOf
     run_seed: int
     group_size: int
@@ -176,11 +177,12 @@ class Dispatcher:
     """Number of its first episode."""
     _root_end: OnEnd = field(init=False)
     """`_end_root`, made once."""
-    _environment_name: str = field(init=False)
+    roots: dict[str, type[Environment]] = field(init=False)
+    """The classes of root episodes by name."""
 
     def __post_init__(self) -> None:
         self._root_end = self._end_root
-        self._environment_name = name_of(self.environment)
+        self.roots = {name_of(root): root for root in roots_of(self.environment)}
         self.govern(self.admission)
         self.reservations = Reservations(self.buffer.trainable, self.policy_of)
 
@@ -393,16 +395,18 @@ class Dispatcher:
     ) -> Iterator[EpisodeSpec]:
         """Specs of one group's root episodes; equal parts are shared between them."""
         pins = dict(pins)
+        root = root_of(self.environment, task)
+        name, prefix = name_of(root), seat_prefix(self.environment, root)
         seats: dict[str, SeatBinding] = {}
         for number in numbers:
             episode_id = ids.episode_id(PREFIX[purpose], number)
             if not seats:
                 at = self._group(purpose, episode_id)
-                policies = {seat: self.policy_of(seat, at) for seat in self.environment.seats}
+                policies = {seat: self.policy_of(f"{prefix}{seat}", at) for seat in root.seats}
                 seats = {seat: SeatBinding(policy, pins.get(policy)) for seat, policy in policies.items()}
             yield EpisodeSpec(
                 episode_id=episode_id,
-                environment=self._environment_name,
+                environment=name,
                 task=task,
                 seed=ids.key64(self.run_seed, episode_id),
                 seats=seats,
@@ -504,7 +508,8 @@ class Dispatcher:
         if spec.purpose != "train":
             return
         try:
-            environment = self.environment if spec.parent_id is None else resolve(spec.environment)
+            root = self.roots.get(spec.environment) if spec.parent_id is None else None
+            environment = root or resolve(spec.environment)
             self.reservations.reserve(spec.episode_id, environment, self._group(spec.purpose, spec.episode_id))
         except (EnvironmentDefinitionError, ConfigError):  # edited since it was spawned; its runner reports the error
             self.reservations.cancel(spec.episode_id)

@@ -12,7 +12,9 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
+from agentrl.core import ids
 from agentrl.core.clock import Clock
 from agentrl.core.errors import CheckFailedError
 from agentrl.core.ports import Observer
@@ -26,12 +28,19 @@ _HOLDER = "evaluation"
 """Pins the versions of the running evaluation in `ServedVersions`."""
 
 
+class HeldOut(NamedTuple):
+    """The tasks of a split that are evaluated."""
+
+    name: str
+    """Of the split; where several environments are evaluated, `Environment@split`."""
+    tasks: Sequence[Task]
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class Evaluator:
     """Runs evaluations of one run, one after another."""
 
-    tasks: Sequence[Task]
-    """Held-out tasks, each repeated `attempts` times in a row."""
+    held_out: Sequence[HeldOut]
     attempts: int = 1
     dispatcher: Dispatcher
     versions: ServedVersions
@@ -41,6 +50,11 @@ class Evaluator:
     best: BestCheckpointTracker
     clock: Clock
     _busy: bool = False
+
+    @property
+    def tasks(self) -> int:
+        """Number of tasks of an evaluation."""
+        return sum(len(split.tasks) for split in self.held_out)
 
     async def in_background(self, policies: Iterable[str], stopping: Callable[[], bool]) -> None:
         """Evaluate the current versions while training goes on, pinned meanwhile; skip if an evaluation is running."""
@@ -66,7 +80,8 @@ class Evaluator:
         """
         began, busy = self.clock.monotonic(), self.versions.engine.busy_seconds()
         loop = asyncio.get_running_loop()
-        running = loop.create_task(self.dispatcher.evaluate(self.tasks, versions if pinned else {}), name="evaluate")
+        tasks = repeated(self.held_out, self.attempts)
+        running = loop.create_task(self.dispatcher.evaluate(tasks, versions if pinned else {}), name="evaluate")
         running.add_done_callback(lambda _: self.signal.notify())
         try:
             await self.signal.wait_for(lambda: running.done() or stopping())
@@ -77,29 +92,57 @@ class Evaluator:
             running.cancel()
         seconds = max(self.clock.monotonic() - began, 1e-9)
         course = {
-            "evaluation/tasks": float(len(self.tasks)),
+            "evaluation/tasks": float(self.tasks),
             "evaluation/seconds": seconds,
             "evaluation/engine_busy_share": (self.versions.engine.busy_seconds() - busy) / seconds,
         }
-        metrics = {policy: evaluation_metrics(headers, policy, self.attempts) | course for policy in versions}
+        metrics = {
+            policy: evaluation_metrics(headers, policy, self.attempts, self.held_out) | course for policy in versions
+        }
         for policy, version in versions.items():
             self.store.record_metrics(policy, version.step, metrics[policy])
             self.best.record_metrics(policy, metrics[policy], versions)
         self.observer.on_evaluation(versions, metrics)
 
 
-def evaluation_metrics(headers: Sequence[EpisodeHeader], policy: str, attempts: int = 1) -> dict[str, float]:
+def repeated(held_out: Sequence[HeldOut], attempts: int) -> list[Task]:
+    """The tasks of all splits, each so often in a row."""
+    return [task for split in held_out for task in split.tasks for _ in range(attempts)]
+
+
+def evaluation_metrics(
+    headers: Sequence[EpisodeHeader], policy: str | None, attempts: int = 1, held_out: Sequence[HeldOut] = ()
+) -> dict[str, float]:
     """Metrics of an evaluation for one policy: its own rewards, and the course of the whole evaluation.
 
     Args:
-        headers: of all episodes, children included.
-        policy: gets no reward metric if it held no seat.
-        attempts: root episodes of each task, in a row.
+        headers: of all episodes, children included; the root episodes of a task stand in a row, and come first.
+        policy: gets no reward metric if it held no seat; None: all of them together, by policy and seat.
+        attempts: root episodes of each task.
+        held_out: the splits; of several, each has metrics of its own too.
 
     Raises:
         CheckFailedError: none was committed.
     """
-    return {**rewards_of(headers, policy), **intervals(headers, attempts, policy), **_course(headers)}
+    metrics = _rewards(headers, policy, attempts)
+    if len(held_out) > 1:
+        by_task, first = _by_task(headers, attempts), 0
+        for split in held_out:
+            own = by_task[first : first + len(split.tasks)]
+            first += len(split.tasks)
+            for name, value in _estimates(own, policy).items():
+                group, _, rest = name.partition("/")
+                what, _, word = rest.partition("/")
+                metrics["/".join(filter(None, (f"{group}/split_{what}", split.name, word)))] = value
+    if policy is not None:
+        return metrics | _course(headers)
+    policies = sorted({trajectory.policy for header in headers for trajectory in header.trajectories})
+    for name in policies:
+        whose = f"/{name}" if len(policies) > 1 else ""
+        for metric, value in _rewards(headers, name, attempts).items():
+            if not metric.startswith(("evaluation/reward_error", "evaluation/pass_at")):
+                metrics.setdefault(metric.replace("reward", f"reward{whose}", 1), value)
+    return metrics | _course(headers)
 
 
 def interval(values: Sequence[float]) -> float:
@@ -107,74 +150,87 @@ def interval(values: Sequence[float]) -> float:
     return 1.96 * statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
 
 
-def intervals(headers: Sequence[EpisodeHeader], attempts: int, policy: str | None = None) -> dict[str, float]:
-    """Half the widths of 95 % intervals over tasks, since attempts at one task are not independent; and pass@k.
+class _TaskResult(NamedTuple):
+    """The committed episodes of one held-out task."""
+
+    roots: list[EpisodeHeader]
+    """One for each attempt."""
+    episodes: list[EpisodeHeader]
+    """The same and their children."""
+
+
+def _by_task(headers: Sequence[EpisodeHeader], attempts: int) -> list[_TaskResult]:
+    """The results of each task, in the order of the tasks."""
+    first = min((ids.root_number(header.episode_id) for header in headers), default=0)
+    count = sum(header.parent_id is None for header in headers)
+    found = [_TaskResult([], []) for _ in range(0, count, attempts)]
+    for header in headers:
+        if header.committed:
+            roots, episodes = found[(ids.root_number(header.episode_id) - first) // attempts]
+            episodes.append(header)
+            if header.parent_id is None:
+                roots.append(header)
+    return found
+
+
+def _reward_of(header: EpisodeHeader, policy: str | None) -> float | None:
+    """What a policy, or everybody, got in an episode; None if it did not act there."""
+    own = [trajectory.reward or 0.0 for trajectory in header.trajectories if policy in (None, trajectory.policy)]
+    return sum(own) if own else None
+
+
+def _estimates(tasks: Sequence[_TaskResult], policy: str | None) -> dict[str, float]:
+    """Mean reward and pass@k over tasks, with half the widths of their 95 % intervals.
+
+    A task's reward is the mean over its episodes: those in which the policy acted, children too, or, for all policies
+    together, its root episodes. Attempts at one task are not independent, so the intervals are over tasks.
 
     pass@k = 1 - C(n - c, k) / C(n, k) for c of n attempts with a reward of 1 or more (Chen et al. 2021,
     arXiv:2107.03374), for k = 1, 2, 4, … up to the number of attempts; the mean over tasks with so many committed.
-
-    Args:
-        headers: of all episodes; the root episodes of a task stand in a row.
-        attempts: how many there are of each task.
-        policy: whose rewards count; None: those of all agents.
     """
-    roots = [header for header in headers if header.parent_id is None]
-    by_task: list[list[float]] = []
-    for at in range(0, len(roots), attempts):
-        played = [
-            [own.reward or 0.0 for own in root.trajectories if policy in (None, own.policy)]
-            for root in roots[at : at + attempts]
-            if root.committed
+    rewards = [
+        [
+            reward
+            for header in (task.roots if policy is None else task.episodes)
+            if (reward := _reward_of(header, policy)) is not None
         ]
-        by_task.append([sum(own) for own in played if own])
-    means = [_mean(rewards) for rewards in by_task if rewards]
+        for task in tasks
+    ]
+    means = [_mean(own) for own in rewards if own]
     if not means:
         return {}
-    metrics = {"evaluation/reward_error": interval(means)}
-    for k in (1 << power for power in range(attempts.bit_length())):
-        counted = [(len(rewards), sum(reward >= 1.0 for reward in rewards)) for rewards in by_task]
-        passed = [1 - math.comb(n - c, k) / math.comb(n, k) for n, c in counted if n >= k]
-        if passed:
-            metrics |= {f"evaluation/pass_at/{k}": _mean(passed), f"evaluation/pass_at_error/{k}": interval(passed)}
+    metrics = {"evaluation/reward": _mean(means), "evaluation/reward_error": interval(means)}
+    attempted = [
+        [reward for header in task.roots if (reward := _reward_of(header, policy)) is not None] for task in tasks
+    ]
+    most = max(map(len, attempted))
+    for k in (1 << power for power in range(most.bit_length())):
+        passed = [
+            1 - math.comb(len(own) - sum(reward >= 1.0 for reward in own), k) / math.comb(len(own), k)
+            for own in attempted
+            if len(own) >= k
+        ]
+        metrics |= {f"evaluation/pass_at/{k}": _mean(passed), f"evaluation/pass_at_error/{k}": interval(passed)}
     return metrics
 
 
-def together(headers: Sequence[EpisodeHeader], attempts: int = 1) -> dict[str, float]:
-    """Metrics of an evaluation for all policies: the reward of a task's agents together, then by policy and seat.
-
-    Raises:
-        CheckFailedError: no episode was committed.
-    """
-    course = _course(headers)
-    roots = [header for header in headers if header.parent_id is None and header.committed]
-    rewards = [header.reward or 0.0 for header in roots]
-    metrics = {
-        "evaluation/reward": _mean(rewards),
-        **intervals(headers, attempts),
-    }
-    policies = sorted({trajectory.policy for header in headers for trajectory in header.trajectories})
-    for policy in policies:
-        whose = f"/{policy}" if len(policies) > 1 else ""
-        for name, value in rewards_of(headers, policy).items():
-            metrics.setdefault(name.replace("reward", f"reward{whose}", 1), value)
-    return metrics | course
-
-
-def rewards_of(headers: Sequence[EpisodeHeader], policy: str) -> dict[str, float]:
-    """Mean reward of a policy per episode it acted in, including children; if it has several seats, also per agent of
-    each seat. Empty if it acted in none."""
+def _rewards(headers: Sequence[EpisodeHeader], policy: str | None, attempts: int) -> dict[str, float]:
+    """The estimates, and of one policy their parts: by seat, if it has several, by name, and their deviation over
+    episodes. Empty if it acted in none."""
+    metrics = _estimates(_by_task(headers, attempts), policy)
+    if policy is None or not metrics:
+        return metrics
     played = [[t for t in header.trajectories if t.policy == policy] for header in headers]
-    by_episode = [sum(t.reward or 0.0 for t in own) for own in played if own]
-    if not by_episode:
-        return {}
     by_seat: dict[str, list[float]] = {}
     for trajectory in itertools.chain.from_iterable(played):
         by_seat.setdefault(trajectory.seat, []).append(trajectory.reward or 0.0)
     seats = {f"evaluation/reward/{seat}": _mean(by_seat[seat]) for seat in sorted(by_seat)}
     named = mean_named_rewards(list(itertools.chain.from_iterable(played)))
     parts = {f"evaluation/named_reward/{name}": value for name, value in named.items()}
-    spread = {"evaluation/reward_deviation": statistics.pstdev(by_episode)}
-    return {"evaluation/reward": _mean(by_episode)} | (seats if len(seats) > 1 else {}) | parts | spread
+    spread = {
+        "evaluation/reward_deviation": statistics.pstdev(sum(t.reward or 0.0 for t in own) for own in played if own)
+    }
+    return metrics | (seats if len(seats) > 1 else {}) | parts | spread
 
 
 def _course(headers: Sequence[EpisodeHeader]) -> dict[str, float]:

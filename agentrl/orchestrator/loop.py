@@ -551,6 +551,12 @@ class StepMetrics:
         if len(seats) > 1:
             for seat in seats:
                 metrics[f"reward/{seat}"] = _mean([t.reward or 0.0 for t in trajectories if t.seat == seat])
+        if len(self._dispatcher.roots) > 1:
+            for name, root in self._dispatcher.roots.items():
+                own = [reward for ready, reward in zip(taken, rewards, strict=True) if ready.environment == name]
+                metrics[f"mixture/share/{root.__name__}"] = len(own) / max(len(taken), 1)
+                if own:
+                    metrics[f"mixture/reward/{root.__name__}"] = _mean(own)
         metrics |= {f"named_reward/{name}": value for name, value in mean_named_rewards(trajectories).items()}
         metrics.update(report.metrics)
         metrics.update(self._buffer.selection_bias[policy].metrics())

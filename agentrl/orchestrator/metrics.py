@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from statistics import pstdev
 from typing import TYPE_CHECKING, NamedTuple
 
-from agentrl.core.records import EpisodeHeader, EpisodeSpec, TrajectoryHeader
+from agentrl.core.records import REWARD, EpisodeHeader, EpisodeSpec, TrajectoryHeader
 from agentrl.observe.alarms import LENGTH_STEPS
 from agentrl.observe.metrics import BROKEN_FORMAT, FRONTIER, GATE_PASSED, GATE_REFUSED, PASS_RATES
 
@@ -389,8 +389,10 @@ def selection_bias_from_journal(
 
 
 def mean_named_rewards(trajectories: Sequence[TrajectoryHeader]) -> dict[str, float]:
-    """Return the mean of each named reward before weights, over the trajectories that have named rewards; a missing
-    name counts as 0."""
-    given = [dict(trajectory.named_rewards) for trajectory in trajectories if trajectory.named_rewards]
+    """Return the mean of each named reward before weights; a missing name counts as 0. Empty where no trajectory has
+    named rewards; one without names counts under `reward` with its weighted reward."""
+    if not any(trajectory.named_rewards for trajectory in trajectories):
+        return {}
+    given = [dict(each.named_rewards) or {REWARD: each.reward or 0.0} for each in trajectories]
     names = sorted({name for own in given for name in own})
     return {name: math.fsum(own.get(name, 0.0) for own in given) / len(given) for name in names}

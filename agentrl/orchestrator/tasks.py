@@ -1,7 +1,7 @@
 """Tasks of a run: which task each root group gets, and which tasks were proposed before.
 
-`Curriculum` draws from the environment's source, `PassRates` by what earlier groups of a task got. `ProposalMemory`
-remembers the tasks that episodes proposed for their children.
+`Curriculum` draws from the environment's source, `PassRates` by what earlier groups of a task got, `MemberRates` from
+the members of a mixture. `ProposalMemory` remembers the tasks that episodes proposed for their children.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from agentrl.core.errors import AgentRLError, InputError
 from agentrl.core.ids import stream
 from agentrl.core.records import EpisodeHeader, Proposal, Recollection, Task
 from agentrl.environment.base import SelectingTaskSource, TaskSource, described
+from agentrl.environment.mixture import MEMBER, MixedTasks
 
 _SHUFFLE_LIMIT = 1_000_000
 """Sources longer than this are sampled with replacement instead of permuted."""
@@ -64,16 +65,14 @@ class Curriculum:
     ) -> None:
         if len(source) == 0:
             raise InputError("the environment's task source is empty; check environment.options")
-        self._source = source
         self._seed = seed
-        self._pass = -1
-        self._order: list[int] = []
         self._visible = visible
+        self._shuffled = Shuffled(source, seed)
         self.selector: SelectingTaskSource | None = None
-        if selection:
-            self.selector = PassRates(self._draw, **selection)
-        elif isinstance(source, SelectingTaskSource):
-            self.selector = source
+        if isinstance(source, MixedTasks):
+            self.selector = MemberRates(source, seed=seed, selection=selection or {})
+        else:
+            self.selector = _selector(source, self._shuffled, selection or {})
         self._results = [] if self.selector is None else list(results())
         """Those that `select` has not been given."""
 
@@ -86,7 +85,7 @@ class Curriculum:
         """The task of root group `number`."""
         try:
             if self.selector is None:
-                return self._draw(number)
+                return self._shuffled(number)
             for result in self._take_visible(number):
                 if result.rewards:
                     self.selector.record_result(result.task, result.rewards)
@@ -109,20 +108,93 @@ class Curriculum:
         self._results = [each for each in self._results if each.group >= first]
         return taken
 
-    def _draw(self, number: int) -> Task:
+
+class Shuffled:
+    """Endless tasks of a source: a seeded permutation per pass; the task of a number is a pure function of it.
+
+    Args:
+        source: of the tasks.
+        seed: of the run.
+        name: tells the permutations of a mixture's members apart.
+    """
+
+    def __init__(self, source: TaskSource, seed: int, *name: str) -> None:
+        self._source = source
+        self._key = (seed, *name)
+        self._pass = -1
+        self._order: list[int] = []
+
+    def __call__(self, number: int) -> Task:
+        """The task of a number."""
         length = len(self._source)
         if length > _SHUFFLE_LIMIT:
-            return self._source[stream(self._seed, "task", number).randrange(length)]
+            return self._source[stream(*self._key, "task", number).randrange(length)]
         number_of_pass, position = divmod(number, length)
         if number_of_pass != self._pass:
             self._pass = number_of_pass
             self._order = list(range(length))
-            stream(self._seed, "tasks", number_of_pass).shuffle(self._order)
+            stream(*self._key, "tasks", number_of_pass).shuffle(self._order)
         return self._source[self._order[position]]
+
+    def other(self, number: int, rng: random.Random) -> Task:
+        """A random task of the pass that a number belongs to."""
+        length = len(self._source)
+        return self(number - number % length + rng.randrange(length))
 
 
 RETRIES = 64
-"""Places of the permutation that are looked at for a task that is not retired."""
+"""Random tasks that are looked at in place of a retired one."""
+
+
+def _selector(source: TaskSource, shuffled: Shuffled, selection: Mapping[str, Any]) -> SelectingTaskSource | None:
+    """Whatever selects the tasks of one environment; None: nothing does."""
+    if selection:
+        return PassRates(shuffled, **selection)
+    return source if isinstance(source, SelectingTaskSource) else None
+
+
+class MemberRates:
+    """Selects the tasks of a mixture: a member for each group by the rates, at random, then one of its tasks.
+
+    Each member has permutation, selection and count of its own, as if it were trained alone with the groups it gets.
+
+    Args:
+        tasks: of the members.
+        seed: of the run.
+        selection: arguments of `PassRates`, for each member.
+    """
+
+    def __init__(self, tasks: MixedTasks, *, seed: int, selection: Mapping[str, Any]) -> None:
+        self._seed = seed
+        self._names = [member.name for member in tasks.members]
+        self._rates = [tasks.rates[name] for name in self._names]
+        self._shuffled: dict[str, Shuffled] = {}
+        self._selectors: dict[str, SelectingTaskSource | None] = {}
+        for member in tasks.members:
+            if len(member) == 0:
+                raise InputError(f"the task source of {member.name} is empty; check environment.options")
+            shuffled = self._shuffled[member.name] = Shuffled(member, seed, member.name)
+            self._selectors[member.name] = _selector(member, shuffled, selection)
+        self._drawn: list[tuple[str, int]] = []
+        """By group: its member, and the number of groups that had this member before."""
+        self._count: Counter[str] = Counter()
+
+    def select(self, group: int, rng: random.Random) -> Task:
+        """The task of a root group."""
+        while len(self._drawn) <= group:
+            rng_of_group = stream(self._seed, "mixture", len(self._drawn))
+            name = rng_of_group.choices(self._names, self._rates)[0]
+            self._drawn.append((name, self._count[name]))
+            self._count[name] += 1
+        name, number = self._drawn[group]
+        selector = self._selectors[name]
+        return self._shuffled[name](number) if selector is None else selector.select(number, rng)
+
+    def record_result(self, task: Task, rewards: Sequence[float]) -> None:
+        """Record the rewards of a group for its member."""
+        selector = self._selectors[task.id.partition(MEMBER)[0]]
+        if selector is not None:
+            selector.record_result(task, rewards)
 
 
 class PassRates:
@@ -130,11 +202,11 @@ class PassRates:
 
     A `replay` share of the groups gets a task whose mean reward p lay within [`low`, `high`] when it was last tried, in
     proportion to p (1 - p), the variance of a reward of 0 or 1 and the weight of its gradient (learnability, Foster et
-    al. 2025, arXiv:2502.12272). The others get the tasks of the usual permutation, but for those whose last
-    `retire_after` groups were all above `high`. Rewards are taken to lie between 0 and 1.
+    al. 2025, arXiv:2502.12272). The others get the tasks of the usual permutation; where the last `retire_after` groups
+    of such a task were all above `high`, another one, at random. Rewards are taken to lie between 0 and 1.
 
     Args:
-        shuffled: the task of each group's number in the usual permutation.
+        shuffled: the usual permutation.
         low: least mean reward of a task that is replayed.
         high: the most.
         replay: share of groups with a replayed task, once there is one.
@@ -143,7 +215,7 @@ class PassRates:
 
     def __init__(
         self,
-        shuffled: Callable[[int], Task],
+        shuffled: Shuffled,
         low: float = 0.1,
         high: float = 0.9,
         replay: float = 0.5,
@@ -174,7 +246,7 @@ class PassRates:
         first = self._shuffled(group)
         if not self._is_retired(first):
             return first
-        tried = (self._shuffled(group + further) for further in range(1, RETRIES))
+        tried = (self._shuffled.other(group, rng) for _ in range(RETRIES))
         return next((task for task in tried if not self._is_retired(task)), first)
 
     def _is_retired(self, task: Task) -> bool:

@@ -440,6 +440,8 @@ class BestCheckpointTracker:
     """Empty: nothing is tracked."""
     policy: str = ""
     """The policy whose metric it is."""
+    over: str = ""
+    """The held-out tasks that it is measured on: means over others are not compared."""
     smallest: bool = False
     """Whether smaller values are better."""
     window: int = 1
@@ -454,7 +456,7 @@ class BestCheckpointTracker:
     _saved: deque[RunningBest] = field(init=False)
 
     def __post_init__(self) -> None:
-        what = f"{self._sign:+.0f} {self.metric} of {self.policy}, {self.window}"
+        what = f"{self._sign:+.0f} {self.metric} of {self.policy}, {self.window}{self.over and f', {self.over}'}"
         if self.measured.what != what:
             self.measured = RunningBest(what=what)
         self._saved = deque([self.measured], maxlen=self.checkpoints)

@@ -99,7 +99,8 @@ def test_sums_add_up_over_pieces(loss: Loss, rows: Tokens, cut: int) -> None:
 @given(rows=tokens)
 def test_metrics_are_those_of_the_naive_loop(rows: Tokens) -> None:
     rows = [(lp, mu, a) for lp, mu, a in rows if abs(a) > 1e-3] or [(-1.0, -1.0, 1.0)]
-    metrics = loss_metrics(sums(loss_named("truncated", max_ratio=1.5, trust_region=0.1), rows))
+    loss = loss_named("truncated", max_ratio=1.5, trust_region=0.1)
+    metrics = loss_metrics(sums(loss, rows), loss)
     ratios = [clamped_ratio(lp, mu) for lp, mu, _ in rows]
     count = len(rows)
     masked = [naive_truncated(*row, max_ratio=1.5, trust_region=0.1)[1] == 0.0 for row in rows]
@@ -165,4 +166,5 @@ def test_the_gradient_of_ppo_at_a_large_ratio_is_that_of_the_dual_clip(log_ratio
     """At A = -1 and log w = 10 the single clip's gradient is e^10 = 22,026; below the dual clip it is the ratio."""
     rows = [(-1.0, -1.0 - log_ratio, -1.0)]
     assert evaluated(loss_named("ppo"), batch(rows)).by_logprob.item() == pytest.approx(expected, rel=1e-12)
-    assert loss_metrics(sums(loss_named("ppo"), rows))["masked_fraction"] == float(expected == 0.0)
+    loss = loss_named("ppo")
+    assert loss_metrics(sums(loss, rows), loss)["masked_fraction"] == float(expected == 0.0)

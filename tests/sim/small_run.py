@@ -17,6 +17,7 @@ from agentrl.core.ports import GenerateRequest
 from agentrl.core.records import PolicyVersion, Task
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.orchestrator import loop
+from agentrl.orchestrator.evaluation import HeldOut
 from agentrl.orchestrator.loop import Orchestrator, RunOutcome
 from agentrl.orchestrator.versions import ServedVersions
 from agentrl.rollout.byte_formats import STOP_TOKEN, PlainFormat
@@ -117,8 +118,10 @@ class SmallRun:
     engine_options: dict[str, Any] = field(default_factory=lambda: {"seconds_per_token": 0.05})
     trainer_options: dict[str, Any] = field(default_factory=lambda: {"step_seconds": 0.7, "publish_seconds": 0.1})
     journal: MemoryJournal = field(default_factory=MemoryJournal)
-    tasks: list[Task] = field(default_factory=lambda: list(TASKS))
+    tasks: agentrl.TaskSource = field(default_factory=lambda: list(TASKS))
     held_out: list[Task] = field(default_factory=list)
+    splits: list[HeldOut] = field(default_factory=list)
+    """In place of `held_out`, where there are several."""
     during: Callable[[Orchestrator], None] | None = None
     resume_state: ResumeState = field(default_factory=ResumeState)
     resumed_at: dict[str, PolicyVersion] = field(default_factory=dict)
@@ -177,7 +180,7 @@ class SmallRun:
             observer=self.seen,
             clock=LoopClock(),
             tasks=self.tasks,
-            held_out=self.held_out,
+            held_out=self.splits or [HeldOut("held_out", self.held_out)],
             opponents=opponents,
             versions=versions,
             parents=self.journal.parents(),

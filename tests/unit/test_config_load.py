@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,26 @@ def test_an_override_may_be_a_table_as_a_file_has_it(tmp_path: Path) -> None:
     path.write_text('environment.id = "calculator"\n[policies.solver]\n', encoding="utf-8")
     config = load(path, ["--trainer.loss.options={ clip_high = 0.3 }", "--model.path={ no table"])
     assert (config.trainer.loss.options, config.model.path) == ({"clip_high": 0.3}, "{ no table")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("steps=true", "steps = true: expected a whole number"),
+        ('steps="8"', 'steps = "8": expected a whole number, without quotes: 8'),
+        ("trainer.loss.kl=true", "trainer.loss.kl = true: expected a number"),
+        ("trainer.loss.normalizer=true", "trainer.loss.normalizer = true: expected a whole number"),
+        ("environment.selection={ low = true }", "environment.selection.low = true: expected a number"),
+        ("environment.selection.low='0.1'", "environment.selection.low = \"'0.1'\""),
+    ],
+)
+def test_an_override_that_is_no_number_is_not_taken_for_one(tmp_path: Path, override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load(write(tmp_path), [override])
+
+
+def test_an_override_may_be_a_number_as_a_file_has_it(tmp_path: Path) -> None:
+    assert load(write(tmp_path), ["steps=1_000"]).steps == 1000
 
 
 def test_overrides_change_the_file_and_keep_text_text(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from agentrl.app.evaluation import EvaluatedEpisode, Evaluation
 from agentrl.core.errors import InputError
 from agentrl.core.ids import stream
 from agentrl.core.records import EpisodeHeader
-from agentrl.orchestrator.evaluation import interval, intervals
+from agentrl.orchestrator.evaluation import evaluation_metrics, interval
 from tests.support.builders import make_episode_header, make_spec
 
 
@@ -31,7 +31,7 @@ def headers(rewards: list[list[float | None]]) -> list[EpisodeHeader]:
 
 def test_pass_at_k_is_the_share_of_subsets_with_a_success() -> None:
     rewards = [[1.0, 0.0, 0.0, 1.0], [0.0, 0.0, 0.0, 0.0], [0.0, 0.5, 0.0, 2.0]]
-    found = intervals(headers(rewards), 4)
+    found = evaluation_metrics(headers(rewards), None, 4)
     for k in (1, 2, 4):
         by_task = [
             statistics.mean(float(any(r >= 1 for r in chosen)) for chosen in itertools.combinations(own, k))
@@ -43,10 +43,11 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_success() -> None:
 
 
 def test_the_interval_is_over_tasks_and_leaves_out_what_was_dropped() -> None:
-    found = intervals(headers([[1.0, 1.0], [0.0, None], [None, None], [1.0, 0.0]]), 2)
+    found = evaluation_metrics(headers([[1.0, 1.0], [0.0, None], [None, None], [1.0, 0.0]]), None, 2)
+    assert found["evaluation/reward"] == pytest.approx(0.5), "of the tasks, as its interval"
     assert found["evaluation/reward_error"] == pytest.approx(1.96 * statistics.stdev([1.0, 0.0, 0.5]) / math.sqrt(3))
     assert found["evaluation/pass_at/2"] == pytest.approx(1.0)
-    assert intervals(headers([[1.0], [0.0]]), 1)["evaluation/pass_at/1"] == 0.5
+    assert evaluation_metrics(headers([[1.0], [0.0]]), None, 1)["evaluation/pass_at/1"] == 0.5
 
 
 def test_an_interval_covers_the_mean_as_often_as_it_says() -> None:

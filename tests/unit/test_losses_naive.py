@@ -18,7 +18,7 @@ from agentrl.config.sections import ADVANTAGES as ADVANTAGE_NAMES
 from agentrl.config.sections import LOSSES
 from agentrl.credit.advantages import ADVANTAGES, OF_GROUPS, Group, make_estimator
 from agentrl.learn.losses import BUILT_IN, divergence
-from benchmarks.learning import oracle_errors
+from benchmarks.learning_losses import oracle_errors
 from tests.loss_cases import batch_of, evaluated, loss_named
 
 LENGTHS = (7, 1, 12, 4, 9)

@@ -1,0 +1,173 @@
+"""Mixtures: several environments in one run, each with its rate of the root groups.
+
+A mixture is an `Environment` class that plays no episode itself: `root_of` says which of its members plays a task.
+Options go by class name, and so do seats (`Calculator.solver`, else the bare name).
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, NoReturn
+
+from agentrl.core.errors import ConfigError, EnvironmentDefinitionError
+from agentrl.core.records import Task
+from agentrl.environment.base import Environment, EpisodeContext, SelectingTaskSource, Split, TaskSource, children_of
+
+MEMBER = ":"
+"""Between the name of the member and the task's own id."""
+
+
+def renamed(task: Task, *names: str) -> Task:
+    """A task with names before its id, by which those of several sources stay apart."""
+    return Task(id=MEMBER.join((*names, task.id)), data=task.data)
+
+
+class MemberTasks(Sequence[Task]):
+    """The tasks of a member, with its name before their ids."""
+
+    def __init__(self, name: str, source: TaskSource) -> None:
+        self.name = name
+        self.source = source
+
+    @staticmethod
+    def of(name: str, source: TaskSource) -> MemberTasks:
+        """The tasks of a member, whose source may select them itself."""
+        return (SelectingMemberTasks if isinstance(source, SelectingTaskSource) else MemberTasks)(name, source)
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitem__(self, index: Any) -> Any:
+        return renamed(self.source[index], self.name)
+
+
+class SelectingMemberTasks(MemberTasks):
+    """The tasks of a member whose source selects them itself (`SelectingTaskSource`)."""
+
+    source: Any
+
+    def select(self, group: int, rng: random.Random) -> Task:
+        """The task of the member's group of that number."""
+        return renamed(self.source.select(group, rng), self.name)
+
+    def record_result(self, task: Task, rewards: Sequence[float]) -> None:
+        """Record the rewards of a group."""
+        own = task.id.removeprefix(f"{self.name}{MEMBER}")
+        self.source.record_result(Task(id=own, data=task.data), rewards)
+
+
+class MixedTasks(Sequence[Task]):
+    """The tasks of several members, one member after another; `orchestrator.tasks` draws from them by their rates."""
+
+    def __init__(self, members: Sequence[MemberTasks], rates: Mapping[str, float]) -> None:
+        self.members = members
+        self.rates = rates
+
+    def __len__(self) -> int:
+        return sum(map(len, self.members))
+
+    def __getitem__(self, index: Any) -> Any:
+        for member in self.members:
+            if index < len(member):
+                return member[index]
+            index -= len(member)
+        raise IndexError(index)
+
+
+class Mixture(Environment):
+    """Several environments; `mixture` makes a subclass."""
+
+    seats = ()
+    members: ClassVar[Mapping[str, type[Environment]]] = {}
+    """By class name."""
+    rates: ClassVar[Mapping[str, float]] = {}
+    """Share of the root groups by class name, in relation to each other; 0: evaluated alone."""
+
+    async def run(self, ctx: EpisodeContext) -> NoReturn:
+        """Refuse to be played.
+
+        Raises:
+            EnvironmentDefinitionError: always; episodes are played by a member.
+        """
+        raise EnvironmentDefinitionError(f"{type(self).__name__} is a mixture: its members play the episodes")
+
+
+def mixture(rates: Mapping[type[Environment], float]) -> type[Mixture]:
+    """The mixture of some environments.
+
+    Args:
+        rates: share of the root groups, in relation to each other.
+
+    Raises:
+        EnvironmentDefinitionError: two have one name, a rate is below 0, or none is above.
+    """
+    members: dict[str, type[Environment]] = {}
+    for member, rate in rates.items():
+        if members.setdefault(member.__name__, member) is not member:
+            raise EnvironmentDefinitionError(
+                f"a mixture of two environments that are called {member.__name__}: seats and options go by that name, "
+                "so give one of the classes another"
+            )
+        if not (math.isfinite(rate) and rate >= 0):
+            raise EnvironmentDefinitionError(f"{member.__name__}: its rate is {rate}; give a number of 0 or more")
+    if not any(rates.values()):
+        raise EnvironmentDefinitionError("a mixture whose rates are all 0 has nothing to train on")
+    seats = tuple(dict.fromkeys(seat for member in rates for seat in member.seats))
+    by_name = {member.__name__: rate for member, rate in rates.items()}
+    name = "_".join(members)
+    return type(name, (Mixture,), {"__module__": __name__, "members": members, "rates": by_name, "seats": seats})
+
+
+def roots_of(environment: type[Environment]) -> tuple[type[Environment], ...]:
+    """The classes that play root episodes: a mixture's members, or the class itself."""
+    return tuple(environment.members.values()) if issubclass(environment, Mixture) else (environment,)
+
+
+def trained_in(environment: type[Environment]) -> tuple[type[Environment], ...]:
+    """Of the classes that play root episodes, those whose episodes are trained on."""
+    if issubclass(environment, Mixture):
+        return tuple(member for name, member in environment.members.items() if environment.rates[name])
+    return (environment,)
+
+
+def with_others(environment: type[Environment], others: Iterable[type[Environment]]) -> type[Environment]:
+    """An environment, and others that are evaluated beside it."""
+    new = [other for other in dict.fromkeys(others) if other not in roots_of(environment)]
+    if not new:
+        return environment
+    rates = environment.rates if issubclass(environment, Mixture) else {environment.__name__: 1.0}
+    return mixture({**{root: rates[root.__name__] for root in roots_of(environment)}, **dict.fromkeys(new, 0.0)})
+
+
+def root_of(environment: type[Environment], task: Task) -> type[Environment]:
+    """The class that plays a task."""
+    if issubclass(environment, Mixture):
+        return environment.members[task.id.partition(MEMBER)[0]]
+    return environment
+
+
+def classes_of(environment: type[Environment]) -> Iterator[type[Environment]]:
+    """The classes of root episodes and those of the children that they declare."""
+    for root in roots_of(environment):
+        yield root
+        yield from children_of(root)
+
+
+def seat_prefix(environment: type[Environment], root: type[Environment]) -> str:
+    """The prefix of a root's seats in `[seats]`: in a mixture its name, as for children."""
+    return f"{root.__name__}." if issubclass(environment, Mixture) else ""
+
+
+def check_split(environment: type[Environment], split: Split) -> None:
+    """Refuse a split that an environment does not have: many would take its name for that of another.
+
+    Raises:
+        ConfigError: it is not in `Environment.splits`.
+    """
+    if split not in environment.splits:
+        raise ConfigError(
+            f"{environment.__name__} has no split {split!r}; it has {', '.join(environment.splits)} "
+            "(`splits` of the class names further ones)"
+        )

@@ -1,0 +1,263 @@
+"""Losses and advantages against other packages' numbers, split in every way, and a user's own under Ray: a part of
+`benchmarks.learning`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from agentrl.config.run import RunConfig
+from agentrl.config.sections import LossConfig, TrainerConfig
+from agentrl.core.errors import ConfigError, TrainerError
+from agentrl.core.functions import describe
+from agentrl.core.records import PolicyVersion, Row, StepReport
+from agentrl.credit.advantages import ADVANTAGES
+from agentrl.learn.loss_batch import IDS, LossBatch, TokenColumns
+from agentrl.learn.losses import divergence, make_loss
+from agentrl.learn.ranks import Ranks
+from agentrl.learn.trainer import PolicyTrainer
+from benchmarks import learning_sapo
+from tests.learn_cases import Episodes, make_rows, run_config, write_model, write_tokenizer
+from tests.rank_processes import on_ranks
+
+SEQUENCE_CLIP = {"clip_low": 0.05, "clip_high": 0.1}
+OURS: dict[str, tuple[str, dict[str, Any]]] = {
+    "grpo": ("ppo", {"dual_clip": 1e9}),
+    "bnpo": ("ppo", {"dual_clip": 1e9}),
+    "dr_grpo": ("ppo", {"dual_clip": 1e9}),
+    "dapo": ("ppo", {"dual_clip": 1e9}),
+    "dapo_delta": ("ppo", {"dual_clip": 3.0}),
+    "grpo_delta": ("ppo", {"dual_clip": 3.0}),
+    "gspo": ("gspo", SEQUENCE_CLIP),
+    "luspo": ("gspo", SEQUENCE_CLIP),
+    "cispo": ("cispo", {"max_ratio": 1.2}),
+    "sapo": ("sapo", {}),
+    "vespo": ("vespo", {}),
+}
+"""Our name and options by the recorded case."""
+TRL_WEIGHTS = {
+    **dict.fromkeys(("grpo", "grpo_delta", "gspo", "sapo"), "sequence_mean"),
+    "dr_grpo": "longest",
+    "luspo": "sequences",
+}
+"""The divisors of TRL's cases; of the others: the step's tokens."""
+
+
+def recorded(package: str) -> dict[str, Any]:
+    """The numbers of other packages: `trl`, or `others`, which `benchmarks.learning_record` writes."""
+    path = Path(__file__).with_name(f"learning_{package}.json")
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return found
+
+
+def oracle_errors() -> dict[str, float]:
+    """The relative errors of value and gradient, by `package: case, what`."""
+    trl = recorded("trl")
+    found: dict[str, float] = {}
+    for case in trl["cases"]:
+        name, options = OURS[case["case"]]
+        if case["threshold"] is not None:
+            name, options = "off_policy_mask", {**options, "threshold": case["threshold"]}
+        ours = {"name": name, "options": options, "kl": case["kl"], "weights": TRL_WEIGHTS.get(case["case"], "tokens")}
+        label = f"trl: {case['case']}, kl {case['kl']}, threshold {case['threshold']}"
+        found |= _compared(label, ours, case, trl["rows"], trl["max_completion_length"])
+    longest = max(len(row["logprobs"]) for row in trl["rows"])
+    for package in recorded("others")["packages"]:
+        for case in package["cases"]:
+            found |= _compared(f"{package['package']}: {case['case']}", case["ours"], case, trl["rows"], longest)
+        for case in package["advantages"]:
+            ours = []
+            for group in dict.fromkeys(case["groups"]):
+                own = [r for r, name in zip(case["rewards"], case["groups"], strict=True) if name == group]
+                ours += [each.value for each in ADVANTAGES[case["ours"]](own, range(len(own)))]
+            found[f"{package['package']}: {case['case']} as {case['ours']}"] = _error(ours, case["advantages"])
+    return found
+
+
+def _compared(
+    label: str, ours: dict[str, Any], case: dict[str, Any], rows: list[dict[str, Any]], longest: int
+) -> dict[str, float]:
+    """The errors of our loss in a recorded case."""
+    lengths = np.array([len(row["logprobs"]) for row in rows])
+    number = np.repeat(np.arange(len(rows)), lengths)
+    columns = TokenColumns(
+        behavior_logprobs=np.concatenate([row["behavior"] for row in rows]),
+        advantages=np.repeat([row["advantage"] for row in rows], lengths),
+        lags=np.full(len(number), ours.get("lags", 0), np.int32),
+        names={"seat": ["agent"], "group": ["g0"]},
+        starts=np.concatenate([[0], np.cumsum(lengths)]),
+        **dict.fromkeys(IDS, number),
+    )
+    logprobs = torch.tensor(np.concatenate([row["logprobs"] for row in rows]), requires_grad=True)
+    reference = torch.tensor(np.concatenate([row["reference"] for row in rows]))
+    weights = torch.tensor(_weights(ours.get("weights", "tokens"), lengths, longest))
+    if "estimator" in ours:
+        away = divergence(logprobs, reference, estimator=ours["estimator"]) * weights
+        loss, gradient = away.detach(), torch.autograd.grad(away.sum(), logprobs)[0]
+    else:
+        config = {name: ours[name] for name in ("name", "options", "kl") if name in ours}
+        batch = LossBatch(
+            columns,
+            logprobs=logprobs,
+            entropies=torch.zeros(len(number), dtype=torch.float64, requires_grad=True),
+            reference_logprobs=reference,
+        )
+        found = make_loss(TrainerConfig(loss=LossConfig(**config))).evaluate(batch, weights)
+        loss, gradient = found.loss, found.by_logprob
+    recorded_gradient = np.concatenate(case["gradient"]) if isinstance(case["gradient"][0], list) else case["gradient"]
+    errors = {f"{label}, gradient": _error(gradient.tolist(), recorded_gradient)}
+    if "gradient_only" not in ours:
+        errors[f"{label}, value"] = _error([float(loss.sum())], [case["loss"]])
+    return errors
+
+
+def _error(found: Sequence[float], expected: Any) -> float:
+    """The largest difference, relative to the largest entry."""
+    return float(np.abs(np.array(found) - expected).max() / max(np.abs(expected).max(), 1e-12))
+
+
+def _weights(kind: str, lengths: np.ndarray[Any, Any], longest: int) -> np.ndarray[Any, Any]:
+    """What the other library multiplies each token's loss by: the trainer's normalisers."""
+    tokens = np.repeat(lengths, lengths).astype(float)
+    if kind == "sequence_mean":
+        return 1 / (len(lengths) * tokens)
+    divisor = {"tokens": int(lengths.sum()), "sequences": len(lengths), "longest": len(lengths) * longest}[kind]
+    return np.full(len(tokens), 1 / divisor)
+
+
+def step(
+    config: RunConfig, directory: Path, *, forked: bool = False, precise: bool = False, ranks: Ranks | None = None
+) -> tuple[float, float]:
+    """Loss and gradient norm of a step in this process.
+
+    Args:
+        config: of the run.
+        directory: of the run.
+        forked: whether each trained token has a row of its own, with the tokens before it.
+        precise: compute in float64, so that nothing but the splitting can differ.
+        ranks: the data-parallel group; None: alone.
+    """
+    episodes = Episodes(make_rows(0, 12))
+    if forked:
+        episodes.trajectories = [replace(each, rows=_forked(each.rows[0])) for each in episodes.trajectories]
+    trainer = PolicyTrainer(config, directory, read=episodes.read, ranks=ranks)
+    trainer.start()
+    if precise:
+        for learner in trainer._learners.values():
+            learner.model.model.double()
+    trainer.forward_backward(episodes.batch())
+    report = trainer.optim_step("policy", 1)
+    return report.loss, report.grad_norm
+
+
+def _forked(row: Row) -> tuple[Row, ...]:
+    """The row as often as it has trained tokens, each cut behind the one that it trains."""
+    found = []
+    for at in np.flatnonzero(row.loss_mask):
+        mask = np.arange(at + 1) == at
+        columns = (row.token_ids, row.behavior_logprobs, row.turn_index)
+        tokens, behavior, turns = (column[: at + 1] for column in columns)
+        kept = (np.where(mask, behavior, np.float32(0)), np.where(mask, turns, -1))
+        found.append(replace(row, token_ids=tokens, loss_mask=mask, behavior_logprobs=kept[0], turn_index=kept[1]))
+    return tuple(found)
+
+
+SPLIT = [
+    *((name, {}, "tokens") for name in ("gspo", "topr", "kl_cov", "m2po")),
+    ("importance_sampling", {"level": "agent"}, "tokens"),
+    *((name, {}, "sequences") for name in ("ppo", "gspo")),
+    ("truncated", {}, "tokens"),
+]
+"""Losses that see a whole step or a token, with their options, and the normalizer."""
+
+
+def split_step(ranks: Ranks | None, model: str, directory: str, tokens: int, forked: bool) -> list[tuple[float, float]]:
+    """Loss and gradient norm in each case of `SPLIT`, over some ranks."""
+    found = []
+    for number, (name, options, normalizer) in enumerate(SPLIT):
+        loss = {"name": name, "options": options, "normalizer": normalizer}
+        config = run_config(Path(model), loss=loss, micro_batch_tokens=tokens)
+        path = Path(directory) / f"{number}-{tokens}-{forked}-{ranks.size if ranks is not None else 0}"
+        found.append(step(config, path, forked=forked, precise=True, ranks=ranks))
+    return found
+
+
+def splitting_error(model: Path, directory: Path) -> float:
+    """The largest relative difference between one micro-batch of one rank, and a step that is split otherwise."""
+    given = (str(model), str(directory))
+    whole = split_step(None, *given, 1 << 14, False)
+    others = [split_step(None, *given, tokens, forked) for tokens, forked in ((32, False), (1 << 14, True), (64, True))]
+    others += on_ranks(2, "benchmarks.learning_losses:split_step", *given, 64, False)
+    return max(
+        abs(a - b) / max(abs(a), 1e-9)
+        for other in others
+        for one, two in zip(whole, other, strict=True)
+        for a, b in zip(one, two, strict=True)
+    )
+
+
+async def under_ray(model: Path, directory: Path) -> bool:
+    """Whether a rank runs the code that was given, and no other."""
+    from agentrl.cluster.trainer_pool import RayTrainerPool
+
+    async def one(name: str) -> StepReport:
+        episodes = Episodes(make_rows(0, 12))
+        path = directory / f"ray-{name}"
+        await episodes.write(path)
+        config = run_config(model, kind="ray", workers=1, loss={"name": f"{learning_sapo.__file__}:{name}"})
+        pool = RayTrainerPool(config, path)
+        try:
+            await pool.start()
+            await pool.publish("policy", PolicyVersion("policy", 0, 0))
+            await pool.forward_backward(episodes.batch())
+            return await pool.optim_step("policy", 1)
+        finally:
+            await pool.close()
+
+    report = await one("sapo")
+    here = step(run_config(model, loss={"name": f"{learning_sapo.__file__}:sapo"}), directory / "here")
+    same = abs(report.loss - here[0]) <= 1e-6 and abs(report.grad_norm - here[1]) <= 1e-5 * here[1]
+    try:
+        await one("raises")
+    except TrainerError as error:
+        raised = "as asked" in str(error)
+    else:
+        raised = False
+    given, learning_sapo.sapo = learning_sapo.sapo, learning_sapo.raises
+    try:
+        learning_sapo.sapo.__qualname__, name = "sapo", learning_sapo.sapo.__qualname__
+        describe(learning_sapo.sapo, "loss", key="loss")
+        refused = False
+    except ConfigError:
+        refused = True
+    finally:
+        learning_sapo.sapo.__qualname__ = name
+        learning_sapo.sapo = given
+    return same and raised and refused
+
+
+def figures(quick: bool) -> dict[str, float | None]:
+    """See `benchmarks.learning`."""
+    errors = oracle_errors()
+    source = inspect.getsource(learning_sapo.sapo).splitlines()
+    with tempfile.TemporaryDirectory() as place:
+        model = write_model(Path(place) / "model")
+        write_tokenizer(model)
+        torch.set_num_threads(1)
+        return {
+            "oracle_pairs": len(errors),
+            "oracle_max_error": max(errors.values()),
+            "lines_sapo": len(source) + len(("import torch", "import agentrl", "agentrl.train(config, loss=sapo)")),
+            "splitting_error": splitting_error(model, Path(place)),
+            "user_loss_under_ray": None if quick else float(asyncio.run(under_ray(model, Path(place)))),
+        }
