@@ -146,6 +146,9 @@ def test_a_teacher_with_another_tokenizer_is_refused(models: tuple[Path, Path], 
         check_references(config_of(student, teacher))
     with pytest.raises(InputError, match="there is no directory"):
         check_references(config_of(student, tmp_path / "absent"))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(InputError, match="has no weights"):
+        check_references(config_of(student, tmp_path / "empty"))
 
 
 def test_a_reference_of_fewer_tokens_is_refused(models: tuple[Path, Path], tmp_path: Path) -> None:
