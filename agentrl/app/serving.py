@@ -34,7 +34,7 @@ IDLE_SHARE = 0.9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServedAddress:
+class EndpointAddress:
     """Address and key of the served endpoint."""
 
     url: str
@@ -46,7 +46,7 @@ class ServedAddress:
     models: tuple[str, ...]
 
 
-class ServedConversation(Environment):
+class EndpointConversation(Environment):
     """A conversation with clients of the endpoint."""
 
     server: ClassVar[_Server | None] = None
@@ -86,12 +86,12 @@ class _Server:
         self.conversations = Conversations(self.models, self._begin)
         self.gateway = Gateway(host=self.host, port=self.port, conversations=self.conversations)
 
-    async def play(self, dispatcher: Dispatcher, on_open: Callable[[ServedAddress], None]) -> list[EpisodeHeader]:
+    async def play(self, dispatcher: Dispatcher, on_open: Callable[[EndpointAddress], None]) -> list[EpisodeHeader]:
         """Serve until `ended` is set."""
         self._dispatcher = dispatcher
         async with self.gateway.listen() as url:
             key = self.conversations.key
-            on_open(ServedAddress(url=url, root_url=url.removesuffix("/v1"), key=key, models=self.models))
+            on_open(EndpointAddress(url=url, root_url=url.removesuffix("/v1"), key=key, models=self.models))
             await self.ended.wait()
             ended = await asyncio.gather(*self._episodes)
         return [header for headers in ended for header in headers]
@@ -138,7 +138,7 @@ async def serve(
     config: RunConfig,
     policy: Directory | Mapping[str, Directory] | None,
     run: Path,
-    on_open: Callable[[ServedAddress, Callable[[], None]], None],
+    on_open: Callable[[EndpointAddress, Callable[[], None]], None],
     *,
     host: str = HOST,
     port: int = 0,
@@ -168,8 +168,8 @@ async def serve(
     models = (*environment.seats, *agent.aliases)
     server = _Server(models=models, idle_s=min(IDLE_S, IDLE_SHARE * config.episode_timeout_s), host=host, port=port)
     conversation = type(
-        "ServedConversation",
-        (ServedConversation,),
+        "EndpointConversation",
+        (EndpointConversation,),
         {"__module__": __name__, "seats": environment.seats, "server": server, "agent": agent},
     )
 

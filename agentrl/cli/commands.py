@@ -380,7 +380,7 @@ def _add_train(commands: Subparsers[argparse.ArgumentParser]) -> None:
 
 def _add_evaluate(commands: Subparsers[argparse.ArgumentParser]) -> None:
     parser = _add_command(commands, "evaluate", "measure a policy on held-out tasks", "training:evaluate")
-    _add_served(parser)
+    _add_endpoint_options(parser)
     parser.add_argument(
         "--compare",
         action="append",
@@ -395,14 +395,14 @@ def _add_evaluate(commands: Subparsers[argparse.ArgumentParser]) -> None:
 def _add_serve(commands: Subparsers[argparse.ArgumentParser]) -> None:
     text = "put a model endpoint on this machine in front of policies, for evaluation by hand; Ctrl-C ends it"
     parser = _add_command(commands, "serve", text, "training:serve")
-    _add_served(parser)
+    _add_endpoint_options(parser)
     parser.add_argument("--port", type=_whole, default=0, help="port to listen on; default: any free one")
     parser.add_argument(
         "--host", default="127.0.0.1", metavar="ADDRESS", help="address to listen on; default: this machine's loopback"
     )
 
 
-def _add_served(parser: argparse.ArgumentParser) -> None:
+def _add_endpoint_options(parser: argparse.ArgumentParser) -> None:
     """Add what commands take that have policies act without training them."""
     parser.add_argument("file", type=Path, help=_FILE)
     parser.add_argument(

@@ -146,10 +146,10 @@ def serve(options: argparse.Namespace) -> int:
         )
     config = _config(options)
     run = options.journal or _new_run(config, ",serve")
-    from agentrl.app.serving import ServedAddress
+    from agentrl.app.serving import EndpointAddress
     from agentrl.app.serving import serve as run_server
 
-    def on_open(address: ServedAddress, end: Callable[[], None]) -> None:
+    def on_open(address: EndpointAddress, end: Callable[[], None]) -> None:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, end)  # also where a shell in the background ignores Ctrl-C

@@ -32,8 +32,8 @@ from agentrl.exchange.foreign import (
     ForeignAgent,
     ForeignCall,
     ForeignEpisode,
+    ForeignReply,
     MessageRow,
-    Reply,
     finite_numbers,
     text_of,
     with_observations,
@@ -383,7 +383,9 @@ def _episode(root: _Trajectory, where: str, stem: str) -> ForeignEpisode:
     for (seat, index), agent in agents.items():
         agent.rewards = _typed(_field(extra, "reward_parts", f"{seat}[{index}]"), list[tuple[int | None, float]], [])
     task = _typed(extra.get("task"), _AtifTask, _AtifTask())
-    replies = [item for agent in agents.values() for row in agent.rows for item in row if isinstance(item, Reply)]
+    replies = [
+        item for agent in agents.values() for row in agent.rows for item in row if isinstance(item, ForeignReply)
+    ]
     times = [(reply.started, reply.started + reply.seconds) for reply in replies if reply.started]
     environment = _typed(extra.get("environment"), str, root.agent.name)
     return ForeignEpisode(
@@ -470,7 +472,7 @@ def _rows(steps: Sequence[_Step], policy: str, where: str) -> list[MessageRow]:
 
 def _waiting(row: MessageRow) -> MessageRow:
     """The messages after the last reply."""
-    last = max((place for place, item in enumerate(row) if isinstance(item, Reply)), default=-1)
+    last = max((place for place, item in enumerate(row) if isinstance(item, ForeignReply)), default=-1)
     return row[last + 1 :]
 
 
@@ -501,13 +503,13 @@ def _answer(result: _Result, names: dict[str, str]) -> dict[str, Any]:
     return message | {name: extra[name] for name in ("name", "tool_call_id") if isinstance(extra.get(name), str)}
 
 
-def _reply(step: _Step, policy: str, context: list[int] | None, where: str) -> Reply:
+def _reply(step: _Step, policy: str, context: list[int] | None, where: str) -> ForeignReply:
     metrics = step.metrics or _Metrics()
     extra = metrics.extra or {}
     ids = metrics.completion_token_ids
     logprobs = metrics.logprobs if ids is not None and len(metrics.logprobs or ()) == len(ids) else None
     spans, whose = _spans(extra.get("versions"), len(ids or ()))
-    return Reply(
+    return ForeignReply(
         text=text_of(step.message),
         reasoning=step.reasoning_content or "",
         calls=[_call(call, step.observation) for call in step.tool_calls or ()],

@@ -47,7 +47,7 @@ class ForeignCall(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float = 0.0
 
 
-class Reply(msgspec.Struct, frozen=True, kw_only=True):
+class ForeignReply(msgspec.Struct, frozen=True, kw_only=True):
     """A reply of a policy."""
 
     text: str
@@ -67,7 +67,7 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: int = 0
 
 
-MessageRow = list[dict[str, Any] | Reply]
+MessageRow = list[dict[str, Any] | ForeignReply]
 """Messages and replies of one conversation, in order."""
 
 
@@ -180,16 +180,16 @@ def missing(played: ForeignEpisode) -> list[str]:
     return [what for what, is_missing in lacks.items() if is_missing]
 
 
-def replies_of(played: ForeignEpisode) -> list[Reply]:
+def replies_of(played: ForeignEpisode) -> list[ForeignReply]:
     """The replies of all its policies, agent by agent."""
     return [reply for agent in played.agents for reply in _replies(agent)]
 
 
-def _replies(agent: ForeignAgent) -> Iterator[Reply]:
-    return (item for row in agent.rows for item in row if isinstance(item, Reply))
+def _replies(agent: ForeignAgent) -> Iterator[ForeignReply]:
+    return (item for row in agent.rows for item in row if isinstance(item, ForeignReply))
 
 
-def _oldest(replies: Iterable[Reply], otherwise: int) -> tuple[int, int]:
+def _oldest(replies: Iterable[ForeignReply], otherwise: int) -> tuple[int, int]:
     """Step and lineage of the oldest weights."""
     spans = [(span.lineage, span.step) for reply in replies for span in reply.spans]
     if not spans:
@@ -206,7 +206,7 @@ def _blocks(agent: ForeignAgent, where: str) -> Iterator[tuple[float, list[Entry
         length = 0
         started = 0.0
         for item in row:
-            if not isinstance(item, Reply):
+            if not isinstance(item, ForeignReply):
                 messages.append(item)
                 continue
             entry = _turn(agent, number, turn, tuple(messages), item, length, where)
@@ -231,7 +231,7 @@ def _turn(
     row: int,
     turn: int,
     messages: tuple[dict[str, Any], ...],
-    reply: Reply,
+    reply: ForeignReply,
     length: int,
     where: str,
 ) -> TurnEntry:
@@ -332,10 +332,10 @@ def with_observations(row: MessageRow) -> MessageRow:
     """The row, each call with what the message that answers it says."""
     answered: MessageRow = []
     for place, item in enumerate(row):
-        if isinstance(item, Reply) and item.calls:
+        if isinstance(item, ForeignReply) and item.calls:
             answers = []
             for following in row[place + 1 :]:
-                if isinstance(following, Reply) or following["role"] != "tool":
+                if isinstance(following, ForeignReply) or following["role"] != "tool":
                     break
                 answers.append(following)
             item = msgspec.structs.replace(item, calls=_answered(item.calls, answers))

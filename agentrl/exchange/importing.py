@@ -20,7 +20,7 @@ from agentrl.core.clock import SystemClock
 from agentrl.core.errors import EpisodeError, InputError, StorageError
 from agentrl.core.files import remedy, rename_durably
 from agentrl.exchange.files import building, storable
-from agentrl.exchange.foreign import Reply, entries_of, header_of, missing, replies_of, spec_of
+from agentrl.exchange.foreign import ForeignReply, entries_of, header_of, missing, replies_of, spec_of
 from agentrl.exchange.formats import IMPORTS
 from agentrl.journal.entries import episode_digest
 from agentrl.journal.store import SqliteJournal
@@ -149,7 +149,7 @@ def _check_values(played: ForeignEpisode) -> None:
     storable(played.task, played.where)
     for agent in played.agents:
         for item in (item for row in agent.rows for item in row):
-            storable([call.arguments for call in item.calls] if isinstance(item, Reply) else item, played.where)
+            storable([call.arguments for call in item.calls] if isinstance(item, ForeignReply) else item, played.where)
         if not all((turn or 0) in range(1 << 31) and abs(value) <= MAX_REWARD for turn, value in agent.rewards):
             raise InputError(f"{played.where}: a reward of more than {MAX_REWARD:g}, or for a turn that is none")
     if played.oldest_step not in range(-1, 1 << 31):

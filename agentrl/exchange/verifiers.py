@@ -19,8 +19,8 @@ from agentrl.exchange.foreign import (
     UNKNOWN,
     ForeignAgent,
     ForeignEpisode,
+    ForeignReply,
     MessageRow,
-    Reply,
     call_of,
     finite_numbers,
     message_of,
@@ -322,9 +322,11 @@ def _row(
     return row
 
 
-def _reply(node: _Node, call: _ModelCall, context: list[int] | None, ids: list[int] | None, step: int | None) -> Reply:
+def _reply(
+    node: _Node, call: _ModelCall, context: list[int] | None, ids: list[int] | None, step: int | None
+) -> ForeignReply:
     logprobs = [value for value in node.logprobs if value is not None]
-    return Reply(
+    return ForeignReply(
         text=text_of(node.message.content),
         reasoning=node.message.reasoning_content or "",
         calls=[call_of(each) for each in node.message.tool_calls or ()],
@@ -351,7 +353,7 @@ def _rollout(told: _Rollout, where: str) -> ForeignEpisode:
         if message.role == "assistant":
             calls = [call_of(each) for each in message.tool_calls or ()]
             text, reasoning = text_of(message.content), message.reasoning_content or ""
-            row.append(Reply(text=text, reasoning=reasoning, calls=calls))
+            row.append(ForeignReply(text=text, reasoning=reasoning, calls=calls))
         else:
             row.append(message_of(message))
     task = f"{told.task or 'task'}-{told.example_id if told.example_id is not None else number}"

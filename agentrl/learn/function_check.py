@@ -48,7 +48,7 @@ class FunctionReport:
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
+class _SampleStep:
     """A made-up step: columns and what a model would compute for them, in float64."""
 
     name: str
@@ -57,11 +57,11 @@ class _Step:
     reference: Tensor
     entropies: Tensor
 
-    def take(self, tokens: Sequence[int] | np.ndarray[Any, Any]) -> _Step:
+    def take(self, tokens: Sequence[int] | np.ndarray[Any, Any]) -> _SampleStep:
         """The step with these tokens alone, in this order."""
         at = np.asarray(tokens, np.int64)
         tensors = (each[torch.from_numpy(at)] for each in (self.logprobs, self.reference, self.entropies))
-        return _Step(self.name, self.columns.take(at), *tensors)
+        return _SampleStep(self.name, self.columns.take(at), *tensors)
 
     def batch(self, dtype: torch.dtype = torch.float64) -> LossBatch:
         """The step as a loss is given it, with columns of its own, so that a loss that writes to them is seen."""
@@ -73,7 +73,7 @@ class _Step:
         )
 
 
-def _steps() -> Iterator[_Step]:
+def _steps() -> Iterator[_SampleStep]:
     """Steps as training has them: near the weights that sampled them, stale, far off, and of a single token."""
     for name, spread, conversations in (
         ("nearly on policy", 0.02, 12),
@@ -103,7 +103,7 @@ def _steps() -> Iterator[_Step]:
             "starts": np.concatenate([[0], np.cumsum(lengths)]),
         }
         computed = (logprobs, np.minimum(logprobs + 0.1 * generator.normal(size=count), -1e-3), generator.random(count))
-        yield _Step(name, TokenColumns(**columns), *(torch.from_numpy(each) for each in computed))
+        yield _SampleStep(name, TokenColumns(**columns), *(torch.from_numpy(each) for each in computed))
 
 
 def check_loss(reference: str, *, title: str = "") -> FunctionReport:
@@ -144,11 +144,11 @@ def check_loss(reference: str, *, title: str = "") -> FunctionReport:
     return report
 
 
-def _evaluated(loss: Loss, step: _Step, batch: LossBatch | None = None) -> TokenGradients:
+def _evaluated(loss: Loss, step: _SampleStep, batch: LossBatch | None = None) -> TokenGradients:
     return loss.evaluate(batch or step.batch(), torch.ones(len(step.columns), dtype=torch.float64))
 
 
-def _check_values(step: _Step, found: TokenGradients, report: FunctionReport) -> None:
+def _check_values(step: _SampleStep, found: TokenGradients, report: FunctionReport) -> None:
     for what, values in (
         ("loss", found.loss),
         ("derivative by the log-probability", found.by_logprob),
@@ -167,7 +167,7 @@ def _check_values(step: _Step, found: TokenGradients, report: FunctionReport) ->
         report.findings.append(f"{step.name}: every derivative is 0, so nothing would be learned")
 
 
-def _check_purity(loss: Loss, step: _Step, found: TokenGradients, report: FunctionReport) -> None:
+def _check_purity(loss: Loss, step: _SampleStep, found: TokenGradients, report: FunctionReport) -> None:
     states = torch.random.get_rng_state(), random.getstate(), np.random.get_state()
     batch = step.batch()
     again = _evaluated(loss, step, batch)
@@ -191,7 +191,7 @@ def _check_purity(loss: Loss, step: _Step, found: TokenGradients, report: Functi
             report.findings.append(f"{step.name}: it changed batch.{name}, which other parts of the step read")
 
 
-def _check_order(loss: Loss, step: _Step, found: TokenGradients, report: FunctionReport) -> bool:
+def _check_order(loss: Loss, step: _SampleStep, found: TokenGradients, report: FunctionReport) -> bool:
     """Compare with the step in another order and in parts; returns whether tokens of other parts made a difference."""
     count = len(step.columns)
     rows = np.random.default_rng(1).permutation(int(step.columns.row.max()) + 1)

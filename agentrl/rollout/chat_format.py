@@ -81,7 +81,7 @@ class _Frame:
     tail: list[int]
 
 
-class _Spoken(NamedTuple):
+class _ReplyParts(NamedTuple):
     """A sampled turn without the tokens that end it."""
 
     thinking: str
@@ -129,7 +129,7 @@ class TemplateFormat:
         self._thinking_opening = "".join(opening[1:]) if self._opens_thinking else ""
         bare = self._render_text([("user", ".")], prompt=False)
         self._header = prompt[shared_length(prompt, bare) :].removesuffix(self._thinking_opening)
-        self._probe_history(forks)
+        self._check_history(forks)
         self._openings: dict[object, tuple[_Frame | None, Sequence[ToolSpec]]] = {}
         self._replies: dict[str, _Frame] = {}
         self._decoded: tuple[list[int], str] = ([], "")
@@ -228,20 +228,20 @@ class TemplateFormat:
         Raises:
             ModelError: the template refuses the conversation.
         """
-        values, spoken = list[dict[str, Any]](), list[_Spoken]()
+        values, replies = list[dict[str, Any]](), list[_ReplyParts]()
         asked = [*(turn.messages for turn in turns), messages]
         for n, turn in enumerate(turns):
             values += self._values(turn.messages)
-            spoken.append(self._spoken(turn.token_ids))
-            values.append(self._marked(n, spoken[-1], [each for each in asked[n + 1] if each.role == "tool"]))
+            replies.append(self._reply_parts(turn.token_ids))
+            values.append(self._marked(n, replies[-1], [each for each in asked[n + 1] if each.role == "tool"]))
         values += self._values(messages)
         specs = [tool_value(tool, self._control) for tool in tools]
         rendered = self._template.render(values, specs, prompt=True)
         ids: list[int] = []
-        for n, said in enumerate(spoken):
+        for n, reply in enumerate(replies):
             frame, mark, rendered = rendered.partition(_mark("s", n))
             if not mark:
-                return None  # the template leaves out what was said: the model keeps seeing it
+                return None  # the template leaves out what was sampled: the model keeps seeing it
             frame, thought, _ = frame.partition(_mark("t", n))
             if thought and self._history_marks is not None:
                 frame = frame.rpartition(self._history_marks[0])[0] + self._thinking_opening
@@ -251,7 +251,10 @@ class TemplateFormat:
             pieces = self._from_closing(frame) if n else self._control.split(frame)
             if not pieces:
                 return None
-            ids += [*self._encode_pieces(pieces), *(said.all_ids if thought or not said.thinking else said.reply_ids)]
+            ids += [
+                *self._encode_pieces(pieces),
+                *(reply.all_ids if thought or not reply.thinking else reply.reply_ids),
+            ]
         pieces = self._from_closing(rendered)
         return [*ids, *self._encode_pieces(pieces)] if pieces else None
 
@@ -266,11 +269,11 @@ class TemplateFormat:
         at = next((at for at, piece in enumerate(pieces) if piece in self._ends), len(pieces))
         return pieces[at:]
 
-    def _marked(self, number: int, said: _Spoken, answers: Sequence[Message]) -> dict[str, Any]:
+    def _marked(self, number: int, reply: _ReplyParts, answers: Sequence[Message]) -> dict[str, Any]:
         """A sampled turn as the template reads it, marks in the place of what was sampled."""
         speech = _mark("s", number)
         value = _value("assistant", speech)
-        if said.thinking and self._history_marks is not None:
+        if reply.thinking and self._history_marks is not None:
             value = list(thinking_forms(self._history_marks, _mark("t", number), speech))[self._thinking_form]
         if answers and self._needs_calls:
             calls = self._standin_call(*(each.name or "probe" for each in answers))["tool_calls"]
@@ -279,7 +282,7 @@ class TemplateFormat:
             value = {**value, "content": value["content"].replace(speech, ""), "tool_calls": calls}
         return value
 
-    def _spoken(self, token_ids: Sequence[int]) -> _Spoken:
+    def _reply_parts(self, token_ids: Sequence[int]) -> _ReplyParts:
         """Sampled tokens, without those that end the turn."""
         ids = _as_list(token_ids)
         ids = ids[:-1] if ids and (ids[-1] in self._ends or ids[-1] in self.stop_token_ids) else ids
@@ -289,12 +292,12 @@ class TemplateFormat:
 
         end = self._history_marks[1] if self._history_marks is not None else ""
         if not end or end not in text(0, len(ids)):
-            return _Spoken("", ids, ids)
+            return _ReplyParts("", ids, ids)
         after = bisect_left(range(len(ids)), True, key=lambda n: end in text(0, n + 1)) + 1
         thinking = text(0, after)
         while after < len(ids) and not text(after, after + 1).strip():
             after += 1
-        return _Spoken(thinking, ids, ids[after:])
+        return _ReplyParts(thinking, ids, ids[after:])
 
     def parse(self, token_ids: Sequence[int], tools: Sequence[ToolSpec] = ()) -> Message:
         """See `core.ports.ChatFormat.parse`; malformed calls are kept raw."""
@@ -314,10 +317,10 @@ class TemplateFormat:
     def _decode_reply(self, ids: list[int]) -> str:
         """Text of tokens without the silent ones."""
         silent = self._silent
-        spoken = [token for token in ids if token not in silent]
-        ending = self._endings.get(ids[-1]) if len(spoken) == len(ids) - 1 else None
+        shown = [token for token in ids if token not in silent]
+        ending = self._endings.get(ids[-1]) if len(shown) == len(ids) - 1 else None
         if ending is None:
-            return self.decode(spoken)
+            return self.decode(shown)
         return self.decode(ids).removesuffix(ending)  # which is decoded anyway, for the journal
 
     def encode(self, text: str) -> list[int]:
@@ -498,7 +501,7 @@ class TemplateFormat:
         known = known or [piece for piece in followed[:shared] if piece not in markup][::-1]
         return next((piece for piece in (*known, *followed[shared:]) if isinstance(piece, int)), self._closing)
 
-    def _probe_history(self, forks: bool) -> None:
+    def _check_history(self, forks: bool) -> None:
         """Find what the template makes of former turns."""
         marks = HARMONY_THINKING if self.reply_format.name == "openai" else self._thinking
         call = self._standin_call("probe")

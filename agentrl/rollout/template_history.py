@@ -52,9 +52,9 @@ def rewrite_causes(
         call: an assistant's message that calls the tool `probe`.
         thinking: the marks around thinking.
     """
-    probe = _Probe(template, call)
-    found = {*probe.of_turns(thinking), *probe.of_tools()}
-    if thinking is not None and probe.leaves_out_thinking(thinking):
+    check = _TemplateCheck(template, call)
+    found = {*check.of_turns(thinking), *check.of_tools()}
+    if thinking is not None and check.leaves_out_thinking(thinking):
         found.add("thinking")
     if "strftime_now" in template.source:
         found.add("date")
@@ -88,12 +88,12 @@ def thinking_forms(thinking: tuple[str, str], thought: str, content: str) -> Ite
 
 def thinking_form(template: ChatTemplate, call: Mapping[str, Any], thinking: tuple[str, str] | None) -> int:
     """Number of the form in `thinking_forms` that the template reads thinking from."""
-    probe = _Probe(template, call)
+    check = _TemplateCheck(template, call)
     forms = list(thinking_forms(thinking, _THOUGHT, PROBE)) if thinking is not None else []
-    return next((n for n, form in enumerate(forms) if probe.shows_thinking(form)), 0)
+    return next((n for n, form in enumerate(forms) if check.shows_thinking(form)), 0)
 
 
-class _Probe:
+class _TemplateCheck:
     """Renders conversations around a few words, and compares the longer with the shorter."""
 
     def __init__(self, template: ChatTemplate, call: Mapping[str, Any]) -> None:

@@ -162,10 +162,10 @@ def _metric(reader: RunReader, policy: str) -> list[float]:
     return found
 
 
-def _read(reader: RunReader, begin: float, end: float) -> tuple[dict[str, _Seen], list[SampledTurn], float]:
+def _read(reader: RunReader, begin: float, end: float) -> tuple[dict[str, _Seen], list[TimedTurn], float]:
     """Samples of the newest episodes by environment; all turns since a time, and that time, not before `begin`."""
     seen: dict[str, _Seen] = defaultdict(_Seen)
-    turns: list[SampledTurn] = []
+    turns: list[TimedTurn] = []
     ended = reader.episodes(f"purpose = 'train' and committed_at <= {end!r}", sort="committed_at", limit=MOST)
     others = f"purpose = 'train' and (committed_at = null or committed_at > {end!r})"
     since = max(ended[-1].committed_at or begin, begin) if len(ended) == MOST else begin
@@ -174,7 +174,7 @@ def _read(reader: RunReader, begin: float, end: float) -> tuple[dict[str, _Seen]
         for _, body in reader.episode(line.episode, line.attempt).entries:
             if isinstance(body, TurnEntry):
                 own[body.seat, body.index].append(body)
-        turns += [turn for bodies in own.values() for turn in map(sampled_turn, bodies) if turn is not None]
+        turns += [turn for bodies in own.values() for turn in map(timed_turn, bodies) if turn is not None]
         if line.committed_at is not None:
             found = seen[line.environment.rpartition(":")[2]]
             found.episodes += 1
@@ -183,10 +183,10 @@ def _read(reader: RunReader, begin: float, end: float) -> tuple[dict[str, _Seen]
     return seen, [turn for turn in turns if turn.stop > since], since
 
 
-def sampled_turn(body: TurnEntry) -> SampledTurn | None:
+def timed_turn(body: TurnEntry) -> TimedTurn | None:
     """A turn from the journal, without pauses at its beginning. None: it sampled nothing."""
     context = len(body.context_ids) // 4
-    turn = SampledTurn(
+    turn = TimedTurn(
         start=body.started + sum(pause.seconds for pause in body.pauses),
         stop=body.started + body.seconds,
         tokens=len(body.token_ids) // 4,
@@ -280,7 +280,7 @@ def covered(spans: Sequence[tuple[float, float]], begin: float, end: float) -> f
     return covered / (end - begin)
 
 
-class SampledTurn(NamedTuple):
+class TimedTurn(NamedTuple):
     """One engine call."""
 
     start: float
@@ -292,7 +292,7 @@ class SampledTurn(NamedTuple):
     """Tokens of its whole context that no cache held."""
 
 
-def fitted_rates(turns: Sequence[SampledTurn], slots: int, replicas: int) -> dict[str, Any]:
+def fitted_rates(turns: Sequence[TimedTurn], slots: int, replicas: int) -> dict[str, Any]:
     """Rates of a replica as `[engine]` of a plan has them, by least squares.
 
     When each call got a slot is unknown: while `n` calls compete for `slots`, each runs for `slots / n` of the time.
@@ -330,7 +330,7 @@ def fitted_rates(turns: Sequence[SampledTurn], slots: int, replicas: int) -> dic
     return rates
 
 
-def _ran(turns: Sequence[SampledTurn], slots: int) -> list[tuple[float, float, float]]:
+def _ran(turns: Sequence[TimedTurn], slots: int) -> list[tuple[float, float, float]]:
     """Return for each turn the mean number of running calls during it, and the seconds and the share of time it ran."""
     edges = sorted([(turn.start, 1) for turn in turns] + [(turn.stop, -1) for turn in turns])
     totals: dict[float, tuple[float, float]] = {}
@@ -349,7 +349,7 @@ def _ran(turns: Sequence[SampledTurn], slots: int) -> list[tuple[float, float, f
     return found
 
 
-def _computed_during(turns: Sequence[SampledTurn]) -> list[int]:
+def _computed_during(turns: Sequence[TimedTurn]) -> list[int]:
     """Tokens of context of all calls that began while each turn lasted, its own included."""
     begun = sorted((turn.start, turn.computed) for turn in turns)
     starts = [start for start, _ in begun]

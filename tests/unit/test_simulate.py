@@ -17,7 +17,7 @@ import pytest
 from agentrl.cli.main import main
 from agentrl.core.errors import ConfigError
 from agentrl.journal.entries import Pause, TurnEntry
-from agentrl.simulation.calibration import SampledTurn, covered, likeness_of, sampled_turn
+from agentrl.simulation.calibration import TimedTurn, covered, likeness_of, timed_turn
 from agentrl.simulation.plan import Plan, load
 from agentrl.simulation.report import knobs
 from tests.support.builders import make_episode_header, make_spec
@@ -273,9 +273,9 @@ def test_a_turn_is_what_it_took_the_engine() -> None:
         parent_context=80,
         pauses=(Pause(2, 4.0, "parked"), Pause(3, 2.0, "engine_lost")),
     )
-    assert sampled_turn(entry) == SampledTurn(106.0, 110.0, tokens=5, context=20, computed=30)
+    assert timed_turn(entry) == TimedTurn(106.0, 110.0, tokens=5, context=20, computed=30)
     for broken in ({"token_ids": b""}, {"seconds": 6.0}, {"seconds": math.nan}, {"seconds": math.inf}):
-        assert sampled_turn(msgspec.structs.replace(entry, **broken)) is None, broken
+        assert timed_turn(msgspec.structs.replace(entry, **broken)) is None, broken
 
 
 def test_time_is_covered_once() -> None:
