@@ -72,7 +72,7 @@ def figures(quick: bool) -> dict[str, float | None]:
         seen: dict[tuple[str, str], set[str]] = defaultdict(set)
         sampled: dict[tuple[str, str, str], set[bytes]] = defaultdict(set)
         attempts: dict[tuple[str, str, str], set[int]] = defaultdict(set)
-        dropped = 0
+        dropped: list[str] = []
         for run in sorted(Path(scratch).glob(f"{KIND.name}-*/run")):
             for line in (run.parent / "replies.jsonl").read_bytes().split(b"\n")[:-1]:
                 reply_id, content = json.loads(line)
@@ -83,12 +83,13 @@ def figures(quick: bool) -> dict[str, float | None]:
                     sampled[call].add(body.token_ids)
                     attempts[call].add(entry.attempt)
             with sqlite3.connect(run / "journal" / "control.db") as control:
-                dropped += control.execute("SELECT count(*) FROM episodes WHERE drop_reason IS NOT NULL").fetchone()[0]
+                asked = "SELECT episode, drop_reason, detail FROM episodes WHERE drop_reason IS NOT NULL"
+                dropped += [f"{run.parent.name}: dropped {each}" for each in control.execute(asked)]
         os.environ["ASKING_LOG"] = str(Path(scratch, "checked.jsonl"))
         (found,) = check_environment(Undeclared).findings
     print(f"the checker on an undeclared date: {found}", flush=True)
     faults = {*tally.verdict.lost, *tally.verdict.twice, *tally.verdict.ledger_errors, *tally.violations}
-    for fault in sorted({*faults, *tally.unexplained}):
+    for fault in sorted({*faults, *tally.unexplained, *dropped}):
         print(fault, flush=True)
     print(f"kills {dict(tally.kills)}, {tally.runs} runs, {len(seen)} replies seen", flush=True)
     resampled = [each for each in (*seen.values(), *sampled.values()) if len(each) > 1]
@@ -96,7 +97,7 @@ def figures(quick: bool) -> dict[str, float | None]:
         "resampled_replies": len(resampled),
         "recalled_replies": sum(len(numbers) - 1 for numbers in attempts.values()),
         "kills": tally.kills.total(),
-        "harness_failures": dropped + len(tally.unexplained),
+        "harness_failures": len(dropped) + len(tally.unexplained),
         "violations": len(faults),
         "divergence_named": float(found.partition("content: ")[2].count(time.strftime("%Y-%m-")) == 2),
     }

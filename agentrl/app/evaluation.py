@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from agentrl.app.assemble import attach_worker, make_dispatcher
 from agentrl.app.hub import with_local_model
 from agentrl.app.memory import sized
-from agentrl.app.parts import environment_of, held_out, load_config, make_chat_format, make_engine
+from agentrl.app.parts import environment_of, held_out, importable_code_of, load_config, make_chat_format, make_engine
 from agentrl.app.policies import given_weights, load_weights, weights_in
 from agentrl.app.recovery import ResumeState
 from agentrl.config.policies import ExternalPolicyConfig, FrozenPolicy, RemotePolicy
@@ -299,7 +299,13 @@ async def played(
         evaluated = ", ".join(
             [weights.path for weights in given] or [base.model.path for base in config.bases] or dict.fromkeys(remote)
         )
-        store = SqliteJournal(run / "journal", info={"name": run.name, "evaluated": evaluated})
+        info = {
+            "name": run.name,
+            "evaluated": evaluated,
+            "config": config.model_dump(mode="json"),
+            "code": importable_code_of(environment),
+        }
+        store = SqliteJournal(run / "journal", info=info)
         stack.push_async_callback(store.close)
         stack.enter_context(leading(run))
         engine = await make_engine(

@@ -91,7 +91,8 @@ def fork(  # noqa: PLR0913 (one keyword per choice)
         policy: other policies, one or several: see `fork_policies`. Default: the policies of the parent, each with its
             weights as of that turn, if they are still on disk.
         edit: replaces the messages of that turn: the content of the last one, or all of them, with `role` and
-            `content`.
+            `content`. Of an agent from outside, which asks what it likes, it replaces the reply: the text as the policy
+            would have written it, calls included, or one message with the role `assistant`.
         environment: a class, a name, `module:Class` or a path that replaces the environment named in the journal. A
             journal cannot choose the code that runs: its environment is used only if it is installed or already
             imported.
@@ -153,13 +154,21 @@ def find_parent(journal: Path, episode_id: str, attempt: int | None, at: int) ->
 
 
 def edited(parent: Parent, edit: str | Sequence[Mapping[str, Any]] | None) -> Parent:
-    """The same parent, with other messages at the fork point.
+    """The same parent, with other messages at the fork point; of an agent from outside, with another reply.
 
     Raises:
         InputError: they are no messages, or there is none whose content could be edited.
     """
     if edit is None:
         return parent
+    if not ids.has_call_number(parent.point.call_id):
+        reply = {"role": "assistant", "content": edit} if isinstance(edit, str) else dict(edit[-1])
+        if reply.keys() != {"role", "content"} or reply["role"] != "assistant" or not isinstance(reply["content"], str):
+            raise InputError(
+                "the turn is of an agent from outside, whose requests are its own: edit the reply, as text or as "
+                '[{"role": "assistant", "content": "…"}], with calls as the policy writes them'
+            )
+        return replace(parent, point=replace(parent.point, messages=(reply,)))
     messages = [dict(message) for message in parent.turns[-1].messages]
     if isinstance(edit, str):
         if not messages:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import os
 import random
@@ -22,7 +23,7 @@ from agentrl.config.devices import DevicePlan, plan_devices
 from agentrl.config.policies import BotPolicy, ExternalPolicyConfig, LocalPolicy, RemotePolicy
 from agentrl.config.run import RunConfig
 from agentrl.core.clock import Clock, SystemClock
-from agentrl.core.errors import ConfigError, InputError
+from agentrl.core.errors import ConfigError, EnvironmentDefinitionError, InputError
 from agentrl.core.machine import gpus, install_command
 from agentrl.core.ports import ChatFormat, Engine, Trainer
 from agentrl.core.records import PolicyVersion, Task
@@ -350,6 +351,13 @@ def make_workers(
         receiver = JournalReceiver(journal, session.nodes()[0].address, log=log, clock=clock, tell=tell)
     placements = [_worker_placement(config, log, worker) for worker in range(config.workers)]
     return WorkerPool(settings, engines=shared, placements=placements, receiver=receiver, clock=clock, tell=tell)
+
+
+def importable_code_of(environment: type[Environment]) -> dict[str, str]:
+    """See `code_of`; empty where the environment is defined in a notebook, and no other process can import it."""
+    with contextlib.suppress(EnvironmentDefinitionError):
+        return code_of(environment)
+    return {}
 
 
 def code_of(environment: type[Environment]) -> dict[str, str]:

@@ -39,6 +39,7 @@ from agentrl.inspection.comparisons import Outcome, Replayed
 from agentrl.inspection.reader import RunReader
 from agentrl.journal.control import ADMISSION_COLUMNS, read_spec
 from agentrl.journal.entries import Begin, GatherEntry, JournalEntry, decode_entries, encode_body
+from agentrl.rollout.harness_agent import is_turn, standalone
 from agentrl.rollout.replay import RecordEndedError, ReplayHost, ReplayLog, ReplayRunner, ReplayStoppedError
 
 if TYPE_CHECKING:
@@ -112,10 +113,12 @@ async def _one(reader: RunReader, episode_id: str, attempt: int | None, asked: _
     line = view.summary
     found = Replayed(episode=line.episode, attempt=line.attempt, outcome="not_replayable", calls=0, recorded=0)
     own, inherited = reader.recorded(line)
+    turns = list(standalone([*inherited, *own]))  # of an agent from outside, which asks for them in any order
+    own, inherited = ([entry for entry in part if not is_turn(entry)] for part in (own, inherited))
     if view.problems or not own:
         problem = "; ".join(view.problems) or "nothing of it was recorded: it was dropped before its first act"
         return msgspec.structs.replace(found, recorded=len(own), text=problem)
-    if asked.until is not None and asked.until not in {entry.call_id for entry in [*inherited, *own]}:
+    if asked.until is not None and asked.until not in {entry.call_id for entry in [*inherited, *own, *turns]}:
         raise InputError(
             f"episode {line.episode} has no call {asked.until!r}; `agentrl episode replay --step` names them"
         )
@@ -149,7 +152,7 @@ async def _one(reader: RunReader, episode_id: str, attempt: int | None, asked: _
         ),
     )
     environment.load()
-    outcome, call, text, header = await _run(runner, spec, environment, own, line)
+    outcome, call, text, header = await _run(runner, spec, environment, own, turns, line)
     before = {f"{agent.seat}[{agent.index}]": agent.reward for agent in view.agents}
     after = _rewards(header)
     if outcome == "identical" and header is not None and not asked.rescoring:
@@ -158,7 +161,7 @@ async def _one(reader: RunReader, episode_id: str, attempt: int | None, asked: _
         found,
         outcome=outcome,
         calls=0 if runner.journal is None else runner.journal.reached,
-        recorded=sum(ids.has_call_number(entry.call_id) for entry in [*inherited, *own]),
+        recorded=len(turns) + sum(ids.has_call_number(entry.call_id) for entry in [*inherited, *own]),
         call=call,
         text=text,
         acts=acts,
@@ -172,11 +175,12 @@ async def _run(
     spec: EpisodeSpec,
     environment: type[Environment],
     entries: Sequence[JournalEntry],
+    turns: Sequence[JournalEntry],
     line: EpisodeLine,
 ) -> tuple[Outcome, str | None, str, EpisodeHeader | None]:
     """Execute the program over its journal; returns the outcome, where and why it ended, and its header if it ended
     well."""
-    running = asyncio.get_running_loop().create_task(runner.run(spec, environment, entries))
+    running = asyncio.get_running_loop().create_task(runner.run(spec, environment, entries, answers=turns))
     try:
         header = await running
     except ReplayStoppedError as stopped:

@@ -63,7 +63,7 @@ class EndpointConversation(Environment):
             aliases=agent.aliases, volatile=agent.volatile, ignored_fields=agent.ignored_fields
         ) as endpoint:
             held = server.hold(ctx.task, endpoint)
-            _: str = await ctx.effect("conversation", lambda: endpoint.unless_it_fails(held))
+            _: str = await endpoint.run_program("conversation", lambda: held)
 
 
 @dataclass(eq=False)

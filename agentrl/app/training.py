@@ -17,9 +17,9 @@ from agentrl.app.memory import sized
 from agentrl.app.parts import (
     Adapters,
     check_ray,
-    code_of,
     device_plan,
     environment_of,
+    importable_code_of,
     load_config,
     make_engine,
     task_source,
@@ -30,7 +30,7 @@ from agentrl.app.recovery import Code, functions_of
 from agentrl.app.supervisor import RunSetup, ended_by_ctrl_c, run_in_shared_loop, supervise
 from agentrl.config.resume import Difference, check_unchanged
 from agentrl.config.run import RunConfig
-from agentrl.core.errors import ConfigError, EnvironmentDefinitionError
+from agentrl.core.errors import ConfigError
 from agentrl.core.functions import describe
 from agentrl.core.ports import Observer
 from agentrl.core.records import Task
@@ -127,9 +127,7 @@ async def run_training(
     held_out_splits, available = await asyncio.to_thread(held_out_source, config, environment, held_out)
     path = Path(config.directory) / config.name
     directory = RunDirectory.reopen(path) if resume else RunDirectory.create(path, config.model_dump_json(indent=1))
-    code: dict[str, str] = {}
-    with contextlib.suppress(EnvironmentDefinitionError):  # defined in a notebook: no other process can import it
-        code = code_of(environment)
+    code = importable_code_of(environment)
     bases = await asyncio.to_thread(base_models, config)
     info = {
         "name": config.name,

@@ -269,7 +269,11 @@ READING = (
                     _ENVIRONMENT,
                     _argument("-n", type=_whole, default=1, metavar="K", help="number of forks (default 1)"),
                     _argument(
-                        "--edit", type=Path, metavar="FILE", help="file with messages that replace those of that turn"
+                        "--edit",
+                        type=Path,
+                        metavar="FILE",
+                        help="file with messages that replace those of that turn; of an agent from outside, with its "
+                        "reply",
                     ),
                     _argument(
                         "--policy",

@@ -224,10 +224,12 @@ class Endpoint(ABC):
         """First limit that refused a request; None if none did."""
 
     @abstractmethod
-    async def unless_it_fails(self, program: Awaitable[T]) -> T:
-        """Await a program that uses the endpoint; cancel it when the episode cannot continue.
+    async def run_program(self, name: str, program: Callable[[], Awaitable[T]]) -> T:
+        """Run a program that uses the endpoint, as the effect `name`; cancel it when the episode cannot continue.
+        Unlike other effects, it runs again when the episode is replayed, and gets the recorded replies.
 
         Raises:
+            EffectError: the program failed.
             AgentRLError: the episode cannot go on.
         """
 

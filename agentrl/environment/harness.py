@@ -146,7 +146,7 @@ class HarnessEnvironment(Environment):
                 recall=self.replay_stable,
             ) as endpoint:
                 try:
-                    result = await ctx.effect("harness", lambda: self._played(ctx.task, endpoint))
+                    result = await endpoint.run_program("harness", lambda: self.play(ctx.task, endpoint))
                 except EffectError as failure:
                     error = failure.error
                 limit = endpoint.limit_reached()
@@ -176,10 +176,6 @@ class HarnessEnvironment(Environment):
         finally:
             if self._directory is not None:
                 await asyncio.to_thread(_remove_tree, self._directory)
-
-    async def _played(self, task: Task, endpoint: Endpoint) -> Any:
-        """Run the program and return its result, unless the episode fails first."""
-        return await endpoint.unless_it_fails(self.play(task, endpoint))
 
     async def _run_command(self, task: Task, endpoint: Endpoint) -> dict[str, Any]:
         """Run `command` in an empty directory, and end everything it started.

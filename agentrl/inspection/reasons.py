@@ -47,7 +47,7 @@ def reasons_of(reader: RunReader, view: ConversationView) -> list[Reason]:
     problems: list[str] = []
     found = [
         *_admission(reader, view.summary, problems),
-        *_attempts(reader, view.summary, problems),
+        *_attempts(reader, view.summary, view.detail, problems),
         *_time(view),
         *_end(view),
         *_reward(view),
@@ -93,17 +93,15 @@ def _admission(reader: RunReader, line: EpisodeLine, problems: list[str]) -> lis
     return found
 
 
-def _attempts(reader: RunReader, line: EpisodeLine, problems: list[str]) -> list[Reason]:
+def _attempts(reader: RunReader, line: EpisodeLine, detail: str, problems: list[str]) -> list[Reason]:
     rows = checked_rows(reader.log, "admissions", "episode = ? ORDER BY attempt", line.episode, problems=problems)
     if len(rows) < 2:
         return []
     others = ", ".join(str(row["attempt"]) for row in rows if row["attempt"] != line.attempt)
-    return [
-        Reason(
-            "attempt",
-            f"attempt {line.attempt} of {len(rows)} (the others: {others}): an attempt that fails is begun again",
-        )
-    ]
+    what = f"attempt {line.attempt} of {len(rows)} (the others: {others}): an attempt that fails is begun again"
+    if detail and line.drop_reason is None:
+        what += f"; its agent from outside did not ask as before: {detail}"
+    return [Reason("attempt", what)]
 
 
 def _time(view: ConversationView) -> list[Reason]:

@@ -88,7 +88,7 @@ def summary_page(view: ConversationView) -> Page:
         facts.append(("parent", line.parent))
     facts.append(("ended", line.drop_reason or line.stop_reason or "not yet"))
     if view.detail:
-        facts.append(("because", view.detail))
+        facts.append(("because" if line.drop_reason else "asked otherwise", view.detail))
     if line.reward is not None:
         facts.append(("reward", number(line.reward)))
     if line.turns is not None:

@@ -82,6 +82,8 @@ class Begin(msgspec.Struct, frozen=True, array_like=True, tag="begin"):
     settings: dict[str, PlayedUnder] = {}
     """Policy settings, keyed by seat; the key "" holds those of seats not named, and of `ctx.limits`. Empty if an older
     version wrote the entry."""
+    recalls_from: int = 0
+    """First attempt whose replies an agent from outside may get again; earlier ones ended in an error."""
 
 
 class TurnEntry(msgspec.Struct, frozen=True, array_like=True, tag="turn"):

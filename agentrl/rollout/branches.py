@@ -182,6 +182,10 @@ class RecordedCalls:
         """The recorded answer of the outside world to a call."""
         return self._answers.get(call_id)
 
+    def answers_left(self) -> list[JournalEntry]:
+        """The answers that were not given yet."""
+        return list(self._answers.values())
+
     def forget_answers(self) -> None:
         """Give no answer that was not given yet."""
         self._answers = _NONE

@@ -44,6 +44,7 @@ from agentrl.journal.entries import (
     LimitEntry,
     PatchEntry,
     RewardEntry,
+    TurnEntry,
     asked_hash,
     encode_body,
 )
@@ -303,6 +304,30 @@ class CallJournal:
         """Forget recorded answers, so that later calls run anew."""
         self._recorded.forget_answers()
 
+    def unasked_turns(self, seat: str) -> list[TurnEntry]:
+        """The recorded turns of a seat's agent from outside that it has not asked for; of the newest attempt, which
+        holds all that was asked for in it."""
+        left = self._recorded.answers_left()
+        newest = max((entry.attempt for entry in left), default=0)
+        turns = (entry.decode() for entry in left if entry.attempt == newest)
+        return [turn for turn in turns if isinstance(turn, TurnEntry) and turn.seat == seat]
+
+    def write_again(self, call: Call, body: TurnEntry) -> None:
+        """Append a turn of an earlier attempt as this attempt has it; raises as `write`."""
+        self.write(call, body)
+
+    def check_new(self, call: Call, difference: str) -> None:
+        """Called before a call that names itself is performed; a replay refuses it.
+
+        Args:
+            call: not recorded.
+            difference: from a recorded call that was not made before; empty: all were.
+        """
+
+    def edits_at(self, call_id: str) -> Sequence[Mapping[str, Any]]:
+        """The messages that a fork puts in place of a call's; mostly none."""
+        return self._recorded.edits.get(call_id, ())
+
     def peek(self, asked: bytes) -> EntryBody | None:
         """The recorded body of the calling branch's next call, if exactly this was asked; the call is not made."""
         branch = current_branch()
@@ -312,7 +337,7 @@ class CallJournal:
     def fork_edits(self) -> Sequence[Mapping[str, Any]]:
         """The messages that a fork puts in place of the program's at the calling branch's next call; mostly none."""
         branch = current_branch()
-        return self._recorded.edits.get(ids.call_id(branch.path, branch.calls), ())
+        return self.edits_at(ids.call_id(branch.path, branch.calls))
 
     async def reach(self, call: Call, *, cancelled: bool = False) -> None:
         """Wait until it is the call's turn: replay has come to it or, if it is new, has finished.

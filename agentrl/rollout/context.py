@@ -217,7 +217,9 @@ class LiveContext(EpisodeContext):
         recall: bool = True,
     ) -> AbstractAsyncContextManager[Endpoint]:
         """Serve the seats to an agent from outside."""
-        return opened_endpoint(self.episode, self.agents, aliases, volatile, ignored_fields, recall=recall)
+        return opened_endpoint(
+            self.episode, self.agents, aliases, volatile, ignored_fields, recall=recall, perform=perform_effect
+        )
 
     def patched(self, id: str) -> bool:
         """Whether code that was added while episodes were in flight may run here."""
@@ -456,13 +458,15 @@ async def perform_effect(
     name: str,
     function: Callable[[], T | Awaitable[T]],
     guarantee: Guarantee,
-    reconcile: Reconcile[T] | None,
+    reconcile: Reconcile[T] | None = None,
+    *,
+    again: bool = False,
 ) -> T:
-    """See `EpisodeContext.effect`."""
+    """See `EpisodeContext.effect`; `again`: also where it is recorded, and its outcome of now counts."""
     journal = episode.journal
     call = journal.open(asked_hash(name.encode("utf-8", "replace")), lambda: f"the effect {name!r}")
     await journal.reach(call)
-    entry = journal.recall(call, EffectEntry)
+    entry = None if again else journal.recall(call, EffectEntry)
     if entry is None:
         started = episode.services.clock.monotonic()
         is_out_of_reach = False
@@ -475,7 +479,8 @@ async def perform_effect(
                 value, error, is_out_of_reach = None, error_text(failure), guarantee != "once"
         seconds = episode.services.clock.monotonic() - started
         entry = EffectEntry(name, guarantee, value, error, seconds, is_out_of_reach)
-        journal.write(call, entry)
+        if not again or journal.recall(call, EffectEntry) is None:
+            journal.write(call, entry)
     if entry.is_out_of_reach:
         raise out_of_reach(f"effect {name!r}", entry.error or "")
     if entry.error is not None:

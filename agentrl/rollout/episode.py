@@ -154,6 +154,8 @@ class LiveEpisode:
     """See `LiveContext.agents`."""
     limit: TimeLimit | None = None
     """Time limit of the program, while it runs."""
+    note: str = ""
+    """Told of the episode although it ended well: how its agent from outside departed from an earlier attempt."""
     _counts: dict[str, float] | None = None
     """Metrics of no agent in particular."""
 

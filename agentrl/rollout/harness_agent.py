@@ -16,34 +16,41 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 import re
 from bisect import bisect_left
 from collections import Counter
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import msgspec
 import numpy as np
 
+from agentrl.core import ids
 from agentrl.core.errors import EngineError, EnvironmentDefinitionError, EpisodeError, ModelError
 from agentrl.core.ids import key64
-from agentrl.core.records import Completion, Message, SamplingMask, Turn
+from agentrl.core.records import Completion, Message, SamplingMask, Turn, VersionSpan
+from agentrl.core.reply_formats import json_value
 from agentrl.core.text import plural
 from agentrl.environment.base import Endpoint, LimitReachedError
 from agentrl.gateway.calls import ChatReply, ChatRequest, RequestRefusedError, shown
-from agentrl.journal.entries import TurnEntry, asked_hash
+from agentrl.journal.entries import TurnEntry, asked_hash, encode_body
 from agentrl.rollout.agent import CHARACTERS_PER_TOKEN, LiveAgent, TurnSampler
+from agentrl.rollout.branches import describe_entry, shortened
 from agentrl.rollout.byte_formats import JsonFormat
+from agentrl.rollout.template_history import shared_length
 from agentrl.rollout.token_tree import TokenTree
 from agentrl.rollout.turn_entries import completion_of, message_data, slice_of
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Collection, Iterator, Mapping, Sequence
+    from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
-    from agentrl.core.ports import SamplingParams
+    from agentrl.core.ports import ChatFormat, SamplingParams
     from agentrl.core.records import Int32Array, PolicyVersion
     from agentrl.environment.base import EpisodeLimits
     from agentrl.gateway.server import OpenSeats
+    from agentrl.journal.entries import JournalEntry
     from agentrl.rollout.call_journal import Call
     from agentrl.rollout.episode import LiveEpisode
     from agentrl.rollout.token_tree import RowPlacement
@@ -63,6 +70,7 @@ _OFF: Mapping[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
 }
 """Values that change nothing, by demand; those of the run's own sampling are compared with the run's."""
+_REMEDY = "name what differs by nature in `volatile`, or set replay_stable = False"
 BYTES_PER_TOKEN = 4
 """Bytes of text per token, to estimate lengths where another program tokenises."""
 _LETTERS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
@@ -92,7 +100,7 @@ class HarnessAgent(LiveAgent):
         ignored: demands that are not honoured and not refused.
     """
 
-    __slots__ = ("_asked", "_ignored", "_in_progress", "_samplers", "_tree", "limit_reached")
+    __slots__ = ("_asked", "_ignored", "_in_progress", "_samplers", "_tree", "difference", "limit_reached")
 
     def __init__(
         self, episode: LiveEpisode, seat: str, volatile: Sequence[re.Pattern[str]], ignored: Collection[str]
@@ -109,6 +117,9 @@ class HarnessAgent(LiveAgent):
         self._in_progress = 0
         self.limit_reached: LimitReachedError | None = None
         """The first limit that refused a request."""
+        self.difference = ""
+        """The first request that is not recorded, and how it differs from a recorded one that was not asked for before;
+        empty: all were."""
 
     async def act(self, *messages: Message, max_tokens: int | None = None) -> NoReturn:
         """Refuse: the turns of the seat are asked for through the gateway."""
@@ -169,7 +180,8 @@ class HarnessAgent(LiveAgent):
             parent_context=placed.before,
             messages=tuple(message_data(message) for message in _new(request, placed)),
         )
-        self._write(call, entry)
+        self._episode.journal.write_again(call, entry)
+        self._episode.partials.turn_recorded(call)
         self._episode.metric("replies/recalled", 1.0, self)
         return self._replied(request, call, placed, completion_of(recorded), recorded.started)
 
@@ -198,10 +210,11 @@ class HarnessAgent(LiveAgent):
             sampler = self._samplers[placed.row.number] = RowSampler(self._episode, self.seat, placed.row.number)
         started = clock.monotonic()
         try:
+            self._note_difference(call, _new(request, placed))
             if len(placed.row.tokens) >= self._settings.limits.max_context:
                 self._refuse_context(len(placed.row.tokens))
             with self._episode.time_limit_paused():
-                completion = self._cut(await sampler.sample(call, placed.context(), sampling), request.stop)
+                completion = await self._completion(sampler, call, placed, sampling, request.stop)
             entry = self.entry(
                 _new(request, placed),
                 placed.row.number,
@@ -219,6 +232,24 @@ class HarnessAgent(LiveAgent):
             self._tree.withdraw(placed)
             raise
         return self._replied(request, call, placed, completion, entry.started)
+
+    async def _completion(
+        self, sampler: RowSampler, call: Call, placed: RowPlacement, sampling: SamplingParams, stops: Sequence[str]
+    ) -> Completion:
+        """Sample a reply, or take the one that a fork puts in its place."""
+        edits = self._episode.journal.edits_at(call.call_id)
+        if not edits:
+            return self._cut(await sampler.sample(call, placed.context(), sampling), stops)
+        one = dataclasses.replace(sampling, max_tokens=1)  # tells the version that holds the seat
+        sampled = await sampler.sample(call, placed.context(), one)
+        return _said_instead(str(edits[-1]["content"]), sampled, self._settings.chat_format)
+
+    def _note_difference(self, call: Call, messages: Sequence[Message]) -> None:
+        """Note how a request that is not recorded differs from what is; a replay ends there."""
+        journal = self._episode.journal
+        if not self.difference and (unasked := journal.unasked_turns(self.seat)):
+            self.difference = differing_request(unasked, [message_data(message) for message in messages])
+        journal.check_new(call, self.difference)
 
     def _replied(
         self, request: ChatRequest, call: Call, placed: RowPlacement, completion: Completion, started: float
@@ -400,16 +431,18 @@ async def opened_endpoint(
     ignored_fields: Collection[str],
     *,
     recall: bool,
+    perform: Callable[..., Awaitable[Any]],
 ) -> AsyncIterator[Endpoint]:
-    """See `EpisodeContext.endpoint`; the agents of the seats are added to `agents`."""
+    """See `EpisodeContext.endpoint`; the agents of the seats are added to `agents`, and `perform` is
+    `context.perform_effect`."""
     spec, journal = episode.spec, episode.journal
-    if spec.purpose == "replay":
+    is_replay = spec.purpose == "replay"
+    if is_replay and not recall:
         raise EpisodeError(
-            f"episode {spec.episode_id}: its agent is a program from outside, which a replay does not run; fork the "
-            "episode to run it again from one of its turns",
-            reason="harness_lost",
+            f"episode {spec.episode_id}: its program does harm if it runs again (replay_stable = False)",
+            reason="resource_lost",
         )
-    if journal.is_resumed:
+    if journal.is_resumed and not is_replay:
         raise EpisodeError(
             f"episode {spec.episode_id}: its agent from outside died with its process; the episode begins again, with "
             "the same replies to the same requests",
@@ -430,18 +463,27 @@ async def opened_endpoint(
     seats = {seat: HarnessAgent(episode, seat, patterns, ignored_fields) for seat in spec.seats}
     agents.extend(seats.values())
     async with episode.services.gateway.open(seats, aliases) as opened:
-        yield LiveEndpoint(opened, tuple(seats.values()))
+        yield LiveEndpoint(opened, tuple(seats.values()), partial(perform, episode, again=is_replay))
+    for seat, agent in seats.items():
+        if unasked := journal.unasked_turns(seat):
+            if is_replay:
+                then = f"the journal holds {describe_entry(unasked[0])}"
+                journal.mismatch(f"turn {unasked[0].turn}", then, "the agent from outside does not ask for it now")
+            episode.note = episode.note or agent.difference
 
 
 class LiveEndpoint(Endpoint):
     """The gateway's address and keys of one attempt."""
 
-    __slots__ = ("_agents", "_opened", "key", "keys", "url")
+    __slots__ = ("_agents", "_opened", "_perform", "key", "keys", "url")
 
-    def __init__(self, opened: OpenSeats, agents: Sequence[HarnessAgent]) -> None:
+    def __init__(
+        self, opened: OpenSeats, agents: Sequence[HarnessAgent], perform: Callable[..., Awaitable[Any]]
+    ) -> None:
         self.url, self.key, self.keys = opened.url, opened.key, opened.keys
         self._opened = opened
         self._agents = agents
+        self._perform = perform
 
     def variables(self) -> dict[str, str]:
         """See `Endpoint.variables`."""
@@ -457,9 +499,14 @@ class LiveEndpoint(Endpoint):
         """See `Endpoint.limit_reached`."""
         return next((agent.limit_reached for agent in self._agents if agent.limit_reached is not None), None)
 
-    async def unless_it_fails(self, program: Awaitable[T]) -> T:
-        """See `Endpoint.unless_it_fails`."""
-        running = asyncio.get_running_loop().create_task(_awaited(program))
+    async def run_program(self, name: str, program: Callable[[], Awaitable[T]]) -> T:
+        """See `Endpoint.run_program`."""
+        result: T = await self._perform(name, lambda: self._unless_it_fails(program), "idempotent")
+        return result
+
+    async def _unless_it_fails(self, program: Callable[[], Awaitable[T]]) -> T:
+        """Await a program, which is cancelled when the episode cannot go on."""
+        running = asyncio.get_running_loop().create_task(_awaited(program()))
         try:
             await asyncio.wait({running, self._opened.failure}, return_when=asyncio.FIRST_COMPLETED)
             if self._opened.failure.done():
@@ -471,14 +518,65 @@ class LiveEndpoint(Endpoint):
             await asyncio.wait({running})
 
 
-def standalone(entries: Sequence[TurnEntry]) -> Iterator[TurnEntry]:
-    """Turns of one attempt, in order, each with its whole context."""
-    rows: dict[tuple[str, int, int], bytes] = {}
-    for entry in entries:
-        key = (entry.seat, entry.index, entry.row)
-        context = rows.get(key, b"")[: 4 * entry.parent_context] + entry.context_ids
-        rows[key] = context + entry.token_ids
-        yield msgspec.structs.replace(entry, context_ids=context, parent_context=0)
+def differing_request(recorded: Sequence[TurnEntry], asked: Sequence[Mapping[str, Any]]) -> str:
+    """Which part of a request is not as recorded, and both values.
+
+    Args:
+        recorded: turns, of which the one most like the request is compared.
+        asked: the request's new messages.
+    """
+    then = max(recorded, key=lambda turn: shared_length(str(turn.messages), str(tuple(asked))))
+    where = f"turn {then.turn} of seat {then.seat!r}"
+    for n, (was, came) in enumerate(zip(then.messages, asked, strict=False)):
+        for field in sorted(was.keys() | came.keys()):
+            if was.get(field) != came.get(field):
+                return f"{where}, new message {n}, {field}: {_two_values(was.get(field), came.get(field))}; {_REMEDY}"
+    if len(then.messages) != len(asked):
+        return f"{where}, number of new messages: {len(then.messages)}, now {len(asked)}; {_REMEDY}"
+    return f"{where}: its tools, max_tokens, stop, or an earlier message; {_REMEDY}"
+
+
+def _two_values(was: object, came: object) -> str:
+    """Two values, from shortly before the place where they begin to differ."""
+    first, second = str(was), str(came)
+    at = max(shared_length(first, second) - 20, 0)
+    return f"{shortened(first[at:])}, now {shortened(second[at:])}"
+
+
+def _said_instead(text: str, sampled: Completion, chat_format: ChatFormat) -> Completion:
+    """A completion of other text, under the version that began one in its place."""
+    if isinstance(chat_format, JsonFormat):
+        given = json_value(text)
+        message = given if isinstance(given, dict) else {"role": "assistant", "content": text}
+        text = json.dumps(message) + "\n"
+    token_ids, stops = chat_format.encode(text), chat_format.stop_token_ids
+    if stops and token_ids[-1:] not in ([stop] for stop in stops):
+        token_ids.append(stops[0])
+    return Completion(
+        token_ids=np.array(token_ids, dtype=np.int32),
+        logprobs=np.zeros(len(token_ids), dtype=np.float32),  # nothing else could come
+        finish_reason="stop",
+        spans=(VersionSpan(0, len(token_ids), sampled.spans[-1].version),),
+        prompt_tokens=sampled.prompt_tokens,
+        cached_tokens=sampled.cached_tokens,
+    )
+
+
+def is_turn(entry: JournalEntry) -> bool:
+    """Whether an entry is a turn that an agent from outside asked for: its call names itself."""
+    return not ids.has_call_number(entry.call_id) and isinstance(entry.decode(), TurnEntry)
+
+
+def standalone(entries: Iterable[JournalEntry]) -> Iterator[JournalEntry]:
+    """The turns that agents from outside asked for in one attempt, in order, each with its whole context."""
+    rows: dict[tuple[str, int], bytes] = {}
+    for entry in filter(is_turn, entries):
+        body = entry.decode()
+        assert isinstance(body, TurnEntry)
+        context = rows.get((body.seat, body.row), b"")[: 4 * body.parent_context] + body.context_ids
+        rows[body.seat, body.row] = context + body.token_ids
+        body = msgspec.structs.replace(body, context_ids=context, parent_context=0)
+        yield msgspec.structs.replace(entry, body=encode_body(body))
 
 
 async def _awaited(program: Awaitable[Any]) -> Any:

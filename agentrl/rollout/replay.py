@@ -20,7 +20,7 @@ from agentrl.rollout.runner import EpisodeRunner
 
 if TYPE_CHECKING:
     from agentrl.core.records import EpisodeHeader, EpisodeSpec, ForkPoint, Task
-    from agentrl.journal.entries import EntryBody, JournalEntry
+    from agentrl.journal.entries import EntryBody, JournalEntry, TurnEntry
 
 OnCall = Callable[[str, str], None]
 """Called for each recorded call that came back, with its id and a description."""
@@ -52,6 +52,7 @@ class ReplayJournal(CallJournal):
         edits: see `CallJournal`.
         on_call: called for each recorded call that came back.
         until: the call id to stop at, once it has come back.
+        answers: see `CallJournal`.
         rescoring: leave recorded rewards out.
     """
 
@@ -67,6 +68,7 @@ class ReplayJournal(CallJournal):
         seed: int,
         inherited: Sequence[JournalEntry],
         edits: Mapping[str, Sequence[Mapping[str, Any]]],
+        answers: Iterable[JournalEntry],
         on_call: OnCall,
         until: str | None,
         rescoring: bool,
@@ -76,7 +78,7 @@ class ReplayJournal(CallJournal):
             self._rewards = {e.call_id for e in (*inherited, *recorded) if isinstance(e.decode(), RewardEntry)}
         kept = [entry for entry in recorded if entry.call_id not in self._rewards]
         before = [entry for entry in inherited if entry.call_id not in self._rewards]
-        super().__init__(log, episode_id, attempt, kept, seed=seed, inherited=before, edits=edits)
+        super().__init__(log, episode_id, attempt, kept, seed=seed, inherited=before, edits=edits, answers=answers)
         self._on_call = on_call
         self._until = until
         self.reached = 0
@@ -109,6 +111,21 @@ class ReplayJournal(CallJournal):
         """End the replay at this call: it was not recorded."""
         self._end_at(call, describe_entry(body))
 
+    def write_again(self, call: Call, body: TurnEntry) -> None:
+        """See `CallJournal.write_again`; nothing is written."""
+        self._came_back(call.call_id, body)
+
+    def check_new(self, call: Call, difference: str) -> None:
+        """See `CallJournal.check_new`.
+
+        Raises:
+            ReplayMismatchError: the journal holds another request in place of the call.
+            RecordEndedError: it holds no more.
+        """
+        if difference:
+            self.mismatch(call.call_id, "the agent from outside asks something else", difference)
+        self._end_at(call, "a turn that it did not ask for then")
+
     def reward(self, body: RewardEntry) -> RewardEntry:
         """See `CallJournal.reward`; not compared, where rewards are left out."""
         if self.given is None:
@@ -120,8 +137,11 @@ class ReplayJournal(CallJournal):
         entry = self._recorded.get(call_id)
         super()._returned(call_id)
         if entry is not None and ids.has_call_number(call_id):
-            self.reached += 1
-            self._on_call(call_id, describe_entry(entry.decode()))
+            self._came_back(call_id, entry.decode())
+
+    def _came_back(self, call_id: str, body: EntryBody) -> None:
+        self.reached += 1
+        self._on_call(call_id, describe_entry(body))
         if call_id == self._until:
             stopped = ReplayStoppedError(f"stopped at call {call_id}, as asked")
             self.fail(stopped)
@@ -159,6 +179,7 @@ class ReplayRunner(EpisodeRunner):
             seed=spec.seed,
             inherited=self._log.inherited,
             edits={} if spec.fork is None else spec.fork.edits,
+            answers=answers,
             on_call=self._on_call,
             until=self.until,
             rescoring=self._rescoring,

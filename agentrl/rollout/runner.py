@@ -18,8 +18,6 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from functools import partial
 from typing import Any
 
-import msgspec
-
 from agentrl.core import ids
 from agentrl.core.clock import Clock
 from agentrl.core.errors import EnvironmentDefinitionError, EpisodeError, GlobalRandomError, JournalError
@@ -34,7 +32,7 @@ from agentrl.core.records import (
 from agentrl.environment.base import Environment, LimitReachedError, valid_unicode
 from agentrl.environment.containment import of_the_episode
 from agentrl.gateway.server import Gateway
-from agentrl.journal.entries import Begin, JournalEntry, PlayedUnder, TurnEntry, code_digest, encode_body
+from agentrl.journal.entries import Begin, JournalEntry, PlayedUnder, code_digest
 from agentrl.journal.port import TurnLog
 from agentrl.rollout.call_journal import CallJournal, begin_branch, current_branch
 from agentrl.rollout.context import LiveContext
@@ -108,12 +106,14 @@ class EpisodeRunner:
         recorded: Iterable[JournalEntry] = (),
         *,
         answers: Iterable[JournalEntry] = (),
+        recalls_from: int = 0,
         on_stuck: Callable[[asyncio.Task[Any]], None] | None = None,
     ) -> EpisodeHeader:
         """Run one attempt to its commit, after replaying the `recorded` entries of an earlier execution.
 
-        `answers` are recorded answers of the outside world; see `CallJournal`. `on_stuck` is called with the task if
-        the program swallows the cancellation at its deadline and continues.
+        `answers` are recorded answers of the outside world; see `CallJournal`. `recalls_from` is the first attempt
+        whose replies may be answers of this attempt and of later ones. `on_stuck` is called with the task if the
+        program swallows the cancellation at its deadline and continues.
 
         Call it in a new task, which becomes the owner of the episode's root branch.
 
@@ -121,7 +121,7 @@ class EpisodeRunner:
             EpisodeError: the episode cannot continue; has its drop reason. Other exceptions are the environment's.
         """
         started = self.clock.monotonic()
-        context = self._open_attempt(spec, environment, recorded, answers)
+        context = self._open_attempt(spec, environment, recorded, answers, recalls_from)
         episode, journal, branch = context.episode, context.episode.journal, current_branch()
         try:
             try:
@@ -157,7 +157,8 @@ class EpisodeRunner:
             self.close_attempt(spec)
         header = self._header(context, stop_reason, self.clock.monotonic() - started)
         episode.partials.forget()
-        await _whatever_happens(self._store.commit_episode(spec, header, journal.digest, episode.metrics))
+        told = valid_unicode(episode.note)
+        await _whatever_happens(self._store.commit_episode(spec, header, journal.digest, episode.metrics, told))
         self.host.measured(spec, header, context.counted())
         return header
 
@@ -167,6 +168,7 @@ class EpisodeRunner:
         environment: type[Environment],
         recorded: Iterable[JournalEntry],
         answers: Iterable[JournalEntry],
+        recalls_from: int,
     ) -> LiveContext:
         """Make the journal and the context of an attempt, and journal its first entry."""
         for seat in environment.seats:
@@ -179,7 +181,7 @@ class EpisodeRunner:
         journal.detects_draws = not journal.is_new or self._checked[environment] < CHECKED_EPISODES
         self._checked[environment] += journal.is_new and journal.detects_draws
         begin_branch(journal.enter(ids.ROOT_BRANCH))
-        began_under = self._begin(journal, spec, environment)
+        began_under = self._begin(journal, spec, environment, recalls_from)
         partials = EpisodePartials(
             self._log, spec.episode_id, spec.attempt, clock=self.clock, kept=spec.purpose == "train", resumed=resumed
         )
@@ -241,21 +243,25 @@ class EpisodeRunner:
         except JournalError as error:
             raise EpisodeError(f"it cannot go on: {error}", reason="journal_damaged") from None
 
-    async def recalled(self, spec: EpisodeSpec) -> list[JournalEntry]:
+    async def recalled(self, spec: EpisodeSpec, since: int) -> tuple[int, list[JournalEntry]]:
         """The turns of earlier attempts that agents from outside asked for, each with its whole context; a later
-        attempt's instead of an earlier one's."""
+        attempt's instead of an earlier one's.
+
+        Returns the first attempt that they are of, beside them: `since`, or a later one that says so.
+        """
         found: dict[str, JournalEntry] = {}
-        await self._log.flush()
-        for attempt in range(spec.attempt):
+        if since < spec.attempt:
+            await self._log.flush()
+        for attempt in range(since, spec.attempt):
             try:
                 entries = await self.recorded(dataclasses.replace(spec, attempt=attempt))
             except EpisodeError:
                 continue  # damaged: what is not recalled is sampled again
-            named = [(entry, entry.decode()) for entry in entries if not ids.has_call_number(entry.call_id)]
-            turns = [(entry, body) for entry, body in named if isinstance(body, TurnEntry)]
-            for (entry, _), body in zip(turns, standalone([body for _, body in turns]), strict=True):
-                found[entry.call_id] = msgspec.structs.replace(entry, body=encode_body(body))
-        return list(found.values())
+            begin = entries[0].decode() if entries else None
+            if isinstance(begin, Begin) and begin.recalls_from > since:
+                since, found = begin.recalls_from, {}
+            found.update({entry.call_id: entry for entry in standalone(entries)})
+        return since, list(found.values())
 
     def forget(self, spec: EpisodeSpec) -> None:
         """An attempt has failed: discard its partial turns."""
@@ -280,7 +286,7 @@ class EpisodeRunner:
         )
 
     def _begin(
-        self, journal: CallJournal, spec: EpisodeSpec, environment: type[Environment]
+        self, journal: CallJournal, spec: EpisodeSpec, environment: type[Environment], recalls_from: int
     ) -> Mapping[str, PolicySettings]:
         """Journal or recall the first entry; returns the settings it recorded where the run has others now."""
         code_hash = self._code_hashes.get(environment)
@@ -304,6 +310,7 @@ class EpisodeRunner:
                 # A fork's recorded part may have them, and can do without them only where it drew nothing.
                 own_random=environment.own_random or spec.fork is not None,
                 settings=settings if journal.forked_from is None else _inherited(settings, journal.forked_from, spec),
+                recalls_from=recalls_from,
             )
         )
         policy = self._services.settings.on_code_change

@@ -184,13 +184,19 @@ class AsyncioWorker:
         environment = self._environment(spec.environment)
         task = asyncio.current_task()
         assert task is not None
-        failures, recalls = 0, resume
+        failures, recalls_from = 0, 0
         while True:
             begin_again = False
             try:
                 recorded = await self._read_recorded(spec) if resume else ()
-                answers = await self._runner.recalled(spec) if recalls and spec.attempt and not recorded else ()
-                header = await self._runner.run(spec, environment, recorded, answers=answers, on_stuck=self._on_stuck)
+                known = (recalls_from, ()) if recorded else await self._runner.recalled(spec, recalls_from)
+                recalls_from, answers = known
+                header = await self._runner.run(
+                    *(spec, environment, recorded),
+                    answers=answers,
+                    recalls_from=recalls_from,
+                    on_stuck=self._on_stuck,
+                )
                 break
             except EngineLostError as error:
                 reason, detail = "engine_lost", str(error)
@@ -206,9 +212,8 @@ class AsyncioWorker:
                 return
             if begin_again:
                 begin_again = spec.fork is None and spec.attempt + 1 < MAX_ATTEMPTS
-                recalls = True
             elif reason == "environment_error":
-                recalls = False
+                recalls_from = spec.attempt + 1
                 failures += 1
                 begin_again = failures < self._data_attempts
             if not begin_again:

@@ -40,11 +40,10 @@ from agentrl.journal.entries import (
     ToolEntry,
     TurnEntry,
     ValueEntry,
-    encode_body,
 )
 from agentrl.observe.blocked import watch_loop
 from agentrl.rollout.branches import REMEDY, shortened
-from agentrl.rollout.harness_agent import standalone
+from agentrl.rollout.harness_agent import differing_request, standalone
 from agentrl.simulation.virtual_time import simulate
 from agentrl.testing.execution import POLICY, RESOURCE_LOST, Executed, execute, random_policy
 from agentrl.testing.format_check import TASKS as FORMAT_TASKS
@@ -391,12 +390,8 @@ async def _recall_everything(
     if not environment.replay_stable:
         report.resume_class = "pinned"
         return None
-    named = [entry for entry in first.entries if isinstance(entry.decode(), TurnEntry)]
-    turns = [body for entry in named if isinstance(body := entry.decode(), TurnEntry)]
-    recalled = [
-        msgspec.structs.replace(entry, body=encode_body(body))
-        for entry, body in zip(named, standalone(turns), strict=True)
-    ]
+    recalled = list(standalone(first.entries))
+    turns = {entry.call_id: body for entry in first.entries if isinstance(body := entry.decode(), TurnEntry)}
     for count in sorted({min(1, len(recalled)), len(recalled)}):
         report.on_progress(f"{part}begun again with {plural(count, 'recorded reply', 'recorded replies')}")
         following = dataclasses.replace(spec, attempt=1)
@@ -405,35 +400,13 @@ async def _recall_everything(
         if isinstance(again, str):
             return f"begun again with {plural(count, 'recorded reply', 'recorded replies')}: {again}"
         asked = {entry.call_id: body for entry in again.entries if isinstance(body := entry.decode(), TurnEntry)}
-        missing = [body for entry, body in zip(named, turns, strict=True) if entry.call_id not in asked][:count]
+        missing = [body for call_id, body in turns.items() if call_id not in asked][:count]
         if missing and len(missing) > len(turns) - count:
-            known = {entry.call_id for entry in named}
-            new = [body for call_id, body in asked.items() if call_id not in known]
-            return f"begun again, it asks something else: {_differing_request(missing[0], new)}"
+            new = [body for call_id, body in asked.items() if call_id not in turns and body.seat == missing[0].seat]
+            if not new:
+                return f"begun again, it does not ask for turn {missing[0].turn} of seat {missing[0].seat!r}"
+            return f"begun again, it asks something else: {differing_request(missing[:1], new[0].messages)}"
     return None
-
-
-def _differing_request(then: TurnEntry, new: Sequence[TurnEntry]) -> str:
-    """Name the part in which a request differs from the one that came instead, with both values."""
-    remedy = "name what differs by nature in `volatile`, or set replay_stable = False"
-    now = next((turn for turn in new if turn.seat == then.seat), None)
-    if now is None:
-        return f"turn {then.turn} of seat {then.seat!r} is missing; {remedy}"
-    where = f"turn {then.turn} of seat {then.seat!r}"
-    for n, (was, came) in enumerate(zip(then.messages, now.messages, strict=False)):
-        for field_name in sorted(was.keys() | came.keys()):
-            if was.get(field_name) != came.get(field_name):
-                values = f"{_from_difference(was.get(field_name), came.get(field_name))}"
-                return f"{where}, new message {n}, {field_name}: {values}; {remedy}"
-    return f"{where}: its tools, max_tokens, stop or number of messages; {remedy}"
-
-
-def _from_difference(was: object, came: object) -> str:
-    """Two values, from shortly before where they begin to differ."""
-    first, second = str(was), str(came)
-    common = next((n for n, pair in enumerate(zip(first, second, strict=False)) if len(set(pair)) > 1), 0)
-    at = max(common - 20, 0)
-    return f"{shortened(first[at:])}, now {shortened(second[at:])}"
 
 
 def _has_pinned(entries: Sequence[JournalEntry]) -> bool:

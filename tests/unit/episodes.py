@@ -29,6 +29,8 @@ class Played:
     """What the engine saw in each call, in order: the context it was given and the tokens it sampled."""
     metrics: Mapping[str, float]
     """What it counted, as committed."""
+    told: str
+    """What was committed of it in words."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +100,7 @@ async def _play(environment: type[agentrl.Environment], replies: list[str | byte
         raise failures[0]
     entries = [entry.decode() for entry in journal.turn_log(PARTITION).read("e0", ended[0].attempt)]
     end = next(end for end in journal.of_kind(EpisodeEnd) if end.header.episode_id == "e0")
-    return Played(ended[0], entries, worker.last_failure, seen, end.metrics)
+    return Played(ended[0], entries, worker.last_failure, seen, end.metrics, end.detail)
 
 
 def _spec(environment: type[agentrl.Environment], setting: Setting) -> EpisodeSpec:

@@ -19,6 +19,7 @@ import aiohttp
 import pytest
 
 import agentrl
+from agentrl.core.errors import EpisodeError
 from agentrl.core.ports import GenerateRequest
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, ForkPoint, PolicyVersion, SeatBinding
 from agentrl.engines.scripted import ScriptedEngine
@@ -26,7 +27,7 @@ from agentrl.environment.registry import name_of
 from agentrl.gateway import bodies
 from agentrl.gateway.calls import ChatReply, ChatRequest, RequestRefusedError
 from agentrl.gateway.server import Gateway
-from agentrl.journal.entries import TurnEntry
+from agentrl.journal.entries import Begin, TurnEntry
 from agentrl.rollout.byte_formats import STOP_TOKEN
 from agentrl.testing.check import check_environment
 from agentrl.testing.execution import PARTITION, POLICY, settings_of, wired
@@ -658,3 +659,47 @@ def test_a_fork_runs_the_program_again_over_the_turns_before_it() -> None:
     assert (header.drop_reason, header.turns, len(seen)) == (None, 2, 3)
     assert seen[2] == seen[1]
     assert [(turn.turn, turn.text) for turn in own] == [(1, "3<|stop|>")]
+
+
+class Refusing(Stable):
+    """Ends in an error, then kills itself, then goes on; the journal of an episode is kept."""
+
+    ends: ClassVar[list[str]] = []
+
+    async def loop(self, client: aiohttp.ClientSession, endpoint: agentrl.Endpoint) -> Any:
+        _, reply = await ask(client, endpoint, [user("go?")])
+        end = self.ends.pop(0)
+        if end == "error":
+            raise RuntimeError(end)
+        if end == "killed":
+            raise EpisodeError("killed", reason="harness_killed", begin_again=True)
+        return reply["choices"][0]["message"]["content"]
+
+
+def test_replies_of_an_attempt_that_ended_in_an_error_are_not_given_again() -> None:
+    Refusing.ends = ["error", "killed", "well"]
+    played = play(Refusing, ["bad", "good", "never"], attempts=2)
+    assert (played.header.attempt, played.header.reward, len(played.seen)) == (2, 1.0, 2)
+    assert [turn.text for turn in turns(played)] == ["good<|stop|>"]
+    begin = played.entries[0]
+    assert isinstance(begin, Begin)
+    assert begin.recalls_from == 1
+
+
+class Departing(Stable):
+    """Is killed after its first reply, and then asks for something else."""
+
+    ends: ClassVar[list[str]] = []
+
+    async def loop(self, client: aiohttp.ClientSession, endpoint: agentrl.Endpoint) -> Any:
+        end = self.ends.pop(0)
+        await ask(client, endpoint, [user(f"Today is {end}.")])
+        if end == "Monday":
+            raise EpisodeError("killed", reason="harness_killed", begin_again=True)
+
+
+def test_an_attempt_that_asks_otherwise_than_the_one_before_says_where() -> None:
+    Departing.ends = ["Monday", "Tuesday"]
+    played = play(Departing, ["one", "two"])
+    assert (played.header.attempt, played.header.reward, len(played.seen)) == (1, 1.0, 2)
+    assert "turn 0 of seat 'main', new message 0, content: 'Today is Monday.', now 'Today is Tuesday.'" in played.told
