@@ -1,1 +1,1 @@
-"""Vocabulary: records, ids, ports, clock, randomness, errors; and `files`, the only one that does I/O."""
+"""Shared vocabulary: records, ids, ports, clock, randomness, errors; only `files` does I/O."""

@@ -62,8 +62,8 @@ class LoopClock:
 FIRST_WAIT_S = 1.0
 LONGEST_WAIT_S = 30.0
 ATTEMPTS = 5
-"""Losses in a row, without progress in between, after which a trainer, engine, worker or sandbox is given up. The waits
-sum to half a minute: a further restart would not help."""
+"""Number of losses in a row, without progress in between, after which a trainer, engine, worker or sandbox is given up.
+The waits sum to half a minute: a further restart would not help."""
 
 
 class RetryBudget:

@@ -47,8 +47,8 @@ class RunDirectoryError(InputError):
 
 
 class EnvironmentFaultError(AgentRLError):
-    """Code of an environment broke the process it shares with the run: it stopped the event loop, say, or cancelled
-    tasks of others. The message names the episodes that were running."""
+    """Code of an environment broke the process it shares with the run: for example, it stopped the event loop, or
+    cancelled tasks of others. The message names the episodes that were running."""
 
     exit_code = 1
 
@@ -97,7 +97,7 @@ class EngineLostError(EngineError):
 
 
 class VersionNotServedError(EngineError):
-    """A session asks for a version that the engine does not serve, or no longer."""
+    """A session asks for a version that the engine does not serve, or no longer serves."""
 
 
 class EngineStorageError(EngineError):
@@ -145,15 +145,18 @@ class EpisodeError(AgentRLError):
 
 
 class InfrastructureError(AgentRLError):
-    """Something that an act needs was unavailable: a sandbox, a service, a machine. Raised by effects and external
-    tools of an environment; the act is retried with back-off, and its failure never becomes a reward."""
+    """Something that an effect needs was unavailable: a sandbox, a service, a machine.
+
+    Raised by effects and external tools of an environment. The effect is retried with back-off, and its failure never
+    becomes a reward.
+    """
 
 
 class EffectError(EpisodeError):
     """An effect or a call on a resource raised; re-execution of `run` raises the same error.
 
     Args:
-        message: the call.
+        message: description of the call.
         error: the error that it raised, as `Type: message`.
     """
 
@@ -179,8 +182,8 @@ class ReplayMismatchError(EpisodeError):
 
     Args:
         message: what the journal holds and what the code did now.
-        code_changed: other code wrote the journal, so the episode may begin again under the present code.
-        call_id: the call.
+        code_changed: whether other code wrote the journal, so that the episode may restart under the present code.
+        call_id: id of the call.
     """
 
     def __init__(self, message: str, *, code_changed: bool = False, call_id: str = "") -> None:
@@ -189,7 +192,7 @@ class ReplayMismatchError(EpisodeError):
 
 
 class GlobalRandomError(EpisodeError):
-    """An episode's code drew from the process's random generators: it begins again with generators of its own."""
+    """An episode's code drew from the process's random generators; the episode restarts with its own generators."""
 
     def __init__(self, episode_id: str) -> None:
         super().__init__(
@@ -208,7 +211,7 @@ class UnstructuredConcurrencyError(EpisodeError):
 
 
 def error_words(error: BaseException) -> str:
-    """A foreign error as `Type: message`; computing the message runs foreign code, which may itself fail."""
+    """Format a foreign error as `Type: message`. Formatting runs foreign code, which may itself fail."""
     try:
         message = str(error)
     except BaseException as second:  # noqa: BLE001 - whatever it raises, the first error is what happened
@@ -217,7 +220,7 @@ def error_words(error: BaseException) -> str:
 
 
 def _without_init(kind: type[AgentRLError], arguments: tuple[object, ...]) -> AgentRLError:
-    """An error as it was unpickled; its `__init__` may need keywords that `args` lacks."""
+    """Rebuild a pickled error without `__init__`, which may need keywords that `args` lacks."""
     return kind.__new__(kind, *arguments)
 
 
@@ -226,8 +229,9 @@ def error_named(kind: str, message: str, *, among: tuple[type[AgentRLError], ...
 
     Args:
         kind: name of the class.
-        message: its words.
-        among: the classes it may have; the first, if its class is none of these or takes more than a message.
+        message: its text.
+        among: the allowed classes; the first is used if `kind` names none of them, or one that takes more than a
+            message.
     """
     named = globals().get(kind)
     if isinstance(named, type) and issubclass(named, among):

@@ -3,9 +3,9 @@
 `Disk` is the port of every file that must survive a crash: checkpoints and published versions. `LOCAL` is the real one;
 tests use one that crashes. Only this module knows the protocol: build in a `staged` directory, then `rename_durably`:
 sync every file, sync the directories, rename, sync the parent. A name that exists is therefore complete, even after a
-power cut; what a dead process left half built has a staging name, which `remove_leftovers` clears.
+power cut. The half-built directories of dead processes have staging names; `remove_leftovers` removes them.
 
-`open_regular` opens regular files only: no device, pipe or link that never ends or leads elsewhere.
+`open_regular` opens regular files only: no device or pipe that never ends, and no link that leads elsewhere.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def replace_file(path: Path, content: bytes) -> None:
 
 
 def size_of(file: BufferedReader) -> int:
-    """Size of an open file in bytes."""
+    """Return the size of an open file in bytes."""
     return os.fstat(file.fileno()).st_size
 
 

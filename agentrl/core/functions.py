@@ -1,13 +1,13 @@
 """A user's losses and advantage estimators: marked, found, identified by their code, and shipped to other processes.
 
-A process runs a *slice* of the function's file: the function and the imports, definitions and constants of its module
-that it refers to, and nothing else. So a script that calls `agentrl.train` can be given to other processes without
-starting a run there, and a change elsewhere in it is no change of the function. The digest of the slice identifies the
-code in the journal. A function that its file does not define as it is (a closure, a lambda, one patched by hand) cannot
-be recorded or shipped, and is refused.
+A process runs a *slice* of the function's file: the function, and the imports, definitions and constants of its module
+that it refers to. So a script that calls `agentrl.train` can be shipped to other processes without starting a run
+there, and a change elsewhere in the script does not change the function. The digest of the slice identifies the code in
+the journal. A function that differs from its definition in the file (a closure, a lambda, a patched function) cannot be
+recorded or shipped, and is refused.
 
 Owns: the marks, references, slices, digests. Does not own: which functions are built in (`credit.advantages`,
-`learn.losses`), what is done with them.
+`learn.losses`), the use of the functions.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class Mark(NamedTuple):
 
     kind: Kind
     per_token: bool = False
-    """A token's loss depends on the columns of that token alone. For losses only."""
+    """Whether a token's loss depends on the columns of that token alone. For losses only."""
     reference: bool = False
-    """The function reads `reference_logprobs`. For losses only."""
+    """Whether the function reads `reference_logprobs`. For losses only."""
     over: Literal["group", "step"] = "group"
-    """The agents that one call compares. For advantages only."""
+    """Agents that one call compares. For advantages only."""
 
 
 @overload
@@ -65,7 +65,7 @@ def loss(function: Any = None, *, per_token: bool = False, reference: bool = Fal
         function: the loss.
         per_token: promise that a token's loss depends on the columns of that token alone; the loss is then called per
             micro-batch, which saves a forward pass.
-        reference: whether it reads `batch.reference_logprobs`, which cost a forward pass.
+        reference: whether the loss reads `batch.reference_logprobs`, which cost a forward pass.
 
     Example:
         >>> @loss
@@ -88,7 +88,7 @@ def advantage(function: Any = None, *, over: Literal["group", "step"] = "group")
 
     Args:
         function: the estimator.
-        over: the agents it sees at once: those of one group, or all of an optimizer step.
+        over: the agents that one call compares: those of one group, or all of an optimizer step.
 
     Example:
         >>> @advantage
@@ -122,17 +122,17 @@ def mark_of(function: Callable[..., Any]) -> Mark:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FunctionCode:
-    """The code of a user's function, as it is recorded and sent to other processes."""
+    """The code of a user's function, for the journal and for other processes."""
 
     reference: str
     """`module:function` of an installed package, or `/path/to/file.py:function`."""
     digest: str
-    """Digest of the function and of what it refers to in its file."""
+    """Digest of the function and of everything that it refers to in its file."""
     source: str | None = None
     """Content of the file; None: the function is installed, and every process imports its own."""
 
     def load(self) -> Callable[..., Any]:
-        """The function; of a file, compiled from its slice.
+        """Return the function, compiled from its slice if it is in a file.
 
         Raises:
             ConfigError: the code raised, or the installed function is not that of the process that recorded it.
@@ -152,20 +152,20 @@ class FunctionCode:
 
 
 def installed(kind: Kind) -> dict[str, str]:
-    """Functions that installed packages give, `module:function` by name."""
+    """Return the functions that installed packages provide, as `module:function` keyed by name."""
     return {point.name: point.value for point in importlib.metadata.entry_points(group=ENTRY_POINTS[kind])}
 
 
 def find(kind: Kind, reference: str, *, key: str) -> FunctionCode:
-    """The code of a function; see `find_loaded`."""
+    """Return the code of a function; see `find_loaded`."""
     return find_loaded(kind, reference, key=key)[0]
 
 
 def find_loaded(kind: Kind, reference: str, *, key: str) -> tuple[FunctionCode, Callable[..., Any]]:
-    """A function and its code, by its name in an entry point, `module:function` or `path/to/file.py:function`.
+    """Find a function and its code, by its name in an entry point, `module:function` or `path/to/file.py:function`.
 
     Args:
-        kind: what it is to be.
+        kind: expected kind.
         reference: the reference.
         key: the setting, for messages.
 
@@ -190,10 +190,10 @@ def find_loaded(kind: Kind, reference: str, *, key: str) -> tuple[FunctionCode, 
 
 
 def describe(function: object, kind: Kind, *, key: str) -> FunctionCode:
-    """The code of a function of this process.
+    """Return the code of a function of this process.
 
     Raises:
-        ConfigError: it is not marked as `kind`, or its file does not define it as it is.
+        ConfigError: the function is not marked as `kind`, or differs from its definition in the file.
     """
     if not inspect.isfunction(function):
         raise ConfigError(f"{key}: {function!r} is no function that a module defines with `def`")
@@ -228,10 +228,10 @@ def _code_of_file(path: Path, name: str) -> FunctionCode:
 
 
 def _text_of(function: Callable[..., Any], where: str) -> str:
-    """The content of the file that defines a function.
+    """Return the content of the file that defines a function.
 
     Raises:
-        ConfigError: it was defined in a shell or a notebook.
+        ConfigError: the function was defined in a shell or a notebook.
     """
     file = inspect.getsourcefile(function)
     if file is None or not Path(file).is_file():
@@ -240,10 +240,10 @@ def _text_of(function: Callable[..., Any], where: str) -> str:
 
 
 def check_options(function: Callable[..., Any], options: Mapping[str, Any], key: str) -> None:
-    """Refuse options that are no parameters of a function, or that it needs and are absent.
+    """Refuse options that are not parameters of the function, and required parameters without an option.
 
     Raises:
-        ConfigError: the option, and those that the function has.
+        ConfigError: an option does not fit; the message lists those of the function.
     """
     known = list(inspect.signature(function).parameters.values())[1:]
     names = [parameter.name for parameter in known]
@@ -264,7 +264,7 @@ class _Slice:
     """The statements of a module that a function needs, in their order.
 
     Raises:
-        ConfigError: the text is no Python, or does not define the function.
+        ConfigError: the text is not Python, or does not define the function.
     """
 
     def __init__(self, text: str, location: str, name: str) -> None:
@@ -294,7 +294,7 @@ class _Slice:
         """Refuse imports of files that would not be shipped.
 
         Raises:
-            ConfigError: the module that is imported.
+            ConfigError: such an import exists; the message names the module.
         """
         for statement in self.statements:
             for node in ast.walk(statement):
@@ -313,7 +313,9 @@ class _Slice:
 
 
 def _bound(statement: ast.stmt) -> Iterator[str]:
-    """The names that a statement at the top level of a module binds; none for what starts a program."""
+    """Yield the names that a statement at the top level of a module binds; none for a statement that starts a
+    program.
+    """
     match statement:
         case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
             yield name
@@ -341,19 +343,19 @@ class _SliceLoader(InspectLoader):
         self._part = part
 
     def get_source(self, fullname: str) -> None:
-        """None: the statements stand at the lines of their file, which shows them in a traceback."""
+        """Return None: the statements keep the line numbers of their file, so a traceback shows that."""
 
     def get_code(self, fullname: str) -> CodeType:
-        """The statements, compiled."""
+        """Compile the statements."""
         body = ast.Module(body=self._part.statements, type_ignores=[])
         return compile(body, self._part.location, "exec", dont_inherit=True)
 
 
 def _execute(part: _Slice, digest: str) -> dict[str, Any]:
-    """The names that the statements of a slice define, in a module of their own.
+    """Execute the statements of a slice in a new module, and return the names they define.
 
     Raises:
-        ConfigError: one of them raised.
+        ConfigError: a statement raised.
     """
     loader = _SliceLoader(part)
     module = importlib.util.module_from_spec(ModuleSpec(f"agentrl_function_{digest}", loader))
@@ -372,7 +374,7 @@ def _check_live(part: _Slice, live: dict[str, Any], key: str) -> None:
     """Refuse a function whose module no longer holds what its file defines.
 
     Raises:
-        ConfigError: the name that differs.
+        ConfigError: a name differs; the message names it.
     """
     defined = _execute(part, part.digest)
     for name in part.names:

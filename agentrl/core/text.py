@@ -1,4 +1,4 @@
-"""Text for people: untrusted content made safe for a terminal, and counts with nouns."""
+"""Text for people: makes untrusted content safe for a terminal, and joins counts with nouns."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _escape(match: re.Match[str]) -> str:
 
 
 def plural(count: float, one: str, several: str = "") -> str:
-    """A count with its noun; `several` is the plural, if it is not `one` with an s.
+    """Join a count with its noun; `several` is the plural if it is not `one` with an s.
 
     Example:
         >>> plural(1, "turn"), plural(0, "turn"), plural(1200, "entry", "entries")
