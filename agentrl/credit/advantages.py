@@ -31,7 +31,7 @@ E = TypeVar("E", bound=Hashable)
 
 
 class Advantage(NamedTuple):
-    """`value = reward - baseline`, scaled where the estimator scales."""
+    """Advantage of one reward: `value = reward - baseline`, divided by a scale in some estimators."""
 
     value: float
     baseline: float
@@ -95,16 +95,18 @@ def no_baseline(rewards: Sequence[float], episodes: Sequence[Hashable] | None = 
 
 
 def _alike(rewards: Sequence[float], episodes: Sequence[Hashable]) -> bool:
-    """Whether there is nothing to compare: one episode, or equal rewards, whose mean would be off by a rounding."""
+    """Whether there is nothing to compare: one episode, or equal rewards, whose mean would differ by rounding
+    errors.
+    """
     return len(set(episodes)) < 2 or min(rewards) == max(rewards)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """The agents that an advantage estimator compares: of one policy, in one seat of an environment.
+    """The agents that an advantage estimator compares: agents of one policy in one seat of an environment.
 
-    An estimator marked with `over="step"` gets those of all units of an optimizer step, another those of a group.
-    All sequences have one entry per agent, in the order in which the estimator returns the advantages.
+    An estimator marked with `over="step"` gets the agents of all units of an optimizer step; any other gets those of a
+    group. All sequences have one entry per agent, in the order in which the estimator returns the advantages.
 
     Example:
         >>> Group(rewards=(1.0, 0.0), episodes=("e0", "e1")).mean
@@ -112,17 +114,17 @@ class Group:
     """
 
     rewards: tuple[float, ...]
-    """Everything each agent was given, turns included."""
+    """Total reward of each agent, rewards for turns included."""
     episodes: tuple[str, ...]
     """Id of each agent's episode. Agents of one episode share its outcome: neither is a baseline of the other."""
     turn_rewards: tuple[tuple[tuple[int, float], ...], ...] = ()
-    """The part of each reward that was given for single turns: (turn, reward), in order."""
+    """Part of each reward that was given for single turns: (turn, reward), in order."""
     named_rewards: tuple[tuple[tuple[str, float], ...], ...] = ()
     """Named rewards of each agent, as (name, reward) pairs before weights; empty where an agent has none."""
     weights: Mapping[str, float] = field(default_factory=dict)
-    """`credit.reward_weights`; a name that it lacks counts 1."""
+    """Copy of `credit.reward_weights`; a name that is absent has weight 1."""
     groups: tuple[str, ...] = ()
-    """Id of each agent's group; of one group, all the same."""
+    """Id of each agent's group; all the same unless the estimator compares a step."""
     policy: str = ""
     seat: str = ""
     environment: str = ""
@@ -132,16 +134,16 @@ class Group:
 
     @property
     def mean(self) -> float:
-        """The mean reward."""
+        """Mean of the rewards."""
         return math.fsum(self.rewards) / len(self.rewards)
 
     @property
     def has_signal(self) -> bool:
-        """Whether there is something to compare: two episodes, and rewards that differ."""
+        """Whether the rewards can be compared: of two episodes or more, and not all equal."""
         return not _alike(self.rewards, self.episodes)
 
     def by_name(self) -> dict[str, tuple[float, ...]]:
-        """The rewards of each name, one per agent, before weights; 0 where an agent was given none of the name.
+        """Return the rewards of each name, one per agent, before weights; 0 if the agent has none of the name.
 
         Example:
             >>> given = ((("format", 0.5), ("right", 1.0)), ())
@@ -160,8 +162,8 @@ class Group:
 def max_rl(group: Group) -> list[float]:
     """A_i = (R_i - mean(R)) / mean(R), for rewards of at least 0; 0 if all are equal (MaxRL, arXiv:2602.02710).
 
-    A task that is solved rarely weighs more than one solved often: for a reward of 0 or 1 the expectation approaches
-    the gradient of log p, the likelihood of success, where GRPO's mean approaches that of p.
+    Rarely solved tasks weigh more: for rewards of 0 and 1, the expectation approaches the gradient of log p, p being
+    the probability of success, whereas GRPO's approaches the gradient of p.
 
     Example:
         >>> max_rl(Group(rewards=(1.0, 0.0, 0.0, 0.0), episodes=("a", "b", "c", "d")))
@@ -176,8 +178,8 @@ def pass_at_k(group: Group, *, k: int = 4, threshold: float = 0.5) -> list[float
     """A_i = n (pass@k of all n - pass@k of the others); a reward above `threshold` passes (PKPO, arXiv:2505.15201).
 
     pass@k = 1 - C(n - c, k) / C(n, k), c of n passed, is the unbiased estimate of the chance that one of k attempts
-    passes (arXiv:2107.03374). That of the others is a baseline which no agent influences, so the estimate of the
-    gradient of pass@k is unbiased. The advantages sum to 0; with k = 1 they are those of `leave_one_out`.
+    passes (arXiv:2107.03374). The estimate over the others is a baseline that the agent cannot influence, so the
+    gradient estimate of pass@k is unbiased. The advantages sum to 0; with k = 1 they are those of `leave_one_out`.
 
     Example:
         >>> pass_at_k(Group(rewards=(1.0, 0.0, 0.0, 0.0), episodes=("a", "b", "c", "d")), k=3)
@@ -196,8 +198,8 @@ def pass_at_k(group: Group, *, k: int = 4, threshold: float = 0.5) -> list[float
 def best_of_n(group: Group) -> list[float]:
     """A_i = n / m for the m of n agents with the largest reward, else 0; 0 if all are equal (RAFT, arXiv:2304.06767).
 
-    With the loss `reinforce` the policy is trained on the best episodes of each group as on demonstrations: supervised
-    steps, with as much weight for each group.
+    With the loss `reinforce`, this is supervised training on the best episodes of each group, with equal weight per
+    group.
 
     Example:
         >>> best_of_n(Group(rewards=(1.0, 0.0, 1.0, 0.5), episodes=("a", "b", "c", "d")))
@@ -219,9 +221,9 @@ def reinforce_plus_plus(group: Group) -> list[float]:
 
 
 def reinforce_plus_plus_baseline(group: Group) -> list[float]:
-    """A_i = (R_i - mean of its group) / (std + 1e-8), std that of these differences over all units of the step, by n.
+    """A_i = (R_i - mean of its group) / (std + 1e-8), with std over these differences in all units of the step, by n.
 
-    REINFORCE++-baseline (arXiv:2501.03262): the group says what is good for its task, the step how much that matters.
+    REINFORCE++-baseline (arXiv:2501.03262): the group gives the baseline of its task, the step gives the scale.
     """
     members: dict[str, list[float]] = defaultdict(list)
     for name, reward in zip(group.groups, group.rewards, strict=True):
@@ -234,8 +236,9 @@ def gdpo(group: Group) -> list[float]:
     """A_i = (S_i - mean(S)) / (std(S) + 1e-4), S_i = Σ_k w_k (r_ik - mean_k) / (std_k + 1e-4) (GDPO, arXiv:2601.05242).
 
     mean_k and std_k are those of the rewards of name k in the agent's group, mean(S) and std(S) those over all units of
-    the step; std by n - 1. Each of several rewards is normalised on its own, so that one of large spread does not
-    drown the others, and combinations of rewards that sum to the same are told apart. w_k is `credit.reward_weights`.
+    the step; std by n - 1. Each named reward is normalised separately, so that a reward with a large spread does not
+    drown the others, and combinations of rewards with equal sums get different advantages. w_k is
+    `credit.reward_weights`.
     """
     total = [0.0] * len(group.rewards)
     for name, rewards in group.by_name().items():
@@ -251,7 +254,7 @@ def gdpo(group: Group) -> list[float]:
 
 
 def _standardised(values: list[float], *, epsilon: float = 1e-8, correction: int = 0) -> list[float]:
-    """(v - mean) / (std + epsilon), std by n - `correction`; 0 where all are equal."""
+    """Return (v - mean) / (std + epsilon), with std by n - `correction`; 0 if all values are equal."""
     if min(values) == max(values):
         return [0.0] * len(values)
     mean = math.fsum(values) / len(values)
@@ -268,8 +271,8 @@ ADVANTAGES: dict[str, AdvantageFunction] = {
     "role_mean": no_baseline,
     "none": no_baseline,
 }
-"""Estimators that compare rewards alone, by the name in `credit.advantage`; `role_mean` gets its baseline at the step
-(`baselines.RoleMeans`)."""
+"""Estimators that need the rewards alone, keyed by the name in `credit.advantage`; `role_mean` gets its baseline at the
+step (`baselines.RoleMeans`)."""
 
 OF_GROUPS: dict[str, tuple[Callable[..., list[float]], Mark]] = {
     "max_rl": (max_rl, Mark("advantage")),
@@ -279,7 +282,7 @@ OF_GROUPS: dict[str, tuple[Callable[..., list[float]], Mark]] = {
     "reinforce_plus_plus_baseline": (reinforce_plus_plus_baseline, Mark("advantage", over="step")),
     "gdpo": (gdpo, Mark("advantage", over="step")),
 }
-"""Estimators that see a `Group`, as those of users do."""
+"""Estimators that take a `Group`, like those of users."""
 
 
 class Credited(NamedTuple):
@@ -293,7 +296,7 @@ class Credited(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimator:
-    """An estimator that sees a `Group`, with its options."""
+    """An estimator that takes a `Group`, with its options."""
 
     name: str
     function: Callable[..., Any]
@@ -301,10 +304,10 @@ class Estimator:
     options: Mapping[str, Any]
 
     def __call__(self, group: Group) -> list[Credited]:
-        """The credit of each agent.
+        """Return the credit of each agent.
 
         Raises:
-            InputError: the function raised, or gave something else than an advantage per agent or per turn.
+            InputError: the function raised, or did not return one advantage per agent or per turn.
         """
         try:
             given = list(self.function(group, **self.options))
@@ -330,7 +333,7 @@ class Estimator:
         return found
 
     def to_go(self, group: Group) -> list[Credited]:
-        """The credit of each agent by turn, from the rewards to go; see `advantages_to_go`."""
+        """Return the credit of each agent per turn, from the rewards to go; see `advantages_to_go`."""
 
         def of_rewards(rewards: Sequence[float], _: Sequence[Hashable]) -> list[Advantage]:
             return [Advantage(each.value, each.baseline) for each in self(replace(group, rewards=tuple(rewards)))]
@@ -340,12 +343,12 @@ class Estimator:
 
 
 class StepAdvantages:
-    """Credits the units of an optimizer step by an estimator over the step.
+    """Assigns credit to the units of an optimizer step with an estimator over the step.
 
     Args:
-        estimator: marked with `over="step"`.
-        group_size: of the run.
-        weights: of rewards by name.
+        estimator: an estimator marked with `over="step"`.
+        group_size: group size of the run.
+        weights: weights of named rewards.
     """
 
     def __init__(self, estimator: Estimator, *, group_size: int, weights: Mapping[str, float] | None = None) -> None:
@@ -354,10 +357,11 @@ class StepAdvantages:
         self._weights = weights or {}
 
     def credited(self, policy: str, units: Sequence[tuple[str, Unit]]) -> list[Unit]:
-        """The units of a step, in their order, each seat of each environment compared on its own.
+        """Return the units of a step with their credits, in order; each seat of each environment is compared
+        separately.
 
         Args:
-            policy: whose step it is.
+            policy: policy that takes the step.
             units: (environment, unit) in the step's order.
         """
         members: dict[tuple[str, str], list[tuple[int, int]]] = defaultdict(list)
@@ -385,12 +389,12 @@ class StepAdvantages:
 
 
 def make_estimator(name: str, options: Mapping[str, Any], given: Callable[..., Any] | None = None) -> Estimator:
-    """The estimator that `credit.advantage` names, which is none of `ADVANTAGES`.
+    """Make the estimator that `credit.advantage` names, if it is not one of `ADVANTAGES`.
 
     Args:
-        name: of the estimator.
+        name: name of the estimator.
         options: `credit.advantage_options`.
-        given: the user's function of this name, where it is loaded already.
+        given: the user's function of this name, if it is already loaded.
 
     Raises:
         ConfigError: there is no such estimator, or its options do not fit.
@@ -409,22 +413,22 @@ def advantages_to_go(
     turn_rewards: Sequence[Sequence[tuple[int, float]]],
     episodes: Sequence[Hashable],
 ) -> list[tuple[float, ...]]:
-    """The advantage of each turn, from the rewards to go: those given for the turn or later.
+    """Compute the advantage of each turn from the rewards to go: those given for the turn or later.
 
-    G_i(t) = R_i - (what was paid for turns before t), and the estimator compares the G(t) of one t. So a turn's reward
-    reaches the tokens of that turn and of those before it, and no token is credited with what had been paid before it
+    G_i(t) = R_i - (sum of the rewards for turns before t), and the estimator compares the G(t) of one t. So a turn's
+    reward reaches the tokens of that turn and of earlier turns, and no token is credited with rewards given before it
     was sampled (policy gradient theorem, Sutton et al. 2000). The baseline of turn t is a function of the other
-    episodes alone, so `leave_one_out` stays unbiased. One that had ended by then has G(t) = what was given for the
-    episode as a whole, since that is paid at its end.
+    episodes alone, so `leave_one_out` stays unbiased. For an episode that ended before turn t, G(t) is its reward for
+    the whole episode, which is given at its end.
 
     Args:
         advantage: the estimator.
-        rewards: R, everything an agent was given.
-        turn_rewards: (turn, reward) of what was given for single turns, per agent; the rest of R is the episode's.
-        episodes: which episode each agent is of.
+        rewards: R, the total reward of each agent.
+        turn_rewards: rewards for single turns of each agent, as (turn, reward); the rest of R is for the whole episode.
+        episodes: episode of each agent.
 
-    Returns:
-        Per agent the advantage of turns 0, 1, …; the last one holds for every later turn. Of one length for all.
+    Returns: For each agent, the advantages of turns 0, 1, …; the last one holds for all later turns. All lists have one
+    length.
 
     Example:
         >>> advantages_to_go(leave_one_out, [1.0, 0.0], [[(0, 1.0)], []], ["e0", "e1"])
@@ -440,15 +444,15 @@ def advantages_to_go(
 
 
 SHRINKAGE = 3.0
-"""Number of rewards that the mean of earlier groups counts for."""
+"""Weight of the mean of earlier groups, as a number of rewards."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReleaseRule:
-    """The number of a group's members that are waited for.
+    """The number of finishers that a group waits for before any member is released.
 
-    The default is half of them: more would wait longer, fewer make the gradient noisier for tasks without earlier
-    groups.
+    The default is half of the members: a larger share waits longer, a smaller one makes the gradient noisier for tasks
+    without earlier groups.
 
     Example:
         >>> ReleaseRule().waited_for(8), ReleaseRule(share=0.0).waited_for(8)
@@ -458,10 +462,10 @@ class ReleaseRule:
     """
 
     share: float = 0.5
-    """Share of the members; 0: each is released when it finishes, and compared with earlier groups alone."""
+    """Share of the members; 0: each member is released when it finishes, and compared with earlier groups alone."""
 
     def waited_for(self, size: int) -> int:
-        """m for a group of `size` members; at least two if there are siblings to compare with."""
+        """Return m for a group of `size` members; at least two if there are siblings to compare with."""
         return max(math.ceil(self.share * size), min(2, size)) if self.share else 1
 
 
@@ -470,7 +474,7 @@ def compared_with(first: Sequence[E], member: E) -> list[E]:
 
     Args:
         first: the first m finishers of its group, in order.
-        member: one of the group, among those or not.
+        member: a member of the group, whether or not it is one of `first`.
 
     Example:
         >>> compared_with(["a", "b", "c"], "b"), compared_with(["a", "b", "c"], "z")
@@ -480,15 +484,15 @@ def compared_with(first: Sequence[E], member: E) -> list[E]:
 
 
 def against(reward: float, others: Sequence[float], earlier: float | None) -> Advantage:
-    """A = R - b with b = (Σ others + κ·V) / (n + κ), κ = 3: the mean of a few siblings, shrunk to the mean V of earlier
-    groups, whose noise it does not have (James & Stein 1961).
+    """A = R - b with b = (Σ others + κ·V) / (n + κ), κ = 3: the noisy mean of a few siblings is shrunk towards the mean
+    V of earlier groups (James & Stein 1961).
 
-    V is of groups before this one, so b stays independent of what the member sampled. Without V, b is the mean of the
-    siblings; without both there is nothing to compare with, and the advantage is 0.
+    V comes from earlier groups, so b stays independent of the member's samples. Without V, b is the mean of the
+    siblings; without both, the advantage is 0.
 
     Args:
-        reward: of the member.
-        others: rewards in its baseline set.
+        reward: reward of the member.
+        others: rewards in the member's baseline set.
         earlier: V; None if there is none.
 
     Example:

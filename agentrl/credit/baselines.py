@@ -35,25 +35,25 @@ class Mean(NamedTuple):
     weight: float = 0.0
 
     def with_reward(self, reward: float, decay: float) -> Mean:
-        """The mean after one more reward."""
+        """Return the mean after one more reward."""
         return Mean(decay * self.total + reward, decay * self.weight + 1.0)
 
 
 ROLE_DECAY = 0.95
-"""The share of a running mean that stays per reward: it remembers about twenty rewards."""
+"""Share of a running mean that is kept per reward; the mean covers about twenty rewards."""
 
 
 class RoleMeans:
     """Role-conditioned advantage estimation (SPIRAL, arXiv:2506.24119): A = R - b_role, b_role ← d·b_role + (1 - d)·R.
 
-    Two differences to the paper, both against bias: a reward is compared with the mean *before* it enters (the paper
-    enters it first, which shrinks every advantage by 1 - d), and the mean is divided by the weight it has gathered, as
-    Adam does, instead of being pulled to 0 by its start. The first reward of a role has nothing to be compared with:
-    advantage 0. Agents of one episode in one seat are compared with the same mean and enter it together.
+    Two differences from the paper remove bias. A reward is compared with the mean *before* it enters; the paper enters
+    it first, which multiplies every advantage by d. And the mean is divided by its accumulated weight, as in Adam, so
+    that its start does not pull it to 0. The first reward of a role has no baseline: its advantage is 0. Agents of one
+    episode in one seat are compared with the same mean and enter it together.
 
     Args:
-        means: those of a previous attempt of the run.
-        decay: d, the share that stays per reward.
+        means: means of a previous attempt of the run.
+        decay: d, the share of a mean that is kept per reward.
     """
 
     def __init__(self, means: Mapping[Role, Mean] | None = None, *, decay: float = ROLE_DECAY) -> None:
@@ -67,13 +67,13 @@ class RoleMeans:
         return self._means
 
     def credited(self, policy: str, units: Sequence[tuple[str, Unit]]) -> list[Unit]:
-        """The units of a step, in their order, with advantages against the means.
+        """Return the units of a step, in order, with advantages against the means.
 
-        Each is compared with all before it in the order of admission, which does not depend on length; the means do not
-        change before `commit_step`.
+        Each unit is compared with all before it in the order of admission, which does not depend on length. The means
+        do not change before `commit_step`.
 
         Args:
-            policy: whose step it is.
+            policy: policy that takes the step.
             units: (environment, unit) in the step's order.
         """
         means: dict[Role, Mean] = {}
@@ -93,7 +93,7 @@ class RoleMeans:
         return [found[unit.episode_id] for _, unit in units]
 
     def commit_step(self, policy: str) -> None:
-        """Add the rewards of the units credited last to the means: their step has been taken."""
+        """Add the rewards of the units credited last to the means, after their step has been taken."""
         self._means.update(self._next.pop(policy, {}))
 
     def as_data(self) -> list[list[str | float]]:
@@ -105,7 +105,7 @@ class RoleMeans:
 
 
 def read_means(data: Iterable[Sequence[str | float]]) -> dict[Role, Mean]:
-    """Read what `RoleMeans.as_data` wrote.
+    """Read the output of `RoleMeans.as_data`.
 
     Raises:
         ValueError: a mean is not valid.
@@ -120,10 +120,10 @@ def read_means(data: Iterable[Sequence[str | float]]) -> dict[Role, Mean]:
 
 
 HISTORY_DECAY = 0.98
-"""Share of a mean that stays per reward: about fifty are remembered, six groups of eight."""
+"""Share of a mean that is kept per reward; the mean covers about fifty rewards, six groups of eight."""
 
 TASKS = 100_000
-"""Tasks remembered per role; the least recently seen are forgotten first."""
+"""Number of tasks remembered per role; the least recently seen are forgotten first."""
 
 
 class Rewarded(NamedTuple):
@@ -148,11 +148,11 @@ class RewardHistory:
         self._by_task: dict[Role, OrderedDict[str, Mean]] = {}
 
     def mean(self, role: Role, task: str | None) -> float | None:
-        """The mean of the task's earlier groups, else of the environment's; None before the first.
+        """Return the mean reward of the task's earlier groups, else of the environment's; None before the first.
 
         Args:
             role: the policy, environment and seat.
-            task: id of the root episode's task; None if not known.
+            task: id of the root episode's task; None if unknown.
         """
         found = self._by_task.get(role, OrderedDict()).get(task or "") or self._by_role.get(role)
         return None if found is None else found.total / found.weight

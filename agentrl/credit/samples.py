@@ -25,16 +25,16 @@ if TYPE_CHECKING:
     from agentrl.core.records import PolicyVersion
 
 ReadUnits = Callable[[Sequence[Unit]], Sequence[Sequence[Trajectory]]]
-"""Gives the trajectories of each unit's episode."""
+"""Returns the trajectories of each unit's episode."""
 
 
 def samples(unit: Unit, trajectories: Sequence[Trajectory]) -> list[TrainingSample]:
-    """The rows of `unit`'s policy, in (seat, index, row) order, each sampled token with its trajectory's advantage or,
-    where the credit has them, its turn's.
+    """Return the rows of a unit's policy, in (seat, index, row) order; each sampled token has the advantage of its
+    trajectory or, if the credit has advantages per turn, of its turn.
 
     Args:
         unit: names the policy and carries one credit per trajectory.
-        trajectories: of the whole episode, as the journal gives them; other policies' are left out.
+        trajectories: trajectories of the whole episode; those of other policies are left out.
 
     Returns:
         One sample per row with a sampled token, or per `RoutingSpan` of it; `row_index` counts the unit's rows.
@@ -61,10 +61,10 @@ def samples(unit: Unit, trajectories: Sequence[Trajectory]) -> list[TrainingSamp
 
 
 def read_samples(units: Sequence[Unit], read: ReadUnits) -> list[list[TrainingSample]]:
-    """The samples of each of several units, in order.
+    """Read the samples of several units, in order.
 
     Raises:
-        UntrainableUnitsError: rows of some cannot be trained, each with the reason.
+        UntrainableUnitsError: rows of some units cannot be trained; the error has the reason for each.
         JournalError: a partition cannot be read at all.
     """
     try:
@@ -112,12 +112,12 @@ def _samples(row: Row, credit: TrajectoryCredit, *, episode_id: str, row_index: 
 
 
 def trained_positions(samples: Iterable[TrainingSample]) -> list[NDArray[np.int64]]:
-    """Trained positions of each sample, as int64; never position 0, which has no token before it."""
+    """Return the trained positions of each sample, as int64; never position 0, which has no token before it."""
     return [np.flatnonzero(sample.loss_mask[1:]) + 1 for sample in samples]
 
 
 def token_lags(sample: TrainingSample, version: PolicyVersion) -> NDArray[np.int32]:
-    """Lag of each token behind `version`, in steps, as int32; -1 for tokens in none of the row's spans."""
+    """Return the lag of each token behind `version`, in steps, as int32; -1 for tokens outside the row's spans."""
     lags = np.full(len(sample.token_ids), -1, np.int32)
     for start, stop, sampled in sample.spans:
         steps = max(0, version.step - sampled.step)
@@ -126,7 +126,7 @@ def token_lags(sample: TrainingSample, version: PolicyVersion) -> NDArray[np.int
 
 
 def row_digest(sample: TrainingSample) -> bytes:
-    """Digest, 16 bytes, of a row's inputs to the step: tokens, mask, recorded log-probabilities, advantages."""
+    """Return a digest of 16 bytes over a row's inputs to the step: tokens, mask, recorded logprobs, advantages."""
     digest = hashlib.blake2b(digest_size=16)
     for column, kind in (
         (sample.token_ids, "<i4"),
@@ -139,7 +139,8 @@ def row_digest(sample: TrainingSample) -> bytes:
 
 
 def input_digest(row_digests: Iterable[bytes]) -> str:
-    """Digest, in hexadecimal, of a step's input: over the `row_digest`s of its rows in the order of consumption."""
+    """Return the digest of a step's input, in hexadecimal: over the `row_digest`s of its rows in the order of
+    consumption."""
     digest = hashlib.blake2b(digest_size=16)
     for part in row_digests:
         digest.update(part)

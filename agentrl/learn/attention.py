@@ -1,11 +1,11 @@
 """Attention along the paths of a prefix tree, in memory linear in tokens.
 
 The tokens of a micro-batch lie in depth-first order, so the tokens that see token j are those from j up to its
-`MicroBatch.visible_until`: two numbers a token say everything a mask would. On CPU, chunks of consecutive queries go
-through torch's flash kernel with the keys that any of them sees. A chunk's mask is made when it is computed, forwards
-and backwards, and is bounded in size, so nothing that is kept grows with the square of a row's length; a row without a
-shared prefix is computed whole, without a mask. On CUDA the same rule is a block mask of flex_attention, which has not
-been run on a GPU yet. Key and value heads that several query heads share are not repeated.
+`MicroBatch.visible_until`: two numbers per token replace a mask. On CPU, chunks of consecutive queries go through
+torch's flash kernel with the keys that any of them sees. A chunk's mask is made when the chunk is computed, forward and
+backward, and is bounded in size, so no stored tensor grows with the square of a row's length; a row without a shared
+prefix is computed whole, without a mask. On CUDA the same rule is a block mask of flex_attention, which has not been
+run on a GPU yet. Key and value heads shared by several query heads are not copied.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from agentrl.core.errors import ModelError
 from agentrl.learn.packing import MicroBatch
 
 ATTENTION = "agentrl_tree"
-"""The name under which `tree_attention` is registered with transformers."""
+"""Name under which `tree_attention` is registered with transformers."""
 
 _CHUNK = (64, 256)
-"""Fewest and most queries of a chunk, where its mask allows them: short rows waste less in short chunks."""
+"""Smallest and largest number of queries in a chunk, if its mask allows it: short rows waste less in short chunks."""
 _MASK = 1 << 21
-"""Elements of the largest mask: longer contexts have shorter chunks."""
+"""Number of elements of the largest mask: longer contexts have shorter chunks."""
 _KEPT_MASKS = 1 << 22
-"""Elements of the masks that are kept for all layers; where there are more, each layer makes its own."""
+"""Number of mask elements that are kept for all layers; above it, each layer makes its own masks."""
 _BLOCK = 128
-"""Tokens of a block of flex_attention."""
+"""Number of tokens in a block of flex_attention."""
 
 
 @dataclass(slots=True)
@@ -45,13 +45,13 @@ class _Chunk:
     stop: int
     keys: slice | Tensor
     is_causal: bool = False
-    """Whether queries and keys are one row from its beginning, which needs no mask."""
+    """Whether queries and keys are one row from its first token, which needs no mask."""
     mask: Tensor | None = None
     """Attention mask of the chunk; None if it is not kept."""
 
 
 class Tree:
-    """The tokens that each token of a micro-batch sees, on a device."""
+    """The visibility of tokens in a micro-batch, on a device."""
 
     def __init__(self, batch: MicroBatch, device: torch.device) -> None:
         """See `MicroBatch.visible_until`."""
@@ -97,7 +97,8 @@ class Tree:
             at = stop
 
     def mask(self, chunk: _Chunk, window: int | None, dtype: torch.dtype) -> Tensor | None:
-        """Additive mask of a chunk's scores: [1, 1, queries, keys], 0 or -inf; None if the kernel masks by itself."""
+        """Return the additive mask of a chunk's scores, [1, 1, queries, keys], 0 or -inf; None if the kernel masks by
+        itself."""
         if chunk.is_causal:
             return None
         if chunk.mask is not None and chunk.mask.dtype == dtype:
@@ -113,7 +114,8 @@ class Tree:
         return mask
 
     def block_mask(self, window: int | None) -> BlockMask:
-        """The same visibility for flex_attention: which blocks of keys a block of queries sees, in part or in whole."""
+        """Return the same visibility for flex_attention: the blocks of keys that each block of queries sees, in part or
+        in whole."""
         if window not in self._block_masks:
             self._block_masks[window] = self._make_block_mask(window)
         return self._block_masks[window]
@@ -147,7 +149,9 @@ class Tree:
 
 
 class _ChunkedAttention(torch.autograd.Function):
-    """Attention by chunks of a tree, on CPU: saves queries, keys, values, outputs and one number per query and head."""
+    """Attention in chunks of a tree, on CPU. It saves queries, keys, values, outputs and one number per query and
+    head.
+    """
 
     @staticmethod
     def forward(
@@ -202,7 +206,7 @@ class _ChunkedAttention(torch.autograd.Function):
 def flex_tree_attention(
     query: Tensor, key: Tensor, value: Tensor, tree: Tree, window: int | None, scale: float | None
 ) -> Tensor:
-    """`tree_attention` by flex_attention, compiled on CUDA; the output is [1, heads, N, D]."""
+    """Compute `tree_attention` with flex_attention, compiled on CUDA; the output is [1, heads, N, D]."""
     attend: Any = _compiled_flex() if query.is_cuda else flex_attention
     attended: Tensor = attend(query, key, value, block_mask=tree.block_mask(window), scale=scale, enable_gqa=True)
     return attended
@@ -226,19 +230,19 @@ def tree_attention(  # noqa: PLR0913
     tree: Tree | None = None,
     **other: Any,
 ) -> tuple[Tensor, None]:
-    """Attention along the paths of a prefix tree; registered with transformers, which fixes this signature.
+    """Compute attention along the paths of a prefix tree; registered with transformers, which fixes this signature.
 
     Args:
         module: the attention layer.
         query: [1, heads, N, D].
         key: [1, key heads, N, D].
         value: [1, key heads, N, D].
-        attention_mask: not looked at: the tree says what is visible.
+        attention_mask: ignored: the tree determines visibility.
         dropout: must be 0.
         scaling: factor on the scores; None: 1 / sqrt(D).
-        sliding_window: how many tokens back a token sees; None: all.
-        tree: of the micro-batch, handed through the model's keyword arguments.
-        other: what else the model hands to attention.
+        sliding_window: number of tokens that a token sees, counted backwards; None: all.
+        tree: visibility in the micro-batch, passed through the model's keyword arguments.
+        other: further arguments from the model.
 
     Raises:
         ModelError: the model asks attention for something else than a causal softmax.

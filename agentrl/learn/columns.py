@@ -1,4 +1,4 @@
-"""Step columns: the trainer's figures for each token of a step, and the mismatch metrics computed from them.
+"""Step columns: the trainer's values for each token of a step, and the mismatch metrics computed from them.
 
 A step's file is `steps/<policy>/<lineage>.<step>.safetensors`:
   `offsets`           int64 [rows + 1], where each row's trained tokens begin in the columns below
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from agentrl.core.records import BoolArray
 
 LAGS = ("0", "1", "2", "3", "4+")
-"""Version lags that the metrics tell apart."""
+"""Version lags that the metrics distinguish."""
 
 
 class StepColumns:
@@ -64,7 +64,7 @@ class StepColumns:
         return len(self._rows)
 
     def add(self, samples: Sequence[TrainingSample], version: PolicyVersion) -> int:
-        """Append rows that the weights of `version` are computed over; returns the index of the first."""
+        """Append rows to be trained by the weights of `version`; returns the index of the first."""
         first = len(self._rows)
         for sample, positions in zip(samples, trained_positions(samples), strict=True):
             self._rows.append((sample.episode_id, sample.row_index))
@@ -109,7 +109,7 @@ class StepColumns:
 
 
 class MergedColumns:
-    """The step's columns of all ranks as one, rows in rank order: for the step's file and its metrics."""
+    """The step's columns of all ranks together, rows in rank order, for the step's file and its metrics."""
 
     def __init__(self, parts: Sequence[bytes]) -> None:
         """Merge the results of `StepColumns.encode`, one per rank."""
@@ -121,22 +121,22 @@ class MergedColumns:
         self.columns = {name: np.concatenate([part[name] for part in decoded]) for name in names}
         self.columns["offsets"] = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
         self.fresh = np.repeat(np.concatenate([part["fresh"] for part in decoded]).astype(np.bool_), lengths)
-        """Bool [tokens]: the token's whole row was sampled by the weights the trainer computed with."""
+        """Bool [tokens]: whether the token's whole row was sampled by the weights the trainer computed with."""
         self.seats = np.repeat(np.array(seats, dtype=object), lengths)
-        """Str [tokens]: who sampled the token."""
+        """Str [tokens]: seat of the agent that sampled the token."""
         self.input_digest = input_digest(part["digests"].tobytes() for part in decoded)
 
     def mismatch(self) -> dict[str, float]:
-        """Metrics of the step; see `mismatch_metrics` and `seat_metrics`."""
+        """Return the mismatch metrics of the step; see `mismatch_metrics` and `seat_metrics`."""
         trainer, behavior = self.columns["trainer_logprobs"], self.columns["behavior_logprobs"]
         by_lag = mismatch_metrics(trainer, behavior, lag=self.columns["lag"], fresh=self.fresh)
         return by_lag | seat_metrics(trainer, behavior, self.seats)
 
     def write(self, path: Path) -> None:
-        """Write the step's file, whole or not at all; not synced.
+        """Write the step's file atomically, without syncing it.
 
         Raises:
-            StorageError: the disk refused.
+            StorageError: writing failed.
         """
         partial = path.with_name(f".{path.name}.{os.getpid()}")
         with writing(path):
@@ -150,7 +150,7 @@ class MergedColumns:
 
 
 def read_columns(path: Path) -> tuple[list[list[Any]], dict[str, NDArray[Any]]]:
-    """Rows and columns of a step's file."""
+    """Read the rows and columns of a step's file."""
     with safe_open(path, framework="np") as file:
         return json.loads(file.metadata()["rows"]), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
 
@@ -158,7 +158,7 @@ def read_columns(path: Path) -> tuple[list[list[Any]], dict[str, NDArray[Any]]]:
 def mismatch_metrics(
     trainer: NDArray[np.float32], behavior: NDArray[np.float32], *, lag: NDArray[np.int32], fresh: BoolArray
 ) -> dict[str, float]:
-    """Mismatch figures over the tokens whose rows were forwarded.
+    """Compute mismatch metrics over the tokens whose rows were forwarded.
 
     With log w = trainer - behavior, `k3` is the mean of w - 1 - log w: never negative, an unbiased estimate of KL(mu ||
     pi) over tokens sampled from mu (Schulman 2020, http://joschu.net/blog/kl-approx.html). `difference` is the mean of
@@ -171,9 +171,9 @@ def mismatch_metrics(
         fresh: [n], whether the token's whole row was sampled by the weights the trainer computed with: a token of lag 0
             in another row may have been sampled over KV of older weights.
 
-    Returns:
-        `mismatch/k3`, `/difference`, `/max_difference`, `/tokens` over fresh tokens, and the same as `lag_k3/<lag>`,
-        `lag_difference/<lag>`, `lag_max_difference/<lag>`, `lag_tokens/<lag>` by lag; without those that saw no token.
+    Returns: `mismatch/k3`, `/difference`, `/max_difference`, `/tokens` over fresh tokens, and the same as
+    `lag_k3/<lag>`, `lag_difference/<lag>`, `lag_max_difference/<lag>`, `lag_tokens/<lag>` by lag; lags without tokens
+    are left out.
     """
     groups = {"mismatch/{}": fresh}
     for at, word in enumerate(LAGS):
@@ -192,7 +192,7 @@ def mismatch_metrics(
 def seat_metrics(
     trainer: NDArray[np.float32], behavior: NDArray[np.float32], seats: NDArray[np.object_]
 ) -> dict[str, float]:
-    """`seat_k3/<seat>` where the tokens, all of shape [n], are of several seats: k3 as in `mismatch_metrics`."""
+    """Return `seat_k3/<seat>` if the tokens, all of shape [n], belong to several seats; k3 as in `mismatch_metrics`."""
     names = sorted(set(seats.tolist()))
     if len(names) < 2:
         return {}
@@ -203,7 +203,7 @@ def seat_metrics(
 def _log_ratio(
     trainer: NDArray[np.float32], behavior: NDArray[np.float32], tokens: NDArray[np.bool_]
 ) -> NDArray[np.float64]:
-    """log w of those of the tokens that were forwarded."""
+    """Return log w of the forwarded ones among `tokens`."""
     chosen = tokens & np.isfinite(trainer)
     difference: NDArray[np.float64] = trainer[chosen].astype(np.float64) - behavior[chosen]
     return difference.clip(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)

@@ -1,13 +1,13 @@
 """The forward pass over a micro-batch: log-probability, entropy and kept mass of its trained tokens.
 
 All tokens of the micro-batch's prefix tree go through the model as one sequence, [1, N]: norms, projections and experts
-see no padding, and no token twice. Only attention knows the tree. A model whose layers mix tokens elsewhere
-(state-space layers, say) is forwarded as padded rows instead. The model's own head (output projection, soft-capping,
-scaling) runs over the hidden states that predict a trained token, in pieces.
+see no padding, and no token twice. Only attention knows the tree. A model that mixes tokens in other layers (such as
+state-space layers) is forwarded as padded rows instead. The model's own head (output projection, soft-capping, scaling)
+runs over the hidden states that predict a trained token, in pieces.
 
-Owns: both forward passes, how the head is called. Does not own: what is packed (`packing.py`), attention
-(`attention.py`), losses, the choice between the two passes (`models.py`), how a router follows the recorded experts
-(`routing_replay.py`). Invariant: the distribution is the one the engine sampled from, so ratios compare like with like.
+Owns: both forward passes, the call of the head. Does not own: packing (`packing.py`), attention (`attention.py`),
+losses, the choice between the two passes (`models.py`), routing replay (`routing_replay.py`). Invariant: the
+distribution is the one the engine sampled from, so ratios compare like with like.
 """
 
 from __future__ import annotations
@@ -31,17 +31,18 @@ if TYPE_CHECKING:
     from agentrl.learn.routing_replay import RoutingReplay
 
 MAX_LOGITS = 1 << 26
-"""Logits held at once, per piece of the projection; larger ones are recomputed in the backward pass."""
+"""Maximum number of logits in one piece of the projection; with several pieces, each is recomputed in the backward
+pass."""
 
 
 def _body(model: PreTrainedModel) -> nn.Module:
-    """The part of a causal LM whose output its head projects: the child that holds the input embeddings."""
+    """Return the part of a causal LM whose output its head projects: the child that holds the input embeddings."""
     embeddings = model.get_input_embeddings()
     return next(child for child in model.children() if any(part is embeddings for part in child.modules()))
 
 
 def _decoder(model: PreTrainedModel) -> nn.Module:
-    """The text layers of a model: its body, or the part of the body beside its image layers."""
+    """Return the text layers of a model: its body, or the part of the body beside its image layers."""
     decoder: nn.Module = model.get_decoder()
     return _body(model) if decoder is model else decoder
 
@@ -61,7 +62,7 @@ class _BodyOutput:
 
 
 def _own_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
-    """The logits [n, V] that a model's own forward pass computes from the last hidden states [n, H]."""
+    """Compute the logits [n, V] from the last hidden states [n, H], by the model's own forward pass."""
     body = _body(model)
     before = vars(body).get("forward")
     body.forward = lambda *_, **__: _BodyOutput(hidden[None])
@@ -77,14 +78,16 @@ def _own_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
 
 
 def device_tensor(array: NDArray[Any], device: torch.device) -> Tensor:
-    """A numpy array as a tensor on a device."""
+    """Copy a numpy array to a tensor on a device."""
     return torch.from_numpy(array).to(device)
 
 
 def _replayed(
     replay: RoutingReplay | None, batch: MicroBatch, tokens: NDArray[np.int64] | None, device: torch.device
 ) -> AbstractContextManager[None]:
-    """Replay of the routing recorded for `tokens`, in the order the model sees them; None: all of the batch."""
+    """Replay the routing recorded for `tokens`, in the order in which the model sees them; None: for the whole
+    batch.
+    """
     if replay is None or batch.expert_routing is None:
         return nullcontext()
     experts = batch.expert_routing if tokens is None else batch.expert_routing[tokens.reshape(-1)]
@@ -94,7 +97,7 @@ def _replayed(
 def _tree_hidden(
     model: PreTrainedModel, batch: MicroBatch, device: torch.device, replay: RoutingReplay | None
 ) -> Tensor:
-    """Hidden states [N, H] of the packed tokens."""
+    """Return the hidden states [N, H] of the packed tokens."""
     with _replayed(replay, batch, None, device):
         output = _decoder(model)(
             input_ids=device_tensor(batch.token_ids, device).unsqueeze(0),
@@ -109,7 +112,7 @@ def _tree_hidden(
 def _padded_hidden(
     model: PreTrainedModel, batch: MicroBatch, device: torch.device, replay: RoutingReplay | None
 ) -> Tensor:
-    """The same hidden states from whole rows, padded on the right; the batch was packed without sharing."""
+    """Return the hidden states [N, H] from whole rows, padded on the right; the batch was packed without sharing."""
     hidden: list[Tensor] = []
     order: list[NDArray[np.int64]] = []
     for tokens, valid in padded_rows(batch):
@@ -126,7 +129,7 @@ def _padded_hidden(
 
 
 class HeadOutput(NamedTuple):
-    """Per trained token, [n] each, float32."""
+    """Results per trained token, [n] each, float32."""
 
     logprob: Tensor
     """Natural log of the target's probability under the processed distribution."""
@@ -143,14 +146,14 @@ class KeptSets(NamedTuple):
     token_ids: Tensor  # int64 [sum of counts]
 
     def mask(self, vocabulary: int) -> Tensor:
-        """Boolean [n, vocabulary]; rows with count 0 are all True."""
+        """Return a boolean mask [n, vocabulary]; rows with count 0 are all True."""
         kept = (self.counts == 0).unsqueeze(1).expand(-1, vocabulary).clone()
         rows = torch.repeat_interleave(torch.arange(len(self.counts), device=self.counts.device), self.counts)
         kept[rows, self.token_ids] = True
         return kept
 
     def slice(self, start: int, stop: int) -> KeptSets:
-        """The sets of tokens [start, stop)."""
+        """Return the sets of tokens [start, stop)."""
         before, inside = int(self.counts[:start].sum()), int(self.counts[start:stop].sum())
         return KeptSets(self.counts[start:stop], self.token_ids[before : before + inside])
 
@@ -163,15 +166,15 @@ def logprob_head(
     kept_mask: Tensor | None = None,
     entropy_gradient: bool = True,
 ) -> HeadOutput:
-    """Log-probability of `targets` under softmax(logits / temperature) restricted to the kept set.
+    """Compute the log-probability of `targets` under softmax(logits / temperature), restricted to the kept set.
 
     log pi_K(y) = z_y / tau - log sum over k in K ∪ {y} of exp(z_k / tau), with z the logits, tau the temperature; the
     target always belongs to the kept set, so a sampled token never has probability 0.
 
     Args:
-        logits: [n, V], those that predict the targets.
+        logits: [n, V], the logits that predict the targets.
         targets: [n], int64.
-        temperature: one for all, or [n].
+        temperature: one value for all, or [n].
         kept_mask: bool [n, V], True where the sampler kept the token; None: nothing was masked.
         entropy_gradient: whether the entropy is differentiable; without, it costs less.
     """
@@ -205,10 +208,11 @@ def logprobs_of(
     kept: KeptSets | None = None,
     entropy_gradient: bool = True,
 ) -> HeadOutput:
-    """`logprob_head` in pieces of at most `MAX_LOGITS` logits; several pieces are recomputed in the backward pass.
+    """Compute `logprob_head` in pieces of at most `MAX_LOGITS` logits; several pieces are recomputed in the backward
+    pass.
 
     Args:
-        model: whose head computes the logits.
+        model: model whose head computes the logits.
         hidden: [n, H], the states that predict the targets (after the final norm).
         targets: [n], int64.
         temperature: [n].
@@ -242,7 +246,7 @@ def token_logprobs(
     entropy_gradient: bool = False,
     replay: RoutingReplay | None = None,
 ) -> HeadOutput:
-    """Log-probability, entropy and kept mass of a micro-batch's trained tokens, [n] each, differentiable.
+    """Compute log-probability, entropy and kept mass of a micro-batch's trained tokens, [n] each, differentiable.
 
     Args:
         model: a causal LM, with its active adapter.

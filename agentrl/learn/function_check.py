@@ -1,8 +1,9 @@
-"""Checks of a user's loss or advantage before a run: called on made-up batches, without a model.
+"""Checks of a user's loss or advantage before a run, on synthetic batches and without a model.
 
-A loss is called on steps of ragged conversations, one of them far off policy. It must give one finite loss per token
-with a gradient, the same one again, leave its input and the random state alone, and depend neither on the order of rows
-nor on the numbers of ids, which ranks and micro-batches change. An advantage is called on groups as runs have them.
+A loss is called on steps of ragged conversations, one of them far off policy. It must return one finite loss per token
+with a gradient, return the same when called again, leave its input and the random state unchanged, and depend neither
+on the order of rows nor on the values of ids, which ranks and micro-batches change. An advantage is called on groups
+like those of runs.
 
 Owns: the batches and groups, the findings. Does not own: finding the functions (`core.functions`).
 """
@@ -40,7 +41,7 @@ class FunctionReport:
 
     @property
     def text(self) -> str:
-        """The report, a line each."""
+        """Text of the report, one line per result."""
         lines = [self.title]
         for word, those in (("ok", self.passed), ("hint", self.hints), ("FAILED", self.findings)):
             lines += [f"  {word:<7}{each}" for each in those]
@@ -49,7 +50,7 @@ class FunctionReport:
 
 @dataclass(frozen=True, slots=True)
 class _SampleStep:
-    """A made-up step: columns and what a model would compute for them, in float64."""
+    """A synthetic step: columns, and the values a model would compute for them, in float64."""
 
     name: str
     columns: TokenColumns
@@ -58,13 +59,15 @@ class _SampleStep:
     entropies: Tensor
 
     def take(self, tokens: Sequence[int] | np.ndarray[Any, Any]) -> _SampleStep:
-        """The step with these tokens alone, in this order."""
+        """Return the step with these tokens alone, in this order."""
         at = np.asarray(tokens, np.int64)
         tensors = (each[torch.from_numpy(at)] for each in (self.logprobs, self.reference, self.entropies))
         return _SampleStep(self.name, self.columns.take(at), *tensors)
 
     def batch(self, dtype: torch.dtype = torch.float64) -> LossBatch:
-        """The step as a loss is given it, with columns of its own, so that a loss that writes to them is seen."""
+        """Return the step as the input of a loss, with fresh columns, so that a loss that writes to them is
+        detected.
+        """
         return LossBatch(
             self.columns.take(np.arange(len(self.columns))),
             logprobs=self.logprobs.to(dtype, copy=True).requires_grad_(),
@@ -74,7 +77,7 @@ class _SampleStep:
 
 
 def _steps() -> Iterator[_SampleStep]:
-    """Steps as training has them: near the weights that sampled them, stale, far off, and of a single token."""
+    """Yield steps like those of training: on-policy, stale, far off policy, and of a single token."""
     for name, spread, conversations in (
         ("nearly on policy", 0.02, 12),
         ("stale", 0.5, 12),
@@ -107,14 +110,14 @@ def _steps() -> Iterator[_SampleStep]:
 
 
 def check_loss(reference: str, *, title: str = "") -> FunctionReport:
-    """Call a loss on made-up steps.
+    """Call a loss on synthetic steps.
 
     Args:
         reference: a built-in name, an entry point, `module:function` or `path/to/file.py:function`.
-        title: of the report.
+        title: title of the report.
 
     Raises:
-        ConfigError: there is no such loss, it is not marked as one, or cannot be recorded.
+        ConfigError: there is no such loss, it is not marked as one, or it cannot be recorded.
     """
     loss = make_loss(TrainerConfig(loss=LossConfig(name=reference)))
     report = FunctionReport(title or f"loss {reference}")
@@ -192,7 +195,7 @@ def _check_purity(loss: Loss, step: _SampleStep, found: TokenGradients, report: 
 
 
 def _check_order(loss: Loss, step: _SampleStep, found: TokenGradients, report: FunctionReport) -> bool:
-    """Compare with the step in another order and in parts; returns whether tokens of other parts made a difference."""
+    """Compare with the step in another order and in parts; returns whether tokens of other parts changed the result."""
     count = len(step.columns)
     rows = np.random.default_rng(1).permutation(int(step.columns.row.max()) + 1)
     order = np.concatenate([np.flatnonzero(step.columns.row == row) for row in rows])
@@ -219,7 +222,7 @@ def _check_order(loss: Loss, step: _SampleStep, found: TokenGradients, report: F
 
 
 def _difference(found: TokenGradients, other: TokenGradients, order: np.ndarray[Any, Any]) -> str:
-    """The largest difference in words; empty if it is a rounding."""
+    """Describe the largest difference; "" if it is a rounding error."""
     for what, ours, theirs in zip(("loss", "derivative", "derivative"), found, other, strict=False):
         away = (ours[torch.from_numpy(order)] - theirs).abs().max()
         if float(away) > TOLERANCE * max(1.0, float(ours.abs().max())):
@@ -228,11 +231,11 @@ def _difference(found: TokenGradients, other: TokenGradients, order: np.ndarray[
 
 
 def check_advantage(reference: str, *, title: str = "") -> FunctionReport:
-    """Call an advantage on groups as runs have them.
+    """Call an advantage on groups like those of runs.
 
     Args:
         reference: as in `check_loss`.
-        title: of the report.
+        title: title of the report.
 
     Raises:
         ConfigError: as in `check_loss`.

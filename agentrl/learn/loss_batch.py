@@ -1,7 +1,7 @@
-"""The input of a loss: the trained tokens of a step as flat columns, and ids that say which tokens belong together.
+"""The input of a loss: the trained tokens of a step as flat columns, and ids that group the tokens.
 
-`TokenColumns` are the columns that are known before any forward pass, as numpy arrays; `LossBatch` adds what the model
-computes, as tensors. Ids are dense integers from 0, so that a mean over a conversation is one `index_add`.
+`TokenColumns` holds the columns that are known before any forward pass, as numpy arrays; `LossBatch` adds the model's
+outputs, as tensors. Ids are dense integers from 0, so that a mean over a conversation is one `index_add`.
 
 Owns: the columns, their exchange between ranks, means and sums over ids. Does not own: the formulas (`losses.py`), the
 forward pass, the normaliser.
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from agentrl.core.records import PolicyVersion, TrainingSample
 
 LOG_RATIO_LIMIT = 20.0
-"""log w is clamped to ±20, so that no recorded value can overflow the ratio."""
+"""Bound on |log w|, so that no recorded value can overflow the ratio."""
 
 Id = Literal["row", "turn", "agent", "episode", "seat", "group"]
 IDS: tuple[Id, ...] = ("row", "turn", "agent", "episode", "seat", "group")
@@ -39,7 +39,7 @@ _SHARED: tuple[Id, ...] = ("seat", "group")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenColumns:
-    """The trained tokens of some samples, sample after sample: n tokens."""
+    """The trained tokens of some samples, n in all, sample after sample."""
 
     behavior_logprobs: NDArray[np.float32]  # [n]
     advantages: NDArray[np.float32]  # [n]
@@ -51,12 +51,12 @@ class TokenColumns:
     seat: NDArray[np.int64]
     group: NDArray[np.int64]
     names: dict[str, list[str]]
-    """Names of the seats and groups, by their id."""
+    """Names of the seats and groups, indexed by their id."""
     starts: NDArray[np.int64]  # [samples + 1], where each sample's tokens begin
 
     @staticmethod
     def of(samples: Sequence[TrainingSample], version: PolicyVersion, *, group_size: int) -> TokenColumns:
-        """The columns of samples that the weights of `version` are computed over."""
+        """Make the columns of samples, to be trained by the weights of `version`."""
         positions = trained_positions(samples)
         counts = [len(at) for at in positions]
         names: dict[Id, list[tuple[object, ...]]] = {name: [] for name in IDS}
@@ -94,12 +94,12 @@ class TokenColumns:
         return len(self.row)
 
     def tokens_of(self, members: Sequence[int]) -> NDArray[np.int64]:
-        """The tokens of some samples, in the order of the samples."""
+        """Return the indices of the tokens of some samples, in the order of the samples."""
         parts = [np.arange(self.starts[member], self.starts[member + 1]) for member in members]
         return np.concatenate([np.empty(0, np.int64), *parts])
 
     def take(self, tokens: NDArray[np.int64]) -> TokenColumns:
-        """The columns of some tokens; their ids stay as they are."""
+        """Return the columns of some tokens, with unchanged ids."""
         columns = {name: getattr(self, name)[tokens] for name in ("behavior_logprobs", "advantages", "lags", *IDS)}
         return TokenColumns(**columns, names=self.names, starts=np.array([0, len(tokens)]))
 
@@ -111,7 +111,7 @@ class TokenColumns:
 
     @staticmethod
     def merge(parts: Sequence[bytes]) -> tuple[TokenColumns, dict[str, NDArray[np.float32]]]:
-        """The columns of all ranks as one, in rank order, from what `encode` gave on each."""
+        """Merge the results of `encode`, one per rank, in rank order."""
         decoded = [load(part) for part in parts]
         names = [json.loads(part["names"].tobytes()) for part in decoded]
         columns = {name: np.concatenate([part[name] for part in decoded]) for name in decoded[0] if name != "names"}
@@ -139,8 +139,8 @@ class TokenColumns:
 class LossBatch:
     """The trained tokens of one optimizer step of one policy, as columns of shape [n].
 
-    A loss returns the loss of each token. Ids say which tokens belong together: `batch.mean(values, "agent")` is, for
-    each token, the mean over its conversation. Of the columns only `logprobs` and `entropies` carry a gradient.
+    A loss returns the loss of each token. Ids group the tokens: `batch.mean(values, "agent")` is, for each token, the
+    mean over its conversation. Of the columns only `logprobs` and `entropies` carry a gradient.
 
     Example:
         A sequence-level ratio (GSPO) is `batch.mean(batch.log_ratio, "agent").exp()`.
@@ -150,54 +150,57 @@ class LossBatch:
         self, columns: TokenColumns, *, logprobs: Tensor, entropies: Tensor, reference_logprobs: Tensor | None = None
     ) -> None:
         self.logprobs = logprobs
-        """log pi of each token under the weights that are trained."""
+        """log pi of each token under the trained weights."""
         self.entropies = entropies
-        """Entropy in nats of the distribution that each token was drawn from, under the weights that are trained."""
+        """Entropy in nats of the distribution of each token, under the trained weights."""
         device = logprobs.device
         self.behavior_logprobs = torch.from_numpy(columns.behavior_logprobs).to(device)
-        """log mu, recorded when the token was sampled, by whichever version did."""
+        """log mu of each token, recorded when it was sampled, under the version that sampled it."""
         self.reference_logprobs = reference_logprobs
-        """log-probabilities of the base model under the adapter; None unless the loss is marked with `reference`."""
+        """Log-probabilities of the reference, or of the base model under the adapter; None unless the loss is marked
+        with `reference`."""
         self.advantages = torch.from_numpy(columns.advantages).to(device)
         """Advantage of each token's agent, or of its turn."""
         self.mask = torch.ones(len(columns), dtype=torch.bool, device=device)
-        """True: every token of these columns is trained; tokens of prompts and tools are not among them."""
+        """Always True: these columns hold trained tokens only, none of prompts and tools."""
         self.lags = torch.from_numpy(columns.lags).to(device)
-        """int32: optimizer steps between the weights that sampled the token and those that are trained; -1: unknown."""
+        """int32: optimizer steps between the weights that sampled the token and the trained weights; -1: unknown."""
         for name in IDS:
             setattr(self, name, torch.from_numpy(getattr(columns, name)).to(device))
         self.seats: Sequence[str] = columns.names["seat"]
-        """Names of the seats, by the ids in `seat`."""
+        """Names of the seats, indexed by the ids in `seat`."""
 
     row: Tensor
-    """int64 ids, from 0: the token sequence. An agent has one, and one more for each rewrite of its context."""
+    """Id of the token sequence, int64 from 0. An agent has one sequence, and one more for each rewrite of its
+    context.
+    """
     turn: Tensor
-    """The turn that sampled the token: one engine call of one agent."""
+    """Id of the turn that sampled the token: one engine call of one agent."""
     agent: Tensor
-    """The conversation: one agent in one episode."""
+    """Id of the conversation: one agent in one episode."""
     episode: Tensor
-    """The episode."""
+    """Id of the episode."""
     seat: Tensor
-    """The seat; see `seats`."""
+    """Id of the seat; see `seats`."""
     group: Tensor
-    """The episodes that are compared with each other."""
+    """Id of the group: the episodes that are compared with each other."""
 
     def __len__(self) -> int:
         return len(self.logprobs)
 
     @property
     def log_ratio(self) -> Tensor:
-        """log w = log pi - log mu, clamped to ±`LOG_RATIO_LIMIT`."""
+        """log w = log pi - log mu, clamped to ±`LOG_RATIO_LIMIT`, [n]."""
         return (self.logprobs - self.behavior_logprobs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
     @property
     def ratio(self) -> Tensor:
-        """The importance ratio w = pi / mu."""
+        """Importance ratio w = pi / mu, [n]."""
         return self.log_ratio.exp()
 
     @cached_property
     def proximal_logprobs(self) -> Tensor:
-        """Log-probabilities of a policy between the one that sampled and the one that is trained, without gradient.
+        """Log-probabilities of a policy between the sampling and the trained one, without gradient, [n].
 
         log mu + (1 - 1/lag) (log pi - log mu), and log pi at lag 0: the version one step before the current one, by
         interpolation instead of a forward pass (A-3PO, arXiv:2512.06547; AReaL's `loglinear`). An unknown lag is 1.
@@ -225,8 +228,8 @@ class TokenGradients(NamedTuple):
     by_logprob: Tensor
     by_entropy: Tensor
     weight: Tensor
-    """Size of the policy loss's derivative by the token's log-probability, without entropy and KL."""
+    """Absolute derivative of the policy loss by the token's log-probability, without entropy and KL."""
 
     def of(self, tokens: Tensor) -> TokenGradients:
-        """Those of some tokens, by index."""
+        """Return the derivatives of some tokens, by index."""
         return TokenGradients(*(column[tokens] for column in self))

@@ -1,15 +1,15 @@
 """Policy losses: pure functions of a `LossBatch`, one value per token, chosen by name; and their derivatives.
 
 Symbols: pi = exp(logprobs), mu = exp(behavior_logprobs), A = advantages, w = pi / mu, sg = stop-gradient. Every loss
-corrects against the *recorded* log-probabilities, so one episode may mix policy versions. docs/algorithms.md has them
-in one table, with the names TRL and verl give them, and when to use which.
+corrects against the *recorded* log-probabilities, so one episode may mix policy versions. docs/algorithms.md lists them
+with their names in TRL and verl, and says when to use which.
 
 A loss is evaluated on columns that are leaves, apart from the model: `evaluate` gives the derivative of the sum by each
 log-probability and each entropy, and the trainer sends those back through the model in micro-batches. So a loss that
-ties tokens together (a sequence-level ratio, a user's function) sees the whole step at once, however it is split.
+couples tokens (a sequence-level ratio, a user's function) sees the whole step at once, however the step is split.
 
-Owns: the formulas, normalisers, the divergence from the reference, what is measured about the ratio. Does not own: the
-model (`forward.py`), the columns (`loss_batch.py`), advantages (`credit`).
+Owns: the formulas, normalisers, the divergence from the reference, the metrics of the ratio. Does not own: the model
+(`forward.py`), the columns (`loss_batch.py`), advantages (`credit`).
 
 The gradient of a token's loss with respect to its log pi is bounded by |A| times
 truncated   max_ratio, also far from mu: the weight is a constant, cut there
@@ -45,7 +45,7 @@ SUMS = (
     "reference_tokens",
     "reference_kl",
 )
-"""The entries of `measure`'s sums, in this order."""
+"""Names of the sums that `measure` returns, in order."""
 
 LossFunction = Callable[..., Tensor]
 
@@ -81,7 +81,7 @@ def _clipped(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: floa
 
 
 def reinforce(batch: LossBatch) -> Tensor:
-    """-A log pi (REINFORCE, Williams 1992), without correction: right only where pi sampled the tokens itself."""
+    """-A log pi (REINFORCE, Williams 1992), without correction: correct only if pi itself sampled the tokens."""
     return -batch.advantages * batch.logprobs
 
 
@@ -117,8 +117,8 @@ def decoupled_ppo(
 ) -> Tensor:
     """-sg(min(prox / mu, C)) min(r A, clip(r, 1 - l, 1 + h) A), r = pi / prox (Hilton et al. 2021, arXiv:2110.00641).
 
-    prox are `LossBatch.proximal_logprobs`, so that the clip keeps pi near a recent policy and not near an old one.
-    C = `max_ratio` (AReaL, arXiv:2505.24298, which masks or clamps at 5).
+    log prox is `LossBatch.proximal_logprobs`, so that the clip keeps pi near a recent policy instead of an old one. C =
+    `max_ratio` (AReaL, arXiv:2505.24298, which masks or clamps at 5).
     """
     correction = batch.proximal_logprobs - batch.behavior_logprobs
     weight = correction.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp().clamp(max=max_ratio).detach()
@@ -129,11 +129,11 @@ def decoupled_ppo(
 def importance_sampling(
     batch: LossBatch, *, level: str = "token", outside: str = "truncate", low: float = 0.0, high: float = 2.0
 ) -> Tensor:
-    """-sg(v) A log pi: v the product of w over the token, its turn, or its agent's conversation (`level`).
+    """-sg(v) A log pi, with v the product of w over the token, its turn, or its agent's conversation (`level`).
 
-    `outside` the bounds v is cut at `high` ("truncate": TIS, at `level = "agent"` unbiased but for the cut), or is 0
-    ("mask": MIS; with `low = 0.5, high = 5` at the token IcePop, arXiv:2510.18855). Token
-    weights have a bias that grows with the length, longer products a variance that does.
+    Outside the bounds, `outside` decides: "truncate" cuts v at `high` (TIS; with `level = "agent"` the cut is the only
+    bias), "mask" sets v to 0 (MIS; with `low = 0.5, high = 5` per token it is IcePop, arXiv:2510.18855). The bias of
+    token weights grows with the length; so does the variance of longer products.
     """
     _check_one_of("level", level, ("token", "turn", "agent"))
     _check_one_of("outside", outside, ("truncate", "mask"))
@@ -149,8 +149,9 @@ def geometric_mask(
 ) -> Tensor:
     """-sg(min(w, C)) A log pi where exp(mean of log w over the turn or conversation) lies in [`low`, `high`], else 0.
 
-    Geometric rejection (Liu et al. 2025, richardli.xyz/rl-collapse; NeMo-RL's `seq-mask-tis`). The mean does not grow
-    with the length, as the product does; a conversation of several versions is judged as a whole. C = `max_ratio`.
+    Geometric rejection (Liu et al. 2025, richardli.xyz/rl-collapse; NeMo-RL's `seq-mask-tis`). Unlike the product, the
+    mean does not grow with the length. A conversation of several versions is accepted or rejected as a whole. C =
+    `max_ratio`.
     """
     _check_one_of("level", level, ("turn", "agent"))
     with torch.no_grad():
@@ -164,8 +165,8 @@ def off_policy_mask(
 ) -> Tensor:
     """`ppo`, but 0 where A < 0 and the mean of log mu - log pi over the conversation exceeds `threshold`.
 
-    Off-policy sequence masking (DeepSeek-V3.2, arXiv:2512.02556, equation 9): what pi has already left is not pushed
-    down further. Published thresholds differ by a factor of 5,000 (slime 1e-4, TRL 0.5).
+    Off-policy sequence masking (DeepSeek-V3.2, arXiv:2512.02556, equation 9): tokens that pi has already moved away
+    from are not pushed down further. Published thresholds differ by a factor of 5,000 (slime 1e-4, TRL 0.5).
     """
     with torch.no_grad():
         away = batch.mean(batch.behavior_logprobs - batch.logprobs, "agent")
@@ -181,11 +182,11 @@ def m2po(
     clip_high: float = 0.28,
     dual_clip: float = 3.0,
 ) -> Tensor:
-    """`ppo`, but 0 for the tokens of largest (log w)² in the step, until the mean of the others is below `threshold`;
-    for all of them where even the smallest is not.
+    """`ppo`, but 0 for the tokens of largest (log w)² in the step, as many as it takes to bring the mean of the others
+    below `threshold`; for all tokens if none are small enough.
 
     M2PO (arXiv:2510.01161): the second moment bounds the variance of the ratios, and few tokens make up most of it, so
-    that data of hundreds of steps ago can be trained on. The divisor stays that of all tokens.
+    that data from hundreds of steps ago stays useful. The divisor still counts all tokens.
     """
     with torch.no_grad():
         moments, order = batch.log_ratio.square().sort(descending=True)
@@ -217,7 +218,7 @@ def vespo(
     k_negative: float = 3.0,
     scale_negative: float = 2.0,
 ) -> Tensor:
-    """-sg(exp(c + k log v - c v)) A log pi (VESPO, arXiv:2602.10693), v the product of w over the conversation.
+    """-sg(exp(c + k log v - c v)) A log pi (VESPO, arXiv:2602.10693), with v the product of w over the conversation.
 
     k = `k_positive` and c = `scale_positive` where A >= 0, else the others. The weight is 1 at v = 1, and falls on both
     sides. log v is kept within log 1e-8 and 20.
@@ -246,7 +247,7 @@ def clip_cov(batch: LossBatch, *, share: float = 2e-4, low: float = 1.0, high: f
 def kl_cov(batch: LossBatch, *, share: float = 2e-4, coefficient: float = 1.0) -> Tensor:
     """-w A, plus `coefficient` |log w| for the `share` of the step's tokens of largest covariance (arXiv:2505.22617).
 
-    Covariance as in `clip_cov`: KL-Cov holds those tokens back instead of leaving them out.
+    Covariance as in `clip_cov`: KL-Cov penalises those tokens instead of leaving them out.
     """
     held = _largest(_covariance(batch), share)
     return -batch.ratio * batch.advantages + coefficient * batch.log_ratio.abs() * held
@@ -270,8 +271,8 @@ def dpo(batch: LossBatch, *, beta: float = 0.1) -> Tensor:
     """Mean over the pairs of a group of -log sigmoid(`beta` (h_win - h_lose)), h the sum of log pi - log ref.
 
     Online preference pairs (DPO, arXiv:2305.18290; from the policy's own samples: arXiv:2402.04792): in each seat of a
-    group, every conversation of larger advantage is preferred to every one of smaller. Each of the n conversations of a
-    seat that has pairs carries n-th of its loss, spread over its tokens, so that with `normalizer = "sequences"` a
+    group, every conversation of larger advantage is preferred to every one of smaller. The loss of a seat with pairs is
+    divided equally among its n conversations, and spread over their tokens, so that with `normalizer = "sequences"` a
     step's loss is the mean over conversations. Conversations without a pair have no loss.
     """
     assert batch.reference_logprobs is not None
@@ -297,7 +298,7 @@ def _covariance(batch: LossBatch) -> Tensor:
 
 
 def _largest(values: Tensor, share: float) -> Tensor:
-    """Bool [n]: the share of tokens with the largest values, at least one."""
+    """Return a bool mask [n] of the share of tokens with the largest values, at least one."""
     chosen = torch.zeros(len(values), dtype=torch.bool, device=values.device)
     if len(values):
         chosen[values.topk(min(len(values), max(1, round(share * len(values))))).indices] = True
@@ -305,7 +306,7 @@ def _largest(values: Tensor, share: float) -> Tensor:
 
 
 def _choose(where: Tensor, one: float, other: float, like: Tensor) -> Tensor:
-    """One of two numbers per token, in the dtype of `like`."""
+    """Choose one of two numbers per token, in the dtype of `like`."""
     return torch.where(where, like.new_tensor(one), like.new_tensor(other))
 
 
@@ -337,20 +338,20 @@ BUILT_IN: dict[str, tuple[LossFunction, Mark]] = {
     "distillation": (distillation, Mark("loss", per_token=True, reference=True)),
     "dpo": (dpo, Mark("loss", reference=True)),
 }
-"""Losses by the name in `trainer.loss.name`. Those per token without a reference have no gradient where the advantage
-is 0; none reads the entropies."""
+"""Losses, keyed by the name in `trainer.loss.name`. Those marked `per_token` without a reference have no gradient where
+the advantage is 0; none reads the entropies."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loss:
-    """A loss with its options, and what is added to it."""
+    """A loss with its options, and the terms added to it."""
 
     name: str
     function: LossFunction
     options: Mapping[str, Any]
     mark: Mark
     skips_zeros: bool
-    """Whether a row whose advantages are all 0 has no gradient, and need not be forwarded."""
+    """Whether a row whose advantages are all 0 has no gradient, so that it need not be forwarded."""
     uses_entropy: bool = True
     """Whether the entropy may carry a gradient."""
     entropy_bonus: float = 0.0
@@ -359,15 +360,15 @@ class Loss:
 
     @property
     def needs_reference(self) -> bool:
-        """Whether log-probabilities of the reference have to be computed."""
+        """Whether log-probabilities of the reference must be computed."""
         return self.mark.reference or bool(self.kl)
 
     def evaluate(self, batch: LossBatch, weights: Tensor) -> TokenGradients:
-        """The weighted loss of each token, and the derivatives of its sum.
+        """Compute the weighted loss of each token, and the derivatives of their sum.
 
         Args:
-            batch: its `logprobs` and `entropies` require a gradient and are leaves.
-            weights: [n], the normaliser: what each token's loss is multiplied by.
+            batch: batch whose `logprobs` and `entropies` are leaves that require a gradient.
+            weights: [n], factor on each token's loss, from the normaliser.
 
         Raises:
             TrainerError: the function raised, or did not return a loss per token that depends on the batch.
@@ -385,7 +386,7 @@ class Loss:
         return TokenGradients(loss, by_logprob, by_entropy, weight)
 
     def _derivatives(self, loss: Tensor, batch: LossBatch) -> tuple[Tensor, Tensor]:
-        """The derivatives of a loss's sum by each log-probability and each entropy; raises as `evaluate`."""
+        """Compute the derivatives of a loss's sum by each log-probability and each entropy; raises as `evaluate`."""
         if not len(batch):
             return torch.zeros_like(batch.logprobs), torch.zeros_like(batch.entropies)
         try:
@@ -399,7 +400,7 @@ class Loss:
         return by_logprob, by_entropy
 
     def _checked(self, batch: LossBatch) -> Tensor:
-        """Call the function and check what it returns; raises as `evaluate`."""
+        """Call the function and check its result; raises as `evaluate`."""
         try:
             loss = self.function(batch, **self.options)
         except Exception as error:
@@ -419,11 +420,11 @@ class Loss:
 
 
 def make_loss(section: TrainerConfig, code: FunctionCode | None = None) -> Loss:
-    """The loss a configuration names.
+    """Make the loss that a configuration names.
 
     Args:
-        section: of the trainer.
-        code: of a user's loss, as another process described it; None: it is found here.
+        section: the trainer's section.
+        code: code of a user's loss that another process found; None: this process finds it.
 
     Raises:
         ConfigError: there is no such loss, or its options do not fit.
@@ -449,11 +450,11 @@ def make_loss(section: TrainerConfig, code: FunctionCode | None = None) -> Loss:
 
 
 def divergence(logprobs: Tensor, reference: Tensor, *, estimator: Literal["k1", "k2", "k3"]) -> Tensor:
-    """Estimate of KL(pi || reference) per token, from tokens of pi (Schulman 2020, joschu.net/blog/kl-approx.html).
+    """Estimate KL(pi || reference) per token, from tokens of pi (Schulman 2020, joschu.net/blog/kl-approx.html).
 
     With d = log pi - log ref: k1 = d, unbiased; k2 = d²/2, biased and of low variance; k3 = exp(-d) - 1 + d, unbiased
-    and never negative. Their derivatives by log pi are 1, d and 1 - exp(-d): that of k2 is the one whose expectation is
-    the gradient of the divergence, and that of k1 has expectation 0, so that k1 alone does not pull back.
+    and never negative. Their derivatives by log pi are 1, d and 1 - exp(-d): the expectation of k2's derivative is the
+    gradient of the divergence; that of k1's is 0, so k1 alone does not pull pi towards the reference.
     """
     d = (logprobs - reference).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     match estimator:
@@ -466,10 +467,11 @@ def divergence(logprobs: Tensor, reference: Tensor, *, estimator: Literal["k1", 
 
 
 def measure(batch: LossBatch, gradients: TokenGradients, weights: Tensor) -> Tensor:
-    """Sums over the tokens, [len(SUMS)] in float64, additive over tokens, micro-batches and ranks.
+    """Compute sums over the tokens, [len(SUMS)] in float64, additive over tokens, micro-batches and ranks.
 
-    A token with an advantage is masked if its loss has no gradient, and truncated if it weighs less than its ratio: in
-    losses that cap w, where w > C; in those with other weights, such as `reinforce`, wherever w exceeds them.
+    A token with a nonzero advantage counts as masked if its loss has no gradient, and as truncated if its weight is
+    less than its ratio: for losses that cap w, if w > C; for those with other weights, such as `reinforce`, if w
+    exceeds the weight.
     """
     with torch.no_grad():
         log_w = batch.log_ratio.double()
@@ -491,7 +493,7 @@ def measure(batch: LossBatch, gradients: TokenGradients, weights: Tensor) -> Ten
 
 
 def loss_metrics(sums: Tensor, loss: Loss) -> Mapping[str, float]:
-    """Means per trained token from the totals of `measure`.
+    """Compute means per trained token from the totals of `measure`.
 
     Returns:
         `k3` (the k3 estimate of KL(mu || pi), Schulman 2020), `abs_logprob_difference`, `mean_ratio`, and

@@ -28,7 +28,7 @@ from agentrl.learn.packing import pack
 from agentrl.learn.sharding import layers_of
 
 _OPTIMIZER_STATES = 2
-"""AdamW's moments, float32 as the parameters they belong to."""
+"""Number of optimizer states per parameter: AdamW's two moments, float32 like the parameters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,25 +38,26 @@ class TrainerMemory:
     dtype: str
     """Dtype that the models compute in, such as `bfloat16`."""
     shards: int
-    """Ranks that hold one copy of the weights together; 1: each has all of them."""
+    """Number of ranks that hold one copy of the weights together; 1: each rank holds all."""
     weights: int
-    """Parameters that no optimizer changes, and the rounded copies of those that one does; a rank's shard of them."""
+    """Frozen parameters, and rounded copies of trained ones, in bytes; a rank's shard of them."""
     trained: int
-    """Parameters that an optimizer changes, their gradients and the optimizer's state, all float32; a rank's shard."""
+    """Trained parameters with gradients and optimizer state, all float32, in bytes; a rank's shard of them."""
     gathered: int
-    """Bytes of a sharded model that are gathered at once, about: all outside of the layers, two layers, gradients."""
+    """Approximate bytes of a sharded model that are gathered at once: everything outside the layers, two layers,
+    gradients."""
     activations: int
-    """The most that a step allocates besides these."""
+    """Peak bytes that a step allocates in addition."""
     tokens: int
-    """Tokens of the micro-batch with this peak."""
+    """Number of tokens of the micro-batch at this peak."""
 
 
 def trainer_memory(config: RunConfig) -> TrainerMemory:
-    """The memory of a trainer process at its peak; for a run with at least one policy that learns.
+    """Predict the peak memory of a trainer process, for a run with at least one policy that learns.
 
     Raises:
         ModelError: the directory holds no model that can be trained.
-        ConfigError: an adapter is to be on what cannot be both trained and served.
+        ConfigError: an adapter targets a layer that cannot be both trained and served.
     """
     models = load_models(config, torch.device("meta"))
     shards = shard_count(config, 1 if config.trains_in_process else config.trainer.workers)
@@ -75,10 +76,10 @@ def trainer_memory(config: RunConfig) -> TrainerMemory:
 
 
 def shard_count(config: RunConfig, ranks: int) -> int:
-    """The number of ranks that hold one copy of the weights together; 1: each rank holds all of them.
+    """Return the number of ranks that hold one copy of the weights together; 1: each rank holds all of them.
 
-    With `trainer.sharding` "auto" each has them if weights, gradients and optimizer take at most half of its memory, an
-    even share of the machine's where there is no GPU. The other half is for activations.
+    With `trainer.sharding` "auto", each rank holds all if weights, gradients and optimizer states take at most half of
+    its memory (without a GPU, an even share of the machine's memory). The other half is for activations.
     """
     sharding = config.trainer.sharding
     if ranks == 1 or sharding == "none":
@@ -94,9 +95,8 @@ def shard_count(config: RunConfig, ranks: int) -> int:
 
 
 def _gathered(model: PolicyModel) -> int:
-    """`TrainerMemory.gathered` of a model; the next layer is gathered while one computes, and gradients of all of its
-    own weights are added up in float32.
-    """
+    """Return `TrainerMemory.gathered` of a model. The next layer is gathered while one computes, and its gradients are
+    added up in float32 if all weights are trained."""
     module: nn.Module = model.model
     layers = sorted(sum(each.nbytes for each in layer.parameters()) for layer in layers_of(module))
     outside = _bytes(module.parameters()) - sum(layers)
@@ -107,7 +107,7 @@ def _gathered(model: PolicyModel) -> int:
 
 
 def _held(config: RunConfig, models: Mapping[str, PolicyModel]) -> tuple[int, int]:
-    """Bytes of `TrainerMemory.weights` and `TrainerMemory.trained`, on one rank."""
+    """Return the bytes of `TrainerMemory.weights` and `TrainerMemory.trained`, on one rank."""
     references = load_references(config, models, torch.device("meta"))
     trained = {parameter for model in models.values() for parameter in model.parameters.values()}
     everyone = (*models.values(), *references.values())
@@ -116,12 +116,12 @@ def _held(config: RunConfig, models: Mapping[str, PolicyModel]) -> tuple[int, in
 
 
 def _micro_batch_tokens(config: RunConfig) -> int:
-    """Tokens of the largest micro-batch: full, or one row that is longer."""
+    """Return the tokens of the largest micro-batch: a full one, or a longer row alone."""
     return max(config.trainer.micro_batch_tokens, config.engine.max_context)
 
 
 def _activations(config: RunConfig, policy: str, model: PolicyModel) -> int:
-    """Bytes that a step of a policy allocates beyond weights and gradients, at its peak."""
+    """Return the peak bytes that a step of a policy allocates beyond weights and gradients."""
     (batch,) = pack(longest_rows(config, policy, model), max_tokens=_micro_batch_tokens(config), share=False)
     module: nn.Module = model.model
     model.activate()
@@ -156,7 +156,7 @@ def longest_rows(config: RunConfig, policy: str, model: PolicyModel) -> list[Tra
 
 
 class AllocationCounter(TorchDispatchMode):
-    """Counts the bytes of all storages that operations inside it allocate, until each is released.
+    """Counts the bytes of all storages allocated within the context, until each is released.
 
     Args:
         known: tensors whose storages are not counted.
@@ -165,16 +165,16 @@ class AllocationCounter(TorchDispatchMode):
     def __init__(self, known: Sequence[Tensor] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.live = 0
-        """Bytes allocated and not yet released."""
+        """Number of bytes allocated and not yet released."""
         self.peak = 0
-        """The most there were."""
+        """Largest value of `live` so far."""
         self._counted: dict[int, int] = {}
         self._known = {tensor.untyped_storage()._cdata for tensor in known}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run an operation, and count what it allocated."""
+        """Run an operation, and count the bytes it allocated."""
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor):

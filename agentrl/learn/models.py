@@ -1,12 +1,12 @@
-"""The models of the policies that learn: bases from local directories; per policy an adapter on one, or all weights.
+"""The models of the policies that learn: base models from local directories, with an adapter per policy or full
+weights.
 
-Policies with adapters on one base share it; a policy that trains all weights has a copy of its own. Models compute in
-`model.dtype`; what an optimizer changes, and its gradients, are float32: adapters are, and a policy that trains all
-weights in bfloat16 keeps float32 masters, whose rounded values the model computes with. Nothing is fetched: no network,
-no remote code.
+Policies with adapters on one base share it; a policy that trains full weights has its own copy. Models compute in
+`model.dtype`; trained parameters and their gradients are float32. A policy that trains full weights in bfloat16 keeps
+float32 masters, and the model computes with their rounded values. Nothing is fetched: no network, no remote code.
 
-Owns: loading, the check that the trainer's forward pass is the model's own, which parameters belong to whom, which
-adapter is active, what a published version contains. Invariants: the shared base never requires a gradient; a policy's
+Owns: loading, the check that the trainer's forward pass reproduces the model's own, the parameters of each policy, the
+active adapter, the content of a published version. Invariants: the shared base never requires a gradient; a policy's
 start does not depend on the others'.
 """
 
@@ -58,16 +58,16 @@ if TYPE_CHECKING:
     from agentrl.core.records import WeightsRef
 
 _COMPARED = 11
-"""Tokens at the end of each row of the check whose log-probabilities are compared."""
+"""Number of tokens at the end of each row of the check whose log-probabilities are compared."""
 
 _ROUTERS = {"router", "gate", "shared_expert_gate", "indexer"}
-"""Modules that choose experts or the keys of sparse attention, by parts of their names; adapted only where named."""
+"""Name parts of modules that choose experts, or the keys of sparse attention; adapted only if named explicitly."""
 
 _FORWARD_ERRORS = (ModelError, TypeError, ValueError, LookupError, AttributeError, RuntimeError, AssertionError)
-"""Errors of a model in a forward pass that it does not support."""
+"""Errors that a model raises in a forward pass that it does not support."""
 
 SHARING_TOLERANCE = 2e-3
-"""Largest difference of log-probabilities between the model's own forward pass and ours, in nats."""
+"""Largest difference in log-probabilities between the model's own forward pass and the trainer's, in nats."""
 
 
 class PolicyModel:
@@ -86,35 +86,35 @@ class PolicyModel:
     ) -> None:
         """See `load_models`, which makes these."""
         self.model = model
-        """The causal LM, adapters of all policies of its base injected."""
+        """Causal LM, with the adapters of all policies on its base injected."""
         self.base = base
         """Directory of the base model."""
         self._dtype = model.dtype
-        """Dtype that the model computes in, and is published in."""
+        """Dtype in which the model computes and is published."""
         self.shared_prefixes = shared
         """Whether the model can be forwarded over a prefix tree (`shares_prefixes`)."""
         self.replay = replay
         """Routing replay of the model's routers, if the engine records experts."""
         self.described = described
-        """The layers with an adapter, and their share of the model; empty for full weights."""
+        """Layers with an adapter, and their share of the model; empty for full weights."""
         self.kind: Literal["full", "adapter"] = "full" if adapter is None else "adapter"
         self.parameters: dict[str, nn.Parameter] = {}
-        """The parameters that an optimizer step changes, by name; float32. `round_masters` must follow a change of
-        their values."""
+        """Parameters that an optimizer step changes, keyed by name; float32. After changing their values, call
+        `round_masters`."""
         self._computed: dict[str, nn.Parameter] = {}
-        """The rounded parameters that the model computes with, of those whose master is in `parameters`."""
+        """Rounded parameters that the model computes with, for those with a master in `parameters`."""
         self._sharded: ShardedForward | None = None
         self._peft = peft_model
         self._adapter = adapter
 
     def activate(self) -> None:
-        """Make this policy's adapter the one the model computes with."""
+        """Make this policy's adapter the active one."""
         if self._peft is not None and self._adapter is not None and self._peft.active_adapter != self._adapter:
             self._peft.set_adapter(self._adapter)
 
     @contextmanager
     def as_reference(self) -> Iterator[None]:
-        """Within the context the model computes as the base under the adapter, for a policy that has one."""
+        """Compute as the base model under the adapter, within the context, for a policy that has an adapter."""
         if self._peft is None:
             yield
             return
@@ -124,22 +124,22 @@ class PolicyModel:
 
     @property
     def sharded(self) -> bool:
-        """Whether every rank holds a shard of each tensor, so that all must call this model together."""
+        """Whether each rank holds a shard of every tensor, so that all ranks must call this model together."""
         return self._sharded is not None
 
     def shard(self, forward: ShardedForward) -> None:
-        """Compute by a model's shards; before `train`."""
+        """Compute with sharded weights from now on; call it before `train`."""
         self._sharded = forward
 
     def token_logprobs(
         self, batch: MicroBatch, *, entropy_gradient: bool = False, replay: RoutingReplay | None = None
     ) -> HeadOutput:
-        """See `forward.token_logprobs`; with the active adapter."""
+        """See `forward.token_logprobs`; uses the active adapter."""
         forward = self._sharded or partial(token_logprobs, self.model)
         return forward(batch, shared=self.shared_prefixes, entropy_gradient=entropy_gradient, replay=replay)
 
     def train(self) -> None:
-        """Let this policy's parameters be trained."""
+        """Make this policy's parameters trainable."""
         self.activate()
         mark = None if self._adapter is None else f".{self._adapter}."
         named = self.model.named_parameters()
@@ -155,17 +155,17 @@ class PolicyModel:
 
     @property
     def has_masters(self) -> bool:
-        """Whether the model computes with rounded values of the parameters, so that a published version is rounded."""
+        """Whether the model computes with rounded parameters, so that a published version is rounded."""
         return bool(self._computed)
 
     @torch.no_grad()
     def round_masters(self) -> None:
-        """Let the model compute with the present values of `parameters`."""
+        """Round the current values of `parameters` into the model."""
         for name, parameter in self._computed.items():
             parameter.copy_(self.parameters[name])
 
     def adapter_config(self) -> dict[str, Any] | None:
-        """`adapter_config.json` of PEFT as a dictionary; None for full weights."""
+        """Return PEFT's `adapter_config.json` as a dictionary; None for full weights."""
         if self._peft is None or self._adapter is None:
             return None
         config = self._peft.peft_config[self._adapter].to_dict()
@@ -174,7 +174,9 @@ class PolicyModel:
         return config
 
     def published(self) -> Iterator[tuple[str, Tensor]]:
-        """The tensors of a version's safetensors file by name, in the layout `from_pretrained` reads, one at a time."""
+        """Yield the tensors of a version's safetensors file by name, in the layout of `from_pretrained`, one at a
+        time.
+        """
         tensors = self._own_tensors()
         for piece in self._converted_together:
             chosen = {name: whole(tensors[name], self._published_dtype(tensors[name])) for name in piece}
@@ -182,13 +184,14 @@ class PolicyModel:
             chosen.clear()
 
     def published_layout(self) -> Mapping[str, Tensor]:
-        """Tensors without data, with the names, shapes and dtypes of those that `published` yields, in its order."""
+        """Return tensors without data, with the names, shapes and dtypes of those that `published` yields, in its
+        order."""
         tensors = self._own_tensors()
         pieces = [self._without_data(tensors, piece) for piece in self._converted_together]
         return {name: tensor for piece in pieces for name, tensor in self._converted(piece).items()}
 
     def _own_tensors(self) -> dict[str, Tensor]:
-        """The tensors that a version is made of, those of large elements first; not copies."""
+        """Return the tensors that make up a version, those with large elements first; not copies."""
         if self._adapter is not None:  # PEFT's own way goes through the adapters of all policies
             mark = f".{self._adapter}."
             return {f"base_model.model.{name.replace(mark, '.')}": tensor for name, tensor in self.parameters.items()}
@@ -203,9 +206,9 @@ class PolicyModel:
 
     @cached_property
     def _converted_together(self) -> list[list[str]]:
-        """The names of `_own_tensors` in pieces that can be converted to the layout of a checkpoint by themselves.
+        """Return the names of `_own_tensors` in groups that can be converted to a checkpoint's layout independently.
 
-        Most architectures convert each tensor by itself, so that no two have to be whole at once.
+        In most architectures each tensor is a group, so that no two have to be gathered at once.
         """
         tensors = self._own_tensors()
         expected = _shapes(self._converted(self._without_data(tensors, tensors)))
@@ -220,12 +223,13 @@ class PolicyModel:
         return list(pieces.values())
 
     def _published_dtype(self, tensor: Tensor) -> torch.dtype:
-        """The shards of a model all of whose weights are trained are masters; it is published as it computes."""
+        """Return the dtype in which a tensor is published: a model trained in full is sharded as float32 masters, and
+        published in its compute dtype."""
         rounds = self._sharded is not None and self._adapter is None and tensor.is_floating_point()
         return self._dtype if rounds and isinstance(tensor, DTensor) else tensor.dtype
 
     def _without_data(self, tensors: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
-        """Tensors that have names, shapes and dtypes of those to publish."""
+        """Return tensors without data that have the names, shapes and dtypes of the published ones."""
         chosen = {name: tensors[name] for name in names}
         return {
             name: torch.empty(tensor.shape, dtype=self._published_dtype(tensor), device="meta")
@@ -233,15 +237,15 @@ class PolicyModel:
         }
 
     def _converted(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Tensors of the model as a checkpoint holds them."""
+        """Convert tensors of the model to the layout of a checkpoint."""
         return tensors if self._adapter is not None else revert_weight_conversion(self.model, tensors)
 
     def load_published(self, weights: WeightsRef) -> None:
-        """Put the weights of a published version in place, bit for bit.
+        """Load the weights of a published version, bit for bit.
 
         Raises:
-            EngineError: its file is damaged, or not the published one.
-            ModelError: it was rounded when it was published, or is of another model.
+            EngineError: the file is damaged, or not the published one.
+            ModelError: the version was rounded when it was published, or belongs to another model.
         """
         read = read_weights(weights).tensors if self._adapter is None else read_matrices(weights)
         if self.has_masters or any(tensor.dtype != torch.float32 for tensor in read.values()):
@@ -266,26 +270,26 @@ def _shapes(tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> dic
 
 
 def _layer(name: str) -> str:
-    """The layer that a parameter belongs to: its name up to the first number."""
+    """Return the layer of a parameter: its name up to the first number."""
     found = re.match(r".*?\.\d+\.", name)
     return found[0] if found else ""
 
 
 def load_models(config: RunConfig, device: torch.device, mesh: DeviceMesh | None = None) -> dict[str, PolicyModel]:
-    """A model for every policy of the run that learns, in the order of the configuration.
+    """Load a model for every policy of the run that learns, in the order of the configuration.
 
     Policies with adapters on one base model share it; every other policy has a copy of its base.
 
     Args:
-        config: of the run.
-        device: where the models compute. On `meta` they have shapes and no weights, and are taken to share prefixes.
-        mesh: of ranks on that kind of device, over which the models are sharded; they are loaded into main memory
-            first. None: each rank has all of them.
+        config: configuration of the run.
+        device: device of the models. On `meta` they have shapes and no weights, and are assumed to share prefixes.
+        mesh: ranks over which the models are sharded, on that kind of device; the models are first loaded into main
+            memory. None: each rank holds all weights.
 
     Raises:
-        ModelError: the directory is not a causal LM that can be trained, or has no routers that can follow the routing
-            that is to be recorded.
-        ConfigError: an adapter is to be on what cannot be both trained and served.
+        ModelError: the directory is not a causal LM that can be trained, or routing is recorded and the model's routers
+            cannot replay it.
+        ConfigError: an adapter targets a layer that cannot be both trained and served.
     """
     made: dict[str, PolicyModel] = {}
     for base in config.bases:
@@ -296,16 +300,16 @@ def load_models(config: RunConfig, device: torch.device, mesh: DeviceMesh | None
 def load_references(
     config: RunConfig, models: Mapping[str, PolicyModel], device: torch.device, mesh: DeviceMesh | None = None
 ) -> dict[str, PolicyModel]:
-    """The frozen model of every policy with a `reference`; policies of the same reference share it.
+    """Load the frozen model of every policy with a `reference`; policies with the same reference share it.
 
     Args:
-        config: of the run.
-        models: `load_models` of it.
+        config: configuration of the run.
+        models: the result of `load_models`.
         device: as in `load_models`.
-        mesh: likewise.
+        mesh: as in `load_models`.
 
     Raises:
-        ModelError: the directory holds no model that computes the policy's micro-batches.
+        ModelError: the directory holds no model that can compute the policy's micro-batches.
     """
     loaded: dict[str, PolicyModel] = {}
     found: dict[str, PolicyModel] = {}
@@ -333,7 +337,7 @@ def load_references(
 def _load_reference(
     config: RunConfig, path: Path, base: Path, device: torch.device, mesh: DeviceMesh | None
 ) -> PolicyModel:
-    """A frozen model: a directory of one, or an adapter merged into `base`."""
+    """Load a frozen model: a model directory, or an adapter merged into `base`."""
     is_adapter = (path / "adapter_model.safetensors").is_file()
     directory = base if is_adapter else path
     dtype = model_dtype(directory, config.model.dtype, device)
@@ -354,7 +358,7 @@ def _load_reference(
 
 
 def _load_on_base(config: RunConfig, device: torch.device, mesh: DeviceMesh | None) -> dict[str, PolicyModel]:
-    """The models of the policies on one base, by a configuration of `RunConfig.bases`; see `load_models`."""
+    """Load the models of the policies on one base, by a configuration of `RunConfig.bases`; see `load_models`."""
     path = Path(config.model.path)
     dtype = model_dtype(path, config.model.dtype, device)
     if mesh is not None:
@@ -424,10 +428,10 @@ def _load(path: Path, device: torch.device, dtype: torch.dtype, max_context: int
 
 
 def _recompute_layers(model: PreTrainedModel, replay: RoutingReplay | None) -> None:
-    """Let each layer keep its input alone for the backward pass, and compute the rest of it again there.
+    """Make each layer keep only its input for the backward pass, and recompute the rest there.
 
     Raises:
-        ModelError: the architecture cannot.
+        ModelError: the architecture does not support it.
     """
     # Nothing is random, so no random state has to be put back.
     settings: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
@@ -447,7 +451,7 @@ def _recompute_layers(model: PreTrainedModel, replay: RoutingReplay | None) -> N
 
 @torch.no_grad()
 def _move_gradient(master: nn.Parameter, parameter: nn.Parameter) -> None:
-    """Add the gradient that a backward pass left on a rounded parameter to that of its float32 master."""
+    """Add the gradient of a rounded parameter to that of its float32 master."""
     assert parameter.grad is not None
     if master.grad is None:
         master.grad = parameter.grad.float()
@@ -461,7 +465,8 @@ def _replay(model: PreTrainedModel, config: RunConfig) -> RoutingReplay | None:
 
 
 def _matrices(model: PreTrainedModel) -> dict[str, int]:
-    """Sizes of the weights between embeddings and output projection, by module; norms and biases apart."""
+    """Return the sizes of the weights between embeddings and output projection, by module; norms and biases are left
+    out."""
     ends = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     tables = {id(each.weight) for each in (*ends, model.get_output_embeddings()) if each is not None}
     named = model.named_parameters()
@@ -473,7 +478,7 @@ def _matrices(model: PreTrainedModel) -> dict[str, int]:
 
 
 def _adaptable(model: PreTrainedModel) -> list[str]:
-    """Layers that can be served under an adapter, and that PEFT does not take for those of experts."""
+    """List the layers that can be served under an adapter, and that PEFT does not take for experts."""
     found, mistaken = adaptable_layers(model), dict[str, bool]()
     for last in {_last(name) for name in found}:
         asked = peft.LoraConfig(target_modules=[last])
@@ -487,16 +492,16 @@ def _adaptable(model: PreTrainedModel) -> list[str]:
 
 
 def _read_by_kernel(model: PreTrainedModel, name: str) -> bool:
-    """Whether a fused state-space kernel reads a layer's weight itself, past an adapter on it; PEFT refuses those."""
+    """Whether a fused state-space kernel reads a layer's weight directly, bypassing an adapter; PEFT refuses those."""
     parent, _, last = name.rpartition(".")
     return last == "out_proj" and hasattr(model.get_submodule(parent), "ssm_state_size")
 
 
 def _targets(key: str, lora: LoraConfig, can: Sequence[str], model: PreTrainedModel) -> list[str]:
-    """The layers that get an adapter.
+    """Return the layers that get an adapter.
 
     Raises:
-        ConfigError: there are none, or one that was named cannot be trained and served; it names those that can.
+        ConfigError: there are none, or a named layer cannot be trained and served; the message lists those that can.
     """
     kind, known = type(model).__name__, [name for name, _ in model.named_modules()]
     if not can:
@@ -532,7 +537,7 @@ def _described(lora: LoraConfig, targets: Sequence[str], matrices: Mapping[str, 
 
 
 def _short(targets: Sequence[str], model: PreTrainedModel) -> list[str]:
-    """Targets by their last names, where no other module is called so."""
+    """Shorten targets to their last names if no other module has that name."""
     others = {_last(name) for name, _ in model.named_modules() if name not in set(targets)}
     return list(dict.fromkeys(name if _last(name) in others else _last(name) for name in targets))
 
@@ -572,16 +577,16 @@ def _add_adapter(
 
 
 def shares_prefixes(model: PreTrainedModel, max_context: int) -> bool:
-    """Whether the prefix tree reproduces the model's own log-probabilities; if not, padded rows do.
+    """Return whether the prefix tree reproduces the model's own log-probabilities; if not, padded rows do.
 
-    Short rows are packed together with one on each side of every length below `max_context` that the model's
-    configuration names (`special_lengths`): windows and chunks are invisible in shorter ones. That costs what a
-    few rows of such a length cost in a step. Computed in float32, layer by layer, since rounding would hide a wrong
-    position. The model is left with the attention that goes with the answer. A model without weights, on the meta
-    device, is taken to share.
+    The test batch has short rows, and one row on each side of every length below `max_context` that the model's
+    configuration names (`special_lengths`): windows and chunks have no effect in shorter rows. It costs as much as a
+    few rows of such a length in a step. It is computed in float32, layer by layer, because rounding would hide a wrong
+    position. The function sets the model's attention according to the result. A model without weights, on the meta
+    device, is assumed to share.
 
     Raises:
-        ModelError: neither does, or the model cannot be forwarded at all.
+        ModelError: neither reproduces them, or the model cannot be forwarded at all.
     """
     if model.device.type == "meta":
         model.set_attn_implementation(ATTENTION)
@@ -619,7 +624,7 @@ def shares_prefixes(model: PreTrainedModel, max_context: int) -> bool:
 
 
 def _check_rows(model: PreTrainedModel, lengths: list[int]) -> list[TrainingSample]:
-    """Random rows, every other one of which begins like the first; the last tokens of each are trained."""
+    """Make random rows, every other one of which begins like the first; the last tokens of each are trained."""
     draws = np.random.default_rng(0).integers(
         0, model.config.get_text_config().vocab_size, (len(lengths), max(lengths))
     )
@@ -635,7 +640,8 @@ def _check_rows(model: PreTrainedModel, lengths: list[int]) -> list[TrainingSamp
 
 
 def _own_logprobs(model: PreTrainedModel, row: TrainingSample) -> dict[int, float]:
-    """The model's own log-probabilities of a row's trained tokens, by position: the row alone, its own attention."""
+    """Return the model's own log-probabilities of a row's trained tokens, keyed by position: the row alone, with its
+    own attention."""
     ids = device_tensor(row.token_ids.astype(np.int64), model.device)
     few = {"logits_to_keep": _COMPARED + 1} if "logits_to_keep" in signature(model.forward).parameters else {}
     logits = model(input_ids=ids[None], use_cache=False, **few).logits[0, -_COMPARED - 1 : -1].float().log_softmax(-1)

@@ -1,9 +1,10 @@
 """Packs training samples into micro-batches that forward the tokens shared by several rows only once.
 
 Rows of a step share long prefixes: the tool preamble, the task within a group, often the first sampled tokens too. Rows
-are sorted by their tokens; each then *owns* the tokens behind its longest common prefix with the row before it and
+are sorted by their tokens; each then *owns* the tokens after its longest common prefix with the previous row and
 borrows the others, so a micro-batch holds every node of the prefix tree once. A token is trained from the hidden state
-before it, wherever that lies, so two rows may train on one hidden state: the gradient is exactly that of separate rows.
+of its predecessor, wherever that lies, so two rows may share a hidden state: the gradient is exactly that of separate
+rows.
 
 Owns: order, sharing, splitting, which positions are trained. Does not own: tensors on a device, the forward pass
 (`forward.py`). Pure numpy. Invariant: the set of (row, trained token) does not depend on order, splitting or sharing.
@@ -26,7 +27,7 @@ Float32Array = NDArray[np.float32]
 Number = TypeVar("Number", np.int64, np.float32)
 
 LONGEST_PADDED = 2048
-"""Tokens beyond which a row is not padded, nor are others padded to its length."""
+"""Maximum length of a row that may be padded, or to which others may be padded, in tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +69,7 @@ def pack(samples: Sequence[TrainingSample], *, max_tokens: int, share: bool = Tr
 
 
 class _PackedRow:
-    """A sample, cut after the last token that matters, with the bytes that decide what it can share."""
+    """A sample, cut after the last token that matters, with the bytes that determine the prefix it can share."""
 
     __slots__ = ("index", "length", "order", "positions", "sample", "signature")
 
@@ -96,7 +97,8 @@ class _PackedRow:
 
 
 def _take(rows: Sequence[_PackedRow], at: int, *, max_tokens: int, share: bool) -> tuple[list[_PackedRow], list[int]]:
-    """The rows from `at` on that fit into one micro-batch, and how many tokens each borrows from the one before it."""
+    """Return the rows from `at` on that fit into one micro-batch, and how many tokens each borrows from the previous
+    one."""
     members, borrowed = [rows[at]], [0]
     tokens = rows[at].length
     for row in rows[at + 1 :]:
@@ -152,7 +154,7 @@ def _micro_batch(members: Sequence[_PackedRow], borrowed: Sequence[int]) -> Micr
 
 
 def _routing(own: Sequence[tuple[_PackedRow, int]]) -> NDArray[np.int16] | None:
-    """Recorded experts of the tokens each row owns, -1 for those of a row without; None if no row has any."""
+    """Return the recorded experts of the tokens that each row owns, -1 for rows without; None if no row has any."""
     recorded = [row.sample.expert_routing for row, _ in own if row.sample.expert_routing is not None]
     if not recorded:
         return None
@@ -168,7 +170,7 @@ def _routing(own: Sequence[tuple[_PackedRow, int]]) -> NDArray[np.int16] | None:
 def _kept_sets(
     samples: Sequence[TrainingSample], positions: Sequence[Int64Array]
 ) -> tuple[Int64Array | None, Int64Array | None]:
-    """Kept sets of the trained tokens; None if no sample was masked."""
+    """Return the kept sets of the trained tokens; None if no sample was masked."""
     if all(sample.sampling_mask is None for sample in samples):
         return None, None
     counts: list[Int64Array] = []
@@ -187,12 +189,11 @@ def _kept_sets(
 
 
 def padded_rows(batch: MicroBatch) -> Iterator[tuple[Int64Array, NDArray[np.bool_]]]:
-    """Whole rows of a batch that was packed without sharing, those of similar length together, padded on the right.
+    """Yield the whole rows of a batch packed without sharing, in blocks of similar length, padded on the right.
 
-    Yields:
-        The tokens of some rows, indices [B, Q] into the batch, and which of them are no padding, [B, Q]. Padding stays
-        below the real work, in few blocks: each costs a forward pass. Rows of more than `LONGEST_PADDED` tokens are
-        with others of their length alone: padding needs a mask, which grows with the square of the length.
+    Yields: Indices [B, Q] of tokens in the batch, and a mask [B, Q] that is False for padding. There are few blocks,
+    because each costs a forward pass, but padding stays below the real work. Rows of more than `LONGEST_PADDED` tokens
+    are only put with rows of the same length: padding needs a mask, which grows with the square of the length.
     """
     stops = np.append(batch.starts[1:], len(batch.token_ids))
     lengths = stops - batch.starts

@@ -1,6 +1,7 @@
-"""The data-parallel group a trainer belongs to: what its ranks say to each other.
+"""The data-parallel group of a trainer: communication between its ranks.
 
-Owns: sums of gradients, exchange of step columns, who writes files. Does not own: starting the processes (`cluster`).
+Owns: sums of gradients, exchange of step columns, the choice of the rank that writes files. Does not own: starting the
+processes (`cluster`).
 Invariant: every call is made by all ranks in the same order; nothing is pickled between them. Ranks meet at a TCPStore
 that rank 0 serves on one address of its machine: loopback, or the one towards the other nodes. On CPU the group is
 gloo, bound to the interface of that address. On GPUs it is nccl, which moves tensors of the rank's device only; that
@@ -30,18 +31,18 @@ from agentrl.core.network import interface_of
 T = TypeVar("T")
 
 TIMEOUT = timedelta(minutes=10)
-"""The time that a rank waits for the others."""
+"""Time that a rank waits for the others in a collective operation."""
 JOIN_TIMEOUT = timedelta(seconds=45)
-"""The time that a rank waits for the others to join the group."""
+"""Time that a rank waits for the others to join the group."""
 
 
 def equal_shares(count: int, ranks: int) -> list[range]:
-    """Contiguous ranges of `count` items, one for each rank, whose lengths differ by at most 1."""
+    """Split `count` items into contiguous ranges, one per rank, whose lengths differ by at most 1."""
     return [range(rank * count // ranks, (rank + 1) * count // ranks) for rank in range(ranks)]
 
 
 def balanced_shares(sizes: Sequence[int], ranks: int) -> list[range]:
-    """Contiguous ranges of the items, one for each rank; no other such ranges have a smaller largest sum of sizes."""
+    """Split items into contiguous ranges, one per rank, with the smallest possible largest sum of sizes."""
     low, high = max(sizes, default=0), sum(sizes)
     while low < high:  # the smallest limit under which the ranks suffice
         limit = (low + high) // 2
@@ -51,7 +52,7 @@ def balanced_shares(sizes: Sequence[int], ranks: int) -> list[range]:
 
 
 def _filled(sizes: Sequence[int], limit: int) -> list[range]:
-    """Ranges, each as long as its sum of sizes stays within the limit."""
+    """Split items into ranges, each as long as its sum of sizes stays within the limit."""
     shares, start, total = list[range](), 0, 0
     for at, size in enumerate(sizes):
         if total + size > limit:
@@ -63,9 +64,9 @@ def _filled(sizes: Sequence[int], limit: int) -> list[range]:
 
 @torch.no_grad()
 def whole(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """A tensor, gathered where every rank holds a shard of it; all ranks must ask.
+    """Return a tensor, gathered if it is sharded; all ranks must call this.
 
-    Each shard is received in its place: besides the result, nothing is held. Shards are rounded to `dtype` before.
+    Each shard is received into its place, so only the result takes memory. Shards are rounded to `dtype` first.
     """
     if not isinstance(tensor, DTensor):
         return tensor
@@ -83,31 +84,31 @@ def whole(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def gathered(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Tensors by name, one at a time, each whole; all ranks must iterate to the end."""
+    """Yield tensors by name, one at a time, each gathered; all ranks must iterate to the end."""
     for name, tensor in tensors.items():
         yield name, whole(tensor)
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor, in the same memory."""
+    """Return this rank's part of a tensor, in the same memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def own_rows(tensor: Tensor) -> slice:
-    """The rows of a tensor (its first dimension) that this rank holds."""
+    """Return the rows of a tensor (its first dimension) that this rank holds."""
     if not isinstance(tensor, DTensor):
         return slice(0, len(tensor))
     return _rows_of(tensor, tensor.device_mesh.get_local_rank(_sharded_dimension(tensor)))
 
 
 def _sharded_dimension(tensor: DTensor) -> int:
-    """The dimension of the mesh over which a tensor is sharded."""
+    """Return the mesh dimension over which a tensor is sharded."""
     (dimension,) = (at for at, placement in enumerate(tensor.placements) if placement.is_shard(0))
     return dimension
 
 
 def _rows_of(tensor: DTensor, rank: int) -> slice:
-    """The rows of a tensor that a rank of that dimension holds."""
+    """Return the rows of a tensor that a rank of the mesh dimension holds."""
     rows = -(-len(tensor) // tensor.device_mesh.size(_sharded_dimension(tensor)))
     start = min(len(tensor), rows * rank)
     return slice(start, min(len(tensor), start + rows))
@@ -115,7 +116,9 @@ def _rows_of(tensor: DTensor, rank: int) -> slice:
 
 @contextmanager
 def to_the_end(items: Iterable[T]) -> Iterator[Iterator[T]]:
-    """Iterate over what all ranks make together, to the end even when the block fails: the other ranks do the same."""
+    """Iterate to the end even if the block fails, because the other ranks do: all must make the same collective
+    calls.
+    """
     iterator = iter(items)
     try:
         yield iterator
@@ -125,7 +128,7 @@ def to_the_end(items: Iterable[T]) -> Iterator[Iterator[T]]:
 
 
 def from_first(ranks: Ranks, work: Callable[[], bytes]) -> bytes:
-    """Run `work` on every rank; return on every rank what rank 0 made, or raise what it raised.
+    """Run `work` on every rank; return the result of rank 0 on every rank, or raise its error.
 
     Raises:
         StorageError, TrainerError: rank 0 raised one.
@@ -159,16 +162,16 @@ class Ranks(Protocol):
         ...
 
     def gather(self, data: bytes) -> list[bytes]:
-        """Every rank's bytes, in rank order."""
+        """Return every rank's bytes, in rank order."""
         ...
 
     def mesh(self, shards: int) -> DeviceMesh | None:
-        """The ranks as a mesh on which models are sharded, each copy over `shards` of them; None: there is no group."""
+        """Return the mesh over which models are sharded, each copy over `shards` ranks; None: there is no group."""
         ...
 
 
 class OneRank:
-    """A trainer on its own."""
+    """A trainer without other ranks."""
 
     rank = 0
     size = 1
@@ -177,11 +180,11 @@ class OneRank:
         """See `Ranks.sum`: one rank has nothing to add."""
 
     def gather(self, data: bytes) -> list[bytes]:
-        """This rank's bytes."""
+        """See `Ranks.gather`."""
         return [data]
 
     def mesh(self, shards: int) -> DeviceMesh | None:
-        """None."""
+        """See `Ranks.mesh`: there is no group."""
 
 
 class Rendezvous(NamedTuple):
@@ -214,17 +217,17 @@ class ProcessGroup:
         addresses: Sequence[str],
         store: TCPStore | None = None,
     ) -> None:
-        """Join the group; returns when all ranks have.
+        """Join the group; returns when all ranks have joined.
 
         Args:
-            rendezvous: where they meet.
-            rank: from 0.
-            device: where gradients lie; CUDA joins with nccl, anything else with gloo.
-            addresses: of each rank's machine, on the network over which they talk.
+            rendezvous: address of the store.
+            rank: number of this rank, from 0.
+            device: device of the gradients; CUDA uses nccl, any other gloo.
+            addresses: address of each rank's machine, on the network that connects them.
             store: the store, at rank 0.
 
         Raises:
-            TrainerLostError: names the ranks that did not come within `JOIN_TIMEOUT`, and their machines.
+            TrainerLostError: ranks did not join within `JOIN_TIMEOUT`; the message names them and their machines.
         """
         self.rank = rank
         self.size = size = len(addresses)
@@ -260,7 +263,7 @@ class ProcessGroup:
             return []
 
     def sum(self, tensors: Sequence[Tensor]) -> None:
-        """See `Ranks.sum`; one message for all tensors, wherever they lie."""
+        """See `Ranks.sum`; sends one message for all tensors, whatever their device."""
         flat = torch.cat([tensor.reshape(-1).to(self._device) for tensor in tensors])
         dist.all_reduce(flat)
         for tensor, part in zip(tensors, torch.split(flat, [tensor.numel() for tensor in tensors]), strict=True):

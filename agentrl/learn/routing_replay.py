@@ -6,9 +6,9 @@ Only the choice is replaced: with s the router's logits in this pass and I the r
 computes its gate values from its scores at I (for most routers, a softmax over I). The router's weights therefore keep
 their gradient, and each architecture its formula.
 
-Owns: the routers of one model and their forced choices. Does not own: recording (`engines.embedded.capture`), and which
-record belongs to which token (`journal.rows`, `packing`). Invariant: a token without a record (-1) is routed normally,
-and outside `forced` the model is unchanged.
+Owns: the routers of one model and their forced choices. Does not own: recording (`engines.embedded.capture`), the
+alignment of records with tokens (`journal.rows`, `packing`). Invariant: a token without a record (-1) is routed
+normally, and outside `forced` the model is unchanged.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class RoutingReplay:
     """The routers of a model, in the order in which they run."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        """Find the routers and try on each that it can be made to choose.
+        """Find the routers, and test that each one's choice can be forced.
 
         Raises:
-            ModelError: the model has no experts, or chooses them in a way this replay does not know.
+            ModelError: the model has no experts, or chooses them in an unsupported way.
         """
         names = find_routers(model)
         if not names:
@@ -66,13 +66,13 @@ class RoutingReplay:
 
     @contextmanager
     def forced(self, experts: Tensor) -> Iterator[None]:
-        """Replay in the forward pass inside.
+        """Force the recorded experts in a forward pass within the context.
 
         Args:
             experts: int [tokens, routers, top_k] in the order the model sees the tokens; -1: its own choice.
 
         Raises:
-            ModelError: the record is of a model with other experts.
+            ModelError: the record belongs to a model with other experts.
         """
         if tuple(experts.shape[1:]) != (self.layers, self.top_k):
             raise ModelError(
@@ -93,7 +93,7 @@ class RoutingReplay:
 
 
 class _ForcedTopK(TorchFunctionMode):
-    """While active, a top-k over the last dimension takes given indices instead of the largest."""
+    """A mode in which a top-k over the last dimension takes given indices instead of the largest."""
 
     def __init__(self, experts: Tensor | None) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ class _ForcedTopK(TorchFunctionMode):
 
 
 def _check(forward: Callable[..., Any], name: str, model: PreTrainedModel) -> int:
-    """Number of experts that a router chooses per token, after a test that its choice can be forced.
+    """Test that a router's choice can be forced; return the number of experts it chooses per token.
 
     Raises:
         ModelError: the router does not choose by one top-k whose indices it returns.

@@ -1,12 +1,12 @@
 """Shards a model over the ranks with FSDP2: each holds a part of every parameter, its gradient and its optimizer state.
 
-Layers are gathered one at a time while they compute; what stands outside of them (embeddings, output projection, last
-norm) is gathered for the whole pass. Where all weights are trained, the shards are the float32 masters, gathered in the
-model's dtype; under adapters, base and adapters are sharded each in its own dtype. Gradients are added up, not
-averaged, in float32. With a mesh of two dimensions, each row of it holds the weights once (HSDP).
+Layers are gathered one at a time while they compute; the parts outside the layers (embeddings, output projection, last
+norm) are gathered for the whole pass. Where all weights are trained, the shards are the float32 masters, gathered in
+the model's dtype; under adapters, base and adapters are each sharded in their own dtype. Gradients are added up, not
+averaged, in float32. With a mesh of two dimensions, each row of the mesh holds the weights once (HSDP).
 
-Owns: what is gathered together, in which dtypes. Does not own: the group and its mesh (`ranks.py`), which parameters
-are trained (`models.py`). Invariant: all ranks call a sharded model equally often, in the same order.
+Owns: the units and dtypes of gathering. Does not own: the group and its mesh (`ranks.py`), which parameters are trained
+(`models.py`). Invariant: all ranks call a sharded model equally often, in the same order.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 class ShardedForward(nn.Module):
     """`forward.token_logprobs` of a model whose weights lie in shards.
 
-    It is the root of the shards, since `token_logprobs` calls parts of the model on their own.
+    This module is the root of the shards, because `token_logprobs` calls parts of the model separately.
 
     Args:
-        model: with its weights in memory, on any device; its parameters become `DTensor`s on the mesh's.
+        model: model with its weights in memory, on any device; its parameters become `DTensor`s on the mesh's device.
         mesh: see `ProcessGroup.mesh`.
-        masters: whether its own weights are trained, so that the shards are float32.
+        masters: whether full weights are trained, so that the shards are float32.
 
     Raises:
         ModelError: FSDP2 cannot shard the model.
@@ -68,12 +68,12 @@ class ShardedForward(nn.Module):
             raise _refused(model, str(error)) from error
 
     def forward(self, *arguments: Any, **settings: Any) -> HeadOutput:
-        """See `forward.token_logprobs`, which is called with the model and these."""
+        """See `forward.token_logprobs`; calls it with the model and these arguments."""
         # Not views: FSDP hangs its hooks on what is returned.
         return HeadOutput(*(column.clone() for column in token_logprobs(self.model, *arguments, **settings)))
 
     def __call__(self, *arguments: Any, **settings: Any) -> HeadOutput:
-        """See `forward`; gathers weights before, and adds up gradients behind."""
+        """Gather weights, call `forward`, and add up gradients."""
         output: HeadOutput = super().__call__(*arguments, **settings)
         if not torch.is_grad_enabled():
             root: Any = self
@@ -82,7 +82,7 @@ class ShardedForward(nn.Module):
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """The layers of a model, outermost ones only."""
+    """Return the layers of a model, only the outermost ones."""
     if isinstance(model, GradientCheckpointingLayer):
         return [model]
     return [layer for child in model.children() for layer in layers_of(child)]

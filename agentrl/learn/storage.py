@@ -1,16 +1,16 @@
-"""A learner on disk: checkpoints, from which training resumes, and published versions, which engines load.
+"""Storage of learners: checkpoints, from which training resumes, and published versions, which engines load.
 
-A checkpoint of a policy is `<directory>/<policy>/`: `weights.safetensors` (what the optimizer changes, float32),
+A checkpoint of a policy is `<directory>/<policy>/`: `weights.safetensors` (trained parameters, float32),
 `optimizer.safetensors` (AdamW's moments), `rng.json` (torch's random state), `state.json` (step, version, last report).
 
 A version is `versions/<policy>/<lineage>.<step>/`: full weights with configuration and tokenizer, or a PEFT adapter.
-`core.files.rename_durably` gives it its name, so a directory that exists is complete, even after a power cut. The
-metadata of its weights' file holds the canary: the log-probabilities that the trainer computes for a few next tokens,
-which an engine must reproduce before it serves the version.
+`core.files.rename_durably` names the directory last, so a directory that exists is complete, even after a power cut.
+The metadata of its weights' file holds the canary: the log-probabilities that the trainer computes for a few next
+tokens, which an engine must reproduce before it serves the version.
 
 Files are safetensors and JSON, never pickle. Owns: both layouts, the digest of a version, the canary's tokens. Does not
-own: version ids, the manifest that makes a checkpoint count and the deletion of old files (the orchestrator's); how an
-engine checks the canary (`engines.weights`).
+own: version ids, the manifest that completes a checkpoint and the deletion of old files (the orchestrator's); the
+canary check of engines (`engines.weights`).
 """
 
 from __future__ import annotations
@@ -60,26 +60,26 @@ _DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-"""Dtypes by their names in safetensors files."""
+"""Names of dtypes in safetensors files."""
 
 (FULL_FILE,) = WEIGHT_FILES["full"]
 ADAPTER_FILE, ADAPTER_CONFIG = WEIGHT_FILES["adapter"]
 _COMPANIONS = ("*.json", "*.jinja", "*.txt", "*.model", "chat_templates/*")
-"""A model's files besides its weights: configuration, tokenizer, chat template."""
+"""File patterns of a model besides its weights: configuration, tokenizer, chat template."""
 
 _CONTEXTS = 1
-"""Contexts of a canary: enough to tell versions apart; each more costs every publication a forward pass."""
+"""Number of contexts of a canary: one tells versions apart; each further one costs every publication a forward pass."""
 _TOKENS = 128
-"""Next tokens asked for after each context."""
+"""Number of next tokens tested after each context."""
 _LENGTH = 16
-"""Tokens of a context."""
+"""Number of tokens in a context."""
 _PASS = 2048
-"""Tokens forwarded at once."""
+"""Number of tokens forwarded at once."""
 
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Context in which `path` is written.
+    """Convert errors of writing `path` within the context.
 
     Raises:
         StorageError: writing failed, with an error of the system or of safetensors.
@@ -99,13 +99,13 @@ class LearnerState(msgspec.Struct, frozen=True, kw_only=True):
 
     step: int
     version: PolicyVersion
-    """The last published version."""
+    """Last published version."""
     report: StepReport | None
     """Report of the last applied step."""
 
 
 Parameters = Mapping[str, nn.Parameter]
-"""Parameters that an optimizer changes, by name, in the optimizer's order."""
+"""Parameters that an optimizer changes, keyed by name, in the optimizer's order."""
 
 
 def save_checkpoint(
@@ -116,17 +116,17 @@ def save_checkpoint(
     *,
     writes: bool = True,
 ) -> None:
-    """Write a learner's state into `directory`, which must not exist; whole tensors, whoever holds shards of them.
+    """Write a learner's state into `directory`, which must not exist; sharded tensors are gathered.
 
     Args:
-        directory: of the policy, in the checkpoint.
-        parameters: that the optimizer changes.
-        optimizer: None: its state is left out.
-        state: of the learner.
+        directory: directory of the policy in the checkpoint.
+        parameters: parameters that the optimizer changes.
+        optimizer: optimizer; None leaves its state out.
+        state: remaining state of the learner.
         writes: whether this rank writes the files; the others take part, so that each tensor can be gathered.
 
     Raises:
-        StorageError: the disk refused, or the directory exists.
+        StorageError: writing failed, or the directory exists.
     """
     moments = _moments(parameters, optimizer)
     rng = {"torch_cpu": torch.get_rng_state().numpy().tobytes().hex()}
@@ -142,7 +142,7 @@ def save_checkpoint(
 
 
 def load_checkpoint(directory: Path, parameters: Parameters, optimizer: torch.optim.Optimizer | None) -> LearnerState:
-    """Put a learner's state back in place; the next step is bit-identical to the one that would have followed.
+    """Restore a learner's state; the next step is bit-identical to the one that would have followed.
 
     Raises:
         TrainerError: the directory lacks a file, or holds another policy's or another configuration's state.
@@ -178,14 +178,14 @@ def load_checkpoint(directory: Path, parameters: Parameters, optimizer: torch.op
 
 
 def _shapes(tensors: Any) -> dict[str, list[int]]:
-    """Shapes by name, of tensors or of an open file."""
+    """Return the shapes of tensors, or of an open file's tensors, by name."""
     if isinstance(tensors, Mapping):
         return {name: list(tensor.shape) for name, tensor in tensors.items()}
     return {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118
 
 
 def _no_moments(parameter: nn.Parameter) -> dict[str, Tensor]:
-    """AdamW's state of a parameter, sharded as it is, all zeros."""
+    """Return AdamW's initial state of a parameter, all zeros, sharded like it."""
     step = torch.zeros((), device=parameter.device)
     return {"step": step, "exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
 
@@ -201,7 +201,7 @@ def _read_into(tensor: Tensor, file: Any, name: str) -> None:
 
 
 def _moments(parameters: Parameters, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
-    """AdamW's state by parameter name; empty before the first step."""
+    """Return AdamW's state by parameter name; empty before the first step."""
     if optimizer is None:
         return {}
     return {
@@ -216,19 +216,19 @@ class Publisher:
     """Writes a run's versions."""
 
     def __init__(self, run_directory: Path) -> None:
-        """Versions go to `run_directory`/versions; configuration and tokenizer come from their base models."""
+        """Publish to `run_directory`/versions; configuration and tokenizer come from the base models."""
         self._root = run_directory / "versions"
         self._outbox = Outbox(_sender)
 
     def publish(self, version: PolicyVersion, model: PolicyModel, canary: Canary | None = None) -> WeightsRef:
-        """Write a version; the same weights under the same id again change nothing.
+        """Write a version. Publishing the same weights again under the same id changes nothing.
 
-        Where the model is sharded, the other ranks iterate over `model.published()` meanwhile; so does this one, to the
-        end, also when the disk refuses.
+        If the model is sharded, the other ranks iterate over `model.published()` meanwhile; this rank does so to the
+        end even if writing fails.
 
         Raises:
             TrainerError: the id exists with other weights.
-            StorageError: the disk refused; nothing of the version is left.
+            StorageError: writing failed; nothing of the version is left.
         """
         directory = self._root / version.policy / f"{version.lineage}.{version.step}"
         name = FULL_FILE if model.adapter_config() is None else ADAPTER_FILE
@@ -248,10 +248,10 @@ class Publisher:
         return WeightsRef(version=version, path=str(directory), kind=model.kind, sha256=digest)
 
     def send(self, version: PolicyVersion, model: PolicyModel, recipient: Recipient) -> None:
-        """Send all weights of a version, which is published, to an engine; the other ranks do as in `publish`.
+        """Send the full weights of a published version to an engine; the other ranks do as in `publish`.
 
         Raises:
-            TrainerError: the engine did not take them.
+            TrainerError: the engine did not accept them.
         """
         with to_the_end(model.published()) as tensors:
             try:
@@ -281,8 +281,8 @@ class Publisher:
             (directory / ADAPTER_CONFIG).write_text(text)
 
     def _add_companions(self, directory: Path, base: Path, dtype: torch.dtype) -> None:
-        """Link the run's own copy of a base model's configuration and tokenizer, made once, into a version with weights
-        of a dtype."""
+        """Link a base model's configuration and tokenizer into a version with weights of a dtype; the run's own copy is
+        made once."""
         source = self._root / ".companions" / base_name(str(base)).replace("/", "--")
         if not source.is_dir():
             with staged(source, depth=2) as copy:
@@ -313,7 +313,7 @@ def _sender(recipient: Recipient, link: WeightLink, source: Source) -> Any:
 
 
 def _state_dtype(path: Path, dtype: torch.dtype) -> None:
-    """Let a model's configuration say the dtype of the published weights, where it said that of the checkpoint's."""
+    """Set the dtype of the published weights in a model's configuration, which names that of the checkpoint."""
     config = json.loads(path.read_text(encoding="utf-8"))
     stated = [part for part in (config, *config.values()) if isinstance(part, dict)]
     keys = [(part, key) for part in stated for key in ("dtype", "torch_dtype") if isinstance(part.get(key), str)]
@@ -329,14 +329,14 @@ def _write_tensors(
     tensors: Iterator[tuple[str, Tensor]],
     metadata: Mapping[str, str] | None = None,
 ) -> None:
-    """Write a safetensors file, one tensor at a time; the same for the same tensors and metadata.
+    """Write a safetensors file, one tensor at a time; equal tensors and metadata give equal files.
 
     Args:
-        path: of the file.
-        layout: tensors of the same names, shapes and dtypes, in the same order; those of larger elements come first,
-            so that all are aligned.
-        tensors: as many as in `layout` are taken.
-        metadata: of the file.
+        path: path of the file.
+        layout: tensors with the names, shapes and dtypes of `tensors`, in the same order; those with larger elements
+            come first, so that all are aligned.
+        tensors: tensors to write, as many as `layout` has.
+        metadata: metadata of the file.
     """
     header: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
     end = 0
@@ -355,11 +355,11 @@ def _write_tensors(
 
 
 class CanaryMaker:
-    """Makes the canaries of a run's versions, all of the same tokens.
+    """Makes the canaries of a run's versions, all over the same tokens.
 
     Args:
-        model: with the weights that the run began with.
-        max_context: longest one an engine takes, with one more token.
+        model: model with the initial weights of the run.
+        max_context: longest context of the engines, in tokens, including one sampled token.
     """
 
     def __init__(self, model: PolicyModel, *, max_context: int) -> None:
@@ -375,10 +375,10 @@ class CanaryMaker:
         self._start_logprobs = self._logprobs(model)
 
     def of(self, model: PolicyModel) -> Canary:
-        """The canary of a policy's present weights.
+        """Make the canary of a policy's current weights.
 
         Raises:
-            TrainerError: they give log-probabilities that are not finite.
+            TrainerError: a log-probability is not finite.
         """
         logprobs = self._logprobs(model) if model.parameters else self._start_logprobs
         if not np.isfinite(logprobs).all():
@@ -394,7 +394,7 @@ class CanaryMaker:
         )
 
     def _logprobs(self, model: PolicyModel) -> Float32Array:
-        """Log-probability of each token after each context, `[m, n]`."""
+        """Compute the log-probability of each token after each context, [m, n]."""
         rows = [np.append(context, token).astype(np.int32) for context in self._contexts for token in self._token_ids]
         nothing = np.zeros(len(rows[0]), np.float32)
         last = np.arange(len(rows[0])) == len(rows[0]) - 1

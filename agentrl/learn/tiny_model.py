@@ -1,6 +1,6 @@
-"""Tiny models that know the form of an environment's conversations: a small Qwen3, its files, its supervised warm-up.
+"""Tiny models that know the format of an environment's conversations: a small Qwen3, its files, its supervised warm-up.
 
-For `agentrl env warm-up`, and for the `build_model.py` of the environments that come with agentrl.
+Used by `agentrl env warm-up`, and by the `build_model.py` of the environments that come with agentrl.
 Invariant: the same seed gives the same files on the same machine and versions.
 """
 
@@ -29,12 +29,14 @@ if TYPE_CHECKING:
     from agentrl.rollout.chat_format import TemplateFormat
 
 BATCH = 48
-"""Conversations per warm-up step."""
+"""Number of conversations per warm-up step."""
 LEARNING_RATE = 3e-3
 COOL_DOWN = 30
-"""Steps in which the learning rate falls to 0 once the model is good enough: before, its weights are noisy."""
+"""Number of steps in which the learning rate falls to 0 after the model is good enough; before, its weights are
+noisy.
+"""
 Row = tuple[list[int], list[bool]]
-"""Token ids of a conversation, and which of them are learned to be said."""
+"""Token ids of a conversation, and a mask of those to learn."""
 SPECIAL = ("<|pad|>", "<|im_start|>", "<|im_end|>")
 MARKUP = ("<tool_call>", "</tool_call>")
 
@@ -72,8 +74,8 @@ TEMPLATE = """\
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}
 """
-"""Chat template. Lists each tool on a line, `name(argument: type) description`, to spend few tokens on what never
-changes."""
+"""Chat template. It lists each tool on a line, `name(argument: type) description`, to spend few tokens on constant
+text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +83,12 @@ class Demonstration:
     """A conversation to learn from."""
 
     messages: Sequence[Message]
-    """The assistant's have calls as the text in which they are written."""
+    """Messages; those of the assistant contain calls as text."""
     tools: Sequence[ToolSpec] = ()
 
 
 def command(build: Callable[..., None], *, directory: Path, steps: int, description: str) -> None:
-    """The command line of a `build_model.py`: calls `build(output, seed=…, steps=…)`."""
+    """Run the command line of a `build_model.py`: call `build(output, seed=…, steps=…)`."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=steps, help=f"warm-up steps of {BATCH} conversations")
@@ -98,7 +100,7 @@ def command(build: Callable[..., None], *, directory: Path, steps: int, descript
 
 
 def prepare(seed: int) -> None:
-    """Seed torch, and let it use one thread: so small a model gains nothing from more."""
+    """Seed torch, and limit it to one thread: a model this small gains nothing from more."""
     torch.set_num_threads(1)
     torch.manual_seed(seed)
 
@@ -115,7 +117,7 @@ def shown(what: str, steps: int) -> Callable[[int, float], bool]:
 
 
 def write_chat_template(directory: Path, template: str, *, pad: str, end: str, context: int) -> None:
-    """The template, and what the tokenizer is called; `pad` and `end` are tokens, `context` is in tokens."""
+    """Write the chat template and the tokenizer's configuration; `pad` and `end` are tokens, `context` is in tokens."""
     special = {"pad_token": pad, "eos_token": end}
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": context, **special}
     (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
@@ -123,19 +125,19 @@ def write_chat_template(directory: Path, template: str, *, pad: str, end: str, c
 
 
 def write_tokenizer(directory: Path, tokenizer: Tokenizer, *, special: Sequence[str], markup: Sequence[str]) -> None:
-    """The tokenizer with its control tokens: `special` ones nobody may write, `markup` that is text."""
+    """Write the tokenizer with its control tokens: `special` ones cannot be written as text, `markup` ones can."""
     tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in special])
     tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in markup])
     tokenizer.save(str(directory / "tokenizer.json"))
 
 
 def trained_tokenizer(corpus: Iterator[str], *, vocabulary: int, min_frequency: int = 15) -> Tokenizer:
-    """Byte-level BPE: lossless on any text; digits stand alone, and what is often repeated is merged into few tokens.
+    """Train a byte-level BPE tokenizer: lossless on any text, with single digits and few tokens for frequent text.
 
     Args:
         corpus: plain text, without control tokens.
-        vocabulary: tokens at most, control tokens included.
-        min_frequency: how often a pair must occur to become a token.
+        vocabulary: maximum number of tokens, including control tokens.
+        min_frequency: number of occurrences a pair needs to become a token.
     """
     tokenizer = Tokenizer(models.BPE())
     lines = pre_tokenizers.Split(Regex(r"\n"), behavior="merged_with_previous")
@@ -154,7 +156,7 @@ def trained_tokenizer(corpus: Iterator[str], *, vocabulary: int, min_frequency: 
 
 
 def format_corpus(template: ChatTemplate, demonstrations: Iterator[Demonstration]) -> Iterator[str]:
-    """The plain text between the control tokens of rendered demonstrations."""
+    """Yield the plain text between the control tokens of rendered demonstrations."""
     texts = enumerate(SPECIAL + MARKUP)
     control = ControlTokens([AddedText(number, text, text in SPECIAL, False, False) for number, text in texts])
     for shown in demonstrations:
@@ -166,7 +168,7 @@ def format_corpus(template: ChatTemplate, demonstrations: Iterator[Demonstration
 
 
 def demonstrated_row(chat: TemplateFormat, shown: Demonstration) -> Row:
-    """A demonstration in the tokens that reinforcement learning will see: ids and which of them the model says."""
+    """Tokenise a demonstration as reinforcement learning will see it: ids, and a mask of the model's tokens."""
     ids: list[int] = []
     said: list[bool] = []
     told: list[Message] = []
@@ -185,7 +187,7 @@ def demonstrated_row(chat: TemplateFormat, shown: Demonstration) -> Row:
 def random_model(
     *, vocabulary: int, pad_token: int, stop_token: int, context: int, hidden: int, layers: int
 ) -> Qwen3ForCausalLM:
-    """A Qwen3 of random weights, with four heads of 32 and a feed-forward layer three times as wide as `hidden`."""
+    """Make a Qwen3 with random weights, four heads of 32, and a feed-forward layer three times as wide as `hidden`."""
     config = Qwen3Config(
         vocab_size=vocabulary,
         hidden_size=hidden,
@@ -212,15 +214,15 @@ def warm_up(
     on_step: Callable[[int, float], bool] | None = None,
     piece: int = 16,
 ) -> None:
-    """Supervised steps: AdamW with a one-cycle learning rate.
+    """Train with supervision: AdamW with a one-cycle learning rate.
 
     Args:
-        model: what learns.
+        model: model to train.
         rows: conversations, `BATCH` for each step.
-        steps: how many.
-        on_step: called after each step with how many were taken and the loss per token said, in nats. Once it is true,
-            the learning rate falls to 0 over the next `COOL_DOWN` steps, and they are the last.
-        piece: rows per forward pass; those of like length together, so that little is padded.
+        steps: number of steps.
+        on_step: called after each step with the number of steps taken and the loss per learned token, in nats. When it
+            returns True, the learning rate falls to 0 over the next `COOL_DOWN` steps, which are the last.
+        piece: rows per forward pass; rows of similar length go together, to pad little.
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=LEARNING_RATE, total_steps=steps, pct_start=0.1)
@@ -249,7 +251,7 @@ def warm_up(
 
 
 def save(model: Qwen3ForCausalLM, directory: Path, *, stop_tokens: int | list[int]) -> None:
-    """An ordinary Hugging Face directory; any of `stop_tokens` ends a turn."""
+    """Write an ordinary Hugging Face directory; any of `stop_tokens` ends a turn."""
     pad = model.config.pad_token_id
     model.generation_config = GenerationConfig(eos_token_id=stop_tokens, pad_token_id=pad, do_sample=True)
     transformers_logging.disable_progress_bar()
@@ -258,7 +260,7 @@ def save(model: Qwen3ForCausalLM, directory: Path, *, stop_tokens: int | list[in
 
 
 def _said_loss(model: Qwen3ForCausalLM, rows: Sequence[Row]) -> torch.Tensor:
-    """Cross-entropy summed over what is learned to be said in `rows`, in nats."""
+    """Compute the cross-entropy summed over the learned tokens of `rows`, in nats."""
     width = max(len(ids) for ids, _ in rows)
     ids = torch.tensor([row + [0] * (width - len(row)) for row, _ in rows])
     said = torch.tensor([mask + [False] * (width - len(mask)) for _, mask in rows])[:, 1:]

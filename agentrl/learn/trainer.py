@@ -4,9 +4,9 @@ One step of one policy: `forward_backward` reads the units of this rank's share,
 divided by the batch's constant normaliser and accumulates the gradient; `optim_step` adds the gradients of all ranks,
 clips, and applies AdamW. Both are idempotent by step id.
 
-Owns: gradients, optimizers, step reports and columns. Does not own: version ids, what is consumed and when (the
-orchestrator), processes (`cluster`). Invariants: a step that is refused leaves the weights bit-identical;
-what is frozen is not here; any number of ranks, micro-batches or rows per unit gives the same update.
+Owns: gradients, optimizers, step reports and columns. Does not own: version ids, the choice of units (the
+orchestrator), processes (`cluster`). Invariants: a step that is refused leaves the weights bit-identical; frozen
+policies are not here; any number of ranks, micro-batches or rows per unit gives the same update.
 """
 
 from __future__ import annotations
@@ -67,12 +67,12 @@ class _OpenStep:
     columns: StepColumns = field(default_factory=StepColumns)
     totals: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_TOTALS, 0.0))
     suspect: str | None = None
-    """The first episode in this rank whose loss was not finite."""
+    """First episode on this rank whose loss was not finite."""
     seconds: float = 0.0
 
 
 class _Learner:
-    """One policy's model, optimizer and clock."""
+    """One policy's model, optimizer and step count."""
 
     def __init__(
         self, name: str, model: PolicyModel, policy: PolicyConfig, optimizer: OptimizerConfig, *, steps: int
@@ -97,16 +97,15 @@ class _Learner:
         )
 
     def rate(self, step_id: int) -> float:
-        """The learning rate of a step: rises linearly to its full value at step `warmup_steps`, then falls linearly to
-        the final share of it at the run's last step.
-        """
+        """Return the learning rate of a step: it rises linearly to its full value at step `warmup_steps`, then falls
+        linearly to its final share at the run's last step."""
         if step_id < self.warmup_steps:
             return self.learning_rate * step_id / self.warmup_steps
         fallen = min(1.0, (step_id - self.warmup_steps) / max(1, self.steps - self.warmup_steps))
         return self.learning_rate * (1.0 - fallen * (1.0 - self.final_share))
 
     def gradients(self) -> list[Tensor]:
-        """The gradients in parameter order; a parameter nothing depended on has a gradient of zeros."""
+        """Return the gradients in parameter order; an unused parameter has a gradient of zeros."""
         result = []
         for parameter in self.model.parameters.values():
             if parameter.grad is None:
@@ -115,7 +114,7 @@ class _Learner:
         return result
 
     def load(self, directory: Path) -> LearnerState:
-        """Take weights and optimizer from a policy's folder in a checkpoint; see `load_checkpoint`."""
+        """Load weights and optimizer state from a policy's folder in a checkpoint; see `load_checkpoint`."""
         state = load_checkpoint(directory, self.model.parameters, self.optimizer)
         self.model.round_masters()
         return state
@@ -128,14 +127,14 @@ class _Learner:
         self.model.round_masters()
 
     def discard(self) -> None:
-        """Forget what was accumulated."""
+        """Discard the accumulated gradient."""
         self.open = None
         for parameter in self.model.parameters.values():
             parameter.grad = None
 
 
 class PolicyTrainer:
-    """Trains all policies of a run in this process; one of several ranks, or alone."""
+    """Trains all policies of a run in this process, as one of several ranks or alone."""
 
     def __init__(
         self,
@@ -150,12 +149,13 @@ class PolicyTrainer:
         """Store the settings; `start` loads models.
 
         Args:
-            config: of the run.
-            run_directory: where journal, versions and step columns lie.
-            ranks: the data-parallel group; None: alone.
-            read: where token data comes from; None: the run's journal.
-            publishes: whether versions are published, each with its canary: what the weights at the start say is kept.
-            loss: the user's loss that the configuration names, as another process found it; None: it is found here.
+            config: configuration of the run.
+            run_directory: directory with journal, versions and step columns.
+            ranks: the data-parallel group; None: this process alone.
+            read: reads token data; None: from the run's journal.
+            publishes: whether versions are published, each with a canary; the trainer then keeps the initial weights'
+                answers.
+            loss: code of the user's loss that another process found; None: this process finds it.
 
         Raises:
             ConfigError: there is no such loss, or its options do not fit.
@@ -172,17 +172,16 @@ class PolicyTrainer:
         self._clock = SystemClock()
         self._learners: dict[str, _Learner] = {}
         self._references: dict[str, PolicyModel] = {}
-        """Frozen models by policy, where the loss reads them and the policy names one."""
+        """Frozen reference models, keyed by policy, if the loss reads them and the policy names one."""
 
     def start(self, resume_from: Path | None = None) -> tuple[str, ...]:
         """Load the models and, on resume, a checkpoint directory.
 
-        Returns:
-            What each adapter is on, a line each.
+        Returns: The layers of each adapter, one line each.
 
         Raises:
             ModelError: the model cannot be trained.
-            ConfigError: an adapter is to be on what cannot be both trained and served.
+            ConfigError: an adapter targets a layer that cannot be both trained and served.
             TrainerError: the checkpoint does not fit the configuration.
         """
         torch.set_num_threads(self._config.threads)
@@ -218,12 +217,12 @@ class PolicyTrainer:
     def forward_backward(self, batch: TrainBatch) -> None:
         """Accumulate the gradient of a batch; units already accumulated, or an applied step, change nothing.
 
-        A failure in the middle discards all that was accumulated for the step.
+        A failure in the middle discards everything accumulated for the step.
 
         Raises:
             TrainerError: the policy does not learn here, or the step is not its next one.
             UntrainableUnitsError: rows of some units cannot be trained; nothing of the batch is accumulated.
-            JournalError: a partition cannot be read at all; likewise.
+            JournalError: a partition cannot be read at all; nothing of the batch is accumulated.
         """
         started = self._clock.monotonic()
         learner = self._learner(batch.policy)
@@ -254,10 +253,11 @@ class PolicyTrainer:
         step.seconds += self._clock.monotonic() - started
 
     def _read_share(self, units: Sequence[Unit]) -> list[TrainingSample] | None:
-        """The samples of this rank's share of some units; None: another rank could not read its own, and raises.
+        """Read the samples of this rank's share of some units; None if another rank could not read its share, and
+        raises.
 
-        Shares are contiguous, so that the ranks' rows in rank order are those of one rank, and balanced by tokens. To
-        count these, each rank first reads as many units as the others.
+        Shares are contiguous, so that the ranks' rows in rank order are those of a single rank, and balanced by tokens.
+        To count the tokens, each rank first reads an equal number of units.
 
         Raises:
             UntrainableUnitsError, JournalError: see `forward_backward`.
@@ -279,16 +279,16 @@ class PolicyTrainer:
         return [sample for place in places for sample in found[place]]
 
     def _is_forwarded(self, sample: TrainingSample) -> bool:
-        """Whether any gradient can come from a row; one whose advantages are all 0 counts as consumed all the same."""
+        """Whether a row can have a gradient; a row whose advantages are all 0 still counts as consumed."""
         return bool(not self._loss.skips_zeros or sample.advantages.any())
 
     def _forwarded_tokens(self, sample: TrainingSample) -> int:
-        """Tokens of a row that go through the model, if none are shared."""
+        """Return the number of tokens of a row that go through the model, if none are shared."""
         return len(sample.token_ids) if self._is_forwarded(sample) else 0
 
     @property
     def _sees_step(self) -> bool:
-        """Whether a token's loss depends on other tokens of the step, so that all ranks speak of it first."""
+        """Whether a token's loss depends on other tokens of the step, so that the ranks must exchange columns first."""
         return not self._loss.mark.per_token or self._config.trainer.loss.normalizer == "sequences"
 
     def _accumulate(
@@ -349,10 +349,10 @@ class PolicyTrainer:
         columns: TokenColumns,
         weights: Tensor,
     ) -> TokenGradients:
-        """The loss of a whole step, of which this rank has some rows, and its derivatives for their tokens.
+        """Evaluate the loss of a whole step, and return its derivatives for the tokens of this rank.
 
-        The log-probabilities come from a forward pass of their own, since the derivative for one token may depend on
-        the log-probability of every other.
+        The log-probabilities come from a separate forward pass, because the derivative for one token may depend on the
+        log-probability of every other.
         """
         names = ("logprobs", "entropies", *(("reference_logprobs",) if self._loss.needs_reference else ()))
         computed = {name: np.zeros(len(columns), np.float32) for name in names}
@@ -394,7 +394,7 @@ class PolicyTrainer:
         return known
 
     def _own_tokens(self, count: int) -> tuple[int, int]:
-        """Start and stop of this rank's tokens among those of all ranks."""
+        """Return start and stop of this rank's tokens among those of all ranks."""
         counts = [int.from_bytes(each, "little") for each in self._ranks.gather(count.to_bytes(8, "little"))]
         before = sum(counts[: self._ranks.rank])
         return before, before + count
@@ -408,15 +408,14 @@ class PolicyTrainer:
         backward: bool,
         reference: bool,
     ) -> Iterator[MicroBatch]:
-        """The micro-batches of this rank, each computed before the next is asked for.
+        """Yield the micro-batches of this rank; each must be computed before the next is requested.
 
-        The ranks of a sharded model compute equally many: one that has fewer than another takes part with rows that
-        have no loss, when its own are done.
+        The ranks of a sharded model compute the same number: a rank with fewer adds rows without loss after its own.
 
         Args:
-            learner: whose model computes them.
-            samples: of this rank.
-            used: which of them.
+            learner: learner whose model computes them.
+            samples: samples of this rank.
+            used: indices of the samples to pack.
             backward: whether each is computed forward and backward.
             reference: whether the reference is computed for each, in between.
         """
@@ -442,7 +441,7 @@ class PolicyTrainer:
         return model.token_logprobs(packed, entropy_gradient=entropy_gradient, replay=model.replay)
 
     def _reference(self, learner: _Learner, packed: MicroBatch) -> Tensor:
-        """Log-probabilities of the policy's reference, or of the base under its adapter."""
+        """Compute the log-probabilities of the policy's reference, or of the base under its adapter."""
         reference = self._references.get(learner.name)
         with torch.no_grad():
             if reference is not None:
@@ -451,7 +450,7 @@ class PolicyTrainer:
                 return self._forward(learner, packed, entropy_gradient=False).logprob
 
     def _loss_batch(self, learner: _Learner, packed: MicroBatch, columns: TokenColumns, head: HeadOutput) -> LossBatch:
-        """The columns of a micro-batch, apart from the model's graph."""
+        """Make the loss batch of a micro-batch, detached from the model's graph."""
         reference = self._reference(learner, packed) if self._loss.needs_reference else None
         return LossBatch(
             columns,
@@ -535,7 +534,7 @@ class PolicyTrainer:
         return report
 
     def _summed(self, learner: _Learner, step: _OpenStep) -> tuple[dict[str, float], float]:
-        """Sums over all ranks: over tokens, and the norm of the gradient, which is then clipped."""
+        """Sum the token sums over all ranks, and clip the gradient; returns the sums and the norm before clipping."""
         gradients = learner.gradients()
         totals = torch.tensor([step.totals[name] for name in _TOTALS], dtype=torch.float64)
         if not learner.model.sharded:  # else every backward pass has added them up
@@ -545,10 +544,10 @@ class PolicyTrainer:
         return dict(zip(_TOTALS, totals.tolist(), strict=True)), float(whole(norm))
 
     def _write_columns(self, learner: _Learner, step: _OpenStep) -> tuple[str, MergedColumns]:
-        """Write the step's file, rank 0's task; returns its path in the run and the rows of all ranks.
+        """Write the step's file on rank 0; returns its path in the run and the rows of all ranks.
 
         Raises:
-            StorageError: the disk refused; the gradient is discarded on every rank.
+            StorageError: writing failed; the gradient is discarded on every rank.
         """
         merged = MergedColumns(self._ranks.gather(step.columns.encode()))
         path = f"steps/{learner.name}/{learner.version.lineage}.{step.step_id}.safetensors"
@@ -569,8 +568,8 @@ class PolicyTrainer:
         """Write the policy's weights as an immutable version; later steps start from it. All ranks must publish.
 
         Raises:
-            TrainerError: the version is not of the policy's step, or exists with other weights.
-            StorageError: the disk refused.
+            TrainerError: the version does not match the policy's step, or exists with other weights.
+            StorageError: writing failed.
         """
         learner = self._learner(policy)
         if (version.policy, version.step) != (policy, learner.step):
@@ -590,10 +589,10 @@ class PolicyTrainer:
         return reference
 
     def send(self, version: PolicyVersion, recipient: Recipient) -> None:
-        """Send all weights of the policy to an engine that asked for them. All ranks must send.
+        """Send the policy's full weights to an engine that asked for them. All ranks must call this.
 
         Raises:
-            TrainerError: the policy is at another version, or the engine did not take its weights.
+            TrainerError: the policy is at another version, or the engine did not accept its weights.
         """
         learner = self._learner(version.policy)
         if learner.version != version or learner.step != version.step or learner.model.kind != "full":
@@ -610,11 +609,11 @@ class PolicyTrainer:
         from_first(self._ranks, deliver)
 
     def discard(self, policy: str) -> None:
-        """Forget the gradient accumulated for the policy's next step."""
+        """Discard the gradient accumulated for the policy's next step."""
         self._learner(policy).discard()
 
     def has_masters(self, policy: str) -> bool:
-        """Whether the policy's published versions are rounded, so that only checkpoints hold what was trained."""
+        """Whether the policy's published versions are rounded, so that only checkpoints hold the trained values."""
         return self._learner(policy).model.has_masters
 
     def recompute(
@@ -626,14 +625,15 @@ class PolicyTrainer:
     ) -> tuple[float, float]:
         """Recompute loss and gradient norm (before clipping) of a step of the run; writes nothing.
 
-        With one rank, on the machine that trained, the result is equal bit for bit; several ranks add the same numbers
-        in another order.
+        With one rank, on the machine that trained, the result is bit-identical; several ranks add the numbers in
+        another order.
 
         Args:
             batch: the step's units.
             started_from: the version whose `weights` are given.
-            weights: published, or a policy's folder in a checkpoint; None: those a run begins with.
-            between: the steps from there to this one, oldest first, each with its learning rate; they are applied.
+            weights: published weights, or a policy's folder in a checkpoint; None: the initial weights of the run.
+            between: the steps between `started_from` and this one, oldest first, each with its learning rate; they are
+                applied.
 
         Raises:
             ModelError: the weights were rounded when they were published.
@@ -658,7 +658,7 @@ class PolicyTrainer:
         return found
 
     def _accumulated(self, learner: _Learner, batch: TrainBatch) -> tuple[float, float]:
-        """Loss and gradient norm of a batch, whose clipped gradient is left on the parameters."""
+        """Return loss and gradient norm of a batch; its clipped gradient stays on the parameters."""
         self.forward_backward(batch)
         if learner.open is None:
             raise TrainerError(f"policy {batch.policy!r}: step {batch.step_id} was not accumulated")
@@ -666,11 +666,11 @@ class PolicyTrainer:
         return total["loss"], grad_norm
 
     def save(self, directory: Path) -> None:
-        """Write every policy's state into an empty directory, one folder each. All ranks must save; rank 0 writes.
+        """Write every policy's state into an empty directory, one folder each. All ranks must call this; rank 0 writes.
 
         Raises:
             TrainerError: a step is in progress: its gradient is not part of a checkpoint.
-            StorageError: the disk refused.
+            StorageError: writing failed.
         """
         for name, learner in self._learners.items():
             if learner.open is not None:
@@ -692,7 +692,7 @@ class PolicyTrainer:
 
 
 def _metrics(total: Mapping[str, float], loss: Loss, *, learning_rate: float, routed: bool) -> dict[str, float]:
-    """A step's metrics from its sums over all ranks."""
+    """Compute a step's metrics from its sums over all ranks."""
     metrics = {
         "learning_rate": learning_rate,
         "skipped_samples": total["skipped_samples"],
@@ -708,13 +708,13 @@ def _metrics(total: Mapping[str, float], loss: Loss, *, learning_rate: float, ro
 
 
 def _members(batch: MicroBatch, used: Sequence[int]) -> list[int]:
-    """The samples of a micro-batch that was packed from those of `used`, in its order."""
+    """Return the indices of the samples in a micro-batch packed from `used`, in its order."""
     changes = np.flatnonzero(np.diff(batch.sample, prepend=-1))
     return [used[int(index)] for index in batch.sample[changes]]
 
 
 def _unrouted(batch: MicroBatch) -> int:
-    """Tokens of the batch without recorded routing."""
+    """Count the tokens of the batch without recorded routing."""
     if batch.expert_routing is None:
         return len(batch.token_ids)
     return int((batch.expert_routing < 0).any(axis=(1, 2)).sum())
@@ -726,24 +726,24 @@ _BLANK = TrainingSample(
     behavior_logprobs=np.zeros(2, np.float32),
     advantages=np.zeros(2, np.float32),
 )
-"""A row without anything to learn."""
+"""Row without anything to learn."""
 
 
 def device_of(rank: int) -> torch.device:
-    """The device of a rank: one GPU per rank if there are any (not yet tested), else the CPU."""
+    """Return the device of a rank: one GPU per rank if there are any (not yet tested), else the CPU."""
     if torch.cuda.is_available():
         return torch.device("cuda", rank % torch.cuda.device_count())
     return torch.device("cpu")
 
 
 def limit_memory(rank: int, share: float) -> None:
-    """Let this process allocate at most this share of the memory of a rank's GPU; an engine may have the rest."""
+    """Limit this process to a share of the memory of a rank's GPU; an engine may have the rest."""
     if (device := device_of(rank)).type == "cuda":
         torch.cuda.set_per_process_memory_fraction(share, device)
 
 
 def journal_reader(run_directory: Path) -> ReadUnits:
-    """Reads the run's journal, each unit where its location says."""
+    """Make a reader of the run's journal that reads each unit at its location."""
     reader = TurnReader(run_directory / "journal")
 
     def read(units: Sequence[Unit]) -> Sequence[Sequence[Trajectory]]:
@@ -759,8 +759,8 @@ def journal_reader(run_directory: Path) -> ReadUnits:
 class InProcessTrainer:
     """`core.ports.Trainer` in this process: a `PolicyTrainer` in a worker thread, so the event loop never waits.
 
-    Calls run one at a time, in the order in which they were made; torch releases the interpreter lock in its kernels.
-    `cluster.trainer_pool` is the same port over Ray.
+    Calls run one at a time, in order; torch releases the interpreter lock in its kernels. `cluster.trainer_pool`
+    implements the same port over Ray.
     """
 
     def __init__(self, config: RunConfig, run_directory: Path, *, read: ReadUnits | None = None) -> None:
