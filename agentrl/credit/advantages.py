@@ -427,8 +427,9 @@ def advantages_to_go(
         turn_rewards: rewards for single turns of each agent, as (turn, reward); the rest of R is for the whole episode.
         episodes: episode of each agent.
 
-    Returns: For each agent, the advantages of turns 0, 1, …; the last one holds for all later turns. All lists have one
-    length.
+    Returns:
+        For each agent, the advantages of turns 0, 1, …; the last one holds for all later turns. All lists have one
+        length.
 
     Example:
         >>> advantages_to_go(leave_one_out, [1.0, 0.0], [[(0, 1.0)], []], ["e0", "e1"])

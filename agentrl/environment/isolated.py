@@ -63,10 +63,12 @@ def isolated(
     If the process ends (a crash, `os._exit`, too much memory) or a call takes longer than `timeout_s`, the call raises
     an `EffectError`, as for any exception of the object. Use the levels `replay` or `pinned`; `snapshot` does not work.
 
-    Args: factory: makes the object in the child: a function or class at the top level of a module. arguments: arguments
-    of the factory, JSON data. timeout_s: time limit of a call in seconds; construction gets a minute more, because it
-    may have to import the module. memory_bytes: address space of the process in bytes, including what importing the
-    module needs.
+    Args:
+        factory: makes the object in the child: a function or class at the top level of a module.
+        arguments: arguments of the factory, JSON data.
+        timeout_s: time limit of a call in seconds; construction gets a minute more, because it may have to import the
+            module.
+        memory_bytes: address space of the process in bytes, including what importing the module needs.
 
     Example:
         >>> from agentrl.environment.isolated import isolated

@@ -171,9 +171,9 @@ def mismatch_metrics(
         fresh: [n], whether the token's whole row was sampled by the weights the trainer computed with: a token of lag 0
             in another row may have been sampled over KV of older weights.
 
-    Returns: `mismatch/k3`, `/difference`, `/max_difference`, `/tokens` over fresh tokens, and the same as
-    `lag_k3/<lag>`, `lag_difference/<lag>`, `lag_max_difference/<lag>`, `lag_tokens/<lag>` by lag; lags without tokens
-    are left out.
+    Returns:
+        `mismatch/k3`, `/difference`, `/max_difference`, `/tokens` over fresh tokens, and the same as `lag_k3/<lag>`,
+        `lag_difference/<lag>`, `lag_max_difference/<lag>`, `lag_tokens/<lag>` by lag; lags without tokens are left out.
     """
     groups = {"mismatch/{}": fresh}
     for at, word in enumerate(LAGS):

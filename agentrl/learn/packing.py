@@ -191,9 +191,11 @@ def _kept_sets(
 def padded_rows(batch: MicroBatch) -> Iterator[tuple[Int64Array, NDArray[np.bool_]]]:
     """Yield the whole rows of a batch packed without sharing, in blocks of similar length, padded on the right.
 
-    Yields: Indices [B, Q] of tokens in the batch, and a mask [B, Q] that is False for padding. There are few blocks,
-    because each costs a forward pass, but padding stays below the real work. Rows of more than `LONGEST_PADDED` tokens
-    are only put with rows of the same length: padding needs a mask, which grows with the square of the length.
+    Yields:
+        Indices [B, Q] of tokens in the batch, and a mask [B, Q] that is False for padding. There are few blocks,
+        because each costs a forward pass, but padding stays below the real work. Rows of more than `LONGEST_PADDED`
+        tokens are only put with rows of the same length: padding needs a mask, which grows with the square of the
+        length.
     """
     stops = np.append(batch.starts[1:], len(batch.token_ids))
     lengths = stops - batch.starts

@@ -177,7 +177,8 @@ class PolicyTrainer:
     def start(self, resume_from: Path | None = None) -> tuple[str, ...]:
         """Load the models and, on resume, a checkpoint directory.
 
-        Returns: The layers of each adapter, one line each.
+        Returns:
+            The layers of each adapter, one line each.
 
         Raises:
             ModelError: the model cannot be trained.
