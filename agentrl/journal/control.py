@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from agentrl.journal.writer import Database
 
 _ENCODER = msgspec.msgpack.Encoder()
+_NEGATIVE_ZERO = _ENCODER.encode(-0.0)
 _SPEC = msgspec.msgpack.Decoder(EpisodeSpec)
 _JSON = msgspec.json.Encoder()
 _FINISHERS = msgspec.json.Decoder(tuple[str, ...])
@@ -57,15 +58,21 @@ class ControlTable:
         self.checksum = checksum
         names = columns.split() + (["checksum"] if checksum else [])
         self._width = len(names)
+        self._table_checksum = zlib.crc32(name.encode())
         self._insert = f"INSERT {'OR IGNORE ' if once else ''}INTO {name} ({', '.join(names)}) VALUES "
 
     def write(self, connection: sqlite3.Connection, items: list[Sequence[Any]]) -> None:
         """Insert rows, with their checksum last where the table has one; called by the writer."""
         if self.checksum:
-            # as they come back: SQLite has no negative zero
-            rows = [[(value or 0.0) if isinstance(value, float) else value for value in item] for item in items]
-            items = [(*row, row_checksum(self.name, row)) for row in rows]
+            items = [self._with_checksum(item) for item in items]
         insert_rows(connection, self._insert, self._width, items)
+
+    def _with_checksum(self, row: Sequence[Any]) -> Sequence[Any]:
+        encoded = _ENCODER.encode(row)
+        if _NEGATIVE_ZERO in encoded:  # which comes back as 0.0 from SQLite
+            row = [(value or 0.0) if isinstance(value, float) else value for value in row]
+            encoded = _ENCODER.encode(row)
+        return (*row, zlib.crc32(encoded, self._table_checksum))
 
 
 class ControlTables:

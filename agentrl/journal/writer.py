@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 import threading
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -173,7 +173,7 @@ class GroupCommitWriter:
                 loop.call_soon_threadsafe(_resolve, futures, self._failure)
 
     def _take(self) -> tuple[dict[Target, list[Any]], list[Waiter]]:
-        rows: dict[Target, list[Any]] = {}
+        rows: defaultdict[Target, list[Any]] = defaultdict(list)
         waiters: list[Waiter] = []
         queue = self._queue
         for _ in range(len(queue)):
@@ -182,10 +182,7 @@ class GroupCommitWriter:
                 waiters.append(queued)
                 continue
             for target, item in queued:
-                if target in rows:
-                    rows[target].append(item)
-                else:
-                    rows[target] = [item]
+                rows[target].append(item)
         return rows, waiters
 
     def _commit(self, database: Database, rows: dict[Target, list[Any]]) -> str | None:
