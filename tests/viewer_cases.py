@@ -29,6 +29,7 @@ VIEWS = {
     "family": "#/episode/e1/family",
     "run": "#/run",
     "steps": "#/steps",
+    "evaluations": "#/evaluations",
     "step": "#/step/solver/1/5",
     "forks": "#/forks",
     "fork": f"#/episode/{quote('forks/f0', safe='')}",
@@ -39,7 +40,15 @@ VIEWS = {
 def hostile_views() -> list[str]:
     """Every view of what `write_run` writes, and addresses that are content themselves."""
     columns = "episode,environment,task,drop_reason,detail,seats,policies,group,parent"
-    views = [f"#/episodes?columns={columns}", "#/run", "#/steps", "#/step/policy/0/1", "#/forks", "#/compare?a=e1&b=e2"]
+    views = [
+        f"#/episodes?columns={columns}",
+        "#/run",
+        "#/steps",
+        "#/evaluations",
+        "#/step/policy/0/1",
+        "#/forks",
+        "#/compare?a=e1&b=e2",
+    ]
     views += [
         f"#/episode/{name}{part}"
         for name in ("e1", "e5", "e99")

@@ -52,7 +52,7 @@ def _answers(selection: Selection) -> Iterator[tuple[str, Any]]:
     lines = reader.lines(selection.keys)
     yield "run", run_summary(reader, Counter(line.status for line in lines))
     yield "episodes", lines
-    for question in ("forks", "run_timeline"):
+    for question in ("forks", "run_timeline", "evaluations"):
         yield question, _answer(QUESTIONS[question], reader, {}, problems)
     steps = _answer(QUESTIONS["steps"], reader, {}, problems)
     yield "steps", steps

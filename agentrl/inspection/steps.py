@@ -37,6 +37,14 @@ class StepLine(msgspec.Struct, frozen=True, kw_only=True):
     stepped_at: float
 
 
+class EvaluationLine(msgspec.Struct, frozen=True, kw_only=True):
+    """An evaluation of a version in a list."""
+
+    policy: str
+    step: int
+    metrics: dict[str, float | None]
+
+
 class ConsumedRow(msgspec.Struct, frozen=True, kw_only=True):
     """A trajectory that a step was fed."""
 
@@ -66,6 +74,17 @@ class StepView(msgspec.Struct, frozen=True, kw_only=True):
     metrics: dict[str, float | None]
     fed: list[ConsumedRow]
     problems: list[str]
+
+
+def evaluation_list(reader: RunReader) -> list[EvaluationLine]:
+    """The evaluations of a run by policy and step, with their metrics: those of versions that survive."""
+    found: dict[tuple[str, int], dict[str, float | None]] = {}
+    for name in reader.metric_names():
+        if name.startswith("evaluation/"):
+            for policy, values in reader.metric(name).items():
+                for step, value in values:
+                    found.setdefault((policy, step), {})[name.removeprefix("evaluation/")] = value
+    return [EvaluationLine(policy=policy, step=step, metrics=own) for (policy, step), own in sorted(found.items())]
 
 
 def step_list(reader: RunReader, policy: str | None = None) -> list[StepLine]:

@@ -216,10 +216,11 @@ def plan_of(config: Mapping[str, Any]) -> RunPlan:
     """The plan in a resolved configuration of any version; missing fields keep their defaults."""
     policies = _mapping(config.get("policies"))
     trainable = {name: _mapping(policy) for name, policy in policies.items()}
+    environment = _mapping(config.get("environment")).get("id")
     own_models = [_text(policy.get("model")) for policy in trainable.values() if policy.get("kind") != "remote"]
     return RunPlan(
         name=_text(config.get("name"), "run"),
-        environment=_text(_mapping(config.get("environment")).get("id")),
+        environment=_text(environment) or " + ".join(map(str, _mapping(environment))),
         model=" + ".join(dict.fromkeys(filter(None, [_text(_mapping(config.get("model")).get("path")), *own_models]))),
         steps=_whole(config.get("steps")) or 0,
         own_steps={name: steps for name, policy in trainable.items() if (steps := _whole(policy.get("steps")))},

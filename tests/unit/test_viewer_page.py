@@ -114,6 +114,7 @@ def test_the_sample_run_s_page_answers_what_the_page_asks(sample_run: Path, tmp_
         f"step {step['policy']} {step['lineage']} {step['step']}" for step in rest[index["blocks"]["steps"] - 1]
     } < set(index["blocks"])
     assert "episode forks/f0 0" in index["blocks"]
+    assert rest[index["blocks"]["evaluations"] - 1] == json.loads(answer(reader, "evaluations", {}))
     reader.close()
 
 
@@ -130,6 +131,9 @@ def test_questions_are_answered_for_episodes_and_forks(sample_run: Path) -> None
     assert len(found["lines"]) == 3 < found["total"]
     assert json.loads(answer(reader, "run", {}))["statuses"]["dropped"] > 0
     assert json.loads(answer(reader, "pulse", {}))["ended"]
+    evaluations = json.loads(answer(reader, "evaluations", {}))
+    assert next(each["step"] for each in evaluations if each["policy"] == "solver") == 0
+    assert all({"reward", "reward_error"} <= each["metrics"].keys() for each in evaluations)
     for question in QUESTIONS:
         asked = {"episode": "e1", "step": "5", "policy": "solver"}
         json.loads(answer(reader, question, asked))

@@ -9,11 +9,12 @@ import { episodeView } from "./episode.js";
 import { runView } from "./timeline.js";
 import { forksView } from "./family.js";
 import { stepsView, stepView } from "./steps.js";
+import { evaluationsView } from "./evaluations.js";
 import { compareView } from "./compare.js";
 import { listenToKeys } from "./keys.js";
 
-const VIEWERS = { episodes: listView, episode: episodeView, run: runView, steps: stepsView, step: stepView, forks: forksView, compare: compareView };
-const NAVIGATION = [["episodes", "Episodes"], ["run", "Timeline"], ["steps", "Steps"], ["forks", "Forks"], ["compare", "Compare"]];
+const VIEWERS = { episodes: listView, episode: episodeView, run: runView, steps: stepsView, step: stepView, evaluations: evaluationsView, forks: forksView, compare: compareView };
+const NAVIGATION = [["episodes", "Episodes"], ["run", "Timeline"], ["steps", "Steps"], ["evaluations", "Evaluations"], ["forks", "Forks"], ["compare", "Compare"]];
 const THEME = "agentrl theme";
 const PULSE_MS = 2_000;
 

@@ -31,6 +31,7 @@ MODULES = (
     "family",
     "episode",
     "steps",
+    "evaluations",
     "difference",
     "compare",
     "keys",

@@ -20,7 +20,7 @@ from agentrl.inspection.conversation import conversation
 from agentrl.inspection.reader import COLUMNS, EPISODES, STATUS, EpisodeLine, RunReader
 from agentrl.inspection.reasons import reasons, reasons_of
 from agentrl.inspection.search import matches
-from agentrl.inspection.steps import step_list, step_view
+from agentrl.inspection.steps import evaluation_list, step_list, step_view
 from agentrl.inspection.timelines import episode_timeline, run_timeline, timeline_of
 from agentrl.inspection.tokens import TokenRow, episode_tokens
 
@@ -193,6 +193,7 @@ QUESTIONS: Mapping[str, Callable[[RunReader, Parameters], Any]] = {
     "timeline": _timeline,
     "forks": lambda reader, _: fork_tree(reader),
     "run_timeline": lambda reader, _: run_timeline(reader, PARTS),
+    "evaluations": lambda reader, _: evaluation_list(reader),
     "steps": lambda reader, _: step_list(reader),
     "step": _step,
 }

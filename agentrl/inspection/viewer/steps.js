@@ -57,11 +57,11 @@ function fedRow(unit, largest) {
   return { to, cells: [name, number(unit.reward), number(unit.baseline), signedBar(unit.advantage, largest), number(unit.tokens), number(unit.mean_ratio, 5), number(unit.largest_lag)] };
 }
 
-/** A table whose rows lead somewhere; the first cell of each names it. */
-function table(headings, rows) {
+/** A table whose rows may lead somewhere; the first cell of each names it. */
+export function table(headings, rows) {
   const head = element("tr", {}, headings.map((name) => element("th", { scope: "col" }, name)));
-  const body = rows.map(({ to, cells: [name, ...cells] }) =>
-    element("tr", { "data-item": true, tabindex: "-1", "data-to": to }, element("th", { scope: "row", "data-label": headings[0] }, name), cells.map((cell, place) => element("td", { "data-label": headings[place + 1] }, cell))),
+  const body = rows.map(({ to = null, cells: [name, ...cells] }) =>
+    element("tr", to === null ? {} : { "data-item": true, tabindex: "-1", "data-to": to }, element("th", { scope: "row", "data-label": headings[0] }, name), cells.map((cell, place) => element("td", { "data-label": headings[place + 1] }, cell))),
   );
   return element("div", { class: "scroll" }, element("table", {}, element("thead", {}, head), element("tbody", {}, body)));
 }
