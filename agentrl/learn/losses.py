@@ -267,8 +267,11 @@ def distillation(batch: LossBatch, *, max_ratio: float = 5.0, reward: float = 0.
     return -weight * batch.logprobs
 
 
-def dpo(batch: LossBatch, *, beta: float = 0.1) -> Tensor:
-    """Mean over the pairs of a group of -log sigmoid(`beta` (h_win - h_lose)), h the sum of log pi - log ref.
+def dpo(batch: LossBatch, *, beta: float = 0.1, pair: str = "sigmoid") -> Tensor:
+    """Mean over the pairs of a group of -log sigmoid(`beta` d), d = h_win - h_lose, h the sum of log pi - log ref.
+
+    With `pair = "hinge"` (SLiC, arXiv:2305.10425) max(0, 1 - `beta` d), with `"ipo"` (arXiv:2310.12036)
+    (d - 1/(2 `beta`))².
 
     Online preference pairs (DPO, arXiv:2305.18290; from the policy's own samples: arXiv:2402.04792): in each seat of a
     group, every conversation of larger advantage is preferred to every one of smaller. The loss of a seat with pairs is
@@ -276,6 +279,7 @@ def dpo(batch: LossBatch, *, beta: float = 0.1) -> Tensor:
     step's loss is the mean over conversations. Conversations without a pair have no loss.
     """
     assert batch.reference_logprobs is not None
+    _check_one_of("pair", pair, ("sigmoid", "hinge", "ipo"))
     number, at = torch.unique(batch.agent, return_inverse=True)
     size = len(number)
     h = batch.logprobs.new_zeros(size).index_add(0, at, batch.logprobs - batch.reference_logprobs)
@@ -287,8 +291,15 @@ def dpo(batch: LossBatch, *, beta: float = 0.1) -> Tensor:
     compared = batch.group[first] * (int(batch.seat.max()) + 1 if size else 1) + batch.seat[first]
     together = compared[:, None] == compared
     wins = together & (advantage[:, None] > advantage + 1e-6)
-    losses = -torch.nn.functional.logsigmoid(beta * (h[:, None] - h)) * wins
-    of_seat = (together * losses.sum(1)).sum(1) / (together * wins.sum(1)).sum(1).clamp(min=1)
+    ahead = h[:, None] - h
+    match pair:
+        case "hinge":
+            losses = torch.relu(1 - beta * ahead)
+        case "ipo":
+            losses = (ahead - 1 / (2 * beta)) ** 2
+        case _:
+            losses = -torch.nn.functional.logsigmoid(beta * ahead)
+    of_seat = (together * (losses * wins).sum(1)).sum(1) / (together * wins.sum(1)).sum(1).clamp(min=1)
     return of_seat[at]
 
 

@@ -161,7 +161,15 @@ def test_a_reference_of_fewer_tokens_is_refused(models: tuple[Path, Path], tmp_p
         steps(config_of(models[0], tmp_path / "small"), tmp_path / "run")
 
 
-def test_online_dpo_is_that_of_a_loop_over_pairs() -> None:
+PAIRS = {
+    "sigmoid": lambda ahead: -torch.nn.functional.logsigmoid(0.5 * ahead),
+    "hinge": lambda ahead: (1 - 0.5 * ahead).clamp(min=0),
+    "ipo": lambda ahead: (ahead - 1) ** 2,
+}
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_online_dpo_is_that_of_a_loop_over_pairs(pair: str) -> None:
     """Three conversations of one seat in one group and one of another; a conversation's tokens share its loss."""
     lengths, groups, advantages = [2, 3, 1, 2], [0, 0, 0, 1], [1.0, -0.5, -0.5, 1.0]
     agent = np.repeat(np.arange(4), lengths)
@@ -186,10 +194,10 @@ def test_online_dpo_is_that_of_a_loop_over_pairs() -> None:
         entropies=torch.zeros(count, dtype=torch.float64).requires_grad_(),
         reference_logprobs=torch.randn(count, generator=draw, dtype=torch.float64),
     )
-    found = dpo(batch, beta=0.5)
+    found = dpo(batch, beta=0.5, pair=pair)
     assert batch.reference_logprobs is not None
     h = [(batch.logprobs - batch.reference_logprobs)[torch.from_numpy(agent == each)].sum() for each in range(4)]
-    pairs = [-torch.nn.functional.logsigmoid(0.5 * (h[0] - h[other])) for other in (1, 2)]
+    pairs = [PAIRS[pair](h[0] - h[other]) for other in (1, 2)]
     expected = torch.stack(pairs).mean()
     assert found[:6].tolist() == pytest.approx([float(expected.detach())] * 6)
     assert found[6:].tolist() == [0.0, 0.0], "nobody to be compared with"
