@@ -1,8 +1,8 @@
 """One agent of a running episode: the engine samples its turns, or the journal replays them.
 
 `LiveAgent.act` handles a turn: it turns new messages into tokens (`TokenRows`), gets the call's id in the journal and,
-if the journal does not hold the reply, has the engine sample it, with one call more for each interruption: an abort, a
-park, the loss of the engine, the death of the previous process.
+if the journal does not hold the reply, samples it with the engine. Each interruption costs one more engine call: an
+abort, a park, the loss of the engine, the death of the previous process.
 
 Invariants
 1. A turn is in the journal before the environment sees it, with the tokens exactly as they were sampled.
@@ -64,25 +64,26 @@ if TYPE_CHECKING:
     from agentrl.rollout.turn_entries import PartialTurn
 
 CHARACTERS_PER_TOKEN = 64
-"""Longer messages are not even tokenised: no tokenizer packs more text than this into a token."""
+"""Maximum characters per token of context: longer messages are refused without tokenising, since no tokenizer packs
+more text than this into a token."""
 
 LOST_IN_A_ROW = 8
-"""Number of times in a row that a call may lose the engine, without a token in between, before the error is raised:
+"""Number of times in a row that a call may lose the engine, without a token in between, before it raises the error:
 about two minutes in all."""
 
 MOST_WORK = (1 << 20) - 1
-"""Tokens sampled so far, in the priority of a call; more count as these."""
+"""Largest number of sampled tokens that the priority of a call distinguishes."""
 DEEPEST = 3
-"""Depth of a child episode, in the priority of a call; deeper ones count as this."""
+"""Largest depth of a child episode that the priority of a call distinguishes."""
 
 
 class TurnSampler:
-    """Samples whole turns of one conversation: its engine session, its KV reservation, the turn that is under way.
+    """Samples whole turns of one conversation: owns its engine session, its KV reservation, and the turn in progress.
 
     Args:
         episode: the running attempt.
-        seat: whose policy samples.
-        index: of the agent within its seat.
+        seat: seat whose policy samples.
+        index: number of the agent within its seat.
     """
 
     __slots__ = (
@@ -108,7 +109,7 @@ class TurnSampler:
         binding = episode.spec.seats[seat]
         self.policy = binding.policy
         self._weights_of = binding.policy if binding.pin is None else binding.pin.policy
-        """The policy whose versions sample: another than the seat's where a past version of it is pinned."""
+        """Policy whose versions sample; it differs from the seat's policy if a past version of another is pinned."""
         self._settings = episode.policy_settings(seat)
         kv_budget = episode.services.kv_budget
         self._reservation: Reservation | None = None
@@ -118,23 +119,22 @@ class TurnSampler:
             self._reservation = kv_budget.reservation(kind, weights=(binding.policy, binding.pin))
         self._session: EngineSession | None = None
         self._kept_version: PolicyVersion | None = None
-        """The version that its next session is pinned to, since its policy keeps its version."""
+        """Version to which the next session is pinned, for a policy whose conversations keep their version."""
         self._in_flight: str | None = None
-        """Request id of the engine call that runs."""
+        """Request id of the running engine call."""
         self._partial: PartialTurn | None = None
-        """The turn that is being sampled."""
+        """Turn in progress."""
         self.pauses: tuple[Pause, ...] = ()
-        """Pauses of the turn that is being sampled, or of the last one."""
+        """Pauses of the turn in progress, or of the last turn."""
         self._sampled = 0
-        """Tokens sampled so far, which decide the priority of a call."""
+        """Number of tokens sampled so far, which determines the priority of a call."""
 
     async def sample(self, call: Call, context: Int32Array, sampling: SamplingParams) -> Completion:
         """Sample one whole turn after `context`, `[T]`.
 
         Raises:
             EngineLostError: the engine was gone for too long.
-            EpisodeError: the engine returned a logprob that is not finite, or has lost the version that the
-                conversation stays on.
+            EpisodeError: the engine returned a logprob that is not finite, or has lost the conversation's version.
         """
         episode, services, reservation = self._episode, self._episode.services, self._reservation
         priority = rank(episode.spec, self._sampled)
@@ -184,7 +184,7 @@ class TurnSampler:
         """Refuse logprobs that are not finite.
 
         Raises:
-            EpisodeError: the engine returned one.
+            EpisodeError: a logprob is NaN or infinite.
         """
         logprobs = completion.logprobs
         if not (math.isfinite(logprobs.dot(logprobs)) or np.isfinite(logprobs).all()):  # the first is five times faster
@@ -195,7 +195,7 @@ class TurnSampler:
 
     @property
     def _name(self) -> str:
-        """Episode, attempt, seat and index, for messages and sessions."""
+        """Episode, attempt, seat and index, for messages and session ids."""
         return f"{self._episode.name}:{self.seat}.{self.index}"
 
     async def _wait_for_kv(self, turn: PartialTurn, reservation: Reservation, priority: int) -> None:
@@ -204,10 +204,10 @@ class TurnSampler:
         self._episode.metric("no_room_s", self.pauses[-1].seconds)
 
     async def _lost(self, error: EngineLostError, turn: PartialTurn, budget: RetryBudget | None) -> RetryBudget:
-        """Wait before the next call, after the engine was lost in the middle of one.
+        """Wait before the next call, after a call lost the engine.
 
         Raises:
-            EngineLostError: `error`, when it was lost too often.
+            EngineLostError: `error`, if the engine was lost too often.
         """
         self._session = None
         self._release_kv()
@@ -235,7 +235,7 @@ class TurnSampler:
             self._reservation.release()
 
     async def _wait_while_parked(self, turn: PartialTurn, call: Call) -> None:
-        """Give back what the engine holds, flush what was sampled, and wait until the episode is unparked."""
+        """Release the engine's resources, flush the sampled tokens, and wait until the episode is unparked."""
         with self._pausing(turn, "parked"):
             self.close()
             await self._episode.partials.flush()
@@ -244,7 +244,7 @@ class TurnSampler:
     def _request(
         self, turn: PartialTurn, call: Call, context: Int32Array, sampling: SamplingParams, priority: int
     ) -> GenerateRequest:
-        """The engine call for the tokens that the turn still lacks."""
+        """Make the engine call for the tokens that the turn still lacks."""
         sampled = turn.sampled
         if sampled:
             context = np.concatenate([context, *(piece.token_ids for piece in turn.pieces)])
@@ -260,10 +260,10 @@ class TurnSampler:
         )
 
     def _refuse_newer_weights(self, error: VersionNotServedError) -> None:
-        """Begin the episode again where its conversation stays on a version that the engine has lost.
+        """Restart the episode if its conversation is pinned to a version that the engine has lost.
 
         Raises:
-            EpisodeError: it does.
+            EpisodeError: the conversation is pinned; the episode restarts.
         """
         if self._kept_version is not None:
             raise EpisodeError(
@@ -282,30 +282,29 @@ class TurnSampler:
         return self._session
 
     def _keep_version(self, sampled: Completion) -> None:
-        """Note which version the conversation stays on, if its policy keeps its version. Not from recorded turns: no
-        version of an earlier attempt of the run is served."""
+        """Note the version of the conversation, if its policy keeps versions. Recorded turns do not count: no version
+        of an earlier attempt of the run is served."""
         keeps_version = self._episode.services.engine.capabilities.keeps_version
         if self._kept_version is None and sampled.spans and self._weights_of in keeps_version:
             self._kept_version = sampled.spans[0].version
 
     def suspend(self) -> None:
-        """Give back what the engine holds, as the episode is parked; a call in flight is cut, and gives it back when it
-        returns.
-        """
+        """Release the engine's resources because the episode is parked. A call in flight is cut, and releases them when
+        it returns."""
         if self._in_flight is not None:
             self._episode.services.engine.abort(self._in_flight)
         else:
             self.close()
 
     def close(self) -> None:
-        """Give KV, slot and lease back. Idempotent."""
+        """Release KV, slot and lease. Idempotent."""
         self._release_kv()
         if self._session is not None:
             self._session.close()
             self._session = None
 
     def running_versions(self) -> Iterator[PolicyVersion]:
-        """The versions that sampled the running turn, as far as its calls have returned."""
+        """Yield the versions that sampled the turn in progress, as far as its calls have returned."""
         for piece in () if self._partial is None else self._partial.pieces:
             for span in piece.spans:
                 yield span.version
@@ -350,7 +349,7 @@ class LiveAgent(TurnSampler, Agent):
         return self._messages
 
     async def act(self, *messages: Message, max_tokens: int | None = None) -> Turn:
-        """Ask the policy; a recorded turn is recalled from the journal."""
+        """Sample a turn, or recall it from the journal."""
         services = self._episode.services
         limits = self._settings.limits
         if len(self._turns) >= limits.max_turns:
@@ -397,7 +396,7 @@ class LiveAgent(TurnSampler, Agent):
         return self._answered(call, messages, completion, sampled)
 
     def _ask(self, messages: Sequence[Message], max_context: int) -> bytes:
-        """The tokens of new messages, which must fit."""
+        """Convert new messages to tokens, and check that they fit."""
         characters = sum([len(message.content) for message in messages])
         if characters > CHARACTERS_PER_TOKEN * max_context:
             self._full(characters // CHARACTERS_PER_TOKEN)
@@ -419,7 +418,7 @@ class LiveAgent(TurnSampler, Agent):
         self._pending = messages
 
     def reward(self, value: float | Mapping[str, float], turn: int | None = None, *, name: str = REWARD) -> None:
-        """Journal a reward with the weight that its name has."""
+        """Journal a reward with the weight of its name."""
         where = f"episode {self._episode.spec.episode_id}, seat {self.seat!r}"
         if isinstance(value, Mapping):
             for each, part in value.items():
@@ -438,7 +437,8 @@ class LiveAgent(TurnSampler, Agent):
         named[name] = finite_reward(named.get(name, 0.0) + number, where)
 
     def _weight(self, name: str, where: str) -> float:
-        """The weight of a reward; raises `RewardError` where the configuration weighs others and not this one."""
+        """Return the weight of a named reward; raise `RewardError` if the configuration gives weights to others but not
+        to this one."""
         check_reward_name(name, where)
         weights = self._episode.services.settings.reward_weights
         if weights and name not in weights:
@@ -448,21 +448,21 @@ class LiveAgent(TurnSampler, Agent):
         return weights.get(name, 1.0)
 
     def gate(self, accepted: bool, *, penalty: float) -> bool:
-        """Count the decision; if it is a refusal, journal the penalty as a reward."""
+        """Count the decision; on a refusal, journal the penalty as a reward."""
         self._episode.metric(GATE_PASSED if accepted else GATE_REFUSED, 1.0, self)
         if not accepted:
             self.reward(penalty)
         return accepted
 
     def versions(self) -> Iterator[PolicyVersion]:
-        """The versions that sampled the agent's tokens, those of the returned calls of the running turn included."""
+        """Yield the versions that sampled the agent's tokens, including returned calls of the turn in progress."""
         for turn in self._turns:
             for span in turn.completion.spans:
                 yield span.version
         yield from self.running_versions()
 
     def header(self) -> TrajectoryHeader:
-        """The agent's part of the episode's header."""
+        """Make the agent's part of the episode's header."""
         oldest = min(self.versions(), key=_age, default=None)
         named = self._named_rewards or {}
         return TrajectoryHeader(
@@ -478,7 +478,7 @@ class LiveAgent(TurnSampler, Agent):
         )
 
     def _tokens_of(self, completion: Completion) -> int:
-        """Number of sampled tokens; for an endpoint, its own count or else the bytes of its line."""
+        """Return the number of sampled tokens; for a remote endpoint its own count, else the bytes of its line."""
         chat_format, own = self._settings.chat_format, len(completion.token_ids)
         if not isinstance(chat_format, JsonFormat):
             return own
@@ -504,7 +504,8 @@ class LiveAgent(TurnSampler, Agent):
         return turn
 
     def _full(self, tokens: int) -> NoReturn:
-        """Raise the error of a conversation that does not fit: it drops a first prompt, and truncates a later turn."""
+        """Raise the error of a conversation that does not fit: a first prompt drops the episode, a later turn truncates
+        it."""
         limit = self._settings.limits.max_context
         if not self._turns:
             raise EpisodeError(
@@ -517,7 +518,7 @@ class LiveAgent(TurnSampler, Agent):
         )
 
     def _sampling(self, max_tokens: int | None) -> SamplingParams:
-        """The policy's sampling parameters, limited to `max_tokens`."""
+        """Return the policy's sampling parameters, limited to `max_tokens`."""
         sampling = self._settings.sampling
         if max_tokens is None or max_tokens >= sampling.max_tokens:
             return sampling
@@ -533,16 +534,16 @@ class LiveAgent(TurnSampler, Agent):
         seconds: float,
         pauses: tuple[Pause, ...],
     ) -> TurnEntry:
-        """The journal entry of the agent's next turn.
+        """Make the journal entry of the agent's next turn.
 
         Args:
-            messages: that are new.
-            row: of the agent, which the turn continues.
+            messages: new messages.
+            row: number of the agent's row that the turn continues.
             context: the new context tokens, as `int32`.
-            before: tokens of the row before these.
-            completion: what was sampled.
-            seconds: that it took.
-            pauses: of the turn.
+            before: number of tokens of the row before these.
+            completion: the sampled completion.
+            seconds: duration of the turn.
+            pauses: pauses of the turn.
         """
         chat_format, sampled = self._settings.chat_format, completion.token_ids.tolist()
         drift = chat_format.drift(sampled)
@@ -579,7 +580,7 @@ class LiveAgent(TurnSampler, Agent):
         )
 
     def _write(self, call: Call, entry: TurnEntry) -> None:
-        """Append the entry of a turn, whose partials are then not needed."""
+        """Append the entry of a turn, and remove its partials."""
         self._episode.journal.write(call, entry)
         self._episode.partials.turn_recorded(call)
 
@@ -587,9 +588,9 @@ class LiveAgent(TurnSampler, Agent):
 class TokenRows:
     """Message ↔ token bookkeeping of one agent: its rows of tokens, the last of them open.
 
-    1. A row's tokens are, turn by turn, `context_ids + token_ids`: exactly what the engine was sent and what it
-       sampled, so the trainer's row is the engine's context to the token. Nothing sampled is tokenised again.
-    2. The tokens of new messages are a function of `question`: where it was asked before, they are known.
+    1. A row's tokens are, turn by turn, `context_ids + token_ids`: exactly the engine's input and output, so the
+       trainer's row equals the engine's context token for token. Sampled tokens are never tokenised again.
+    2. The tokens of new messages are a function of `question`: for a repeated question, they are known.
     """
 
     __slots__ = ("_after", "_asked", "_format", "_row_tokens", "_turns", "before", "row", "tools")
@@ -601,10 +602,10 @@ class TokenRows:
         self._after: FinishReason | None = None
         self._asked: Sequence[Message] = ()
         self._turns: tuple[SampledTurn, ...] = ()
-        """Those of the conversation, where its history may be rewritten."""
+        """Sampled turns of the conversation, if the template may rewrite its history."""
         self.row = 0
         self.before = 0
-        """Tokens of the row before the newest messages; 0 in a new row."""
+        """Number of tokens of the row before the newest messages; 0 in a new row."""
 
     def __len__(self) -> int:
         return len(self._row_tokens)
@@ -618,8 +619,8 @@ class TokenRows:
         return (self._format.fingerprint, before, *map(_said, messages))
 
     def ask(self, messages: Sequence[Message]) -> bytes:
-        """Append messages; returns the context tokens that are new, as `int32`: the whole context where the template
-        rewrites what the model has seen, and the run begins a new row then."""
+        """Append messages, and return the new context tokens as `int32`. If the template rewrites earlier tokens and
+        the run forks then, a new row begins, and these are the whole context."""
         row = self.row
         if self._after is None:
             context_ids = self._format.start(messages, self.tools)
@@ -633,7 +634,7 @@ class TokenRows:
         return context
 
     def _is_same(self, one: Sequence[int], other: Sequence[int]) -> bool:
-        """Whether contexts say the same; white space and the tokens that end a turn do not count."""
+        """Whether two contexts have the same text, apart from white space and the tokens that end a turn."""
         if list(one) == list(other):
             return True
         ends = {*self._format.stop_token_ids}
@@ -641,7 +642,7 @@ class TokenRows:
         return texts[0] == texts[1]
 
     def ask_again(self, context: bytes, messages: Sequence[Message], row: int) -> None:
-        """Append the context tokens that a journal entry recorded; in another row than the open one, begin it."""
+        """Append the context tokens of a journal entry; begin its row if it is not the open one."""
         if row != self.row:
             self._row_tokens = array("i")
             self.row = row
@@ -669,11 +670,11 @@ class TokenRows:
 
 
 def rank(spec: EpisodeSpec, sampled: int) -> int:
-    """The scheduling priority of an agent's call; lower runs first.
+    """Return the scheduling priority of an agent's call; lower runs first.
 
-    Ordered by deadline; then parents that still have children to spawn before their children; then by tokens sampled so
-    far, most first: if some episodes are very long, the one that has sampled most has most left. All siblings are
-    treated like other episodes.
+    The order is by deadline; then by depth, parents that still have children to spawn before children; then by tokens
+    sampled so far, most first: if lengths are heavy-tailed, the episode that has sampled most has most left. Siblings
+    are ordered like unrelated episodes.
     """
     depth = min(spec.episode_id.count("~"), DEEPEST)
     return (spec.deadline * (DEEPEST + 1) + depth) * (MOST_WORK + 1) + MOST_WORK - min(sampled, MOST_WORK)
@@ -684,10 +685,10 @@ def _described(seat: str, messages: Sequence[Message]) -> str:
 
 
 def _valid(message: object) -> Message:
-    """A message whose text any tokenizer and database can take.
+    """Return a message whose text any tokenizer and database can process.
 
     Raises:
-        EnvironmentDefinitionError: the value is no message.
+        EnvironmentDefinitionError: the value is not a message.
     """
     if not isinstance(message, Message):
         raise EnvironmentDefinitionError(
@@ -702,7 +703,7 @@ def _age(version: PolicyVersion) -> tuple[int, int]:
 
 
 def _said(message: Message) -> bytes:
-    """A message, to be hashed."""
+    """Encode a message for hashing."""
     calls = [(call.id, call.name, call.arguments) for call in message.tool_calls]
     thinking = (message.thinking,) if message.thinking else ()
     beside: bytes = (encode_arguments if calls else encode)(

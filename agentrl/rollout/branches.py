@@ -1,11 +1,11 @@
-"""Branches of an episode's program, their recorded calls, and the order in which those come back on re-execution.
+"""Branches of an episode's program, their recorded calls, and the order in which these return on re-execution.
 
-`RecordedCalls` come back in the order they were appended, whatever the schedule, so that state that branches share
-evolves as it did; new calls begin when all recorded ones have come back (`ReplayOrder`).
+`RecordedCalls` return in the order in which they were appended, whatever the schedule, so that state shared by branches
+evolves as before; new calls begin after all recorded ones have returned (`ReplayOrder`).
 
-1. A branch waits at one call at a time. With one branch open nothing ever waits.
-2. A recorded call always comes due: everything that led to it was appended before it.
-3. If every branch waits and none is due, the code no longer makes the call that is next: a mismatch, named.
+1. A branch waits at one call at a time. With only one open branch, no call waits.
+2. A recorded call always becomes due: everything that led to it was appended before it.
+3. If every branch waits and none is due, the code no longer makes the next call: a mismatch that names the call.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ if TYPE_CHECKING:
 StreamKey = tuple[int, int]
 """Seed and attempt of the episode that made a call."""
 BEGIN = "begin"
-"""Call id of the first entry."""
+"""Call id of an attempt's first entry."""
 _NONE: dict[Any, Any] = {}
-"""Stands for the empty dicts of most episodes; never added to."""
+"""Shared empty dict of most episodes; never added to."""
 _NO_PATCHES: Mapping[str, bool] = MappingProxyType({})
 
 
 class Branch:
-    """A line of calls in order: the root, or one coroutine of a `gather`."""
+    """A sequence of calls: the root's, or those of one coroutine of a `gather`."""
 
     __slots__ = (
         "_key",
@@ -78,32 +78,32 @@ class Branch:
         self.path = path
         self.owner: asyncio.Task[object] | None = None
         self.is_open = True
-        """False once the branch has ended; True also before it begins."""
+        """Whether the branch has not ended; True also before it begins."""
         self.calls = 0
         self.resources = 0
         self.memoised: str | None = None
-        """The effect or external tool that is running on the branch, which may make no calls meanwhile."""
+        """Name of the effect or external tool that runs on the branch, which may make no calls meanwhile."""
         self.is_blocked = False
-        """Only another branch of the episode can wake it."""
+        """Whether only another branch of the episode can wake this one."""
         self.awaits_cancellation = False
-        """Whether it waits at a call that is recorded as cancelled."""
+        """Whether the branch waits at a call that is recorded as cancelled."""
         self.is_dismissed = False
-        """Whether its gather has cancelled it: it ends where the journal says, or else now."""
+        """Whether the branch's gather has cancelled it: it ends where the journal records its end, else now."""
         self.children: Sequence[Branch] = ()
-        """Branches of the gather it is in, unless that gather is recorded."""
+        """Branches of the gather that this branch awaits, unless that gather is recorded."""
         self.task: asyncio.Task[object] | None = None
-        """The task that runs it, also before it has begun."""
+        """Task that runs the branch, also before the branch has begun."""
         self.steps: Steps | None = None
-        """The running steps of its code."""
+        """Running steps of the branch's code."""
         self.patches: Mapping[str, bool] = _NO_PATCHES
         self.speaker: int | None = None
-        """Number of the agent that acted last on it, or on its parent before it began."""
+        """Number of the agent that acted last on the branch, or on its parent before it began."""
         self._key = key
         self._rng: random.Random | None = None
 
     @property
     def key(self) -> StreamKey:
-        """Seed and attempt that the branch's randomness comes from at this point."""
+        """Seed and attempt of the branch's randomness at this point."""
         return self._key
 
     @property
@@ -114,7 +114,8 @@ class Branch:
         return self._rng
 
     def use(self, key: StreamKey) -> None:
-        """Switch the random stream, also where the program holds it, to `key`: a fork draws its own numbers."""
+        """Switch the random stream to `key`, also where the program holds a reference to it: a fork draws its own
+        numbers."""
         if key != self._key:
             self._key = key
             if self._rng is not None:
@@ -122,15 +123,15 @@ class Branch:
 
 
 class RecordedCalls:
-    """The recorded calls of an attempt, by id.
+    """The recorded calls of an attempt, keyed by id.
 
     Args:
-        episode_id: of the episode.
-        key: seed and attempt of the episode, with which new calls are made.
+        episode_id: id of the episode.
+        key: seed and attempt of the episode, for new calls.
         own: the attempt's entries on disk.
-        inherited: of a fork: the entries before the fork point, each ancestor's own `begin` among them.
-        edits: of a fork: messages that replace the program's, by call id.
-        answers: recorded calls to be remembered whenever they are asked for, in no order.
+        inherited: for a fork, the entries before the fork point, including each ancestor's `begin`.
+        edits: for a fork, messages that replace the program's, keyed by call id.
+        answers: recorded calls that may be recalled at any time, in no order.
     """
 
     __slots__ = ("_answers", "_decoded", "_entries", "_keys", "edits", "forked_from", "is_empty", "key")
@@ -150,7 +151,7 @@ class RecordedCalls:
         edits = dict(edits)
         self._decoded: tuple[JournalEntry, EntryBody] | None = None
         self.forked_from: Begin | None = None
-        """The beginning of what the episode was forked from."""
+        """First entry of the episode from which this one was forked."""
         for entry in inherited:
             if entry.call_id == BEGIN:
                 begin = entry.decode()
@@ -165,29 +166,29 @@ class RecordedCalls:
         self._keys: Mapping[str, StreamKey] = keys or _NONE
         """Seed and attempt of each ancestor of a fork."""
         self.edits: Mapping[str, Sequence[Mapping[str, Any]]] = edits or _NONE
-        """Messages that replace the program's, by call id."""
+        """Messages that replace the program's, keyed by call id."""
         self._entries = entries or _NONE
         self._answers = {entry.call_id: entry for entry in answers} or _NONE
         self.is_empty = not (self._entries or self._answers or self.edits)
 
     def numbered(self) -> Iterator[str]:
-        """Ids of the calls that come back in order, in the order they were appended."""
+        """Yield the ids of calls that return in order, in the order in which they were appended."""
         return filter(ids.has_call_number, self._entries)
 
     def get(self, call_id: str) -> JournalEntry | None:
-        """The entry of a call that has not come back yet; answers left out."""
+        """Return the entry of a call that has not returned yet; answers are left out."""
         return self._entries.get(call_id)
 
     def answer(self, call_id: str) -> JournalEntry | None:
-        """The recorded answer of the outside world to a call."""
+        """Return the recorded answer of the outside world to a call."""
         return self._answers.get(call_id)
 
     def answers_left(self) -> list[JournalEntry]:
-        """The answers that were not given yet."""
+        """Return the answers that were not given yet."""
         return list(self._answers.values())
 
     def forget_answers(self) -> None:
-        """Give no answer that was not given yet."""
+        """Forget the answers that were not given yet."""
         self._answers = _NONE
 
     def key_of(self, entry: JournalEntry | None) -> StreamKey:
@@ -195,26 +196,26 @@ class RecordedCalls:
         return self.key if entry is None else self._keys.get(entry.episode_id, self.key)
 
     def body(self, entry: JournalEntry) -> EntryBody:
-        """The body of an entry, decoded only once for looking ahead and for the call."""
+        """Return the body of an entry, decoded once for both peeking and the call."""
         if self._decoded is None or self._decoded[0] is not entry:
             self._decoded = (entry, entry.decode())
         return self._decoded[1]
 
     def remove(self, call_id: str) -> bool:
-        """Remove a call that has come back; whether it was recorded."""
+        """Remove a call that has returned; returns whether it was recorded."""
         self._decoded = None
         return self._entries.pop(call_id, None) is not None
 
     def remove_answer(self, call_id: str) -> JournalEntry | None:
-        """Remove an answer that was given; None if there was none."""
+        """Remove and return an answer; None if there is none."""
         return self._answers.pop(call_id, None)
 
 
 NOTHING_RECORDED = RecordedCalls("", (0, 0), (), (), {}, ())
-"""The recorded calls of an attempt that starts from the beginning."""
+"""Recorded calls of an attempt that starts from the beginning."""
 
 _NO_QUEUE: deque[str] = deque()
-"""The queue of every order with nothing recorded: an own one would take 760 bytes. Nothing is ever added to a queue."""
+"""Shared empty queue of orders without recorded calls, never added to; a separate one would take 760 bytes."""
 _NONE_LEFT: set[str] = set()
 _NOBODY: dict[Branch, tuple[int, asyncio.Future[None]]] = {}
 
@@ -223,7 +224,7 @@ class ReplayOrder:
     """Decides when a recorded call may return, and when the first new call may begin.
 
     Args:
-        recorded: the recorded calls' ids in the order they were appended.
+        recorded: ids of the recorded calls, in the order in which they were appended.
         stray: makes the error of a recorded call that the code no longer makes.
     """
 
@@ -238,26 +239,26 @@ class ReplayOrder:
         self._dismissed: tuple[Branch, ...] = ()
         self._waiting: dict[Branch, tuple[int, asyncio.Future[None]]] = _NOBODY
         self._is_looking = False
-        """`_release` is scheduled: one call covers all changes until it runs."""
+        """Whether `_release` is scheduled: one call covers all changes until it runs."""
 
     @property
     def next_id(self) -> str | None:
-        """The recorded call that comes back next; None if everything recorded has."""
+        """Recorded call that returns next; None if all have returned."""
         return self._queue[0] if self._queue else None
 
     def has_under(self, path: str) -> bool:
-        """Whether something recorded on a branch, or on branches it started, is still to come."""
+        """Whether a recorded call of a branch, or of branches it started, has not returned yet."""
         return any(_is_under(call_id, path) for call_id in self._left)
 
     def after(self, path: str, number: int) -> str | None:
-        """The next recorded call of a branch beyond a number of its calls, where one is still to come."""
+        """Return the next recorded call of a branch after call `number`; None if there is none left."""
         if not self._queue:
             return None
         calls = (call_id.rpartition("#") for call_id in self._queue)
         return next((f"{own}#{n}" for own, _, n in calls if own == path and int(n) > number), None)
 
     def end_branch(self, branch: Branch) -> None:
-        """A branch has ended."""
+        """Remove a branch that has ended."""
         branch.is_open = False
         if branch in self.branches:
             self.branches.remove(branch)
@@ -265,13 +266,13 @@ class ReplayOrder:
         self.look()
 
     def close(self) -> None:
-        """End all waiting: drop the references to tasks and to the journal."""
+        """End all waits, and drop the references to tasks and to the journal."""
         for branch in self.branches:
             branch.owner = None
         self._stray = ReplayMismatchError
 
     def abandon(self) -> None:
-        """End the code of every open branch immediately; the owner of the root's task cancels that."""
+        """End the code of every open branch immediately; the owner of the root's task cancels that task."""
         for branch in self.branches:
             if branch.steps is not None:
                 branch.steps.abandon()
@@ -279,7 +280,7 @@ class ReplayOrder:
                 branch.task.cancel()
 
     def dismiss(self, branch: Branch, *, now: bool = False) -> None:
-        """Cancel a branch: now, or once what is recorded of it has come back."""
+        """Cancel a branch, either now or once its recorded calls have returned."""
         if not branch.is_open or (branch.is_dismissed and not now):
             return
         branch.is_dismissed = True
@@ -291,7 +292,7 @@ class ReplayOrder:
                 self.dismiss(child)
 
     def returned(self, call_id: str) -> None:
-        """A recorded call came back."""
+        """Record that a call has returned."""
         if call_id in self._left:
             self._left.discard(call_id)
             while self._queue and self._queue[0] not in self._left:
@@ -301,7 +302,8 @@ class ReplayOrder:
             self.look()
 
     def is_due(self, branch: Branch, number: int) -> bool:
-        """Whether call `number` of a branch may go on: what is next is itself, or happened inside it, or is new."""
+        """Whether call `number` of a branch may continue: the next recorded call is this one, or happened inside it, or
+        there is none."""
         if not self._queue:
             return True
         path, call_id = branch.path, self._queue[0]
@@ -311,15 +313,15 @@ class ReplayOrder:
         return call_id[len(path)] == "#" or int(rest.partition(".")[0]) > number
 
     def forget_dismissed(self, branch: Branch) -> None:
-        """A branch was cancelled where the journal says so: do not cancel it again."""
+        """Stop cancelling a branch that was cancelled where the journal records it."""
         if self._dismissed:
             self._dismissed = tuple(each for each in self._dismissed if each is not branch)
 
     async def wait(self, branch: Branch, number: int) -> None:
-        """Wait until call `number` of a branch is due. Where other branches are open, what is ready of them runs first.
+        """Wait until call `number` of a branch is due. Ready steps of other open branches run first.
 
         Raises:
-            ReplayMismatchError: it never will be.
+            ReplayMismatchError: the call will never be due.
         """
         if len(self.branches) == 1:
             if not self.is_due(branch, number):
@@ -338,7 +340,7 @@ class ReplayOrder:
             branch.is_blocked = False
 
     def look(self) -> None:
-        """Schedule a look at which branches may go on."""
+        """Schedule `_release`."""
         if self._waiting and not self._is_looking:
             self._is_looking = True
             asyncio.get_running_loop().call_soon(self._release)
@@ -351,7 +353,7 @@ class ReplayOrder:
         self.look()
 
     def _release(self) -> None:
-        """Wake the branches that are due, once all have begun: one during replay, then all."""
+        """Wake the branches that are due, once all have begun: one at a time during replay, then all."""
         self._is_looking = False
         if not all(branch.owner or (branch.task and branch.task.cancelling()) for branch in self.branches):
             return
@@ -387,19 +389,19 @@ REMEDY = (
 
 
 def shortened(value: object) -> str:
-    """A value as Python writes it, at most `CHARACTERS` long."""
+    """Return the `repr` of a value, at most `CHARACTERS` long."""
     text = valid_unicode(repr(value))
     return text if len(text) <= CHARACTERS else f"{text[: CHARACTERS - 1]}…"
 
 
 def on_one_line(text: str) -> str:
-    """Text with what cannot be printed escaped, at most twice `CHARACTERS` long."""
+    """Escape unprintable characters of a text, and cut it to twice `CHARACTERS`."""
     shown = valid_unicode(text)[: 2 * CHARACTERS]
     return "".join(character if character.isprintable() else repr(character)[1:-1] for character in shown)
 
 
 def describe_entry(body: EntryBody) -> str:
-    """A short description of an entry, for messages."""
+    """Describe an entry in a few words, for messages."""
     match body:
         case TurnEntry():
             return f"a turn of {body.seat} asked {shortened(' / '.join(_content(m) for m in body.messages))}"
@@ -427,7 +429,7 @@ def describe_entry(body: EntryBody) -> str:
 def replay_mismatch(
     episode_id: str, call_id: str, then: str, now: str, *, code: tuple[str, str]
 ) -> ReplayMismatchError:
-    """The error of a re-execution that differs from the journal at a call.
+    """Make the error of a re-execution that differs from the journal at a call.
 
     `then` and `now` are clauses, `code` holds the code's hashes then and now.
     """

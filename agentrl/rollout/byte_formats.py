@@ -1,14 +1,14 @@
 """Chat formats that need no tokenizer: a token is a UTF-8 byte.
 
 `PlainFormat` is for tests, simulations and the environment checker: ids 256 and above are control tokens, tool calls
-are written in the Hermes form, and content never becomes a control token. It needs no files and no libraries, and is
-cheap beside the loop it tests.
+are written in the Hermes form, and content never becomes a control token. It needs no files and no libraries, and costs
+little compared with the loop it tests.
 
-`JsonFormat` is for policies behind a chat endpoint, which take messages and return a message; what they tokenise is
-not visible. The context is the conversation itself, a JSON line per message in OpenAI's form (the first may hold the
-tools), and the engine (`engines/remote.py`) reads it back, so journal, replay and forks work as for any other policy.
-A line with `refused` is no message: the endpoint declined to answer, a limit like the length of a context (then with
-`limit`). A line's `usage` is the endpoint's own count of tokens, which is never sent back.
+`JsonFormat` is for policies behind a chat endpoint, which take messages and return a message; their tokens are not
+visible. The context is the conversation itself, a JSON line per message in OpenAI's form (the first may hold the
+tools), and the engine (`engines/remote.py`) reads it back, so journal, replay and forks work as for any other policy. A
+line with `refused` is not a message: the endpoint declined to answer. If it names a limit, such as the length of the
+context, the line has `limit`. A line's `usage` is the endpoint's own count of tokens, which is never sent back.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ VOCABULARY_SIZE = 258
 _LITERALS = {START_TOKEN: "<|start|>", STOP_TOKEN: "<|stop|>"}
 _IDS = {literal: token for token, literal in _LITERALS.items()}
 _PIECES = [*(bytes([byte]) for byte in range(256)), *(literal.encode() for _, literal in sorted(_LITERALS.items()))]
-"""Bytes by token, tabulated since a policy decodes its whole context at every turn."""
+"""Bytes of each token, tabulated because a policy decodes its whole context at every turn."""
 _CONTROL = re.compile("(" + "|".join(map(re.escape, _IDS)) + ")")
 _PROMPT = [START_TOKEN, *b"assistant\n"]
 
 
 class PlainFormat:
-    """`<|start|>role\\ncontent<|stop|>` per message, in bytes.
+    """A chat format with `<|start|>role\\ncontent<|stop|>` per message, in bytes.
 
     Example:
         >>> chat = PlainFormat()
@@ -51,7 +51,9 @@ class PlainFormat:
     forks = False
 
     def start(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[int]:
-        """Token ids of a new conversation; tools become a first message that lists name and argument names."""
+        """Return the token ids of a new conversation; tools become a first message that lists name and argument
+        names.
+        """
         ids: list[int] = []
         if tools:
             listed = "\n".join(f"{tool.name}({', '.join(tool.parameters.get('properties', ()))})" for tool in tools)
@@ -61,7 +63,7 @@ class PlainFormat:
         return ids + _PROMPT
 
     def extend(self, messages: Sequence[Message], *, after: FinishReason) -> list[int]:
-        """Token ids that follow a sampled turn; its stop token is added unless it was sampled."""
+        """Return the token ids that follow a sampled turn; its stop token is added unless it was sampled."""
         ids = [] if after == "stop" else [STOP_TOKEN]
         for message in messages:
             ids += _message_ids(message)
@@ -74,7 +76,7 @@ class PlainFormat:
         return None
 
     def parse(self, token_ids: Sequence[int], tools: Sequence[ToolSpec] = ()) -> Message:
-        """The assistant message a completion says; control tokens are left out."""
+        """Return the assistant message of a completion; control tokens are left out."""
         text = _bytes(token_ids).decode("utf-8", "replace")
         content, calls = parse_hermes(text)
         return Message(role="assistant", content=content, tool_calls=calls)
@@ -84,7 +86,7 @@ class PlainFormat:
         return b"".join([_PIECES[token] for token in token_ids]).decode("utf-8", "replace")
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of text, the control tokens' literals recognised."""
+        """Return the token ids of text; literals of control tokens are recognised."""
         ids: list[int] = []
         for part in _CONTROL.split(text):
             control = _IDS.get(part)
@@ -92,7 +94,7 @@ class PlainFormat:
         return ids
 
     def drift(self, token_ids: Sequence[int]) -> str | None:
-        """`undecodable` where the bytes are not UTF-8, else None: bytes are never merged."""
+        """Return `undecodable` if the bytes are not UTF-8, else None: bytes are never merged."""
         try:
             _bytes(token_ids).decode()
         except UnicodeDecodeError:
@@ -105,7 +107,9 @@ def _bytes(token_ids: Sequence[int]) -> bytes:
 
 
 def _message_ids(message: Message) -> list[int]:
-    """Tokens of one message; an assistant's is its content and its calls, as they would have been sampled."""
+    """Return the tokens of one message; an assistant's are its content and its calls, as they would have been
+    sampled.
+    """
     text = message.content + "".join(_call_text(call) for call in message.tool_calls)
     return [START_TOKEN, *f"{message.role}\n{text}".encode("utf-8", "replace"), STOP_TOKEN]
 
@@ -116,7 +120,7 @@ def _call_text(call: ToolCall) -> str:
 
 
 class JsonFormat:
-    """A line of JSON per message.
+    """A chat format with one line of JSON per message.
 
     Example:
         >>> chat = JsonFormat()
@@ -166,7 +170,7 @@ class JsonFormat:
         )
 
     def usage(self, token_ids: Sequence[int]) -> dict[str, int]:
-        """The endpoint's own counts of tokens for a turn; empty if it gave none."""
+        """Return the endpoint's token counts of a turn; empty if it gave none."""
         try:
             said = json.loads(self.decode(token_ids))
         except (ValueError, RecursionError):
@@ -216,7 +220,7 @@ def _is_call(call: Any) -> bool:
 
 
 def _tool_call(call: Mapping[str, Any]) -> ToolCall:
-    """A call as the endpoint wrote it; arguments that are no JSON object stay text."""
+    """Convert a call of the endpoint; arguments that are not a JSON object stay text."""
     written = call["function"].get("arguments")
     text = written if isinstance(written, str) else json.dumps(written)
     parsed = json_value(text)

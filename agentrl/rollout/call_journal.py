@@ -1,14 +1,14 @@
-"""The journal of one attempt of an episode, as the acts of its program see it.
+"""The journal of one attempt of an episode, through which all its calls pass.
 
-A program's acts are made on branches (`Branch`): the root, and one for each coroutine of a `gather`. `CallJournal` is
-the seam that every act passes through: `open` gives the act its id and, where the journal holds it,
-the recorded entry; `reach` waits until it is the act's turn; `recall` compares instead of performing; `write` appends
-what was performed. Resuming, forking and replaying are all this over a prefix of recorded entries (`RecordedCalls`).
+A program makes its calls on branches (`Branch`): the root, and one for each coroutine of a `gather`. Every call passes
+through `CallJournal`: `open` gives the call its id and, if it is recorded, its entry; `reach` waits until it is due;
+`recall` compares a recorded call instead of performing it; `write` appends a performed one. To resume, fork or replay
+an episode is to do this over a prefix of recorded entries (`RecordedCalls`).
 
 1. A call id belongs to a branch; a branch's calls are made by the task that owns it.
-2. Recorded calls come back in the order they were appended (`ReplayOrder`); new ones begin after the last.
-3. A cancellation is recorded once the episode has made something of it: by its next act, or by ending normally. Code
-   that stops an episode from outside says so (`stop`), and nothing more is recorded.
+2. Recorded calls return in the order in which they were appended (`ReplayOrder`); new ones begin after the last.
+3. A cancellation is recorded when the episode continues after it: at its next call, or at its normal end. Code that
+   stops an episode from outside calls `stop`, after which nothing is recorded.
 """
 
 from __future__ import annotations
@@ -92,19 +92,19 @@ def current_branch() -> Branch:
 
 
 def branch_inside() -> Branch | None:
-    """The branch whose code is running, None outside episodes; for observers."""
+    """Return the branch whose code is running, or None outside episodes; for observers."""
     return _branch.get(None)
 
 
 def begin_branch(branch: Branch) -> None:
-    """Make the running task a branch's owner."""
+    """Make the running task the owner of a branch."""
     branch.owner = asyncio.current_task()
     _branch.set(branch)
 
 
 @contextlib.contextmanager
 def memoising(branch: Branch, name: str | None) -> Iterator[None]:
-    """Around code that is not run again on re-execution; `name` names it, None: it is run again."""
+    """Mark code in the context that is not run again on re-execution, by `name`; None: the code is run again."""
     if name is None:
         yield
         return
@@ -116,12 +116,12 @@ def memoising(branch: Branch, name: str | None) -> Iterator[None]:
 
 
 def _begin_memoised(branch: Branch, name: str) -> None:
-    """Begin code that is not run again on re-execution.
+    """Begin memoised code, which is not run again on re-execution.
 
-    Its draws from global random generators do not count as the branch's: they would be missing on re-execution.
+    Its draws from global random generators do not count for the branch, because re-execution does not repeat them.
 
     Raises:
-        CancelledError: the branch has drawn from them before.
+        CancelledError: the branch has already drawn from them.
     """
     if branch.steps is not None:
         branch.steps.suspend_guard()
@@ -135,7 +135,7 @@ def _end_memoised(branch: Branch) -> None:
 
 
 class Call(msgspec.Struct, frozen=True):
-    """An act about to happen, or that happened before."""
+    """A call that is about to happen, or that is recorded."""
 
     call_id: str
     asked: bytes
@@ -145,21 +145,21 @@ class Call(msgspec.Struct, frozen=True):
     waits: bool = True
     """Whether `CallJournal.reach` may have to wait; False for a new call while no other branch is open."""
     is_inherited: bool = False
-    """A fork inherits it, and does not write it."""
+    """Whether a fork inherited the call, so that it is not written."""
 
 
 class CallJournal:
-    """The journal of one attempt: what was recorded before, and where new entries go.
+    """The journal of one attempt: its recorded entries, and the log of new ones.
 
     Args:
-        log: where entries go.
-        episode_id: of the episode.
-        attempt: of the episode.
-        recorded: the attempt's entries on disk, in the order they were appended.
-        seed: of the episode.
+        log: log to which entries are appended.
+        episode_id: id of the episode.
+        attempt: number of the attempt.
+        recorded: the attempt's entries on disk, in the order in which they were appended.
+        seed: seed of the episode.
         inherited: see `RecordedCalls`.
         edits: see `RecordedCalls`.
-        answers: see `RecordedCalls`; the checker uses them to let the outside world answer as it did.
+        answers: see `RecordedCalls`; the checker uses them to repeat the answers of the outside world.
     """
 
     __slots__ = (
@@ -206,12 +206,12 @@ class CallJournal:
         self.failure: EngineError | GlobalRandomError | None = None
         """The error the episode ends with, even if its program catches it."""
         self.is_over_time = False
-        """The time limit ended an act of the episode, now or when it was recorded: no further turn begins."""
+        """Whether the time limit ended a call of the episode, now or when it was recorded; no further turn begins."""
         self._is_cutting = False
-        """The time limit has cancelled the program, and no act has raised `LimitReachedError` for it yet."""
+        """Whether the time limit has cancelled the program, and no call has raised `LimitReachedError` for it yet."""
         self._cancelled: tuple[Call, ...] = ()
         self.code_hash = self.code_hash_then = ""
-        """Hash of the code that runs now, and of the code that wrote the recorded entries."""
+        """Hash of the code that runs now; `code_hash_then` is that of the code that wrote the recorded entries."""
         self.own_random = False
         """Whether the episode's code has its own global random generators."""
         self.detects_draws = True
@@ -223,7 +223,7 @@ class CallJournal:
         if own or inherited or edits or answers:
             self._recorded = RecordedCalls(episode_id, (seed, attempt), own, inherited, edits, answers)
         self.is_resumed = bool(own)
-        """An earlier execution of the attempt left entries."""
+        """Whether an earlier execution of the attempt left entries."""
         self.is_new = self._recorded.is_empty
         """Whether every call is new: nothing was recorded before."""
         stray = ReplayMismatchError if self.is_new else self._stray  # nothing recorded can stray
@@ -234,11 +234,11 @@ class CallJournal:
     # --- an act, in order ---------------------------------------------------------------------------------------------
 
     def open(self, asked: bytes = b"", describe: Callable[[], str] | None = None) -> Call:
-        """The next call of the calling branch.
+        """Open the next call of the calling branch.
 
         Args:
-            asked: hash of what is newly asked.
-            describe: returns what is newly asked, for the message of a mismatch.
+            asked: hash of the new question.
+            describe: returns the new question, for the message of a mismatch.
 
         Raises:
             UnstructuredConcurrencyError: the call is made by another task, inside an effect, or after the episode's
@@ -279,10 +279,10 @@ class CallJournal:
         return Call(call_id, asked, body, branch, number)
 
     def open_named(self, call_id: str, asked: bytes) -> Call:
-        """A call that names itself by what it asks, made by no branch and in no order: a request to the gateway.
+        """Open a call named by its content, on no branch and in no order: a request to the gateway.
 
-        An answer of an earlier attempt is taken out of `answers`, and the caller writes it anew; what a fork inherits
-        is written already.
+        An answer of an earlier attempt is removed from `answers`, and the caller writes it again; an entry that a fork
+        inherits is already written.
 
         Raises:
             UnstructuredConcurrencyError: the episode has ended.
@@ -305,44 +305,45 @@ class CallJournal:
         self._recorded.forget_answers()
 
     def unasked_turns(self, seat: str) -> list[TurnEntry]:
-        """The recorded turns of a seat's agent from outside that it has not asked for; of the newest attempt, which
-        holds all that was asked for in it."""
+        """Return the recorded turns of a seat's external agent that it has not requested, from the newest attempt,
+        which holds all that were requested in it."""
         left = self._recorded.answers_left()
         newest = max((entry.attempt for entry in left), default=0)
         turns = (entry.decode() for entry in left if entry.attempt == newest)
         return [turn for turn in turns if isinstance(turn, TurnEntry) and turn.seat == seat]
 
     def write_again(self, call: Call, body: TurnEntry) -> None:
-        """Append a turn of an earlier attempt as this attempt has it; raises as `write`."""
+        """Append a turn of an earlier attempt to this one; raises as `write`."""
         self.write(call, body)
 
     def check_new(self, call: Call, difference: str) -> None:
-        """Called before a call that names itself is performed; a replay refuses it.
+        """Check a named call before it is performed; a replay refuses it.
 
         Args:
-            call: not recorded.
-            difference: from a recorded call that was not made before; empty: all were.
+            call: a call that is not recorded.
+            difference: difference from a recorded call that was not made yet; empty if all were.
         """
 
     def edits_at(self, call_id: str) -> Sequence[Mapping[str, Any]]:
-        """The messages that a fork puts in place of a call's; mostly none."""
+        """Return the messages with which a fork replaces those of a call; usually none."""
         return self._recorded.edits.get(call_id, ())
 
     def peek(self, asked: bytes) -> EntryBody | None:
-        """The recorded body of the calling branch's next call, if exactly this was asked; the call is not made."""
+        """Return the recorded body of the calling branch's next call if it has the same question, without making the
+        call."""
         branch = current_branch()
         entry = self._recorded.get(ids.call_id(branch.path, branch.calls))
         return self._recorded.body(entry) if entry is not None and entry.asked == asked else None
 
     def fork_edits(self) -> Sequence[Mapping[str, Any]]:
-        """The messages that a fork puts in place of the program's at the calling branch's next call; mostly none."""
+        """Return the messages with which a fork replaces those of the calling branch's next call; usually none."""
         branch = current_branch()
         return self.edits_at(ids.call_id(branch.path, branch.calls))
 
     async def reach(self, call: Call, *, cancelled: bool = False) -> None:
-        """Wait until it is the call's turn: replay has come to it or, if it is new, has finished.
+        """Wait until the call is due: replay has reached it or, if it is new, has finished.
 
-        `cancelled`: the caller was cancelled during the call, which is recorded here.
+        `cancelled` states that the caller was cancelled during the call, which is recorded here.
 
         Raises:
             asyncio.CancelledError: the call is cancelled, now or in the journal.
@@ -367,7 +368,7 @@ class CallJournal:
             raise
 
     async def _reach_cancelled(self, call: Call, branch: Branch, *, cancelled: bool) -> NoReturn:
-        """Wait for the turn of a call that was cancelled, and for its canceller, in whatever order they come."""
+        """Wait until a cancelled call is due, and for its canceller, in either order."""
         while True:
             try:
                 await self._order.wait(branch, call.number)
@@ -386,10 +387,10 @@ class CallJournal:
         raise asyncio.CancelledError
 
     def recall(self, call: Call, kind: type[Body]) -> Body | None:
-        """The recorded body of a call, which must be of a kind; it has then come back.
+        """Return the recorded body of a call, which must be of a kind, and mark the call as returned.
 
         Raises:
-            ReplayMismatchError: it is of another kind.
+            ReplayMismatchError: the entry is of another kind.
         """
         if call.recorded is None:
             return None
@@ -400,7 +401,7 @@ class CallJournal:
         return call.recorded
 
     def interrupted(self, call: Call) -> None:
-        """Note that the act of a call was cancelled.
+        """Note that a call was cancelled.
 
         Raises:
             LimitReachedError: the time limit cancelled it.
@@ -443,7 +444,7 @@ class CallJournal:
             self.mismatch(call.call_id, then, "the code now makes it")
 
     def reward(self, body: RewardEntry) -> RewardEntry:
-        """A reward is given, or was given before, under the weight of then; raises as `open` and `write`."""
+        """Write a reward, or recall it with its recorded weight; raises as `open` and `write`."""
         name = () if body.name == REWARD else (body.name.encode(),)
         call = self.open(asked_hash(struct.pack("<d", body.value), *name), lambda: describe_entry(body))
         recorded = self.recall(call, RewardEntry)
@@ -454,7 +455,7 @@ class CallJournal:
     # --- entries without a number ------------------------------------------------------------------------------------
 
     def begin(self, make: Callable[[], Begin]) -> Begin:
-        """The first entry: the recorded one, else `make()`; notes the hash of the code then and now."""
+        """Return the first entry, recorded or made by `make()`; notes the hash of the code then and now."""
         made = make()
         call = self._unnumbered(BEGIN)
         begin = self.recall(call, Begin)
@@ -468,7 +469,7 @@ class CallJournal:
         return begin
 
     def intend(self, call: Call, name: str) -> bool:
-        """Record that a `once` call is about to be performed; False if that was recorded before."""
+        """Record that a `once` call is about to be performed; returns False if that was already recorded."""
         intent = self._unnumbered(f"{call.call_id}!")
         if self.recall(intent, IntentEntry) is not None:
             return False
@@ -490,7 +491,7 @@ class CallJournal:
 
     @property
     def forked_from(self) -> Begin | None:
-        """The beginning of what the episode was forked from."""
+        """First entry of the episode from which this one was forked."""
         return self._recorded.forked_from
 
     async def flush(self) -> None:
@@ -504,7 +505,7 @@ class CallJournal:
     # --- branches -----------------------------------------------------------------------------------------------------
 
     def enter(self, path: str) -> Branch:
-        """A new branch; the task that is to own it calls its `begin`."""
+        """Make a new branch; the task that will own it calls its `begin`."""
         following = self._order.next_id
         key = (self._seed, self._attempt)
         branch = Branch(path, key if following is None else self._recorded.key_of(self._recorded.get(following)))
@@ -512,24 +513,24 @@ class CallJournal:
         return branch
 
     def holds(self, branch: Branch) -> bool:
-        """Whether something recorded on a branch is still to come."""
+        """Whether a recorded call of a branch has not returned yet."""
         return self._order.has_under(branch.path)
 
     def look(self) -> None:
-        """A branch has begun."""
+        """Note that a branch has begun."""
         self._order.look()
 
     def dismiss(self, branches: Iterable[Branch]) -> None:
-        """Cancel branches, each where the journal says that it was, else now."""
+        """Cancel branches, each where the journal records its cancellation, else now."""
         for branch in branches:
             self._order.dismiss(branch, now=self._stopped)
 
     def end_branch(self, branch: Branch) -> None:
-        """A branch has ended."""
+        """Note that a branch has ended."""
         self._order.end_branch(branch)
 
     def begin_steps(self, branch: Branch, program: Callable[[], Awaitable[Any]]) -> Steps:
-        """The code of a branch, begun by `program`, as an awaitable; call `end_steps` afterwards.
+        """Return the code of a branch, begun by `program`, as an awaitable; call `end_steps` afterwards.
 
         The code has its own global random generators, or must not draw from them; a detected draw fails the episode.
         """
@@ -542,37 +543,40 @@ class CallJournal:
         return branch.steps
 
     def end_steps(self, branch: Branch) -> None:
-        """The code of a branch has ended."""
+        """Note that the code of a branch has ended."""
         if branch.steps is not None:
             branch.steps.close()
             branch.steps = None
 
     def abandon(self) -> None:
-        """End the code of all branches immediately; the owner of the root's task cancels that."""
+        """End the code of all branches immediately; the owner of the root's task cancels that task."""
         self._order.abandon()
 
     # --- cancellation and the end -------------------------------------------------------------------------------------
 
     def cancel(self, call: Call) -> None:
-        """A call was cancelled in flight; recorded once it is known that the episode itself did it.
+        """Note that a call was cancelled in flight. It is recorded when it is known that the episode itself cancelled
+        it.
 
-        One of a branch that ends during replay is not: it was not when the rest was recorded.
+        A call of a branch that ends during replay is not recorded, because it was not recorded originally.
         """
         replaying = self._order.next_id is not None and call.branch is not None and call.branch.is_dismissed
         if not self._stopped and not replaying:
             self._cancelled = (*self._cancelled, call)
 
     def end_act(self) -> None:
-        """The time limit is about to cancel the program: the act in flight will raise `LimitReachedError`."""
+        """Note that the time limit is about to cancel the program: the call in flight will raise
+        `LimitReachedError`.
+        """
         self.is_over_time = self._is_cutting = True
 
     @property
     def is_cutting(self) -> bool:
-        """Whether the time limit has cancelled the program, and no act has ended by that yet."""
+        """Whether the time limit has cancelled the program, and no call has ended by that yet."""
         return self._is_cutting
 
     def cut(self, branch: Branch) -> bool:
-        """A cancellation has reached an act; whether it was the time limit's, which is then answered."""
+        """Handle a cancellation that reached a call; returns whether it came from the time limit."""
         task = asyncio.current_task()
         if self._is_cutting and task is not None:
             task.uncancel()
@@ -581,7 +585,7 @@ class CallJournal:
         return False
 
     def refuse_for_time(self, call: Call) -> NoReturn:
-        """Record that the time limit ended a call, or keeps it from beginning.
+        """Record that the time limit ended a call, or prevents it.
 
         Raises:
             LimitReachedError: always.
@@ -591,30 +595,30 @@ class CallJournal:
         raise _time_limit(entry)
 
     def settle(self) -> None:
-        """Record the calls that were cancelled: the episode continues, so it cancelled them itself."""
+        """Record the cancelled calls: the episode continues, so it cancelled them itself."""
         cancelled, self._cancelled = self._cancelled, ()
         for call in cancelled:
             self.write(call, CancelEntry())
 
     def stop(self) -> None:
-        """The episode is about to be cancelled from outside, to be resumed later: nothing more is recorded."""
+        """Record nothing more: the episode is about to be cancelled from outside, to be resumed later."""
         self._stopped = True
 
     def drew(self) -> None:
-        """The episode's code drew from the global random generators of the process."""
+        """Note that the episode's code drew from the process's global random generators."""
         self.fail(GlobalRandomError(self._episode_id))
 
     def fail(self, error: EngineError | GlobalRandomError) -> None:
-        """The episode cannot go on; cancellations that follow are not recorded."""
+        """Note that the episode cannot continue; later cancellations are not recorded."""
         self.failure = self.failure or error
         self.stop()
         self._cancelled = ()
 
     def finish(self) -> None:
-        """The program of the episode has returned.
+        """Check the journal after the program of the episode has returned.
 
         Raises:
-            ReplayMismatchError: it made fewer calls than the journal holds.
+            ReplayMismatchError: the program made fewer calls than the journal holds.
         """
         self.settle()
         if self._order.next_id is not None:
@@ -627,7 +631,7 @@ class CallJournal:
 
     @property
     def is_replaying(self) -> bool:
-        """Whether something recorded is still to come back."""
+        """Whether a recorded call has not returned yet."""
         return self._order.next_id is not None
 
     @property
@@ -637,13 +641,13 @@ class CallJournal:
 
     @property
     def digest(self) -> bytes:
-        """Digest of all entries of the attempt so far; see `EpisodeDigest`."""
+        """Return the digest of all entries of the attempt so far; see `EpisodeDigest`."""
         return self._digest.value
 
     # --- differences --------------------------------------------------------------------------------------------------
 
     def mismatch(self, call_id: str, then: str, now: str) -> NoReturn:
-        """Refuse to go on.
+        """Stop the execution at a call that differs from the journal.
 
         Raises:
             ReplayMismatchError: always; `then` and `now` are clauses.
@@ -676,16 +680,16 @@ def _time_limit(entry: LimitEntry) -> LimitReachedError:
 
 
 class Performing:
-    """Surrounds an act that is performed now, and records its cancellation.
+    """A context in which a call is performed; it records the call's cancellation.
 
     Args:
-        journal: of the episode.
-        call: the act.
-        memoised: names an act that is not run again on re-execution; it may make no calls of its own.
-        limit: the episode's time limit, where it is paused meanwhile.
+        journal: journal of the episode.
+        call: the call.
+        memoised: name of a call that is not run again on re-execution; it may make no calls itself.
+        limit: the episode's time limit, if it is paused meanwhile.
 
     Raises:
-        LimitReachedError: the time limit ended the act.
+        LimitReachedError: the time limit ended the call.
     """
 
     __slots__ = ("_call", "_journal", "_limit", "_memoised")
@@ -728,17 +732,19 @@ decode = msgspec.msgpack.Decoder().decode
 
 
 def plain(arguments: Any) -> Any:
-    """Arguments as the journal can hold them; anything else (an integer of 80 bits, say) becomes text."""
+    """Convert arguments to data that the journal can hold; anything else (such as an integer of 80 bits) becomes
+    text.
+    """
     return plain_and_encoded(arguments)[0]
 
 
 def encode_arguments(arguments: Any) -> bytes:
-    """Bytes of arguments, to be hashed."""
+    """Encode arguments for hashing."""
     return plain_and_encoded(arguments)[1]
 
 
 def plain_and_encoded(arguments: Any) -> tuple[Any, bytes]:
-    """`plain` and `encode_arguments` at once."""
+    """Compute `plain` and `encode_arguments` at once."""
     data = dict(arguments) if type(arguments) is dict or isinstance(arguments, Mapping) else arguments
     try:
         return data, encode(data)
@@ -748,12 +754,12 @@ def plain_and_encoded(arguments: Any) -> tuple[Any, bytes]:
 
 
 def journaled(value: Any, where: str) -> Any:
-    """A value as it comes back from the journal: the same on the first execution as on every other.
+    """Return a value as the journal returns it: the same on the first execution as on every other.
 
-    Tuples are lists, and what the caller does to it changes nothing recorded.
+    Tuples become lists, and the caller may change the result without changing the recorded value.
 
     Raises:
-        EpisodeError: it cannot be journaled; `where` says what returned it.
+        EpisodeError: the value cannot be journaled; `where` names its origin in the message.
     """
     try:
         return decode(encode(value))

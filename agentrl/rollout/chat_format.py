@@ -1,12 +1,12 @@
-"""`TemplateFormat`: messages ↔ tokens for any local Hugging Face model directory, by its own tokenizer and template.
+"""`TemplateFormat`: the chat format of any local Hugging Face model directory, by its tokenizer and template.
 
-Turns messages into the tokens that follow a sampled turn, and the tokens of a completion into a message. Runs no models
-and no tools, and needs only `tokenizers` and jinja2, not transformers.
+Turns messages into the tokens that follow a sampled turn, and the tokens of a completion into a message. Needs only
+`tokenizers` and jinja2, not transformers.
 
 Invariants
-1. Token in, token out: `extend` gives only what follows the sampled tokens; those are never rendered or tokenised
-   again. Where a template strips the thinking of former turns, the sampled thinking stays in the context.
-2. Content never becomes a control token, whatever it says: control tokens come from the template's frame alone.
+1. Token in, token out: `extend` returns only the tokens that follow the sampled ones, which are never rendered or
+   tokenised again. If a template strips the thinking of earlier turns, the sampled thinking stays in the context.
+2. Content never becomes a control token: control tokens come from the template's frame alone.
 3. For benign content the tokens are those of the rendered text, encoded in one go (checked on probes at load).
 """
 
@@ -46,18 +46,21 @@ if TYPE_CHECKING:
 DriftCause = Literal["undecodable", "retokenised"]
 
 AUTO = "auto"
-"""The reply format that the chat template writes."""
+"""Name of the reply format that the chat template writes."""
 
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _ANCHOR = "\ue002"
 _FRAMES = 64
-"""Openings kept for reuse; further ones are rendered each time."""
+"""Number of openings kept for reuse; further ones are rendered each time."""
 _KEPT_CHARACTERS = 1 << 20
-"""Characters whose tokens are kept for reuse: the members of a group ask the same, and tools often answer the same."""
+"""Number of characters whose tokens are kept for reuse: members of a group get the same prompt, and tools often give
+the same answers."""
 _SPARE_ROWS = 2048
-"""Rows of an embedding that may stand for no token: models are padded to round sizes, the largest seen by 1,069."""
+"""Number of embedding rows that may have no token: models are padded to round sizes, the largest seen by 1,069."""
 _MAX_PROBE_CHARACTERS = 200_000
-"""Text a template may put around a few words; the longest in use put some thousands."""
+"""Maximum length of the text that a template puts around a few words; the longest in use puts some thousand
+characters.
+"""
 
 _TRANSFORMS: tuple[Callable[[str], str], ...] = (
     lambda content: content,
@@ -72,7 +75,7 @@ _PROBES = ("85", " two words ", '\n{"a": "b\\n"}\n', "é<|x|> </think>\t1.5", "<
 
 @dataclass(frozen=True, slots=True)
 class _Frame:
-    """Tokens of messages of which only one content varies: `head + plain(before + content + behind) + tail`."""
+    """Tokens of messages of which one content varies: `head + plain(before + content + behind) + tail`."""
 
     head: list[int]
     before: str
@@ -87,7 +90,7 @@ class _ReplyParts(NamedTuple):
     thinking: str
     all_ids: list[int]
     reply_ids: list[int]
-    """Without its thinking and the white space behind that."""
+    """Token ids without thinking and the white space after it."""
 
 
 class TemplateFormat:
@@ -103,7 +106,7 @@ class TemplateFormat:
         self.fingerprint = hashlib.blake2b(b"".join(made_with), digest_size=8).digest()
         tokens = _added_tokens(tokenizer)
         self._arguments_as_text = False
-        """Whether the template takes the arguments of a call as text."""
+        """Whether the template takes a call's arguments as text."""
         self.reply_format = self._find_reply_format(reply_format, [t.literal for t in tokens if t.special])
         self._thinking = _thinking_marks(template.source, {token.literal for token in tokens})
         markup = {*self.reply_format.markup, *(self._thinking or ()), *THINKING[0]}
@@ -133,7 +136,7 @@ class TemplateFormat:
         self._openings: dict[object, tuple[_Frame | None, Sequence[ToolSpec]]] = {}
         self._replies: dict[str, _Frame] = {}
         self._decoded: tuple[list[int], str] = ([], "")
-        """Cache of the last decoded tokens and their text: a turn's text is read several times in a row."""
+        """Cache of the last decoded tokens and their text: a turn is decoded several times in a row."""
         self._endings = _endings(tokenizer, self._silent)
         roles: tuple[Role, ...] = ("user", "tool")
         for role in roles:
@@ -145,17 +148,17 @@ class TemplateFormat:
     def load(
         cls, model_dir: str | Path, *, reply_format: str = AUTO, history: Literal["keep", "fork"] = "keep"
     ) -> TemplateFormat:
-        """Read tokenizer and template of a local model directory.
+        """Load tokenizer and template of a local model directory.
 
         Args:
-            model_dir: with tokenizer and template.
+            model_dir: directory with tokenizer and template.
             reply_format: a name in `REPLY_FORMATS`, or `auto` for the one that the template writes.
-            history: what becomes of former turns that the template rewrites: the model keeps seeing them as they were,
-                or the conversation goes on in a new row.
+            history: treatment of earlier turns that the template rewrites. `keep`: the model sees them unchanged;
+                `fork`: the conversation continues in a new row.
 
         Raises:
-            ModelError: a file is missing or unusable, the tokenizer is of another model, the template closes no turn
-                with a special token, or it rewrites former turns, so that a sampled conversation could not be
+            ModelError: a file is missing or unusable, the tokenizer belongs to another model, the template closes no
+                turn with a special token, or it rewrites earlier turns so that a sampled conversation cannot be
                 continued token for token.
         """
         directory = Path(model_dir)
@@ -181,10 +184,10 @@ class TemplateFormat:
         return cls(directory, tokenizer, ChatTemplate(directory), reply_format, forks=history == "fork")
 
     def start(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[int]:
-        """Token ids of a new conversation, up to where the assistant's turn begins.
+        """Return the token ids of a new conversation, up to the start of the assistant's turn.
 
-        The frame around the last message is kept for reuse where all before it are system messages: tools are then
-        compared by identity, so hand the same `ToolSpec` objects over each time.
+        The frame around the last message is cached if all messages before it are system messages. The cache compares
+        tools by identity, so pass the same `ToolSpec` objects each time.
 
         Raises:
             ModelError: the template refuses the conversation.
@@ -205,7 +208,8 @@ class TemplateFormat:
         return self._fill(kept[0], last.content)
 
     def extend(self, messages: Sequence[Message], *, after: FinishReason) -> list[int]:
-        """Token ids that follow a sampled turn: what closes it, the new messages, the next turn's beginning.
+        """Return the token ids that follow a sampled turn: its closing tokens, the new messages, the start of the next
+        turn.
 
         After `stop` the closing token is the completion's last one and is not repeated.
 
@@ -259,18 +263,18 @@ class TemplateFormat:
         return [*ids, *self._encode_pieces(pieces)] if pieces else None
 
     def _values(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
-        """Messages as the template reads them."""
+        """Convert messages to the template's values."""
         as_text = self._arguments_as_text
         return [message_value(each, self._control, arguments_as_text=as_text) for each in messages]
 
     def _from_closing(self, text: str) -> list[int | str]:
-        """Rendered pieces from the token on that ends a turn; none if there is none."""
+        """Return the rendered pieces from the token that ends a turn; none if there is none."""
         pieces = self._control.split(text)
         at = next((at for at, piece in enumerate(pieces) if piece in self._ends), len(pieces))
         return pieces[at:]
 
     def _marked(self, number: int, reply: _ReplyParts, answers: Sequence[Message]) -> dict[str, Any]:
-        """A sampled turn as the template reads it, marks in the place of what was sampled."""
+        """Return a sampled turn as the template reads it, with marks in place of sampled text."""
         speech = _mark("s", number)
         value = _value("assistant", speech)
         if reply.thinking and self._history_marks is not None:
@@ -283,7 +287,7 @@ class TemplateFormat:
         return value
 
     def _reply_parts(self, token_ids: Sequence[int]) -> _ReplyParts:
-        """Sampled tokens, without those that end the turn."""
+        """Split sampled tokens into thinking and reply, without the tokens that end the turn."""
         ids = _as_list(token_ids)
         ids = ids[:-1] if ids and (ids[-1] in self._ends or ids[-1] in self.stop_token_ids) else ids
 
@@ -306,7 +310,7 @@ class TemplateFormat:
         return Message(role="assistant", content=content, tool_calls=calls, thinking=thinking)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of tokens, special tokens included."""
+        """Return the text of tokens, special tokens included."""
         ids = _as_list(token_ids)
         known, text = self._decoded
         if ids != known:
@@ -315,7 +319,7 @@ class TemplateFormat:
         return text
 
     def _decode_reply(self, ids: list[int]) -> str:
-        """Text of tokens without the silent ones."""
+        """Return the text of tokens without the silent ones."""
         silent = self._silent
         shown = [token for token in ids if token not in silent]
         ending = self._endings.get(ids[-1]) if len(shown) == len(ids) - 1 else None
@@ -324,13 +328,13 @@ class TemplateFormat:
         return self.decode(ids).removesuffix(ending)  # which is decoded anyway, for the journal
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of text as the template would tokenise it, control tokens recognised."""
+        """Return the token ids of text as the template would tokenise it; control tokens are recognised."""
         ids: list[int] = self._tokenizer.encode(valid_unicode(text), add_special_tokens=False).ids
         return ids
 
     def drift(self, token_ids: Sequence[int]) -> DriftCause | None:
-        """Why the text of `token_ids` would be tokenised differently: invalid UTF-8 or other merges; None if it would
-        not."""
+        """Explain why the text of `token_ids` would be tokenised differently: invalid UTF-8, or other merges; None if
+        it would not."""
         ids = _as_list(token_ids)
         text = self.decode(ids)
         if self.encode(text) == ids:
@@ -343,10 +347,10 @@ class TemplateFormat:
         return self._control.split(self._template.render(values, specs, prompt=True))
 
     def _reply_pieces(self, messages: Sequence[Message]) -> list[int | str]:
-        """The rendered pieces after the closing token of a sampled turn, up to the next turn, for new `messages`.
+        """Render the pieces after the closing token of a sampled turn, up to the next turn, for new `messages`.
 
-        The sampled turn is a stand-in: its text is never looked at, only what the template puts behind it. To messages
-        of tools it has the calls that they answer, if the template takes them.
+        A stand-in replaces the sampled turn, because only the pieces after it matter. Before messages of tools it has
+        the calls that they answer, if the template accepts them.
 
         Raises:
             ModelError: the template refuses the messages.
@@ -379,7 +383,7 @@ class TemplateFormat:
         return bool(messages) and messages[-1].role == "user" and all(m.role == "system" for m in messages[:-1])
 
     def _encode_plain(self, text: str) -> Sequence[int]:
-        """Token ids of text that follows a control token, everything in it plain."""
+        """Return the token ids of plain text that follows a control token."""
         if not text:
             return ()
         known = self._encoded.get(text)
@@ -409,7 +413,7 @@ class TemplateFormat:
         return [*frame.head, *self._encode_plain(text), *frame.tail]
 
     def _frame(self, pieces_of: Callable[[str], list[int | str]]) -> _Frame | None:
-        """The frame of a rendering in which one content varies; None if it changes more than its place."""
+        """Return the frame of a rendering in which one content varies; None if more than its place changes."""
         if self._control.strips:
             return None
         try:
@@ -429,7 +433,7 @@ class TemplateFormat:
         return None
 
     def _reply_frame(self, role: Role) -> _Frame | None:
-        """The frame of one new message; None also where the template writes the name of the tool that answers."""
+        """Return the frame of one new message; None also if the template writes the name of the tool that answers."""
         try:
             one, other = (self._reply_pieces([Message(role=role, content="x", name=name)]) for name in ("a", "b"))
         except ModelError:
@@ -439,7 +443,7 @@ class TemplateFormat:
         return self._frame(lambda content: self._reply_pieces([Message(role=role, content=content)]))
 
     def _check_plain(self) -> None:
-        """Invariants 2 and 3 on probes."""
+        """Check invariants 2 and 3 on probes."""
         controls = set(self._control.ids.values())
         for literal in self._control.ids:
             if not controls.isdisjoint(self._encode_plain(literal)):
@@ -463,13 +467,13 @@ class TemplateFormat:
         return rendered
 
     def _checked_rendering(self, rendered: str) -> str:
-        """`rendered`, in which the template must not have left out the stand-in."""
+        """Return `rendered`, after a check that the template has kept the stand-in."""
         if PROBE not in rendered:
             raise ModelError(f"{self._directory}: the chat template leaves out what an assistant said")
         return rendered
 
     def _find_closing(self) -> int:
-        """The control token behind an assistant's content."""
+        """Find the control token after an assistant's content."""
         rendered = self._render_text([("user", "."), ("assistant", PROBE), ("user", ".")])
         behind = rendered[rendered.rindex(PROBE) + len(PROBE) :] if PROBE in rendered else ""
         pieces = self._control.split(behind) if self._control.ids else []
@@ -484,7 +488,7 @@ class TemplateFormat:
         )
 
     def _find_call_closing(self, configured: Collection[int]) -> int:
-        """The control token behind an assistant's calls. Some templates open the next message with it (GLM)."""
+        """Find the control token after an assistant's calls. Some templates open the next message with it (GLM)."""
         call = [_value("user", "."), self._standin_call("probe")]
         answer = {**_value("tool", "."), "name": "probe", "tool_call_id": "call00000"}
         try:
@@ -502,7 +506,7 @@ class TemplateFormat:
         return next((piece for piece in (*known, *followed[shared:]) if isinstance(piece, int)), self._closing)
 
     def _check_history(self, forks: bool) -> None:
-        """Find what the template makes of former turns."""
+        """Find how the template rewrites earlier turns."""
         marks = HARMONY_THINKING if self.reply_format.name == "openai" else self._thinking
         call = self._standin_call("probe")
         self.rewrites: tuple[str, ...] = rewrite_causes(self._template, call, marks)
@@ -518,7 +522,7 @@ class TemplateFormat:
             )
 
     def _takes_results_of_calls_only(self) -> bool:
-        """Whether a tool's message may not follow a turn without a call."""
+        """Whether a tool's message may only follow a turn with a call."""
         answer = {**_value("tool", PROBE), "name": "probe", "tool_call_id": "call00000"}
         try:
             rendered = self._template.render([_value("user", "."), _value("assistant", "."), answer], [], prompt=True)
@@ -527,14 +531,14 @@ class TemplateFormat:
         return PROBE not in rendered
 
     def _written_call(self) -> str:
-        """A turn that calls a tool, as the template writes it: what stands behind a prompt."""
+        """Render a turn that calls a tool, without the prompt before it."""
         call = self._standin_call("probe")
         prompt = self._template.render([_value("user", ".")], [], prompt=True)
         rendered = self._template.render([_value("user", "."), call], [], prompt=False)
         return rendered[shared_length(prompt, rendered) :]
 
     def _standin_call(self, *names: str) -> dict[str, Any]:
-        """A turn that calls tools, with the probe in the arguments of each call."""
+        """Make a turn that calls tools, with the probe in the arguments of each call."""
         arguments = {"probe": PROBE}
         given = json.dumps(arguments, ensure_ascii=False) if self._arguments_as_text else arguments
         functions = [{"name": name, "arguments": given} for name in names]
@@ -542,10 +546,10 @@ class TemplateFormat:
         return {**_value("assistant", ""), "tool_calls": calls}
 
     def _find_reply_format(self, name: str, special: Sequence[str]) -> ReplyFormat:
-        """The format of that name, or the one in which the template writes a call.
+        """Return the format of a name, or the one in which the template writes a call.
 
         Raises:
-            ModelError: there is none.
+            ModelError: there is no such format.
         """
         if name in REPLY_FORMATS:
             return REPLY_FORMATS[name]
@@ -576,9 +580,9 @@ class TemplateFormat:
 
 
 def _check_vocabulary(directory: Path, tokenizer: Tokenizer) -> None:
-    """Refuse a tokenizer with tokens the embedding has no row for, or one that leaves much of the embedding unused.
+    """Refuse a tokenizer with tokens beyond the embedding's rows, or one that leaves much of the embedding unused.
 
-    Special tokens beyond the embedding are let pass, as those of images are in text models (Gemma 3): no text is
+    Special tokens beyond the embedding are allowed, such as those of images in text models (Gemma 3): no text is
     encoded to them, and a template that writes one fails in the engine.
     """
     config = read_json(directory / "config.json")
@@ -603,7 +607,7 @@ def _check_vocabulary(directory: Path, tokenizer: Tokenizer) -> None:
 
 
 def _mark(kind: str, number: int) -> str:
-    """Stands for thinking (`t`) or speech (`s`) of a turn in a rendering, as `PROBE` does."""
+    """Make a mark that replaces thinking (`t`) or speech (`s`) of a turn in a rendering, like `PROBE`."""
     return PROBE.replace("p", f"{kind}{number}.")
 
 
@@ -616,7 +620,7 @@ def _with(message: Message, content: str) -> Message:
 
 
 def _as_list(token_ids: Sequence[int]) -> list[int]:
-    """Plain integers, also of a numpy array."""
+    """Convert token ids, also a numpy array, to plain integers."""
     if type(token_ids) is list:
         return token_ids
     convert = getattr(token_ids, "tolist", None)
@@ -624,7 +628,7 @@ def _as_list(token_ids: Sequence[int]) -> list[int]:
 
 
 def _thinking_marks(source: str, literals: Collection[str]) -> tuple[str, str] | None:
-    """The marks around thinking that a template reads or writes, or else those among the tokens."""
+    """Return the marks around thinking that a template reads or writes, or else those among the tokens."""
     written = (pair for pair in THINKING if pair[1] in source)
     return next(written, next((pair for pair in THINKING if pair[1] in literals), None))
 
@@ -638,10 +642,10 @@ def _added_tokens(tokenizer: Tokenizer) -> list[AddedToken]:
 
 
 class KeptTokens:
-    """Tokens of the texts that were encoded last; the oldest go first.
+    """A cache of the tokens of recently encoded texts; the oldest are evicted first.
 
     Args:
-        characters: how many the texts may have together.
+        characters: maximum total length of the texts.
     """
 
     def __init__(self, characters: int) -> None:
@@ -649,11 +653,11 @@ class KeptTokens:
         self._left = self._most = characters
 
     def get(self, text: str) -> Sequence[int] | None:
-        """The tokens of a text; None if they are not kept."""
+        """Return the tokens of a text; None if they are not in the cache."""
         return self._kept.get(text)
 
     def keep(self, text: str, token_ids: Sequence[int]) -> Sequence[int]:
-        """Keep the tokens of a text, unless it is too long; returns them."""
+        """Cache the tokens of a text, unless it is too long; returns them."""
         if len(text) <= self._most // 4:
             self._kept[text] = array("i", token_ids)
             self._left -= len(text)
@@ -665,10 +669,10 @@ class KeptTokens:
 
 
 def _endings(tokenizer: Tokenizer, silent: Collection[int]) -> dict[int, str]:
-    """The texts of silent tokens that never change how tokens before them are decoded.
+    """Return the texts of silent tokens that never change how the tokens before them are decoded.
 
-    Bytes decode one by one, and a character that is incomplete at an ASCII one is so at the end of the text, too.
-    Other decoders put spaces between tokens, or take some away.
+    Byte-level decoders qualify: a character that is incomplete before an ASCII one is also incomplete at the end of the
+    text. Other decoders add or remove spaces between tokens.
     """
     decoder = json.loads(tokenizer.to_str())["decoder"]
     if not isinstance(decoder, dict) or decoder.get("type") != "ByteLevel":
@@ -678,7 +682,8 @@ def _endings(tokenizer: Tokenizer, silent: Collection[int]) -> dict[int, str]:
 
 
 def _without_control(tokenizer: Tokenizer, control: ControlTokens, *, anchor: bool) -> Tokenizer:
-    """A copy that reads control tokens' literals as plain text; with a token of our own to encode behind."""
+    """Copy a tokenizer so that it reads control tokens' literals as plain text, with an anchor token of its own if
+    `anchor`."""
     description = json.loads(tokenizer.to_str())
     description["added_tokens"] = [t for t in description["added_tokens"] if t["content"] not in control.ids]
     description["post_processor"] = None
@@ -689,14 +694,13 @@ def _without_control(tokenizer: Tokenizer, control: ControlTokens, *, anchor: bo
 
 
 def _renumbered(plain: Tokenizer, tokenizer: Tokenizer) -> dict[int, int]:
-    """Ids of added tokens by their ids in a copy without control tokens, which numbers them differently."""
+    """Map ids of added tokens in a copy without control tokens, which numbers them differently, to the original ids."""
     ids = {number: tokenizer.token_to_id(token.content) for number, token in plain.get_added_tokens_decoder().items()}
     return {number: token_id for number, token_id in ids.items() if token_id not in (None, number)}
 
 
 def _anchored(plain: Tokenizer, anchored: Tokenizer) -> Tokenizer | None:
-    """`anchored` where the tokenizer treats the beginning of its input differently from what follows a control token
-    (some put a space before it), so that text has to be encoded behind something.
-    """
+    """Return `anchored` if the tokenizer treats the beginning of its input differently from text after a control token
+    (some put a space before it), so that text must be encoded after an anchor."""
     alone = plain.encode("a b", add_special_tokens=False).ids
     return None if anchored.encode(f"{_ANCHOR}a b", add_special_tokens=False).ids[1:] == alone else anchored

@@ -1,11 +1,11 @@
 """A model directory's chat template as a function, and the text of messages made safe to put through it.
 
-Owns reading `tokenizer_config.json`, `chat_template.jinja`, `generation_config.json`; rendering in jinja2's immutable
-sandbox with the helpers that templates expect; `ControlTokens`, which splits rendered text into control tokens and
-plain text. Does not tokenise plain text.
+Owns the reading of `tokenizer_config.json`, `chat_template.jinja`, `generation_config.json`; rendering in jinja2's
+immutable sandbox with the helpers that templates expect; `ControlTokens`, which splits rendered text into control
+tokens and plain text. Does not tokenise plain text.
 
-Invariant: a control token's literal inside a message (`<|im_end|>` in a tool's output, say) survives rendering as
-plain text: it is escaped with private-use characters before and restored after the frame was split.
+Invariant: a control token's literal inside a message (such as `<|im_end|>` in a tool's output) survives rendering as
+plain text: it is escaped with private-use characters before rendering, and restored after the frame is split.
 """
 
 from __future__ import annotations
@@ -53,50 +53,52 @@ if TYPE_CHECKING:
     from agentrl.core.records import Message, ToolSpec
 
 TEMPLATE_DATE = datetime(2026, 1, 1, tzinfo=UTC)
-"""The date `strftime_now` gives a template: a constant, so that a prompt does not depend on the day it is rendered."""
+"""Date that `strftime_now` returns to a template: a constant, so that a prompt does not depend on the day."""
 
 _ESCAPE, _END = "\ue000", "\ue001"
 PROBE = f"{_ESCAPE}p{_END}"
-"""Stands for a message's content in a rendered frame; escaped content cannot contain it."""
+"""Placeholder of a message's content in a rendered frame; escaped content cannot contain it."""
 
 
 MAX_STEPS = 100_000
-"""Loop rounds and calls of one rendering; a template that takes more is refused."""
+"""Maximum number of loop rounds and calls in one rendering; a template that takes more is refused."""
 NODES_PER_STEP = 256
-"""A round of a loop, and a call of a macro, with so many syntax nodes inside takes a step more."""
+"""Number of syntax nodes in a loop or macro that costs one more step per round or call."""
 MAX_TEMPLATE_CHARACTERS = 1 << 17
 MIN_BUILT_BYTES, BUILT_PER_GIVEN = 64 << 20, 8
-"""Bytes that one rendering may build, all intermediate values together, and further bytes for each byte of the
-conversation it is given."""
+"""Bytes that one rendering may build, including intermediate values: a minimum, and further bytes for each byte of the
+conversation."""
 READ_PER_BUILT = 4
-"""Bytes that comparisons, searches and sorting may read, as a multiple of those a rendering may build."""
+"""Bytes that comparisons, searches and sorts may read, per byte that a rendering may build."""
 _MAX_OPERAND = 1_000_000
-"""Items of a repeated sequence."""
+"""Maximum number of items in a repeated sequence."""
 _MAX_BITS = 4096
-"""Largest size of an integer."""
+"""Maximum size of an integer in bits."""
 _MAX_INDENT = 16
 _MAX_SEPARATOR = 8
 _MAX_DATE_FORMAT = 256
 _MAX_DIGITS = 20
 _CHARACTER_BYTES = 4
 _ITEM_BYTES = 80
-"""A reference in a container, with the small object it refers to."""
+"""Bytes of a reference in a container, with the small object it refers to."""
 _ESCAPED_BYTES = 6
 """Largest factor by which escaping lengthens a text."""
 _SHOWN_BYTES = 40
-"""A character of a text inside a container, when that is written: `\\U000e0001`, beside characters of four bytes."""
+"""Bytes per character of a text inside a container when it is printed: `\\U000e0001`, beside characters of four
+bytes.
+"""
 _ITEM_FILTERS = frozenset(
     {"count", "d", "default", "dictsort", "first", "groupby", "items", "last", "length", "list", "map", "max", "min"}
     | {"reject", "rejectattr", "reverse", "select", "selectattr", "sort", "sum", "unique"}
 )
-"""Filters of jinja2 whose result has no more items than their input."""
+"""Filters of jinja2 whose result has at most as many items as their input."""
 _TEXT_FILTERS = frozenset(
     {"abs", "capitalize", "e", "escape", "float", "forceescape", "indent", "int", "join", "lower", "replace", "round"}
     | {"safe", "string", "title", "tojson", "trim", "truncate", "upper", "urlencode"}
 )
 _SORTING_FILTERS = frozenset({"dictsort", "groupby", "max", "min", "sort", "unique"})
 _COMPARISONS = 32
-"""Comparisons of an item with others while it is sorted."""
+"""Number of comparisons of one item with others in a sort."""
 _CONTAINER_METHODS = frozenset({"copy", "count", "fromkeys", "get", "index", "items", "keys", "values"})
 _COMPARING_TESTS = frozenset(
     {"!=", "<", "<=", "==", ">", ">=", "eq", "equalto", "ge", "greaterthan", "gt", "in", "le", "lessthan", "lower"}
@@ -122,12 +124,13 @@ class AddedToken(NamedTuple):
 
 
 class GenerationTag(Extension):
-    """`{% generation %}…{% endgeneration %}`, with which some templates mark assistant text: rendered as its body."""
+    """The tag `{% generation %}…{% endgeneration %}`, with which some templates mark assistant text; rendered as its
+    body."""
 
     tags = {"generation"}  # noqa: RUF012 - so declared by jinja2
 
     def parse(self, parser: Parser) -> Node:
-        """The body, unchanged."""
+        """Return the body, unchanged."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return CallBlock(self.call_method("_body"), [], [], body).set_lineno(line)
@@ -157,11 +160,11 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
     Loop rounds and calls count against `MAX_STEPS`. Every value that an operation builds is charged in bytes, before it
     is built if it can be larger than its inputs, so memory stays bounded. Comparisons, searches, sorts and hashes are
-    also charged in advance, so no single operation takes long. Filters and string methods without a known bound do not
-    exist here.
+    also charged in advance, so no single operation takes long. Filters and string methods without a known bound are
+    removed.
 
     Raises:
-        SecurityError: a bound is exceeded during rendering, or the template uses something that does not exist here.
+        SecurityError: a bound is exceeded during rendering, or the template uses a removed name.
     """
 
     intercepted_binops = frozenset({"+", "-", "*", "/", "//", "**", "%"})
@@ -187,27 +190,27 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         del self.globals["lipsum"]
 
     def begin(self, given: Any) -> None:
-        """Start a rendering of what is `given`, a JSON value."""
+        """Start a rendering of `given`, a JSON value."""
         self._steps = 0
         self._budget = sys.maxsize
         self._budget = MIN_BUILT_BYTES + BUILT_PER_GIVEN * self.size(given)
         self._readable = READ_PER_BUILT * self._budget
 
     def charge(self, size: int) -> None:
-        """Take `size` bytes from what this rendering may build."""
+        """Charge `size` bytes to this rendering's budget for built values."""
         self._budget -= size
         if self._budget < 0:
             raise SecurityError("it builds too much text: more than any conversation needs")
 
     def read(self, value: Any, times: int = 1) -> Any:
-        """`value`, which will be looked through; takes its size from what this rendering may read."""
+        """Return `value`, which will be searched, and charge its size to this rendering's budget for reading."""
         self._readable -= times * self.size(value, self._readable // times)
         if self._readable < 0:
             raise SecurityError("it compares and searches too much: more than any conversation needs")
         return value
 
     def size(self, value: Any, most: int | None = None) -> int:
-        """Upper bound on the bytes of a value as text; stops counting above `most`, or else above the rendering's
+        """Return an upper bound on the bytes of a value as text; stops counting above `most`, or above the rendering's
         budget."""
         if isinstance(value, str):
             return _bytes(value)
@@ -399,7 +402,7 @@ def _is_constant(node: Any) -> bool:
 
 
 def _weighed(node: Any) -> Node:
-    """A loop, macro or block that counts its steps by what is in it."""
+    """Wrap a loop, macro or block so that its steps count its content."""
     steps = sum(1 for _ in node.find_all(Node)) // NODES_PER_STEP
     if steps:
         node.body.insert(0, ExprStmt(_through("agentrl_weighed", Const(steps, lineno=node.lineno)), lineno=node.lineno))
@@ -411,7 +414,7 @@ def _through(name: str, value: Any) -> Filter:
 
 
 def _charging(sandbox: _Sandbox, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The filter `function` of jinja2, charged for its result."""
+    """Wrap a filter of jinja2 so that its result is charged."""
     passed = getattr(getattr(function, "jinja_pass_arg", None), "name", "")
 
     @pass_context
@@ -448,12 +451,12 @@ def _charging(sandbox: _Sandbox, name: str, function: Callable[..., Any]) -> Cal
 
 
 def _argument(at: int, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """A filter's argument, given by place or by name; empty if it is left out."""
+    """Return a filter's argument, given by place or by name; empty if it is left out."""
     return args[at] if at < len(args) else kwargs.get(name, "")
 
 
 def _reading(sandbox: _Sandbox, name: str, function: Any) -> Callable[..., bool]:
-    """The test `function` of jinja2, charged for its input."""
+    """Wrap a test of jinja2 so that its input is charged."""
 
     @pass_context
     def read(_context: Any, value: Any, *args: Any) -> bool:
@@ -465,7 +468,7 @@ def _reading(sandbox: _Sandbox, name: str, function: Any) -> Callable[..., bool]
 
 
 def _refuse_settings(name: str, value: Any, given: tuple[Any, ...]) -> None:
-    """Refuse settings of a filter with which its result is larger than what is charged for it."""
+    """Refuse settings of a filter that make its result larger than its charge."""
     if name == "indent" and not all(isinstance(width, bool | int) and width <= _MAX_INDENT for width in given):
         raise SecurityError(f"indent takes a width of up to {_MAX_INDENT} in a chat template")
     if name == "tojson" and not all(map(_is_json_setting, given)):
@@ -483,7 +486,7 @@ def _is_json_setting(value: Any) -> bool:
 
 
 def _depth(value: Any) -> int:
-    """Depth of nested containers."""
+    """Return the depth of nested containers."""
     deepest, waiting = 0, [(value, 1)]
     while waiting:
         item, depth = waiting.pop()
@@ -533,7 +536,7 @@ class ChatTemplate:
             key: text for key, value in named.items() if key.endswith("_token") and (text := _literal(value))
         }
         self.fingerprint = json.dumps([self.source, self._tokens], sort_keys=True).encode()
-        """Everything that a rendering depends on, except the conversation."""
+        """Everything that determines a rendering, except the conversation."""
         environment = self._environment = _Sandbox()
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime
@@ -543,7 +546,7 @@ class ChatTemplate:
             raise ModelError(f"{directory}: the chat template does not compile: {error}") from error
 
     def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], *, prompt: bool) -> str:
-        """The text of a conversation, with `prompt` up to where the assistant's next turn begins.
+        """Render a conversation, with `prompt` up to the start of the assistant's next turn.
 
         Raises:
             ModelError: the template refuses the conversation.
@@ -585,11 +588,11 @@ class ControlTokens:
         self._escaped = re.compile(rf"{_ESCAPE}(\d*){_END}")
 
     def escape(self, text: str, *, only_special: bool = False) -> str:
-        """`text` with the literals of control tokens replaced by private-use characters."""
+        """Replace the literals of control tokens in `text` with private-use characters."""
         return (self._special if only_special else self._any).sub(self._replacement, valid_unicode(text))
 
     def escape_value(self, value: Any, *, only_special: bool = False) -> Any:
-        """`escape` on every string of a JSON value."""
+        """Apply `escape` to every string of a JSON value."""
         if isinstance(value, str):
             return self.escape(value, only_special=only_special)
         if isinstance(value, Mapping):
@@ -604,7 +607,7 @@ class ControlTokens:
         return f"{_ESCAPE}{self._index.get(match[0], '')}{_END}"
 
     def split(self, rendered: str) -> list[int | str]:
-        """Rendered text as control token ids and the plain text between them, escapes undone."""
+        """Split rendered text into control token ids and the plain text between them, and undo escapes."""
         pieces: list[int | str] = []
         at = 0
         for match in self._frame.finditer(rendered):
@@ -623,14 +626,14 @@ class ControlTokens:
 
 
 def valid_unicode(text: str) -> str:
-    """`text` with lone surrogates, which have no bytes, replaced."""
+    """Replace lone surrogates in `text`, which have no encoding."""
     if text.isascii():
         return text
     return text.encode("utf-8", "replace").decode()
 
 
 def message_value(message: Message, control: ControlTokens, *, arguments_as_text: bool = False) -> dict[str, Any]:
-    """A message as templates read it. An assistant's own markup (thinking, tool calls) keeps its meaning."""
+    """Convert a message to the template's value. An assistant's own markup (thinking, tool calls) keeps its meaning."""
     own = message.role == "assistant"
     value: dict[str, Any] = {"role": message.role, "content": control.escape(message.content, only_special=own)}
     if message.tool_calls:
@@ -659,13 +662,13 @@ def _given(arguments: Any, as_text: bool) -> Any:
 
 
 def tool_value(tool: ToolSpec, control: ControlTokens) -> dict[str, Any]:
-    """A tool as templates read it."""
+    """Convert a tool to the template's value."""
     function = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
     return {"type": "function", "function": control.escape_value(function)}
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in `path`; empty if there is no such file.
+    """Read the JSON object in `path`; empty if there is no such file.
 
     Raises:
         ModelError: the file holds something else.
@@ -682,10 +685,10 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def stop_token_ids(directory: Path) -> list[int]:
-    """`eos_token_id` of `generation_config.json`, else of `config.json`.
+    """Return `eos_token_id` of `generation_config.json`, else of `config.json`.
 
     Raises:
-        ModelError: it is neither a token id nor a list of them.
+        ModelError: the value is neither a token id nor a list of token ids.
     """
     for name in ("generation_config.json", "config.json"):
         value = read_json(directory / name).get("eos_token_id")
