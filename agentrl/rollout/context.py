@@ -1,6 +1,6 @@
 """The context of a running episode: tools, effects, resources, child episodes and branches, all through the journal.
 
-`LiveContext` is the `ctx` of a program. On re-execution its acts differ by kind:
+`LiveContext` is the `ctx` of a program. Re-execution treats its calls by kind:
 
 * plain code and tools run again, and their observations are compared;
 * effects and external tools are performed once and remembered; an effect raises its error, a tool makes it an
@@ -87,12 +87,12 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 MAX_CHILD_DEPTH = 3
-"""Child episodes of child episodes, at most: ids grow with depth and headers stay small."""
+"""Maximum depth of child episodes: ids grow with depth, and headers must stay small."""
 _NO_CHILDREN: Mapping[str, int] = MappingProxyType({})
 LONGEST_STRUCTURE = 64
-"""Characters; a longer structure is remembered by its digest."""
+"""Maximum length of a structure in characters; a longer one is remembered by its digest."""
 MAX_UNDECLARED = 256
-"""Child episodes of one environment that an attempt may start where its `fan_out` says nothing of them."""
+"""Maximum number of child episodes of an environment per attempt, if `fan_out` does not name it."""
 
 
 class LiveContext(EpisodeContext):
@@ -117,11 +117,11 @@ class LiveContext(EpisodeContext):
         self.episode = episode
         self._fan_out = environment.fan_out
         self._spawned: Mapping[str, int] = _NO_CHILDREN
-        """Child episodes of this attempt, by class name."""
+        """Number of child episodes of this attempt, keyed by class name."""
         self.task = episode.spec.task
         self.limits = episode.limits
         episode.agents = self.agents = list[LiveAgent]()
-        """Agents in the order in which the program first asked for them."""
+        """Agents in the order in which the program first requested them."""
         self.measured_against: dict[str, PolicyVersion] | None = None
         """See `EpisodeHeader.measured_against`; None until there are children."""
         self._spec = episode.spec
@@ -151,7 +151,7 @@ class LiveContext(EpisodeContext):
         timeout_s: float | None,
         guarantee: Guarantee = "idempotent",
     ) -> str:
-        """Run a tool; its failures are observations, its outcome is journaled."""
+        """Run a tool: its failures are observations, and its outcome is journaled."""
         journal, clock = self._journal, self._services.clock
         asked, encoded = plain_and_encoded(arguments)
         opened = journal.open(
@@ -195,7 +195,7 @@ class LiveContext(EpisodeContext):
         guarantee: Guarantee = "idempotent",
         reconcile: Reconcile[T] | None = None,
     ) -> T:
-        """Perform once, recall from the journal afterwards."""
+        """Perform an effect once, and recall it from the journal afterwards."""
         return await perform_effect(self.episode, name, function, guarantee, reconcile)
 
     def resource(
@@ -216,7 +216,7 @@ class LiveContext(EpisodeContext):
         ignored_fields: Sequence[str] = (),
         recall: bool = True,
     ) -> AbstractAsyncContextManager[Endpoint]:
-        """Serve the seats to an agent from outside."""
+        """Serve the seats to an external agent."""
         return opened_endpoint(
             self.episode, self.agents, aliases, volatile, ignored_fields, recall=recall, perform=perform_effect
         )
@@ -231,7 +231,7 @@ class LiveContext(EpisodeContext):
         """Start a group of child episodes.
 
         Raises:
-            EpisodeError: they are more than may be; none of them was admitted.
+            EpisodeError: the number exceeds the limit; none was admitted.
         """
         if self._spec.episode_id.count("~") >= MAX_CHILD_DEPTH:
             raise EpisodeError(f"child episodes nest deeper than {MAX_CHILD_DEPTH}", reason="environment_error")
@@ -261,7 +261,7 @@ class LiveContext(EpisodeContext):
         return children
 
     def _check_fan_out(self, environment: type[Environment], n: int) -> None:
-        """Refuse children beyond what the environment declares, over all calls of the attempt."""
+        """Refuse children beyond the declared fan-out, over all calls of the attempt."""
         name = environment.__name__
         declared = self._fan_out.get(name)
         spawned = self._spawned.get(name, 0)
@@ -277,15 +277,15 @@ class LiveContext(EpisodeContext):
             )
 
     async def remember(self, key: str, structure: str = "") -> Recollection:
-        """Ask the run, once."""
+        """Ask the run once, and recall the answer afterwards."""
         return await remember(self.episode, key, structure)
 
     async def gather(self, *awaitables: Awaitable[Any]) -> list[Any]:
-        """Await on branches; that they ended, and in which order, is journaled."""
+        """Await on branches; their ends, and the order of the ends, are journaled."""
         return await gather(self._journal, awaitables)
 
     def truncate(self, limit: LimitReachedError) -> None:
-        """The episode counts as truncated."""
+        """Mark the episode as truncated."""
         self.stop_reason = limit.stop_reason
 
     @property
@@ -294,7 +294,7 @@ class LiveContext(EpisodeContext):
         return current_branch().rng
 
     def now(self) -> float:
-        """The journaled wall clock."""
+        """Return the journaled wall-clock time."""
         opened = self._journal.open()
         recorded = self._journal.recall(opened, ValueEntry)
         if recorded is not None:
@@ -304,7 +304,7 @@ class LiveContext(EpisodeContext):
         return value
 
     def uuid(self) -> str:
-        """A UUID from the branch's random stream: the same on every execution, so it needs no entry."""
+        """Draw a UUID from the branch's random stream: the same on every execution, so it needs no entry."""
         return uuid4(self.rng)
 
     async def sleep(self, seconds: float) -> None:
@@ -317,13 +317,13 @@ class LiveContext(EpisodeContext):
             self._journal.write(opened, ValueEntry("sleep", seconds))
 
     def metric(self, name: str, value: float) -> None:
-        """Add to a metric of the episode; a broken format counts for the agent that acted last."""
+        """Add to a metric of the episode; a format error counts for the agent that acted last."""
         self.episode.metric(name, value, self.episode.speaker() if name in BROKEN_FORMAT else None)
 
     async def _observe_external(
         self, call: Callable[[], str | Awaitable[str]], own_s: float | None, guarantee: Guarantee
     ) -> tuple[str, str]:
-        """Observation and outcome of an external tool."""
+        """Return observation and outcome of an external tool."""
         try:
             default_s = self._services.settings.tool_timeout_s
             return await retry_infrastructure(
@@ -339,7 +339,7 @@ class LiveContext(EpisodeContext):
         return entry.observation
 
     def counted(self) -> Mapping[str, Counted]:
-        """Turns and metrics of each policy that acted: its own metrics, and those of no agent in particular."""
+        """Return turns and metrics of each policy that acted: its own metrics, and those of no particular agent."""
         acted = [agent for agent in self.agents if agent.turns]
         own = {name for agent in acted for name in agent.counts}
         counted: dict[str, Counted] = {}
@@ -353,7 +353,7 @@ class LiveContext(EpisodeContext):
         return counted
 
     def close(self) -> None:
-        """End the journal and give back what the agents hold of the engine."""
+        """Close the journal, and release the engine's resources of the agents."""
         self._journal.end()
         for agent in self.agents:
             agent.close()
@@ -365,14 +365,16 @@ class LiveChild(ChildEpisode):
     __slots__ = ("_measured_against", "_parent", "_result", "episode_id")
 
     def __init__(self, parent: LiveEpisode, measured_against: dict[str, PolicyVersion]) -> None:
-        """`measured_against`: the parent's dict, updated with the versions behind the rewards the parent gets."""
+        """`measured_against` is the parent's dict; the child adds the versions behind the rewards that the parent
+        gets.
+        """
         self._parent = parent
         self._measured_against = measured_against
         self._result: asyncio.Future[ChildResult] = asyncio.get_running_loop().create_future()
         self.episode_id = ""
 
     def end(self, header: EpisodeHeader) -> None:
-        """Called by the host when the child has ended."""
+        """Receive the end of the child from the host."""
         rewards: dict[str, float] = {}
         versions: dict[str, PolicyVersion] = {}
         for own in header.trajectories:
@@ -420,7 +422,8 @@ class LiveChild(ChildEpisode):
 async def _observe(
     call: Callable[[], str | Awaitable[str]], own_s: float | None, default_s: float, *, external: bool
 ) -> tuple[str, str]:
-    """A tool's observation and outcome. Whatever the tool raises is an observation: it is the policy's to handle.
+    """Run a tool; return its observation and outcome. An exception of the tool becomes an observation, for the policy
+    to handle.
 
     `own_s` is the tool's own time limit in seconds.
     """
@@ -462,7 +465,7 @@ async def perform_effect(
     *,
     again: bool = False,
 ) -> T:
-    """See `EpisodeContext.effect`; `again`: also where it is recorded, and its outcome of now counts."""
+    """See `EpisodeContext.effect`. With `again`, a recorded effect is performed again, and its new outcome counts."""
     journal = episode.journal
     call = journal.open(asked_hash(name.encode("utf-8", "replace")), lambda: f"the effect {name!r}")
     await journal.reach(call)
@@ -517,10 +520,10 @@ def _digest(text: str) -> str:
 
 
 async def retry_infrastructure(episode: LiveEpisode, guarantee: Guarantee, perform: Callable[[], Awaitable[T]]) -> T:
-    """The result of `perform`, tried again when its infrastructure fails; a `once` act is not.
+    """Return the result of `perform`, retrying it when its infrastructure fails, unless it is a `once` effect.
 
     Raises:
-        InfrastructureError: it failed `core.clock.ATTEMPTS` times in a row.
+        InfrastructureError: `perform` failed `core.clock.ATTEMPTS` times in a row.
     """
     budget: RetryBudget | None = None
     while True:
@@ -535,12 +538,12 @@ async def retry_infrastructure(episode: LiveEpisode, guarantee: Guarantee, perfo
 
 
 def out_of_reach(what: str, error: str) -> LimitReachedError:
-    """The limit of an act whose infrastructure failed again and again: taken for the policy's doing."""
+    """Make the limit of an effect whose infrastructure fails repeatedly, which is attributed to the policy."""
     return LimitReachedError(f"{what} failed again and again: {error}", stop_reason="infrastructure")
 
 
 async def may_perform(episode: LiveEpisode, call: Call, what: str, guarantee: Guarantee) -> bool:
-    """Whether an act may be performed now; False for a `once` act that an earlier process began."""
+    """Whether an effect may be performed now; False for a `once` effect that an earlier process began."""
     if guarantee != "once":
         return True
     if not episode.journal.intend(call, what):
@@ -550,7 +553,7 @@ async def may_perform(episode: LiveEpisode, call: Call, what: str, guarantee: Gu
 
 
 def unknown_effect(episode: LiveEpisode, call: Call, what: str) -> EpisodeError:
-    """The error of a `once` act that an earlier process began, and whose outcome is unknown."""
+    """Make the error of a `once` effect that an earlier process began, and whose outcome is unknown."""
     return EpisodeError(
         f"episode {episode.spec.episode_id}, call {call.call_id}: {what} must happen once at most, and the process "
         "ended while it was performed: whether it happened is not known. Give `reconcile=` a function that finds out, "
@@ -567,7 +570,7 @@ async def _outcome(
     guarantee: Guarantee,
     reconcile: Reconcile[T] | None,
 ) -> tuple[Any, str | None]:
-    """The journaled value, or the error's type and message."""
+    """Return the journaled value, or the error's type and message."""
     what = f"effect {name!r}"
     happened, value = False, None
     if not await may_perform(episode, call, what, guarantee):
@@ -583,7 +586,7 @@ async def _outcome(
 
 
 def error_text(error: BaseException) -> str:
-    """The text of a foreign error, as recorded."""
+    """Return the text of a foreign error, as recorded."""
     return valid_unicode(error_words(error)[:2000])
 
 
@@ -594,8 +597,8 @@ async def _awaited(value: Any) -> Any:
 class LiveResource(Resource):
     """A stateful object called through the journal; its declared level is recorded with each call.
 
-    Every call runs under global random states keyed by the call, so none has to be stored, and draws of other code do
-    not count.
+    Every call runs under global random states keyed by the call, so no state needs storing, and draws of other code
+    have no influence.
     """
 
     __slots__ = ("_calls", "_episode", "_level", "_object", "_restore", "_seed", "_state", "name")
@@ -610,7 +613,7 @@ class LiveResource(Resource):
         self._state = b""
         """Encoded state of a snapshot resource after its last call."""
         self._restore: Any = None
-        """State to restore before the next call; None: none."""
+        """State to restore before the next call; None if there is none to restore."""
         self.name = name
         branch = current_branch()
         own = self._random(branch.key)
@@ -643,7 +646,7 @@ class LiveResource(Resource):
         return await self._performed(call, method, arguments)
 
     def state(self) -> Any:
-        """The object's state for comparisons; None if it has no `get_state`."""
+        """Return the object's state for comparisons; None if it has no `get_state`."""
         if self._restore is not None:
             return self._restore
         get_state = getattr(self._object, "get_state", None)
@@ -700,7 +703,7 @@ class LiveResource(Resource):
         self._restore = None
 
     def _new_state(self) -> Any:
-        """The state after a call; None if the call did not change it."""
+        """Return the state after a call; None if the call did not change it."""
         state = journaled(self._object.get_state(), f"{self.name}.get_state")  # type: ignore[attr-defined]
         if state is None:
             raise EnvironmentDefinitionError(f"{type(self._object).__qualname__}.get_state() returned None")
@@ -719,7 +722,7 @@ class LiveResource(Resource):
         )
 
     def _memoised_name(self) -> str | None:
-        """The resource's name where its calls are never made again, else None."""
+        """Name of the resource if its calls are never repeated, else None."""
         return None if self._level == "replay" else self.name
 
     def _key_of(self, call: Call) -> StreamKey:
@@ -733,15 +736,15 @@ class LiveResource(Resource):
 
 
 def _kind(error: str | None) -> str | None:
-    """The type of a recorded error; messages are not compared, as they may hold addresses and paths."""
+    """Return the type of a recorded error; messages are not compared, because they may hold addresses and paths."""
     return None if error is None else error.partition(":")[0]
 
 
 class _Threads(Executor):
-    """A daemon thread per call.
+    """An executor with one daemon thread per call.
 
-    In a pool, a few hung tools would hold up every other tool and the end of the program. A thread costs about 0.1 ms,
-    and a call that never returns keeps only its thread.
+    In a pool, a few hung tools would block all other tools and the end of the program. A thread costs about 0.1 ms, and
+    a call that never returns keeps only its thread.
     """
 
     def submit(self, call: Callable[..., T], /, *arguments: Any, **named: Any) -> Future[T]:
@@ -764,5 +767,5 @@ _THREADS = _Threads()
 
 
 async def in_thread(call: Callable[[], T]) -> T:
-    """Run a blocking call without blocking the event loop; a caller that is cancelled no longer waits for it."""
+    """Run a blocking call in a thread; a cancelled caller stops waiting for it."""
     return await asyncio.get_running_loop().run_in_executor(_THREADS, call)

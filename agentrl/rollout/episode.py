@@ -1,8 +1,8 @@
 """One running attempt of an episode, its settings and services, and the parking of episodes.
 
-`runner.py` makes a `LiveEpisode` per attempt; its agents, resources and context share it. It adds up the episode's
-`metrics`, and pauses its `TimeLimit` while it is parked or its engine is gone. `Parking` holds up the calls of parked
-episodes; which episodes to park is the scheduler's decision.
+`runner.py` makes a `LiveEpisode` per attempt; its agents, resources and context share it. It sums the episode's
+`metrics`, and pauses its `TimeLimit` while the episode is parked or its engine is gone. `Parking` delays the calls of
+parked episodes; which episodes to park is the scheduler's decision.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 
 
 AS_THE_RUN: Mapping[str, PolicySettings] = MappingProxyType({})
-"""`LiveEpisode.began_under` of an episode that began with the settings the run has now."""
+"""Value of `LiveEpisode.began_under` for an episode that began with the run's current settings."""
 
 GRACE_S = 5.0
-"""Seconds a cancelled program may take to end before it is left behind."""
+"""Seconds that a cancelled program has to end before it is abandoned."""
 
 OnCodeChange = Literal["try", "restart", "drop"]
-"""The rule for an unfinished episode whose environment was edited before a resume: `environment.on_code_change`."""
+"""Treatment of an unfinished episode whose environment was edited before a resume: `environment.on_code_change`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,11 +47,11 @@ class PolicySettings:
     sampling: SamplingParams
     limits: EpisodeLimits
     is_external: bool = False
-    """Whether another than the run's engine samples it, so that it takes none of the engine's memory."""
+    """Whether another engine than the run's samples the policy, so that it uses none of the engine's memory."""
 
     @property
     def recorded(self) -> PlayedUnder:
-        """These settings as the first entry of an episode records them."""
+        """Convert the settings to the form in an episode's first entry."""
         sampling, limits = self.sampling, self.limits
         return PlayedUnder(
             temperature=sampling.temperature,
@@ -64,7 +64,8 @@ class PolicySettings:
         )
 
     def as_recorded(self, began: PlayedUnder) -> PolicySettings:
-        """The same policy with the settings an episode began with; a smaller context set since still bounds it."""
+        """Return the policy with the settings that an episode began with; a context limit lowered since then still
+        applies."""
         sampling = replace(
             self.sampling,
             temperature=began.temperature,
@@ -89,7 +90,7 @@ class RolloutSettings:
     sampling: SamplingParams
     limits: EpisodeLimits
     policies: Mapping[str, PolicySettings] = field(default_factory=dict)
-    """Policies with settings of their own, instead of the two above and the worker's chat format."""
+    """Settings of policies that override the two above and the worker's chat format."""
     tool_timeout_s: float
     episode_timeout_s: float
     max_staleness: Mapping[str, int] = field(default_factory=dict)
@@ -105,7 +106,7 @@ class Services:
 
     engine: Sampler
     default: PolicySettings
-    """Settings of policies that have none of their own."""
+    """Settings of policies without overrides."""
     host: EpisodeHost
     clock: Clock
     settings: RolloutSettings
@@ -114,7 +115,7 @@ class Services:
     gateway: Gateway
 
     def policy_settings(self, policy: str) -> PolicySettings:
-        """The settings of a policy."""
+        """Return the settings of a policy."""
         return self.settings.policies.get(policy) or self.default
 
 
@@ -124,7 +125,7 @@ class EpisodeAgent(Protocol):
     seat: str
     policy: str
     counts: dict[str, float]
-    """The part of the episode's `metrics` that is the agent's doing."""
+    """Share of the episode's `metrics` that belongs to the agent."""
 
     @property
     def turns(self) -> Sequence[Turn]:
@@ -149,24 +150,24 @@ class LiveEpisode:
     services: Services
     partials: EpisodePartials
     began_under: Mapping[str, PolicySettings] = field(default_factory=lambda: AS_THE_RUN)
-    """The settings it began with where the run has others now, by seat, and under "" for `ctx.limits`."""
+    """Settings the episode began with, if they differ from the run's now, keyed by seat, and by "" for `ctx.limits`."""
     agents: Sequence[EpisodeAgent] = ()
     """See `LiveContext.agents`."""
     limit: TimeLimit | None = None
     """Time limit of the program, while it runs."""
     note: str = ""
-    """Told of the episode although it ended well: how its agent from outside departed from an earlier attempt."""
+    """Note on a successful episode: how its external agent departed from an earlier attempt."""
     _counts: dict[str, float] | None = None
-    """Metrics of no agent in particular."""
+    """Metrics that belong to no particular agent."""
 
     @property
     def name(self) -> str:
-        """Episode and attempt, for messages and sessions."""
+        """Episode and attempt, for messages and session ids."""
         return f"{self.spec.episode_id}.{self.spec.attempt}"
 
     @property
     def location(self) -> str:
-        """The episode and its last turn, for error messages."""
+        """Episode and its last turn, for error messages."""
         agent = self.speaker()
         who = "before any turn" if agent is None else f"after a turn of seat {agent.seat!r}, policy {agent.policy!r}"
         return f"episode {self.name}, {who}"
@@ -178,11 +179,11 @@ class LiveEpisode:
         return self.services.settings.limits if began is None else began.limits
 
     def policy_settings(self, seat: str) -> PolicySettings:
-        """The settings of the policy that holds a seat."""
+        """Return the settings of the policy that holds a seat."""
         return self.began_under.get(seat) or self.services.policy_settings(self.spec.seats[seat].policy)
 
     def metric(self, name: str, value: float, of: EpisodeAgent | None = None) -> None:
-        """Add to a metric of the episode; `of` is the agent whose doing it is."""
+        """Add to a metric of the episode, or of its agent `of`."""
         if of is not None:
             counts = of.counts
         else:
@@ -199,17 +200,18 @@ class LiveEpisode:
         return metrics
 
     def close(self) -> None:
-        """The attempt has ended: keep the agents' counts and drop the agents, which refer to the episode."""
+        """Keep the agents' counts and drop the agents, which refer to the episode, at the end of the attempt."""
         self._counts = self.metrics
         self.agents = ()
 
     def speaker(self, branch: Branch | None = None) -> EpisodeAgent | None:
-        """The agent that acted last on a branch; default: the calling branch."""
+        """Return the agent that acted last on a branch; default: the calling branch."""
         number = (branch or current_branch()).speaker
         return None if number is None else self.agents[number]
 
     def deadline(self) -> float:
-        """The step of its policy at which its oldest tokens become too old; infinite before the first token."""
+        """Return the policy's step at which the episode's oldest tokens become too old; infinite before the first
+        token."""
         bounds = self.services.settings.max_staleness
         return min(
             (
@@ -222,7 +224,7 @@ class LiveEpisode:
         )
 
     def suspend(self) -> None:
-        """Cut the calls in flight, give back what the engine holds, hold the time limit."""
+        """Cut the calls in flight, release the engine's resources, and pause the time limit."""
         self.metric("parked", 1.0)
         for agent in self.agents:
             agent.suspend()
@@ -230,21 +232,21 @@ class LiveEpisode:
             self.limit.pause()
 
     def resume(self) -> None:
-        """Let the time limit run on."""
+        """Resume the time limit."""
         if self.limit is not None:
             self.limit.resume()
 
     def time_limit_paused(self) -> AbstractContextManager[None]:
-        """Around waits that do not count against the episode's time limit."""
+        """Pause the episode's time limit within the context, for waits that do not count."""
         return nullcontext() if self.limit is None else self.limit
 
 
 class TimeLimit:
     """Ends a program that spends too many seconds without a turn.
 
-    If its agents have acted, the act in flight raises `LimitReachedError`, and the episode is truncated as if it had no
-    turn left. If none has, or if the program hangs in its own code, the episode fails. A program that swallows its
-    cancellation is abandoned.
+    If its agents have acted, the call in flight raises `LimitReachedError`, and the episode is truncated as if it had
+    no turn left. If no agent has acted, or the program hangs in its own code, the episode fails. A program that
+    swallows its cancellation is abandoned.
 
     Paused time, also within a `with` statement, does not count. There is one timer per episode; if the deadline was
     postponed when it fires, it is set again.
@@ -285,12 +287,12 @@ class TimeLimit:
 
     @property
     def has_given_up(self) -> bool:
-        """Whether the program was cancelled, and no act of it has answered."""
+        """Whether the program was cancelled, and no call of it has raised the limit."""
         return self._has_given_up or self._episode.journal.is_cutting
 
     @property
     def explanation(self) -> str:
-        """The message of the error a program that was given up ends with."""
+        """Message of the error that ends a program that was given up."""
         turns = sum(len(agent.turns) for agent in self._episode.agents)
         where = "in code of its own, where ctx cannot end it as truncated" if turns else "before any turn"
         return f"the episode took longer than {self._seconds:g} s without a turn, {where}"
@@ -302,13 +304,13 @@ class TimeLimit:
             self._set_deadline()
 
     def pause(self) -> None:
-        """Stop the clock until `resume` was called as often."""
+        """Stop the clock; each `pause` needs a `resume`."""
         if not self._pauses:
             self._left = max(self._deadline - self._loop.time(), 0.0)
         self._pauses += 1
 
     def resume(self) -> None:
-        """Let the clock run on unless something else has paused it."""
+        """Let the clock run, unless another `pause` is open."""
         self._pauses -= 1
         if not self._pauses:
             self._set_deadline()
@@ -320,7 +322,7 @@ class TimeLimit:
         self.resume()
 
     def end(self) -> None:
-        """The program has ended."""
+        """Stop the timer after the program has ended."""
         self._stop()
         if self.has_given_up:
             self.task.uncancel()
@@ -328,7 +330,7 @@ class TimeLimit:
             self._grace.cancel()
 
     def _stop(self) -> None:
-        """Never expire, whatever a program that was left behind still does."""
+        """Never expire, whatever an abandoned program still does."""
         self._pauses += 1
         if self._timer is not None:
             self._timer.cancel()
@@ -348,7 +350,7 @@ class TimeLimit:
             self._expired()
 
     def _expired(self) -> None:
-        """End the act in flight, or give the program up."""
+        """End the call in flight, or give the program up."""
         journal = self._episode.journal
         acted = any(agent.turns for agent in self._episode.agents)
         if acted and not (journal.is_over_time or journal.is_replaying):
@@ -370,21 +372,21 @@ class TimeLimit:
 class Parking:
     """Parks and unparks the episodes of one worker.
 
-    A call of a parked episode waits. Episodes resume in deadline order and, within one, calls in the order of their
-    ids; an episode stays parked through a retry, and no longer than it is in flight.
+    A call of a parked episode waits. Episodes resume in deadline order and, within an episode, calls in the order of
+    their ids. An episode stays parked through a retry, but only while it is in flight.
     """
 
     def __init__(self) -> None:
         self._in_flight: dict[str, LiveEpisode | None] = {}
         self.waiting: dict[str, list[tuple[str, asyncio.Future[None]]]] = {}
-        """Calls that wait, with their ids, by parked episode."""
+        """Waiting calls and their ids, keyed by parked episode."""
 
     def admit(self, episode_id: str) -> None:
-        """An episode is in flight from now on, and can be parked."""
+        """Note that an episode is in flight, so that it can be parked."""
         self._in_flight[episode_id] = None
 
     def begin(self, episode_id: str, attempt: LiveEpisode) -> None:
-        """An attempt of an episode begins to run."""
+        """Note the running attempt of an episode."""
         if episode_id in self._in_flight:
             self._in_flight[episode_id] = attempt
         if episode_id in self.waiting:
@@ -401,7 +403,7 @@ class Parking:
         return tuple(sorted(self.waiting, key=lambda episode_id: (self.deadline(episode_id), episode_id)))
 
     def park(self, episode_id: str) -> bool:
-        """See `core.ports.Worker.park`; parking twice is parking once."""
+        """See `core.ports.Worker.park`; idempotent."""
         if episode_id not in self._in_flight:
             return False
         if episode_id not in self.waiting:

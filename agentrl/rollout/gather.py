@@ -1,8 +1,8 @@
 """`ctx.gather`: runs branches of an episode's code, and records the order in which they ended.
 
-1. Nothing is delivered to a branch before all have begun, so what a branch does before its first call must not depend
+1. No call of a branch returns before all branches have begun, so the code before a branch's first call must not depend
    on the others.
-2. All branches have ended when the program goes on after the gather, whether they returned, one raised (the others
+2. All branches have ended when the program continues after the gather, whether they returned, one raised (the others
    are cancelled), or the gather itself was cancelled.
 """
 
@@ -54,7 +54,7 @@ class _Gathering:
         self._awaitables = awaitables
         self._is_ending = False
         self.finished: list[int] = []
-        """Indices of the coroutines that returned, in that order."""
+        """Indices of the coroutines that returned, in the order of their returns."""
         self.error: BaseException | None = None
         """The error of the first branch that failed."""
         loop = asyncio.get_running_loop()
@@ -80,7 +80,8 @@ class _Gathering:
         return self.error is not None or not any(task.cancelled() for task in self.tasks)
 
     async def settled(self) -> bool:
-        """Wait until all branches have ended, the others cancelled if one fails. Whether the wait was cancelled."""
+        """Wait until all branches have ended; if one fails, the others are cancelled. Returns whether the wait was
+        cancelled."""
         cancelled = False
         self._branch.is_blocked = True
         try:

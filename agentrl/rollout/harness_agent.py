@@ -1,15 +1,15 @@
-"""A seat that an agent from outside holds: every request to the gateway is a turn of it.
+"""A seat held by an external agent: every request to the gateway is a turn of the seat.
 
 `HarnessAgent.reply` finds the row of tokens a request continues (`token_tree.py`), samples the reply or recalls it, and
-writes the turn. Calls run side by side, each row with an engine session of its own.
+writes the turn. Calls run concurrently, each row with its own engine session.
 
 Invariants
 1. The seat is one agent with one reward, however many rows its client's conversations become: they are one unit.
-2. A call is named by what it asks, and how often that was asked before in the attempt. So an attempt that begins again
-   recalls the replies of the attempts before it in whatever order its client asks; what it does not ask for again is
-   no part of it.
+2. A call is named by its content, and by the number of equal calls before it in the attempt. So a restarted attempt
+   recalls the replies of earlier attempts in whatever order its client asks; replies that it does not request again are
+   not part of it.
 3. A recalled reply is written with the context it was sampled from, to the token.
-4. A client gets a reply once it is on disk: what it has seen is never sampled again, whatever is killed.
+4. A client gets a reply after it is on disk: a reply that it has seen is never sampled again, whatever is killed.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ _OFF: Mapping[str, tuple[Any, ...]] = {
     "functions": ([],),
     "modalities": (["text"],),
 }
-"""Values that change nothing, by demand; those of the run's own sampling are compared with the run's."""
+"""Values of request fields that change nothing; fields of the run's sampling parameters are compared with the run's."""
 _REMEDY = "name what differs by nature in `volatile`, or set replay_stable = False"
 BYTES_PER_TOKEN = 4
 """Bytes of text per token, to estimate lengths where another program tokenises."""
@@ -91,13 +91,13 @@ class RowSampler(TurnSampler):
 
 
 class HarnessAgent(LiveAgent):
-    """The agent of a seat whose turns an agent from outside asks for.
+    """The agent of a seat whose turns an external agent requests.
 
     Args:
         episode: the running attempt.
-        seat: of the environment.
-        volatile: what differs from request to request by nature; see `TokenTree`.
-        ignored: demands that are not honoured and not refused.
+        seat: seat of the environment.
+        volatile: patterns of text that differs between requests by nature; see `TokenTree`.
+        ignored: request fields that are neither honoured nor refused.
     """
 
     __slots__ = ("_asked", "_ignored", "_in_progress", "_samplers", "_tree", "difference", "limit_reached")
@@ -116,17 +116,17 @@ class HarnessAgent(LiveAgent):
         self._ignored = ignored
         self._in_progress = 0
         self.limit_reached: LimitReachedError | None = None
-        """The first limit that refused a request."""
+        """First limit that refused a request."""
         self.difference = ""
-        """The first request that is not recorded, and how it differs from a recorded one that was not asked for before;
-        empty: all were."""
+        """First request that is not recorded, and its difference from a recorded one that was not requested yet; empty
+        if all were."""
 
     async def act(self, *messages: Message, max_tokens: int | None = None) -> NoReturn:
-        """Refuse: the turns of the seat are asked for through the gateway."""
+        """Refuse: the gateway requests the turns of the seat."""
         raise EnvironmentDefinitionError(f"the turns of seat {self.seat!r} are asked for through ctx.endpoint()")
 
     def restart(self, *messages: Message) -> NoReturn:
-        """Refuse: see `act`."""
+        """Refuse; see `act`."""
         raise EnvironmentDefinitionError(f"the rows of seat {self.seat!r} are its client's: see ctx.endpoint()")
 
     def continues(self, request: ChatRequest) -> bool:
@@ -134,7 +134,7 @@ class HarnessAgent(LiveAgent):
         return self._tree.continues(request.messages)
 
     def count_tokens(self, request: ChatRequest) -> int:
-        """See `gateway.calls.Seat.count_tokens`; for a remote policy an estimate."""
+        """See `gateway.calls.Seat.count_tokens`; an estimate for a remote policy."""
         placed = self._find_row(request)
         length = len(placed.row.tokens)
         self._tree.withdraw(placed, forget=True)
@@ -166,7 +166,7 @@ class HarnessAgent(LiveAgent):
         return reply
 
     def _recall(self, request: ChatRequest, call: Call, recorded: TurnEntry) -> ChatReply:
-        """Give the reply of an earlier attempt, whose entry holds its whole context."""
+        """Return the reply of an earlier attempt, whose entry holds its whole context."""
         context = np.frombuffer(recorded.context_ids, dtype="<i4")
         if call.is_inherited:
             placed = self._inherited(request, call, recorded, context)
@@ -186,10 +186,10 @@ class HarnessAgent(LiveAgent):
         return self._replied(request, call, placed, completion_of(recorded), recorded.started)
 
     def _inherited(self, request: ChatRequest, call: Call, recorded: TurnEntry, context: Int32Array) -> RowPlacement:
-        """The place of a turn that a fork inherits.
+        """Find the place of a turn that a fork inherits.
 
         Raises:
-            ReplayMismatchError: the program asks in another order than it did.
+            ReplayMismatchError: the program requests turns in another order than before.
         """
         placed = self._find_row(request)
         then = (recorded.turn, recorded.row, recorded.parent_context)
@@ -236,7 +236,7 @@ class HarnessAgent(LiveAgent):
     async def _completion(
         self, sampler: RowSampler, call: Call, placed: RowPlacement, sampling: SamplingParams, stops: Sequence[str]
     ) -> Completion:
-        """Sample a reply, or take the one that a fork puts in its place."""
+        """Sample a reply, or return the one with which a fork replaces it."""
         edits = self._episode.journal.edits_at(call.call_id)
         if not edits:
             return self._cut(await sampler.sample(call, placed.context(), sampling), stops)
@@ -245,7 +245,7 @@ class HarnessAgent(LiveAgent):
         return _said_instead(str(edits[-1]["content"]), sampled, self._settings.chat_format)
 
     def _note_difference(self, call: Call, messages: Sequence[Message]) -> None:
-        """Note how a request that is not recorded differs from what is; a replay ends there."""
+        """Note how a request that is not recorded differs from the recorded ones; a replay ends there."""
         journal = self._episode.journal
         if not self.difference and (unasked := journal.unasked_turns(self.seat)):
             self.difference = differing_request(unasked, [message_data(message) for message in messages])
@@ -254,10 +254,10 @@ class HarnessAgent(LiveAgent):
     def _replied(
         self, request: ChatRequest, call: Call, placed: RowPlacement, completion: Completion, started: float
     ) -> ChatReply:
-        """Append a turn that is in the journal, and return it as the client gets it.
+        """Append a turn that is in the journal, and return the client's reply.
 
         Raises:
-            RequestRefusedError: an endpoint refused it.
+            RequestRefusedError: a remote endpoint refused the turn.
         """
         chat_format = self._settings.chat_format
         sampled = completion.token_ids.tolist()
@@ -305,10 +305,10 @@ class HarnessAgent(LiveAgent):
         )
 
     def _find_row(self, request: ChatRequest) -> RowPlacement:
-        """The row of a request.
+        """Find or begin the row of a request.
 
         Raises:
-            RequestRefusedError: it does not fit the context, or the chat template refuses it.
+            RequestRefusedError: the request does not fit the context, or the chat template refuses it.
         """
         characters = sum(len(message.content) + _called(message) for message in request.messages)
         characters += CHARACTERS_PER_TOKEN * len(request.messages)  # each is one token at least
@@ -321,10 +321,10 @@ class HarnessAgent(LiveAgent):
             raise RequestRefusedError(f"the model's chat template refuses the messages: {error}") from None
 
     def _check_demands(self, request: ChatRequest) -> None:
-        """Refuse what the run samples otherwise.
+        """Refuse request fields that contradict the run's sampling.
 
         Raises:
-            RequestRefusedError: the request asks for it.
+            RequestRefusedError: the request has such a field.
         """
         sampling = self._settings.sampling
         own: dict[str, tuple[Any, ...]] = {
@@ -369,9 +369,9 @@ class HarnessAgent(LiveAgent):
         raise RequestRefusedError(str(limit), "context" if limit.stop_reason == "context_length" else "limit")
 
     def _cut(self, completion: Completion, stops: Sequence[str]) -> Completion:
-        """A completion up to the token in which a text of `stops` ends: what would have been sampled with it.
+        """Cut a completion after the token in which a text of `stops` ends, as if sampling had stopped there.
 
-        It then has no closing token, as one that its limit ended.
+        The result has no closing token, like one that a limit ended.
         """
         if self._settings.is_external:
             return completion  # its tokens are a line of JSON, whose text is cut where it is handed over
@@ -397,7 +397,7 @@ class HarnessAgent(LiveAgent):
         return key64(self._episode.spec.episode_id, *parts)
 
     def _tool_call_id(self, call_id: str, number: int) -> str:
-        """The id of a tool call: nine letters and digits, which every chat template takes."""
+        """Make the id of a tool call: nine letters and digits, which every chat template accepts."""
         key, letters = self._key(call_id, number), ""
         for _ in range(9):
             key, at = divmod(key, len(_LETTERS))
@@ -433,7 +433,7 @@ async def opened_endpoint(
     recall: bool,
     perform: Callable[..., Awaitable[Any]],
 ) -> AsyncIterator[Endpoint]:
-    """See `EpisodeContext.endpoint`; the agents of the seats are added to `agents`, and `perform` is
+    """Open the endpoint of `EpisodeContext.endpoint`; adds the agents of the seats to `agents`. `perform` is
     `context.perform_effect`."""
     spec, journal = episode.spec, episode.journal
     is_replay = spec.purpose == "replay"
@@ -473,7 +473,7 @@ async def opened_endpoint(
 
 
 class LiveEndpoint(Endpoint):
-    """The gateway's address and keys of one attempt."""
+    """Address and keys of the gateway for one attempt."""
 
     __slots__ = ("_agents", "_opened", "_perform", "key", "keys", "url")
 
@@ -505,7 +505,7 @@ class LiveEndpoint(Endpoint):
         return result
 
     async def _unless_it_fails(self, program: Callable[[], Awaitable[T]]) -> T:
-        """Await a program, which is cancelled when the episode cannot go on."""
+        """Await a program, and cancel it when the episode cannot continue."""
         running = asyncio.get_running_loop().create_task(_awaited(program()))
         try:
             await asyncio.wait({running, self._opened.failure}, return_when=asyncio.FIRST_COMPLETED)
@@ -519,10 +519,10 @@ class LiveEndpoint(Endpoint):
 
 
 def differing_request(recorded: Sequence[TurnEntry], asked: Sequence[Mapping[str, Any]]) -> str:
-    """Which part of a request is not as recorded, and both values.
+    """Name the part of a request that differs from the recorded one, with both values.
 
     Args:
-        recorded: turns, of which the one most like the request is compared.
+        recorded: recorded turns; the one most similar to the request is compared.
         asked: the request's new messages.
     """
     then = max(recorded, key=lambda turn: shared_length(str(turn.messages), str(tuple(asked))))
@@ -537,14 +537,14 @@ def differing_request(recorded: Sequence[TurnEntry], asked: Sequence[Mapping[str
 
 
 def _two_values(was: object, came: object) -> str:
-    """Two values, from shortly before the place where they begin to differ."""
+    """Quote two values, from shortly before the place where they begin to differ."""
     first, second = str(was), str(came)
     at = max(shared_length(first, second) - 20, 0)
     return f"{shortened(first[at:])}, now {shortened(second[at:])}"
 
 
 def _said_instead(text: str, sampled: Completion, chat_format: ChatFormat) -> Completion:
-    """A completion of other text, under the version that began one in its place."""
+    """Make a completion of other text, under the version that began the replaced one."""
     if isinstance(chat_format, JsonFormat):
         given = json_value(text)
         message = given if isinstance(given, dict) else {"role": "assistant", "content": text}
@@ -563,12 +563,12 @@ def _said_instead(text: str, sampled: Completion, chat_format: ChatFormat) -> Co
 
 
 def is_turn(entry: JournalEntry) -> bool:
-    """Whether an entry is a turn that an agent from outside asked for: its call names itself."""
+    """Whether an entry is a turn that an external agent requested: its call is named by its content."""
     return not ids.has_call_number(entry.call_id) and isinstance(entry.decode(), TurnEntry)
 
 
 def standalone(entries: Iterable[JournalEntry]) -> Iterator[JournalEntry]:
-    """The turns that agents from outside asked for in one attempt, in order, each with its whole context."""
+    """Yield the turns that external agents requested in one attempt, in order, each with its whole context."""
     rows: dict[tuple[str, int], bytes] = {}
     for entry in filter(is_turn, entries):
         body = entry.decode()

@@ -1,19 +1,19 @@
-"""The KV-cache budget of a worker: which conversations hold memory of the engine, and which calls wait for it.
+"""The KV-cache budget of a worker: conversations hold reservations of the engine's memory, and calls wait for them.
 
-Owns the budget in tokens, the reservations in it, the order of the calls that wait, and how long the reservation of an
-idle conversation is kept. Does not know episodes or engines.
+Owns the budget in tokens, the reservations in it, the order of waiting calls, and the time for which an idle
+conversation keeps its reservation. Does not know episodes or engines.
 
 A conversation reserves memory with its first call. Between two turns it is idle: keeping its n of M tokens for t
-seconds costs n/M of what the engine could do in that time; recomputing them at p tokens per second costs all that the
-engine could do in n/p seconds. The two are equal after M/p seconds, whatever n is. An idle reservation is therefore
-kept for that long (the break-even rule of the ski-rental problem), or not at all where keeping has cost more than
-recomputing over the recent idle times of its kind. After that it is evictable: a waiting call may take its memory.
+seconds costs n/M of the engine's capacity in that time; recomputing them at p tokens per second costs the full capacity
+for n/p seconds. The costs are equal after M/p seconds, whatever n is. An idle reservation is therefore kept for that
+long (the break-even rule of the ski-rental problem), or not at all if, over the recent idle times of its kind, keeping
+has cost more than recomputing. After that it is evictable: a waiting call may take its memory.
 
-Where the engine stores shared prefixes once (system prompt and tools, the task of a group), a prefix is charged once,
-as long as any conversation that has it holds a reservation.
+If the engine stores shared prefixes once (system prompt and tools, the task of a group), a prefix is charged once for
+all conversations that share it.
 
 Invariants: a conversation that holds a reservation never waits; waiting calls are admitted by priority, then by
-arrival, and none overtakes one that does not fit; a conversation larger than the budget is admitted when nobody else
+arrival, and none overtakes a call that does not fit; a conversation larger than the budget is admitted when no other
 holds a reservation. Scheduling never depends on the content of siblings, shared prefixes aside.
 """
 
@@ -34,11 +34,12 @@ if TYPE_CHECKING:
 HEADROOM = 0.1
 """Share of the memory left free for the tokens that running calls sample."""
 MAX_IDLE_S = 60.0
-"""Seconds an idle reservation is kept at most, however slow the engine."""
+"""Maximum time an idle reservation is kept, in seconds, however slow the engine."""
 AVERAGED_IDLES = 64
-"""Number of idle times of a kind over which the cost of keeping is averaged, about."""
+"""Approximate number of idle times of a kind over which the cost of keeping is averaged."""
 FIRST_PART = 64
-"""Tokens of the first part of a prefix. Each part ends at twice the tokens of the one before, so parts are few."""
+"""Number of tokens in the first part of a prefix. Each part ends at twice the tokens of the previous one, so parts are
+few."""
 
 
 class KVBudget:
@@ -53,7 +54,7 @@ class KVBudget:
     def __init__(self, kv_tokens: int | None, prefill_rate: float = math.inf, *, shares_prefixes: bool = False) -> None:
         self._budget = math.inf if kv_tokens is None else kv_tokens * (1 - HEADROOM)
         self.is_bounded = kv_tokens is not None
-        """Whether a reservation can ever be refused: whether the engine states its memory."""
+        """Whether a reservation can be refused, because the engine reports its KV capacity."""
         self._costs = _KeepingCosts(0.0 if kv_tokens is None else min(kv_tokens / prefill_rate, MAX_IDLE_S))
         self._shares_prefixes = shares_prefixes
         self._tokens = _Tokens()
@@ -77,11 +78,11 @@ class KVBudget:
         return self._tokens.reserved
 
     def reservation(self, kind: Hashable, weights: Hashable = None) -> Reservation:
-        """A handle for one conversation, which holds no memory yet.
+        """Make a handle for one conversation, which holds no memory yet.
 
         Args:
-            kind: the cost of keeping idle reservations is learned per kind.
-            weights: what samples the conversation; prefixes are shared only under the same weights.
+            kind: kind of the conversation; the cost of keeping idle reservations is learned per kind.
+            weights: weights that sample the conversation; prefixes are shared only under the same weights.
         """
         return Reservation(self, kind, weights)
 
@@ -136,7 +137,8 @@ class KVBudget:
         self._admit_waiting()
 
     def _parts(self, weights: Hashable, context: Int32Array | None) -> tuple[tuple[int, int], ...]:
-        """The context in parts that others may share: (hash of all tokens up to the part's end, tokens of the part)."""
+        """Split the context into parts that others may share: (hash of all tokens up to the part's end, tokens of the
+        part)."""
         if context is None or not self._shares_prefixes:
             return ()
         parts, key, start = [], hash(weights), 0
@@ -170,7 +172,8 @@ class KVBudget:
             self._tokens.evict(reservation)
 
     def _make_space(self, reservation: Reservation) -> bool:
-        """Evict what `reservation` needs of the evictable ones, or nothing if that is not enough. Whether it fits."""
+        """Evict as many evictable reservations as `reservation` needs, or none if all are not enough; returns whether
+        it fits."""
         now = asyncio.get_running_loop().time()
         while self._kept and (longest := next(iter(self._kept))).kept_until <= now:
             del self._kept[longest]
@@ -223,31 +226,32 @@ class Reservation:
         self.weights = weights
         self.is_held = False
         self.tokens = 0
-        """Tokens of the conversation, as last stated."""
+        """Number of tokens of the conversation, as last stated."""
         self.parts: tuple[tuple[int, int], ...] = ()
-        """The prefix that others may share, see `KVBudget._parts`."""
+        """Prefix that others may share, see `KVBudget._parts`."""
         self.common = 0
-        """Tokens in `parts`."""
+        """Number of tokens in `parts`."""
         self.idle_since: float | None = None
         self.kept_until = 0.0
         self.admitted: asyncio.Future[None] | None = None
-        """Resolved when the newest `wait` ends."""
+        """Future that resolves when the newest `wait` ends."""
 
     def reserve(self, tokens: int, context: Int32Array | None = None) -> bool:
-        """Whether a call may begin now. If so, the memory is held until `release`, or until it is idle and evicted.
+        """Try to reserve memory for a call; returns whether the call may begin. The memory is held until `release`, or
+        until it is idle and evicted.
 
         Args:
             tokens: length of the context.
-            context: the part of the context that others may share, `[T]`; None: nothing is shared.
+            context: tokens of the context that others may share, `[T]`; None: none are shared.
         """
         return self._budget.reserve(self, tokens, context)
 
     async def wait(self, priority: int) -> None:
-        """Wait until `reserve`, which refused, may be tried again; lower priorities go first."""
+        """Wait until a refused `reserve` may be tried again; lower priorities go first."""
         await self._budget.wait(self, priority)
 
     def idle(self, tokens: int) -> None:
-        """The turn has ended, and the conversation has `tokens` tokens."""
+        """Mark the conversation as idle, with `tokens` tokens, after its turn has ended."""
         self._budget.idle(self, tokens)
 
     def release(self) -> None:
@@ -258,28 +262,28 @@ class Reservation:
 class _Tokens:
     """Counts of tokens over all reservations; a part that several share is counted once.
 
-    A part is pinned while any reservation that has it is pinned, evictable while all of them are.
+    A part is pinned while any of its reservations is pinned, and evictable while all are.
     """
 
     def __init__(self) -> None:
         self.reserved = 0
         self.pinned = 0
-        """Tokens left if everything evictable were evicted."""
+        """Number of tokens left if everything evictable were evicted."""
         self._holders: Counter[int] = Counter()
         """Number of reservations by part."""
         self._evictables: Counter[int] = Counter()
         """Number of evictable reservations by part."""
 
     def new(self, reservation: Reservation) -> int:
-        """Tokens that a reservation would add to `reserved`."""
+        """Return the tokens that a reservation would add to `reserved`."""
         return reservation.tokens - sum([tokens for key, tokens in reservation.parts if key in self._holders])
 
     def new_pinned(self, reservation: Reservation) -> int:
-        """Tokens that a reservation would add to `pinned`."""
+        """Return the tokens that a reservation would add to `pinned`."""
         return reservation.tokens - sum([tokens for key, tokens in reservation.parts if self._is_pinned(key)])
 
     def hold(self, reservation: Reservation, tokens: int) -> None:
-        """A pinned reservation has `tokens` tokens now."""
+        """Set the tokens of a pinned reservation."""
         if reservation.is_held:
             tokens = max(tokens, reservation.common)
             self.reserved += tokens - reservation.tokens
@@ -297,7 +301,7 @@ class _Tokens:
         reservation.is_held, reservation.tokens = True, tokens
 
     def make_evictable(self, reservation: Reservation) -> None:
-        """A pinned reservation becomes evictable."""
+        """Make a pinned reservation evictable."""
         self.pinned -= reservation.tokens - reservation.common
         for key, count in reservation.parts:
             self._evictables[key] += 1
@@ -305,7 +309,7 @@ class _Tokens:
                 self.pinned -= count
 
     def pin(self, reservation: Reservation) -> None:
-        """An evictable reservation becomes pinned."""
+        """Pin an evictable reservation."""
         self.pinned += reservation.tokens - reservation.common
         for key, count in reservation.parts:
             if not self._is_pinned(key):
@@ -313,7 +317,7 @@ class _Tokens:
             self._evictables[key] -= 1
 
     def evict(self, reservation: Reservation) -> None:
-        """A pinned reservation is gone."""
+        """Remove a pinned reservation."""
         own = reservation.tokens - reservation.common
         self.reserved -= own
         self.pinned -= own
@@ -331,7 +335,7 @@ class _Tokens:
 
 
 class _KeepingCosts:
-    """Mean cost of keeping idle reservations, by kind, relative to evicting them at once (1)."""
+    """Mean cost of keeping idle reservations per kind, relative to the cost of evicting them at once."""
 
     def __init__(self, most_s: float) -> None:
         self._most_s = most_s
@@ -339,17 +343,17 @@ class _KeepingCosts:
         self._means: dict[Hashable, float] = {}
 
     def learn(self, kind: Hashable, seconds: float) -> None:
-        """A conversation was idle for `seconds`."""
+        """Record an idle time of a conversation, in seconds."""
         cost = seconds / self._most_s if seconds < self._most_s else 2.0
         self._idles[kind] += 1
         before = self._means.get(kind, 0.0)
         self._means[kind] = before + (cost - before) / min(self._idles[kind], AVERAGED_IDLES)
 
     def keep_s(self, kind: Hashable) -> float:
-        """Seconds to keep an idle reservation of a kind."""
+        """Return for how many seconds to keep an idle reservation of a kind."""
         return self._most_s if self._means.get(kind, 0.0) < 1.0 else 0.0
 
 
 def kv_budget_of(engine: EngineCapabilities) -> KVBudget:
-    """The budget of an engine, by its stated capabilities."""
+    """Make the budget of an engine from its capabilities."""
     return KVBudget(engine.kv_tokens, engine.prefill_rate, shares_prefixes=engine.shares_prefixes)

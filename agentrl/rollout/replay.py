@@ -1,7 +1,7 @@
-"""Replay: an episode's program runs over its journal alone; nothing is sampled or performed.
+"""Replay: runs an episode's program over its journal alone, without sampling or performing anything.
 
 A call that the journal does not hold ends the execution before it is performed. With `rescoring`, recorded rewards are
-not compared: the rewards the code gives now are the episode's.
+not compared: the rewards that the code gives now count.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from agentrl.journal.entries import EntryBody, JournalEntry, TurnEntry
 
 OnCall = Callable[[str, str], None]
-"""Called for each recorded call that came back, with its id and a description."""
+"""Callback for each recorded call that has returned, with its id and a description."""
 
 
 class RecordEndedError(EngineError):
@@ -36,24 +36,24 @@ class RecordEndedError(EngineError):
 
 
 class ReplayStoppedError(EngineError):
-    """The execution reached the call it was to stop at."""
+    """The execution reached the call at which it was to stop."""
 
 
 class ReplayJournal(CallJournal):
     """A journal that is read and never written.
 
     Args:
-        log: of the episode; nothing is appended to it.
-        episode_id: of the episode.
-        attempt: of the episode.
+        log: log of the episode; nothing is appended to it.
+        episode_id: id of the episode.
+        attempt: number of the attempt.
         recorded: see `CallJournal`.
         seed: see `CallJournal`.
         inherited: see `CallJournal`.
         edits: see `CallJournal`.
-        on_call: called for each recorded call that came back.
-        until: the call id to stop at, once it has come back.
+        on_call: called for each recorded call that has returned.
+        until: id of the call after which to stop.
         answers: see `CallJournal`.
-        rescoring: leave recorded rewards out.
+        rescoring: whether to ignore recorded rewards.
     """
 
     __slots__ = ("_on_call", "_rewards", "_until", "given", "reached")
@@ -82,12 +82,12 @@ class ReplayJournal(CallJournal):
         self._on_call = on_call
         self._until = until
         self.reached = 0
-        """Numbered calls that came back."""
+        """Number of numbered calls that have returned."""
         self.given: list[RewardEntry] | None = [] if rescoring else None
-        """Rewards that the code gave, if they are not compared with the recorded ones."""
+        """Rewards that the code gave, if recorded rewards are ignored."""
 
     def open(self, asked: bytes = b"", describe: Callable[[], str] | None = None) -> Call:
-        """See `CallJournal.open`; the numbers of recorded rewards are passed over where they are left out."""
+        """See `CallJournal.open`; skips the numbers of recorded rewards if they are ignored."""
         self._skip_rewards()
         return super().open(asked, describe)
 
@@ -102,7 +102,7 @@ class ReplayJournal(CallJournal):
         return super().fork_edits()
 
     async def reach(self, call: Call, *, cancelled: bool = False) -> None:
-        """See `CallJournal.reach`; all that is recorded has come back when a new call is reached."""
+        """See `CallJournal.reach`; all recorded calls have returned when a new call is reached."""
         await super().reach(call, cancelled=cancelled)
         if call.recorded is None:
             self._end_at(call, "a call of its own")
@@ -120,14 +120,14 @@ class ReplayJournal(CallJournal):
 
         Raises:
             ReplayMismatchError: the journal holds another request in place of the call.
-            RecordEndedError: it holds no more.
+            RecordEndedError: the journal holds no more entries.
         """
         if difference:
             self.mismatch(call.call_id, "the agent from outside asks something else", difference)
         self._end_at(call, "a turn that it did not ask for then")
 
     def reward(self, body: RewardEntry) -> RewardEntry:
-        """See `CallJournal.reward`; not compared, where rewards are left out."""
+        """See `CallJournal.reward`; if recorded rewards are ignored, does not compare."""
         if self.given is None:
             return super().reward(body)
         self.given.append(body)
@@ -160,7 +160,7 @@ class ReplayJournal(CallJournal):
 
 
 class ReplayRunner(EpisodeRunner):
-    """Runs attempts over their journals alone; see `ReplayJournal` for its keywords."""
+    """Runs attempts over their journals alone; see `ReplayJournal` for the keyword arguments."""
 
     def __init__(self, *, on_call: OnCall, until: str | None, rescoring: bool, **services: Any) -> None:
         super().__init__(**services)
@@ -188,7 +188,7 @@ class ReplayRunner(EpisodeRunner):
 
 
 class ReplayLog:
-    """A log that stores nothing; implements what a replay needs of `TurnLog` and `JournalStore`."""
+    """A log that stores nothing; implements the part of `TurnLog` and `JournalStore` that a replay needs."""
 
     name = "replay"
 
@@ -203,11 +203,11 @@ class ReplayLog:
         """Return at once: nothing is stored."""
 
     def read(self, episode_id: str, attempt: int) -> list[JournalEntry]:
-        """Nothing: the caller has read the entries."""
+        """Return no entries: the caller has read them."""
         return []
 
     def prefix(self, point: ForkPoint) -> list[JournalEntry]:
-        """The entries that a fork took over."""
+        """Return the entries that a fork inherited."""
         return list(self.inherited)
 
     async def take_over(self, episode_id: str, attempt: int) -> None:
@@ -217,10 +217,10 @@ class ReplayLog:
         """Discard the entry."""
 
     def remove_partials(self, episode_id: str, attempt: int, call_id: str | None = None) -> None:
-        """There are none."""
+        """Do nothing: a replay has no partials."""
 
     def read_partials(self, episode_id: str, attempt: int) -> list[JournalEntry]:
-        """There are none."""
+        """Return no partials: a replay has none."""
         return []
 
     async def commit_episode(
@@ -230,10 +230,10 @@ class ReplayLog:
 
 
 class ReplayHost:
-    """An `EpisodeHost` that knows the children an episode had, and starts none.
+    """An `EpisodeHost` that knows the recorded children of an episode, and starts none.
 
     Args:
-        entries: of the episode, inherited ones among them.
+        entries: entries of the episode, including inherited ones.
     """
 
     def __init__(self, entries: Collection[JournalEntry]) -> None:
@@ -249,7 +249,7 @@ class ReplayHost:
         on_end: Callable[[int, EpisodeHeader], None],
         known: Sequence[str] = (),
     ) -> SpawnedGroup:
-        """The children the call had; how they ended is in the journal."""
+        """Return the recorded children of the call; the journal holds their results."""
         recorded = self._spawned.get(spawn_call)
         if recorded is not None and len(recorded.children) == len(tasks):
             return SpawnedGroup(group_id=recorded.group_id, episode_ids=recorded.children)
@@ -261,7 +261,7 @@ class ReplayHost:
         return Recollection(0, 0.0)
 
     def readmit(self, spec: EpisodeSpec) -> None:
-        """There is no further attempt."""
+        """Do nothing: a replay has no further attempt."""
 
     def measured(self, spec: EpisodeSpec, header: EpisodeHeader, metrics: Mapping[str, float]) -> None:
         """Discard the measurement."""

@@ -4,7 +4,7 @@
 its turns. Neither knows who scheduled the episode or who trains on it.
 
 Invariants:
-1. Each act passes through `CallJournal`: recorded acts are compared, new ones performed and appended.
+1. Each call passes through `CallJournal`: recorded calls are compared, new ones performed and appended.
 2. A header is returned only after the episode's entries and its commit are on disk.
 3. A limit ends an episode as truncated and committed; an error raises, and the worker decides between retry and drop.
 """
@@ -50,8 +50,8 @@ from agentrl.rollout.kv_budget import kv_budget_of
 from agentrl.rollout.turn_entries import EpisodePartials
 
 CHECKED_EPISODES = 32
-"""New episodes of each environment whose steps a runner checks for draws from the global random generators. Executing
-an episode again checks it too, so that a draw nobody saw does not go unnoticed where it matters."""
+"""Number of new episodes of each environment whose steps a runner checks for draws from the global random generators.
+Re-executions are always checked, so that an undetected draw cannot cause a silent difference."""
 
 
 class EpisodeRunner:
@@ -87,11 +87,11 @@ class EpisodeRunner:
         self._log = log
         self._code_hashes: dict[type[Environment], str] = {}
         self._checked: Counter[type[Environment]] = Counter()
-        """New episodes that were checked for draws."""
+        """Number of new episodes that were checked for draws, by environment."""
         self._run_settings = {"": self._services.policy_settings("").recorded}
         self._own_settings = {policy: own.recorded for policy, own in settings.policies.items()}
         self._running: dict[str, LiveContext] = {}
-        """The newest attempt of each episode."""
+        """Context of the newest attempt, keyed by episode."""
 
     def stop(self, spec: EpisodeSpec) -> None:
         """Note that a running attempt is about to be cancelled from outside, to be resumed later."""
@@ -210,14 +210,14 @@ class EpisodeRunner:
         )
 
     def abandon(self, spec: EpisodeSpec) -> None:
-        """Give up an attempt whose program does not end: to cancel its task then ends it whatever the program does."""
+        """Give up an attempt whose program does not end: cancelling its task then ends it in any case."""
         context = self._running.get(spec.episode_id)
         if context is not None and context.episode.spec.attempt == spec.attempt:
             context.episode.journal.abandon()
         self.close_attempt(spec)
 
     def close_attempt(self, spec: EpisodeSpec) -> None:
-        """Close an attempt that ended or was left behind: nothing it still does counts."""
+        """Close an attempt that ended or was abandoned: nothing it still does counts."""
         context = self._running.get(spec.episode_id)
         if context is not None and context.episode.spec.attempt == spec.attempt:
             del self._running[spec.episode_id]
@@ -225,17 +225,17 @@ class EpisodeRunner:
             context.episode.close()
 
     def finished(self, context: LiveContext) -> None:
-        """Called when a program has returned, before its commit; overridden to compare executions."""
+        """Hook after a program has returned, before its commit; overridden to compare executions."""
 
     async def flush(self) -> None:
         """Wait until the entries of this worker's episodes are on disk."""
         await self._log.flush()
 
     async def recorded(self, spec: EpisodeSpec) -> list[JournalEntry]:
-        """The recorded entries of an attempt, which this worker takes over.
+        """Take over an attempt, and return its recorded entries.
 
         Raises:
-            EpisodeError: some of it is damaged.
+            EpisodeError: some entries are damaged.
         """
         try:
             await self._log.take_over(spec.episode_id, spec.attempt)
@@ -244,10 +244,10 @@ class EpisodeRunner:
             raise EpisodeError(f"it cannot go on: {error}", reason="journal_damaged") from None
 
     async def recalled(self, spec: EpisodeSpec, since: int) -> tuple[int, list[JournalEntry]]:
-        """The turns of earlier attempts that agents from outside asked for, each with its whole context; a later
-        attempt's instead of an earlier one's.
+        """Return the turns of earlier attempts that external agents requested, each with its whole context; a later
+        attempt's turn replaces an earlier one's.
 
-        Returns the first attempt that they are of, beside them: `since`, or a later one that says so.
+        The first value is the first attempt whose turns are returned: `since`, or a later attempt that sets it.
         """
         found: dict[str, JournalEntry] = {}
         if since < spec.attempt:
@@ -264,11 +264,11 @@ class EpisodeRunner:
         return since, list(found.values())
 
     def forget(self, spec: EpisodeSpec) -> None:
-        """An attempt has failed: discard its partial turns."""
+        """Discard the partial turns of a failed attempt."""
         self._log.remove_partials(spec.episode_id, spec.attempt)
 
     async def drop(self, spec: EpisodeSpec, reason: str, detail: str, seconds: float) -> EpisodeHeader:
-        """Record that an episode ends without being trained, with its reason."""
+        """Record that an episode ends untrained, with its reason."""
         header = dropped_header(spec, reason, seconds=seconds)
         await _whatever_happens(self._store.commit_episode(spec, header, b"", {}, valid_unicode(detail)))
         return header
@@ -288,7 +288,7 @@ class EpisodeRunner:
     def _begin(
         self, journal: CallJournal, spec: EpisodeSpec, environment: type[Environment], recalls_from: int
     ) -> Mapping[str, PolicySettings]:
-        """Journal or recall the first entry; returns the settings it recorded where the run has others now."""
+        """Journal or recall the first entry; returns its settings where they differ from the run's now."""
         code_hash = self._code_hashes.get(environment)
         if code_hash is None:
             code_hash = code_digest(environment.source())
@@ -324,7 +324,7 @@ class EpisodeRunner:
         return AS_THE_RUN if began.settings in ({}, settings) else self._began_under(spec, began)
 
     def _settings(self, spec: EpisodeSpec) -> dict[str, PlayedUnder]:
-        """The run's settings now, for `Begin.settings`: one dict for all episodes where no policy has its own."""
+        """Return the run's settings for `Begin.settings`: one shared dict if no policy has overrides."""
         own = self._own_settings
         if not own:
             return self._run_settings
@@ -333,10 +333,10 @@ class EpisodeRunner:
         }
 
     def _began_under(self, spec: EpisodeSpec, began: Begin) -> Mapping[str, PolicySettings]:
-        """The settings of an episode that began under others than the run has now.
+        """Return the settings of an episode that began under others than the run's now.
 
         Raises:
-            EpisodeError: the engine can no longer serve them; the episode begins again under the run's settings.
+            EpisodeError: the engine can no longer serve them; the episode restarts under the run's settings.
         """
         services, settings = self._services, began.settings
         run = settings.get("")
@@ -365,7 +365,7 @@ class EpisodeRunner:
 
 
 def _inherited(now: Mapping[str, PlayedUnder], begin: Begin, spec: EpisodeSpec) -> dict[str, PlayedUnder]:
-    """The settings of a fork: in seats held by the same policy, those of its parent."""
+    """Return the settings of a fork: those of its parent, in seats held by the same policy."""
     recorded = begin.settings
     kept = {
         seat: recorded.get(seat, recorded[""]) if begin.seats.get(seat) == binding.policy else now.get(seat, now[""])
@@ -384,7 +384,7 @@ def _begun(environment: type[Environment], context: LiveContext) -> Awaitable[No
 
 
 def _ended_with(error: BaseException, journal: CallJournal, limit: TimeLimit) -> BaseException | None:
-    """The error that ends an episode whose program raised; None if the episode had failed or was given up before."""
+    """Return the error that ends an episode whose program raised; None if the episode failed or was given up before."""
     if journal.failure is not None:
         return None
     if isinstance(error, asyncio.CancelledError):
@@ -398,7 +398,7 @@ def _ended_with(error: BaseException, journal: CallJournal, limit: TimeLimit) ->
 
 
 def _check_end(environment: type[Environment], journal: CallJournal, limit: TimeLimit) -> None:
-    """Raise the error of an episode that failed, even if its program caught it."""
+    """Raise the error of a failed episode, even if its program caught it."""
     if isinstance(journal.failure, GlobalRandomError):
         environment.own_random = True
     if journal.failure is not None:
@@ -410,7 +410,7 @@ def _check_end(environment: type[Environment], journal: CallJournal, limit: Time
 
 
 async def _whatever_happens(commit: Coroutine[Any, Any, None]) -> None:
-    """Wait for a commit even if cancelled: an episode that reached the disk is reported as it is there."""
+    """Wait for a commit even if cancelled, so that an episode on disk is also reported."""
     writing = asyncio.get_running_loop().create_task(commit)
     while not writing.done():
         try:

@@ -1,6 +1,6 @@
-"""The probe of what a chat template does to former turns: whether rendering a longer conversation keeps what was there.
+"""Probes of a chat template: whether rendering a longer conversation keeps the earlier turns unchanged.
 
-Invariant: a probe only renders; what a model sampled is unknown here.
+Invariant: a probe only renders; it knows no sampled tokens.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from agentrl.rollout.chat_template import ChatTemplate
 
 RewriteCause = Literal["thinking", "whitespace", "tool_results", "tools", "date", "prompt", "history"]
-"""The ways in which a template rewrites former turns.
+"""Ways in which a template rewrites earlier turns.
 
 * `thinking`: it leaves the thinking of former turns out.
 * `whitespace`: it trims what was said.
@@ -45,11 +45,11 @@ _THOUGHT = PROBE.replace("p", "thought")
 def rewrite_causes(
     template: ChatTemplate, call: Mapping[str, Any], thinking: tuple[str, str] | None
 ) -> tuple[RewriteCause, ...]:
-    """The ways in which a template rewrites former turns, found on a few conversations.
+    """Find the ways in which a template rewrites earlier turns, on a few conversations.
 
     Args:
-        template: of a model.
-        call: an assistant's message that calls the tool `probe`.
+        template: template of a model.
+        call: assistant message that calls the tool `probe`.
         thinking: the marks around thinking.
     """
     check = _TemplateCheck(template, call)
@@ -64,7 +64,7 @@ def rewrite_causes(
 
 
 def rewrites_of(rewrites: Sequence[str], conversation: Sequence[Message], messages: Sequence[Message]) -> Iterator[str]:
-    """The causes for which a template rewrites a conversation when new messages come."""
+    """Yield the causes for which a template rewrites a conversation when new messages arrive."""
     said = [message for message in conversation if message.role == "assistant"]
     if not said:
         return
@@ -80,35 +80,35 @@ def rewrites_of(rewrites: Sequence[str], conversation: Sequence[Message], messag
 
 
 def thinking_forms(thinking: tuple[str, str], thought: str, content: str) -> Iterator[dict[str, Any]]:
-    """The ways in which templates take a turn with thinking, as messages."""
+    """Yield the forms in which templates accept a turn with thinking, as messages."""
     yield {"role": "assistant", "content": content, "reasoning_content": thought}
     yield {"role": "assistant", "content": content, "thinking": thought}
     yield {"role": "assistant", "content": f"{thinking[0]}\n{thought}\n{thinking[1]}\n\n{content}"}
 
 
 def thinking_form(template: ChatTemplate, call: Mapping[str, Any], thinking: tuple[str, str] | None) -> int:
-    """Number of the form in `thinking_forms` that the template reads thinking from."""
+    """Return the number of the form in `thinking_forms` from which the template reads thinking."""
     check = _TemplateCheck(template, call)
     forms = list(thinking_forms(thinking, _THOUGHT, PROBE)) if thinking is not None else []
     return next((n for n, form in enumerate(forms) if check.shows_thinking(form)), 0)
 
 
 class _TemplateCheck:
-    """Renders conversations around a few words, and compares the longer with the shorter."""
+    """Renders conversations around a few words, and compares longer ones with shorter ones."""
 
     def __init__(self, template: ChatTemplate, call: Mapping[str, Any]) -> None:
         self._template = template
         self._call = call
 
     def _text(self, *messages: Mapping[str, Any], tools: Sequence[Mapping[str, Any]] = (), prompt: bool = True) -> str:
-        """A conversation as it is rendered; empty where the template refuses it."""
+        """Render a conversation; "" if the template refuses it."""
         try:
             return self._template.render([dict(message) for message in messages], tools, prompt=prompt)
         except ModelError:
             return ""
 
     def of_turns(self, thinking: tuple[str, str] | None) -> Iterator[RewriteCause]:
-        """Causes that show in plain turns."""
+        """Yield the causes that show in plain turns."""
         first, second = self._text(_ASK), self._text(_ASK, _SAID, _MORE)
         place = second.partition(PROBE)[0]
         if second and not place.startswith(first):
@@ -124,21 +124,21 @@ class _TemplateCheck:
             yield "whitespace"
 
     def leaves_out_thinking(self, thinking: tuple[str, str]) -> bool:
-        """Whether thinking is not there when the user has gone on."""
+        """Whether thinking disappears after the user's next message."""
         forms = list(thinking_forms(thinking, _THOUGHT, PROBE))
         is_kept = any(_THOUGHT in self._text(_ASK, form, _MORE) for form in forms)
         is_known = any(self.shows_thinking(form) for form in forms)
         return not is_kept and (is_known or thinking[1] in self._template.source)
 
     def shows_thinking(self, form: Mapping[str, Any]) -> bool:
-        """Whether the thinking of a turn is there as long as only tools have answered, or the user."""
+        """Whether the thinking of a turn stays as long as only tools have answered, or only the user."""
         silent = {**form, "content": str(form["content"]).replace(PROBE, "")}
         calls = [(_ASK, {**self._call, **each}, _result("r1")) for each in (form, silent)]
         conversations = (*calls, (_ASK, form), (_ASK, form, _MORE))
         return any(_THOUGHT in self._text(*messages) for messages in conversations)
 
     def of_tools(self) -> Iterator[RewriteCause]:
-        """Causes that show with tools."""
+        """Yield the causes that show with tools."""
         listed, longer = self._text(_ASK, tools=[_TOOL]), self._text(_ASK, _SAID, _MORE, tools=[_TOOL])
         if longer and "one" in listed[shared_length(listed, longer) :]:
             yield "tools"
@@ -153,7 +153,7 @@ def _result(content: str) -> dict[str, Any]:
 
 
 def shared_length(one: Sequence[object], other: Sequence[object]) -> int:
-    """Number of characters or pieces that two texts begin with alike."""
+    """Return the length of the common prefix of two texts, in characters or pieces."""
     return len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))))
 
 
@@ -162,5 +162,5 @@ def _user(content: str) -> dict[str, Any]:
 
 
 def _bare(text: str, thinking: tuple[str, str]) -> str:
-    """Rendered text without what thinking templates put in and take out."""
+    """Remove from rendered text the parts that thinking templates insert and remove."""
     return text.replace(thinking[0], "").replace(thinking[1], "").rstrip()

@@ -1,17 +1,16 @@
-"""The token-prefix tree of one seat: which row of tokens a conversation that a client sends continues.
+"""The token-prefix tree of one seat: finds the row of tokens that a client's conversation continues.
 
-A client sends its whole conversation with every request, and is free to edit it. `TokenTree` compares messages with
-what the seat was asked and has answered, and gives the tokens of the request: those of the longest known history as
-the engine has them, then those of the messages that are new. A row grows at its end only; wherever a history leaves a
-row before its end, another row begins with the tokens they share.
+A client sends its whole conversation with every request, and is free to edit it. `TokenTree` compares its messages with
+the earlier requests and replies of the seat, and returns the tokens of the request: those of the longest known history
+as the engine has them, then those of the new messages. A row grows at its end only; if a history leaves a row before
+its end, a new row begins with the shared tokens.
 
 Invariants
-1. A turn's sampled tokens belong to one row, where they are trained. Rows that branch off behind them hold the same
+1. A turn's sampled tokens belong to one row, where they are trained. Rows that branch off after them hold the same
    tokens as context.
-2. A row's tokens are, turn by turn, context and sampled tokens, as the engine had them: nothing that was sampled is
-   tokenised again where its history is known.
-3. Nothing is guessed: where a history fits turns of different tokens, the request gets a row rendered from its
-   messages.
+2. A row's tokens are, turn by turn, context and sampled tokens, as the engine had them: sampled tokens with a known
+   history are never tokenised again.
+3. Nothing is guessed: if a history fits turns of different tokens, the request gets a row rendered from its messages.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
     from agentrl.core.records import FinishReason, Int32Array, Message, ToolSpec
 
 ForkCause = Literal["conversation", "branch", "reply", "history", "tools", "ambiguous"]
-"""The reason why a request did not continue a row.
+"""Reason why a request did not continue a row.
 
 * `conversation`: it holds no reply of the seat, so it begins one (a sub-agent, a compacted history).
 * `branch`: its history was continued before, or another call continues it now.
@@ -45,13 +44,13 @@ ForkCause = Literal["conversation", "branch", "reply", "history", "tools", "ambi
 
 @dataclass(slots=True, eq=False)
 class TreeRow:
-    """One row of tokens, the context of a call in flight included."""
+    """One row of tokens, including the context of a call in flight."""
 
     number: int
     tokens: array[int] = field(default_factory=lambda: array("i"))
     last: TreeTurn | None = None
     is_busy: bool = False
-    """A call in flight continues it."""
+    """Whether a call in flight continues the row."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,7 +59,7 @@ class TreeTurn:
 
     row: TreeRow
     end: int
-    """Tokens of the row up to the end of the turn."""
+    """Number of tokens of the row up to the end of the turn."""
     after: FinishReason
 
     @property
@@ -79,23 +78,23 @@ class RowPlacement:
 
     row: TreeRow
     before: int
-    """Tokens of the row before this request's; 0 for a new row, whatever it shares with another."""
+    """Number of tokens of the row before this request's; 0 for a new row, whatever it shares with another."""
     new_messages: int
-    """Messages at the end of the request that no turn of the row had seen."""
+    """Number of messages at the end of the request that no turn of the row has seen."""
     cause: ForkCause | None
-    """The reason why the request began a row; None if it continues one, or begins the first."""
+    """Reason why the request began a row; None if it continues one, or begins the first."""
     path: bytes
-    """Digest of tools and messages of the request."""
+    """Digest of the request's tools and messages."""
     bare_path: bytes
-    """Digest of its messages."""
+    """Digest of the request's messages."""
 
     @property
     def context_ids(self) -> bytes:
-        """The row's new context tokens, as `int32`; ask before the turn is answered."""
+        """New context tokens of the row, as `int32`; read them before the turn is answered."""
         return self.row.tokens[self.before :].tobytes()
 
     def context(self) -> Int32Array:
-        """The whole context, as the engine gets it; shape [T]. Ask before the turn is answered."""
+        """Return the whole context for the engine; shape [T]. Call it before the turn is answered."""
         return np.frombuffer(self.row.tokens.tobytes(), dtype=np.int32)
 
 
@@ -103,9 +102,9 @@ class TokenTree:
     """The rows of one seat of one attempt.
 
     Args:
-        chat_format: of the seat's policy.
-        volatile: what differs from request to request by nature, such as a date: where a message is known but for
-            these, it is known, and the tokens of its first appearance stay.
+        chat_format: chat format of the seat's policy.
+        volatile: patterns of text that differs between requests by nature, such as dates. A message that differs only
+            there counts as known, and keeps the tokens of its first appearance.
     """
 
     def __init__(self, chat_format: ChatFormat, volatile: Sequence[re.Pattern[str]] = ()) -> None:
@@ -114,18 +113,18 @@ class TokenTree:
         self.rows: list[TreeRow] = []
         """Rows in the order of their numbers."""
         self._turns: dict[bytes, list[TreeTurn]] = {}
-        """Turns by the digest of tools and conversation up to their reply."""
+        """Turns, keyed by the digest of tools and conversation up to their reply."""
         self._known: set[bytes] = set()
-        """Digests of every beginning of every conversation placed so far, tools left out."""
+        """Digests of all prefixes of all conversations placed so far, without tools."""
         self._answered: set[bytes] = set()
-        """Digests of all conversations that were answered, without the reply and tools."""
+        """Digests of all answered conversations, without reply and tools."""
         self._replies: set[bytes] = set()
         """Digests of all replies."""
         self._ended: set[bytes] = set()
-        """Digests of all conversations up to a reply, tools left out."""
+        """Digests of all conversations up to a reply, without tools."""
 
     def find_row(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> RowPlacement:
-        """Find or begin the row of a request; it is busy until `answer` or `withdraw`.
+        """Find or begin the row of a request; the row is busy until `answer` or `withdraw`.
 
         Raises:
             ModelError: the chat template refuses the conversation.
@@ -184,17 +183,17 @@ class TokenTree:
         return turn
 
     def continues(self, messages: Sequence[Message]) -> bool:
-        """Whether a conversation begins with one that a reply of the tree ended."""
+        """Whether a conversation begins with one that ended in a reply of the tree."""
         return not self._ended.isdisjoint(_paths(b"", [self._said(message) for message in messages]))
 
     def identity(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> bytes:
-        """Digest of a request's tools and messages; equal for requests that are placed alike."""
+        """Return the digest of a request's tools and messages; equal for requests that get the same place."""
         return _paths(_tools_digest(tools), [self._said(message) for message in messages])[-1]
 
     def restate(self, placement: RowPlacement, context: Int32Array) -> RowPlacement:
         """Give a request the context it had when its reply was recorded, instead of the one rendered now.
 
-        Its row continues if the context does; else it gets a row of its own.
+        If the context continues its row, the row continues; else a new row begins.
         """
         row, before, recorded = placement.row, placement.before, array("i", context.tobytes())
         if recorded[:before] == row.tokens[:before]:
@@ -218,8 +217,8 @@ class TokenTree:
             self.rows.pop()
 
     def _said(self, message: Message) -> bytes:
-        """Digest of a message for comparisons. Of a reply, white space around the text does not count, and of arguments
-        neither the order of keys nor the spelling: clients write them anew."""
+        """Return the digest of a message for comparisons. It ignores white space around the text of a reply, and the
+        key order and spelling of arguments, because clients write them anew."""
         content = message.content.strip() if message.role == "assistant" else message.content
         for pattern in self._volatile:
             content = pattern.sub("", content)
@@ -228,7 +227,8 @@ class TokenTree:
         return hashlib.blake2b(parts.encode(), digest_size=16).digest()
 
     def _cause(self, messages: Sequence[Message], said: Sequence[bytes], bare: Sequence[bytes]) -> ForkCause:
-        """The reason why a request would begin a row; `said`, `bare`: digests of its messages and of its beginnings."""
+        """Return the reason why a request would begin a row; `said` and `bare` are digests of its messages and of its
+        prefixes."""
         shared = next((n for n in range(len(messages), -1, -1) if bare[n] in self._known), 0)
         if self._replies.isdisjoint(said) and not (messages[shared:] and bare[shared] in self._answered):
             return "conversation"
@@ -238,7 +238,7 @@ class TokenTree:
 
 
 def _arguments(arguments: object) -> str:
-    """Arguments in one spelling."""
+    """Normalise the spelling of arguments."""
     value = arguments
     if isinstance(value, str):
         try:
@@ -257,7 +257,7 @@ def _tools_digest(tools: Sequence[ToolSpec]) -> bytes:
 
 
 def _paths(start: bytes, said: Sequence[bytes]) -> list[bytes]:
-    """Digests of the first 0, 1, … messages behind a beginning."""
+    """Return the digests of the first 0, 1, … messages after a start."""
     paths = [_next(b"", start)]
     for each in said:
         paths.append(_next(paths[-1], each))

@@ -1,10 +1,10 @@
-"""A turn on disk: the journal entry of a finished turn, and the partials of one that is being sampled.
+"""Turns on disk: the journal entry of a finished turn, and the partials of a turn in progress.
 
 `completion_of` reads an entry back. `PartialTurn` collects a turn over several engine calls and, if need be, several
-processes; `EpisodePartials` decides when new tokens go to disk, and reads back those of an earlier process.
+processes; `EpisodePartials` decides when new tokens are written to disk, and reads those of an earlier process.
 
-Invariants: tokens reach the disk in order, each once; tokens that were read back are never sampled again; a turn that
-ends before `FIRST_SECONDS` writes no partial.
+Invariants: tokens reach the disk in order, each once; tokens read from disk are never sampled again; a turn that ends
+before `FIRST_SECONDS` writes no partial.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 def message_data(message: Message) -> dict[str, Any]:
-    """A message as JSON-serialisable data, empty fields left out."""
+    """Convert a message to JSON-serialisable data, without empty fields."""
     data: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.tool_calls:
         data["tool_calls"] = [{"id": c.id, "name": c.name, "arguments": c.arguments} for c in message.tool_calls]
@@ -46,10 +46,10 @@ def message_data(message: Message) -> dict[str, Any]:
 
 
 def decode_message(data: Mapping[str, Any]) -> Message:
-    """The message that `message_data` wrote.
+    """Decode a message that `message_data` wrote.
 
     Raises:
-        JournalError: `data` is no message.
+        JournalError: `data` is not a message.
     """
     try:
         calls = data.get("tool_calls", ())
@@ -61,10 +61,10 @@ def decode_message(data: Mapping[str, Any]) -> Message:
 
 
 def completion_of(entry: TurnEntry) -> Completion:
-    """The completion an entry recorded.
+    """Return the completion that an entry recorded.
 
     Raises:
-        EngineError: its finish reason is unknown.
+        EngineError: the finish reason is unknown.
     """
     finish_reason: FinishReason
     match entry.finish_reason:
@@ -94,15 +94,15 @@ def completion_of(entry: TurnEntry) -> Completion:
 
 @lru_cache(maxsize=4096)
 def _spans(policy: str, spans: tuple[Span, ...]) -> tuple[VersionSpan, ...]:
-    """Version spans, cached: most turns have one, and their lengths and versions are few."""
+    """Make version spans, cached: most turns have one span, with few different lengths and versions."""
     return tuple(VersionSpan(s.start, s.stop, PolicyVersion(policy, s.lineage, s.step)) for s in spans)
 
 
 FIRST_SECONDS = 0.2
-"""Seconds a call runs before its tokens are written to disk: most turns end earlier, and write none."""
+"""Seconds that a call runs before its tokens are written to disk: most turns end earlier, and write none."""
 
 _NO_PIECES: list[Completion] = []
-"""Shared by turns whose first call runs; never added to, as the next."""
+"""Shared empty list of turns in their first call; never added to."""
 _NONE_FOUND: dict[str, list[JournalEntry]] = {}
 
 
@@ -115,7 +115,7 @@ class EpisodePartials:
         attempt: the attempt's number.
         clock: times `FIRST_SECONDS`.
         kept: whether to write them at all: evaluations are never resumed.
-        resumed: whether an earlier process may have left some.
+        resumed: whether an earlier process may have left partials.
     """
 
     __slots__ = ("_attempt", "_clock", "_episode_id", "_found", "_kept", "_log", "_on_disk")
@@ -132,12 +132,12 @@ class EpisodePartials:
         self._on_disk = tuple(self._found)
 
     def turn(self, call: Call, policy: str, *, masked: bool) -> PartialTurn:
-        """A turn to be sampled, with the tokens that an earlier process had sampled of it.
+        """Make a turn to be sampled, with the tokens that an earlier process sampled.
 
         Args:
             call: the turn's call; partials of another question are ignored.
             policy: the policy that samples it.
-            masked: whether kept sets belong to the tokens; those read back are without.
+            masked: whether the tokens have kept sets; those read from disk have none.
         """
         turn = PartialTurn(self, call, self._clock, masked=masked)
         found = self._found.pop(call.call_id, None)
@@ -146,7 +146,7 @@ class EpisodePartials:
         return turn
 
     def append(self, call: Call, start: int, piece: Completion) -> None:
-        """Put tokens of a call on disk with the next group commit."""
+        """Write tokens of a call to disk with the next group commit."""
         if not self._kept:
             return
         body = encode_partial(
@@ -162,25 +162,25 @@ class EpisodePartials:
         self._log.append_partial(JournalEntry(self._episode_id, self._attempt, call.call_id, call.asked, body))
 
     def turn_recorded(self, call: Call) -> None:
-        """The turn has its journal entry: remove its partials."""
+        """Remove the partials of a turn whose journal entry is written."""
         if call.call_id in self._on_disk:
             self._on_disk = tuple(each for each in self._on_disk if each != call.call_id)
             self._log.remove_partials(self._episode_id, self._attempt, call.call_id)
 
     def forget(self) -> None:
-        """The attempt has ended: remove the partials of its cancelled turns."""
+        """Remove the partials of cancelled turns after the attempt has ended."""
         for call_id in sorted(self._on_disk):
             self._log.remove_partials(self._episode_id, self._attempt, call_id)
         self._on_disk = ()
 
     async def flush(self) -> None:
-        """Wait until what was appended is on disk."""
+        """Wait until all appended partials are on disk."""
         if self._kept:
             await self._log.flush()
 
 
 class PartialTurn:
-    """One turn while it is sampled: the tokens of interrupted calls, and the deltas of the running call."""
+    """One turn in progress: the tokens of interrupted calls, and the deltas of the running call."""
 
     __slots__ = (
         "_call",
@@ -198,19 +198,19 @@ class PartialTurn:
     def __init__(self, partials: EpisodePartials, call: Call, clock: Clock, *, masked: bool) -> None:
         self.pieces: list[Completion] = _NO_PIECES
         self.sampled = 0
-        """Tokens in `pieces`."""
+        """Number of tokens in `pieces`."""
         self._partials = partials
         self._call = call
         self._clock = clock
         self._masked = masked
         self._delivered: list[Completion] | None = None
-        """Deltas of the running call; None until there is one: most turns of fast engines have none."""
+        """Deltas of the running call; None before the first, since most turns of fast engines have none."""
         self._unwritten: list[Completion] | None = None
         self._written = 0
         self._since = clock.monotonic()
 
     def recall(self, pieces: Sequence[Completion]) -> None:
-        """Begin with the pieces read back from disk."""
+        """Begin with the pieces read from disk."""
         for piece in pieces:
             self._add(self._without_masks(piece))
         self._written = self.sampled
@@ -218,7 +218,7 @@ class PartialTurn:
     def on_delta(
         self, request_id: str, token_ids: Sequence[int], logprobs: Sequence[float], version: PolicyVersion
     ) -> None:
-        """New tokens of the running call; see `core.ports.Delta`."""
+        """Receive new tokens of the running call; see `core.ports.Delta`."""
         piece = Completion(
             token_ids=np.array(token_ids, dtype=np.int32),
             logprobs=np.array(logprobs, dtype=np.float32),
@@ -233,7 +233,7 @@ class PartialTurn:
             self._write()
 
     def call_returned(self, completion: Completion) -> None:
-        """The running call has returned; if it was cut, tokens that are not on disk are written at once."""
+        """Add the completion of the running call; if the call was cut, write tokens that are not on disk at once."""
         self._add(completion)
         if completion.finish_reason == "abort":
             delivered = sum(len(piece.token_ids) for piece in self._delivered or ())
@@ -243,7 +243,7 @@ class PartialTurn:
             self._write()
 
     def lost(self) -> bool:
-        """The running call will never return: keep its deltas. Returns whether there were any."""
+        """Keep the deltas of a running call that will never return; returns whether there were any."""
         delivered, self._delivered = self._delivered, None
         self._write()
         if delivered:
@@ -251,7 +251,7 @@ class PartialTurn:
         return bool(delivered)
 
     def finish_reason(self, sampling: SamplingParams) -> FinishReason | None:
-        """The reason if the turn has ended; else None."""
+        """Return the finish reason if the turn has ended, else None."""
         if not self.pieces:
             return None
         last = self.pieces[-1]
@@ -263,24 +263,23 @@ class PartialTurn:
         return "length" if self.sampled >= sampling.max_tokens else None
 
     def completion(self, sampling: SamplingParams, *, routed: bool) -> Completion | None:
-        """The turn as one completion if it has ended, else None; `routed` ones need the routing of all tokens
-        before."""
+        """Return the turn as one completion if it has ended, else None; with `routed`, only if all tokens have their
+        routing."""
         if not self.pieces:
             return None
         reason = self.finish_reason(sampling)
         return None if reason is None or (routed and self.give_back_last()) else self.whole(reason)
 
     def whole(self, finish_reason: FinishReason) -> Completion:
-        """The turn as one completion."""
+        """Return the turn as one completion."""
         whole = joined(self.pieces)
         return (
             whole if whole.finish_reason == finish_reason else dataclasses.replace(whole, finish_reason=finish_reason)
         )
 
     def give_back_last(self) -> bool:
-        """Leave the last token of an ended turn to be sampled again, where no call ended with it: only a call that
-        returns brings the expert routing of the tokens before. Returns whether that was so.
-        """
+        """Drop the last token of an ended turn, to be sampled again, if no call ended with it: only a call that returns
+        has the expert routing of the earlier tokens. Returns whether a token was dropped."""
         index = self._newest()
         newest = self.pieces[index]
         if newest.finish_reason != "abort" or newest.expert_routing is not None:
@@ -291,7 +290,7 @@ class PartialTurn:
         return True
 
     def _newest(self) -> int:
-        """The last of the pieces that has tokens; the first, if none has."""
+        """Return the index of the last piece with tokens; of the first, if none has."""
         return max((at for at, piece in enumerate(self.pieces) if len(piece.token_ids)), default=0)
 
     def _add(self, piece: Completion) -> None:
@@ -306,7 +305,7 @@ class PartialTurn:
             self._unwritten = None
 
     def _without_masks(self, piece: Completion) -> Completion:
-        """Kept sets are lost with the call that sampled: such tokens are not trained."""
+        """Mark the tokens of a lost call as untrainable: their kept sets are lost with it."""
         if not self._masked:
             return piece
         missing = np.full(len(piece.token_ids), MaskStatus.MISSING, dtype=np.int32)
@@ -314,7 +313,8 @@ class PartialTurn:
 
 
 def joined(pieces: Sequence[Completion]) -> Completion:
-    """Pieces of a turn, in order, as one completion; it ended as the last did, and was asked what the first was."""
+    """Join the pieces of a turn, in order, to one completion; it has the end of the last piece and the prompt of the
+    first."""
     first, last = pieces[0], pieces[-1]
     if len(pieces) == 1:
         return first
@@ -343,7 +343,7 @@ def joined(pieces: Sequence[Completion]) -> Completion:
 
 
 def slice_of(piece: Completion, start: int, stop: int) -> Completion:
-    """Tokens `[start, stop)` of a piece, with logprobs and versions alone."""
+    """Return tokens `[start, stop)` of a piece, with logprobs and versions only."""
     spans = ((max(span.start, start) - start, min(span.stop, stop) - start, span.version) for span in piece.spans)
     return Completion(
         token_ids=piece.token_ids[start:stop],
@@ -354,7 +354,7 @@ def slice_of(piece: Completion, start: int, stop: int) -> Completion:
 
 
 def _contiguous(entries: Iterable[JournalEntry], asked: bytes, policy: str) -> list[Completion]:
-    """The partials read back, up to the first that is damaged, leaves a gap or belongs to another question."""
+    """Return the partials read from disk, up to the first that is damaged, leaves a gap or has another question."""
     pieces: list[Completion] = []
     reached = 0
     for entry in entries:
@@ -378,7 +378,7 @@ def _contiguous(entries: Iterable[JournalEntry], asked: bytes, policy: str) -> l
 
 
 def _joined_masks(pieces: Sequence[Completion]) -> SamplingMask | None:
-    """The kept sets of all pieces; a piece without them was sampled without filters."""
+    """Join the kept sets of all pieces; a piece without them was sampled without filters."""
     if all(piece.sampling_mask is None for piece in pieces):
         return None
     none = np.zeros(0, np.int32)
@@ -392,7 +392,9 @@ def _joined_masks(pieces: Sequence[Completion]) -> SamplingMask | None:
 
 
 def _joined_routing(pieces: Sequence[Completion]) -> tuple[int, ExpertArray | None, tuple[RoutingBreak, ...]]:
-    """Start, rows and breaks of all pieces: where a call forwarded positions again, they begin again in the rows."""
+    """Join start, rows and breaks of the routing; where a call computed positions again, the joined rows repeat
+    them.
+    """
     parts: list[ExpertArray] = []
     breaks: list[RoutingBreak] = []
     rows = start = end = 0

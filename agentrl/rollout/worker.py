@@ -3,10 +3,9 @@
 Foreign errors stop here (and in the cluster's supervision): whatever an environment raises becomes a retry or a drop
 with a reason, never a reward and never the end of the run.
 
-An episode whose environment raises is tried `DATA_ATTEMPTS` times. An episode that loses the engine again and again,
-however long its turn waited (`agent.py`), is dropped. A program that swallows its cancellation is left behind: its
-coroutine is closed where it waits, nothing it still does counts, and nobody waits for it. Threads and tasks that it
-started on its own run on.
+An episode whose environment raises is tried `DATA_ATTEMPTS` times. An episode that keeps losing the engine, despite the
+waits of its turn (`agent.py`), is dropped. A program that swallows its cancellation is abandoned: its coroutine is
+closed where it waits, and nothing it still does counts. Threads and tasks that it started itself keep running.
 """
 
 from __future__ import annotations
@@ -32,17 +31,17 @@ from agentrl.rollout.kv_budget import KVBudget
 from agentrl.rollout.runner import EpisodeRunner
 
 MAX_ATTEMPTS = 8
-"""Attempts of an episode over all restarts of a run, if they end through no fault of its environment: a resource died
-with its process, or the code changed."""
+"""Maximum number of attempts of an episode over all restarts of a run, if they end through no fault of its environment:
+a resource died with its process, or the code changed."""
 
 MAX_STRAYS = 3
-"""Cancellations of an episode's task by code that does not own it, before the episode is dropped."""
+"""Number of cancellations of an episode's task by code that does not own it after which the episode is dropped."""
 
 OnEnd = Callable[[EpisodeHeader], None]
 
 
 DATA_ATTEMPTS = 2
-"""Attempts of an environment that raises: one retry gets over an accident; a defect fails again."""
+"""Number of attempts of an environment that raises: one retry covers an accident; a defect fails again."""
 
 
 class AsyncioWorker:
@@ -50,11 +49,11 @@ class AsyncioWorker:
 
     Args:
         runner: runs one attempt.
-        environments: classes by name; names not here are resolved by the registry.
-        data_attempts: how often an episode whose environment raises is tried.
-        on_failure: called with an error no episode can be blamed for (storage, engine); the run should end.
-        admitted: waits until the admission of what was submitted is on disk. No code of an episode runs before: if it
-            kills this process, the journal knows that it was there.
+        environments: classes by name; the registry resolves other names.
+        data_attempts: number of attempts of an episode whose environment raises.
+        on_failure: called with an error that is no episode's fault (storage, engine); the run should end.
+        admitted: waits until the admissions of submitted episodes are on disk. No code of an episode runs earlier: if
+            the code kills this process, the journal has the episode.
     """
 
     def __init__(
@@ -80,15 +79,15 @@ class AsyncioWorker:
         """Number of cancellations by code that does not own the episode's task, keyed by episode."""
         self._reading = asyncio.Lock()
         self.last_failure = ""
-        """The message of the last dropped episode."""
+        """Message of the last dropped episode."""
 
     @property
     def kv_budget(self) -> KVBudget:
-        """The reservations of its conversations in the engine's KV cache."""
+        """Reservations of the worker's conversations in the engine's KV cache."""
         return self._runner.kv_budget
 
     def submit(self, spec: EpisodeSpec, on_end: OnEnd, *, resume: bool = False) -> None:
-        """Start an episode in its own task; `resume`: it first replays what the journal holds of it."""
+        """Start an episode in its own task; with `resume`, replay its recorded entries first."""
         self._start(spec, on_end, self._run(spec, on_end, resume=resume))
 
     def park(self, episode_id: str) -> bool:
@@ -155,7 +154,7 @@ class AsyncioWorker:
         task.cancel()
 
     def _stuck(self, task: asyncio.Task[None]) -> None:
-        """Leave a program behind that swallowed its cancellation at the time limit, and drop its episode."""
+        """Abandon a program that swallowed its cancellation at the time limit, and drop its episode."""
         spec, on_end = self._tasks[task]
         self._leave_behind(task)
         self._start(spec, on_end, self._drop_stuck(spec, on_end))
@@ -174,7 +173,7 @@ class AsyncioWorker:
         return recorded
 
     async def _run(self, spec: EpisodeSpec, on_end: OnEnd, *, resume: bool) -> None:
-        """Attempts until one commits, the episode is dropped or it is left behind.
+        """Run attempts until one commits, or the episode is dropped or abandoned.
 
         A killed process may have written entries of a further attempt whose admission never reached the disk.
         """
@@ -242,7 +241,7 @@ class AsyncioWorker:
 
 
 def _noted(error: Exception) -> str:
-    """The location in its episode where an error was raised, as the runner noted it."""
+    """Return the location in its episode at which an error was raised, as the runner noted it."""
     notes = getattr(error, "__notes__", None)
     return f" ({notes[-1]})" if notes else ""
 
