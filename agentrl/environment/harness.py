@@ -12,6 +12,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import fcntl
+import functools
 import inspect
 import json
 import os
@@ -28,12 +30,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from agentrl.core.clock import SystemClock
 from agentrl.core.errors import EffectError, EnvironmentDefinitionError, EpisodeError, RewardError
 from agentrl.core.records import Task, Turn
 from agentrl.environment.base import Endpoint, Environment, EpisodeContext, Split, TaskSource
 
 LONGEST_ARGUMENT = 30_000
 """Maximum length of a command's argument, in characters; Linux allows 128 KiB."""
+PREFIX = "agentrl-harness-"
+"""Of the names of working directories."""
+UNLOCKED_S = 60.0
+"""Seconds after which a directory that is not locked belongs to a process that died."""
 OUTPUT_BYTES = 65_536
 """Bytes kept from the end of a command's output."""
 VOLATILE = (
@@ -116,6 +123,8 @@ class HarnessEnvironment(Environment):
     # --- machinery --------------------------------------------------------------------------------------------------
 
     _directory: Path | None = None
+    _lock: int
+    """Descriptor that holds the lock of the directory: the kernel drops it when this process dies."""
 
     @classmethod
     def tasks(cls, split: Split, *, seed: int = 0) -> TaskSource:
@@ -176,6 +185,7 @@ class HarnessEnvironment(Environment):
         finally:
             if self._directory is not None:
                 await asyncio.to_thread(_remove_tree, self._directory)
+                os.close(self._lock)
 
     async def _run_command(self, task: Task, endpoint: Endpoint) -> dict[str, Any]:
         """Run `command` in an empty directory, and end everything it started.
@@ -192,7 +202,10 @@ class HarnessEnvironment(Environment):
                 f"{LONGEST_ARGUMENT} characters",
                 reason="environment_error",
             )
-        self._directory = Path(tempfile.mkdtemp(prefix="agentrl-harness-"))
+        await asyncio.to_thread(_sweep, tempfile.gettempdir())
+        self._directory = Path(tempfile.mkdtemp(prefix=PREFIX))
+        self._lock = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
         end, output_end = os.pipe()  # of our own: asyncio's would be waited for, until a process that left closes it
         try:
             process = await asyncio.create_subprocess_exec(
@@ -291,6 +304,23 @@ def _remove_specials(directory: Path) -> None:
             mode = os.stat(found).st_mode
             if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
                 os.unlink(found)
+
+
+@functools.cache
+def _sweep(parent: str) -> None:
+    """Remove working directories that processes left behind when they died; once per process."""
+    for entry in os.scandir(parent):
+        with contextlib.suppress(OSError):
+            found = os.stat(entry.path, follow_symlinks=False)
+            is_own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
+            if not entry.name.startswith(PREFIX) or not is_own or SystemClock().wall() - found.st_ctime < UNLOCKED_S:
+                continue
+            directory = os.open(entry.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _remove_tree(Path(entry.path))
+            finally:
+                os.close(directory)
 
 
 def _remove_tree(directory: Path) -> None:

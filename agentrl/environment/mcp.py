@@ -35,13 +35,15 @@ START_S = 25.0
 
 It is less than the checker's limit before an episode's first turn, so that a finding names the server.
 """
+LAST_WORD_S = 1.0
+"""Seconds in which the error stream of a program that ended must end too; a process that it left may hold it open."""
 CLOSE_S = 5.0
 """Seconds that a server has to answer the end of its session."""
 MAX_TOOLS = 256
 MAX_SCHEMA_CHARACTERS = 65_536
-MAX_CHECKS = 100_000
-"""Largest product of a schema's and the arguments' sizes that is validated here, which takes at most a second. Above
-it, only the server validates them."""
+MAX_CHECKS = 20_000
+"""Largest product of a schema's and the arguments' sizes that is validated here, which takes at most a fifth of a
+second. Above it, only the server validates them."""
 MAX_RESULT_CHARACTERS = 100_000
 """Longest observation; the rest of a result is cut off."""
 MAX_LINE_BYTES = 4 << 20
@@ -148,7 +150,9 @@ class MCPConnection:
         self._holding: asyncio.Task[None] | None = None
         self._closing = asyncio.Event()
         self._ended = ""
-        """Reason why the program ended; empty while it runs."""
+        """Reason why the server is not listened to any more; empty while it is."""
+        self._written = 0
+        """Bytes that it wrote."""
 
     async def listed(self) -> list[dict[str, Any]]:
         """Return names, descriptions and schemas of the server's tools.
@@ -171,7 +175,7 @@ class MCPConnection:
                     cursor = page.next_cursor
                     if cursor is None or len(found) > MAX_TOOLS:
                         break
-            return _checked(found, self.server.tools)
+            return await asyncio.to_thread(_checked, found, self.server.tools)
         except TimeoutError:
             raise self._unusable(f"it has not listed its tools within {START_S:g} s") from None
         except _ListError as error:
@@ -235,7 +239,9 @@ class MCPConnection:
                 if self.server.url:
                     client = await stack.enter_async_context(  # which follows no redirects: its headers may be keys
                         httpx2.AsyncClient(
-                            headers=dict(self.server.headers), timeout=httpx2.Timeout(START_S, read=None)
+                            headers={**self.server.headers, "Accept-Encoding": "identity"},
+                            timeout=httpx2.Timeout(START_S, read=None),
+                            event_hooks={"response": [self._limit]},
                         )
                     )
                     streams = await stack.enter_async_context(
@@ -253,6 +259,44 @@ class MCPConnection:
                     _cause(error) if isinstance(error, Exception) else ConnectionError("it was closed")
                 )
                 opened.exception()
+
+    async def _limit(self, response: Any) -> None:
+        """Bound what is read of an answer over HTTP: the library holds a whole one in memory."""
+        import httpx2
+
+        connection, is_stream = self, "text/event-stream" in response.headers.get("Content-Type", "")
+
+        class Limited(httpx2.AsyncByteStream):
+            """The answer's bytes, up to the limits."""
+
+            def __init__(self, stream: Any) -> None:
+                self._stream = stream
+
+            async def __aiter__(self) -> AsyncIterator[bytes]:
+                length = 0
+                async for part in self._stream:
+                    length += len(part)
+                    if not is_stream and length > MAX_LINE_BYTES:  # the library bounds each event of a stream
+                        connection._ended = f"the server wrote an answer of more than {MAX_LINE_BYTES:,} bytes"
+                    connection._count(len(part))
+                    if connection._ended:
+                        raise httpx2.StreamError(connection._ended)
+                    yield part
+
+            async def aclose(self) -> None:
+                await self._stream.aclose()
+
+        if response.headers.get("Content-Encoding", "identity") != "identity":
+            self._ended = "the server packs its answers, unasked"
+            await response.aclose()
+            raise httpx2.StreamError(self._ended)
+        response.stream = Limited(response.stream)
+
+    def _count(self, length: int) -> None:
+        """Note bytes that the server wrote."""
+        self._written += length
+        if self._written > MAX_WRITTEN_BYTES:
+            self._ended = f"the server wrote more than {MAX_WRITTEN_BYTES:,} bytes"
 
     @asynccontextmanager
     async def _process(self) -> AsyncIterator[tuple[Any, Any]]:
@@ -272,10 +316,11 @@ class MCPConnection:
         to_session, from_server = anyio.create_memory_object_stream[Any](0)
         to_server, from_session = anyio.create_memory_object_stream[Any](0)
         loop, errors = asyncio.get_running_loop(), bytearray()
+        reading_errors = loop.create_task(_read_errors(process, errors))
         tasks = {
-            loop.create_task(self._read(process, to_session, errors)),
+            reading_errors,
+            loop.create_task(self._read(process, to_session, errors, reading_errors)),
             loop.create_task(_write(process, from_session)),
-            loop.create_task(_read_errors(process, errors)),
         }
         try:
             yield from_server, to_server
@@ -287,26 +332,32 @@ class MCPConnection:
             for stream in (to_session, from_server, to_server, from_session):
                 stream.close()
             process._transport.close()  # type: ignore[attr-defined] # a process that left the group may hold a pipe
-            await asyncio.wait(tasks)
-            await process.wait()
+            while not all(task.done() for task in tasks) or process.returncode is None:
+                with contextlib.suppress(asyncio.CancelledError):  # else its end would come after that of the loop
+                    await asyncio.wait(tasks)
+                    await process.wait()
 
-    async def _read(self, process: asyncio.subprocess.Process, to_session: Any, errors: bytearray) -> None:
+    async def _read(
+        self,
+        process: asyncio.subprocess.Process,
+        to_session: Any,
+        errors: bytearray,
+        reading_errors: asyncio.Task[None],
+    ) -> None:
         """Pass a program's messages to the session, until the program ends or writes too much."""
         from mcp import types
         from mcp.shared.message import SessionMessage
 
         assert process.stdout is not None
-        written = 0
         try:
             while line := await process.stdout.readline():
-                written += len(line)
-                if written > MAX_WRITTEN_BYTES:
-                    self._ended = f"the server wrote more than {MAX_WRITTEN_BYTES:,} bytes"
+                self._count(len(line))
+                if self._ended:
                     return
                 with contextlib.suppress(ValueError, RecursionError):  # what is no message is a line of its log
                     message = types.jsonrpc_message_adapter.validate_json(line, by_name=False)
                     await to_session.send(SessionMessage(message))
-            await asyncio.sleep(0.05)  # its error stream may hold a last word
+            await asyncio.wait({reading_errors}, timeout=LAST_WORD_S)
             said = errors.decode("utf-8", "replace").strip()
             self._ended = f"the server has ended{f': {said}' if said else ''}"
         except ValueError:  # of `readline`

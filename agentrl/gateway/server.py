@@ -111,6 +111,8 @@ class Conversations:
         self._open: list[OpenSeats] = []
         self._named: dict[str, OpenSeats] = {}
         self._beginning = asyncio.Lock()
+        self._in_start = 0
+        """Conversations whose episode has not begun."""
 
     async def find(self, name: str, chat: ChatRequest, is_waited_for: Callable[[OpenSeats], bool]) -> OpenSeats:
         """The episode of a request; it begins if there is none.
@@ -152,9 +154,13 @@ class Conversations:
             return self._named[name]
 
     async def _begin_one(self, name: str) -> OpenSeats:
-        if len(self._open) >= MOST_CONVERSATIONS:
+        if len(self._open) + self._in_start >= MOST_CONVERSATIONS:
             raise RequestRefusedError(f"{MOST_CONVERSATIONS} conversations are open already", "unavailable")
-        opened = await self._begin(name)
+        self._in_start += 1
+        try:
+            opened = await self._begin(name)
+        finally:
+            self._in_start -= 1
         self._open.append(opened)
         return opened
 

@@ -26,7 +26,7 @@ from agentrl.engines.scripted import ScriptedEngine
 from agentrl.environment.registry import name_of
 from agentrl.gateway import bodies
 from agentrl.gateway.calls import ChatReply, ChatRequest, RequestRefusedError
-from agentrl.gateway.server import Gateway
+from agentrl.gateway.server import Conversations, Gateway, OpenSeats
 from agentrl.journal.entries import Begin, TurnEntry
 from agentrl.rollout.byte_formats import STOP_TOKEN
 from agentrl.testing.check import check_environment
@@ -703,3 +703,28 @@ def test_an_attempt_that_asks_otherwise_than_the_one_before_says_where() -> None
     played = play(Departing, ["one", "two"])
     assert (played.header.attempt, played.header.reward, len(played.seen)) == (1, 1.0, 2)
     assert "turn 0 of seat 'main', new message 0, content: 'Today is Monday.', now 'Today is Tuesday.'" in played.told
+
+
+def test_conversations_that_begin_count_as_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentrl.gateway.server.MOST_CONVERSATIONS", 2)
+
+    async def asked() -> list[Any]:
+        may_begin = asyncio.Event()
+
+        async def begin(name: str) -> OpenSeats:
+            await may_begin.wait()
+            if len(conversations._open) == 1:
+                raise RequestRefusedError("it could not begin", "unavailable")
+            return OpenSeats(url="", key="", keys={}, seats={}, failure=asyncio.get_running_loop().create_future())
+
+        conversations = Conversations(("main",), begin)
+        chat = ChatRequest(model="main", messages=[])
+        finding = [asyncio.create_task(conversations.find("", chat, lambda opened: False)) for _ in range(4)]
+        await asyncio.sleep(0)
+        may_begin.set()
+        found = await asyncio.gather(*finding, return_exceptions=True)
+        monkeypatch.setattr("agentrl.gateway.server.MOST_CONVERSATIONS", 3)
+        conversations._open[0].asked = 1
+        return [*map(str, found[1:]), conversations._in_start]
+
+    assert asyncio.run(asked()) == ["it could not begin", *["2 conversations are open already"] * 2, 0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import time
 from importlib import import_module
@@ -13,6 +14,7 @@ import pytest
 
 import agentrl
 from agentrl.core.errors import EnvironmentDefinitionError
+from agentrl.environment import harness
 from agentrl.environment.harness import _remove_specials, _remove_tree, _task
 from tests.unit.episodes import Played, play
 
@@ -135,3 +137,45 @@ def test_a_line_separator_in_a_text_ends_no_task(tmp_path: Path) -> None:
     finally:
         sys.path.remove(str(tmp_path))
     assert [task.data["question"] for task in tasks] == ["a\u2028b", "c"]
+
+
+def test_directories_of_processes_that_died_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hold = (
+        "import fcntl, os, sys, time\n"
+        "os.makedirs(sys.argv[1] + '/in'); held = os.open(sys.argv[1], os.O_RDONLY)\n"
+        "fcntl.flock(held, fcntl.LOCK_EX); print(flush=True); time.sleep(600)"
+    )
+    paths = [tmp_path / f"{harness.PREFIX}{name}" for name in ("killed", "alive")]
+    killed, alive = (
+        subprocess.Popen([sys.executable, "-c", hold, str(path)], stdout=subprocess.PIPE) for path in paths
+    )
+    with killed, alive:
+        for process in (killed, alive):
+            assert process.stdout is not None
+            process.stdout.readline()
+        killed.kill()
+        killed.wait()
+        for name in ("another", f"{harness.PREFIX}file"):
+            (tmp_path / name).touch()
+        (tmp_path / f"{harness.PREFIX}link").symlink_to(tmp_path / "another")
+        everything = {path.name for path in tmp_path.iterdir()}
+        harness._sweep.__wrapped__(str(tmp_path))
+        assert {path.name for path in tmp_path.iterdir()} == everything, (
+            "they are too new to be told from one just made"
+        )
+        monkeypatch.setattr(harness, "UNLOCKED_S", -1.0)
+        harness._sweep.__wrapped__(str(tmp_path))
+        assert everything - {path.name for path in tmp_path.iterdir()} == {paths[0].name}
+        alive.kill()
+
+
+def test_a_program_runs_in_a_directory_that_is_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(harness, "UNLOCKED_S", -1.0)
+    sweep = (
+        "import os; from agentrl.environment import harness; harness.UNLOCKED_S = -1.0\n"
+        "harness._sweep(os.path.dirname(os.getcwd())); assert os.listdir('..') == [os.path.basename(os.getcwd())]"
+    )
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", os.getcwd())
+    assert played(sweep).header.drop_reason is None
+    assert os.listdir(tmp_path) == []

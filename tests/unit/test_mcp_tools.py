@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import socket
@@ -10,8 +11,8 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -333,6 +334,33 @@ def test_importing_it_imports_no_mcp() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": os.getcwd()})
 
 
+def _result_of(asked: Mapping[str, Any]) -> dict[str, Any]:
+    """The answer of a server with one tool to any request."""
+    if asked["method"] == "initialize":
+        return {
+            "protocolVersion": asked["params"]["protocolVersion"],
+            "capabilities": {"tools": {}},
+            "serverInfo": {"name": "mute", "version": "1"},
+        }
+    return {"tools": [{"name": "own", "inputSchema": {"type": "object"}}]}
+
+
+@asynccontextmanager
+async def listening(answer: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> AsyncIterator[MCPConnection]:
+    """A connection to a server over HTTP that answers by hand."""
+    application = web.Application()
+    application.router.add_route("*", "/mcp", answer)
+    runner = web.AppRunner(application, handler_cancellation=True)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    connection = MCPConnection(MCPServer(url=f"http://127.0.0.1:{runner.addresses[0][1]}/mcp"))
+    try:
+        yield connection
+    finally:
+        await asyncio.wait_for(connection.close(), 60)
+        await runner.cleanup()
+
+
 def test_a_server_that_never_answers_the_end_of_its_session_does_not_hold_the_episode(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -346,28 +374,99 @@ def test_a_server_that_never_answers_the_end_of_its_session_does_not_hold_the_ep
         asked = await request.json()
         if "id" not in asked:
             return web.Response(status=202)
-        if asked["method"] == "initialize":
-            result: dict[str, Any] = {
-                "protocolVersion": asked["params"]["protocolVersion"],
-                "capabilities": {"tools": {}},
-                "serverInfo": {"name": "mute", "version": "1"},
-            }
-        else:
-            result = {"tools": [{"name": "own", "inputSchema": {"type": "object"}}]}
-        reply = {"jsonrpc": "2.0", "id": asked["id"], "result": result}
+        reply = {"jsonrpc": "2.0", "id": asked["id"], "result": _result_of(asked)}
         return web.json_response(reply, headers={"mcp-session-id": "s"})
 
     async def closed() -> list[str]:
-        application = web.Application()
-        application.router.add_route("*", "/mcp", answer)
-        runner = web.AppRunner(application, handler_cancellation=True)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        connection = MCPConnection(MCPServer(url=f"http://127.0.0.1:{runner.addresses[0][1]}/mcp"))
-        names = [tool["name"] for tool in await connection.listed()]
-        await asyncio.wait_for(connection.close(), 60)
-        await runner.cleanup()
-        return names
+        async with listening(answer) as connection:
+            return [tool["name"] for tool in await connection.listed()]
 
     assert asyncio.run(closed()) == ["own"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        ("json", "the server wrote an answer of more than 4,194,304 bytes"),
+        ("error", "the server wrote an answer of more than 4,194,304 bytes"),
+        ("stream", "the server wrote more than 20,000,000 bytes"),
+        ("packed", "the server packs its answers, unasked"),
+    ],
+)
+def test_an_answer_over_http_without_end_is_cut_off(kind: str, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mcp_module, "MAX_WRITTEN_BYTES", 20_000_000)
+    written = 0
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        nonlocal written
+        asked = await request.json() if request.method == "POST" else {}
+        if asked.get("method") != "tools/list":
+            reply = {"jsonrpc": "2.0", "id": asked.get("id"), "result": _result_of(asked) if "id" in asked else None}
+            return web.json_response(reply) if "id" in asked else web.Response(status=202)
+        types = {"stream": "text/event-stream"}
+        response = web.StreamResponse(status=400 if kind == "error" else 200)
+        response.content_type = types.get(kind, "application/json")
+        if kind == "packed":
+            response.headers["Content-Encoding"] = "gzip"
+        await response.prepare(request)
+        while written < 1 << 30:
+            await response.write(b": no event\n\n" * 10_000 if kind == "stream" else b" " * 100_000)
+            written += 100_000
+        return response
+
+    async def listed() -> None:
+        async with listening(answer) as connection:
+            await connection.listed()
+
+    with pytest.raises(EpisodeError, match=told):
+        asyncio.run(listed())
+    assert written < 100_000_000
+
+
+def test_schemas_are_checked_beside_the_event_loop(tmp_path: Path) -> None:
+    shape: dict[str, Any] = {
+        "type": "object",
+        "properties": {f"p{n}": {"type": ["string", "null"]} for n in range(500)},
+    }
+    tools = [TOOL | {"name": f"a{n}", "inputSchema": shape} for n in range(30)]
+    spent = time.thread_time()
+    mcp_module._checked([{"name": f"a{n}", "description": "", "parameters": shape} for n in range(30)], ())
+    alone = time.thread_time() - spent
+
+    async def longest_step() -> float:
+        loop = asyncio.get_running_loop()
+        steps, since = [0.0], time.thread_time()
+
+        def tick() -> None:
+            nonlocal since
+            steps.append(time.thread_time() - since)
+            since = time.thread_time()
+            loop.call_soon(tick)
+
+        connection = MCPConnection(raw(tmp_path, tools))
+        try:
+            async with asyncio.timeout(300):
+                session = await connection._open()
+                assert session is not None
+                loop.call_soon(tick)
+                assert len(await connection.listed()) == 30
+        finally:
+            await connection.close()
+        return max(steps)
+
+    assert asyncio.run(longest_step()) < alone / 2
+
+
+def test_a_server_that_is_closed_in_a_hurry_is_waited_for(shop: MCPServer, caplog: pytest.LogCaptureFixture) -> None:
+    async def hurried() -> None:
+        connection = MCPConnection(shop)
+        await connection.listed()
+        holding = connection._holding
+        assert holding is not None
+        while not holding.done():
+            holding.cancel()
+            await asyncio.sleep(0)
+
+    asyncio.run(hurried())
+    gc.collect()
+    assert [record.getMessage() for record in caplog.records if record.name == "asyncio"] == []
