@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from agentrl.core.records import REWARD, PolicyVersion
-from agentrl.core.reply_formats import Reply, guess
+from agentrl.core.records import REWARD, PolicyVersion, usage_of
+from agentrl.core.reply_formats import Reply, guess, json_value
 from agentrl.inspection.reader import AgentLine, EpisodeLine, EpisodeView, checked_rows
 from agentrl.journal.entries import (
     Begin,
@@ -28,7 +28,7 @@ from agentrl.journal.entries import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from agentrl.inspection.reader import RunReader
 
@@ -198,6 +198,8 @@ def conversation_of(reader: RunReader, view: EpisodeView) -> ConversationView:
     own = [body for _, body in bodies[view.inherited :] if isinstance(body, TurnEntry)]
     if acts and own:
         waits.go_on_at(own[0].started)
+    acts += [_act(call, body, waits) for call, body in bodies[view.inherited :]]
+    external = _external_policies(reader.info())
     return ConversationView(
         summary=view.summary,
         agents=view.agents,
@@ -206,12 +208,27 @@ def conversation_of(reader: RunReader, view: EpisodeView) -> ConversationView:
         detail=view.detail,
         task=None if begin is None else begin.task,
         began=began,
-        acts=acts + [_act(call, body, waits) for call, body in bodies[view.inherited :]],
+        acts=[_with_usage(act) if isinstance(act, TurnAct) and act.policy in external else act for act in acts],
         inherited=view.inherited,
         updates=_updates(reader, own, waits.began, problems),
         children=reader.children(view.summary.episode),
         problems=problems,
     )
+
+
+def _external_policies(info: Mapping[str, Any]) -> set[str]:
+    """The policies whose turns are a line of an endpoint or a bot, as a journal's `info` says."""
+    config = info.get("config")
+    policies = config.get("policies") if isinstance(config, dict) else None
+    known = policies.items() if isinstance(policies, dict) else ()
+    return {name for name, one in known if isinstance(one, dict) and one.get("kind") in ("remote", "bot")}
+
+
+def _with_usage(act: TurnAct) -> TurnAct:
+    """The same turn with the endpoint's count of its tokens, 0 if it gave none: what is recorded are bytes."""
+    said = json_value(act.text)
+    counts = usage_of(said) if isinstance(said, dict) else {}
+    return msgspec.structs.replace(act, tokens=counts.get("completion_tokens", 0))
 
 
 class _Waits:

@@ -102,10 +102,11 @@ def summary_page(view: ConversationView) -> Page:
         reward = number(agent.reward) or "none"
         made = f" = {' + '.join(parts)}" if len(parts) > 1 else ""
         what = f"{agent.policy}, reward {reward}{made}, {plural(agent.tokens, 'token')}"
-        is_known = agent.oldest_step >= 0
-        facts.append(
-            (name, f"{what}, oldest weights {f'{agent.lineage}.{agent.oldest_step}' if is_known else 'unknown'}")
-        )
+        if agent.oldest_step < 0:
+            what += ", oldest weights unknown"
+        elif line.oldest_step is not None:  # else no policy of the episode learns
+            what += f", oldest weights {agent.lineage}.{agent.oldest_step}"
+        facts.append((name, what))
     if view.measured_against:
         facts.append(("against", ", ".join(view.measured_against)))
     facts += [(name, number(value)) for name, value in view.metrics.items()]

@@ -161,7 +161,9 @@ def not_data(episode_id: str, task: Task, error: Exception) -> InputError:
 
 
 def learning_policies(info: Mapping[str, Any]) -> Collection[str] | None:
-    """The policies that learn, as the configuration in a journal's `info` says; None if it says nothing of it."""
+    """The policies that learn, as a journal's `info` says: none in an evaluation; None if it says nothing of it."""
+    if "evaluated" in info:
+        return ()
     config = info.get("config")
     policies = config.get("policies") if isinstance(config, dict) else None
     if not isinstance(policies, dict):

@@ -162,6 +162,10 @@ def test_an_endpoint_is_tried_in_every_kind_of_environment(
     assert main(["episode", "show", str(path), "v1"]) == 0
     shown = capsys.readouterr().out
     assert "turn 0" in shown if environment == "Turns" else "double" in shown
+    assert re.search(r"turn \d+, 5 tokens of", shown), "as the endpoint counts them"
+    assert "oldest weights" not in shown
+    assert main(["episode", "list", str(path), "--json"]) == 0
+    assert {line["oldest_step"] for line in json.loads(capsys.readouterr().out)} == {None}
     assert main(["run", "view", str(path), "--once"]) == 0
     capsys.readouterr()
 
