@@ -1,1 +1,1 @@
-"""The durable log of every episode: entry kinds, the SQLite store, and reading back."""
+"""The durable log of every episode: entry kinds, the SQLite store, and readers."""

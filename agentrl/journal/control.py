@@ -1,6 +1,6 @@
 """Conversion between records and rows of the control log, at admission, commit, publication and step.
 
-Query columns are written once, at commit, and never updated: what became of a unit is in `step_units` and `unit_drops`.
+Query columns are written once, at commit, and never updated: the fate of a unit is in `step_units` and `unit_drops`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class ControlTable:
     def __init__(
         self, database: Database, name: str, columns: str, *, checksum: bool = False, once: bool = False
     ) -> None:
-        """`once`: whether to leave an existing row with the same key unchanged."""
+        """With `once`, leave an existing row with the same key unchanged."""
         self.database = database
         self.name = name
         self.checksum = checksum
@@ -62,7 +62,7 @@ class ControlTable:
         self._insert = f"INSERT {'OR IGNORE ' if once else ''}INTO {name} ({', '.join(names)}) VALUES "
 
     def write(self, connection: sqlite3.Connection, items: list[Sequence[Any]]) -> None:
-        """Insert rows, with their checksum last where the table has one; called by the writer."""
+        """Insert rows, each with its checksum last if the table has one; called by the writer."""
         if self.checksum:
             items = [self._with_checksum(item) for item in items]
         insert_rows(connection, self._insert, self._width, items)
@@ -122,7 +122,7 @@ class ControlTables:
 
 
 def row_checksum(table: str, values: Sequence[Any]) -> int:
-    """CRC-32 over a control row: its table and all its other columns."""
+    """Compute the CRC-32 of a control row: its table and all its other columns."""
     return zlib.crc32(_ENCODER.encode(values), zlib.crc32(table.encode()))
 
 
@@ -139,7 +139,7 @@ TRAJECTORY_COLUMNS = "episode attempt seat agent policy reward tokens oldest_ste
 
 
 def admission_row(spec: EpisodeSpec, now: float) -> Sequence[Any]:
-    """`ADMISSION_COLUMNS` of a spec.
+    """Return the `ADMISSION_COLUMNS` of a spec.
 
     Raises:
         InputError: the task's data or the seed cannot be serialised.
@@ -153,7 +153,7 @@ def admission_row(spec: EpisodeSpec, now: float) -> Sequence[Any]:
 
 
 def not_data(episode_id: str, task: Task, error: Exception) -> InputError:
-    """The error for a task that cannot be serialised."""
+    """Make the error of a task that cannot be serialised."""
     return InputError(
         f"episode {episode_id}: task {task.id!r} cannot be written to the journal ({error}); "
         "give Task.data JSON values only: strings, numbers, booleans, lists and dictionaries"
@@ -161,7 +161,7 @@ def not_data(episode_id: str, task: Task, error: Exception) -> InputError:
 
 
 def learning_policies(info: Mapping[str, Any]) -> Collection[str] | None:
-    """The policies that learn, as a journal's `info` says: none in an evaluation; None if it says nothing of it."""
+    """Return the policies that learn by a journal's `info`: none in an evaluation; None if `info` does not tell."""
     if "evaluated" in info:
         return ()
     config = info.get("config")
@@ -180,9 +180,9 @@ def episode_row(
     now: float,
     learning: Collection[str] | None,
 ) -> Sequence[Any]:
-    """`EPISODE_COLUMNS` of a finished episode; of `detail` the first 2,000 characters are kept.
+    """Return the `EPISODE_COLUMNS` of a finished episode, with the first 2,000 characters of `detail`.
 
-    `oldest_step` and `lineage` are of the oldest weights of the `learning` policies: frozen weights do not age.
+    `oldest_step` and `lineage` belong to the oldest weights of the `learning` policies: frozen weights do not age.
     """
     units = header.trajectories
     aging = [unit for unit in units if learning is None or unit.policy in learning]
@@ -218,7 +218,7 @@ def episode_row(
 
 
 def trajectory_rows(header: EpisodeHeader) -> Iterable[Sequence[Any]]:
-    """`TRAJECTORY_COLUMNS` of a finished episode's agents."""
+    """Return the `TRAJECTORY_COLUMNS` of a finished episode's agents."""
     for unit in header.trajectories:
         reward = None if unit.reward is None else float(unit.reward)
         key = (header.episode_id, header.attempt, unit.seat, unit.index)
@@ -227,19 +227,19 @@ def trajectory_rows(header: EpisodeHeader) -> Iterable[Sequence[Any]]:
 
 
 def baselines_row(baselines: BaselineSet) -> Sequence[Any]:
-    """The baselines of a group's members."""
+    """Return the row of a group's baselines."""
     return (baselines.group_id, _JSON.encode(baselines.finishers).decode(), _JSON.encode(baselines.earlier).decode())
 
 
 def version_row(weights: WeightsRef, parent: PolicyVersion | None, now: float) -> Sequence[Any]:
-    """A published version and the version it was made from."""
+    """Return the row of a published version and the version it was made from."""
     policy = weights.version.policy
     parents = (parent.lineage, parent.step) if parent is not None and parent.policy == policy else (None, None)
     return (*weights.version, *parents, weights.path, weights.kind, weights.sha256, float(now))
 
 
 def step_row(row: StepRow, now: float) -> Sequence[Any]:
-    """An optimizer step; NaN and infinity become NULL."""
+    """Return the row of an optimizer step; NaN and infinity become NULL."""
     report = row.report
     return (
         *row.version,
@@ -260,7 +260,7 @@ def step_row(row: StepRow, now: float) -> Sequence[Any]:
 
 
 def step_unit_rows(row: StepRow) -> Iterable[Sequence[Any]]:
-    """The step's inputs: a row per trajectory, in order."""
+    """Return the rows of a step's inputs, one per trajectory, in order."""
     position = 0
     for unit in row.batch.units:
         for credit in unit.credits:
@@ -271,12 +271,12 @@ def step_unit_rows(row: StepRow) -> Iterable[Sequence[Any]]:
 
 
 def metric_rows(policy: str, step: int, values: Mapping[str, float], now: float) -> list[Sequence[Any]]:
-    """Rows of metric values at a step; NaN and infinity are kept as NULL."""
+    """Return the rows of metric values at a step; NaN and infinity become NULL."""
     return [(policy, step, name, _finite(value), now) for name, value in values.items()]
 
 
 def _finite(value: float) -> float | None:
-    """The value as SQLite can keep it: NULL for NaN and infinity."""
+    """Convert a value to one that SQLite can store: NULL for NaN and infinity."""
     number = float(value)
     return number if math.isfinite(number) else None
 
@@ -289,7 +289,7 @@ def _binding(binding: SeatBinding) -> str:
 
 
 def read_spec(row: Sequence[Any]) -> EpisodeSpec:
-    """The spec of a row of `ADMISSION_COLUMNS` + checksum.
+    """Read the spec from a row of `ADMISSION_COLUMNS` + checksum.
 
     Raises:
         JournalError: the row is damaged.
@@ -304,7 +304,7 @@ def read_spec(row: Sequence[Any]) -> EpisodeSpec:
 
 
 def read_header(row: Sequence[Any], trajectories: Iterable[Sequence[Any]]) -> EpisodeHeader:
-    """The header of a row of `EPISODE_COLUMNS` + checksum and its rows of `TRAJECTORY_COLUMNS` + checksum.
+    """Read the header from a row of `EPISODE_COLUMNS` + checksum and its rows of `TRAJECTORY_COLUMNS` + checksum.
 
     Raises:
         JournalError: a row is damaged.
@@ -332,7 +332,7 @@ def read_header(row: Sequence[Any], trajectories: Iterable[Sequence[Any]]) -> Ep
 
 
 def read_baselines(row: Sequence[Any]) -> BaselineSet:
-    """The baseline set of a row of `baselines`.
+    """Read the baseline set from a row of `baselines`.
 
     Raises:
         JournalError: the row is damaged.
@@ -360,7 +360,7 @@ def _read_measured_against(row: Sequence[Any]) -> tuple[PolicyVersion, ...]:
 def _read_reward_parts(
     trajectory: Sequence[Any],
 ) -> tuple[tuple[tuple[int, float], ...], tuple[tuple[str, float], ...]]:
-    """The rewards of a trajectory by turn, and by name."""
+    """Read the rewards of a trajectory by turn, and by name."""
     by_turn, by_name = trajectory[9:11]
     try:
         return (
@@ -389,7 +389,7 @@ CHECKED = (
 )
 """Tables whose rows end with a checksum over all their other columns."""
 INDEXED = ("step_units", "proposals")
-"""Those with an index, which has no checksum."""
+"""Checked tables with an index; the index has no checksum."""
 
 
 _STEPS_WITH_HOLES = (
@@ -397,7 +397,8 @@ _STEPS_WITH_HOLES = (
     " ON u.policy = s.policy AND u.lineage = s.lineage AND u.step = s.step"
     " GROUP BY s.policy, s.lineage, s.step HAVING count(u.position) < s.fed"
 )
-"""A step says how many trajectories it was fed; of a deterministic run it may be none."""
+"""Query for steps with fewer recorded units than `fed`, their number of trajectories, which may be 0 in a deterministic
+run."""
 
 
 UNRESOLVED = (
@@ -415,8 +416,8 @@ LINE = (
 
 
 def verify_tables(connection: sqlite3.Connection, path: Path) -> None:
-    """Every row of every checked table against its checksum, the structure of the file, and the indexes that a resume
-    reads by: a changed index entry would hide that a unit was trained.
+    """Check every row of every checked table against its checksum, the structure of the file, and the indexes that a
+    resume uses: a changed index entry would hide that a unit was trained.
 
     Raises:
         JournalError: a row or the file is damaged.
@@ -440,7 +441,7 @@ def verify_tables(connection: sqlite3.Connection, path: Path) -> None:
 
 
 def _all_hold(connection: sqlite3.Connection, table: str) -> bool:
-    """Whether every row of a table matches its checksum: the quick way, for millions of them."""
+    """Whether every row of a table matches its checksum; a fast check for millions of rows."""
     tolerant, connection.text_factory = connection.text_factory, str
     try:
         return all(row_checksum(table, row[:-1]) == row[-1] for row in connection.execute(f"SELECT * FROM {table}"))

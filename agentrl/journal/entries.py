@@ -1,16 +1,16 @@
-"""Entry kinds: every act of an episode that re-execution must find again; and the checksums that prove them whole.
+"""Entry kinds: all calls of an episode that re-execution must find again; and the checksums that prove them complete.
 
 An entry lives under (episode, attempt, call id); the call id belongs to a logical branch (`core.ids`), so no order
-across branches is needed. `asked` is a hash of what was newly asked: on replay a difference there is divergence.
-Bodies are msgspec structs encoded as tagged msgpack arrays; token columns inside them are little-endian bytes.
+across branches is needed. `asked` is a hash of the new question: on replay, a different hash is a mismatch. Bodies are
+msgspec structs encoded as tagged msgpack arrays; token columns inside them are little-endian bytes.
 
-A `Partial` is what a turn has sampled while its engine call still runs, so that a process that dies resumes it there.
-Partials lie beside the entries of a partition, in a table of their own: no commit counts them, no digest covers them,
-and they are removed when their turn is an entry. A partial that is missing, damaged or of another question cuts its
-turn there and is no error: the tokens are sampled again, as after any crash.
+A `Partial` holds the tokens that a turn has sampled so far, so that another process can resume the turn after a crash.
+Partials have a separate table in each partition: no commit counts them, no digest covers them, and they are removed
+when their turn has its entry. A missing or damaged partial, or one of another question, is not an error: the turn
+resumes before it, and its tokens are sampled again, as after any crash.
 
-Checksums detect torn and rotten bytes, not an attacker, who can recompute them. An entry's checksum covers its key as
-well as its content, so that a whole, valid entry found under another episode, attempt or call id is an error too.
+Checksums detect torn and corrupted bytes, not an attacker, who can recompute them. An entry's checksum covers its key
+as well as its content, so that a valid entry under another episode, attempt or call id is an error too.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ class Span(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Pause(msgspec.Struct, frozen=True, array_like=True):
-    """A turn stood still: its call was cut, and another one went on from its tokens later, or it could not begin."""
+    """A pause of a turn: its call was cut and a later call continued from its tokens, or the turn could not begin."""
 
     start: int
     """Length of the old context in tokens."""
     seconds: float
     why: str
-    """`parked`, `engine_lost`, or `no_room` in the engine's memory."""
+    """Cause of the pause: `parked`, `engine_lost`, or `no_room` in the engine's memory."""
 
 
 class PlayedUnder(msgspec.Struct, frozen=True, array_like=True):
@@ -76,14 +76,14 @@ class Begin(msgspec.Struct, frozen=True, array_like=True, tag="begin"):
     group_size: int
     parent_id: str | None
     fork: ForkPoint | None = None
-    """Location of its recorded prefix, if it is a fork."""
+    """Location of the recorded prefix, if the episode is a fork."""
     own_random: bool = False
-    """Whether its code has its own global random generators."""
+    """Whether the episode's code has its own global random generators."""
     settings: dict[str, PlayedUnder] = {}
     """Policy settings, keyed by seat; the key "" holds those of seats not named, and of `ctx.limits`. Empty if an older
     version wrote the entry."""
     recalls_from: int = 0
-    """First attempt whose replies an agent from outside may get again; earlier ones ended in an error."""
+    """First attempt whose replies an external agent may get again; earlier ones ended in an error."""
 
 
 class TurnEntry(msgspec.Struct, frozen=True, array_like=True, tag="turn"):
@@ -97,7 +97,7 @@ class TurnEntry(msgspec.Struct, frozen=True, array_like=True, tag="turn"):
     policy: str
     row: int
     turn: int
-    """The agent's turn number over all its rows, from 0."""
+    """Number of the agent's turn over all its rows, from 0."""
     context_ids: bytes  # <i4, new context tokens before the sampled ones
     token_ids: bytes  # <i4
     logprobs: bytes  # <f4
@@ -105,25 +105,26 @@ class TurnEntry(msgspec.Struct, frozen=True, array_like=True, tag="turn"):
     spans: tuple[Span, ...]
     text: str
     messages: tuple[dict[str, Any], ...]
-    """The new messages of `context_ids`, for readers."""
+    """New messages of `context_ids`, for readers."""
     temperature: float
     seconds: float
     started: float
-    """Wall-clock label, seconds since the epoch."""
+    """Wall-clock time at the start, seconds since the epoch; a label."""
     expert_routing: bytes | None = None  # u8
     routing_shape: tuple[int, ...] = ()
     routing_start: int = 0
     mask_counts: bytes | None = None  # <i4
     mask_ids: bytes | None = None  # <i4
     drift: str | None = None
-    """Cause, where the sampled tokens differ from how the template would tokenise the same text."""
+    """Cause of a difference between the sampled tokens and the template's tokenisation of their text; None if there is
+    none."""
     cached_tokens: int = 0
     parent_context: int = 0
     """Length of the row before this turn's `context_ids`."""
     routing_breaks: tuple[tuple[int, int], ...] = ()
-    """(row of the routing, position) from which on the positions begin again; see `RoutingBreak`."""
+    """Restarts of routing positions, as (row of the routing, position); see `RoutingBreak`."""
     weights_of: str = ""
-    """The policy whose versions `spans` names, if that is not `policy`: a past version of it held the seat."""
+    """Policy whose versions `spans` names, if that is not `policy`: a past version of it held the seat."""
     pauses: tuple[Pause, ...] = ()
     """Waits in this process; those in an earlier process that died are unknown."""
 
@@ -135,43 +136,45 @@ class ToolEntry(msgspec.Struct, frozen=True, array_like=True, tag="tool"):
     arguments: Any
     observation: str
     outcome: str
-    """`ok`, `error`, `timeout`, `bad_arguments`, `unknown_tool`, `infrastructure`; `not_recorded` in an import."""
+    """Outcome of the call: `ok`, `error`, `timeout`, `bad_arguments`, `unknown_tool`, `infrastructure`; `not_recorded`
+    in an import."""
     external: bool
     seconds: float
 
 
 class EffectEntry(msgspec.Struct, frozen=True, array_like=True, tag="effect"):
-    """An act on the outside world: memoised, never repeated."""
+    """An effect on the outside world: recalled on re-execution, never repeated."""
 
     name: str
     guarantee: str
-    """`read`, `idempotent` or `once`."""
+    """Guarantee of the effect: `read`, `idempotent` or `once`."""
     value: Any
     error: str | None
-    """The error that it raised, as `Type: message`."""
+    """Error of the effect, as `Type: message`."""
     seconds: float
     is_out_of_reach: bool = False
-    """Whether the infrastructure failed it as often as was borne."""
+    """Whether the infrastructure failed in every attempt."""
 
 
 class IntentEntry(msgspec.Struct, frozen=True, array_like=True, tag="intent"):
-    """A `once` effect is about to be performed; on disk before it is. Its call id is the effect's and `!`."""
+    """A record that a `once` effect is about to be performed, on disk before it is. Its call id is the effect's,
+    followed by `!`."""
 
     name: str
 
 
 class ResourceEntry(msgspec.Struct, frozen=True, array_like=True, tag="resource"):
-    """A call on a stateful object of the episode; `level` says how it comes back on re-execution."""
+    """A call on a stateful object of the episode; `level` names how re-execution restores the object."""
 
     resource: str
     level: str
-    """`replay`, `snapshot` or `pinned`."""
+    """Level of the resource: `replay`, `snapshot` or `pinned`."""
     method: str
     value: Any
     seconds: float
     arguments: Any = None
     error: str | None = None
-    """The error that it raised, as `Type: message`."""
+    """Error of the call, as `Type: message`."""
     state: Any = None
     """State of a `snapshot` resource after the call; None if the call did not change it."""
 
@@ -191,7 +194,7 @@ class GatherEntry(msgspec.Struct, frozen=True, array_like=True, tag="gather"):
     drop_reason: str | None
     rewards: dict[str, float]
     versions: dict[str, tuple[int, int]] = {}
-    """Lineage and step of the oldest weights each policy sampled a token of it with."""
+    """Lineage and step of the oldest weights that sampled a token of the child, keyed by policy."""
 
 
 class ValueEntry(msgspec.Struct, frozen=True, array_like=True, tag="value"):
@@ -202,7 +205,7 @@ class ValueEntry(msgspec.Struct, frozen=True, array_like=True, tag="value"):
 
 
 class RewardEntry(msgspec.Struct, frozen=True, array_like=True, tag="reward"):
-    """A reward given to an agent, for the episode or for one turn; `weighted` is what counts."""
+    """A reward of an agent, for the episode or for one turn; `weighted` is the value that counts."""
 
     seat: str
     index: int
@@ -214,39 +217,39 @@ class RewardEntry(msgspec.Struct, frozen=True, array_like=True, tag="reward"):
 
     @property
     def weighted(self) -> float:
-        """The part of the agent's reward that it makes."""
+        """Contribution of this reward to the agent's reward."""
         return self.value * self.weight
 
 
 class OrderEntry(msgspec.Struct, frozen=True, array_like=True, tag="order"):
-    """A `gather` ended: the order in which its coroutines finished; not all of them, where one raised."""
+    """The order in which the coroutines of a `gather` ended; not all of them, if one raised."""
 
     order: tuple[int, ...]
 
 
 class CancelEntry(msgspec.Struct, frozen=True, array_like=True, tag="cancel"):
-    """The episode cancelled the call while it was in flight: a timeout of its own, or a failing sibling."""
+    """The cancellation of a call in flight by the episode: by its own timeout, or a failing sibling."""
 
 
 class LimitEntry(msgspec.Struct, frozen=True, array_like=True, tag="limit"):
-    """The clock ended the call while it was in flight, or refused a turn after that: it raised `LimitReachedError`."""
+    """The end of a call by the time limit, in flight or before it began: it raised `LimitReachedError`."""
 
     stop_reason: str
-    """`time_limit`."""
+    """Stop reason: `time_limit`."""
     message: str
 
 
 class PatchEntry(msgspec.Struct, frozen=True, array_like=True, tag="patch"):
-    """The branch called `ctx.patched(id)` while it was not replaying. Its call id: branch, `@`, `id`."""
+    """A call of `ctx.patched(id)` by a branch that was not replaying. Its call id: branch, `@`, `id`."""
 
     id: str
 
 
 class Partial(msgspec.Struct, frozen=True, array_like=True):
-    """Some consecutive tokens of a turn, the body of a row of `partials`."""
+    """Consecutive tokens of a turn in progress: the body of a row of `partials`."""
 
     start: int
-    """Number of the first of them in its turn."""
+    """Index of the first of these tokens in the turn."""
     token_ids: bytes  # <i4
     logprobs: bytes  # <f4
     spans: tuple[Span, ...]
@@ -272,18 +275,18 @@ EntryBody = (
 
 
 class JournalEntry(msgspec.Struct, frozen=True):
-    """An entry as the store keeps it."""
+    """An entry as the store holds it."""
 
     episode_id: str
     attempt: int
     call_id: str
     asked: bytes
-    """8 bytes: blake2b of what was newly asked; empty if nothing was."""
+    """Hash of the new question, 8 bytes of blake2b; empty if the call has none."""
     body: bytes
-    """`encode_body` of one of the kinds."""
+    """Encoded body: `encode_body` of one of the kinds."""
 
     def decode(self) -> EntryBody:
-        """The body as a struct.
+        """Decode the body to a struct.
 
         Raises:
             msgspec.DecodeError: the bytes are not an entry body of this format.
@@ -297,15 +300,15 @@ _PARTIAL = msgspec.msgpack.Decoder(Partial)
 
 
 def encode_body(body: EntryBody) -> bytes:
-    """Bytes of an entry body."""
+    """Encode an entry body."""
     return _ENCODER.encode(body)
 
 
 def decode_entries(entries: Iterable[JournalEntry]) -> list[EntryBody]:
-    """The bodies of entries, in order.
+    """Decode the bodies of entries, in order.
 
     Raises:
-        EntriesError: a body is not of this format; the message names the episode and the call.
+        EntriesError: a body does not have this format; the message names the episode and the call.
     """
     bodies = []
     for entry in entries:
@@ -319,15 +322,15 @@ def decode_entries(entries: Iterable[JournalEntry]) -> list[EntryBody]:
 
 
 def encode_partial(partial: Partial) -> bytes:
-    """Bytes of a partial."""
+    """Encode a partial."""
     return _ENCODER.encode(partial)
 
 
 def decode_partial(body: bytes) -> Partial:
-    """A partial from its bytes.
+    """Decode a partial.
 
     Raises:
-        msgspec.MsgspecError: they are none of this format.
+        msgspec.MsgspecError: the bytes do not have this format.
     """
     return _PARTIAL.decode(body)
 
@@ -336,7 +339,7 @@ def decode_partial(body: bytes) -> Partial:
 
 
 def asked_hash(*parts: bytes) -> bytes:
-    """8-byte blake2b of what was newly asked."""
+    """Hash a new question: 8 bytes of blake2b."""
     framed = b""
     for part in parts:
         framed += len(part).to_bytes(4, "little") + part
@@ -344,18 +347,18 @@ def asked_hash(*parts: bytes) -> bytes:
 
 
 def entry_checksum(episode_id: str, attempt: int, call_id: str, asked: bytes, body: bytes) -> int:
-    """CRC-32 over an entry's key, its `asked` hash and its body."""
+    """Compute the CRC-32 over an entry's key, its `asked` hash and its body."""
     key = f"{episode_id}\x1f{attempt}\x1f{call_id}\x1f{len(asked)}".encode()
     return zlib.crc32(body, zlib.crc32(asked, zlib.crc32(key)))
 
 
 def code_digest(source: str) -> str:
-    """8-byte blake2b over source code, in hexadecimal."""
+    """Compute 8 bytes of blake2b over source code, in hexadecimal."""
     return hashlib.blake2b(source.encode("utf-8", "replace"), digest_size=8).hexdigest()
 
 
 class EpisodeDigest:
-    """16-byte blake2b over call id and body of an attempt's entries, in the order they were appended."""
+    """A running digest, 16 bytes of blake2b, over call ids and bodies of an attempt's entries in order."""
 
     __slots__ = ("_hash",)
 
@@ -368,12 +371,12 @@ class EpisodeDigest:
 
     @property
     def value(self) -> bytes:
-        """The digest of the entries so far, which a commit names."""
+        """Digest of the entries so far, which a commit names."""
         return self._hash.digest()
 
 
 def episode_digest(entries: Iterable[JournalEntry]) -> bytes:
-    """The `EpisodeDigest` of all entries of an attempt."""
+    """Compute the `EpisodeDigest` of all entries of an attempt."""
     digest = EpisodeDigest()
     for entry in entries:
         digest.add(entry)

@@ -1,4 +1,4 @@
-"""The `JournalStore` port: what the loop and the workers ask of durable storage.
+"""The `JournalStore` port: the interface of the loop and the workers to durable storage.
 
 A run has one *control* log with one writer (admissions, commits, drops, versions, steps, metrics) and one *turn* log
 (partition) per worker. `append` and the `record_*` calls never block and never raise for a full disk: the failure
@@ -35,16 +35,18 @@ class StepRow:
 
     report: StepReport
     version: PolicyVersion
-    """The version the step made."""
+    """Version that the step made."""
     batch: TrainBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PruneRule:
-    """The data that may be pruned, as far as checkpoints and steps decide."""
+    """The rule by which checkpoints and steps determine the data that may be pruned."""
 
     keep: int
-    """Optimizer steps of each policy, the newest before the newest checkpoint, whose tokens and columns stay."""
+    """Number of optimizer steps of each policy, the newest before the newest checkpoint, whose tokens and columns
+    stay.
+    """
     sealed: Sequence[Mapping[str, PolicyVersion]]
     """Versions of every checkpoint that can be resumed from, newest first."""
 
@@ -70,9 +72,9 @@ class Pruned:
 
     rule: str
     episodes: int = 0
-    """Attempts."""
+    """Number of attempts."""
     files: int = 0
-    """Files of step columns."""
+    """Number of files of step columns."""
     bytes: int = 0
     """Bytes of entries, partials and files; the file system gets back slightly less, because of partly filled pages."""
     last: Mapping[str, int] = field(default_factory=dict)
@@ -83,7 +85,7 @@ class TurnLog(Protocol):
     """One worker's partition."""
 
     name: str
-    """File name, relative to the journal directory."""
+    """File name of the partition, relative to the journal directory."""
 
     def append(self, entry: JournalEntry) -> None:
         """Queue an entry; on disk with the next group commit (at most 200 ms later)."""
@@ -93,18 +95,18 @@ class TurnLog(Protocol):
         """Wait until all appended entries are on disk.
 
         Raises:
-            StorageError: the disk refused; nothing appended since the last success counts as written.
+            StorageError: writing failed; nothing appended since the last success counts as written.
         """
         ...
 
     def read(self, episode_id: str, attempt: int) -> list[JournalEntry]:
-        """Entries on disk of an episode, in the order they were appended."""
+        """Return the entries of an episode on disk, in the order in which they were appended."""
         ...
 
     async def take_over(self, episode_id: str, attempt: int) -> None:
-        """Copy an attempt from another partition if it holds more of it than this one; on disk on return.
+        """Copy an attempt from another partition if that holds more of its entries; they are on disk on return.
 
-        Call it only if the other's writer is dead, or no longer runs the attempt: it continues here.
+        Call it only if the other partition's writer is dead, or no longer runs the attempt, which continues here.
 
         Raises:
             JournalError: the attempt cannot be read.
@@ -113,35 +115,35 @@ class TurnLog(Protocol):
         ...
 
     def append_partial(self, entry: JournalEntry) -> None:
-        """Queue tokens of a turn that has not ended (`Partial`); no commit counts or names them."""
+        """Queue tokens of a turn in progress (`Partial`); commits neither count nor name them."""
         ...
 
     def remove_partials(self, episode_id: str, attempt: int, call_id: str | None = None) -> None:
-        """Queue the removal of a call's partials, or of all of an attempt; what is on disk by then goes with them."""
+        """Queue the removal of the partials of a call, or of a whole attempt, that are on disk by then."""
         ...
 
     def read_partials(self, episode_id: str, attempt: int) -> list[JournalEntry]:
-        """Whole partials on disk of an episode, in the order they were appended; a damaged one is left out."""
+        """Return the undamaged partials of an episode on disk, in the order in which they were appended."""
         ...
 
     def prefix(self, point: ForkPoint) -> list[JournalEntry]:
-        """The entries before a fork point, wherever they lie; see `journal.reader`.
+        """Return the entries before a fork point, from whichever journal holds them; see `journal.reader`.
 
         Raises:
-            JournalError: they cannot be read.
+            JournalError: the entries cannot be read.
         """
         ...
 
 
 class JournalStore(CommitLog, Protocol):
-    """The run's durable log, as the orchestrator sees it."""
+    """The run's durable log: the orchestrator's interface."""
 
     def turn_log(self, worker: str) -> TurnLog:
-        """The partition of a worker; created if missing."""
+        """Return the partition of a worker, created if missing."""
         ...
 
     def admit(self, *specs: EpisodeSpec) -> None:
-        """Record that episodes were admitted: after a crash all of them were, or none."""
+        """Record the admission of episodes, atomically: after a crash all of them were admitted, or none."""
         ...
 
     def record_drop(self, episode_id: str, attempt: int, policy: str, reason: str) -> None:
@@ -149,11 +151,11 @@ class JournalStore(CommitLog, Protocol):
         ...
 
     def record_proposal(self, proposal: Proposal) -> None:
-        """Record a proposal that the run is to remember."""
+        """Record a proposal for the run's memory."""
         ...
 
     def record_baselines(self, baselines: BaselineSet) -> None:
-        """Record what a group's members are compared with, before a step that consumes one of them."""
+        """Record the baselines of a group's members, before a step that consumes one of them."""
         ...
 
     def record_version(self, weights: WeightsRef, parent: PolicyVersion | None) -> None:
@@ -169,10 +171,10 @@ class JournalStore(CommitLog, Protocol):
         ...
 
     async def prune(self, rule: PruneRule, *, stopped: Callable[[], bool] = ...) -> Pruned:
-        """Give up tokens and step columns that a rule lets go; recorded before anything is removed.
+        """Remove the tokens and step columns that a rule allows, recording it before anything is removed.
 
         Raises:
-            StorageError: the disk refused.
+            StorageError: writing failed.
         """
         ...
 
@@ -186,47 +188,50 @@ class JournalStore(CommitLog, Protocol):
 
 
 class RunLog(Protocol):
-    """Reading a run's control log back, for resume: a pure fold of what was written."""
+    """The reading side of a run's control log, for resume: a pure fold of its records."""
 
     def verify(self) -> None:
         """Check the whole log before a run resumes from it.
 
         Raises:
-            JournalError: something is damaged.
+            JournalError: a record is damaged.
         """
         ...
 
     def next_number(self, prefix: str) -> int:
-        """The largest number of any root episode `<prefix><number>` in admissions or turn logs, plus one."""
+        """Return one more than the largest number of a root episode `<prefix><number>` in admissions or turn logs."""
         ...
 
     def lost_numbers(self, prefix: str, stop: int) -> Sequence[int]:
-        """Numbers below `stop` of root episodes `<prefix><number>` that were never admitted on disk."""
+        """Return the numbers below `stop` of root episodes `<prefix><number>` whose admission never reached the
+        disk.
+        """
         ...
 
     def published(self, version: PolicyVersion) -> WeightsRef | None:
-        """Location of a version's weights; None if it was never published."""
+        """Return the location of a version's weights; None if it was never published."""
         ...
 
     def ready_units(self, consumed_through: Mapping[str, PolicyVersion]) -> Iterator[tuple[EpisodeSpec, EpisodeHeader]]:
-        """Committed training episodes with a unit neither consumed along the surviving lineage nor dropped."""
+        """Yield committed training episodes with a unit neither consumed along the surviving lineage nor dropped."""
         ...
 
     def members(self, group_ids: Collection[str] | None = None) -> Iterator[tuple[EpisodeSpec, EpisodeHeader]]:
-        """Committed training episodes of some groups, or all, in order of commit, whatever became of their units."""
+        """Yield committed training episodes of some groups, or all, in order of commit, whatever the fate of their
+        units."""
         ...
 
     def dispatched(self, newest: int | None = None) -> Iterator[tuple[EpisodeSpec, EpisodeHeader | None]]:
-        """The newest training episodes, or all, in order of admission, at their newest attempts, with how they ended;
-        None: not yet."""
+        """Yield the newest training episodes, or all, in order of admission, at their newest attempts, with their
+        headers; None if one has not ended."""
         ...
 
     def baselines(self) -> Mapping[str, BaselineSet]:
-        """Baselines of the members of groups, by group."""
+        """Return the baselines of groups, keyed by group."""
         ...
 
     def against(self, policies: Collection[str]) -> Iterator[EpisodeHeader]:
-        """Committed training episodes in which one of these policies acted."""
+        """Yield committed training episodes in which one of these policies acted."""
         ...
 
     def resolved_units(
@@ -242,40 +247,41 @@ class RunLog(Protocol):
         ...
 
     def pruned(self, episodes: Collection[str]) -> Collection[tuple[str, int]]:
-        """Attempts of these episodes whose entries were given up."""
+        """Return the attempts of these episodes whose entries were pruned."""
         ...
 
     def parents(self) -> Mapping[tuple[str, int], PolicyVersion]:
-        """The version that each (policy, lineage) except the first started from."""
+        """Return the version that each (policy, lineage) except the first started from."""
         ...
 
     def unfinished(self) -> Sequence[EpisodeSpec]:
-        """Training episodes, children included, whose newest attempt was neither committed nor dropped."""
+        """Return the training episodes, children included, whose newest attempt was neither committed nor dropped."""
         ...
 
     def ended_children(self, parents: Collection[str]) -> Mapping[str, EpisodeHeader]:
-        """Headers of the ended children of some episodes, by id; unfinished ones are left out."""
+        """Return the headers of the ended children of some episodes, by id; unfinished ones are left out."""
         ...
 
     def proposals(self, newest: int | None = None) -> Sequence[Proposal]:
-        """The newest proposals the run remembers, or all, and those of attempts that have not ended; as told.
+        """Return the newest proposals that the run remembers, or all, and those of unfinished attempts, in recorded
+        order.
 
-        Nothing is remembered of attempts that were dropped, or that another attempt replaced.
+        Proposals of dropped or replaced attempts are forgotten.
         """
         ...
 
     def recorded(self, episode_id: str, attempt: int) -> tuple[list[JournalEntry], list[JournalEntry]]:
-        """Entries and partials on disk of an attempt, in whichever partition they lie.
+        """Return the entries and partials of an attempt on disk, from whichever partition holds them.
 
         Raises:
-            JournalError: they cannot be read.
+            JournalError: the entries cannot be read.
         """
         ...
 
     def highest_lineage(self) -> int:
-        """The largest lineage any published version carries; -1 before the first."""
+        """Return the largest lineage of any published version; -1 before the first."""
         ...
 
     def info(self) -> Mapping[str, Any]:
-        """The run's identity: format, name, resolved configuration."""
+        """Return the run's identity: format, name, resolved configuration."""
         ...

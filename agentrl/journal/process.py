@@ -1,9 +1,9 @@
-"""The process that leads a run: a lock while it lives, and a record of how it ended.
+"""The main process of a run: a lock while it lives, and a record of its end.
 
-Each run, and each partition of its turns, has one writer, which holds an advisory lock that ends with its process,
-however it ends. `process.json` in the run's directory is written when a process begins to lead the run, when episodes
-begin to run in it, and when it ends. After `kill -9` it still has its last state: `running` without a holder of the
-lock is a run that was killed, and `is_playing` without one is a death among its episodes. `standing` reads both for
+Each run, and each partition of its turns, has one writer, which holds an advisory lock that ends with its process in
+any case. `process.json` in the run's directory is written when a process begins to lead the run, when episodes begin to
+run in it, and when it ends. After `kill -9` it still holds the last state: `running` without a lock holder means that
+the run was killed, and `is_playing` without one that the process died while episodes ran. `standing` reads both for
 displays; a resume reads the whole record.
 """
 
@@ -33,21 +33,21 @@ T = TypeVar("T")
 
 LOCK_FILE = "run.lock"
 LOCK_WAIT_S = 30
-"""Longest time, in seconds, that a process may take to release a partition: a worker that Ray started survives a killed
-run by some seconds, in which it plays and writes on."""
+"""Seconds that a process may take to release a partition: a worker that Ray started outlives a killed run by some
+seconds, in which it still writes."""
 _held: weakref.WeakSet[RunLock] = weakref.WeakSet()
 
 PROCESS_FILE = "process.json"
 MAX_RECORD_BYTES = 16 << 20
 _BOOT = os.urandom(4).hex()
-"""Process ids are used again, in containers by the very next process."""
+"""Random id of this process: process ids are reused, in containers by the very next process."""
 
 State = Literal["", "running", "finished", "stopped", "failed", "unknown"]
-"""The state of the process: `stopped` by Ctrl-C or SIGTERM, `failed` with an error, `unknown` where the record cannot
-be read. Empty: no process ever led the run, as after an import."""
+"""State of the main process: `stopped` by Ctrl-C or SIGTERM, `failed` with an error, `unknown` if the record cannot be
+read. Empty: no process ever led the run, as after an import."""
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
-"""A record that counts beyond it is none of ours."""
+"""Bounded count: a larger one marks a record as invalid."""
 
 
 class RunLock:
@@ -58,7 +58,7 @@ class RunLock:
 
         Raises:
             RunDirectoryError: a live process holds it; the message names its id.
-            StorageError: the file cannot be made or written.
+            StorageError: the file cannot be created or written.
         """
         path = directory / name
         try:
@@ -84,17 +84,17 @@ class RunLock:
         _held.add(self)
 
     def release(self) -> None:
-        """Give the lock back. Idempotent."""
+        """Release the lock. Idempotent."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
 
 
 def writer_of(directory: Path) -> int | None:
-    """The live process that writes a run, found without touching its lock; None: none that is seen from here.
+    """Find the live process that writes a run, without touching its lock; None if there is none on this machine.
 
-    Inodes are numbered by device, and overlay file systems report another device than the kernel's list of locks: a
-    lock of the same inode is this one if its device is the same too, or its holder the process that the file names.
+    Overlay file systems report another device than the kernel's list of locks. A listed lock with the same inode is
+    therefore this one if its device is the same too, or if its holder is the process that the file names.
     """
     try:
         with open_regular(directory / LOCK_FILE) as file:
@@ -114,31 +114,31 @@ def writer_of(directory: Path) -> int | None:
 
 
 def _holder(file: BinaryIO) -> int | None:
-    """The process id that a lock file names; None: it names none."""
+    """Return the process id that a lock file names; None if it names none."""
     named = file.read(32).strip()
     return int(named) if named.isdigit() and len(named) < 12 else None
 
 
 def check_partitions(directory: Path) -> None:
-    """Whether a worker of an earlier process of the run is still there.
+    """Check that no worker of an earlier process of the run still holds a partition.
 
     Raises:
-        RunDirectoryError: one is; the message names its id.
+        RunDirectoryError: a worker does; the message names its process id.
     """
     for path in sorted(directory.glob("turns-*.lock")):
         RunLock(directory, path.name).release()
 
 
 async def when_unlocked(take: Callable[[], T], tell: Callable[[str], None], clock: Clock) -> T:
-    """The result of `take`, once the holder of the lock has released it.
+    """Call `take` until the holder of the lock has released it, and return its result.
 
     Args:
-        take: raises `RunDirectoryError` until then.
+        take: takes the lock; raises `RunDirectoryError` while it is held.
         tell: receives a line for people if there is a wait.
         clock: times the waits.
 
     Raises:
-        RunDirectoryError: the lock is held for longer than an ending process needs.
+        RunDirectoryError: the lock was not released in `LOCK_WAIT_S`.
     """
     for waited in range(LOCK_WAIT_S):
         try:
@@ -151,7 +151,7 @@ async def when_unlocked(take: Callable[[], T], tell: Callable[[str], None], cloc
 
 
 def _forget_in_child() -> None:
-    """A process forked from the holder holds nothing: it may outlive the run, and would keep others out of it."""
+    """Drop the locks in a forked child, which may outlive the run and would keep other processes out of it."""
     for lock in list(_held):
         lock.release()
 
@@ -166,15 +166,15 @@ class PlayedJournal(Protocol):
     """The parts of a run's journal that a record reads."""
 
     def unfinished(self, purpose: Purpose) -> Sequence[EpisodeSpec]:
-        """Episodes of a purpose whose newest attempt has not ended."""
+        """Return the episodes of a purpose whose newest attempt has not ended."""
         ...
 
     def progress(self, episode_id: str, attempt: int) -> tuple[int, int]:
-        """Number of entries and of partials of an attempt on disk."""
+        """Return the number of entries and of partials of an attempt on disk."""
         ...
 
     def next_number(self, prefix: str) -> int:
-        """The largest number of a root episode `<prefix><number>`, plus one."""
+        """Return one more than the largest number of a root episode `<prefix><number>`."""
         ...
 
 
@@ -187,7 +187,7 @@ class EpisodeProgress(msgspec.Struct, frozen=True, array_like=True):
     deaths: _Count
 
     def is_beyond(self, since: EpisodeProgress) -> bool:
-        """Whether something new of the episode is on disk; the record of its start does not count."""
+        """Whether the episode has new entries on disk; the record of its start does not count."""
         return (self.attempt, max(self.entries, 1), self.partials) != (
             since.attempt,
             max(since.entries, 1),
@@ -196,35 +196,36 @@ class EpisodeProgress(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ProcessRecord(msgspec.Struct, kw_only=True):
-    """`process.json`: the state of the process that leads a run, and the episodes it resumed."""
+    """The content of `process.json`: the state of the process that leads a run, and the episodes it resumed."""
 
     state: State = ""
     """State of the newest process; still `running` after it was killed."""
     process: str = ""
-    """The newest process in which episodes ran; all that follows is of it."""
+    """Id of the newest process in which episodes ran; the fields below belong to it."""
     is_playing: bool = False
-    """Whether episodes run in it. Where it has ended, it died under them."""
+    """Whether episodes run in the process. If it has ended, it died while they ran."""
     fault: str = ""
-    """The fault of an environment that broke the process, as a sentence; empty if none is known."""
+    """Fault of an environment that broke the process, as a sentence; empty if none is known."""
     workers: _Count = 1
-    """Worker processes of the run; 1: episodes ran in the process itself."""
+    """Number of worker processes of the run; 1: episodes ran in the main process."""
     has_killer: bool = False
-    """An episode killed a worker process or broke the event loop: the next one will not run in the run's process."""
+    """Whether an episode killed a worker process or broke the event loop, so that later episodes do not run in the main
+    process."""
     episodes: dict[str, EpisodeProgress] = {}
-    """Unfinished training episodes, by id."""
+    """Progress of unfinished training episodes, keyed by id."""
     evaluated: dict[str, _Count] = {}
-    """Consecutive deaths by id of a held-out task; evaluations start over at each start."""
+    """Number of consecutive deaths, keyed by the id of a held-out task; evaluations start over at each start."""
     next_evaluation: _Count = 0
     """Number of the first evaluation episode since this start."""
     machine: str = ""
-    """The boot and the process-id namespace that the newest process runs in: only there its id means anything."""
+    """Boot id and process-id namespace of the newest process, outside of which its process id has no meaning."""
 
     @staticmethod
     def read(run: Path) -> ProcessRecord:
         """Read the record of a run; an empty one if there is none.
 
-        One that cannot be read is taken for the worst that it may have said, since how often episodes killed their
-        process is lost with it: the process died under its episodes, and one of them may do so again.
+        An unreadable record counts as the worst case, because the counts of deaths are lost with it: the process died
+        while its episodes ran, and one of them may kill it again.
         """
         path = run / PROCESS_FILE
         try:
@@ -238,10 +239,10 @@ class ProcessRecord(msgspec.Struct, kw_only=True):
             return ProcessRecord(state="unknown", is_playing=True, fault=fault, has_killer=True)
 
     def write(self, run: Path) -> None:
-        """Write the record, whole or not at all.
+        """Write the record atomically.
 
         Raises:
-            StorageError: the disk refused.
+            StorageError: writing failed.
         """
         path = run / PROCESS_FILE
         try:
@@ -257,10 +258,10 @@ class ProcessRecord(msgspec.Struct, kw_only=True):
         return self.process == _this_process()
 
     def running(self, unfinished: Callable[[Purpose], Sequence[EpisodeSpec]]) -> list[EpisodeSpec]:
-        """Episodes that had not ended when the process did; parents stay with their children.
+        """Return the episodes that had not ended when the process did; parents stay with their children.
 
         Args:
-            unfinished: returns the unfinished episodes of a purpose, as the journal has them.
+            unfinished: returns the unfinished episodes of a purpose from the journal.
         """
         evaluations = unfinished("evaluate")
         return [
@@ -269,7 +270,7 @@ class ProcessRecord(msgspec.Struct, kw_only=True):
         ]
 
     def next(self, journal: PlayedJournal) -> ProcessRecord:
-        """The record of a process that resumes the run; it is written when its episodes start."""
+        """Return the record of a process that resumes the run, to be written when its episodes start."""
         is_death = self.is_playing and self.workers == 1
         episodes, evaluated = dict[str, EpisodeProgress](), dict[str, int]()
         for spec in self.running(journal.unfinished):
@@ -292,7 +293,8 @@ class ProcessRecord(msgspec.Struct, kw_only=True):
         )
 
     def deaths(self, spec: EpisodeSpec) -> int:
-        """Number of consecutive processes that died while an unfinished episode ran in them without progress."""
+        """Return the number of consecutive processes that died while an unfinished episode ran in them without
+        progress."""
         if spec.purpose == "evaluate":
             return self.evaluated.get(spec.task.id, 0)
         progress = self.episodes.get(spec.episode_id)
@@ -310,10 +312,10 @@ def record_state(run: Path, state: State) -> None:
 
 @contextlib.contextmanager
 def leading(run: Path) -> Iterator[None]:
-    """Record that this process leads a run, and where an error ends the block, that the run `failed` or was `stopped`.
+    """Record that this process leads a run and, if an error ends the block, that the run `failed` or was `stopped`.
 
     Raises:
-        StorageError: the disk refused at the beginning. At the end nothing is said: the run then counts as killed.
+        StorageError: writing failed at the beginning. A failure at the end is ignored: the run then counts as killed.
     """
     msgspec.structs.replace(ProcessRecord.read(run), state="running", machine=_machine()).write(run)
     try:
@@ -325,7 +327,7 @@ def leading(run: Path) -> Iterator[None]:
 
 
 def standing(run: Path) -> str:
-    """The state of a run: a `State`, or `killed`. Reads the kernel's locks and a small file."""
+    """Return the state of a run: a `State`, or `killed`. Reads the kernel's locks and a small file."""
     if writer_of(run / "journal") is not None:
         return "running"
     state = ProcessRecord.read(run).state
@@ -333,7 +335,7 @@ def standing(run: Path) -> str:
 
 
 def is_writer_dead(run: Path) -> bool:
-    """Whether the process that last led a run is known to have ended; False where it may live on another machine."""
+    """Whether the process that last led a run has certainly ended; False if it may live on another machine."""
     try:
         with open_regular(run / "journal" / LOCK_FILE) as file:
             holder = _holder(file)

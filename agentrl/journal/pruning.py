@@ -1,16 +1,16 @@
-"""Pruning: which data of a run's past its journal removes, in which order, and how readers learn of it.
+"""Pruning of old journal data: which data is removed, in which order, and how readers learn of it.
 
 Control rows always stay (admissions, ends, rewards, steps, credits), so ledger and exactly-once do not depend on pruned
-data. Entries and partials of training attempts, and files of step columns, may go. An attempt goes when it
+data. Entries and partials of training attempts, and files of step columns, may go. An attempt is removed when it
 
 * is settled: it was dropped or replaced by a later attempt, or each of its units was dropped, or trained by a step that
   every resumable checkpoint counts as taken; so no rollback makes it ready again;
-* was an input of no step that is kept: the newest `keep` before the newest checkpoint and all after the oldest one;
+* was an input of no step that is kept: the newest `keep` before the newest checkpoint, and all after the oldest one;
 * is referred to by no fork in `RUN/forks`.
 
 Invariant: a row in `pruned` or `pruned_files` is on disk before its data is removed, and the entries of an attempt are
-removed in one transaction. A kill therefore leaves them complete or gone, and a reader that finds none can say why; the
-next pruning removes what a killed one recorded. Incremental vacuum returns space to the file system, in small
+removed in one transaction. A kill therefore leaves them complete or absent, and a reader that finds none can give the
+reason; the next pruning completes a killed one. Incremental vacuum returns space to the file system, in small
 transactions that leave half of the time to the partition's other writer.
 """
 
@@ -36,20 +36,20 @@ if TYPE_CHECKING:
     from agentrl.journal.run_log import SqliteRunLog
 
 FORKS = "forks"
-"""Directory of a run's forks, inside the run's."""
+"""Directory of a run's forks, inside the run directory."""
 DELETE_BYTES = 8 << 20
-"""Entries removed in one transaction, at most, unless one attempt alone has more."""
+"""Maximum bytes of entries removed in one transaction, unless a single attempt has more."""
 VACUUM_PAGES = 512
-"""Pages moved in one transaction."""
+"""Number of pages moved in one transaction."""
 _CHUNK = 500
 _CLOCK = SystemClock()
 
 AttemptKey = tuple[str, int]
-"""Episode id, attempt."""
+"""Episode id and attempt."""
 
 
 Record = Callable[[Sequence[AttemptKey], Sequence[str]], None]
-"""Puts attempts and files into `pruned` and `pruned_files`, and waits for the disk."""
+"""Inserts attempts and files into `pruned` and `pruned_files`, and waits for the disk."""
 
 
 def prune(
@@ -60,18 +60,18 @@ def prune(
     *,
     stopped: Callable[[], bool] = lambda: False,
 ) -> Pruned:
-    """Remove what a rule lets go. Blocks: for a thread, beside the partitions' writers.
+    """Remove the data that a rule allows. Blocking: call it in a thread, beside the partitions' writers.
 
     Args:
         journal: the run's journal directory.
         log: its control log, for this thread alone.
-        rule: what may go.
+        rule: determines what may be removed.
         record: called before anything is removed; None: nothing is removed, only counted.
-        stopped: asked between transactions; what is left then, the next pruning takes.
+        stopped: checked between transactions; the next pruning removes the rest.
 
     Raises:
         JournalError: a database cannot be read.
-        StorageError: the disk refused.
+        StorageError: writing failed.
     """
     given_up = Pruned(rule=str(rule), last=rule.last)
     if not rule.sealed:
@@ -132,7 +132,7 @@ class _Settled:
         return min(found, default=None)
 
     def among(self, episodes: Sequence[str]) -> set[AttemptKey]:
-        """Those attempts of some episodes that may go."""
+        """Return the attempts of some episodes that may be removed."""
         statement = (
             f"WITH {LINE}, cut AS (SELECT json_extract(value, '$[0]') AS policy, json_extract(value, '$[1]') AS step"
             " FROM json_each(?)), trained AS (SELECT value AS policy FROM json_each(?))"
@@ -156,7 +156,7 @@ class _Settled:
         return {(episode, attempt) for episode, attempt in rows} - self._forked
 
     def files(self) -> Iterator[str]:
-        """Files of step columns that may go, relative to the run."""
+        """Yield the files of step columns that may be removed, relative to the run."""
         for policy, step in self.last.items():
             statement = "SELECT columns_file FROM steps WHERE policy = ? AND step <= ? AND columns_file IS NOT NULL"
             for (name,) in self._log.rows(statement, policy, step):
@@ -164,7 +164,7 @@ class _Settled:
 
 
 def _common(held: Sequence[Sequence[tuple[int, int, int]]]) -> list[tuple[int, int, int]]:
-    """The steps that all of some lines have in common, as (lineage, first, last): first < step <= last."""
+    """Return the steps that all of some lines have in common, as (lineage, first, last): first < step <= last."""
     common = list(held[0])
     for line in held[1:]:
         common = [
@@ -177,7 +177,7 @@ def _common(held: Sequence[Sequence[tuple[int, int, int]]]) -> list[tuple[int, i
 
 
 def _forked(journal: Path) -> frozenset[AttemptKey]:
-    """Attempts of this journal that its run's forks refer to."""
+    """Return the attempts of this journal to which the run's forks refer."""
     path = journal.parent / FORKS / "journal" / CONTROL_FILE
     if not path.is_file():
         return frozenset()
@@ -198,7 +198,7 @@ _SIZES = (
 
 
 def _batches(connection: sqlite3.Connection, settled: _Settled) -> Iterator[dict[AttemptKey, int]]:
-    """Batches of attempts in a partition that may go, with their bytes; one batch per transaction."""
+    """Yield batches of removable attempts in a partition, with their bytes; one batch per transaction."""
     statement = "SELECT DISTINCT episode FROM entries UNION SELECT DISTINCT episode FROM partials"
     there = [str(episode) for (episode,) in connection.execute(statement)]
     batch: dict[AttemptKey, int] = {}
@@ -217,7 +217,7 @@ def _batches(connection: sqlite3.Connection, settled: _Settled) -> Iterator[dict
 
 
 def _remove(connection: sqlite3.Connection, attempts: Sequence[AttemptKey]) -> None:
-    """Delete what a partition holds of some attempts, in one transaction."""
+    """Delete the data of some attempts from a partition, in one transaction."""
     connection.execute("PRAGMA secure_delete = OFF")  # what is removed need not be overwritten
     connection.execute("PRAGMA synchronous = NORMAL")  # nor be gone for good: the next pruning removes it again
     began = _CLOCK.monotonic()
@@ -234,7 +234,7 @@ def _remove(connection: sqlite3.Connection, attempts: Sequence[AttemptKey]) -> N
 
 
 def _give_back(connection: sqlite3.Connection, stopped: Callable[[], bool]) -> None:
-    """Move the file's last pages into its free ones, and cut it, piece by piece."""
+    """Move the file's last pages into its free ones and truncate it, piece by piece."""
     while not stopped():
         ((free,),) = connection.execute("PRAGMA freelist_count").fetchall()
         if not free:
@@ -249,7 +249,7 @@ def _give_back(connection: sqlite3.Connection, stopped: Callable[[], bool]) -> N
 
 
 def _leave_to_others(began: float) -> None:
-    """A database's write lock was held since then: leave it to its writer for as long."""
+    """Leave a database's write lock to its writer for as long as it was held here, since `began`."""
     threading.Event().wait(_CLOCK.monotonic() - began)
 
 

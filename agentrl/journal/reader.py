@@ -1,4 +1,4 @@
-"""Reads entries, verified against their checksums, also from another process while they are written.
+"""Reads entries and verifies their checksums, also while another process writes them.
 
 A fork's recorded prefix is read from the parent's journal: nothing is copied. A fork of a fork refers to its parent's
 own entries, which refer to theirs. A reference gives the parent's journal directory relative to its own, so both may be
@@ -32,26 +32,26 @@ _SELECT_PARTIALS = _COLUMNS + " FROM partials WHERE episode = ? AND attempt = ? 
 _COUNT = "SELECT count(*) FROM {} WHERE episode = ? AND attempt = ?"
 _BULK = 256
 ReadAttempt = Callable[[str, "ForkPoint"], "list[JournalEntry]"]
-"""Own entries of the attempt a point names, in a journal directory."""
+"""Reads the own entries of the attempt that a fork point names, in a journal directory."""
 
 MAX_FORK_DEPTH = 64
-"""Forks of forks, at most; more means that references go round in a circle."""
+"""Maximum number of forks of forks; more means that references form a cycle."""
 
 
 class EpisodeKey(NamedTuple):
-    """The episode whose entries are read, and its commit's figures, if known."""
+    """An attempt to read, with entry count and digest of its commit, if known."""
 
     partition: str
     episode_id: str
     attempt: int
     entries: int | None = None
-    """Number of entries; None: as many as are found."""
+    """Number of entries; None: unknown."""
     digest: bytes = b""
     """`episode_digest` of the entries; empty if unknown."""
 
 
 class TurnReader:
-    """Reads the turn partitions of one run; connections are opened once and kept. For one thread at a time."""
+    """Reads the turn partitions of one run; keeps connections open. Use it in one thread at a time."""
 
     def __init__(self, journal_directory: str | Path) -> None:
         self._directory = Path(journal_directory)
@@ -60,17 +60,17 @@ class TurnReader:
     def read(
         self, partition: str, episode_id: str, attempt: int, *, entries: int | None = None, digest: bytes = b""
     ) -> list[JournalEntry]:
-        """Entries on disk of an episode, in the order they were appended.
+        """Return the entries of an episode on disk, in the order in which they were appended.
 
         Raises:
-            PrunedError: the entries were given up.
-            JournalError: the partition cannot be read, an entry does not match its checksum, or the entries are not
-                as many as `entries` or not those of `digest`.
+            PrunedError: the entries were pruned.
+            JournalError: the partition cannot be read, an entry does not match its checksum, or the entries do not fit
+                `entries` or `digest`.
         """
         return self.read_many([EpisodeKey(partition, episode_id, attempt, entries, digest)])[0]
 
     def read_many(self, keys: Sequence[EpisodeKey]) -> list[list[JournalEntry]]:
-        """The entries of several episodes, in the order of `keys`; raises as `read`."""
+        """Return the entries of several episodes, in the order of `keys`; raises as `read`."""
         by_partition: dict[str, set[str]] = {}
         for key in keys:
             by_partition.setdefault(key.partition, set()).add(key.episode_id)
@@ -92,7 +92,7 @@ class TurnReader:
         return answer
 
     def beginnings(self, keys: Sequence[EpisodeKey]) -> list[JournalEntry]:
-        """The first entries of episodes, as far as they can be read; unordered."""
+        """Return the first entries of episodes, as far as they can be read; unordered."""
         wanted = {(key.partition, key.episode_id): key.attempt for key in keys}
         found = []
         for (partition, episode_id), attempt in wanted.items():
@@ -103,7 +103,7 @@ class TurnReader:
         return found
 
     def partials(self, partition: str, episode_id: str, attempt: int) -> list[JournalEntry]:
-        """Whole partials on disk of an episode, in order; what is damaged is left out, and sampled again."""
+        """Return the undamaged partials of an episode on disk, in order; lost tokens are sampled again."""
         path, connection = self._open(partition)
         found = []
         try:
@@ -115,10 +115,10 @@ class TurnReader:
         return found
 
     def partition_of(self, episode_id: str, attempt: int) -> str | None:
-        """The partition that holds most of an attempt; None if none holds any of it.
+        """Return the partition with most entries of an attempt; None if no partition has any.
 
-        Several may hold parts: a worker that continues an attempt of another copies it first (`TurnLog.take_over`).
-        Each holds a beginning of the same attempt, so the longest is all of it.
+        Several may have some: a worker that continues an attempt of another copies it first (`TurnLog.take_over`). Each
+        has a prefix of the same attempt, so the longest is complete.
 
         Raises:
             JournalError: a partition cannot be read.
@@ -127,7 +127,7 @@ class TurnReader:
         return best[2] if best[0] or best[1] else None
 
     def progress(self, episode_id: str, attempt: int) -> tuple[int, int]:
-        """Number of entries and of partials of an attempt on disk.
+        """Return the number of entries and of partials of an attempt on disk.
 
         Raises:
             JournalError: a partition cannot be read.
@@ -136,7 +136,7 @@ class TurnReader:
         return entries, partials
 
     def _held(self, episode_id: str, attempt: int) -> list[tuple[int, int, str]]:
-        """Entries and partials of an attempt in each partition, with its name."""
+        """Return the number of entries and of partials of an attempt in each partition, with the partition's name."""
         held: list[tuple[int, int, str]] = []
         for name in sorted(path.name for path in self._directory.glob("turns-*.db")):
             path, connection = self._open(name)
@@ -151,10 +151,10 @@ class TurnReader:
         return held
 
     def check_pruned(self, episode_id: str, attempt: int) -> None:
-        """Say why an attempt has no entries, if it is because they were pruned.
+        """Check that an attempt without entries was not pruned.
 
         Raises:
-            PrunedError: it is.
+            PrunedError: the attempt was pruned.
             JournalError: the control log cannot be read.
         """
         error = pruned_attempt(self._directory, episode_id, attempt)
@@ -188,7 +188,7 @@ class TurnReader:
 
 
 def whole_partition(path: Path, run: str) -> Iterator[JournalEntry]:
-    """Iterate over every entry of a partition of a run, in the order they were appended.
+    """Iterate over every entry of a partition of a run, in the order in which they were appended.
 
     Raises:
         JournalError: the partition cannot be read, or an entry does not match its checksum.
@@ -204,13 +204,13 @@ def whole_partition(path: Path, run: str) -> Iterator[JournalEntry]:
 
 
 def prefix_of(journal: str, point: ForkPoint, read: ReadAttempt, *, depth: int = 0) -> list[JournalEntry]:
-    """The entries before a fork point in order, each ancestor's `begin` among them.
+    """Read the entries before a fork point in order, including each ancestor's `begin`.
 
     Args:
-        journal: directory the point's own is relative to.
-        point: where the prefix ends.
+        journal: directory to which the point's journal directory is relative.
+        point: end of the prefix.
         read: reads an attempt.
-        depth: how many references led here.
+        depth: number of references that led here.
 
     Raises:
         JournalError: the parent's entries cannot be read, or the point is not among them.
@@ -229,7 +229,7 @@ def prefix_of(journal: str, point: ForkPoint, read: ReadAttempt, *, depth: int =
 
 
 def read_prefix(journal: str | Path, point: ForkPoint) -> list[JournalEntry]:
-    """`prefix_of` from the databases on disk; `journal` is the directory the fork itself lies in."""
+    """Read `prefix_of` from the databases on disk; `journal` is the fork's own directory."""
 
     def read(where: str, at: ForkPoint) -> list[JournalEntry]:
         reader = TurnReader(where)
@@ -245,7 +245,7 @@ def read_prefix(journal: str | Path, point: ForkPoint) -> list[JournalEntry]:
 
 
 def _check_committed(key: EpisodeKey, rows: Sequence[JournalEntry]) -> None:
-    """Refuse entries that are not those of the commit: each may be whole, and one missing or of another time."""
+    """Refuse entries that do not fit the commit: each may be valid while one is missing or stems from another time."""
     if key.entries is not None and len(rows) != key.entries:
         difference = f"but it was committed with {key.entries}; the partition is damaged or was replaced"
     elif key.digest and episode_digest(rows) != key.digest:
@@ -260,10 +260,10 @@ def _check_committed(key: EpisodeKey, rows: Sequence[JournalEntry]) -> None:
 
 
 def verified_entry(path: Path, row: tuple[str, int, str, bytes, bytes, int]) -> JournalEntry:
-    """The entry of a row, whose checksum fits.
+    """Make the entry of a row, and verify its checksum.
 
     Raises:
-        EntriesError: it does not.
+        EntriesError: the checksum does not match.
     """
     episode, attempt, call, asked, body, checksum = row
     types = (type(episode), type(attempt), type(call), type(asked), type(body))
@@ -277,7 +277,7 @@ def verified_entry(path: Path, row: tuple[str, int, str, bytes, bytes, int]) -> 
 
 
 def pruned_attempt(journal: Path, episode_id: str, attempt: int) -> PrunedError | None:
-    """The error for an attempt without entries, if they were pruned; else None.
+    """Return the error for an attempt without entries, if they were pruned; else None.
 
     Raises:
         JournalError: the control log cannot be read.
@@ -288,7 +288,7 @@ def pruned_attempt(journal: Path, episode_id: str, attempt: int) -> PrunedError 
 
 
 def pruned_file(run: Path, name: str) -> PrunedError | None:
-    """The same for a file of step columns, named as the step's record has it."""
+    """Return the error for a missing file of step columns, if it was pruned; `name` is as in the step's record."""
     journal = run / "journal" if (run / "journal").is_dir() else run
     found = _recorded(journal, "SELECT pruned_at, rule FROM pruned_files WHERE file = ?", name)
     return None if found is None else PrunedError(f"{name}: the step's columns {found}")

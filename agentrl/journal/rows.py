@@ -18,18 +18,20 @@ if TYPE_CHECKING:
     from agentrl.core.records import ExpertArray, Int32Array
 
 AgentKey = tuple[str, int]
-"""Seat and index."""
+"""Seat and index of an agent."""
 
 
 def trajectories(entries: Iterable[JournalEntry], policy: str | None = None) -> tuple[Trajectory, ...]:
-    """The trajectories of one episode, a row per context, in the order the agents first acted or were rewarded.
+    """Assemble the trajectories of one episode, one row per context, in the order in which agents first acted or were
+    rewarded.
 
     Args:
         entries: entries of the episode.
         policy: policy whose trajectories are returned; None: all.
 
     Raises:
-        EntriesError: the entries are not those of one whole episode: no beginning, a turn twice, tokens missing.
+        EntriesError: the entries do not form one complete episode: the beginning or tokens are missing, or a turn
+            occurs twice.
     """
     bodies = decode_entries(entries)
     begin = next((body for body in bodies if isinstance(body, Begin)), None)
@@ -130,7 +132,7 @@ def _int32(parts: Sequence[Int32Array]) -> Int32Array:
 
 
 def _routing(turns: Sequence[TurnEntry], length: int) -> tuple[RoutingSpan, ...]:
-    """The experts that the row's tokens were sampled with: a span per run of tokens that share them.
+    """Return the experts used to sample the row's tokens, with a span per run of tokens that share them.
 
     A position that was recomputed through other experts (the KV was lost, or newer weights took over) has two routings:
     tokens predicted before it were sampled with the first, later ones with the second. No span is longer than the row,
@@ -161,7 +163,7 @@ def _routing(turns: Sequence[TurnEntry], length: int) -> tuple[RoutingSpan, ...]
 
 
 def _routing_parts(turn: TurnEntry) -> Iterator[tuple[int, ExpertArray]]:
-    """(first position, experts) of each stretch of consecutive positions, in the order they were computed."""
+    """Yield (first position, experts) for each stretch of consecutive positions, in the order of computation."""
     import numpy as np
 
     try:

@@ -1,7 +1,7 @@
-"""Reading a run's control log back: pure folds of what is on disk, for resume and for readers. Implements `RunLog`.
+"""Reads a run's control log: pure folds of the records on disk, for resume and for readers. Implements `RunLog`.
 
-What survives a rollback is decided by the tree of versions: the manifest names a version, and the steps along its
-ancestors are the ones that count. Units of any other step are ready again.
+The tree of versions decides what survives a rollback: the manifest names a version, and the steps along its ancestors
+count. Units of any other step are ready again.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from agentrl.core.records import BaselineSet, EpisodeHeader, EpisodeSpec, Purpose
 
 START_KEY = "life."
-"""Prefix of the keys of `meta` that record a start of the run; the lineage follows."""
+"""Key prefix of the starts of the run in `meta`; the lineage follows."""
 
 
 class SettingChange(msgspec.Struct, frozen=True):
@@ -54,15 +54,15 @@ class RunStart(msgspec.Struct, frozen=True, kw_only=True):
 
     lineage: int
     began_at: float
-    """Seconds since the epoch."""
+    """Time of the start, in seconds since the epoch."""
     checkpoint: str = ""
-    """Name of the checkpoint; empty: the run started with the weights it was given."""
+    """Name of the checkpoint; empty: the run started with its initial weights."""
     steps: dict[str, int] = {}
-    """Step of each policy."""
+    """Step of each policy at the start."""
     again: dict[str, int] = {}
-    """The newest step that had been taken before, of policies that had taken more."""
+    """Newest step taken earlier, for policies that had taken more steps than `steps`."""
     changed: tuple[SettingChange, ...] = ()
-    """Settings that differ from those of the start before."""
+    """Settings that differ from those of the previous start."""
     code: dict[str, str] = {}
     """Digest of the source of environments and bots, by file."""
     code_changed: tuple[str, ...] = ()
@@ -70,14 +70,14 @@ class RunStart(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def words(self) -> str:
-        """The changes, for a curve's mark."""
+        """Description of the changes, for a mark on a curve."""
         where = f"resumed from {self.checkpoint}" if self.checkpoint else "begun again without a checkpoint"
         code = [f"code changed: {', '.join(self.code_changed)}"] if self.code_changed else []
         return "; ".join([where, *code, *map(str, self.changed)])
 
 
 UnitKey = tuple[str, int, str]
-"""Episode id, attempt, policy."""
+"""Episode id, attempt and policy."""
 
 
 def _columns(table: str, columns: str) -> str:
@@ -91,22 +91,26 @@ _ADMISSION_WIDTH = len(_ADMISSION.split(","))
 _CHUNK = 500
 
 _ASKED = "{0}.episode = json_extract(asked.value, '$[0]') AND {0}.attempt = json_extract(asked.value, '$[1]')"
-"""Joins a table to a parameter of keys in JSON."""
+"""Join condition of a table with a JSON parameter of keys."""
 _IN_ORDER_OF_COMMIT = " ORDER BY committed_at, length(episode), episode"
 _NUMBER = "CAST(substr(episode, ?) AS INTEGER)"
 _IS_ROOT = "episode GLOB ? AND substr(episode, ?) NOT GLOB '*[^0-9]*'"
 
 
 def _root(prefix: str) -> tuple[Any, ...]:
-    """Parameters of `_NUMBER`, then of `_IS_ROOT`."""
+    """Return the parameters of `_NUMBER`, then of `_IS_ROOT`."""
     return (len(prefix) + 1, f"{prefix}[0-9]*", len(prefix) + 1)
 
 
 class ControlLogReader:
-    """The queries of a control log, over a connection that only reads."""
+    """The queries of a control log, over a read-only connection."""
 
     def __init__(self, directory: str | Path) -> None:
-        """Raises: JournalError: there is no journal in `directory`, or not one this version reads."""
+        """Open the control log.
+
+        Raises:
+            JournalError: there is no journal in `directory`, or this version cannot read it.
+        """
         self.path = Path(directory) / CONTROL_FILE
         self.connection: sqlite3.Connection = open_to_read(self.path, "control")
 
@@ -127,10 +131,10 @@ class ControlLogReader:
         verify_tables(self.connection, self.path)
 
     def check_partition(self, name: str) -> None:
-        """Refuse to re-create a missing partition that committed episodes lie in.
+        """Refuse to re-create a missing partition that held committed episodes.
 
         Raises:
-            JournalError: committed episodes lie in it.
+            JournalError: the partition held committed episodes.
         """
         path = self.path.parent / name
         if not path.exists():
@@ -139,7 +143,7 @@ class ControlLogReader:
                 raise JournalError(f"{path} is missing, and {lost} committed episodes lie in it; put it back")
 
     def next_number(self, prefix: str) -> int:
-        """The largest number of any root episode `<prefix><number>` in admissions or turn logs, plus one.
+        """Return one more than the largest number of a root episode `<prefix><number>` in admissions or turn logs.
 
         Turn logs count because a kill may leave entries of an episode whose admission was not yet on disk.
         """
@@ -158,7 +162,9 @@ class ControlLogReader:
         return int(highest) + 1
 
     def lost_numbers(self, prefix: str, stop: int) -> list[int]:
-        """Numbers below `stop` of root episodes `<prefix><number>` that were never admitted on disk."""
+        """Return the numbers below `stop` of root episodes `<prefix><number>` whose admission never reached the
+        disk.
+        """
         below = f"{_IS_ROOT} AND {_NUMBER} < ?"
         values = (*_root(prefix)[1:], len(prefix) + 1, stop)
         ((known,),) = self.rows(f"SELECT count(DISTINCT episode) FROM admissions WHERE {below}", *values)
@@ -169,11 +175,11 @@ class ControlLogReader:
         return [number for number in range(stop) if number not in admitted]
 
     def published(self, version: PolicyVersion) -> WeightsRef | None:
-        """Location of a version's weights: in the run, even after it was moved, or wherever the user gave them
+        """Return the location of a version's weights: in the run, even after it was moved, or at the user's path
         (lineages below 0); None if the version was never published.
 
         Raises:
-            JournalError: the record was altered, or what it names leads out of the run.
+            JournalError: the record was altered, or its path leads out of the run.
         """
         root = self.path.parent.parent / "versions"
         here = root / version.policy / f"{version.lineage}.{version.step}"
@@ -189,7 +195,8 @@ class ControlLogReader:
         return None
 
     def unfinished(self, purpose: Purpose = "train") -> Sequence[EpisodeSpec]:
-        """Episodes of a purpose, children included, whose newest attempt has not ended, in order of admission."""
+        """Return the episodes of a purpose, children included, whose newest attempt has not ended, in order of
+        admission."""
         statement = (
             f"SELECT {_ADMISSION} FROM admissions a WHERE a.purpose = ?"
             " AND NOT EXISTS (SELECT 1 FROM episodes e WHERE e.episode = a.episode AND e.attempt = a.attempt)"
@@ -199,7 +206,7 @@ class ControlLogReader:
         return [read_spec(row) for row in self.rows(statement, purpose)]
 
     def ended_children(self, parents: Collection[str]) -> dict[str, EpisodeHeader]:
-        """Headers of the ended children of some episodes, by id; unfinished ones are left out."""
+        """Return the headers of the ended children of some episodes, by id; unfinished ones are left out."""
         if not parents:
             return {}
         statement = (
@@ -210,14 +217,14 @@ class ControlLogReader:
         return {header.episode_id: header for _, header in found}
 
     def ready_units(self, consumed_through: Mapping[str, PolicyVersion]) -> Iterator[tuple[EpisodeSpec, EpisodeHeader]]:
-        """Committed training episodes with a unit neither consumed along the surviving lineage nor dropped.
+        """Yield committed training episodes with a unit neither consumed along the surviving lineage nor dropped.
 
         Args:
-            consumed_through: the manifest's version of each trainable policy; units of policies it does not name are
-                frozen and never ready. Empty if there is no manifest yet: nothing was consumed.
+            consumed_through: the manifest's version of each trainable policy; units of other policies are frozen and
+                never ready. Empty if there is no manifest yet, so that nothing was consumed.
 
         Yields:
-            Specs and headers in order of commit; which of an episode's units are ready is what `resolved_units` says.
+            Specs and headers in order of commit; `resolved_units` tells which of an episode's units are ready.
         """
         lines = [[policy, *part] for policy, version in consumed_through.items() for part in self.surviving(version)]
         trainable = " AND t.policy IN (SELECT value FROM json_each(?))" if consumed_through else ""
@@ -230,9 +237,10 @@ class ControlLogReader:
         yield from self._ended(self.rows(statement, *values))
 
     def members(self, group_ids: Collection[str] | None = None) -> Iterator[tuple[EpisodeSpec, EpisodeHeader]]:
-        """Committed training episodes of some groups, or all, in order of commit, whatever became of their units.
+        """Yield committed training episodes of some groups, or all, in order of commit, whatever the fate of their
+        units.
 
-        What is left of a group is compared with all its members again when a run is resumed.
+        A resumed run compares the rest of a group with all its members again.
         """
         statement = "SELECT episode, attempt FROM episodes WHERE purpose = 'train' AND drop_reason IS NULL"
         if group_ids is None:
@@ -242,8 +250,8 @@ class ControlLogReader:
         yield from self._ended(self.rows(statement + among, json.dumps(sorted(group_ids))))
 
     def dispatched(self, newest: int | None = None) -> Iterator[tuple[EpisodeSpec, EpisodeHeader | None]]:
-        """The newest training episodes, or all, in order of admission, at their newest attempts, with how they ended;
-        None: not yet."""
+        """Yield the newest training episodes, or all, in order of admission, at their newest attempts, with their
+        headers; None if one has not ended."""
         order = "(SELECT min(b.admitted_at) FROM admissions b WHERE b.episode = a.episode)"
         statement = (
             f"SELECT a.episode, a.attempt FROM admissions a WHERE a.purpose = 'train'"
@@ -258,12 +266,12 @@ class ControlLogReader:
                 yield spec, ended.get((spec.episode_id, spec.attempt))
 
     def baselines(self) -> dict[str, BaselineSet]:
-        """Baselines of the members of groups, by group."""
+        """Return the baselines of groups, keyed by group."""
         rows = self.rows("SELECT group_id, finishers, earlier, checksum FROM baselines")
         return {row[0]: read_baselines(row) for row in rows}
 
     def against(self, policies: Collection[str]) -> Iterator[EpisodeHeader]:
-        """Committed training episodes in which one of these policies acted, in order of commit."""
+        """Yield committed training episodes in which one of these policies acted, in order of commit."""
         if policies:
             statement = (
                 "SELECT episode, attempt FROM episodes WHERE purpose = 'train' AND drop_reason IS NULL AND"
@@ -275,7 +283,7 @@ class ControlLogReader:
                 yield header
 
     def _specs(self, keys: Sequence[tuple[str, int]]) -> list[EpisodeSpec]:
-        """Specs of admitted attempts, in the order of the keys; at most `_CHUNK`."""
+        """Return the specs of admitted attempts, at most `_CHUNK`, in the order of the keys."""
         statement = f"SELECT {_ADMISSION} FROM json_each(?) asked JOIN admissions a ON {_ASKED.format('a')}"
         found = {(row[0], row[1]): row for row in self.rows(statement, json.dumps(keys))}
         if len(found) < len(keys):
@@ -285,7 +293,7 @@ class ControlLogReader:
     def _ended(
         self, keys: Sequence[tuple[str, int]], *, ordered: bool = False
     ) -> Iterator[tuple[EpisodeSpec, EpisodeHeader]]:
-        """Those of some attempts that ended, in order of commit; `ordered`: whether the keys have that order."""
+        """Yield the attempts that ended, in order of commit; `ordered` states that the keys have that order."""
         parts = (keys[start : start + _CHUNK] for start in range(0, len(keys), _CHUNK))
         if not ordered and len(keys) > _CHUNK:
             statement = f"SELECT e.episode, e.attempt FROM json_each(?) asked JOIN episodes e ON {_ASKED.format('e')}"
@@ -338,15 +346,16 @@ class ControlLogReader:
         return resolved
 
     def pruned(self, episodes: Collection[str]) -> set[tuple[str, int]]:
-        """Attempts of these episodes whose entries were given up."""
+        """Return the attempts of these episodes whose entries were pruned."""
         statement = "SELECT episode, attempt FROM pruned WHERE episode IN (SELECT value FROM json_each(?))"
         return set(map(tuple, self.rows(statement, json.dumps(sorted(episodes)))))
 
     def surviving(self, version: PolicyVersion) -> list[tuple[int, int, int]]:
-        """The line of steps that led to `version`, newest first: (lineage, first, last) means steps first < s ≤ last.
+        """Return the line of steps that led to `version`, newest first: (lineage, first, last) means steps first < s ≤
+        last.
 
         Raises:
-            JournalError: the tree of versions leads nowhere or round in a circle.
+            JournalError: the tree of versions is broken or has a cycle.
         """
         line: list[tuple[int, int, int]] = []
         lineage, last = version.lineage, version.step
@@ -378,7 +387,7 @@ class ControlLogReader:
             lineage, last = parent_lineage, parent_step
 
     def parents(self) -> dict[tuple[str, int], PolicyVersion]:
-        """The version that each (policy, lineage) except the first started from."""
+        """Return the version that each (policy, lineage) except the first started from."""
         statement = (
             "SELECT policy, lineage, parent_lineage, parent_step FROM versions"
             " WHERE parent_lineage IS NOT NULL AND parent_lineage < lineage"
@@ -390,7 +399,8 @@ class ControlLogReader:
         return found
 
     def _check_numbers(self, policy: str, *numbers: Any) -> None:
-        """SQLite keeps any type in any column, and the table of versions has no checksums."""
+        """Check the types of numbers: SQLite accepts any type in any column, and the table of versions has no
+        checksums."""
         odd = [number for number in numbers if not isinstance(number, int)]
         if odd:
             raise JournalError(
@@ -402,9 +412,10 @@ class ControlLogReader:
         return bool(self.rows("SELECT 1 FROM step_units WHERE policy = ? AND lineage = ? LIMIT 1", policy, lineage))
 
     def proposals(self, newest: int | None = None) -> list[Proposal]:
-        """The newest proposals the run remembers, or all, and those of attempts that have not ended; as told.
+        """Return the newest proposals that the run remembers, or all, and those of unfinished attempts, in recorded
+        order.
 
-        Nothing is remembered of attempts that were dropped, or that another attempt replaced.
+        Proposals of dropped or replaced attempts are forgotten.
         """
         ended = "SELECT 1 FROM episodes e WHERE e.episode = p.episode AND e.attempt = p.attempt"
         replaced = "SELECT 1 FROM admissions a WHERE a.episode = p.episode AND a.attempt > p.attempt"
@@ -425,7 +436,7 @@ class ControlLogReader:
             ) from error
 
     def newest_label(self) -> float:
-        """The latest time that admissions, ends, versions and steps carry; 0 before the first."""
+        """Return the latest time label of admissions, ends, versions and steps; 0 before the first."""
         columns = {
             "admissions": "admitted_at",
             "episodes": "committed_at",
@@ -436,14 +447,14 @@ class ControlLogReader:
         return max((at for at in found if isinstance(at, float)), default=0.0)
 
     def highest_lineage(self) -> int:
-        """The largest lineage of a published version, or of a start that died before it published any; -1 before the
-        first."""
+        """Return the largest lineage of a published version, or of a start that died before publishing one; -1 before
+        the first."""
         ((highest,),) = self.rows("SELECT coalesce(max(lineage), -1) FROM versions")
         self._check_numbers("some policy", highest)
         return max([int(highest), *(start.lineage for start in self.starts())])
 
     def newest_steps(self) -> dict[str, int]:
-        """The newest step of each policy in the newest lineage that took any."""
+        """Return the newest step of each policy in the newest lineage that took any."""
         statement = (
             "SELECT policy, max(step) FROM steps s WHERE lineage ="
             " (SELECT max(lineage) FROM steps o WHERE o.policy = s.policy) GROUP BY policy"
@@ -451,7 +462,7 @@ class ControlLogReader:
         return {str(policy): int(step) for policy, step in self.rows(statement)}
 
     def starts(self) -> list[RunStart]:
-        """The starts of the run, in order; those of older versions of agentrl recorded none.
+        """Return the starts of the run, in order; older versions of agentrl recorded none.
 
         Raises:
             JournalError: a record cannot be read.
@@ -465,10 +476,11 @@ class ControlLogReader:
             raise JournalError(f"{self.path}: a start of the run cannot be read ({error}); it is damaged") from error
 
     def config(self, lineage: int | None = None) -> dict[str, Any]:
-        """The configuration of the start that began a lineage: that of the first, and the changes since; as data.
+        """Return the configuration of the start that began a lineage, as data: that of the first start, with the
+        changes since.
 
         Args:
-            lineage: of versions; None: the newest.
+            lineage: lineage of versions; None: the newest.
         """
         config = self.info().get("config")
         if not isinstance(config, dict):
@@ -488,7 +500,8 @@ class ControlLogReader:
         return config
 
     def info(self) -> Mapping[str, Any]:
-        """`format`, `run` (an id), and what the journal was made with: the run's name and resolved configuration."""
+        """Return `format`, `run` (an id), and the data that the journal was created with: the run's name and resolved
+        configuration."""
         try:
             values = meta(self.connection)
             info = json.loads(values.get("info", "{}"))
@@ -506,10 +519,10 @@ class SqliteRunLog(ControlLogReader):
 
 
 def _check_is_there(connection: sqlite3.Connection, partition: Path, episode_id: str) -> None:
-    """An episode that only an index names has an entry, whose checksum fits: indexes carry none.
+    """Check that an episode named by an index has an entry with a valid checksum: indexes have no checksums.
 
     Raises:
-        JournalError: it has not.
+        JournalError: there is no such entry.
     """
     statement = (
         "SELECT episode, attempt, call, asked, body, checksum FROM entries NOT INDEXED WHERE episode = ? LIMIT 1"

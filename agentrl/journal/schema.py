@@ -1,8 +1,8 @@
-"""The two kinds of databases: their tables, how they are opened and read.
+"""The two kinds of databases: their tables, and functions to open and read them.
 
-Invariants: a database this module opens has exactly the tables below, byte for byte, in this format, or opening it is
-a `JournalError`; so a hostile file brings no view, trigger or virtual table of its own. Neither it nor its directory is
-a symbolic link. Nothing newer than SQLite 3.40.
+Invariants: a database this module opens has exactly the tables below, byte for byte, in this format, or opening it is a
+`JournalError`; so a hostile file cannot bring a view, trigger or virtual table. Neither the file nor its directory may
+be a symbolic link. Nothing needs a newer SQLite than 3.40.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Kind = Literal["control", "turns"]
 
 CONTROL_FILE = "control.db"
 MAX_VALUE_BYTES = 64 << 20
-"""Longest text or blob of a row, written or read."""
+"""Maximum size in bytes of a text or blob, written or read."""
 DAMAGE = (sqlite3.Error, UnicodeDecodeError)
 """Errors of reading a damaged database; the second if SQLite's own message quotes invalid text."""
 
@@ -96,11 +96,11 @@ _STATEMENTS: dict[Kind, tuple[str, ...]] = {"control": _CONTROL, "turns": _TURNS
 
 
 def private_directory(directory: Path) -> None:
-    """Make `directory` for its owner alone (0700), if it is missing; durable in its parent on return.
+    """Make `directory` for its owner alone (0700) if it is missing, durably.
 
     Raises:
-        JournalError: it is a symbolic link.
-        StorageError: it cannot be made.
+        JournalError: the directory is a symbolic link.
+        StorageError: the directory cannot be created.
     """
     _refuse_links(directory)
     try:
@@ -111,12 +111,12 @@ def private_directory(directory: Path) -> None:
 
 
 def open_to_write(path: Path, kind: Kind, identity: dict[str, str], *, run: str | None = None) -> sqlite3.Connection:
-    """Open a database, made with `identity` in its meta table if it is missing; for the writer thread only.
+    """Open a database, creating it with `identity` in its meta table if it is missing; for the writer thread only.
 
     Raises:
-        JournalError: it is damaged, a symbolic link, of another format, or of another run than `run`, where that is
+        JournalError: the file is damaged, a symbolic link, of another format, or of another run than `run`, if that is
             given.
-        StorageError: it cannot be opened or made.
+        StorageError: the file cannot be opened or created.
     """
     _refuse_links(path.parent, *_files(path))
     try:
@@ -142,10 +142,10 @@ def open_to_write(path: Path, kind: Kind, identity: dict[str, str], *, run: str 
 
 
 def open_to_read(path: Path, kind: Kind, run: str | None = None) -> sqlite3.Connection:
-    """Open a database read-only, also while another process writes it; content and file are taken as hostile.
+    """Open a database read-only, also while another process writes it; file and content are treated as hostile.
 
     Raises:
-        JournalError: it is missing, damaged, a symbolic link, of another format, or of another run than `run`.
+        JournalError: the file is missing, damaged, a symbolic link, of another format, or of another run than `run`.
     """
     _refuse_links(path.parent, *_files(path))
     if not path.is_file():
@@ -175,17 +175,17 @@ def open_to_read(path: Path, kind: Kind, run: str | None = None) -> sqlite3.Conn
 
 
 def meta(connection: sqlite3.Connection) -> dict[str, str]:
-    """The meta table: format, kind, run, and what the run was created with."""
+    """Return the meta table: format, kind, run, and the data that the run was created with."""
     return dict(connection.execute("SELECT key, value FROM meta"))
 
 
 def _files(path: Path) -> list[Path]:
-    """The files of a database: its own, and those SQLite keeps beside it."""
+    """Return the files of a database: its own, and those of SQLite beside it."""
     return [path, path.with_name(path.name + "-wal"), path.with_name(path.name + "-shm")]
 
 
 def _refuse_links(*places: Path) -> None:
-    """A link could lead to another run's journal, which would be read, or written, as this one's."""
+    """Refuse symbolic links: one could lead to another run's journal."""
     for place in places:
         if place.is_symlink():
             raise JournalError(
@@ -225,7 +225,7 @@ def _connect_to_write(path: Path) -> sqlite3.Connection:
 
 
 def _make(path: Path, kind: Kind, values: dict[str, str]) -> None:
-    """Make a database under another name, then rename it: a process killed meanwhile leaves none, never half of one."""
+    """Create a database under another name, then rename it: a kill leaves a complete database or none."""
     partial = path.with_name(f".{path.name}.new")
     for leftover in (partial, *(partial.with_name(partial.name + end) for end in ("-wal", "-shm"))):
         leftover.unlink(missing_ok=True)
@@ -268,7 +268,8 @@ def _check(connection: sqlite3.Connection, path: Path, kind: Kind, run: str | No
 def database_error(
     path: Path, error: sqlite3.Error | UnicodeDecodeError, *, damage: type[JournalError] = JournalError
 ) -> JournalError:
-    """The error for a failure to read `path`; `damage` if neither the disk nor a permission caused it."""
+    """Make the error of a failure to read `path`; it is `damage` if neither the disk nor a permission caused the
+    failure."""
     if path.exists() and not os.access(path, os.R_OK):  # which SQLite does not say
         return JournalError(f"{path}: cannot be read (Permission denied); let your user read it")
     if getattr(error, "sqlite_errorcode", 0) & 0xFF in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR):

@@ -51,17 +51,21 @@ if TYPE_CHECKING:
 _COLUMNS = " (episode, attempt, call, asked, body, checksum) VALUES "
 
 PartialKey = tuple[str, int, str | None]
-"""Episode, attempt and call; without the call, all of the attempt."""
+"""Episode, attempt and call; without a call, the whole attempt."""
 
 
 class PartialTable:
-    """The partials of a partition, as a target of the writer: an item is a partial, or the key of those to remove."""
+    """The partials of a partition, as a target of the writer: an item is a partial, or the key of partials to
+    remove.
+    """
 
     def __init__(self, database: Database) -> None:
         self.database = database
 
     def write(self, connection: sqlite3.Connection, items: list[JournalEntry | PartialKey]) -> None:
-        """Insert, then remove; what is removed in the round it was queued in never reaches the disk."""
+        """Insert, then remove; partials that are removed in the round in which they were queued never reach the
+        disk.
+        """
         removed = {item for item in items if isinstance(item, tuple)}
         rows = [
             _row(item)
@@ -86,10 +90,10 @@ def _row(entry: JournalEntry) -> Sequence[Any]:
 
 
 def check_entry(entry: JournalEntry) -> None:
-    """Refuse an entry that the journal does not take.
+    """Refuse an entry that is too large for the journal.
 
     Raises:
-        EpisodeError: it is too large (`too_large`).
+        EpisodeError: the entry is too large (`too_large`).
     """
     if len(entry.body) > MAX_VALUE_BYTES:
         raise EpisodeError(
@@ -103,12 +107,12 @@ class SqliteTurnLog:
     """One worker's partition, `turns-<worker>.db`; implements `TurnLog`."""
 
     def __init__(self, directory: Path, worker: str, run: str, writer: GroupCommitWriter) -> None:
-        """Open or make the partition.
+        """Open or create the partition.
 
         Raises:
             InputError: `worker` cannot be part of a file name.
             JournalError: the file is damaged, of another format, or of another run.
-            StorageError: the file cannot be made.
+            StorageError: the file cannot be created.
         """
         if not is_safe_name(worker):
             raise InputError(f"worker {worker!r}: a name has up to 64 letters, digits, dots, dashes and underscores")
@@ -124,7 +128,7 @@ class SqliteTurnLog:
         """Queue an entry.
 
         Raises:
-            EpisodeError: the entry is larger than the journal takes (`too_large`).
+            EpisodeError: the entry is too large (`too_large`).
         """
         check_entry(entry)
         self._writer.put((self, entry))
@@ -134,11 +138,11 @@ class SqliteTurnLog:
         await self._writer.wait()
 
     def read(self, episode_id: str, attempt: int) -> list[JournalEntry]:
-        """Entries on disk of an episode, in the order they were appended."""
+        """See `TurnLog.read`."""
         return self._reader.read(self.name, episode_id, attempt)
 
     async def take_over(self, episode_id: str, attempt: int) -> None:
-        """Copy what another partition holds of an attempt, where that is more than is here."""
+        """See `TurnLog.take_over`."""
         other = self._reader.partition_of(episode_id, attempt)
         if other is None or other == self.name:
             return
@@ -151,19 +155,19 @@ class SqliteTurnLog:
         await self.flush()
 
     def prefix(self, point: ForkPoint) -> list[JournalEntry]:
-        """The entries before a fork point."""
+        """See `TurnLog.prefix`."""
         return read_prefix(self.database.path.parent, point)
 
     def append_partial(self, entry: JournalEntry) -> None:
-        """Queue tokens of a turn that has not ended."""
+        """See `TurnLog.append_partial`."""
         self._writer.put((self._partials, entry))
 
     def remove_partials(self, episode_id: str, attempt: int, call_id: str | None = None) -> None:
-        """Queue the removal of a call's partials, or of all of an attempt."""
+        """See `TurnLog.remove_partials`."""
         self._writer.put((self._partials, (episode_id, attempt, call_id)))
 
     def read_partials(self, episode_id: str, attempt: int) -> list[JournalEntry]:
-        """Whole partials on disk of an episode, in the order they were appended; a damaged one is left out."""
+        """See `TurnLog.read_partials`."""
         return self._reader.partials(self.name, episode_id, attempt)
 
     def write(self, connection: sqlite3.Connection, items: list[JournalEntry]) -> None:
@@ -171,17 +175,19 @@ class SqliteTurnLog:
         insert_rows(connection, "INSERT INTO entries" + _COLUMNS, 6, [_row(entry) for entry in items])
 
     def close_reader(self) -> None:
-        """Close what `read` opened; the writer closes the rest."""
+        """Close the connections of `read`; the writer closes the others."""
         self._reader.close()
 
 
 class LabelClock(SystemClock):
-    """The machine's clock, whose wall time never goes back: what a journal is read back by is the order of its labels.
+    """The machine's clock with a wall time that never goes back, because readers of a journal rely on the order of its
+    labels.
 
-    After a jump ahead and back, labels go on from the latest one, so that they stay ahead of the wall. Not thread-safe.
+    After the machine's clock jumps ahead and back, labels continue from the latest one and stay ahead of it. Not
+    thread-safe.
 
     Args:
-        latest: the newest label of the processes before.
+        latest: newest label of earlier processes.
     """
 
     def __init__(self, latest: float) -> None:
@@ -195,22 +201,22 @@ class LabelClock(SystemClock):
 
 
 class SqliteJournal(ControlLogReader):
-    """The journal of a run, written and read back; implements `JournalStore` and, for resume, `RunLog`."""
+    """The journal of a run, for writing and reading; implements `JournalStore` and, for resume, `RunLog`."""
 
     def __init__(
         self, directory: str | Path, *, info: Mapping[str, Any] | None = None, clock: Clock | None = None
     ) -> None:
-        """Open the journal in `directory`, or make it.
+        """Open the journal in `directory`, or create it.
 
         Args:
             directory: the run's journal directory.
-            info: kept where the journal is new, as JSON: the run's name, its resolved configuration.
-            clock: for wall-clock labels; default: the machine's, which here never goes back.
+            info: identity of a new journal, stored as JSON: the run's name, its resolved configuration.
+            clock: clock of wall-time labels; default: a `LabelClock`.
 
         Raises:
             RunDirectoryError: another process is writing this run.
-            JournalError: what lies there is damaged, of another format, or of another run.
-            StorageError: the directory or its files cannot be made.
+            JournalError: the journal is damaged, of another format, or of another run.
+            StorageError: the directory or its files cannot be created.
         """
         self.directory = Path(directory)
         private_directory(self.directory)
@@ -234,10 +240,10 @@ class SqliteJournal(ControlLogReader):
         self._learning = control.learning_policies(self.info())
 
     def turn_log(self, worker: str) -> SqliteTurnLog:
-        """The partition of a worker; made if missing.
+        """Return the partition of a worker, created if missing.
 
         Raises:
-            JournalError: it is missing, and should not be; or see `SqliteTurnLog`.
+            JournalError: the partition is missing although committed episodes lie in it; or see `SqliteTurnLog`.
         """
         log = self._turn_logs.get(worker)
         if log is None:
@@ -246,7 +252,7 @@ class SqliteJournal(ControlLogReader):
         return log
 
     def admit(self, *specs: EpisodeSpec) -> None:
-        """Record that episodes were admitted, all of them at once.
+        """Record the admission of episodes, atomically.
 
         Raises:
             InputError: the data of a task cannot be serialised; none is admitted.
@@ -265,41 +271,41 @@ class SqliteJournal(ControlLogReader):
         await self._writer.wait()
 
     def record_drop(self, episode_id: str, attempt: int, policy: str, reason: str) -> None:
-        """Record that a committed unit will not be trained."""
+        """See `JournalStore.record_drop`."""
         self._writer.put((self._tables.unit_drops, (episode_id, attempt, policy, reason, self._clock.wall())))
 
     def record_proposal(self, proposal: Proposal) -> None:
-        """Record a proposal that the run is to remember."""
+        """See `JournalStore.record_proposal`."""
         self._writer.put((self._tables.proposals, proposal))
 
     def record_baselines(self, baselines: BaselineSet) -> None:
-        """Record what a group's members are compared with."""
+        """See `JournalStore.record_baselines`."""
         self._writer.put((self._tables.baselines, control.baselines_row(baselines)))
 
     def record_version(self, weights: WeightsRef, parent: PolicyVersion | None) -> None:
-        """Record a published version."""
+        """See `JournalStore.record_version`."""
         self._writer.put((self._tables.versions, control.version_row(weights, parent, self._clock.wall())))
 
     def record_step(self, row: StepRow) -> None:
-        """Record an optimizer step and that its units were consumed by it."""
+        """See `JournalStore.record_step`."""
         units = [(self._tables.step_units, unit) for unit in control.step_unit_rows(row)]
         self._writer.put((self._tables.steps, control.step_row(row, self._clock.wall())), *units)
 
     def record_metrics(self, policy: str, step: int, values: Mapping[str, float]) -> None:
-        """Record metric values at a step; NaN and infinity are kept as NULL."""
+        """Record metric values at a step; NaN and infinity become NULL."""
         rows = control.metric_rows(policy, step, values, self._clock.wall())
         self._writer.put(*[(self._tables.metrics, row) for row in rows])
 
     def record_start(self, start: RunStart) -> None:
-        """Record that a start of the run begins."""
+        """Record a start of the run."""
         self._writer.put((self._tables.meta, (f"{START_KEY}{start.lineage}", msgspec.json.encode(start).decode())))
 
     async def prune(self, rule: PruneRule, *, stopped: Callable[[], bool] = lambda: False) -> Pruned:
-        """Give up what a rule lets go, in a thread; see `journal.pruning`.
+        """Remove the data that a rule allows, in a thread; see `journal.pruning`.
 
         Raises:
             JournalError: a database cannot be read.
-            StorageError: the disk refused.
+            StorageError: writing failed.
         """
         loop = asyncio.get_running_loop()
 
@@ -343,7 +349,7 @@ class SqliteJournal(ControlLogReader):
         return self._turns.progress(episode_id, attempt)
 
     def recorded(self, episode_id: str, attempt: int) -> tuple[list[JournalEntry], list[JournalEntry]]:
-        """Entries and partials on disk of an attempt, in whichever partition they lie."""
+        """See `RunLog.recorded`."""
         partition = self._turns.partition_of(episode_id, attempt)
         if partition is None:
             return [], []
@@ -354,7 +360,7 @@ class SqliteJournal(ControlLogReader):
 
 
 class WorkerTurnLog(SqliteTurnLog):
-    """Knows which of the episodes that were begun elsewhere have got on here."""
+    """A partition that knows which of the episodes begun elsewhere have progressed here."""
 
     def __init__(self, directory: Path, worker: str, run: str, writer: GroupCommitWriter) -> None:
         """See `SqliteTurnLog`."""
@@ -384,7 +390,7 @@ class WorkerTurnLog(SqliteTurnLog):
             self._advanced.append(episode_id)
 
     async def advanced(self) -> list[str]:
-        """Episodes that were taken over and of which something new is on disk; each is named once.
+        """Return the episodes that were taken over and have new entries on disk; each is returned once.
 
         Raises:
             StorageError: see `flush`.
@@ -399,12 +405,12 @@ class WorkerJournal:
     """Holds the partition's lock, writer thread and log from construction to `close`."""
 
     def __init__(self, directory: Path, worker: str) -> None:
-        """Open the partition, or make it.
+        """Open the partition, or create it.
 
         Raises:
-            RunDirectoryError: another process writes it.
-            JournalError: it is damaged, of another run, or missing although committed episodes lie in it.
-            StorageError: it cannot be made.
+            RunDirectoryError: another process writes the partition.
+            JournalError: the partition is damaged, of another run, or missing although committed episodes lie in it.
+            StorageError: the partition cannot be created.
         """
         self._lock = RunLock(directory, f"turns-{worker}.lock")
         run_log = SqliteRunLog(directory)

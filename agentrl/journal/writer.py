@@ -1,12 +1,11 @@
-"""Group commit: one thread per process writes everything that was queued since its last round.
+"""Group commit: one thread per process writes all rows that were queued since its last round.
 
-Owns: the write connections and the thread. Callers only append to a deque, which never blocks.
-A round takes all that is queued, writes the turn partitions and syncs them, then the control log and syncs it, then
-resolves the waiters; so a control row is never on disk before the entries it names, and waiters share their syncs.
-It may begin between any two calls: rows of one `put` are on disk together or not at all, rows of two are not.
-A failed round rolls back, fails its waiters and every later one: nothing after it is ever written.
-Rows go in by multi-row INSERTs: sqlite3 gives the interpreter lock away at every statement, and getting it back from
-a busy event loop can take milliseconds.
+Owns: the write connections and the thread. Callers only append to a deque, which never blocks. A round takes all queued
+rows, writes the turn partitions and syncs them, then the control log and syncs it, then resolves the waiters; so a
+control row is never on disk before the entries it names, and waiters share their syncs. A round may begin between any
+two calls: the rows of one `put` reach the disk together or not at all, those of two may not. A failed round rolls back,
+fails its waiters and every later one: nothing after it is ever written. Rows go in by multi-row INSERTs: sqlite3
+releases the interpreter lock at every statement, and regaining it from a busy event loop can take milliseconds.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 FLUSH_SECONDS = 0.2
-"""Longest time a queued row waits for a round when nobody waits for it."""
+"""Seconds that a queued row waits for a round at most, if no caller waits for it."""
 LINGER_SECONDS = 0.004
-"""Time a round waits for more rows once a caller waits for it."""
+"""Seconds that a round waits for more rows once a caller waits for it."""
 _CHUNK = 32
-"""Rows of one INSERT, at most."""
+"""Maximum number of rows in one INSERT."""
 
 Row = Sequence[Any]
 
@@ -41,12 +40,12 @@ class Waiter(NamedTuple):
 
 
 class Target(Protocol):
-    """A table of a database, and how queued items become its rows."""
+    """A table of a database, with the conversion of queued items to rows."""
 
     database: Database
 
     def write(self, connection: sqlite3.Connection, items: list[Any]) -> None:
-        """Put queued items into the table, inside the round's transaction; called in the writer thread."""
+        """Insert queued items into the table, inside the round's transaction; called in the writer thread."""
         ...
 
 
@@ -57,7 +56,7 @@ class Database:
         self.path = path.absolute()
         self.connection = connection
         self.order = order
-        """Lower is on disk first."""
+        """Place in the commit order: lower reaches the disk first."""
         self._identity = _identity(self.path)
 
     def check_not_moved(self) -> None:
@@ -80,18 +79,18 @@ class GroupCommitWriter:
         self._thread.start()
 
     def add(self, database: Database) -> None:
-        """Hand a database over; its connection is used and closed by the thread alone."""
+        """Add a database; only the thread uses and closes its connection."""
         self._databases.append(database)
 
     def put(self, *rows: tuple[Target, Any]) -> None:
-        """Queue rows; those of one database come to disk in one transaction."""
+        """Queue rows; those of one database are written in one transaction."""
         self._queue.append(rows)
 
     def check(self) -> None:
-        """Look whether the disk has refused, without waiting for it.
+        """Check whether a write has failed, without waiting.
 
         Raises:
-            StorageError: it has; nothing queued since the last success counts as written.
+            StorageError: a write failed; nothing queued since the last success counts as written.
         """
         if self._failure is not None:
             raise self._error()
@@ -100,7 +99,7 @@ class GroupCommitWriter:
         """Wait until everything queued before this call is on disk.
 
         Raises:
-            StorageError: the disk refused, now or before; nothing queued since the last success counts as written.
+            StorageError: a write failed, now or before; nothing queued since the last success counts as written.
         """
         self.check()
         if self._closing.is_set():
@@ -119,7 +118,7 @@ class GroupCommitWriter:
         """Write what is queued, close the databases, end the thread. Idempotent.
 
         Raises:
-            StorageError: the last round failed and nobody was told.
+            StorageError: the last round failed, and no caller was informed.
         """
         self._closing.set()
         self._urgent.set()
@@ -210,7 +209,7 @@ class GroupCommitWriter:
 
 
 def insert_rows(connection: sqlite3.Connection, insert: str, width: int, rows: Sequence[Sequence[Any]]) -> None:
-    """Insert rows of `width` columns; `insert` is `INSERT … VALUES `, to be followed by the placeholders."""
+    """Insert rows of `width` columns; `insert` is `INSERT … VALUES `, without the placeholders."""
     placeholders = "(" + ",".join("?" * width) + ")"
     whole = len(rows) - len(rows) % _CHUNK
     if whole:
@@ -228,7 +227,7 @@ def insert_rows(connection: sqlite3.Connection, insert: str, width: int, rows: S
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
-    """Device and inode of a file; None if there is none."""
+    """Return device and inode of a file; None if it does not exist."""
     try:
         found = path.stat()
     except OSError:
