@@ -1,9 +1,9 @@
-"""The buffer: episodes enter whole, are released as their group's rule says, and leave as units exactly once.
+"""The buffer: episodes enter whole, are released by their group's rule, and leave as units exactly once.
 
 `EpisodeBuffer` owns every training episode between admission and its optimizer step, as headers only: token data stays
-in the journal. A `ReleasePolicy` says when members of a group are released and with which advantages: `WholeGroups`
+in the journal. A `ReleasePolicy` decides when members of a group are released and with which advantages: `WholeGroups`
 waits for all of them (`credit.release = "group"`), `FirstFinishers` does not (`late`, `episode`). The `Ledger` proves
-that no episode and no unit is lost or trained twice. Versions, capacity and execution are of no concern here.
+that no episode and no unit is lost or trained twice. This module does not handle versions, capacity or execution.
 
 Entry lifecycle: admit → record_end (committed or dropped) → released by its group: advantages → ready → pop → resolved
 (trained or dropped). Invariants: a member is released once; a unit is popped at most once; the ledger balances after
@@ -67,9 +67,9 @@ class Ledger:
     ready: int = 0
     trained: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
-    """Episodes by reason; `frozen` if nothing of the episode was trainable."""
+    """Number of dropped episodes by reason; `frozen` if no policy of the episode was trainable."""
     units_committed: Counter[str] = field(default_factory=Counter)
-    """Counts by policy, as the next three."""
+    """Number of committed units, by policy; the next three fields count by policy too."""
     units_ready: Counter[str] = field(default_factory=Counter)
     units_consumed: Counter[str] = field(default_factory=Counter)
     units_dropped: Counter[str] = field(default_factory=Counter)
@@ -94,17 +94,17 @@ class Ledger:
 
 
 class ReadyUnit(NamedTuple):
-    """A unit that waits for its step, with the parts of its episode that credit and metrics need."""
+    """A unit that waits for its step, with the data of its episode for credit and metrics."""
 
     unit: Unit
     trajectories: tuple[TrajectoryHeader, ...]
     environment: str = ""
     is_alone: bool = False
-    """Whether its rewards had no other episode to be compared with, so that its advantage is 0."""
+    """Whether no other episode could be compared with this one, so that the advantage is 0."""
 
     @property
     def has_signal(self) -> bool:
-        """Whether any of its advantages differs from 0."""
+        """Whether any advantage of the unit differs from 0."""
         return any(_has_signal(credit) for credit in self.unit.credits)
 
 
@@ -113,7 +113,7 @@ def _has_signal(credit: TrajectoryCredit) -> bool:
 
 
 class UnitDrop(NamedTuple):
-    """A unit that will not be trained, and why."""
+    """A unit that will not be trained, with the reason."""
 
     episode_id: str
     attempt: int
@@ -122,16 +122,16 @@ class UnitDrop(NamedTuple):
 
 
 Credits = Mapping[tuple[str, str, int], TrajectoryCredit]
-"""Credits by episode, seat and agent."""
+"""Credits, keyed by episode, seat and agent."""
 
 
 @dataclass(slots=True)
 class OpenGroup:
-    """Episodes that are compared with each other: how many still run, and the headers of those that ended."""
+    """Episodes that are compared with each other: the number that still run, and the headers of those that ended."""
 
     running: int
     size: int = 0
-    """Members to be sampled; after a resume fewer may be left."""
+    """Number of members to be sampled; after a resume fewer may be left."""
     task: str | None = None
     """Id of the root episode's task."""
     headers: list[EpisodeHeader] = field(default_factory=list)
@@ -139,20 +139,20 @@ class OpenGroup:
     released: int = 0
     """Number of `headers` that have been released."""
     earlier: tuple[EarlierMean, ...] = ()
-    """Mean rewards of its policies in earlier groups, when it was admitted."""
+    """Mean rewards of the group's policies in earlier groups, when the group was admitted."""
     frozen: BaselineSet | None = None
     squares: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    """Once complete, by policy: the sum of its squared advantages, and the sum that leave-one-out over the whole group
-    would have given."""
+    """Sums for each policy of a complete group: of its squared advantages, and of those that leave-one-out over the
+    whole group would have given."""
 
     @property
     def committed(self) -> list[EpisodeHeader]:
-        """The members that ended and were not dropped."""
+        """Members that ended and were not dropped."""
         return [header for header in self.headers if header.committed]
 
     @property
     def late(self) -> int:
-        """Members that run while others have been released."""
+        """Number of members that still run while others have been released."""
         return self.running if self.released else 0
 
     def release_ended(self) -> Sequence[EpisodeHeader]:
@@ -165,10 +165,10 @@ class ReleasePolicy(Protocol):
     """Decides when members of a group are released to the trainer, and with which credits."""
 
     compares: bool
-    """Whether rewards are compared at all; else they are their own advantages."""
+    """Whether rewards are compared; if not, they are their own advantages."""
 
     def record_admission(self, spec: EpisodeSpec, group: OpenGroup) -> None:
-        """Record that a member of a group starts."""
+        """Record that a member of a group has started."""
         ...
 
     def record_end(self, spec: EpisodeSpec, group: OpenGroup) -> tuple[Sequence[EpisodeHeader], Credits]:
@@ -181,10 +181,10 @@ class WholeGroups:
 
     Args:
         trainable: policies whose trajectories are compared.
-        advantage: over the agents of one policy in one seat.
-        to_go: whether a turn's reward counts for that turn and those before it alone.
-        history: mean rewards of earlier groups, for estimators that look at them; None: none.
-        weights: of rewards by name, for estimators that look at them apart.
+        advantage: estimator over the agents of one policy in one seat.
+        to_go: whether a turn's reward counts for that turn and earlier turns only.
+        history: mean rewards of earlier groups, for estimators that use them; None: not used.
+        weights: weights of named rewards, for estimators that use them separately.
     """
 
     def __init__(
@@ -213,7 +213,7 @@ class WholeGroups:
                 group.task, group.earlier = task, _earlier_means(self._history, spec, task, self._trainable)
 
     def record_end(self, spec: EpisodeSpec, group: OpenGroup) -> tuple[Sequence[EpisodeHeader], Credits]:
-        """Release the whole group, or nobody."""
+        """Release the whole group, or no member."""
         self._tasks.pop(spec.episode_id, None)
         if group.running:
             return (), {}
@@ -246,7 +246,7 @@ class WholeGroups:
         return group.release_ended(), credits
 
     def _credited(self, group: Group) -> Sequence[Credited]:
-        """The advantage of each agent of a group."""
+        """Compute the advantage of each agent of a group."""
         to_go = self._to_go and any(group.turn_rewards)
         if isinstance(self._advantage, Estimator):
             return self._advantage.to_go(group) if to_go else self._advantage(group)
@@ -260,7 +260,7 @@ class WholeGroups:
 def _earlier_means(
     history: RewardHistory, spec: EpisodeSpec, task: str | None, trainable: Collection[str]
 ) -> tuple[EarlierMean, ...]:
-    """Mean rewards of the policies of a group that is admitted, in the order of its seats."""
+    """Return the mean rewards of the policies of a group at its admission, in the order of its seats."""
     means = [
         (binding.policy, seat, history.mean(Role(binding.policy, spec.environment, seat), task))
         for seat, binding in sorted(spec.seats.items())
@@ -274,11 +274,11 @@ class FirstFinishers:
 
     Args:
         trainable: policies whose trajectories are compared.
-        rule: how many members are waited for.
+        rule: number of members to wait for.
         history: mean rewards of earlier groups.
         freeze: called with every baseline set before any unit compared with it is ready.
         frozen: baseline sets that a previous attempt of the run fixed, by group.
-        compares: whether rewards are compared here at all; else they are their own advantages.
+        compares: whether rewards are compared; if not, they are their own advantages.
     """
 
     def __init__(
@@ -310,7 +310,7 @@ class FirstFinishers:
         group.earlier = _earlier_means(self._history, spec, task, self._trainable)
 
     def record_end(self, spec: EpisodeSpec, group: OpenGroup) -> tuple[Sequence[EpisodeHeader], Credits]:
-        """Release nobody, or all waiting members that can be compared with the frozen baseline set."""
+        """Release no member, or all waiting members that can be compared with the frozen baseline set."""
         self._tasks.pop(spec.episode_id, None)
         if group.running and len(group.headers) < self._rule.waited_for(group.size):
             return (), {}
@@ -333,7 +333,7 @@ class FirstFinishers:
         return released, credits
 
     def _squares(self, members: Iterable[EpisodeHeader], credits: Credits) -> dict[str, tuple[float, float]]:
-        """The value of `OpenGroup.squares` for a complete group."""
+        """Compute `OpenGroup.squares` for a complete group."""
         compared: dict[tuple[str, str], list[tuple[str, TrajectoryHeader]]] = {}
         for header in members:
             for own in rewarded_trajectories(header, self._trainable):
@@ -378,16 +378,16 @@ class FirstFinishers:
 
 
 def rewarded_trajectories(header: EpisodeHeader, policies: frozenset[str] | set[str]) -> Iterator[TrajectoryHeader]:
-    """The trajectories of some policies that were given a reward."""
+    """Yield the trajectories of some policies that have a reward."""
     return (own for own in header.trajectories if own.policy in policies and own.reward is not None)
 
 
 def history_of(members: Iterable[tuple[EpisodeSpec, EpisodeHeader]], open_groups: Collection[str]) -> RewardHistory:
-    """The mean rewards of earlier groups, folded from a journal.
+    """Fold the mean rewards of earlier groups from a journal.
 
     Args:
         members: every committed training episode, in order of commit.
-        open_groups: groups that will end, or end again, in this attempt of the run: left out.
+        open_groups: groups that will end, or end again, in this attempt of the run; they are left out.
     """
     tasks: dict[str, str] = {}
     groups: dict[str, list[Rewarded]] = {}
@@ -412,10 +412,10 @@ class EpisodeBuffer:
 
     Args:
         trainable: policies whose units are trained; other policies only play.
-        release: when members of a group are released, and what they are compared with.
+        release: decides when members of a group are released, and with which baselines.
         resolved_before: units that a previous attempt of the run resolved, by (policy, episode id): None if trained,
-            else the drop reason. They are compared with their siblings again, and never trained again.
-        selection_bias: by policy; is informed of every admission, end and resolution.
+            else the drop reason. They serve as baselines for their siblings, and are never trained again.
+        selection_bias: metrics by policy; informed of every admission, end and resolution.
         drops_no_signal: whether the units of a group in which no unit of their policy has an advantage are dropped.
     """
 
@@ -437,13 +437,13 @@ class EpisodeBuffer:
         self.without_signal: Counter[str] = Counter()
         """Units of each policy dropped for lack of a signal since a unit of it last became ready."""
         self.on_group: Callable[[EpisodeSpec, Sequence[EpisodeHeader]], None] = lambda spec, headers: None
-        """Called when a group is complete, with the spec of the member that ended last and all headers."""
+        """Callback for a complete group, with the spec of the member that ended last and all headers."""
         self._groups: dict[str, OpenGroup] = {}
         self._ready: dict[str, deque[ReadyUnit]] = {policy: deque() for policy in self.trainable}
         self._in_flight: Counter[str] = Counter()
         self._late: Counter[str] = Counter()
         self._consumed: Counter[str] = Counter()
-        """Units trained in this attempt of the run."""
+        """Number of units trained in this attempt of the run, by policy."""
         self._begun: dict[str, dict[str, int]] = {policy: {} for policy in self.trainable}
         """Value of `_consumed` when an outstanding unit began, keyed by policy and episode."""
         self._beginnings: dict[str, Counter[int]] = {policy: Counter() for policy in self.trainable}
@@ -457,11 +457,11 @@ class EpisodeBuffer:
     # --- entering ---------------------------------------------------------------------------------------------------
 
     def expect(self, group_id: str, size: int) -> None:
-        """Set a group's number of members, whatever their specs say (resume: dropped members do not come back)."""
+        """Set a group's number of members, whatever their specs say (after a resume, dropped members do not return)."""
         self._groups[group_id] = OpenGroup(size)
 
     def admit(self, spec: EpisodeSpec) -> None:
-        """Record that an episode starts. Its group is complete when `group_size` members have ended."""
+        """Record that an episode has started. Its group is complete when `group_size` members have ended."""
         group = self._groups.setdefault(spec.group_id, OpenGroup(spec.group_size))
         self.release.record_admission(spec, group)
         group.size = spec.group_size
@@ -555,7 +555,7 @@ class EpisodeBuffer:
             self._ready[policy].append(ReadyUnit(unit, own, environment, self._is_alone(unit, group)))
 
     def _is_alone(self, unit: Unit, group: OpenGroup) -> bool:
-        """Whether a unit's rewards were to be compared and no other member got a reward in the same seats."""
+        """Whether a unit's rewards needed a comparison and no other member got a reward in the same seats."""
         if not self.release.compares or any(credit.advantage for credit in unit.credits):
             return False
         seats = {credit.seat for credit in unit.credits}
@@ -573,20 +573,21 @@ class EpisodeBuffer:
     # --- leaving ----------------------------------------------------------------------------------------------------
 
     def ready(self, policy: str) -> int:
-        """Number of units that were released and wait for a step."""
+        """Return the number of units that were released and wait for a step."""
         return len(self._ready[policy])
 
     def outstanding(self, policy: str) -> int:
-        """Number of units that may still be trained: of running episodes, of unreleased groups, ready, or in a step."""
+        """Return the number of units that may still be trained: of running episodes, of unreleased groups, ready, or in
+        a step."""
         return self._in_flight[policy] + self.ledger.units_ready[policy]
 
     def overtaken(self, policy: str) -> int:
-        """Number of units trained since the oldest outstanding one began."""
+        """Return the number of units trained since the oldest outstanding one began."""
         beginnings = self._beginnings[policy]
         return self._consumed[policy] - min(beginnings) if beginnings else 0
 
     def late(self, policy: str) -> int:
-        """Number of units of running episodes whose group has released other members."""
+        """Return the number of units of running episodes whose group has released other members."""
         return self._late[policy]
 
     def pop_ready(self, policy: str, count: int) -> list[ReadyUnit]:
@@ -602,7 +603,7 @@ class EpisodeBuffer:
         return taken
 
     def put_back(self, policy: str, units: Sequence[ReadyUnit]) -> None:
-        """Put popped units back, before all others."""
+        """Put popped units back, before all other ready units."""
         self._ready[policy].extendleft(reversed(units))
 
     def consume(self, units: Iterable[ReadyUnit]) -> None:
@@ -651,5 +652,5 @@ class EpisodeBuffer:
             self.ledger.dropped[reason] += 1
 
     def policies_of(self, spec: EpisodeSpec) -> set[str]:
-        """The trainable policies that hold a seat of an episode."""
+        """Return the trainable policies that hold a seat of an episode."""
         return {binding.policy for binding in spec.seats.values()} & self.trainable

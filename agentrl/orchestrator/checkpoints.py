@@ -1,12 +1,12 @@
-"""Checkpoints, and what stays on disk between them.
+"""Checkpoints, and the retention of versions and journal data between them.
 
     checkpoints/step_000120-3/        sum of the policies' steps, lineage; put in place by `core.files.place`
         <trainer's files>             weights, optimizer and random state of every policy
         manifest.json                 versions, ledger, role means, measurements, digests of the files
 
-A checkpoint's manifest is written last, and a run resumes from it. The manifest says what is *consumed*: every unit of
-a step up to its versions, along their lineage. The control log says which units those are, and is flushed before the
-manifest is written; training after the newest manifest is lost together with the weights it made, and done again.
+A checkpoint's manifest is written last, and a run resumes from it. The manifest determines what is *consumed*: every
+unit of a step up to its versions, along their lineage. The control log lists those units, and is flushed before the
+manifest is written. Training after the newest manifest is lost together with the weights it made, and repeated.
 
 `VersionRetention` keeps the newest few published versions of each policy on disk: their files are needed while an
 engine may load them again; checkpoints hold weights of their own, and the link `policies/NAME` points at the newest.
@@ -46,21 +46,21 @@ _VERSION_NAME = re.compile(r"(\d+)\.(\d+)")
 
 MIB = 1 << 20
 NEARLY_FULL = 0.9
-"""Share of the budget above which the run warns that it is nearly used up."""
+"""Share of the disk budget above which the run warns."""
 MEASUREMENTS = 3
-"""Number of measured sizes before the growth of a journal is forecast."""
+"""Number of measured sizes needed to forecast the growth of a journal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """A checkpoint that can be resumed from."""
+    """A checkpoint from which a run can resume."""
 
     directory: Path
     versions: Mapping[str, PolicyVersion]
     role_means: Mapping[Role, Mean] = field(default_factory=dict)
     measured: RunningBest = NOT_MEASURED
     opponents: Mapping[str, tuple[PolicyVersion, ...]] = field(default_factory=dict)
-    """Versions that opponents were drawn from, by pool, oldest first."""
+    """Versions from which opponents were drawn, keyed by pool, oldest first."""
 
 
 class CheckpointWriter:
@@ -68,7 +68,7 @@ class CheckpointWriter:
 
     Args:
         directory: the run's checkpoint directory.
-        keep: how many of the newest stay.
+        keep: number of newest checkpoints that stay.
         disk: the file system.
     """
 
@@ -89,7 +89,7 @@ class CheckpointWriter:
         """Save the trainer and seal it with a manifest; the control log must have been flushed.
 
         Raises:
-            StorageError: the disk refused; earlier checkpoints are untouched.
+            StorageError: writing failed; earlier checkpoints are untouched.
         """
         # The sum of steps grows with every policy's, so no two cuts of a lineage share a name.
         step = sum(version.step for version in versions.values())
@@ -123,16 +123,17 @@ class CheckpointWriter:
         return target
 
     def sealed(self) -> list[Mapping[str, PolicyVersion]]:
-        """Like the function `sealed`, after a sync: no removed checkpoint comes back after a power cut.
+        """Sync the directory, then return the result of the function `sealed`: no removed checkpoint returns after a
+        power cut.
 
         Raises:
-            OSError: the disk refused.
+            OSError: the sync failed.
         """
         self._disk.sync(self._directory)
         return sealed(self._directory, disk=self._disk)
 
     def _prune(self, written: Path) -> None:
-        """Remove all but the newest `keep` checkpoints that can be resumed from; damaged ones do not count."""
+        """Remove all but the newest `keep` checkpoints from which a run can resume; damaged ones do not count."""
         whole = 0
         for candidate in _candidates(self._directory, self._disk):
             if whole >= self._keep and candidate != written:
@@ -142,7 +143,8 @@ class CheckpointWriter:
 
 
 def sealed(directory: Path, *, disk: Disk = LOCAL) -> list[Mapping[str, PolicyVersion]]:
-    """The versions of every checkpoint that can be resumed from, newest first; the bytes of its files are not read."""
+    """Return the versions of every checkpoint from which a run can resume, newest first, without reading the files'
+    bytes."""
     found = []
     for candidate in _candidates(directory, disk):
         with contextlib.suppress(StorageError):
@@ -151,7 +153,7 @@ def sealed(directory: Path, *, disk: Disk = LOCAL) -> list[Mapping[str, PolicyVe
 
 
 def newest(directory: Path, *, disk: Disk = LOCAL) -> tuple[Manifest | None, list[str]]:
-    """The newest checkpoint whose files match its manifest, and why each newer one was rejected.
+    """Find the newest checkpoint whose files match its manifest, and the reasons why newer ones were rejected.
 
     Args:
         directory: a run's checkpoint directory.
@@ -170,7 +172,7 @@ def newest(directory: Path, *, disk: Disk = LOCAL) -> tuple[Manifest | None, lis
 
 
 def holding(directory: Path, versions: Collection[PolicyVersion], *, disk: Disk = LOCAL) -> Path | None:
-    """The directory in which a checkpoint keeps the state of a policy at one of these versions of it; None: no such.
+    """Return the directory with a policy's state in a checkpoint of one of these versions; None if there is none.
 
     Raises:
         StorageError: the files of that checkpoint do not match its manifest.
@@ -187,7 +189,7 @@ def holding(directory: Path, versions: Collection[PolicyVersion], *, disk: Disk 
 
 
 def _candidates(directory: Path, disk: Disk) -> list[Path]:
-    """Checkpoint directories, newest first: a later lineage is newer than a higher step of a dead one."""
+    """Return the checkpoint directories, newest first: a later lineage is newer than a higher step of a dead one."""
     found = []
     for name in disk.names(directory):
         match = _CHECKPOINT_NAME.fullmatch(name)
@@ -215,7 +217,8 @@ def _manifest(
 
 
 def _verified(directory: Path, disk: Disk) -> Manifest:
-    """The manifest of a checkpoint, every file of which matches its digest; raises StorageError otherwise."""
+    """Return the manifest of a checkpoint after checking every file's digest; raises StorageError if one does not
+    match."""
     manifest, digests = _read(directory, disk)
     for name, digest in digests.items():
         try:
@@ -230,7 +233,7 @@ def _verified(directory: Path, disk: Disk) -> Manifest:
 
 
 def _is_whole(directory: Path, disk: Disk) -> bool:
-    """Whether a checkpoint has its manifest and files of the right sizes; their bytes are not read."""
+    """Whether a checkpoint has its manifest, and files of the right sizes; does not read their bytes."""
     try:
         _read(directory, disk)
     except StorageError:
@@ -239,10 +242,11 @@ def _is_whole(directory: Path, disk: Disk) -> bool:
 
 
 def _read(directory: Path, disk: Disk) -> tuple[Manifest, Mapping[str, str]]:
-    """A manifest, and the digest of each of its files, all of which are there in their sizes.
+    """Read a manifest and the digests of its files, after checking the files' sizes.
 
     Raises:
-        StorageError: it cannot be read, or a file is missing, of another size, or not inside the checkpoint.
+        StorageError: the manifest cannot be read, or a file is missing, has another size, or lies outside the
+            checkpoint.
     """
     try:
         content = json.loads(disk.read(directory / "manifest.json", limit=MAX_MANIFEST_BYTES))
@@ -282,7 +286,7 @@ class VersionRetention:
     """Deletes versions that fall out of the window, whichever attempt of the run wrote them.
 
     Args:
-        keep: how many of the newest versions of each policy stay; 0 keeps all.
+        keep: number of newest versions of each policy that stay; 0 keeps all.
         disk: the file system.
     """
 
@@ -291,7 +295,7 @@ class VersionRetention:
         self._disk = disk
 
     async def prune(self, weights: WeightsRef, pinned: Collection[PolicyVersion] = ()) -> None:
-        """Delete outdated versions of a policy whose new version became current; `pinned` ones stay."""
+        """Delete outdated versions of a policy after its new version became current; `pinned` ones stay."""
         if self._keep:
             policy = weights.version.policy
             stay = {(version.lineage, version.step) for version in pinned if version.policy == policy}
@@ -304,7 +308,7 @@ class VersionRetention:
 
 
 def versions_in(directory: Path, *, disk: Disk = LOCAL) -> list[tuple[int, int]]:
-    """(lineage, step) of each version in a policy's directory, oldest first."""
+    """Return (lineage, step) of each version in a policy's directory, oldest first."""
     matches = [_VERSION_NAME.fullmatch(name) for name in disk.names(directory)]
     return sorted((int(match[1]), int(match[2])) for match in matches if match)
 
@@ -317,7 +321,7 @@ class JournalRetention:
         checkpoints: the run's checkpoint writer; None: there are no checkpoints, and nothing is pruned.
         keep: `journal.keep`.
         budget_mib: `journal.budget_mib`.
-        size: returns the bytes that journal and step columns take; blocks.
+        size: returns the bytes of journal and step columns; blocking.
         warn: called when the budget will not suffice.
         disk: the file system.
     """
@@ -344,11 +348,11 @@ class JournalRetention:
         self._is_asked = self._is_ending = False
         self._steps = 0
         self._sizes: deque[tuple[int, int]] = deque(maxlen=16)
-        """(steps taken, bytes): after each pruning, or after each step if nothing is pruned."""
+        """Measured sizes as (steps taken, bytes): after each pruning, or after each step if nothing is pruned."""
         self._warned: set[str] = set()
 
     def start_pruning(self, fail: Callable[[BaseException], None]) -> None:
-        """Prune what the newest checkpoint makes obsolete; if a pruning runs already, once more after it.
+        """Prune data that the newest checkpoint makes obsolete; if a pruning is running, prune once more after it.
 
         Args:
             fail: called with the error that ended the pruning, such as a full disk.
@@ -387,7 +391,7 @@ class JournalRetention:
         """Check the budget after an optimizer step, warn if it will not suffice; returns whether it is used up.
 
         Args:
-            steps_left: of all policies, until the run's end.
+            steps_left: number of steps of all policies until the run's end.
         """
         self._steps += 1
         if not self._budget:
@@ -417,7 +421,7 @@ class JournalRetention:
             )
 
     async def check_pruned(self) -> None:
-        """Check after a checkpoint that pruning has brought the journal within its budget.
+        """Check, after a checkpoint, that pruning has brought the journal within its budget.
 
         Raises:
             StorageError: `journal.keep` allows no more pruning.

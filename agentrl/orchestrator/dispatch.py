@@ -1,9 +1,9 @@
 """Dispatch of episodes: builds specs from tasks, hands them to the worker, and receives their headers.
 
 `Dispatcher` owns episode numbers, seeds, seat bindings, child episodes (it is the `EpisodeHost`) and evaluation
-episodes. Training episodes go to the buffer; others never do. It asks an `AdmissionPolicy`, the run's scheduler, which
-versions an episode plays with and whose units are wanted. `Reservations` counts the units that children of running
-episodes have yet to bring, and `Signal` wakes those who wait for the state to change.
+episodes. Training episodes go to the buffer; others never do. An `AdmissionPolicy`, the run's scheduler, decides which
+versions an episode plays with and which policies learn. `Reservations` counts the units that children of running
+episodes will still contribute, and `Signal` wakes waiters when the state changes.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ OnEnd = Callable[[EpisodeHeader], None]
 
 
 PolicyOf = Callable[[str, int], str]
-"""The policy that holds a seat (`Env.seat` or its bare name) in a root group (its number)."""
+"""Maps a seat (`Env.seat` or its bare name) and the number of a root group to the policy that holds the seat."""
 
 
 class Signal:
@@ -60,7 +60,7 @@ class Signal:
         self._waiting: set[asyncio.Future[None]] = set()
 
     def notify(self) -> None:
-        """Say that something changed; safe to call from any callback of the event loop."""
+        """Announce a change; safe to call from any callback of the event loop."""
         for future in self._waiting:
             if not future.done():
                 future.set_result(None)
@@ -81,23 +81,25 @@ class AdmissionPolicy(Protocol):
     """The decisions a dispatcher leaves to the scheduler: versions an episode plays with, and policies that learn."""
 
     def pins(self, group: int) -> Mapping[str, PolicyVersion]:
-        """Versions a root group and its children are pinned to, whatever becomes current."""
+        """Return the versions to which a root group and its children are pinned, whatever becomes current."""
         ...
 
     def deadline(self, number: int) -> int:
-        """`EpisodeSpec.deadline` of a root training episode; it grows with the number, by one for each step."""
+        """Return the `EpisodeSpec.deadline` of a root training episode; it grows with the number, by one for each
+        step.
+        """
         ...
 
     def resumable(self, spec: EpisodeSpec) -> EpisodeSpec | None:
-        """The spec with which an episode of a previous attempt can go on now; None: not yet."""
+        """Return the spec with which an episode of a previous attempt can continue now; None if it must wait."""
         ...
 
     def seen(self) -> Seen | None:
-        """The proposals that an episode sees; None: all that were made. Constant within a run."""
+        """Return the proposals that an episode sees; None: all that were made. Constant within a run."""
         ...
 
     def learning(self) -> Collection[str]:
-        """Policies that learn now: neither frozen nor over."""
+        """Return the policies that learn now: neither frozen nor over."""
         ...
 
     def record_end(self, spec: EpisodeSpec, header: EpisodeHeader, learning: Collection[str]) -> str | None:
@@ -109,11 +111,11 @@ class NobodyLearns:
     """The `AdmissionPolicy` of episodes outside training: they play the current versions."""
 
     def pins(self, group: int) -> Mapping[str, PolicyVersion]:
-        """None."""
+        """Return no pins."""
         return {}
 
     def deadline(self, number: int) -> int:
-        """Return 0: all episodes are equal."""
+        """Return 0: all episodes have equal priority."""
         return 0
 
     def resumable(self, spec: EpisodeSpec) -> EpisodeSpec | None:
@@ -121,11 +123,11 @@ class NobodyLearns:
         return spec
 
     def seen(self) -> Seen | None:
-        """All."""
+        """Return None: every proposal is visible."""
         return None
 
     def learning(self) -> Collection[str]:
-        """Nobody."""
+        """Return no policies."""
         return ()
 
     def record_end(self, spec: EpisodeSpec, header: EpisodeHeader, learning: Collection[str]) -> str | None:
@@ -135,10 +137,10 @@ class NobodyLearns:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Dispatcher:
-    """Starts episodes and takes in their ends."""
+    """Starts episodes and receives their headers."""
 
     environment: type[Environment]
-    """The class of root episodes, or a mixture of them."""
+    """Class of root episodes, or a mixture of classes."""
     policy_of: PolicyOf
     run_seed: int
     group_size: int
@@ -150,23 +152,23 @@ class Dispatcher:
     next_evaluation: int = 0
     """Number of the next evaluation episode."""
     ended_children: dict[str, EpisodeHeader] = field(default_factory=dict)
-    """Ended children of resumed parents: they ended in a previous attempt, or before their parent asked for them."""
+    """Headers of resumed parents' children that ended in a previous attempt, or before their parent asked for them."""
     admission: AdmissionPolicy = field(default_factory=NobodyLearns)
-    """Set by `govern`."""
+    """Admission policy, set by `govern`."""
     memory: ProposalMemory = field(init=False)
     worker: Worker = field(init=False)
-    """Set once by the composition root: the worker's runner needs this host first."""
+    """Worker, set once by the composition root: the worker's runner needs this host first."""
     fail: Callable[[CheckFailedError], None] = field(init=False)
-    """Ends the run; set with the worker."""
+    """Callback that ends the run; set with the worker."""
     _running: dict[str, EpisodeSpec] = field(default_factory=dict)
     _held: list[EpisodeSpec] = field(default_factory=list)
-    """Episodes of a previous attempt that cannot go on yet."""
+    """Episodes of a previous attempt that cannot continue yet."""
     _children: dict[str, dict[str, EpisodeHeader]] = field(default_factory=dict)
-    """Headers of ended children by running parent: a parent that is executed again asks for them again."""
+    """Headers of ended children, keyed by running parent: a re-executed parent asks for them again."""
     _parents: dict[str, OnEnd] = field(default_factory=dict)
     """Callbacks for children that were resumed before their parent asked for them."""
     _resumed: set[str] = field(default_factory=set)
-    """Resumed episodes and their children: the journal may hold entries of them, admitted or not."""
+    """Resumed episodes and their children; the journal may hold their entries, admitted or not."""
     _sharers: dict[str, list[OnEnd]] = field(default_factory=dict)
     """Callbacks of forks that wait for a child of the episode they were forked from."""
     reservations: Reservations = field(init=False)
@@ -174,11 +176,11 @@ class Dispatcher:
     _evaluated: list[EpisodeHeader] = field(default_factory=list)
     """Ended child episodes of the newest evaluation."""
     _first_evaluated: int = 0
-    """Number of its first episode."""
+    """Number of the newest evaluation's first episode."""
     _root_end: OnEnd = field(init=False)
-    """`_end_root`, made once."""
+    """Bound method `_end_root`, made once."""
     roots: dict[str, type[Environment]] = field(init=False)
-    """The classes of root episodes by name."""
+    """Classes of root episodes, keyed by name."""
 
     def __post_init__(self) -> None:
         self._root_end = self._end_root
@@ -197,15 +199,15 @@ class Dispatcher:
         return self.next_number // self.group_size
 
     def running(self) -> Iterable[str]:
-        """Ids of the training episodes in flight, children included."""
+        """Return the ids of the training episodes in flight, children included."""
         return (name for name, spec in self._running.items() if spec.purpose == "train")
 
     def pinned(self) -> set[PolicyVersion]:
-        """Versions that training episodes in flight are pinned to, children included."""
+        """Return the versions to which training episodes in flight are pinned, children included."""
         return {pin for spec in self._running.values() if spec.purpose == "train" for pin in spec.pins.values()}
 
     def admit_group(self, task: Task, held_by: str = "") -> None:
-        """Start a root group: `group_size` episodes of one task, which `EpisodeSpec.held_by` kept waiting."""
+        """Start a root group: `group_size` episodes of one task. `held_by` is `EpisodeSpec.held_by`."""
         first = self.next_number
         self.next_number += self.group_size
         specs = self._training_specs(task, range(first, self.next_number), held_by)
@@ -222,10 +224,10 @@ class Dispatcher:
 
         Args:
             ended: committed members of open groups. A group is complete when its remaining members have ended: dropped
-                members do not come back.
+                members do not return.
             unfinished: episodes to continue.
-            lost: numbers and tasks of roots whose admission never reached the disk, though some of their entries may
-                have.
+            lost: numbers and tasks of root episodes whose admission never reached the disk, although some of their
+                entries may have.
             proposals: proposals that the previous attempt remembered.
         """
         specs = [spec for number, task in lost for spec in self._training_specs(task, (number,))]
@@ -248,7 +250,7 @@ class Dispatcher:
     def resume_held(self) -> None:
         """Resume the episodes of a previous attempt that can continue now; called again after every step.
 
-        Only in deterministic mode must some wait: until the weights they began with have been recomputed.
+        Some must wait in deterministic mode only, until the weights they began with have been recomputed.
         """
         held, self._held = self._held, []
         for spec in held:
@@ -302,7 +304,8 @@ class Dispatcher:
         return SpawnedGroup(group_id=group_id, episode_ids=tuple(episode_ids))
 
     def _rejoin(self, parent_id: str, episode_id: str, on_end: OnEnd) -> bool:
-        """Whether a child of a parent that is executed again exists already; `on_end` is called when it has ended."""
+        """Attach a re-executed parent to an existing child; returns whether it exists. `on_end` is called when it has
+        ended."""
         ended = self._children.get(parent_id, {}).get(episode_id) or self.ended_children.get(episode_id)
         if ended is not None:
             asyncio.get_running_loop().call_soon(on_end, ended)
@@ -313,7 +316,7 @@ class Dispatcher:
         return False
 
     def _share(self, fork: EpisodeSpec, episode_id: str, on_end: OnEnd) -> bool:
-        """Whether a child of the forked episode has ended or still runs; the fork shares its end."""
+        """Attach a fork to a child of the forked episode; returns whether it has ended or still runs."""
         if episode_id not in self._running:
             return fork.fork is not None and self._rejoin(fork.fork.episode_id, episode_id, on_end)
         self._sharers.setdefault(episode_id, []).append(on_end)
@@ -330,7 +333,7 @@ class Dispatcher:
         return known
 
     def readmit(self, spec: EpisodeSpec) -> None:
-        """A further attempt of a running episode begins."""
+        """Note that a further attempt of a running episode begins."""
         self.store.admit(spec)
         self.memory.forget(spec.episode_id)
         self._reserve(spec)
@@ -339,8 +342,7 @@ class Dispatcher:
     async def evaluate(self, tasks: Sequence[Task], pins: Mapping[str, PolicyVersion]) -> list[EpisodeHeader]:
         """Run each task once, outside buffer and ledger; `pins` fixes policies at versions. Children come last.
 
-        Seeds and line-ups depend on the place of a task alone: evaluations of a run differ by their weights, and by
-        nothing else.
+        Seeds and line-ups depend only on the place of a task, so evaluations of a run differ only by their weights.
         """
         first = self._first_evaluated = self.next_evaluation
         self.next_evaluation += len(tasks)
@@ -356,7 +358,7 @@ class Dispatcher:
     async def play_forks(
         self, specs: Sequence[EpisodeSpec], ended_children: Mapping[str, EpisodeHeader]
     ) -> list[EpisodeHeader]:
-        """Run forks to their ends, outside buffer and ledger; their parents' ended children are taken over."""
+        """Run forks to their ends, outside buffer and ledger; they share their parents' ended children."""
         self.ended_children = {**self.ended_children, **ended_children}
         return await asyncio.gather(*self._start_with_futures(specs))
 
@@ -393,7 +395,7 @@ class Dispatcher:
         pins: Mapping[str, PolicyVersion],
         held_by: str = "",
     ) -> Iterator[EpisodeSpec]:
-        """Specs of one group's root episodes; equal parts are shared between them."""
+        """Make the specs of one group's root episodes, which share equal parts."""
         pins = dict(pins)
         root = root_of(self.environment, task)
         name, prefix = name_of(root), seat_prefix(self.environment, root)
@@ -423,20 +425,20 @@ class Dispatcher:
         return self.admission.deadline(number) + LATER[purpose]
 
     def _group(self, purpose: Purpose, episode_id: str) -> int:
-        """The root group of an episode; outside training each episode is its own group."""
+        """Return the root group of an episode; outside training, each episode is its own group."""
         number = ids.root_number(episode_id)
         if purpose == "train":
             return number // self.group_size
         return number - self._first_evaluated if purpose == "evaluate" else number
 
     def _training_specs(self, task: Task, numbers: Sequence[int], held_by: str = "") -> Iterator[EpisodeSpec]:
-        """Roots of one group."""
+        """Make the specs of one group's root training episodes."""
         group = numbers[0] // self.group_size
         name, pins = f"g{group * self.group_size}", self.admission.pins(group)
         return self._root_specs(task, "train", numbers, name, self.group_size, pins, held_by)
 
     def _start(self, starting: Sequence[tuple[EpisodeSpec, OnEnd | None]]) -> None:
-        """Admit episodes, a whole group at once, and run them: a resumed run must not take a part for the group."""
+        """Admit episodes, a whole group atomically, and run them: a resumed run must not take a part for the group."""
         self.store.admit(*(spec for spec, _ in starting))
         for spec, on_end in starting:
             self._admit(spec)
@@ -447,14 +449,14 @@ class Dispatcher:
             self.worker.submit(spec, end, resume=resume)
 
     def _start_with_futures(self, specs: Sequence[EpisodeSpec]) -> list[asyncio.Future[EpisodeHeader]]:
-        """Start episodes that are not trained on; a future per episode for its header."""
+        """Start episodes that are not trained; returns a future for each header."""
         loop = asyncio.get_running_loop()
         ends: list[asyncio.Future[EpisodeHeader]] = [loop.create_future() for _ in specs]
         self._start([(spec, partial(_settle, end)) for spec, end in zip(specs, ends, strict=True)])
         return ends
 
     def _end_root(self, header: EpisodeHeader) -> None:
-        """Take in the end of a root episode."""
+        """Receive the header of a root episode."""
         spec = self._running.get(header.episode_id)
         if spec is None:
             self.buffer.counts.count_superseded()
@@ -490,7 +492,7 @@ class Dispatcher:
         self.signal.notify()
 
     def drop_frozen(self) -> None:
-        """Drop the ready units of frozen policies: their weights would be long outdated when those learn again."""
+        """Drop the ready units of frozen policies: they would be far out of date when those policies learn again."""
         self._drop_units_of_others(self.admission.learning())
 
     def _drop_units_of_others(self, learning: Collection[str]) -> None:
@@ -530,25 +532,27 @@ _NONE: Mapping[Any, int] = MappingProxyType({})
 
 @dataclass(slots=True)
 class _Parent:
-    """Mappings are empty and shared for most episodes; they are replaced, never mutated."""
+    """The reservations of a running parent. Mappings are empty and shared for most episodes; they are replaced, never
+    mutated."""
 
     environment: type[Environment]
     group: int
     left: Mapping[str, int]
     spawned: Mapping[type[Environment], int]
     calls: tuple[str, ...] = ()
-    """Spawn calls that were made: a parent that is executed again makes them again."""
+    """Spawn calls that were made: a re-executed parent makes them again."""
 
 
 class Reservations:
-    """Units that children of running episodes have yet to bring, by policy, so that admission counts them in advance.
+    """Units that children of running episodes will still contribute, by policy, so that admission counts them in
+    advance.
 
-    Children are always admitted with their parent. If they were counted only then, a policy that only children feed
-    could exceed its `max_staleness` by as many parents as may run.
+    Children are always admitted with their parent. If they were counted only then, a policy whose units all come from
+    children could exceed its `max_staleness` by as many parents as may run.
 
-    An episode reserves what its environment declares in `fan_out` (the context refuses more) or, for children it does
-    not declare, the most that any episode of the environment has spawned here. A spawned child takes over its part of
-    the reservation; the rest is returned when the parent ends.
+    An episode reserves the children declared in its environment's `fan_out` (the context refuses more) or, for
+    undeclared children, the largest number that any episode of the environment has spawned here. A spawned child takes
+    over its part of the reservation; the rest is returned when the parent ends.
 
     Args:
         trainable: policies whose units are trained.
@@ -560,12 +564,12 @@ class Reservations:
         self._policy_of = policy_of
         self._parents: dict[str, _Parent] = {}
         self._childless: _Parent | None = None
-        """Shared by the newest episodes that are not known to start children."""
+        """Shared record of the newest episodes that are not known to start children."""
         self._most: dict[type[Environment], Counter[type[Environment]]] = {}
         self._sum: Counter[str] = Counter()
 
     def units(self, policy: str) -> int:
-        """Units of the policy that children yet to begin are expected to bring."""
+        """Return the units of the policy expected from children that have not begun."""
         return self._sum[policy]
 
     def reserve(self, episode_id: str, environment: type[Environment], group: int) -> None:
@@ -582,7 +586,7 @@ class Reservations:
         self._parents[episode_id] = shared
 
     def hand_over(self, parent_id: str, environment: type[Environment], count: int, spawn_call: str) -> None:
-        """Move units from a parent's reservation to its children, which were spawned and are counted themselves."""
+        """Move units from a parent's reservation to its spawned children, which are counted themselves."""
         parent = self._parents.get(parent_id)
         if parent is None or spawn_call in parent.calls:
             return
@@ -600,13 +604,13 @@ class Reservations:
                 self._sum[policy] -= taken
 
     def cancel(self, episode_id: str) -> None:
-        """Return what an episode still has reserved: it has ended."""
+        """Cancel the rest of an episode's reservation after it has ended."""
         parent = self._parents.pop(episode_id, None)
         if parent is not None and parent.left:
             self._sum.subtract(parent.left)
 
     def _of_child(self, environment: type[Environment], group: int, depth: int) -> Counter[str]:
-        """A unit for each policy that plays in it, and what its own children bring."""
+        """Count a unit for each policy that plays in a child, and the units of the child's own children."""
         held = {self._policy_of(f"{environment.__name__}.{seat}", group) for seat in environment.seats}
         return Counter(held & self._trainable) + self._below(environment, group, depth)
 

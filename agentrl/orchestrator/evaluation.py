@@ -1,7 +1,7 @@
 """Evaluation during training: held-out tasks at pinned versions, outside buffer and ledger.
 
-Invariants: training never waits for an evaluation, nor does a stop; at most one evaluation runs at a time, and one that
-would begin meanwhile is skipped; episodes that were dropped are counted, never scored as 0.
+Invariants: neither training nor a stop waits for an evaluation; at most one evaluation runs at a time, and one that
+would begin meanwhile is skipped; dropped episodes are counted, never scored as 0.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from agentrl.orchestrator.metrics import mean_named_rewards
 from agentrl.orchestrator.versions import BestCheckpointTracker, ServedVersions
 
 _HOLDER = "evaluation"
-"""Pins the versions of the running evaluation in `ServedVersions`."""
+"""Holder that pins the versions of the running evaluation in `ServedVersions`."""
 
 
 class HeldOut(NamedTuple):
-    """The tasks of a split that are evaluated."""
+    """The tasks of an evaluated split."""
 
     name: str
-    """Of the split; where several environments are evaluated, `Environment@split`."""
+    """Name of the split; `Environment@split` if several environments are evaluated."""
     tasks: Sequence[Task]
 
 
@@ -53,11 +53,11 @@ class Evaluator:
 
     @property
     def tasks(self) -> int:
-        """Number of tasks of an evaluation."""
+        """Number of tasks in an evaluation."""
         return sum(len(split.tasks) for split in self.held_out)
 
     async def in_background(self, policies: Iterable[str], stopping: Callable[[], bool]) -> None:
-        """Evaluate the current versions while training goes on, pinned meanwhile; skip if an evaluation is running."""
+        """Evaluate the current versions, pinned, while training continues; skip if an evaluation is running."""
         if self._busy:
             return
         self._busy = True
@@ -73,7 +73,7 @@ class Evaluator:
     async def now(
         self, versions: Mapping[str, PolicyVersion], stopping: Callable[[], bool], *, pinned: bool = False
     ) -> None:
-        """Evaluate the current versions and wait for the result, or for a stop.
+        """Evaluate the current versions and wait for the result or a stop.
 
         Raises:
             CheckFailedError: every episode was dropped.
@@ -106,23 +106,24 @@ class Evaluator:
 
 
 def repeated(held_out: Sequence[HeldOut], attempts: int) -> list[Task]:
-    """The tasks of all splits, each so often in a row."""
+    """Return the tasks of all splits, each `attempts` times in a row."""
     return [task for split in held_out for task in split.tasks for _ in range(attempts)]
 
 
 def evaluation_metrics(
     headers: Sequence[EpisodeHeader], policy: str | None, attempts: int = 1, held_out: Sequence[HeldOut] = ()
 ) -> dict[str, float]:
-    """Metrics of an evaluation for one policy: its own rewards, and the course of the whole evaluation.
+    """Compute the metrics of an evaluation for one policy: its rewards, and statistics of the whole evaluation.
 
     Args:
-        headers: of all episodes, children included; the root episodes of a task stand in a row, and come first.
-        policy: gets no reward metric if it held no seat; None: all of them together, by policy and seat.
-        attempts: root episodes of each task.
-        held_out: the splits; of several, each has metrics of its own too.
+        headers: headers of all episodes, children included; root episodes come first, those of one task in a row.
+        policy: policy of the rewards; one without a seat gets no reward metric. None: all policies together, by policy
+            and seat.
+        attempts: number of root episodes per task.
+        held_out: the splits; if there are several, each also has its own metrics.
 
     Raises:
-        CheckFailedError: none was committed.
+        CheckFailedError: no episode was committed.
     """
     metrics = _rewards(headers, policy, attempts)
     if len(held_out) > 1:
@@ -146,7 +147,8 @@ def evaluation_metrics(
 
 
 def interval(values: Sequence[float]) -> float:
-    """Half the width of the 95 % interval of a mean of independent values: 1.96 s / √n, s by n - 1; 0 for one value."""
+    """Return half the width of the 95 % interval of a mean of independent values: 1.96 s / √n, s by n - 1; 0 for one
+    value."""
     return 1.96 * statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
 
 
@@ -154,13 +156,13 @@ class _TaskResult(NamedTuple):
     """The committed episodes of one held-out task."""
 
     roots: list[EpisodeHeader]
-    """One for each attempt."""
+    """Root episodes, one per attempt."""
     episodes: list[EpisodeHeader]
-    """The same and their children."""
+    """Root episodes and their children."""
 
 
 def _by_task(headers: Sequence[EpisodeHeader], attempts: int) -> list[_TaskResult]:
-    """The results of each task, in the order of the tasks."""
+    """Group the headers by task, in the order of the tasks."""
     first = min((ids.root_number(header.episode_id) for header in headers), default=0)
     count = sum(header.parent_id is None for header in headers)
     found = [_TaskResult([], []) for _ in range(0, count, attempts)]
@@ -174,19 +176,20 @@ def _by_task(headers: Sequence[EpisodeHeader], attempts: int) -> list[_TaskResul
 
 
 def _reward_of(header: EpisodeHeader, policy: str | None) -> float | None:
-    """What a policy, or everybody, got in an episode; None if it did not act there."""
+    """Return the reward of a policy, or of all policies, in an episode; None if it did not act there."""
     own = [trajectory.reward or 0.0 for trajectory in header.trajectories if policy in (None, trajectory.policy)]
     return sum(own) if own else None
 
 
 def _estimates(tasks: Sequence[_TaskResult], policy: str | None) -> dict[str, float]:
-    """Mean reward and pass@k over tasks, with half the widths of their 95 % intervals.
+    """Estimate mean reward and pass@k over tasks, with half the widths of their 95 % intervals.
 
     A task's reward is the mean over its episodes: those in which the policy acted, children too, or, for all policies
     together, its root episodes. Attempts at one task are not independent, so the intervals are over tasks.
 
     pass@k = 1 - C(n - c, k) / C(n, k) for c of n attempts with a reward of 1 or more (Chen et al. 2021,
-    arXiv:2107.03374), for k = 1, 2, 4, … up to the number of attempts; the mean over tasks with so many committed.
+    arXiv:2107.03374), for k = 1, 2, 4, … up to the number of attempts; the mean is over tasks with at least k committed
+    attempts.
     """
     rewards = [
         [
@@ -215,8 +218,8 @@ def _estimates(tasks: Sequence[_TaskResult], policy: str | None) -> dict[str, fl
 
 
 def _rewards(headers: Sequence[EpisodeHeader], policy: str | None, attempts: int) -> dict[str, float]:
-    """The estimates, and of one policy their parts: by seat, if it has several, by name, and their deviation over
-    episodes. Empty if it acted in none."""
+    """Compute the estimates and, for one policy, their parts: by seat if it has several, by reward name, and the
+    standard deviation over episodes. Empty if the policy did not act."""
     metrics = _estimates(_by_task(headers, attempts), policy)
     if policy is None or not metrics:
         return metrics
@@ -234,7 +237,7 @@ def _rewards(headers: Sequence[EpisodeHeader], policy: str | None, attempts: int
 
 
 def _course(headers: Sequence[EpisodeHeader]) -> dict[str, float]:
-    """Turns, tokens and counts of an evaluation; a dropped child counts as dropped too."""
+    """Compute turns, tokens and counts of an evaluation; a dropped child counts as dropped too."""
     committed = [header for header in headers if header.parent_id is None and header.committed]
     dropped = [header for header in headers if not header.committed]
     if not committed:

@@ -17,8 +17,8 @@ To follow one episode: the environment's `run` → `environment/base.py` → `co
 `rollout/runner.py` → `orchestrator/buffer.py` → `credit/samples.py` → `learn/trainer.py` → `learn/losses.py`
 (docs/follow_one_episode.md).
 
-Only headers pass through here. Errors no episode can be blamed for end the run through `fail`; everything else
-stays where it happened. `StepMetrics` measures the steps; the names are in `observe/metrics.py`.
+Only headers pass through here. Errors that are no episode's fault end the run through `fail`; all others stay with
+their episode. `StepMetrics` measures the steps; the names are in `observe/metrics.py`.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ from agentrl.orchestrator.versions import (
 )
 
 DRAIN_S = 5.0
-"""Seconds that episodes in flight have to end by themselves after a stop was requested."""
+"""Seconds that episodes in flight have to end after a stop was requested."""
 
 
 SKIPPED_IN_A_ROW = 3
-"""Skipped steps of a policy in a row before the run ends."""
+"""Number of skipped steps of a policy in a row that ends the run."""
 UNTRAINABLE_IN_A_ROW = 4096
-"""Untrainable units of a policy, with no step in between, before the run ends."""
+"""Number of untrainable units of a policy, with no step in between, that ends the run."""
 
 NEW_OBJECTS = 50_000
 """Threshold of the youngest generation of the garbage collector during a run (Python's default: 700)."""
@@ -73,9 +73,9 @@ class TrainingPlan:
 
     step_size: Mapping[str, int]
     tokens_per_unit: int
-    """The summed token losses of a step are divided by this times the step's size; 0: by its sampled tokens."""
+    """Divisor of a step's summed token losses, per unit of the step; 0: the step's number of sampled tokens."""
     demands: Sequence[Demand]
-    """Demand of root groups in turn; starts over after the last."""
+    """Demand of each root group in turn; repeats after the last."""
     evaluate_every: int = 0
     checkpoint_every: int = 0
 
@@ -89,7 +89,7 @@ class RunOutcome:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Orchestrator:
-    """Moves headers between parts that do not know each other; `app.assemble` wires it."""
+    """Moves headers between parts that are independent of each other; `app.assemble` wires it."""
 
     plan: TrainingPlan
     curriculum: Curriculum
@@ -110,13 +110,13 @@ class Orchestrator:
     opponents: Opponents
     best: BestCheckpointTracker
     roles: RoleMeans | None = None
-    """Role-conditioned baselines; None if rewards are compared within groups."""
+    """Role-conditioned baselines; None if rewards are compared in groups."""
     step_advantages: StepAdvantages | None = None
-    """Compares the units of each step; None if rewards are compared within groups."""
+    """Estimator over the units of each step; None if rewards are compared in groups."""
     tell: Callable[[str], None] = lambda line: None
-    """Prints a line for people."""
+    """Callback that shows a line to people."""
     code_changes: int = 0
-    """The metric `run/code_changes`."""
+    """Value of the metric `run/code_changes`."""
     outcome: RunOutcome = field(default_factory=RunOutcome)
     _trainer_free: asyncio.Lock = field(default_factory=asyncio.Lock)
     _failure: asyncio.Future[None] | None = None
@@ -129,7 +129,7 @@ class Orchestrator:
     _metrics: StepMetrics = field(init=False)
     _phase: str = "starting"
     _stepping: dict[str, int] = field(default_factory=dict)
-    """Steps in progress, by policy."""
+    """Number of steps in progress, by policy."""
 
     def __post_init__(self) -> None:
         self._metrics = StepMetrics(
@@ -144,10 +144,10 @@ class Orchestrator:
     # --- from outside -----------------------------------------------------------------------------------------------
 
     async def run(self) -> RunOutcome:
-        """Train until every policy has taken its steps, a metric ends it, or `stop` is called.
+        """Train until every policy has taken its steps, a metric ends the run, or `stop` is called.
 
         Raises:
-            AgentRLError: what `fail` was given, or what a loop met; the newest checkpoint stays valid.
+            AgentRLError: the error passed to `fail`, or raised in a loop; the newest checkpoint stays valid.
         """
         self._failure = asyncio.get_running_loop().create_future()
         with _rare_collections():
@@ -173,7 +173,7 @@ class Orchestrator:
         self.signal.notify()
 
     def status(self) -> Status:
-        """The state of the run between steps: counts, and what waits for what. Cheap: read every second."""
+        """Return the state of the run between steps: counts, and who waits for what. Cheap: read every second."""
         ledger = self.buffer.ledger
         evaluated, of = self.dispatcher.evaluated()
         return Status(
@@ -202,7 +202,7 @@ class Orchestrator:
         return tuple(waits)
 
     def fail(self, error: BaseException) -> None:
-        """End the run with an error that no episode can be blamed for."""
+        """End the run with an error that is no episode's fault."""
         if self._failure is not None and not self._failure.done():
             self._failure.set_exception(error)
 
@@ -248,7 +248,7 @@ class Orchestrator:
             held_by = f"{self.clock.monotonic() - since:.3g} s for {why}"
 
     def demand(self) -> Demand:
-        """The demand of the next root group."""
+        """Demand of the next root group."""
         return self.plan.demands[self.dispatcher.next_group % len(self.plan.demands)]
 
     async def _train(self, policy: str, loops: asyncio.TaskGroup) -> None:
@@ -276,7 +276,7 @@ class Orchestrator:
         self.signal.notify()
 
     async def _step(self, policy: str) -> bool:
-        """Take one optimizer step and serve its version; False if it was skipped."""
+        """Take one optimizer step and serve its version; returns False if the step was skipped."""
         taken = self._credited(policy, self.scheduler.pop_units(policy))
         self.scheduler.stepping.add(policy)
         try:
@@ -287,7 +287,7 @@ class Orchestrator:
             self.signal.notify()
 
     def _credited(self, policy: str, taken: Sequence[ReadyUnit]) -> Sequence[ReadyUnit]:
-        """The units of a step, with the advantages of an estimator that compares over steps, if the run uses one."""
+        """Return the units of a step, with advantages of an estimator over the step if the run uses one."""
         over_steps = self.roles or self.step_advantages
         if over_steps is None:
             return taken
@@ -297,10 +297,10 @@ class Orchestrator:
     async def _step_with(self, policy: str, taken: Sequence[ReadyUnit]) -> bool:
         """Take the step while holding the trainer until its version is current, so that no checkpoint falls between.
 
-        The way of the new weights: `publish` has the trainer write their files (`learn/storage.py`) and the journal
-        record the version; `ServedVersions.make_current` sends the engine all versions it is to serve, and returns when
-        it has loaded the new one (`VersionTable.serve` in `engines/versions.py`, then `_load` of the engine). Only then
-        are the units consumed, which makes room for new episodes, and the version becomes the board's current one.
+        The path of the new weights: `publish` makes the trainer write their files (`learn/storage.py`) and the journal
+        record the version; `ServedVersions.make_current` sends the engine all versions to serve, and returns when it
+        has loaded the new one (`VersionTable.serve` in `engines/versions.py`, then `_load` of the engine). Then the
+        units are consumed, which lets new episodes be admitted, and the version becomes the board's current one.
         """
         version = self.board.next_version(policy)
         batch = TrainBatch(
@@ -345,7 +345,7 @@ class Orchestrator:
         return float(max(1, sampled))
 
     async def _watch(self) -> None:
-        """End the run with the reason when nothing runs, nothing can start, and a policy still waits."""
+        """End the run with a reason when nothing runs, nothing can start, and a policy still waits."""
         await self.signal.wait_for(lambda: self._finished() or self.scheduler.is_starved(self.demand()) is not None)
         if not self._finished():
             raise CheckFailedError(
@@ -383,7 +383,7 @@ class Orchestrator:
         return await self.trainer.optim_step(batch.policy, batch.step_id)
 
     async def _checkpoint(self) -> None:
-        """Write a consistent cut: no policy is between a step and its version while the trainer saves."""
+        """Write a consistent cut: while the trainer saves, no policy is between a step and its version."""
         if self.checkpoints is None:
             return
         async with self._trainer_free:
@@ -412,7 +412,7 @@ class Orchestrator:
         return {policy: self.board.current(policy) for policy in self.board.trainable}
 
     def _needed(self) -> set[PolicyVersion]:
-        """Older versions whose files must stay for now."""
+        """Return the older versions whose files must stay for now."""
         return {*self.versions.pinned(), *self.opponents.needed(), *self.best.needed()}
 
     def _steps_left(self) -> int:
@@ -446,8 +446,8 @@ class Orchestrator:
 def _rare_collections() -> Iterator[None]:
     """Raise the garbage collector's thresholds within the context.
 
-    Reference counts free all that ends in a run: an episode leaves no cycle behind. 10,000 episodes in flight are over
-    half a million objects; walking them whenever they grow by a quarter is a third of the cost of resuming them.
+    Reference counts free everything that ends in a run: an episode leaves no cycles. 10,000 episodes in flight are over
+    half a million objects; traversing them whenever they grow by a quarter is a third of the cost of resuming them.
     """
     before = gc.get_threshold()
     if 0 < before[0] < NEW_OBJECTS:
@@ -489,7 +489,7 @@ class StepMetrics:
         self._counted_at: dict[str, float] = {}
 
     def start(self) -> None:
-        """Training begins now."""
+        """Start the clocks: training begins now."""
         self._started = self._clock.monotonic()
         busy = self._engine.busy_seconds()
         self._last = dict.fromkeys(self._board.trainable, (self._started, busy))
@@ -497,11 +497,11 @@ class StepMetrics:
         self._counts = {policy: self._buffer.counts.copy() for policy in self._board.trainable}
 
     def before_step(self, policy: str) -> float:
-        """Seconds the policy's trainer has waited for units."""
+        """Return how many seconds the policy's trainer has waited for units."""
         return self._clock.monotonic() - self._idle_since[policy]
 
     def of_step(self, report: StepReport, taken: Sequence[ReadyUnit], waited: float) -> dict[str, float]:
-        """Metrics of a step that has just been taken, before its version becomes current."""
+        """Compute the metrics of a step that was just taken, before its version becomes current."""
         policy = report.policy
         now = self._clock.monotonic()
         since, busy_before = self._last[policy]
@@ -567,7 +567,8 @@ class StepMetrics:
         return metrics
 
     def _tokens_per_s(self, policy: str, now: float, tokens: float) -> float:
-        """Tokens of the episodes that ended since a step last saw any end, per second; 0 while none has."""
+        """Return the tokens per second of the episodes that ended since the last step at which any had ended; 0 before
+        the first."""
         since = self._counted_at.get(policy, self._started)
         if tokens:
             self._counted_at[policy] = now

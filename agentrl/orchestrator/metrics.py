@@ -23,37 +23,36 @@ if TYPE_CHECKING:
 NO_SIGNAL = "no_signal"
 """Drop reason of the units of a group without any advantage (`credit.dynamic_sampling`)."""
 AS_TRAINED: tuple[str | None, ...] = (None, NO_SIGNAL)
-"""Drop reasons, None if trained, of units that selection bias takes for trained: without an advantage, training on them
-would have given no gradient."""
+"""Drop reasons (None: trained) of units that selection bias counts as trained: those without an advantage would have
+given no gradient."""
 MAX_METRICS = 100
-"""Names an environment may add to a step; further ones are kept with their episodes only."""
+"""Maximum number of metrics that an environment may add to a step; further ones are kept with their episodes only."""
 
 
 Count = tuple[str, str, str]
-"""The name of one count: what is counted; the seat, the opponent, the pass rate, or the name an environment gave it;
-the policy, empty for counts of all policies."""
+"""Name of a count: its kind; the seat, opponent, pass rate or environment's name; the policy, "" for all policies."""
 
 
 class Counts:
-    """Sums over the training episodes of a run, or, as returned by `since`, over those between two moments."""
+    """Sums over the training episodes of a run or, as returned by `since`, over those between two moments."""
 
     def __init__(self, counts: Mapping[Count, float] | None = None) -> None:
         self._counts: dict[Count, float] = dict(counts or {})
 
     def since(self, before: Counts) -> Counts:
-        """The difference to an earlier copy."""
+        """Return the difference from an earlier copy."""
         return Counts({count: value - before._counts.get(count, 0.0) for count, value in self._counts.items()})
 
     def copy(self) -> Counts:
-        """A copy."""
+        """Return a copy."""
         return Counts(self._counts)
 
     def of(self, what: str, of: str = "", policy: str = "") -> float:
-        """A single count; 0 if nothing was counted."""
+        """Return a single count; 0 if nothing was counted."""
         return self._counts.get((what, of, policy), 0.0)
 
     def of_all_policies(self, what: str, of: str = "") -> float:
-        """A count summed over policies."""
+        """Return a count summed over policies."""
         return sum(value for count, value in self._counts.items() if count[:2] == (what, of))
 
     def each(self, what: str, policy: str = "") -> dict[str, float]:
@@ -75,7 +74,7 @@ class Counts:
             self._add("won", of=won_by)
 
     def count_superseded(self) -> None:
-        """Count an end reported twice, or of an attempt that another has replaced."""
+        """Count an end that was reported twice, or belongs to a replaced attempt."""
         self._add("superseded")
 
     def count_committed(self, header: EpisodeHeader, counted: Mapping[str, Counted]) -> None:
@@ -121,7 +120,7 @@ class Counts:
     # --- metrics of a step --------------------------------------------------------------------------------------------
 
     def metrics(self, policy: str) -> dict[str, float]:
-        """Metrics of all episodes and of those of `policy`, whose step it is."""
+        """Return the metrics of all episodes, and of those of `policy`, which takes the step."""
         metrics: dict[str, float] = {}
         if superseded := self.of("superseded"):
             metrics["episodes/superseded"] = superseded
@@ -141,7 +140,7 @@ class Counts:
         return metrics | self._of_proposals() | self._of_policy(policy)
 
     def _of_proposals(self) -> dict[str, float]:
-        """Metrics of proposed tasks: gate, repetitions, pass rates."""
+        """Return the metrics of proposed tasks: gate, repetitions, pass rates."""
         metrics: dict[str, float] = {}
         passed, refused = (self.of_all_policies("metric", name) for name in (GATE_PASSED, GATE_REFUSED))
         if asked := passed + refused:
@@ -156,7 +155,8 @@ class Counts:
         return metrics
 
     def _of_policy(self, policy: str) -> dict[str, float]:
-        """Metrics of the policy's committed episodes and of their own metrics; empty if there are none."""
+        """Return the metrics of the policy's committed episodes, and those that the environment recorded; empty if
+        there are none."""
         committed, turns = self.of("committed", policy=policy), self.of("turns", policy=policy)
         if not committed:
             return {}
@@ -187,7 +187,7 @@ class _Lengths(NamedTuple):
 
     @classmethod
     def of(cls, lengths: Iterable[tuple[float | None, bool]]) -> _Lengths:
-        """Sum up pairs of (length, whether it was trained)."""
+        """Sum up pairs of (length, whether the unit was trained)."""
         known = [(length, trained) for length, trained in lengths if length is not None]
         own = [length for length, trained in known if trained]
         return cls(len(known), math.fsum(length for length, _ in known), len(own), math.fsum(own))
@@ -200,7 +200,7 @@ class _SettledGroup(NamedTuple):
     trained: int
     held: int
     reward: float | None
-    """Mean over the units that were given one: how hard the task is."""
+    """Mean over the units with a reward: a measure of the task's difficulty."""
     tokens: _Lengths
     seconds: _Lengths
 
@@ -211,15 +211,15 @@ class _Member:
     seconds: float | None = None
     reward: float | None = None
     trained: bool | None = None
-    """None: undecided."""
+    """Whether the unit was trained; None: undecided."""
     is_absent: bool = False
-    """Whether its episode ended without a turn of the policy, so that there is no such unit."""
+    """Whether the episode ended without a turn of the policy, so that the unit does not exist."""
 
 
 @dataclass(slots=True)
 class _DispatchedGroup:
     place: int
-    """Number of units dispatched before it."""
+    """Number of units dispatched before the group."""
     size: int
     members: dict[str, _Member] = field(default_factory=dict)
     open: int = 0
@@ -243,24 +243,24 @@ class _DispatchedGroup:
 
 
 class SelectionBias:
-    """Whether the units a policy trains on differ from those dispatched: in length, in reward, in order.
+    """Measures whether the units a policy trains on differ from those dispatched: in length, reward or order.
 
     Groups are compared in order of dispatch, each once it is settled: all of its units were trained or dropped, or
     `LENGTH_STEPS` steps' worth of units have been resolved since; units still missing then count as held back. So
-    trained and dropped units of the same age are compared with each other. The first steps of a run that trains in
-    order of completion are filled with short episodes; they are compared only once the long ones of their groups are
-    there. If nothing is lost, all ratios are 1 whatever the lengths.
+    trained units are compared with dropped units of the same age. The first steps of a run that trains in order of
+    completion have short episodes; these are compared only after the long ones of their groups have ended. If no unit
+    is lost, all ratios are 1 whatever the lengths.
 
-    A fold of admissions, ends and resolutions; those of several attempts of a run may be repeated without effect.
+    It is a fold of admissions, ends and resolutions; repeating those of earlier attempts of a run has no effect.
 
     Args:
-        step_size: of the policy.
+        step_size: step size of the policy.
     """
 
     def __init__(self, step_size: int) -> None:
         self._step_size = step_size
         self._groups: dict[str, _DispatchedGroup] = {}
-        """Groups not yet settled, in order of dispatch."""
+        """Groups that are not settled yet, in order of dispatch."""
         self._group_of: dict[str, str] = {}
         self._dispatched = 0
         self._left = 0
@@ -270,7 +270,7 @@ class SelectionBias:
         """Number of units in `_settled`."""
 
     def record_admission(self, spec: EpisodeSpec) -> None:
-        """Record that an episode begins in which the policy has a seat."""
+        """Record that an episode with a seat of the policy has begun."""
         if spec.episode_id in self._group_of:
             return
         group = self._groups.setdefault(spec.group_id, _DispatchedGroup(self._dispatched, spec.group_size))
@@ -280,7 +280,7 @@ class SelectionBias:
         self._dispatched += 1
 
     def record_end(self, policy: str, header: EpisodeHeader) -> None:
-        """Record that such an episode ended."""
+        """Record that an episode with a seat of the policy has ended."""
         own = self._open(header.episode_id)
         if own is None:
             return
@@ -308,7 +308,8 @@ class SelectionBias:
         self._settle()
 
     def metrics(self) -> dict[str, float]:
-        """Metrics over the newest settled groups, about `LENGTH_STEPS` steps' worth of units, and of this step."""
+        """Return the metrics over the newest settled groups, about `LENGTH_STEPS` steps' worth of units, and of this
+        step."""
         metrics: dict[str, float] = {}
         if self._overtaken is not None:
             metrics["selection_bias/overtaken"], self._overtaken = self._overtaken, None
@@ -357,7 +358,7 @@ class SelectionBias:
 
 
 def selection_bias_by_policy(step_sizes: Mapping[str, int]) -> dict[str, SelectionBias]:
-    """An empty `SelectionBias` for each policy, given its step size."""
+    """Make an empty `SelectionBias` for each policy, given its step size."""
     return {policy: SelectionBias(size) for policy, size in step_sizes.items()}
 
 
@@ -366,11 +367,11 @@ def selection_bias_from_journal(
     dispatched: Iterable[tuple[EpisodeSpec, EpisodeHeader | None]],
     resolved: Mapping[tuple[str, str], str | None],
 ) -> dict[str, SelectionBias]:
-    """The `SelectionBias` of each policy, folded from a journal.
+    """Fold the `SelectionBias` of each policy from a journal.
 
     Args:
-        step_sizes: of the policies that learn.
-        dispatched: training episodes in the order of their admission, and how they ended.
+        step_sizes: step sizes of the policies that learn.
+        dispatched: training episodes in order of admission, with their headers.
         resolved: resolved units by (policy, episode id): None if trained, else the drop reason.
     """
     found = selection_bias_by_policy(step_sizes)

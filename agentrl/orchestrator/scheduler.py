@@ -1,9 +1,9 @@
 """Scheduling: when a root group may be admitted, when a policy may step, and which units the step trains on.
 
 `BoundedStaleness` limits the outstanding units of a policy, `Phases` decides which policies learn now,
-`StarvationGuard` notices a policy without anything to train on. `Scheduler` combines them; `SynchronousBatchScheduler`
-is the scheduler of a deterministic run. Scheduling never depends on the content of episodes. `why_not` explains what
-holds admission back.
+`StarvationGuard` detects a policy that gets no units to train on. `Scheduler` combines them;
+`SynchronousBatchScheduler` is the scheduler of a deterministic run. Scheduling never depends on the content of
+episodes. `why_not` explains what holds admission back.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class BoundedStaleness:
 
     Capacity rule: outstanding units (begun or reserved, neither trained nor dropped) are at most (1 + S) · step_size.
     With full steps that is AReaL's bound on all that was ever admitted, (n + 1 + S) · step_size after n steps
-    (arXiv:2505.24298); a step that is short of units leaves no credit behind.
+    (arXiv:2505.24298); a step with too few units leaves no credit behind.
 
     A full step therefore overtakes at most S · step_size units. A unit's lag is the number of times this happens to it:
     the mean lag is at most S, whichever episodes are slow. S = 0 is synchronous training.
@@ -42,7 +42,7 @@ class BoundedStaleness:
     Window rule, if `max_lag` = L is set: outstanding units, late ones too, and those trained since the oldest of them
     began are together at most (1 + L) · step_size. Whatever overtakes a unit is trained after it began, and the unit
     itself is outstanding: fewer than (1 + L) · step_size others, L full steps, overtake it, so its lag is at most L. A
-    step that is short of units is taken only when nothing runs, and leaves nothing behind.
+    step with too few units is taken only when nothing runs, and leaves nothing behind.
 
     Example:
         >>> bounded = BoundedStaleness(max_staleness=1, step_size=64, max_lag=2)
@@ -55,24 +55,24 @@ class BoundedStaleness:
     max_lag: int | None = None
 
     def capacity(self, *, outstanding: int, late: int = 0) -> int:
-        """Number of units that may still be admitted; `late` of the outstanding ones belong to groups already
-        released."""
+        """Return the number of units that may still be admitted; `late` of the outstanding ones belong to groups
+        already released."""
         return (1 + self.max_staleness) * self.step_size - outstanding + min(late, self.step_size // 2)
 
     def window(self, *, outstanding: int, overtaken: int) -> float:
-        """Number of units that `max_lag` still admits; `overtaken`: units trained since the oldest outstanding one
-        began."""
+        """Return the number of units that `max_lag` still admits; `overtaken` units were trained since the oldest
+        outstanding one began."""
         if self.max_lag is None:
             return float("inf")
         return (1 + self.max_lag) * self.step_size - outstanding - overtaken
 
 
 class Phase(NamedTuple):
-    """A part of the cycle: who is frozen, and for how long."""
+    """A part of the cycle: the frozen policies, and its length."""
 
     frozen: frozenset[str]
     steps: int
-    """Steps each of the other policies takes in the phase."""
+    """Number of steps that each of the other policies takes in the phase."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,8 +81,8 @@ class Phases:
 
     A phase freezes some policies until each of the others has taken its number of steps; the last phase is followed by
     the first. Only policies that some phase freezes take part; the rest always learn. A policy that has taken all its
-    steps is not waited for. Units of a frozen policy are dropped (`frozen`): their weights would be long outdated when
-    it learns again.
+    steps does not prolong a phase. Units of a frozen policy are dropped (`frozen`): their weights would be long
+    outdated when it learns again.
 
     Example:
         >>> from agentrl.core.records import PolicyVersion
@@ -94,11 +94,11 @@ class Phases:
 
     board: PolicyBoard
     steps: Mapping[str, int]
-    """The step each policy that learns ends at."""
+    """Last step of each policy that learns."""
     cycle: Sequence[Phase] = ()
 
     def frozen(self) -> set[str]:
-        """The policies that do not learn now."""
+        """Return the policies that do not learn now."""
         if not self.cycle:
             return set()
         named = set().union(*(phase.frozen for phase in self.cycle))
@@ -107,7 +107,7 @@ class Phases:
         return {policy for policy in named if next_phase.get(policy) != now or now is None}
 
     def _next_phase(self, policy: str) -> tuple[int, int]:
-        """Round and number of the phase that the policy's next step belongs to."""
+        """Return round and number of the phase to which the policy's next step belongs."""
         own = [(number, phase.steps) for number, phase in enumerate(self.cycle) if policy not in phase.frozen]
         rounds, step = divmod(self.board.step(policy), sum(steps for _, steps in own))
         for number, steps in own:
@@ -121,7 +121,7 @@ class Phases:
         return self.board.step(policy) >= self.steps[policy]
 
     def left(self, policy: str) -> int:
-        """Steps a policy has yet to take."""
+        """Return the number of steps that a policy has yet to take."""
         return max(self.steps[policy] - self.board.step(policy), 0)
 
 
@@ -131,19 +131,19 @@ class Demand:
 
     episodes: int
     units: Mapping[str, int]
-    """Units of each trainable policy the group will bring, if nothing is dropped."""
+    """Number of units of each trainable policy that the group contributes, if nothing is dropped."""
 
 
 class Scheduler:
-    """Admits within the bounds; what is admitted first is due first.
+    """Admits groups within the bounds; groups admitted first are due first.
 
     Args:
-        demand: what a root group brings.
+        demand: demand of a root group.
         staleness: the bound of every trainable policy.
-        phases: who learns when, and how long.
-        reservations: units that children of running episodes have yet to bring.
-        opponents: the pools of earlier versions that play.
-        max_in_flight: episodes running at once.
+        phases: the phases in which policies learn.
+        reservations: units that children of running episodes will still contribute.
+        opponents: the opponent pools.
+        max_in_flight: maximum number of episodes running at once.
     """
 
     def __init__(
@@ -168,16 +168,16 @@ class Scheduler:
         self._max_in_flight = max_in_flight
         shares = [units / staleness[policy].step_size for policy, units in demand.units.items()]
         self._roots_per_step = max(int(demand.episodes / max(shares, default=1.0)), 1)
-        """Root episodes per step of the policy that steps most often."""
+        """Number of root episodes per step of the policy that steps most often."""
         self.stepping: set[str] = set()
-        """Policies that take a step right now."""
+        """Policies that are taking a step."""
 
     def may_admit(self, demand: Demand) -> bool:
         """Whether a group may start now."""
         return self.why_not(demand) is None
 
     def why_not(self, demand: Demand) -> str | None:
-        """The reason that holds a group back; None if there is none."""
+        """Return the reason that holds a group back; None if there is none."""
         running = self._buffer.ledger.in_flight
         if running + demand.episodes > self._max_in_flight:
             return f"max_in_flight: {running} episodes are running"
@@ -208,14 +208,14 @@ class Scheduler:
         return None
 
     def _outstanding(self, policy: str) -> int:
-        """Units begun or reserved, neither trained nor dropped."""
+        """Return the number of units begun or reserved, and neither trained nor dropped."""
         return self._buffer.outstanding(policy) + self._reservations.units(policy)
 
     def _has_enough(self, policy: str) -> bool:
         return self._outstanding(policy) >= self.phases.left(policy) * self._bounds[policy].step_size
 
     def max_lag(self, policy: str) -> int | None:
-        """The limit on the lag of a policy's tokens; None if there is none."""
+        """Return the bound on the lag of a policy's tokens; None if there is none."""
         return self._bounds[policy].max_lag
 
     def pop_units(self, policy: str) -> Sequence[ReadyUnit]:
@@ -225,27 +225,27 @@ class Scheduler:
     # --- `AdmissionPolicy`, for the dispatcher ------------------------------------------------------------------------
 
     def pins(self, group: int) -> Mapping[str, PolicyVersion]:
-        """The opponents a root group is pinned to, whatever becomes current."""
+        """Return the opponent versions to which a root group is pinned, whatever becomes current."""
         return self._opponents.pins(group)
 
     def deadline(self, number: int) -> int:
-        """The step for which a root episode was admitted, roughly.
+        """Return roughly the step for which a root episode was admitted.
 
-        Its tokens become too old `max_staleness` steps after its admission. Each policy's steps come in the order of
-        what was admitted for them, so one order serves all policies.
+        Its tokens become too old `max_staleness` steps after its admission. Each policy's steps follow the order of the
+        admissions for them, so one order serves all policies.
         """
         return number // self._roots_per_step
 
     def resumable(self, spec: EpisodeSpec) -> EpisodeSpec | None:
-        """The spec with which an episode of a previous attempt can go on now; None: not yet."""
+        """See `AdmissionPolicy.resumable`."""
         return self._opponents.resumable(spec)
 
     def seen(self) -> Seen | None:
-        """The proposals that an episode sees; None: all that were made."""
+        """See `AdmissionPolicy.seen`."""
         return None
 
     def learning(self) -> Collection[str]:
-        """Policies that learn now: neither frozen nor over."""
+        """See `AdmissionPolicy.learning`."""
         return {policy for policy in self._bounds.keys() - self.phases.frozen() if not self.phases.is_over(policy)}
 
     def record_end(self, spec: EpisodeSpec, header: EpisodeHeader, learning: Collection[str]) -> str | None:
@@ -261,7 +261,7 @@ class Scheduler:
         return self._starvation.record_end(header, self._buffer.policies_of(spec), learning)
 
     def visible_groups(self, group: int) -> int | None:
-        """The number of first root groups whose results may decide the task of `group`; None: all that ended."""
+        """Return the number of first root groups whose results may decide the task of `group`; None: all that ended."""
         return None
 
     # --- steps --------------------------------------------------------------------------------------------------------
@@ -284,7 +284,8 @@ class Scheduler:
         return not self.may_admit(demand) and not any(map(self._is_full, self._bounds))
 
     def is_starved(self, demand: Demand) -> str | None:
-        """The policies that wait for units which can no longer come, with the reason; None while anything can move."""
+        """Name the policies that wait for units which can no longer come, with the reason; None while anything can
+        progress."""
         if self._buffer.ledger.in_flight or self.stepping or self.may_admit(demand):
             return None
         waiting = [policy for policy in self._bounds if not self.phases.is_over(policy)]
@@ -299,24 +300,26 @@ class Scheduler:
 
 
 WITHOUT_SIGNAL_IN_A_ROW = 4096
-"""Units of a policy in a row that are dropped for want of a signal, before the run ends."""
+"""Number of units of a policy in a row, dropped for lack of a signal, that ends the run."""
 FAILED_IN_A_ROW = 32
-"""Episodes in a row that seat a policy and give it no unit, before the run ends; at least two groups."""
+"""Number of episodes in a row that seat a policy and give it no unit, from at least two groups, that ends the run."""
 FAILED_GROUPS = 8
-"""Groups those must belong to if they are child episodes: one bad proposal fails in all its children."""
+"""Minimum number of groups of those episodes if they are child episodes: one bad proposal fails in all its children."""
 VAIN_IN_A_ROW = 256
-"""Root episodes in a row that give no unit to any learning policy, children included, before the run ends."""
+"""Number of root episodes in a row that, with their children, give no unit to any learning policy, that ends the
+run.
+"""
 
 
 class StarvationGuard:
-    """Ends a run in which a policy gets nothing to train on, episode after episode, though admission is open.
+    """Ends a run in which a policy gets no units, episode after episode, although admission is open.
 
-    Either the episodes that seat the policy fail or never reward it; or no episode seats it, as where a gate refuses
-    whatever its children were to be started for. While another policy learns from those episodes the second may pass,
-    so it ends the run only once the episodes give nothing to any policy that learns.
+    Either the episodes that seat the policy fail or never reward it; or no episode seats it, for example because a gate
+    refuses every proposal for its child episodes. The second case may pass while another policy learns from those
+    episodes, so it ends the run only when they give no unit to any policy that learns.
 
     Args:
-        group_size: of root groups.
+        group_size: size of root groups.
     """
 
     def __init__(self, group_size: int) -> None:
@@ -324,14 +327,14 @@ class StarvationGuard:
         self._failed: Counter[str] = Counter()
         self._failed_groups: defaultdict[str, set[str]] = defaultdict(set)
         self._waiting: Counter[str] = Counter()
-        """Root episodes that ended since the policy last got a unit."""
+        """Number of root episodes that ended since the policy last got a unit."""
 
     def record_end(self, header: EpisodeHeader, seated: Collection[str], learning: Collection[str]) -> str | None:
         """Count the end of an episode; returns why the run must end, if it must.
 
         Args:
-            header: of a training episode.
-            seated: policies with a seat of it whose units are trained.
+            header: header of a training episode.
+            seated: trained policies that hold a seat of the episode.
             learning: policies that learn now.
         """
         given = {trajectory.policy for trajectory in header.trajectories if trajectory.reward is not None}
@@ -373,20 +376,21 @@ class StarvationGuard:
 
 
 class SynchronousBatchScheduler(Scheduler):
-    """Deterministic scheduling: the configuration alone decides which units a step trains on and who sampled them.
+    """Deterministic scheduling: the configuration alone decides which units a step trains on, and which versions
+    sampled them.
 
     Root group k belongs to batch ⌊k / groups per batch⌋. Step s + 1 of every policy trains on exactly the units of
-    batch s, in (root, call id) order, even if there are none, and batch b is sampled by each policy's weights of step
-    b − S. So the weights after any number of kills are those of the undisturbed run, bit for bit, where the engine
-    computes in fixed shapes. The price: a fast episode waits for the slowest of its batch.
+    batch s, in (root, call id) order, even if there are none, and batch b is sampled by each policy's weights of step b
+    − S. So the weights after any number of kills are bit-identical to those of the undisturbed run, if the engine
+    computes in fixed shapes. The price is that a fast episode waits for the slowest of its batch.
 
     Owns batches and pins; `ServedVersions` keeps the pinned versions served.
 
     Args:
-        demand: what a root group brings.
-        pinned: the policies whose episodes are pinned to a version; those with full weights have one version at a time,
+        demand: demand of a root group.
+        pinned: policies whose episodes are pinned to a version; policies with full weights have one version at a time,
             and staleness 0.
-        dispatcher: knows which group is next, and what is in flight.
+        dispatcher: knows the next group, and the episodes in flight.
         opponents, board, staleness, phases, max_in_flight: see `Scheduler`.
     """
 
@@ -421,13 +425,13 @@ class SynchronousBatchScheduler(Scheduler):
         self._dispatcher = dispatcher
 
     def batch_of(self, episode_id: str) -> int:
-        """The batch of a training episode's root."""
+        """Return the batch of a training episode's root."""
         return ids.root_number(episode_id) // self._roots
 
     # --- admission --------------------------------------------------------------------------------------------------
 
     def why_not(self, demand: Demand) -> str | None:
-        """The reason that holds a group back; None if there is none."""
+        """Return the reason that holds a group back; None if there is none."""
         running = self._buffer.ledger.in_flight
         if running + demand.episodes > self._max_in_flight:
             return f"max_in_flight: {running} episodes are running"
@@ -442,7 +446,7 @@ class SynchronousBatchScheduler(Scheduler):
     # --- steps ------------------------------------------------------------------------------------------------------
 
     def may_step(self, policy: str, demand: Demand) -> bool:
-        """Whether every episode of the policy's batch has ended; without units of the policy it is an empty step."""
+        """Whether every episode of the policy's batch has ended; without units of the policy, the step is empty."""
         step = self._board.step(policy)
         if step >= self._steps or self._dispatcher.next_group < (step + 1) * self._groups:
             return False
@@ -457,7 +461,7 @@ class SynchronousBatchScheduler(Scheduler):
     # --- pins -------------------------------------------------------------------------------------------------------
 
     def pins(self, group: int) -> Mapping[str, PolicyVersion]:
-        """The version of each pinned policy that a root group and its children play with."""
+        """Return the version of each pinned policy for a root group and its children."""
         return self._pins_of_batch(group // self._groups)
 
     def _pins_of_batch(self, batch: int) -> Mapping[str, PolicyVersion]:
@@ -467,21 +471,21 @@ class SynchronousBatchScheduler(Scheduler):
         return max(batch - self._bounds[policy].max_staleness, 0)
 
     def seen(self) -> Seen:
-        """The proposals that an episode sees: those of the batches that had ended when its own began."""
+        """Return the proposals that an episode sees: those of the batches that had ended when its own batch began."""
         return self._seen
 
     def visible_groups(self, group: int) -> int:
-        """Those of the batches that had ended when the group's own began."""
+        """Return the number of root groups in the batches that had ended when the group's own batch began."""
         behind = max(bound.max_staleness for bound in self._bounds.values())
         return max(group // self._groups - behind, 0) * self._groups
 
     def _seen(self, episode_id: str) -> tuple[int, int]:
-        """An episode's batch, and the first batch that need not have ended when its own began."""
+        """Return an episode's batch, and the first batch that need not have ended when its own began."""
         batch = self.batch_of(episode_id)
         return batch, batch - max(bound.max_staleness for bound in self._bounds.values())
 
     def resumable(self, spec: EpisodeSpec) -> EpisodeSpec | None:
-        """The spec with which an episode of a previous attempt can continue now; None: its weights have yet to be
+        """Return the spec with which an episode of a previous attempt can continue now; None while its weights are not
         recomputed.
 
         A version of a dead lineage is recomputed bit for bit, under a new id.

@@ -1,7 +1,7 @@
-"""Tasks of a run: which task each root group gets, and which tasks were proposed before.
+"""Tasks of a run: chooses the task of each root group, and remembers proposed tasks.
 
-`Curriculum` draws from the environment's source, `PassRates` by what earlier groups of a task got, `MemberRates` from
-the members of a mixture. `ProposalMemory` remembers the tasks that episodes proposed for their children.
+`Curriculum` draws from the environment's source, `PassRates` by the rewards of earlier groups, `MemberRates` from the
+members of a mixture. `ProposalMemory` remembers the tasks that episodes proposed for their children.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from agentrl.environment.base import SelectingTaskSource, TaskSource, described
 from agentrl.environment.mixture import MEMBER, MixedTasks
 
 _SHUFFLE_LIMIT = 1_000_000
-"""Sources longer than this are sampled with replacement instead of permuted."""
+"""Length above which sources are sampled with replacement instead of permuted."""
 
 
 class GroupResult(NamedTuple):
@@ -34,24 +34,24 @@ class GroupResult(NamedTuple):
 
     @staticmethod
     def of(group: int, task: Task, headers: Iterable[EpisodeHeader]) -> GroupResult:
-        """The result of a group from the headers of its members."""
+        """Make the result of a group from the headers of its members."""
         return GroupResult(group, task, tuple(own.reward for own in headers if own.reward is not None))
 
 
 class Curriculum:
-    """Endless tasks from a finite source: a seeded permutation per pass, or what a source with `select` chooses.
+    """Endless tasks from a finite source: a seeded permutation per pass, or the choices of a source with `select`.
 
-    Without `select` a task is a pure function of the group's number. With it, it is one of the number and of the
-    results that are visible to the group: all that were recorded before, or, in a deterministic run, those of the
-    batches that had ended when its own began. The journal holds both, the tasks of admitted groups and the results, so
-    a resumed run selects as the run before it would have.
+    Without `select` a task is a pure function of the group's number. With `select`, it is a function of the number and
+    of the results visible to the group: all recorded before or, in a deterministic run, those of the batches that had
+    ended when its own began. The journal holds both the tasks of admitted groups and the results, so a resumed run
+    selects as the uninterrupted run would have.
 
     Args:
-        source: of the tasks.
-        seed: of the run.
-        selection: arguments of `PassRates`, which then selects; empty: the source does, if it can.
+        source: source of the tasks.
+        seed: seed of the run.
+        selection: arguments of `PassRates`, which then selects; empty: the source selects, if it can.
         visible: `Scheduler.visible_groups`.
-        results: reads those of previous attempts of the run, in the order in which the groups ended.
+        results: reads the results of previous attempts of the run, in the order in which the groups ended.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Curriculum:
         else:
             self.selector = _selector(source, self._shuffled, selection or {})
         self._results = [] if self.selector is None else list(results())
-        """Those that `select` has not been given."""
+        """Results that `select` has not received yet."""
 
     def record_group(self, result: GroupResult) -> None:
         """Record the result of a root group."""
@@ -82,7 +82,7 @@ class Curriculum:
             self._results.append(result)
 
     def task(self, number: int) -> Task:
-        """The task of root group `number`."""
+        """Return the task of root group `number`."""
         try:
             if self.selector is None:
                 return self._shuffled(number)
@@ -99,7 +99,7 @@ class Curriculum:
             raise InputError(f"the task source raised {described(error)}") from error
 
     def _take_visible(self, number: int) -> list[GroupResult]:
-        """Take the results that are visible to a group, in the order in which the source is given them."""
+        """Remove and return the results visible to a group, in the order in which the source receives them."""
         first = self._visible(number)
         if first is None:
             taken, self._results = self._results, []
@@ -110,12 +110,12 @@ class Curriculum:
 
 
 class Shuffled:
-    """Endless tasks of a source: a seeded permutation per pass; the task of a number is a pure function of it.
+    """Endless tasks of a source: a seeded permutation per pass, so that a task is a pure function of its number.
 
     Args:
-        source: of the tasks.
-        seed: of the run.
-        name: tells the permutations of a mixture's members apart.
+        source: source of the tasks.
+        seed: seed of the run.
+        name: distinguishes the permutations of a mixture's members.
     """
 
     def __init__(self, source: TaskSource, seed: int, *name: str) -> None:
@@ -125,7 +125,7 @@ class Shuffled:
         self._order: list[int] = []
 
     def __call__(self, number: int) -> Task:
-        """The task of a number."""
+        """Return the task of a number."""
         length = len(self._source)
         if length > _SHUFFLE_LIMIT:
             return self._source[stream(*self._key, "task", number).randrange(length)]
@@ -137,31 +137,31 @@ class Shuffled:
         return self._source[self._order[position]]
 
     def other(self, number: int, rng: random.Random) -> Task:
-        """A random task of the pass that a number belongs to."""
+        """Return a random task of the pass to which a number belongs."""
         length = len(self._source)
         return self(number - number % length + rng.randrange(length))
 
 
 RETRIES = 64
-"""Random tasks that are looked at in place of a retired one."""
+"""Number of random tasks tried in place of a retired one."""
 
 
 def _selector(source: TaskSource, shuffled: Shuffled, selection: Mapping[str, Any]) -> SelectingTaskSource | None:
-    """Whatever selects the tasks of one environment; None: nothing does."""
+    """Return the selector of one environment's tasks; None if there is none."""
     if selection:
         return PassRates(shuffled, **selection)
     return source if isinstance(source, SelectingTaskSource) else None
 
 
 class MemberRates:
-    """Selects the tasks of a mixture: a member for each group by the rates, at random, then one of its tasks.
+    """Selects the tasks of a mixture: draws a member for each group by the rates, then one of its tasks.
 
-    Each member has permutation, selection and count of its own, as if it were trained alone with the groups it gets.
+    Each member has its own permutation, selection and count, as if it were trained alone with the groups it gets.
 
     Args:
-        tasks: of the members.
-        seed: of the run.
-        selection: arguments of `PassRates`, for each member.
+        tasks: task sources of the members.
+        seed: seed of the run.
+        selection: arguments of each member's `PassRates`.
     """
 
     def __init__(self, tasks: MixedTasks, *, seed: int, selection: Mapping[str, Any]) -> None:
@@ -176,11 +176,11 @@ class MemberRates:
             shuffled = self._shuffled[member.name] = Shuffled(member, seed, member.name)
             self._selectors[member.name] = _selector(member, shuffled, selection)
         self._drawn: list[tuple[str, int]] = []
-        """By group: its member, and the number of groups that had this member before."""
+        """Member of each group, and the number of earlier groups with this member."""
         self._count: Counter[str] = Counter()
 
     def select(self, group: int, rng: random.Random) -> Task:
-        """The task of a root group."""
+        """Return the task of a root group."""
         while len(self._drawn) <= group:
             rng_of_group = stream(self._seed, "mixture", len(self._drawn))
             name = rng_of_group.choices(self._names, self._rates)[0]
@@ -198,17 +198,17 @@ class MemberRates:
 
 
 class PassRates:
-    """Selects tasks by the mean reward of their last group: some of those in a band again, none that is solved.
+    """Selects tasks by the mean reward of their last group: repeats some within a band, and retires solved ones.
 
     A `replay` share of the groups gets a task whose mean reward p lay within [`low`, `high`] when it was last tried, in
     proportion to p (1 - p), the variance of a reward of 0 or 1 and the weight of its gradient (learnability, Foster et
-    al. 2025, arXiv:2502.12272). The others get the tasks of the usual permutation; where the last `retire_after` groups
-    of such a task were all above `high`, another one, at random. Rewards are taken to lie between 0 and 1.
+    al. 2025, arXiv:2502.12272). The others get the tasks of the usual permutation; a task whose last `retire_after`
+    groups were all above `high` is replaced by a random one. Rewards are assumed to lie between 0 and 1.
 
     Args:
         shuffled: the usual permutation.
-        low: least mean reward of a task that is replayed.
-        high: the most.
+        low: smallest mean reward of a replayed task.
+        high: largest mean reward of a replayed task.
         replay: share of groups with a replayed task, once there is one.
         retire_after: number of groups above `high` after which a task is retired; 0: never.
     """
@@ -228,7 +228,7 @@ class PassRates:
         self._retire_after = retire_after
         self._in_band: dict[str, tuple[Task, float]] = {}
         self._solved: Counter[str] = Counter()
-        """Groups above `high` in a row, by task."""
+        """Number of groups above `high` in a row, keyed by task."""
 
     def record_result(self, task: Task, rewards: Sequence[float]) -> None:
         """Record the rewards of a group."""
@@ -239,7 +239,7 @@ class PassRates:
             self._in_band[task.id] = task, mean * (1 - mean)
 
     def select(self, group: int, rng: random.Random) -> Task:
-        """The task of a root group."""
+        """Return the task of a root group."""
         if self._in_band and rng.random() < self._replay:
             tasks = list(self._in_band.values())
             return rng.choices([task for task, _ in tasks], [weight for _, weight in tasks])[0]
@@ -254,12 +254,12 @@ class PassRates:
 
 
 MEMORY_SIZE = 2000
-"""Number of newest proposals a run remembers. Each comparison walks over all of them."""
+"""Number of newest proposals that a run remembers. Each comparison traverses all of them."""
 NEWEST = 100
 """Number of newest proposals whose structures are compared."""
 
 Seen = Callable[[str], tuple[int, int]]
-"""Maps an episode id to its batch, and to the first batch whose proposals it does not see."""
+"""Maps an episode id to its batch, and to the first batch whose proposals the episode does not see."""
 
 
 class ProposalMemory:
@@ -268,12 +268,12 @@ class ProposalMemory:
     The memory is a fold of the control log, which records each proposal before its episode can be committed. An
     unfinished episode repeats its proposals when it is resumed.
 
-    Invariants: a proposal counts once, by the call that made it, and never against itself. It is forgotten once its
-    episode is dropped or starts again, since nobody learns from it. It does not count for the other episodes of its
-    root group, which are compared with each other: a repetition would be the slower one's fault, and its penalty would
-    enter the others' baselines.
+    Invariants: a proposal counts once, by the call that made it, and never against itself. It is forgotten when its
+    episode is dropped or restarts, since no policy learns from it. It does not count for the other episodes of its root
+    group, which are compared with each other: the slower episode would count as the repetition, and its penalty would
+    enter the baselines of the others.
 
-    An episode sees the proposals made before it asked. In a deterministic run that would depend on speed, so `seen`
+    An episode sees the proposals made before its own. In a deterministic run that would depend on speed, so `seen`
     limits it to the proposals of the batches that had ended when its own began.
 
     Args:
@@ -291,7 +291,7 @@ class ProposalMemory:
         self.next_number = 0
 
     def restore(self, proposals: Iterable[Proposal]) -> None:
-        """Take over the proposals of a previous attempt; resumed episodes that repeat theirs add nothing."""
+        """Take over the proposals of a previous attempt; resumed episodes that repeat their proposals add nothing."""
         unfinished = set()
         for proposal in proposals:
             self._add(proposal)
@@ -312,21 +312,23 @@ class ProposalMemory:
         return Recollection(times, same / newest if newest else 0.0)
 
     def remember(self, proposal: Proposal) -> bool:
-        """Remember a proposal; returns False if it is known already."""
+        """Remember a proposal; returns False if it is already known."""
         if proposal.made_by in self._known:
             return False
         self._add(proposal)
         return True
 
     def forget(self, episode_id: str) -> None:
-        """Forget the proposals of an episode that was dropped or starts again."""
+        """Forget the proposals of an episode that was dropped or restarts."""
         lost = {proposal.made_by for _, proposal in self._made if proposal.episode_id == episode_id}
         if lost:
             self._made = [made for made in self._made if made[1].made_by not in lost]
             self._known -= lost
 
     def structure_entropy(self) -> float | None:
-        """Entropy, in nats, of the structures of the newest proposals that have one; None before the second."""
+        """Return the entropy, in nats, of the structures of the newest proposals that have one; None before the
+        second.
+        """
         newest = Counter((p.environment, p.structure) for _, p in self._made[-NEWEST:] if p.structure)
         count = newest.total()
         return -sum(n / count * math.log(n / count) for n in newest.values()) if count > 1 else None
@@ -351,14 +353,15 @@ class ProposalMemory:
         return ids.root_number(one) // self._group_size == ids.root_number(other) // self._group_size
 
     def _visible_to(self, episode_id: str) -> Iterator[tuple[tuple[int, ...], Proposal]]:
-        """The newest `size` that an episode may see, newest first."""
+        """Yield the newest `size` proposals that an episode may see, newest first."""
         end = len(self._made)
         if self._seen is not None:
             end = bisect.bisect_left(self._made, self._seen(episode_id)[1], key=lambda made: made[0][0])
         return reversed(self._made[max(end - self._size, 0) : end])
 
     def _forget(self) -> None:
-        """Forget the oldest that no later episode can see: those in flight are at most two batches' bounds apart."""
+        """Forget the oldest proposals that no later episode can see: episodes in flight are at most two batches' bounds
+        apart."""
         surplus = len(self._made) - self._size
         if surplus > 0 and self._seen is not None:
             batch, unseen = self._seen(self._made[-1][1].episode_id)

@@ -1,14 +1,14 @@
-"""Versions of policies: which one is current, which are served, which serve as opponents, which were the best.
+"""Versions of policies: the current ones, those served, the opponents, and the best.
 
-`PolicyBoard` knows the current version of each policy and how old another one is; `publish` makes versions.
-`ServedVersions` is the one table of the versions that the engine serves, and for whom. `Opponents` pins earlier
-versions to play against. `BestCheckpointTracker` remembers the versions at which a metric was best, and ends a run
-because of it.
+`PolicyBoard` knows the current version of each policy and the staleness of others; `publish` makes versions.
+`ServedVersions` is the one table of the versions that the engine serves, with their holders. `Opponents` pins earlier
+versions to play against. `BestCheckpointTracker` remembers the versions at which a metric was best, and ends a run by
+its rules.
 
-Invariants: weights are known to nobody but the trainer before the journal has their version on disk; steps of a lineage
-only grow; a version is current only after the engine serves it; lineages form a tree through the version each one
-started from, so that a version of a dead lineage is never taken for a fresh one; a version that an episode in flight is
-pinned to is served.
+Invariants: no part but the trainer knows weights before the journal has their version on disk; steps of a lineage only
+grow; a version is current only after the engine serves it; lineages form a tree through the version each one started
+from, so that a version of a dead lineage is never taken for a fresh one; a version that an episode in flight is pinned
+to is served.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from agentrl.orchestrator.metrics import Counts
 
 
 class PolicyBoard:
-    """Current versions by policy.
+    """Current versions of policies.
 
     Args:
         current: the starting version of every policy, frozen ones included.
@@ -48,15 +48,15 @@ class PolicyBoard:
         self._parents = dict(parents or {})
 
     def current(self, policy: str) -> PolicyVersion:
-        """The newest version the engine serves."""
+        """Return the newest version that the engine serves."""
         return self._current[policy]
 
     def step(self, policy: str) -> int:
-        """Optimizer steps behind the current version."""
+        """Return the number of optimizer steps that led to the current version."""
         return self._current[policy].step
 
     def next_version(self, policy: str) -> PolicyVersion:
-        """The id of the version the next step makes."""
+        """Return the id of the version that the next step makes."""
         now = self._current[policy]
         return PolicyVersion(policy, now.lineage, now.step + 1)
 
@@ -67,14 +67,14 @@ class PolicyBoard:
         self._current[version.policy] = version
 
     def at(self, policy: str, step: int) -> PolicyVersion:
-        """The version of a step on the line that led to the current one."""
+        """Return the version of a step on the line that led to the current one."""
         lineage = self._current[policy].lineage
         while (parent := self._parents.get((policy, lineage))) is not None and step < parent.step:
             lineage = parent.lineage
         return PolicyVersion(policy, lineage, step)
 
     def survives(self, version: PolicyVersion) -> bool:
-        """Whether the weights of `version` are among the ancestors of the current ones."""
+        """Whether the weights of `version` are ancestors of the current ones."""
         current = self._current[version.policy]
         lineage, step = current.lineage, current.step
         while lineage > version.lineage:
@@ -85,7 +85,8 @@ class PolicyBoard:
         return lineage == version.lineage and version.step <= step
 
     def staleness(self, version: PolicyVersion) -> int:
-        """Steps between `version` and the current one; counted from the fork if it did not survive a rollback."""
+        """Return the steps between `version` and the current one; counted from the fork if it did not survive a
+        rollback."""
         current = self._current[version.policy]
         if self.survives(version):
             return current.step - version.step
@@ -103,18 +104,18 @@ async def publish(
 ) -> WeightsRef:
     """Publish a policy's weights: write their files, then record the version and the step that made it, on disk.
 
-    No other code asks a trainer for weights. So no engine samples by weights that a crash takes from the journal.
+    No other code asks a trainer for weights, so no engine samples with weights that the journal could lose in a crash.
 
     Args:
         trainer: has the weights.
         store: records them.
-        version: their id.
-        parent: the version they were made from; None for those a run begins with.
-        step: the step that made them; None for the versions an attempt of the run starts with.
+        version: id of the new version.
+        parent: the version it was made from; None for the initial weights.
+        step: the step that made it; None for the versions with which an attempt of the run starts.
 
     Raises:
         TrainerError: the id exists with other weights.
-        StorageError: the disk refused.
+        StorageError: writing failed.
     """
     weights = await trainer.publish(version.policy, version)
     await record_durably(store, weights, parent, step)
@@ -124,10 +125,10 @@ async def publish(
 async def record_durably(
     store: JournalStore, weights: WeightsRef, parent: PolicyVersion | None = None, step: StepRow | None = None
 ) -> None:
-    """Record a version and the step that made it; on disk on return, so that an engine may be given the weights.
+    """Record a version and the step that made it, on disk on return, so that an engine may serve the weights.
 
     Raises:
-        StorageError: the disk refused.
+        StorageError: writing failed.
     """
     store.record_version(weights, parent)
     if step is not None:
@@ -136,19 +137,20 @@ async def record_durably(
 
 
 BATCHES = "synchronous batches"
-"""The holder that pins the versions with which a deterministic run samples its batches in `ServedVersions`."""
+"""Holder that pins the versions for a deterministic run's batches in `ServedVersions`."""
 
 
 class ServedVersions:
-    """The one table of the versions that a run's engine serves: the current ones, and those that are pinned, by whom.
+    """The one table of the versions that a run's engine serves: the current ones, and the pinned ones with their
+    holders.
 
-    Every change sends the engine the whole table (`Engine.serve`), so it does not matter which changes it saw
-    before: a replica that joins late and a restarted process end up serving the same versions.
+    Every change sends the engine the whole table (`Engine.serve`), so missed changes do not matter: a replica that
+    joins late and a restarted process end up serving the same versions.
 
     Args:
-        engine: serves them.
-        batches: for each policy that samples the batches of a deterministic run, how many steps the oldest version it
-            samples with is behind the current one; these versions are pinned for `BATCHES`.
+        engine: engine that serves the versions.
+        batches: for each policy in the batches of a deterministic run, the number of steps by which its oldest sampling
+            version is behind the current one; these versions are pinned for `BATCHES`.
     """
 
     def __init__(self, engine: Engine, *, batches: Mapping[str, int] | None = None) -> None:
@@ -157,14 +159,14 @@ class ServedVersions:
         self.current: dict[str, WeightsRef] = {}
         """Newest weights of each policy; policies that still use the weights the engine started with are absent."""
         self._pins: dict[str, dict[PolicyVersion, WeightsRef]] = {}
-        """Pinned versions by holder."""
+        """Pinned versions, keyed by holder."""
         self._unpinning: set[asyncio.Task[None]] = set()
 
     async def make_current(self, weights: WeightsRef) -> None:
-        """Serve new conversations of a policy with a version; it takes the place of the oldest one of `BATCHES`.
+        """Serve new conversations of a policy with a version, which replaces the oldest one of `BATCHES`.
 
         Raises:
-            EngineError: the engine refused the version; those before it keep serving.
+            EngineError: the engine refused the version; earlier ones stay served.
         """
         policy = weights.version.policy
         before = self.current.get(policy)
@@ -192,7 +194,7 @@ class ServedVersions:
         """Serve a version until `holder` unpins it, whatever becomes current. Idempotent.
 
         Raises:
-            EngineError: the engine refused the version; it is not pinned, unless it was before.
+            EngineError: the engine refused the version; it is pinned only if it was before.
         """
         pins = self._pins.setdefault(holder, {})
         before = pins.get(weights.version)
@@ -219,7 +221,7 @@ class ServedVersions:
             task.exception()  # whoever samples, or serves the next version, hears what is wrong with the engine
 
     def pinned_by(self, holder: str) -> list[PolicyVersion]:
-        """The versions that a holder pins, in the order in which it pinned them."""
+        """Return the versions that a holder pins, in the order of pinning."""
         return list(self._pins.get(holder, ()))
 
     def pinned(self) -> set[PolicyVersion]:
@@ -232,7 +234,8 @@ class ServedVersions:
 
 
 def joined_by(step: int, every: int, size: int) -> range:
-    """The steps whose versions are opponents when the policy is at `step`: the newest `size` multiples of `every`.
+    """Return the steps whose versions are opponents when the policy is at `step`: the newest `size` multiples of
+    `every`.
 
     Example:
         >>> list(joined_by(35, 10, 3)), list(joined_by(4, 10, 3))
@@ -243,37 +246,39 @@ def joined_by(step: int, every: int, size: int) -> range:
 
 
 def holder_of_pool(name: str) -> str:
-    """The holder that pins the versions of an opponent pool in `ServedVersions`."""
+    """Return the holder that pins the versions of an opponent pool in `ServedVersions`."""
     return f"opponents {name}"
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class OpponentPool:
-    """A pool of earlier versions of a learning policy that one policy of the configuration stands for.
+    """A pool of earlier versions of a learning policy, represented by one policy of the configuration.
 
-    After every `every` steps of the policy its newest version joins; opponents are drawn from the newest few that
+    After every `every` steps of the policy its newest version joins; opponents are drawn from the newest `size` that
     joined.
     """
 
     name: str
-    """The policy that holds the seats."""
+    """Policy that holds the seats."""
     of: str
-    """The policy whose versions these are."""
+    """Policy whose past versions form the pool."""
     every: int
     size: int
     choose: Literal["uniform", "latest", "prioritised"]
     served: list[PolicyVersion]
-    """Oldest first. The newest `size` are drawn from; one more may still have episodes in flight."""
+    """Served versions, oldest first. Opponents are drawn from the newest `size`; one more may still have episodes in
+    flight."""
     tallies: dict[PolicyVersion, Tally] = field(default_factory=dict)
     """Results of the episodes against each version."""
 
     @property
     def holder(self) -> str:
-        """Pins its versions in `ServedVersions`."""
+        """Holder that pins the pool's versions in `ServedVersions`."""
         return holder_of_pool(self.name)
 
     def draw(self, *key: object) -> PolicyVersion:
-        """The opponent of a group; where prioritised by (1 - win rate)², PFSP's hard one (Vinyals et al., 2019)."""
+        """Draw the opponent of a group; `prioritised` uses (1 - win rate)², PFSP's hard weighting (Vinyals et al.,
+        2019)."""
         versions = self.drawn_from()
         if self.choose == "latest":
             return versions[-1]
@@ -288,11 +293,11 @@ class OpponentPool:
         return versions[-1]
 
     def drawn_from(self) -> list[PolicyVersion]:
-        """The versions that opponents are drawn from, oldest first."""
+        """Return the versions from which opponents are drawn, oldest first."""
         return self.served[-self.size :]
 
     def is_due(self, version: PolicyVersion) -> bool:
-        """Whether a version that became current is to join; it joins later than its step if the pool had no place."""
+        """Whether a version that became current should join; it joins after its step if the pool was full then."""
         return version.step - version.step % self.every > self.served[-1].step and len(self.served) <= self.size
 
     def count(self, header: EpisodeHeader) -> GameResult | None:
@@ -316,22 +321,24 @@ class Opponents:
     versions: ServedVersions
     run_seed: int
     pinned: Callable[[], Collection[PolicyVersion]]
-    """Returns the versions that episodes in flight are pinned to."""
+    """Returns the versions to which episodes in flight are pinned."""
     counts: Counts
     checkpoints: int
-    """Number of newest checkpoints that a run may resume from."""
+    """Number of newest checkpoints from which a run may resume."""
     _saved: deque[Mapping[str, Sequence[PolicyVersion]]] = field(init=False)
-    """The pools at the newest checkpoints."""
+    """Pools at the newest checkpoints."""
 
     def __post_init__(self) -> None:
         self._saved = deque([self.drawn_from()], maxlen=self.checkpoints)
 
     def pins(self, group: int) -> dict[str, PolicyVersion]:
-        """The version each pool plays with in a root group: its members are compared, so they meet the same one."""
+        """Return the version of each pool for a root group: its members are compared, so they meet the same
+        opponent.
+        """
         return {name: pool.draw(self.run_seed, group) for name, pool in self.pools.items()}
 
     def resumable(self, spec: EpisodeSpec) -> EpisodeSpec:
-        """The spec with which an episode of a previous attempt continues: with the newest opponent if its own is
+        """Return the spec with which an episode of a previous attempt continues: with the newest opponent if its own is
         gone."""
         gone = {
             name: pool.served[-1]
@@ -341,7 +348,7 @@ class Opponents:
         return spec.pinned({**spec.pins, **gone}) if gone else spec
 
     async def add_version(self, weights: WeightsRef) -> None:
-        """Add a version that became current to the pools it is due to join, and keep it served."""
+        """Add a version that became current to the pools that it should join, and keep it served."""
         for pool in self.pools.values():
             if pool.of == weights.version.policy and pool.is_due(weights.version):
                 await self.versions.pin(pool.holder, weights)
@@ -357,19 +364,21 @@ class Opponents:
         self._unpin_unneeded()
 
     def drawn_from(self) -> dict[str, Sequence[PolicyVersion]]:
-        """The versions that opponents are drawn from, by pool; checkpoints store it, since it depends on stragglers."""
+        """Return the versions from which opponents are drawn, by pool. Checkpoints store them, because they depend on
+        stragglers."""
         return {name: pool.drawn_from() for name, pool in self.pools.items()}
 
     def record_checkpoint(self) -> None:
-        """Record that a checkpoint was written with the present pools."""
+        """Record that a checkpoint was written with the current pools."""
         self._saved.append(self.drawn_from())
 
     def needed(self) -> set[PolicyVersion]:
-        """Versions besides the pinned ones whose files must stay: a resumed run loads those of its checkpoints."""
+        """Return the versions besides the pinned ones whose files must stay: a resumed run loads those of its
+        checkpoints."""
         return {version for pools in self._saved for versions in pools.values() for version in versions}
 
     def _unpin_unneeded(self) -> None:
-        """Unpin the version that has left its pool, once no episode in flight is pinned to it."""
+        """Unpin versions that have left their pool, once no episode in flight is pinned to them."""
         for pool in self.pools.values():
             if len(pool.served) > pool.size and pool.served[0] not in self.pinned():
                 self.versions.unpin(pool.holder, pool.served.pop(0))
@@ -380,11 +389,11 @@ class RunningBest:
     """The newest measurements of a metric, and its best running mean so far."""
 
     what: str = ""
-    """Metric, policy and window; a run that is resumed with different ones starts over."""
+    """Metric, policy and window; a run resumed with different ones starts over."""
     newest: tuple[float, ...] = ()
     """Measurements within the window, oldest first; larger is better."""
     best: float = -math.inf
-    """The largest running mean."""
+    """Largest running mean."""
     versions: Mapping[str, PolicyVersion] = field(default_factory=dict)
     """Version of every learning policy when `best` was reached; empty before the first mean."""
 
@@ -403,7 +412,7 @@ NOT_MEASURED = RunningBest()
 
 
 def read_running_best(data: Mapping[str, Any]) -> RunningBest:
-    """Read what `RunningBest.as_data` wrote.
+    """Read the output of `RunningBest.as_data`.
 
     Raises:
         KeyError: a field is missing.
@@ -421,10 +430,10 @@ def read_running_best(data: Mapping[str, Any]) -> RunningBest:
 
 @dataclass(slots=True, kw_only=True)
 class BestCheckpointTracker:
-    """Tracks the versions at which the running mean of a metric was best, and says when that ends the run.
+    """Tracks the versions at which the running mean of a metric was best, and decides when that ends the run.
 
     The measurements are in the manifests of checkpoints, so a resumed run chooses as if it had never stopped. The files
-    of the best versions stay on disk, also those named by a checkpoint that may still be resumed from.
+    of the best versions stay on disk, including those of checkpoints from which a run may resume.
 
     Example:
         >>> best = BestCheckpointTracker(metric="reward/mean", policy="solver", window=2, stop_fall=0.25)
@@ -437,19 +446,19 @@ class BestCheckpointTracker:
     """
 
     metric: str = ""
-    """Empty: nothing is tracked."""
+    """Name of the metric; empty: nothing is tracked."""
     policy: str = ""
-    """The policy whose metric it is."""
+    """Policy of the metric."""
     over: str = ""
-    """The held-out tasks that it is measured on: means over others are not compared."""
+    """Held-out tasks of the measurements: means over other tasks are not compared."""
     smallest: bool = False
     """Whether smaller values are better."""
     window: int = 1
     """Number of measurements in the running mean."""
     stop_at: float | None = None
-    """The run ends once the mean reaches this."""
+    """Mean at which the run ends."""
     stop_fall: float | None = None
-    """The run ends once the mean is worse than the best mean by more than this."""
+    """Distance from the best mean, in the bad direction, at which the run ends."""
     checkpoints: int = 1
     """Number of newest checkpoints that a run may resume from."""
     measured: RunningBest = NOT_MEASURED
@@ -474,7 +483,7 @@ class BestCheckpointTracker:
             self.measured = replace(self.measured, newest=newest)
 
     def why_stop(self) -> str | None:
-        """The reason to end the run, for people; None if there is none."""
+        """Return the reason to end the run, for people; None if there is none."""
         newest, best = self.measured.newest, self.measured.best
         if len(newest) < self.window or not self.metric:
             return None
@@ -487,7 +496,7 @@ class BestCheckpointTracker:
         return None
 
     def summary(self) -> dict[str, Any] | None:
-        """The best mean so far and its steps, for people; None before the first mean."""
+        """Return the best mean so far and its steps, for people; None before the first mean."""
         if not self.measured.versions:
             return None
         steps = {policy: version.step for policy, version in self.measured.versions.items()}
@@ -498,10 +507,10 @@ class BestCheckpointTracker:
         return -1.0 if self.smallest else 1.0
 
     def record_checkpoint(self) -> None:
-        """Record that a checkpoint with the present measurements was written."""
+        """Record that a checkpoint with the current measurements was written."""
         self._saved.append(self.measured)
 
     def needed(self) -> Iterator[PolicyVersion]:
-        """Versions whose files must stay."""
+        """Yield the versions whose files must stay."""
         for measured in (self.measured, *self._saved):
             yield from measured.versions.values()
