@@ -32,7 +32,8 @@ from agentrl.rollout.runner import EpisodeRunner
 
 MAX_ATTEMPTS = 8
 """Maximum number of attempts of an episode over all restarts of a run, if they end through no fault of its environment:
-a resource died with its process, or the code changed."""
+a resource died with its process, or the code changed. Attempts whose agent from outside died with its process do not
+count: it begins again with the same replies, and a process dies once."""
 
 MAX_STRAYS = 3
 """Number of cancellations of an episode's task by code that does not own it after which the episode is dropped."""
@@ -183,7 +184,7 @@ class AsyncioWorker:
         environment = self._environment(spec.environment)
         task = asyncio.current_task()
         assert task is not None
-        failures, recalls_from = 0, 0
+        failures, recalls_from, counted_from = 0, 0, 0
         while True:
             begin_again = False
             try:
@@ -210,7 +211,8 @@ class AsyncioWorker:
             if task not in self._tasks:
                 return
             if begin_again:
-                begin_again = spec.fork is None and spec.attempt + 1 < MAX_ATTEMPTS
+                counted_from = spec.attempt + 1 if reason == "harness_lost" else counted_from
+                begin_again = spec.fork is None and spec.attempt + 1 - counted_from < MAX_ATTEMPTS
             elif reason == "environment_error":
                 recalls_from = spec.attempt + 1
                 failures += 1

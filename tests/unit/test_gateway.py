@@ -27,7 +27,7 @@ from agentrl.environment.registry import name_of
 from agentrl.gateway import bodies
 from agentrl.gateway.calls import ChatReply, ChatRequest, RequestRefusedError
 from agentrl.gateway.server import Conversations, Gateway, OpenSeats
-from agentrl.journal.entries import Begin, TurnEntry
+from agentrl.journal.entries import Begin, JournalEntry, TurnEntry, encode_body
 from agentrl.rollout.byte_formats import STOP_TOKEN
 from agentrl.testing.check import check_environment
 from agentrl.testing.execution import PARTITION, POLICY, settings_of, wired
@@ -728,3 +728,30 @@ def test_conversations_that_begin_count_as_open(monkeypatch: pytest.MonkeyPatch)
         return [*map(str, found[1:]), conversations._in_start]
 
     assert asyncio.run(asked()) == ["it could not begin", *["2 conversations are open already"] * 2, 0]
+
+
+async def _resumed_often(attempt: int) -> EpisodeHeader:
+    """An episode of `Stable` whose process died in an attempt, resumed."""
+    journal, ended, failures = MemoryJournal(), list[EpisodeHeader](), list[BaseException]()
+    engine = ScriptedEngine(
+        lambda request, policy, version: [*b"x", STOP_TOKEN], versions={POLICY: PolicyVersion(POLICY, 0, 0)}
+    )
+    dispatcher, _ = wired(Stable, engine, journal, settings_of(), failures)
+    spec = replace(outside_spec(Stable), attempt=attempt)
+    log = journal.turn_log(PARTITION)
+    begin = Begin(
+        *(name_of(Stable), "", "t", {}, 1, {"main": POLICY}, "train", "g0", 1, None),
+        settings={},
+    )
+    log.append(JournalEntry("e0", attempt, "begin", b"", encode_body(begin)))
+    await log.flush()
+    journal.admit(spec)
+    dispatcher.worker.submit(spec, ended.append, resume=True)
+    await dispatcher.worker.drain()
+    assert not failures
+    return ended[0]
+
+
+def test_an_agent_from_outside_survives_as_many_deaths_of_its_process_as_there_are() -> None:
+    header = asyncio.run(_resumed_often(40))
+    assert (header.drop_reason, header.attempt, header.turns) == (None, 41, 2)
