@@ -1,1 +1,1 @@
-"""Thin commands."""
+"""The commands of `agentrl`."""

@@ -1,4 +1,4 @@
-"""`python -m agentrl.cli`: the `agentrl` command where its script is not on the path."""
+"""`python -m agentrl.cli`: the `agentrl` command without its script."""
 
 import sys
 

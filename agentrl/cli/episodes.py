@@ -56,7 +56,7 @@ def episode_list(reader: RunReader, options: argparse.Namespace) -> Answer | Non
 
 
 def _follow_episodes(reader: RunReader, options: argparse.Namespace, columns: list[str]) -> None:
-    """Episodes as they end."""
+    """Print episodes as they end."""
     from agentrl.inspection.render import EPISODE_COLUMNS, episode_table
     from agentrl.inspection.search import matches
 
@@ -91,7 +91,7 @@ def episode_show(reader: RunReader, options: argparse.Namespace) -> Answer | Non
 
 
 def _follow_episode(reader: RunReader, options: argparse.Namespace) -> None:
-    """Print the events of an episode as they come, and at last its summary."""
+    """Print the events of an episode as they arrive, then its summary."""
     from agentrl.inspection.conversation import Act, WeightUpdate, conversation, events
     from agentrl.inspection.render_episode import events_page, summary_page
 
@@ -164,7 +164,7 @@ def episode_forks(reader: RunReader, options: argparse.Namespace) -> Answer:
 
 @command
 def episode_diff(reader: RunReader, options: argparse.Namespace) -> Answer:
-    """`agentrl episode diff [RUN] A [B]`: B is A's parent where A is a fork and B is left out."""
+    """`agentrl episode diff [RUN] A [B]`: without B, a fork A is compared with its parent."""
     from agentrl.inspection.comparisons import compare_episodes
     from agentrl.inspection.render_episode import difference_page
 
@@ -174,7 +174,7 @@ def episode_diff(reader: RunReader, options: argparse.Namespace) -> Answer:
 
 @command
 def episode_replay(reader: RunReader, options: argparse.Namespace) -> Answer:
-    """`agentrl episode replay [RUN] [ID] [--where …] [--until CALL] [--step]`; 1 if one departs."""
+    """`agentrl episode replay [RUN] [ID] [--where …] [--until CALL] [--step]`; exit code 1 if an episode departs."""
     from agentrl.app.replays import replay
     from agentrl.inspection.render_episode import replay_page
 
@@ -191,7 +191,9 @@ def episode_replay(reader: RunReader, options: argparse.Namespace) -> Answer:
 
 @command
 def episode_rescore(reader: RunReader, options: argparse.Namespace) -> Answer:
-    """`agentrl episode rescore [RUN] [ID] [--where …] [--environment REF]`; 1 if one departs in more than rewards."""
+    """`agentrl episode rescore [RUN] [ID] [--where …] [--environment REF]`; exit code 1 if more than rewards
+    differs.
+    """
     from agentrl.app.replays import replay
     from agentrl.inspection.render_episode import rescore_page
 
@@ -252,7 +254,7 @@ def episode_fork(reader: RunReader, options: argparse.Namespace) -> Answer:
 
 
 def chosen(reader: RunReader, options: argparse.Namespace) -> str:
-    """The episode a command names, or the newest that ended."""
+    """Return the episode that a command names, or the newest that ended."""
     if options.id is not None:
         return str(options.id)
     newest = reader.episodes("committed_at != null", sort="committed_at", limit=1)
@@ -273,7 +275,7 @@ def _episodes(reader: RunReader, options: argparse.Namespace) -> Sequence[tuple[
 
 
 def _adapters(reader: RunReader) -> Adapters | None:
-    """The sample run's adapters, if this is one: its policies are a script, and its tokens are bytes."""
+    """Return the sample run's adapters, if this is one: its policies are a script, and its tokens are bytes."""
     config = reader.info().get("config")
     if not isinstance(config, dict):
         raise InputError(f"{reader.path}: its journal holds no configuration, so it cannot be executed again")

@@ -30,9 +30,9 @@ EXTRAS = {
     "ray": "ray",
     "reasoning_gym": "calculator",
 }
-"""The extra of agentrl that brings a module."""
+"""Extra of agentrl that installs a module."""
 _MACHINE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EMFILE}
-"""Errors of the machine (permissions, space, limits), which are no bug of agentrl."""
+"""Errors of the machine (permissions, space, limits), as opposed to bugs of agentrl."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -77,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _report_unexpected(error: BaseException) -> int:
-    """Tell, on one line, of what should not have come this far; returns the exit code."""
+    """Report an unexpected error on one line; returns the exit code."""
     if isinstance(error, SystemExit):
         _say(f"agentrl: the program was told to end (exit code {error.code}) by {_raised_at(error)}\n")
         return CheckFailedError.exit_code
@@ -104,7 +104,7 @@ def _report_unexpected(error: BaseException) -> int:
 
 
 def _raised_at(error: BaseException) -> str:
-    """File and line of where an error was raised."""
+    """Return file and line at which an error was raised."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return safe_line(f"{frame.filename}:{frame.lineno}, in {frame.name}")
 
@@ -119,7 +119,7 @@ def _call(options: argparse.Namespace) -> int:
 
 
 def _prepare_streams() -> None:
-    """A stream the caller closed swallows what is written; one that knows no Unicode gets escapes, not an error."""
+    """Make a closed stream discard its output, and a stream without Unicode escape it instead of failing."""
     if sys.stdout is None:
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - open as long as the process lives
     if sys.stderr is None:

@@ -1,4 +1,4 @@
-"""Output of commands: JSON for programs, rich renderables for people; at once, or continuously (`--follow`)."""
+"""Output of commands: JSON for programs, rich renderables for people; once, or continuously (`--follow`)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 INTERNAL, INTERRUPTED = 70, 130
-"""Exit codes that belong to no `AgentRLError`."""
+"""Exit codes without an `AgentRLError`."""
 INTERVAL_S = 1.0
 """Seconds between two reads of a run that is followed."""
 
@@ -36,7 +36,7 @@ def print_json(value: Any) -> None:
 
 
 def print_json_line(value: Any) -> None:
-    """A value on one line, as `print_json` writes it; at once, for who reads along."""
+    """Print a value as JSON on one line and flush it, for programs that read along."""
     import json
 
     import msgspec

@@ -1,4 +1,5 @@
-"""`agentrl run …`, and what all commands that read a run share: `command` opens the run, asks a question and prints.
+"""`agentrl run …`, and the shared part of all commands that read a run: `command` opens the run, asks a question and
+prints.
 
 A question is a function from a reader and the options to an `Answer`, whose value `--json` prints and whose page a
 terminal shows. The questions about episodes are in `episodes.py`, those about steps in `steps.py`.
@@ -37,32 +38,32 @@ if TYPE_CHECKING:
 
 RUNS = Path("runs")
 FRAME_S = 1.0
-"""Least time between two frames of `run view`."""
+"""Minimum seconds between two frames of `run view`."""
 READING_SHARE = 0.1
-"""Largest share of the time that `run view` reads: a long run is read less often."""
+"""Maximum share of the time that `run view` spends reading: a long run is read less often."""
 PROBLEMS_SHOWN = 5
-"""Problems that `run export` prints."""
+"""Maximum number of problems that `run export` prints."""
 _EPISODE = re.compile(r"(forks/)?[a-z]\d+(?![\w-])")
-"""Pattern of an episode id: an argument that matches is taken as one."""
+"""Pattern of an episode id; a matching argument is taken as an episode."""
 
 
 class Answer(NamedTuple):
     """The answer to a question about a run."""
 
     value: Any
-    """A record, or several: what `--json` prints."""
+    """Record or records that `--json` prints."""
     page: Callable[[], Page]
-    """Renders what a terminal shows."""
+    """Renders the page for a terminal."""
     code: int = 0
     """Exit code."""
 
 
 Question = Callable[[RunReader, "argparse.Namespace"], "Answer | None"]
-"""None: it has printed its answer as it came (`--follow`)."""
+"""Answers a question; None if the function has already printed the answer (`--follow`)."""
 
 
 def command(question: Question) -> Callable[[argparse.Namespace], int]:
-    """A command of the parser: open the run, ask the question, print the answer."""
+    """Make a command of the parser: open the run, ask the question, print the answer."""
 
     def run(options: argparse.Namespace) -> int:
         with open_run(options) as reader:
@@ -74,7 +75,7 @@ def command(question: Question) -> Callable[[argparse.Namespace], int]:
 
 
 def printed(answer: Answer, options: argparse.Namespace) -> int:
-    """Print an answer; its exit code."""
+    """Print an answer; returns its exit code."""
     if options.json:
         print_json(answer.value)
     else:
@@ -84,10 +85,10 @@ def printed(answer: Answer, options: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def open_run(options: argparse.Namespace) -> Iterator[RunReader]:
-    """A reader of the run a command names; none is the newest in `runs/`.
+    """Open the run that a command names; the default is the newest in `runs/`.
 
-    `agentrl episode show e12` names no run: what looks like an episode and is no run moves to the next argument. Of a
-    single episode that is a fork, `forks/f0`, it is the reader of the run's forks, and `options.id` its id there.
+    `agentrl episode show e12` names no run: an argument that looks like an episode and is not a run moves to the next
+    place. For a single fork, `forks/f0`, the reader is that of the run's forks, and `options.id` the id there.
     """
     name = options.run
     takes_episode, takes_two = hasattr(options, "id"), hasattr(options, "other")
@@ -105,7 +106,7 @@ def open_run(options: argparse.Namespace) -> Iterator[RunReader]:
 
 
 def find_run(name: str | None) -> Path:
-    """The directory of a run by its path, its name in `runs/`, or None for the newest there.
+    """Return the directory of a run by its path, its name in `runs/`, or None for the newest there.
 
     Raises:
         InputError: there are no runs.
@@ -201,7 +202,7 @@ def run_view(options: argparse.Namespace) -> int:
 
 
 def _frame(reader: RunReader, width: int) -> tuple[RenderableType, bool]:
-    """The screen to show, and whether the run has ended."""
+    """Return the screen to show, and whether the run has ended."""
     from agentrl.inspection.statistics import run_state
     from agentrl.observe.view import view
 
@@ -231,7 +232,7 @@ def _show_frames(reader: RunReader) -> None:
 
 @contextlib.contextmanager
 def _keys() -> Iterator[Callable[[float], bool]]:
-    """A function that waits so many seconds, or until a key is pressed, and says whether it was q."""
+    """Yield a function that waits some seconds, or until a key is pressed, and returns whether it was q."""
     import termios
     import tty
 
@@ -285,7 +286,9 @@ def run_winrates(reader: RunReader, options: argparse.Namespace) -> Answer:
 
 @command
 def run_ledger(reader: RunReader, options: argparse.Namespace) -> Answer:
-    """`agentrl run ledger [RUN]`; 1 if an equation does not hold, or something of a committed episode is missing."""
+    """`agentrl run ledger [RUN]`; exit code 1 if an equation does not hold, or data of a committed episode is
+    missing.
+    """
     from agentrl.inspection.render import ledger_view
     from agentrl.observe.progress import spinner
 

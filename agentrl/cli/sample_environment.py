@@ -1,6 +1,6 @@
-"""The environment of the sample run: one agent writes sums, others solve and check them; uses every kind of act.
+"""The environment of the sample run: one agent writes sums, others solve and check them. It uses every kind of call.
 
-The policies are a script (`says`): it answers from the conversation alone, and better with every step of the solver.
+The policies are a script (`says`): it answers from the conversation alone, and improves with every step of the solver.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ if TYPE_CHECKING:
 ATTEMPTS = 4
 ROUNDS = 2
 LOST_PAGE = 7
-"""Sums with this remainder modulo 23 are on a page that the archive has lost."""
+"""Remainder modulo 23 of the sums on the archive's lost page."""
 REVISION = -0.1
-"""Reward of a turn whose answer the checker sent back."""
+"""Reward of a turn whose answer the checker rejected."""
 _SUM = re.compile(r"\d{1,3}( \+ \d{1,3}){1,4}")
 _FORMAT = PlainFormat()
 
 
 class Propose(agentrl.Environment):
-    """Write a sum; it is worth most where half of the attempts at it succeed."""
+    """Write a sum; it is worth most if half of the attempts at it succeed."""
 
     seats: ClassVar[tuple[str, ...]] = ("proposer",)
     fan_out: ClassVar[Mapping[str, int]] = {"Solve": ATTEMPTS}
 
     async def run(self, ctx: EpisodeContext) -> None:
-        """Propose, and let it be solved."""
+        """Propose a sum, and have it solved."""
         proposer = ctx.agent("proposer")
         written = (await proposer.act(agentrl.user(f"Write a sum of {ctx.task.data['terms']} numbers."))).text.strip()
         if not proposer.gate(_SUM.fullmatch(written) is not None, penalty=-0.5):
@@ -53,7 +53,7 @@ class Propose(agentrl.Environment):
 
     @classmethod
     def tasks(cls, split: Split, *, seed: int = 0) -> TaskSource:
-        """Tasks with a number of summands each."""
+        """Return tasks, each with a number of summands."""
         return [agentrl.Task(id=f"{split}-{number}", data={"terms": 2 + number % 3}) for number in range(12)]
 
 
@@ -80,7 +80,7 @@ class Solve(agentrl.Environment):
         return a + b
 
     async def run(self, ctx: EpisodeContext) -> None:
-        """Look the sum up, solve it, have it checked."""
+        """Look up the sum, solve it, and have it checked."""
         written = str(ctx.task.data["sum"])
         right = sum(map(int, written.split(" + ")))
         await ctx.effect("look up the archive", lambda: look_up(written, right), guarantee="read")
@@ -110,7 +110,7 @@ _TOOLS = bind_tools(Solve)
 
 
 def look_up(written: str, right: int) -> dict[str, Any]:
-    """The archive's entry on a sum, in the outside world; an effect that happens once.
+    """Return the archive's entry on a sum; a `once` effect on the outside world.
 
     Raises:
         LookupError: the page is lost, so the episode fails.
@@ -124,7 +124,7 @@ def look_up(written: str, right: int) -> dict[str, Any]:
 
 
 def says(request: GenerateRequest, policy: str, version: PolicyVersion) -> Sequence[int]:
-    """The turn of a policy, from its conversation, its seed and its step."""
+    """Return a policy's turn, from its conversation, its seed and its step."""
     draw = stream("sample", request.seed)
     context = request.token_ids.tolist()
     sampled = request.sampled_before

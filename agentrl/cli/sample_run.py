@@ -1,7 +1,7 @@
 """A sample run, written in seconds without a model: `agentrl demo --journal-only`, so that every command can be tried.
 
 It is the real loop over a scripted engine and a trainer without gradients: `SampleTrainer` invents the losses,
-everything else happens. It contains three policies, children, dropped, parked and repeated episodes, weight updates
+everything else is real. It contains three policies, children, dropped, parked and repeated episodes, weight updates
 inside turns, a lost trainer and the rollback that follows, an evaluation, step records, and forks.
 """
 
@@ -42,14 +42,14 @@ LOST_AT = ("solver", 5)
 """Policy and step before which the trainer is lost, once."""
 PARK_EVERY_S = 0.15
 MODEL = "a script"
-"""`model.path` of a sample run, by which `is_sample` recognises one."""
+"""Value of `model.path` in a sample run, by which `is_sample` recognises one."""
 
 
 def write_sample_run(directory: str | Path = "runs", name: str = NAME) -> Run:
     """Write the run into `directory/name`, forks included.
 
     Raises:
-        RunDirectoryError: it exists.
+        RunDirectoryError: the directory exists.
     """
     config = sample_config(directory, name)
     run = asyncio.run(
@@ -66,7 +66,7 @@ def write_sample_run(directory: str | Path = "runs", name: str = NAME) -> Run:
 
 
 def sample_config(directory: str | Path, name: str) -> RunConfig:
-    """The configuration the sample run is written with."""
+    """Return the configuration of the sample run."""
     values: dict[str, Any] = {
         "name": name,
         "directory": str(directory),
@@ -90,13 +90,15 @@ def sample_config(directory: str | Path, name: str) -> RunConfig:
 
 
 def is_sample(config: Mapping[str, Any]) -> bool:
-    """Whether a configuration is that of a sample run, whose episodes the script replays and forks."""
+    """Whether a configuration belongs to a sample run, whose episodes the script replays and forks."""
     model = config.get("model")
     return isinstance(model, Mapping) and model.get("path") == MODEL
 
 
 def sample_adapters(*, parked: bool = False) -> Adapters:
-    """The script as an engine, and the trainer of the sample run, which is lost once; `parked`: so are episodes."""
+    """Make the script's engine, and the sample run's trainer, which is lost once; with `parked`, episodes are
+    parked.
+    """
     lives: list[SampleTrainer] = []
 
     async def engine(config: RunConfig, versions: Mapping[str, PolicyVersion], tell: object, log: Path) -> Engine:
@@ -123,14 +125,14 @@ def sample_adapters(*, parked: bool = False) -> Adapters:
 
 
 class _ShortWaits(SystemClock):
-    """Nobody waits for a sample."""
+    """A clock whose waits are short."""
 
     async def sleep(self, seconds: float) -> None:
         await asyncio.sleep(min(seconds, 0.02))
 
 
 def _park_now_and_then(orchestrator: Orchestrator) -> None:
-    """Park an episode in flight every now and then, and let it go on a moment later, as a scheduler would."""
+    """Park an episode in flight now and then, and resume it a moment later, as a scheduler would."""
     loop, dispatcher = asyncio.get_running_loop(), orchestrator.dispatcher
 
     def park() -> None:
@@ -144,12 +146,12 @@ def _park_now_and_then(orchestrator: Orchestrator) -> None:
 
 
 class SampleTrainer(RecordingTrainer):
-    """Writes step records like a trainer's; its logprobs are the recorded ones, moved the further the older they are.
+    """Writes step records like a trainer's; its logprobs are the recorded ones, shifted further the older they are.
 
     Args:
-        config: of the run.
-        directory: of the run.
-        loses: whether it is lost before `LOST_AT`.
+        config: configuration of the run.
+        directory: directory of the run.
+        loses: whether the trainer is lost before `LOST_AT`.
     """
 
     def __init__(self, config: RunConfig, directory: Path, *, loses: bool) -> None:
@@ -165,7 +167,7 @@ class SampleTrainer(RecordingTrainer):
         self._turns = TurnReader(directory / "journal")
 
     async def close(self) -> None:
-        """Close what was opened. Idempotent."""
+        """Close all open files. Idempotent."""
         self._turns.close()
         await super().close()
 
@@ -198,7 +200,7 @@ class SampleTrainer(RecordingTrainer):
 
 
 def step_columns(fed: Sequence[TrainingSample], version: PolicyVersion) -> dict[str, Any]:
-    """The columns of a step's file; see `learn/columns.py`."""
+    """Make the columns of a step's file; see `learn/columns.py`."""
     positions = trained_positions(fed)
     lags = [token_lags(sample, version)[at] for sample, at in zip(fed, positions, strict=True)]
     behavior = [sample.behavior_logprobs[at] for sample, at in zip(fed, positions, strict=True)]
@@ -221,7 +223,7 @@ _TYPES = {"<i8": "I64", "<i4": "I32", "<f4": "F32"}
 
 
 def write_columns(path: Path, columns: Mapping[str, Any], metadata: Mapping[str, str]) -> None:
-    """A safetensors file; written here so that a sample needs none of what training does."""
+    """Write a safetensors file without the libraries that training needs."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     at = 0
     for name, column in columns.items():

@@ -1,4 +1,5 @@
-"""`agentrl simulate`: what hardware and settings would make of episodes like these, and which knob to turn."""
+"""`agentrl simulate`: predicts throughput for given episodes on other hardware and settings, and names the setting to
+change."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from agentrl.simulation.run import Measured
 
 STEPS = 12
-"""Default number of steps that are measured."""
+"""Default number of measured steps."""
 
 
 class _Simulation(NamedTuple):
@@ -27,7 +28,7 @@ class _Simulation(NamedTuple):
     plan: Plan
     steps: int
     skipped: int
-    """First steps that are not measured."""
+    """Number of first steps that are not measured."""
     run: Calibration | None
 
 
@@ -115,7 +116,7 @@ def _write(options: argparse.Namespace, name: str, measured: Measured) -> None:
 
 
 def _tell(text: str) -> None:
-    """Show the progress, on a terminal."""
+    """Show the progress on a terminal."""
     if sys.stderr.isatty():
         sys.stderr.write(f"\r\x1b[K{text}")
         sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""`agentrl step …`: list and show optimizer steps, and compute them again."""
+"""`agentrl step …`: list and show optimizer steps, and recompute them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def step_show(reader: RunReader, options: argparse.Namespace) -> Answer:
 
 @command
 def step_replay(reader: RunReader, options: argparse.Namespace) -> Answer:
-    """`agentrl step replay RUN [N] [--policy NAME] [--lineage N]`; 1 if a step differs from its record."""
+    """`agentrl step replay RUN [N] [--policy NAME] [--lineage N]`; exit code 1 if a step differs from its record."""
     from agentrl.app.step_replays import compute_step, rebuild_step, rebuild_steps
     from agentrl.inspection.render import rebuilt_page
     from agentrl.inspection.steps import step_view

@@ -70,7 +70,7 @@ def _say_how_to_go_on(options: argparse.Namespace) -> None:
 
 
 def demo(options: argparse.Namespace) -> int:
-    """`agentrl demo [EXAMPLE] [--section.field=value …] [--dry-run]`: a shipped example, into `runs/demo`."""
+    """`agentrl demo [EXAMPLE] [--section.field=value …] [--dry-run]`: run a shipped example in `runs/demo`."""
     from agentrl.config.fields import shipped_example
 
     if options.journal_only:
@@ -181,14 +181,14 @@ def _is_address(model: str | None) -> bool:
 
 
 def _new_run(config: RunConfig, model: str) -> Path:
-    """A directory for the episodes of an endpoint's model, beside the run's and not there yet."""
+    """Return a new directory for the episodes of an endpoint's model, beside the run's."""
     name = re.sub(r"[^\w.-]+", "-", f"{config.name}-{model.partition(',')[2] or 'endpoint'}", flags=re.ASCII)[:60]
     numbered = (f"{name}-{number}" if number > 1 else name for number in itertools.count(1))
     return next(path for each in numbered if not (path := Path(config.directory) / each).exists())
 
 
 def _weights(given: Sequence[str]) -> str | dict[str, str] | None:
-    """The weights that `--policy DIR`, or several `--policy NAME=DIR`, name."""
+    """Parse the weights of `--policy DIR`, or of several `--policy NAME=DIR`."""
     if len(given) == 1 and ("=" not in given[0] or Path(given[0]).exists()):
         return given[0]
     named = [text.partition("=") for text in given]

@@ -1,1 +1,1 @@
-"""Reading runs, without importing anyone's environment."""
+"""Readers of runs, which import no environment."""

@@ -1,4 +1,4 @@
-"""Executions of an episode beside each other: forks as a tree, where two episodes part, how a replay went."""
+"""Comparison of executions of an episode: forks as a tree, the first difference of two episodes, results of replays."""
 
 from __future__ import annotations
 
@@ -24,31 +24,31 @@ if TYPE_CHECKING:
     from agentrl.inspection.reader import EpisodeView
 
 FORKS = "forks"
-"""Directory of a run's forks, inside the run's."""
+"""Directory of a run's forks, inside the run directory."""
 _TIMES = {"seconds", "started", "cached_tokens"}
-"""Fields in which two executions of the same differ."""
+"""Fields that differ between two executions of the same calls."""
 Outcome = Literal["identical", "departed", "stopped", "not_replayable"]
 
 
 class Fork(msgspec.Struct, frozen=True):
-    """A fork, in the order of the tree."""
+    """A fork in the tree of forks."""
 
     depth: int
-    """0: the episode that was forked, which lies in the run itself."""
+    """Depth in the tree; 0: the forked episode, which belongs to the run itself."""
     line: EpisodeLine
     at: str
-    """The call that it took otherwise; empty for the first of all."""
+    """Call at which it departs from its parent; empty for the root of the tree."""
     is_edited: bool
-    """Whether it was told something else there."""
+    """Whether a message was edited at that call."""
     version: str | None = None
-    """The version that sampled the turn at which it was forked; None if that turn sampled nothing."""
+    """Version that sampled the turn at which it was forked; None if that turn sampled nothing."""
 
 
 @contextmanager
 def located(reader: RunReader, name: str) -> Iterator[tuple[RunReader, str]]:
-    """The reader that holds an episode, and the episode's id there: `forks/f0` is f0 of the run's forks.
+    """Yield the reader that holds an episode, and the episode's id there: `forks/f0` is f0 of the run's forks.
 
-    An episode of the run itself that is called so, as one that was imported may be, goes before.
+    An episode of the run itself with that name, such as an imported one, takes precedence.
 
     Raises:
         InputError: the run has no forks.
@@ -117,7 +117,7 @@ def _grow(tree: list[Fork], parent: str, depth: int, whole: _Forks) -> None:
 
 
 def _version(forks: RunReader, episode: str) -> str | None:
-    """The version that sampled the first turn of a fork's own."""
+    """Return the version that sampled the first turn of a fork's own."""
     view = forks.episode(episode)
     for _, body in view.entries[1 + view.inherited :]:
         if isinstance(body, TurnEntry) and body.spans:
@@ -127,7 +127,7 @@ def _version(forks: RunReader, episode: str) -> str | None:
 
 
 def _points(forks: RunReader) -> tuple[dict[str, ForkPoint], dict[str, int]]:
-    """Fork point and newest attempt, by fork."""
+    """Return fork point and newest attempt of each fork."""
     columns = ", ".join([*ADMISSION_COLUMNS.split(), "checksum"])
     points: dict[str, ForkPoint] = {}
     attempts: dict[str, int] = {}
@@ -155,29 +155,29 @@ class Departure(msgspec.Struct, frozen=True, kw_only=True):
     """The first difference between two episodes."""
 
     what: str
-    """`context` (the policy's input), `sampled` (its output), `act`, `environment`, `ended`."""
+    """Kind of the difference: `context` (the policy's input), `sampled` (its output), `act`, `environment`, `ended`."""
     call: str
     agent: str = ""
     turn: int | None = None
     token: int | None = None
-    """Token position in the turn's context or in its sampled tokens, as `what` says."""
+    """Position of the token in the turn's context or in its sampled tokens, depending on `what`."""
     a: Side
     b: Side
 
 
 class EpisodeDifference(msgspec.Struct, frozen=True, kw_only=True):
-    """Two episodes compared."""
+    """The comparison of two episodes."""
 
     a: EpisodeLine
     b: EpisodeLine
     same_acts: int
-    """Number of acts that are equal before the first difference."""
+    """Number of equal acts before the first difference."""
     departure: Departure | None
-    """None: they are the same, but for times."""
+    """First difference; None if the episodes are equal apart from times."""
     rewards: dict[str, tuple[float | None, float | None]]
     """Rewards on both sides, keyed by agent."""
     turns: list[tuple[str, int, bool]]
-    """(agent, turn, whether it is equal in both), for all turns of either."""
+    """All turns of either episode, as (agent, turn, whether it is equal in both)."""
     problems: list[str]
 
 
@@ -268,7 +268,7 @@ def _position(body: EntryBody | None) -> tuple[str, int | None]:
 
 
 def act_text(body: EntryBody) -> str:
-    """An entry in a line."""
+    """Describe an entry in one line."""
     if isinstance(body, TurnEntry):
         return f"turn {body.turn} of {body.seat}[{body.index}]: {body.text}"
     fields = ", ".join(f"{name}={value!r}" for name, value in _comparable(body)[1:])
@@ -296,12 +296,12 @@ def _turns(ours: dict[str, EntryBody], theirs: dict[str, EntryBody]) -> list[tup
 
 
 def compare_episodes(reader: RunReader, a: str | None, b: str | None) -> EpisodeDifference:
-    """Episode `a` of a run with `b`, or with the one it was forked from where `b` is left out.
+    """Compare episode `a` of a run with `b` or, if `b` is None, with the episode from which it was forked.
 
     A fork of the run is `forks/f0`.
 
     Raises:
-        InputError: there is no such episode, or `a` is no fork and there is nothing to compare it with.
+        InputError: there is no such episode, or `b` is None and `a` is not a fork.
     """
     if a is None:
         raise InputError("name two episodes, or a fork, such as forks/f0")
@@ -320,22 +320,22 @@ def compare_episodes(reader: RunReader, a: str | None, b: str | None) -> Episode
 
 
 class Replayed(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of an execution over a journal."""
+    """The result of a replay."""
 
     episode: str
     attempt: int
     outcome: Outcome
     calls: int
-    """Recorded calls that came back as they were."""
+    """Number of recorded calls that were replayed without a difference."""
     recorded: int
     """Number of acts in the journal."""
     call: str | None = None
-    """The call at which it departed or stopped."""
+    """Call at which the replay departed or stopped."""
     text: str = ""
-    """The event at that call, for people."""
+    """Description of the event at that call."""
     acts: list[tuple[str, str]] = []
     """Replayed calls, each with a description."""
     before: dict[str, float | None] = {}
-    """Rescoring: the recorded reward of each agent."""
+    """Recorded reward of each agent, if rescoring."""
     after: dict[str, float | None] = {}
-    """Rescoring: the reward that the program gives now."""
+    """Reward of each agent by the current code, if rescoring."""

@@ -1,6 +1,6 @@
 """The acts of an episode in the order they were recorded, with their times, as data for any renderer.
 
-Only turns are recorded with the time they began; what lies between two turns of an agent and is no act is a wait.
+Only turns have a recorded start time; time between two turns of an agent that no act covers is a wait.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ if TYPE_CHECKING:
 
 
 MAX_READ = 1 << 18
-"""Characters of a reply that is taken apart; a longer one is shown as it was sampled."""
+"""Maximum length of a reply that is parsed, in characters; a longer one is shown as it was sampled."""
 
 
 class _Act(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):
-    """Something the episode did."""
+    """An act of the episode."""
 
     call: str
-    """The call id."""
+    """Call id of the act."""
 
 
 class TurnAct(_Act, frozen=True, kw_only=True, tag="turn"):
-    """A policy was asked, and answered."""
+    """A turn of a policy."""
 
     seat: str
     index: int
@@ -53,33 +53,34 @@ class TurnAct(_Act, frozen=True, kw_only=True, tag="turn"):
     turn: int
     row: int
     messages: list[dict[str, Any]]
-    """Messages since its last turn."""
+    """Messages since the agent's previous turn."""
     text: str
     """Sampled text, special tokens included."""
     thinking: str
     """Reasoning before the answer, as far as the text shows it. `thinking`, `content` and `calls` are for display."""
     content: str
-    """The text without thinking, calls and the token that ends it."""
+    """Text without thinking, calls and the token that ends the turn."""
     calls: list[dict[str, Any]]
-    """Name and arguments of each call; arguments that are malformed are text."""
+    """Name and arguments of each call; malformed arguments are text."""
     tokens: int
     finish_reason: str
     versions: list[tuple[int, str]]
-    """(first token, version); several if an update fell into the turn."""
+    """Versions that sampled the turn, as (first token, version); several if an update fell into the turn."""
     temperature: float
     drift: str | None
     cached_tokens: int
     at: float
-    """Seconds since the episode's first turn began; of a fork, without those between its parent's turns and its own."""
+    """Seconds since the episode's first turn began; for a fork, without the time between its parent's turns and its
+    own."""
     seconds: float
     waited: float
-    """Seconds since the previous act of its branch, if times are recorded."""
+    """Seconds since the previous act of the branch, if times are recorded."""
     pauses: list[Pause]
     """Pauses during the turn: the episode was parked, its engine was lost, or the engine's memory was full."""
 
 
 class ToolAct(_Act, frozen=True, kw_only=True, tag="tool"):
-    """A tool was called."""
+    """A call of a tool."""
 
     name: str
     arguments: Any
@@ -90,7 +91,7 @@ class ToolAct(_Act, frozen=True, kw_only=True, tag="tool"):
 
 
 class EffectAct(_Act, frozen=True, kw_only=True, tag="effect"):
-    """An act on the outside world, or a call on a resource (`level` is then not empty)."""
+    """An effect on the outside world, or a call on a resource (`level` is then not empty)."""
 
     name: str
     arguments: Any
@@ -102,20 +103,20 @@ class EffectAct(_Act, frozen=True, kw_only=True, tag="effect"):
 
 
 class SpawnAct(_Act, frozen=True, kw_only=True, tag="spawn"):
-    """Children were started."""
+    """The start of children."""
 
     environment: str
     children: list[str]
 
 
 class ChildAct(_Act, frozen=True, kw_only=True, tag="child"):
-    """A child's end was heard of."""
+    """The result of a child, received by its parent."""
 
     child: str
     drop_reason: str | None
     rewards: dict[str, float]
     versions: list[str]
-    """The oldest of each policy that played in it: what the rewards were measured with."""
+    """Oldest version of each policy that played in the child, with which the rewards were measured."""
 
 
 class RewardAct(_Act, frozen=True, kw_only=True, tag="reward"):
@@ -142,7 +143,7 @@ class RewardAct(_Act, frozen=True, kw_only=True, tag="reward"):
 
 
 class OtherAct(_Act, frozen=True, kw_only=True, tag="other"):
-    """Anything else the journal holds."""
+    """Any other entry of the journal."""
 
     what: str
     value: Any
@@ -152,7 +153,7 @@ Act = TurnAct | ToolAct | EffectAct | SpawnAct | ChildAct | RewardAct | OtherAct
 
 
 class WeightUpdate(msgspec.Struct, frozen=True, tag_field="kind", tag="update"):
-    """Weights that were published while the episode ran."""
+    """A publication of weights while the episode ran."""
 
     version: str
     at: float
@@ -160,7 +161,7 @@ class WeightUpdate(msgspec.Struct, frozen=True, tag_field="kind", tag="update"):
 
 
 class ConversationView(msgspec.Struct, frozen=True):
-    """An episode with all that happened in it."""
+    """An episode with all its acts."""
 
     summary: EpisodeLine
     agents: list[AgentLine]
@@ -168,7 +169,7 @@ class ConversationView(msgspec.Struct, frozen=True):
     """See `EpisodeView`."""
     metrics: dict[str, float | None]
     detail: str
-    """The message of the failure that dropped it; empty if it was not dropped."""
+    """Message of the failure that dropped the episode; empty if it was not dropped."""
     task: Any
     began: float | None
     """Wall-clock label of the first turn, seconds since the epoch."""
@@ -182,12 +183,12 @@ class ConversationView(msgspec.Struct, frozen=True):
 
 
 def conversation(reader: RunReader, episode_id: str, attempt: int | None = None) -> ConversationView:
-    """An episode in its newest attempt, or in a given one. Raises as `RunReader.episode`."""
+    """Read an episode in its newest attempt, or in a given one. Raises as `RunReader.episode`."""
     return conversation_of(reader, reader.episode(episode_id, attempt))
 
 
 def conversation_of(reader: RunReader, view: EpisodeView) -> ConversationView:
-    """The conversation of an episode that was read."""
+    """Make the conversation of an episode that was read."""
     bodies = [(call, body) for call, body in view.entries if not isinstance(body, Begin)]
     turns = [body for _, body in bodies if isinstance(body, TurnEntry)]
     began = min((turn.started for turn in turns), default=None)
@@ -217,7 +218,7 @@ def conversation_of(reader: RunReader, view: EpisodeView) -> ConversationView:
 
 
 def _external_policies(info: Mapping[str, Any]) -> set[str]:
-    """The policies whose turns are a line of an endpoint or a bot, as a journal's `info` says."""
+    """Return the policies whose turns are lines of an endpoint or a bot, by a journal's `info`."""
     config = info.get("config")
     policies = config.get("policies") if isinstance(config, dict) else None
     known = policies.items() if isinstance(policies, dict) else ()
@@ -225,7 +226,7 @@ def _external_policies(info: Mapping[str, Any]) -> set[str]:
 
 
 def _with_usage(act: TurnAct) -> TurnAct:
-    """The same turn with the endpoint's count of its tokens, 0 if it gave none: what is recorded are bytes."""
+    """Replace the recorded bytes of an endpoint's turn by the endpoint's token counts, 0 if it gave none."""
     said = json_value(act.text)
     counts = usage_of(said) if isinstance(said, dict) else {}
     return msgspec.structs.replace(act, tokens=counts.get("completion_tokens", 0))
@@ -239,20 +240,20 @@ class _Waits:
         self._ends: dict[str, float] = {}
 
     def before(self, call: str, turn: TurnEntry) -> float:
-        """Seconds of a turn's branch between the end of its last act and the turn."""
+        """Return the seconds between the end of the branch's last act and a turn."""
         branch = call.rpartition("#")[0]
         known = self._ends.get(branch)
         self._ends[branch] = turn.started + turn.seconds
         return 0.0 if known is None else max(turn.started - known, 0.0)
 
     def go_on_at(self, started: float) -> None:
-        """A fork played the acts that follow later: the time in between counts as no wait."""
+        """Shift the time to that of a fork's own acts: the time between them and the inherited acts is not a wait."""
         between = started - max(self._ends.values(), default=started)
         self.began += between
         self._ends = {branch: end + between for branch, end in self._ends.items()}
 
     def acted(self, call: str, seconds: float) -> None:
-        """An act took a while."""
+        """Add the duration of an act."""
         branch = call.rpartition("#")[0]
         if branch in self._ends:
             self._ends[branch] += seconds
@@ -347,7 +348,7 @@ def _effect(call: str, body: EffectEntry | ResourceEntry) -> EffectAct:
 
 
 def _updates(reader: RunReader, turns: Sequence[TurnEntry], began: float, problems: list[str]) -> list[WeightUpdate]:
-    """Versions of the policies that took turns, published between the first and the last of them."""
+    """Return the versions of the policies that took turns, published between the first and the last turn."""
     if not turns:
         return []
     first, last = min(turn.started for turn in turns), max(turn.started + turn.seconds for turn in turns)

@@ -1,12 +1,12 @@
-"""The ledger of a run, counted from its control log: is every episode and every unit accounted for, exactly once?
+"""The ledger of a run, counted from its control log: accounts for every episode and every unit exactly once.
 
     episodes, children counted:  admitted  = in flight + ready + trained + dropped
     units of each policy:        committed = ready + consumed + dropped
 
-The two sides are counted from different tables, and every row that fits no side is named: an ended episode nobody
-admitted, a unit trained twice, trained and dropped, or trained without having been committed. So is a checkpoint of
-versions the log does not know: it was flushed before the checkpoint was sealed, and has lost its end since. And so are
-committed episodes whose entries are not there, or whose tokens name a version that has no row, digest or step.
+The two sides are counted from different tables, and every row that fits neither side is a problem with a message: an
+ended episode that was never admitted; a unit trained twice, trained and dropped, or trained without having been
+committed; a checkpoint with versions unknown to the log, which has lost its end since the checkpoint was sealed; and
+committed episodes whose entries are missing, or whose tokens name a version without a row, digest or step.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
     from agentrl.journal.run_log import SqliteRunLog
 
 MAX_PROBLEMS = 20
-"""Named one by one; more are counted."""
+"""Maximum number of problems with a message; further ones are counted."""
 
 MAX_MANIFEST_BYTES = 64 << 20
 
 _TURN = b"\xa4turn"
-"""The kind of a turn, after the three bytes that an array of 16 elements or more begins with."""
+"""Encoded kind of a turn, after the three bytes with which an array of 16 or more elements begins."""
 
 Key = tuple[str, int]
 """Episode id and attempt."""
@@ -49,7 +49,7 @@ class EpisodeCounts(msgspec.Struct):
     ready: int = 0
     trained: int = 0
     dropped: dict[str, int] = msgspec.field(default_factory=dict)
-    """Counts by reason; `frozen` if nothing of an episode was trainable."""
+    """Number of dropped episodes by reason; `frozen` if no policy of the episode was trainable."""
 
     @property
     def balances(self) -> bool:
@@ -72,19 +72,19 @@ class UnitCounts(msgspec.Struct):
 
 
 class RunLedger(msgspec.Struct):
-    """Both equations, and what contradicts them."""
+    """Both equations, and the problems found."""
 
     episodes: dict[str, EpisodeCounts]
     """Episode counts, keyed by environment."""
     units: dict[str, UnitCounts]
     """Unit counts, keyed by policy."""
     through: dict[str, str]
-    """The newest version of each policy: units of steps that do not lead to it are ready again."""
+    """Newest version of each policy: units of steps that do not lead to it are ready again."""
     problems: list[str]
 
     @property
     def holds(self) -> bool:
-        """Whether nothing is lost and nothing was trained twice."""
+        """Whether both equations hold and no problem was found."""
         balances = [count.balances for count in self.episodes.values()]
         balances += [count.balances for count in self.units.values()]
         return not self.problems and all(balances)
@@ -103,8 +103,8 @@ def run_ledger(
 
     Args:
         log: the run's control log.
-        checkpoints: the directory of its checkpoints.
-        on_read: told now and then how many committed episodes' entries were read, and of how many.
+        checkpoints: the run's checkpoint directory.
+        on_read: callback with the number of committed episodes whose entries were read, and their total.
 
     Raises:
         JournalError: the control log is damaged.
@@ -150,7 +150,7 @@ class _Counting:
         self._consumed = self._surviving(log)
 
     def read_entries(self, log: SqliteRunLog, on_read: Callable[[int, int], None]) -> None:
-        """Look for the entries of every committed episode, and for the versions that its tokens name."""
+        """Check the entries of every committed episode, and the versions named by its tokens."""
         partitions: dict[str, dict[Key, int]] = {}
         for name, episode, attempt, entries in log.rows(
             "SELECT partition, episode, attempt, entries FROM episodes"
@@ -176,7 +176,7 @@ class _Counting:
     def _read_partition(
         self, path: Path, expected: Mapping[Key, int], versions: _Versions, on_read: Callable[[int], None]
     ) -> dict[Key, int]:
-        """Number of missing entries per episode."""
+        """Read a partition; returns the number of missing entries per episode."""
         left = dict(expected)
         read = 0
         for entry in whole_partition(path, self._run):
@@ -196,7 +196,7 @@ class _Counting:
         return left
 
     def _name_missing(self, log: SqliteRunLog, name: str, expected: Mapping[Key, int], left: Mapping[Key, int]) -> None:
-        """Say of which episodes entries are missing, unless all of them were pruned."""
+        """Report the episodes with missing entries, unless they were pruned."""
         missing = {key: count for key, count in left.items() if count}
         pruned = log.pruned({episode for episode, _ in missing})  # asked after: a run records what it prunes before
         for (episode, attempt), count in missing.items():
@@ -206,7 +206,7 @@ class _Counting:
                 self._problem(f"episode {episode} attempt {attempt}: {committed} were committed, {name} has {there}")
 
     def _surviving(self, log: SqliteRunLog) -> Counter[tuple[Key, str]]:
-        """Number of times each unit was trained on the line that led to the newest versions."""
+        """Count how often each unit was trained on the line that led to the newest versions."""
         consumed: Counter[tuple[Key, str]] = Counter()
         for policy, version in self._through.items():
             for lineage, first, last in log.surviving(version):
@@ -221,7 +221,7 @@ class _Counting:
         return consumed
 
     def ledger(self) -> RunLedger:
-        """Both equations."""
+        """Compute both equations."""
         newest: dict[str, int] = {}
         for episode, attempt in self._admitted:
             newest[episode] = max(attempt, newest.get(episode, 0))
@@ -243,7 +243,7 @@ class _Counting:
         return RunLedger(episodes=episodes, units=units, through=through, problems=self._problems)
 
     def _count_episode(self, key: Key, counts: EpisodeCounts, states: Mapping[Key, set[str]]) -> None:
-        """An episode is in flight, dropped, or whatever its units are: ready as long as one is."""
+        """Count an episode as in flight, dropped, or by the states of its units: ready as long as one is."""
         if key not in self._ended:
             counts.in_flight += 1
             return
@@ -260,7 +260,7 @@ class _Counting:
             counts.dropped[why] = counts.dropped.get(why, 0) + 1
 
     def _count_units(self, key: Key, policies: set[str], units: Mapping[str, UnitCounts]) -> set[str]:
-        """The states of a committed episode's units: `ready`, `consumed`, or drop reasons."""
+        """Return the states of a committed episode's units: `ready`, `consumed`, or drop reasons."""
         found = set()
         for policy in policies & units.keys():
             counts = units[policy]
@@ -302,7 +302,7 @@ class _Versions:
         self._judged: dict[PolicyVersion, str | None] = {}
 
     def faults(self, turn: TurnEntry) -> list[str]:
-        """Reasons why versions of a turn's tokens are unknown; empty if all are known."""
+        """Return the reasons why versions of a turn's tokens are unknown; empty if all are known."""
         policy = turn.weights_of or turn.policy
         found = (self._fault(PolicyVersion(policy, span.lineage, span.step)) for span in turn.spans)
         return [fault for fault in found if fault is not None]
@@ -326,7 +326,7 @@ class _Versions:
 
 
 def _newest_versions(log: SqliteRunLog) -> dict[str, PolicyVersion]:
-    """The last version of the last lineage of each policy that is trained."""
+    """Return the last version of the last lineage of each trained policy."""
     rows: list[Any] = log.rows(
         "SELECT policy, lineage, max(step) FROM versions WHERE lineage >= 0 GROUP BY policy, lineage"
     )
@@ -337,7 +337,8 @@ def _newest_versions(log: SqliteRunLog) -> dict[str, PolicyVersion]:
 
 
 def _sealed_versions(checkpoints: Path) -> dict[PolicyVersion, str]:
-    """The versions checkpoints were sealed at, and their names; a manifest that cannot be read says nothing."""
+    """Return the versions at which checkpoints were sealed, with the checkpoints' names; unreadable manifests are
+    skipped."""
     sealed = {}
     for path in sorted(checkpoints.glob("step_*/manifest.json")):
         try:

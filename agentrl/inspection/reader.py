@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 _TYPES = {"TEXT": "'text'", "INTEGER": "'integer'", "REAL": "'real', 'integer'", "BLOB": "'blob'"}
 MAX_DEPTH = 100
-"""Deepest nesting that is shown; far from where recursive printers end."""
+"""Maximum nesting of content that is shown, far below the limit of recursive printers."""
 Row = dict[str, Any]
 STATUS = (
     "CASE WHEN e.episode IS NULL AND EXISTS"
@@ -78,14 +78,14 @@ COLUMNS: dict[str, Column] = {
     "admitted_at": Column("a.admitted_at", "number"),
     "committed_at": Column("e.committed_at", "number"),
 }
-"""Columns of `EpisodeLine`, as `--where` and `--sort` know them."""
+"""Columns of `EpisodeLine`, for `--where` and `--sort`."""
 EPISODES = " FROM admissions a LEFT JOIN episodes e ON e.episode = a.episode AND e.attempt = a.attempt"
 NEWEST = "NOT EXISTS (SELECT 1 FROM admissions n WHERE n.episode = a.episode AND n.attempt > a.attempt)"
 
 
 @contextmanager
 def damage_named(log: SqliteRunLog) -> Iterator[None]:
-    """An unexpected error in here becomes a `JournalError`, if the control log is damaged."""
+    """Convert an unexpected error in the context to a `JournalError` if the control log is damaged."""
     try:
         yield
     except AgentRLError:
@@ -100,7 +100,7 @@ def damage_named(log: SqliteRunLog) -> Iterator[None]:
 
 
 def check_types(log: SqliteRunLog) -> None:
-    """Look at every row of the control log.
+    """Check the types of every row of the control log.
 
     Raises:
         JournalError: a value is not of the type its column declares; the message names table, row and column.
@@ -122,10 +122,10 @@ def check_types(log: SqliteRunLog) -> None:
 
 
 def check_showable(body: EntryBody, where: str) -> None:
-    """Refuse content that no JSON writer takes: keys that are neither text nor numbers, extension types, great depth.
+    """Refuse content that no JSON writer accepts: keys that are neither text nor numbers, extension types, great depth.
 
     Raises:
-        JournalError: the content is such; the message begins with `where`.
+        JournalError: the content is not acceptable; the message begins with `where`.
     """
     level: list[Any] = [body]
     for _ in range(MAX_DEPTH):
@@ -154,14 +154,14 @@ def check_showable(body: EntryBody, where: str) -> None:
 def checked_rows(
     log: SqliteRunLog, table: str, condition: str, *parameters: Any, problems: list[str] | None = None
 ) -> list[Row]:
-    """The rows of a table that pass a condition and match their checksums.
+    """Return the rows of a table that pass a condition and match their checksums.
 
     Args:
         log: the run's control log.
         table: one of `journal.control.CHECKED`.
-        condition: SQL, perhaps with an ORDER BY or a LIMIT; ours, never anyone's content.
-        parameters: bound to its placeholders.
-        problems: told of rows that do not match.
+        condition: SQL, optionally with ORDER BY or LIMIT; a constant of this package, never content.
+        parameters: values of its placeholders.
+        problems: receives a message for each row with a wrong checksum.
 
     Raises:
         JournalError: the database cannot be read.
@@ -184,8 +184,8 @@ class EpisodeLine(msgspec.Struct, frozen=True):
     episode: str
     attempt: int
     status: str
-    """`in_flight`, `ready`, `trained`, `dropped`, `finished` (not a training episode), or `repeated`: the attempt
-    failed and a later one replaced it."""
+    """Status: `in_flight`, `ready`, `trained`, `dropped`, `finished` (not a training episode), or `repeated` (the
+    attempt failed and a later one replaced it)."""
     purpose: str
     environment: str
     task: str
@@ -196,7 +196,7 @@ class EpisodeLine(msgspec.Struct, frozen=True):
     oldest_step: int | None
     lineage: int | None
     staleness: int | None
-    """Steps from its oldest weights to those it was trained into, where both are of one lineage."""
+    """Steps from the episode's oldest weights to those it was trained into, if both belong to one lineage."""
     reward: float | None
     stop_reason: str | None
     drop_reason: str | None
@@ -204,11 +204,11 @@ class EpisodeLine(msgspec.Struct, frozen=True):
     tokens: int | None
     seconds: float | None
     detail: str | None
-    """The message of the failure that dropped it."""
+    """Message of the failure that dropped the episode."""
     admitted_at: float
     committed_at: float | None
     problem: str | None = None
-    """Damage found in its records."""
+    """Damage found in the episode's records."""
 
 
 class AgentLine(msgspec.Struct, frozen=True):
@@ -229,14 +229,14 @@ class EpisodeView(msgspec.Struct, frozen=True):
     summary: EpisodeLine
     agents: list[AgentLine]
     measured_against: list[str]
-    """Versions that its rewards may also depend on: the oldest of each policy in the children it waited for."""
+    """Versions on which the rewards may also depend: the oldest of each policy in the children it waited for."""
     metrics: dict[str, float | None]
     detail: str
-    """The message of the failure that dropped it; empty if it was not dropped."""
+    """Message of the failure that dropped the episode; empty if it was not dropped."""
     entries: list[tuple[str, EntryBody]]
-    """Call id and entry, in the order they were written."""
+    """Call ids and entries, in the order in which they were written."""
     inherited: int
-    """Number of these that a fork inherited from its parent, after its own first entry."""
+    """Number of entries that a fork inherited from its parent, after its own first entry."""
     problems: list[str]
     """Problems met while reading, for people."""
 
@@ -247,9 +247,10 @@ class RunLine(msgspec.Struct, frozen=True):
     name: str
     path: str
     purpose: str
-    """`train`, `evaluate` where `agentrl evaluate` kept its episodes, or `import` where another tool wrote them."""
+    """Purpose of the run: `train`, `evaluate` if `agentrl evaluate` kept its episodes, or `import` if another tool
+    wrote them."""
     episodes: int
-    """Episodes of that purpose that were committed."""
+    """Number of committed episodes of that purpose."""
     in_flight: int
     steps: dict[str, int]
     """Newest step of each policy."""
@@ -267,14 +268,14 @@ class CurvePoint(msgspec.Struct, frozen=True):
     lineage: int
     step: int
     reward: float | None
-    """Mean over the units the step consumed."""
+    """Mean reward over the units that the step consumed."""
     units: int
     mark: str = ""
     """Changes just before the step: a resume, code, settings."""
 
 
 def converted(kind: type[Any], row: Any) -> Any:
-    """A struct of a row, its types checked: a database may hold anything anywhere."""
+    """Make a struct of a row and check its types: a database may hold anything anywhere."""
     fields = row if isinstance(row, dict) else dict(zip(kind.__struct_fields__, row, strict=True))
     try:
         return msgspec.convert(fields, kind)
@@ -283,7 +284,7 @@ def converted(kind: type[Any], row: Any) -> Any:
 
 
 def numbers_of(text: Any, problems: list[str]) -> dict[str, float | None]:
-    """An episode's metrics; values that are not numbers are reported in `problems`."""
+    """Read an episode's metrics; values that are not numbers are reported in `problems`."""
     numbers: dict[str, float | None] = {}
     for name, value in json_of(text).items():
         try:
@@ -294,7 +295,7 @@ def numbers_of(text: Any, problems: list[str]) -> dict[str, float | None]:
 
 
 def versions_of(text: Any, problems: list[str]) -> list[str]:
-    """The versions that an episode was measured against; anything else than a list of them is reported in
+    """Read the versions against which an episode was measured; anything but a list of versions is reported in
     `problems`."""
     try:
         return [] if text is None else list(map(str, msgspec.json.decode(text, type=tuple[PolicyVersion, ...])))
@@ -304,7 +305,7 @@ def versions_of(text: Any, problems: list[str]) -> list[str]:
 
 
 def json_of(text: Any) -> dict[str, Any]:
-    """The object a column of JSON holds; empty if it holds another value, or none."""
+    """Read the object in a JSON column; empty if it holds another value, or none."""
     try:
         value = json.loads(text) if text is not None else {}
     except (ValueError, TypeError, RecursionError) as error:
@@ -320,7 +321,7 @@ class RunReader:
 
         Raises:
             InputError: there is no run at `path`.
-            JournalError: its journal cannot be read.
+            JournalError: the journal cannot be read.
         """
         self.path = Path(path)
         self.journal = self.path / "journal" if (self.path / "journal").is_dir() else self.path
@@ -332,7 +333,7 @@ class RunReader:
         self._turns = TurnReader(self.journal)
 
     def close(self) -> None:
-        """Close what was opened. Idempotent."""
+        """Close all open files. Idempotent."""
         self.log.close()
         self._turns.close()
 
@@ -351,16 +352,16 @@ class RunReader:
         among: Collection[str] | None = None,
         training_first: bool = False,
     ) -> list[EpisodeLine]:
-        """Episodes that pass a filter (`where.parse`), sorted by a column; those without a value come last.
+        """Return the episodes that pass a filter (`where.parse`), sorted by a column; those without a value come last.
 
         Args:
             where: the filter.
             sort: the column.
-            descending: largest first.
-            limit: at most so many.
-            offset: after leaving out so many.
-            among: of these only, named as `EPISODE.ATTEMPT`: what `search.matches` found.
-            training_first: those of purpose `train` before all others.
+            descending: whether the largest come first.
+            limit: maximum number of episodes.
+            offset: number of episodes to skip.
+            among: only these episodes, as `EPISODE.ATTEMPT`, from `search.matches`.
+            training_first: whether episodes of purpose `train` come before all others.
 
         Raises:
             InputError: the filter cannot be read, or there is no such column.
@@ -377,24 +378,24 @@ class RunReader:
         return self.lines(self.log.rows(statement, *values, limit, offset))
 
     def keys(self, where: str = "", *, among: Collection[str] | None = None) -> list[tuple[str, int]]:
-        """Id and attempt of all episodes that pass a filter, in order of admission; raises as `episodes`."""
+        """Return id and attempt of all episodes that pass a filter, in order of admission; raises as `episodes`."""
         condition, values = _condition(where, among)
         order = "a.admitted_at, a.episode, a.attempt"
         return self.log.rows(f"SELECT a.episode, a.attempt{EPISODES} WHERE {condition} ORDER BY {order}", *values)
 
     def count(self, where: str = "", *, among: Collection[str] | None = None) -> int:
-        """Number of episodes that pass a filter; raises as `episodes`."""
+        """Return the number of episodes that pass a filter; raises as `episodes`."""
         if not where.strip() and among is None:
             return int(self.log.rows("SELECT count(*) FROM admissions")[0][0])
         condition, values = _condition(where, among)
         return int(self.log.rows(f"SELECT count(*){EPISODES} WHERE {condition}", *values)[0][0])
 
     def children(self, episode_id: str) -> list[EpisodeLine]:
-        """The newest attempts of the children of an episode, in the order of their ids."""
+        """Return the newest attempts of an episode's children, sorted by id."""
         return self._newest("a.parent = ?", episode_id)
 
     def group(self, group_id: str) -> list[EpisodeLine]:
-        """The newest attempts of the members of a group."""
+        """Return the newest attempts of the members of a group."""
         return self._newest("a.group_id = ?", group_id)
 
     def _newest(self, condition: str, value: str) -> list[EpisodeLine]:
@@ -403,9 +404,9 @@ class RunReader:
         return self.lines(sorted(found, key=lambda key: (len(key[0]), key)))
 
     def lines(self, keys: Sequence[tuple[Any, Any]]) -> list[EpisodeLine]:
-        """Episodes by (id, attempt), each with the damage to its records.
+        """Return episodes by (id, attempt), each with the damage to its records.
 
-        A page's columns are read separately from its order, which therefore reads only what it needs of each episode.
+        The columns of a page are read separately, so that sorting reads only the columns it needs.
         """
         columns = ", ".join(column.sql for column in COLUMNS.values())
         statement = f"SELECT {columns}{EPISODES} WHERE a.episode = ? AND a.attempt = ?"
@@ -420,7 +421,7 @@ class RunReader:
         return lines
 
     def _damage(self, episode: Any, attempt: Any) -> str | None:
-        """Whether the records of an attempt match their checksums."""
+        """Describe damage to the records of an attempt, by their checksums; None if there is none."""
         for table in ("admissions", "episodes"):
             statement = f"SELECT * FROM {table} WHERE episode = ? AND attempt = ?"
             for row in self.log.rows(statement, episode, attempt):
@@ -429,7 +430,7 @@ class RunReader:
         return None
 
     def episode(self, episode_id: str, attempt: int | None = None) -> EpisodeView:
-        """An episode in its newest attempt, or in a given one. `problems` names what cannot be read.
+        """Read an episode in its newest attempt, or in a given one. Its `problems` list the unreadable parts.
 
         Raises:
             InputError: there is no such episode.
@@ -478,7 +479,7 @@ class RunReader:
         )
 
     def curve(self) -> list[CurvePoint]:
-        """The reward of each step along each policy's surviving line, in order."""
+        """Return the reward of each step along each policy's surviving line, in order."""
         points = []
         said = {start.lineage: start.words for start in self.log.starts()}
         newest = "SELECT policy, lineage, max(step) FROM steps WHERE (policy, lineage) IN"
@@ -497,7 +498,9 @@ class RunReader:
         return points
 
     def metric(self, name: str) -> dict[str, list[tuple[int, float | None]]]:
-        """A metric's values by policy and step, along the surviving line: not what a rollback undid."""
+        """Return a metric's values by policy and step, along the surviving line, without those that a rollback
+        undid.
+        """
         values: dict[str, dict[int, float | None]] = {}
         statement = (
             "SELECT policy, step, value FROM metrics m WHERE name = ? AND NOT EXISTS (SELECT 1 FROM versions v"
@@ -509,18 +512,19 @@ class RunReader:
         return {policy: sorted(by_step.items()) for policy, by_step in sorted(values.items())}
 
     def metric_names(self) -> list[str]:
-        """The names that were recorded."""
+        """Return the names of the recorded metrics."""
         return [name for (name,) in self.log.rows("SELECT DISTINCT name FROM metrics ORDER BY name")]
 
     def counts(self) -> dict[str, int]:
-        """Training episodes, the newest attempt of each, by status."""
+        """Return the number of training episodes by status, counting the newest attempt of each."""
         statement = (
             f"SELECT {STATUS} AS status, count(*){EPISODES} WHERE a.purpose = 'train' AND {NEWEST} GROUP BY status"
         )
         return {str(status): int(count) for status, count in self.log.rows(statement)}
 
     def drop_reasons(self) -> dict[str, int]:
-        """Dropped training episodes, the newest attempt of each, by reason; the most frequent first."""
+        """Return the number of dropped training episodes by reason, the most frequent first, counting the newest
+        attempt of each."""
         reason = (
             "coalesce(e.drop_reason, (SELECT min(d.reason) FROM unit_drops d"
             " WHERE d.episode = a.episode AND d.attempt = a.attempt))"
@@ -532,11 +536,11 @@ class RunReader:
         return {str(reason): int(count) for reason, count in self.log.rows(statement)}
 
     def ledger(self, on_read: Callable[[int, int], None] = lambda read, of: None) -> RunLedger:
-        """Every episode and every unit accounted for; arguments and errors as of `run_ledger`."""
+        """Account for every episode and unit of the run; see `run_ledger`."""
         return run_ledger(self.log, self.path / "checkpoints", on_read)
 
     def line(self) -> RunLine:
-        """The run as a line of a list."""
+        """Return the run as a line of a list."""
         committed = "SELECT count(*) FROM episodes WHERE purpose = ? AND drop_reason IS NULL"
         in_flight = f"SELECT count(*){EPISODES} WHERE e.episode IS NULL AND {NEWEST}"
         points = self.curve()
@@ -555,7 +559,7 @@ class RunReader:
         )
 
     def _played_rewards(self, purpose: str) -> dict[str, float]:
-        """The mean over committed episodes of what each policy got in them."""
+        """Return the mean reward of each policy over the committed episodes in which it acted."""
         statement = (
             "SELECT policy, avg(reward) FROM (SELECT t.policy AS policy, sum(t.reward) AS reward"
             " FROM trajectories t JOIN episodes e ON e.episode = t.episode AND e.attempt = t.attempt"
@@ -565,8 +569,8 @@ class RunReader:
         return {str(policy): float(reward) for policy, reward in self.log.rows(statement, purpose)}
 
     def standing(self) -> str:
-        """The state of the run: `running`, `finished`, `stopped` (Ctrl-C), `failed` (an error), `killed`, `unknown`
-        (its record is damaged); empty if no process ever led it, as after an import.
+        """Return the state of the run: `running`, `finished`, `stopped` (Ctrl-C), `failed` (an error), `killed`,
+        `unknown` (its record is damaged); empty if no process ever led it, as after an import.
 
         If the lock is invisible, as for a process in another container, a fresh status counts as a sign of life.
         """
@@ -578,7 +582,7 @@ class RunReader:
         return found
 
     def _entries(self, line: EpisodeLine) -> tuple[list[JournalEntry], int, list[str]]:
-        """The entries of an attempt, how many of them a fork inherited, and problems met while reading."""
+        """Return the entries of an attempt, the number that a fork inherited, and problems met while reading."""
         statement = "SELECT partition, entries, digest FROM episodes WHERE episode = ? AND attempt = ?"
         located = [row for row in self.log.rows(statement, line.episode, line.attempt) if row[0] is not None]
         entries: list[JournalEntry] = []
@@ -603,9 +607,10 @@ class RunReader:
         return whole, len(whole) - len(entries), problems
 
     def recorded(self, line: EpisodeLine) -> tuple[list[JournalEntry], list[JournalEntry]]:
-        """An attempt's own entries, and those it took over as a fork, ancestors' beginnings among them: for a replay.
+        """Return an attempt's own entries and, for a fork, the inherited ones with its ancestors' first entries, for a
+        replay.
 
-        What cannot be read is missing; `episode` names it.
+        Unreadable entries are missing; `episode` reports them.
         """
         whole, inherited, problems = self._entries(line)
         own = [whole[0], *whole[1 + inherited :]] if whole else []
@@ -615,7 +620,7 @@ class RunReader:
         return own, read_prefix(self.journal, begin.fork)
 
     def _with_prefix(self, entries: list[JournalEntry]) -> list[JournalEntry]:
-        """A fork's entries: its own first one, then the inherited ones, then the rest of its own."""
+        """Return a fork's entries: its own first entry, then the inherited ones, then the rest of its own."""
         begin = decode_entries(entries[:1])[0] if entries else None
         if not isinstance(begin, Begin) or begin.fork is None:
             return entries
@@ -624,7 +629,7 @@ class RunReader:
 
 
 def _last_rewards(points: Sequence[CurvePoint]) -> dict[str, float]:
-    """Mean reward of the last five steps of each policy."""
+    """Return the mean reward of the last five steps of each policy."""
     rewards: dict[str, list[float]] = {}
     for point in points:
         if point.reward is not None:
@@ -633,7 +638,7 @@ def _last_rewards(points: Sequence[CurvePoint]) -> dict[str, float]:
 
 
 def runs(directory: str | Path) -> list[RunLine]:
-    """The runs in a directory, by name; one whose journal cannot be read carries its problem.
+    """List the runs in a directory by name; a run with an unreadable journal has a problem.
 
     Raises:
         InputError: there is no such directory.

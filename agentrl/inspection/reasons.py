@@ -1,4 +1,4 @@
-"""Explains an episode's state: admitted, tried again, delayed, ended, rewarded, trained or dropped, and why."""
+"""Explains an episode's state: why it was admitted, retried, delayed, ended, rewarded, trained or dropped."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
     from agentrl.inspection.reader import EpisodeLine, Row, RunReader
 
 SLOW_SHARE = 0.3
-"""Share of an episode's seconds; delays above it are named."""
+"""Share of an episode's seconds above which a delay is named."""
 MAX_NAMED = 8
 
 
 class Reason(msgspec.Struct, frozen=True):
-    """A sentence about one matter."""
+    """A sentence about one aspect."""
 
     about: str
-    """`admitted`, `order`, `attempt`, `time`, `ended`, `reward`, `group`, `released`, `unit`, `problem`."""
+    """Aspect: `admitted`, `order`, `attempt`, `time`, `ended`, `reward`, `group`, `released`, `unit`, `problem`."""
     text: str
     advice: str = ""
 
@@ -43,7 +43,7 @@ def reasons(reader: RunReader, episode_id: str, attempt: int | None = None) -> l
 
 
 def reasons_of(reader: RunReader, view: ConversationView) -> list[Reason]:
-    """The same of an episode that has been read."""
+    """Return the reasons of an episode that was read; see `reasons`."""
     problems: list[str] = []
     found = [
         *_admission(reader, view.summary, problems),

@@ -1,7 +1,7 @@
-"""Runs as pages for the terminal, and `Page`, the one place where a run's content becomes terminal text, escaped.
+"""Pages about runs for the terminal, and `Page`, the only place where a run's content becomes terminal text, escaped.
 
-Whoever shows something builds a `Page` of plain strings; only this module knows rich, and it makes `Text`, never
-markup. Styles are the caller's own words. Content of a run reaches the terminal escaped.
+Callers build a `Page` of plain strings; only this module uses rich, and it makes `Text`, never markup. Styles are
+constants of the caller. Content of a run reaches the terminal escaped.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
     from agentrl.journal.port import Pruned
 
 MAX_CELL = 500
-"""Characters of content in a cell of a table."""
+"""Maximum characters of content in a table cell."""
 MAX_BLOCK = 20_000
-"""Characters of content in a block; `--json` has all of it."""
+"""Maximum characters of content in a block; `--json` has all of it."""
 
 Part = str | tuple[str, str]
-"""Text, and perhaps a style of ours."""
+"""Text, optionally with a style."""
 EPISODE_COLUMNS = (
     *("episode", "status", "environment", "task", "reward", "stop_reason", "drop_reason"),
     *("turns", "tokens", "oldest_step", "seconds"),
@@ -65,18 +65,18 @@ class Page:
         self._parts.append(_styled(parts))
 
     def heading(self, text: str) -> None:
-        """A line above what belongs together."""
+        """Add a heading."""
         self._parts.append(Text("" if not self._parts else "\n") + Text(f"── {_short(text, MAX_CELL)} ──", "bold"))
 
     def block(self, content: str, style: str = "", *, indent: int = 4) -> None:
-        """Add multi-line content; of very long content, the beginning and the length."""
+        """Add multi-line content; very long content is cut, with its length."""
         shown = safe(content[:MAX_BLOCK])
         if len(content) > MAX_BLOCK:
             shown += f"\n… and {len(content) - MAX_BLOCK:,} more characters (--json has them)"
         self._parts.append(Text("\n".join(" " * indent + line for line in shown.split("\n")), style))
 
     def flow(self, parts: Iterable[tuple[str, str]], *, indent: int = 2) -> None:
-        """Pieces of content one after the other, each in its style; newlines in them are shown, and kept."""
+        """Add pieces of content one after the other, each in its style; newlines in them are marked, and kept."""
         text = Text(" " * indent)
         for content, style in parts:
             for number, piece in enumerate(content.split("\n")):
@@ -86,12 +86,12 @@ class Page:
         self._parts.append(text)
 
     def facts(self, facts: Iterable[tuple[str, str]]) -> None:
-        """Names and what they are, a line each."""
+        """Add names with their values, one per line."""
         for name, fact in facts:
             self._parts.append(Text(f"  {safe_line(name):<12} ", "dim") + Text(_short(fact, 4 * MAX_CELL)))
 
     def table(self, columns: Sequence[str], rows: Iterable[Sequence[Part]], *, caption: str = "") -> None:
-        """A table; the heading of a column of numbers ends with `>`."""
+        """Add a table; the heading of a column of numbers ends with `>`."""
         table = Table(box=None, pad_edge=False, header_style="bold", caption=safe_line(caption) or None)
         for column in columns:
             right = column.endswith(">")
@@ -120,7 +120,7 @@ def _short(content: str, most: int) -> str:
 
 
 def run_table(lines: Sequence[RunLine]) -> Page:
-    """Runs, a line each."""
+    """Make a page with runs, one per line."""
     page = Page()
     if not lines:
         page.line("no runs here")
@@ -141,7 +141,7 @@ def run_table(lines: Sequence[RunLine]) -> Page:
 
 
 def ledger_view(ledger: RunLedger) -> Page:
-    """Both equations, a line each, and the verdict."""
+    """Make a page with both equations, one per line, and the verdict."""
     page = Page()
     page.line("episodes, children counted")
     rows = []
@@ -164,7 +164,7 @@ def ledger_view(ledger: RunLedger) -> Page:
 
 
 def pruned_page(given_up: Pruned, *, is_dry: bool) -> Page:
-    """The episodes and steps whose tokens were pruned, or would be, and the consequences."""
+    """Make a page with the episodes and steps whose tokens were pruned, or would be, and the consequences."""
     page = Page()
     verb = "would be removed" if is_dry else "removed"
     size = f"{given_up.bytes / (1 << 20):.3g} MiB"
@@ -180,7 +180,7 @@ def pruned_page(given_up: Pruned, *, is_dry: bool) -> Page:
 
 
 def win_rate_table(found: Sequence[WinRate]) -> Page:
-    """The matrix of win rates: a row per step of the policy, a column per past version."""
+    """Make a page with the matrix of win rates: a row per step of the policy, a column per past version."""
     page = Page()
     if not found:
         page.line("no episode was played against a past version")
@@ -191,7 +191,7 @@ def win_rate_table(found: Sequence[WinRate]) -> Page:
 
 
 def episode_table(lines: Sequence[EpisodeLine], total: int, columns: Sequence[str] = ()) -> Page:
-    """Episodes, a line each, and how many there are in all; every heading is a column of `--where` and `--sort`."""
+    """Make a page with episodes, one per line, and their total; every heading is a column of `--where` and `--sort`."""
     page = Page()
     if not lines:
         page.line("no episodes pass")
@@ -220,7 +220,7 @@ def _cell(line: EpisodeLine, column: str) -> str:
 
 
 def metric_table(latest: Mapping[str, Mapping[str, float]]) -> Page:
-    """The newest value of each metric, with its unit and meaning."""
+    """Make a page with the newest value of each metric, its unit and its meaning."""
     page, rows = Page(), []
     for policy, values in latest.items():
         for name, value in values.items():
@@ -235,7 +235,7 @@ def metric_table(latest: Mapping[str, Mapping[str, float]]) -> Page:
 
 
 def curves(points: Sequence[CurvePoint], *, width: int = 64) -> Page:
-    """The reward of each policy over its steps, as plots."""
+    """Plot the reward of each policy over its steps."""
     page = Page()
     policies = dict.fromkeys(point.policy for point in points)
     if not policies:
@@ -252,7 +252,7 @@ def curves(points: Sequence[CurvePoint], *, width: int = 64) -> Page:
 
 
 def metric_curves(metric: str, values: Mapping[str, Sequence[tuple[int, float | None]]]) -> Page:
-    """A metric of each policy over its steps, as plots."""
+    """Plot a metric of each policy over its steps."""
     page = Page()
     for policy, points in values.items():
         known = [(step, value) for step, value in points if value is not None]
@@ -262,7 +262,7 @@ def metric_curves(metric: str, values: Mapping[str, Sequence[tuple[int, float | 
 
 
 def step_table(lines: Sequence[StepLine]) -> Page:
-    """Steps, a line each."""
+    """Make a page with steps, one per line."""
     page = Page()
     if not lines:
         page.line("no optimizer step was taken")
@@ -279,7 +279,7 @@ def step_table(lines: Sequence[StepLine]) -> Page:
 
 
 def step_page(view: StepView) -> Page:
-    """A step: its result and its inputs."""
+    """Make a page about a step: its result and its inputs."""
     page, line = Page(), view.line
     page.line((f"{line.policy}@{line.lineage}.{line.step}", "bold"), f" · made from {view.started_from}")
     facts = [("reward", number(line.reward)), ("loss", _small(line.loss)), ("grad_norm", _small(line.grad_norm))]
@@ -312,7 +312,9 @@ def step_page(view: StepView) -> Page:
 
 
 def rebuilt_page(steps: Sequence[Mapping[str, Any]]) -> Page:
-    """Steps done again, each a `StepRebuilt` as a dictionary: whether they are what they were, and why not."""
+    """Make a page about repeated steps, each a `StepRebuilt` as a dictionary: whether they are equal, and if not,
+    why.
+    """
     page, rows = Page(), list[list[Part]]()
     for step in steps:
         version = f"{step['policy']}@{step['lineage']}.{step['step']}"
@@ -343,7 +345,7 @@ def _digits(value: float | None) -> str:
 
 
 def figures_page(figures: RunFigures) -> Page:
-    """A run in figures."""
+    """Make a page with the figures of a run."""
     page = Page()
     speed = "" if figures.tokens_per_second is None else f", {figures.tokens_per_second:,.0f} sampled tokens a second"
     page.line((figures.name, "bold"), f" · {number(figures.seconds)} s{speed}")
@@ -375,7 +377,7 @@ def figures_page(figures: RunFigures) -> Page:
 
 
 def run_timeline_page(line: RunTimeline) -> Page:
-    """A run over its seconds: a row each for what ran, a column for each part."""
+    """Make a page about a run over its seconds: a row per process, a column per part."""
     page = Page()
     page.line(f"{_small(line.seconds)} s in parts of {line.part:.3g} s")
     rows: list[list[str]] = []

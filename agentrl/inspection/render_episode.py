@@ -1,4 +1,4 @@
-"""One episode, or two, as pages for the terminal."""
+"""Pages about one or two episodes, for the terminal."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ if TYPE_CHECKING:
     from agentrl.inspection.tokens import EpisodeTokens, Token, TokenRow
 
 SHOWN_WAIT_S = 0.05
-"""A shorter wait between two turns is not worth a line."""
+"""Shortest wait between two turns that gets a line, in seconds."""
 TOLD_VALUES = {"imported", "reasoning", "message"}
-"""Values in the entries of imported episodes that belong to what was said."""
+"""Values in the entries of imported episodes that belong to the conversation."""
 _STYLES = {"system": "dim", "user": "cyan", "assistant": "green", "tool": "yellow"}
 _COLOURS = ("blue", "dark_orange", "green", "magenta", "red", "cyan", "yellow", "purple")
 _MARKS = {"turn": "█", "tool": "▓", "effect": "▒", "wait": "·", "child": "◆", "reward": "★"}
 
 
 def conversation_page(view: ConversationView) -> Page:
-    """An episode: its header, then the acts of each agent in order."""
+    """Make a page about an episode: its header, then the acts of each agent in order."""
     page = summary_page(view)
     page.line()
     page.add(events_page(events(view), own=view.acts[view.inherited] if 0 < view.inherited < len(view.acts) else None))
@@ -53,7 +53,7 @@ def conversation_page(view: ConversationView) -> Page:
 
 
 def events_page(found: Sequence[Act | WeightUpdate], *, own: Act | None = None) -> Page:
-    """The acts of an episode in order; `own` is a fork's first act of its own."""
+    """Make a page with the acts of an episode in order; `own` is a fork's first act of its own."""
     page, speaker = Page(), ""
     for event in found:
         if event is own:
@@ -80,7 +80,7 @@ def events_page(found: Sequence[Act | WeightUpdate], *, own: Act | None = None) 
 
 
 def summary_page(view: ConversationView) -> Page:
-    """An episode's identity and outcome."""
+    """Make a page with an episode's identity and outcome."""
     page, line = Page(), view.summary
     page.line((line.episode, "bold"), f" · attempt {line.attempt} · {line.status} · {line.purpose}")
     facts = [("environment", line.environment), ("task", f"{line.task} {_json(view.task)}"), ("group", line.group)]
@@ -170,7 +170,7 @@ def _event(act: Act) -> str:
 
 
 def tokens_page(view: EpisodeTokens, *, details: bool = False) -> Page:
-    """An episode's tokens, coloured by the version that sampled them; with `details` a line each."""
+    """Make a page with an episode's tokens, coloured by the version that sampled them; with `details`, one per line."""
     page = Page()
     versions = dict.fromkeys(token.version for row in view.rows for token in row.tokens if token.version)
     colours = {version: _COLOURS[place % len(_COLOURS)] for place, version in enumerate(versions)}
@@ -228,7 +228,7 @@ def _shown(token: Token) -> str:
 
 
 def reasons_page(episode: str, found: Sequence[Reason]) -> Page:
-    """The reasons for an episode's state."""
+    """Make a page with the reasons for an episode's state."""
     page = Page()
     page.line((episode, "bold"))
     for reason in found:
@@ -244,7 +244,7 @@ def _column(place: float, width: int) -> int:
 
 
 def timeline_page(line: EpisodeTimeline, *, width: int = 80) -> Page:
-    """An episode over its seconds, a lane per agent and kind of act."""
+    """Make a page about an episode over its seconds, with a lane per agent and kind of act."""
     page = Page()
     page.line((line.episode, "bold"), f" · attempt {line.attempt} · {number(line.seconds)} s")
     scale = width / (line.seconds or 1.0)
@@ -269,7 +269,7 @@ def timeline_page(line: EpisodeTimeline, *, width: int = 80) -> Page:
 
 
 def fork_page(tree: Sequence[Fork], new: Collection[str] = ()) -> Page:
-    """Forks below their parents; if there are `new` ones, only their branches."""
+    """Make a page with forks below their parents; if there are `new` ones, only their branches."""
     page = Page()
     if new:
         roots = [place for place, fork in enumerate(tree) if not fork.depth]
@@ -292,7 +292,7 @@ def fork_page(tree: Sequence[Fork], new: Collection[str] = ()) -> Page:
 
 
 def _branch(tree: Sequence[Fork], place: int) -> str:
-    """The lines of the tree that lead to an entry."""
+    """Draw the lines of the tree that lead to an entry."""
     drawn = ""
     for depth in range(1, tree[place].depth + 1):
         below = next((each.depth for each in tree[place + 1 :] if each.depth <= depth), 0)
@@ -305,7 +305,7 @@ def _branch(tree: Sequence[Fork], place: int) -> str:
 
 
 def replay_page(found: Sequence[Replayed], *, step: bool = False) -> Page:
-    """Replayed episodes: identical, or the departure and its reason; with `step`, each call."""
+    """Make a page about replayed episodes: identical, or the departure and its reason; with `step`, each call."""
     page = Page()
     for each in found:
         if step:
@@ -326,7 +326,7 @@ def replay_page(found: Sequence[Replayed], *, step: bool = False) -> Page:
 
 
 def rescore_page(found: Sequence[Replayed]) -> Page:
-    """The rewards of episodes as recorded, and as the program gives them now."""
+    """Make a page with the rewards of episodes as recorded, and by the current code."""
     page, rows = Page(), list[list[Part]]()
     for each in found:
         for agent in dict.fromkeys([*each.before, *each.after]):
@@ -341,7 +341,7 @@ def rescore_page(found: Sequence[Replayed]) -> Page:
 
 
 def difference_page(found: EpisodeDifference) -> Page:
-    """Two episodes side by side: their first difference, and both outcomes."""
+    """Make a page with two episodes side by side: their first difference, and both outcomes."""
     page = Page()
     page.line((found.a.episode, "bold"), " and ", (found.b.episode, "bold"), f": {found.same_acts} acts in common")
     if found.departure is None:

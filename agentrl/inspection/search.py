@@ -1,8 +1,8 @@
 """Full-text search over messages, tool calls and observations, in an index that each search brings up to date.
 
-Owns `search.db` in the run's directory: built from the turn partitions, and rebuilt if this module would build it
-differently. It holds words, not text, and returns only ids of episodes. A row of the index is an entry; its number
-combines the episode's and its own. Needs FTS5 in Python's SQLite, from version 3.40 on.
+Owns `search.db` in the run's directory: built from the turn partitions, and rebuilt if its schema is out of date. It
+holds words, not text, and returns only ids of episodes. A row of the index is an entry; its number combines the
+episode's and its own. Needs FTS5 in Python's SQLite, from version 3.40 on.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 FILE = "search.db"
 MAX_TEXT = 100_000
-"""Characters of one entry that are indexed."""
+"""Maximum characters of one entry that are indexed."""
 _SHIFT = 20
 _BATCH = 20_000
 _TABLES = (
@@ -45,10 +45,11 @@ _TABLES = (
 
 
 def matches(reader: RunReader, text: str) -> set[str]:
-    """Episodes, as `EPISODE.ATTEMPT`, in one of whose acts all the words stand; `"in quotes"`: one after the other.
+    """Find the episodes, as `EPISODE.ATTEMPT`, with an act that contains all the words; words `"in quotes"` in
+    sequence.
 
     Raises:
-        InputError: there is nothing to look for, or the index cannot be made here.
+        InputError: the text has no words, or the index cannot be created here.
         JournalError: a partition cannot be read.
     """
     question = _question(text)
@@ -68,7 +69,7 @@ def matches(reader: RunReader, text: str) -> set[str]:
 
 
 def _question(text: str) -> str:
-    """Words and quoted phrases, none of them an operator."""
+    """Split a text into words and quoted phrases, none of them an operator."""
     terms = []
     for number, part in enumerate(text.split('"')):
         terms += [part] if number % 2 else part.split()
@@ -111,7 +112,7 @@ def _schema(connection: sqlite3.Connection) -> set[str]:
 
 
 def _expected() -> set[str]:
-    """The schema of the tables above, those of FTS5 included.
+    """Return the schema of the tables above, including those of FTS5.
 
     Raises:
         InputError: this SQLite has no FTS5.

@@ -1,6 +1,6 @@
 """A run in numbers: episodes by environment and purpose, policies, win rates against past versions, current state.
 
-The journal is the truth about episodes; `metrics.jsonl` and `status.json` may be missing.
+The journal is the source of truth about episodes; `metrics.jsonl` and `status.json` may be missing.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ QUANTILES = (0.1, 0.5, 0.9)
 
 
 class Spread(msgspec.Struct, frozen=True):
-    """A quantity over episodes."""
+    """Distribution of a quantity over episodes."""
 
     mean: float | None
     low: float | None
-    """A tenth lies below."""
+    """10th percentile."""
     median: float | None
     high: float | None
-    """A tenth lies above."""
+    """90th percentile."""
 
 
 class EpisodeFigures(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,37 +48,39 @@ class EpisodeFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PolicyFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """A policy that sampled."""
+    """The figures of a policy that sampled."""
 
     policy: str
     trajectories: int
     tokens: int
-    """Sampled ones."""
+    """Number of sampled tokens."""
     reward: float | None
-    """Mean of a trajectory."""
+    """Mean reward of a trajectory."""
     named_rewards: dict[str, float]
-    """The same by name, before weights, where rewards have names."""
+    """Mean reward of a trajectory by name, before weights, if rewards have names."""
     steps: int
     staleness: dict[int, int]
-    """Trained trajectories by how many steps their oldest token was behind, where both are of one lineage."""
+    """Number of trained trajectories by the lag of their oldest token in steps, if both versions belong to one
+    lineage.
+    """
 
 
 class RunFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """A run in figures."""
+    """The figures of a run."""
 
     name: str
     episodes: list[EpisodeFigures]
     policies: list[PolicyFigures]
     in_flight: int
     repeated: int
-    """Attempts beyond the first."""
+    """Number of attempts beyond the first."""
     seconds: float
     """Seconds from the first admission to the last write."""
     tokens_per_second: float | None
 
 
 def run_figures(reader: RunReader) -> RunFigures:
-    """Count a run. Raises `JournalError` where its control log is damaged."""
+    """Compute the figures of a run. Raises `JournalError` if its control log is damaged."""
     log = reader.log
     kinds = log.rows("SELECT environment, purpose, count(*) FROM episodes GROUP BY 1, 2 ORDER BY 2 DESC, 1")
     first, last = log.rows(
@@ -119,7 +121,7 @@ def _episodes(reader: RunReader, environment: str, purpose: str, count: int) -> 
 
 
 def _spread(reader: RunReader, column: str, environment: str, purpose: str) -> Spread:
-    """Number of committed episodes."""
+    """Compute mean and quantiles of a column over committed episodes."""
     condition = f"FROM episodes WHERE environment = ? AND purpose = ? AND drop_reason IS NULL AND {column} IS NOT NULL"
     ((mean, count),) = reader.log.rows(f"SELECT avg({column}), count(*) {condition}", environment, purpose)
     found = [None, None, None]
@@ -173,7 +175,7 @@ class WinRate(msgspec.Struct, frozen=True):
     step: int
     """Step of the policy's oldest weights in the episode, rounded down to a step at which versions join."""
     opponent: str
-    """The policy that plays past versions."""
+    """Policy that plays past versions."""
     version: str
     episodes: int
     score: float
@@ -191,7 +193,7 @@ class _Opponents(msgspec.Struct):
 
 
 def run_win_rates(reader: RunReader) -> list[WinRate]:
-    """Results against past versions, by the learner's step and the opponent's version."""
+    """Return the results against past versions, by the learner's step and the opponent's version."""
     try:
         config = msgspec.convert(reader.info().get("config"), _Opponents)
     except msgspec.ValidationError:  # of an evaluation, or of nobody's
@@ -210,7 +212,7 @@ def run_win_rates(reader: RunReader) -> list[WinRate]:
 def win_rates(
     headers: Iterable[EpisodeHeader], learner: str, opponent: str, *, every: int
 ) -> dict[tuple[int, PolicyVersion], Tally]:
-    """Results by the learner's step, rounded down to multiples of `every`, and the opponent's version."""
+    """Sum results by the learner's step, rounded down to multiples of `every`, and the opponent's version."""
     matrix: dict[tuple[int, PolicyVersion], Tally] = {}
     for header in headers:
         result = header.result(learner, opponent)
@@ -221,7 +223,7 @@ def win_rates(
 
 
 def win_rate_matrix(found: Sequence[WinRate]) -> list[list[str]]:
-    """Win rates as text: a heading, then a row per step of the policy with a column per past version."""
+    """Format win rates as text: a heading, then a row per step of the policy with a column per past version."""
     versions = list(dict.fromkeys(line.version for line in found))
     cells = {(line.policy, line.step, line.version): f"{line.score:.2f} of {line.episodes}" for line in found}
     steps = sorted({(line.policy, line.step) for line in found})
@@ -230,7 +232,7 @@ def win_rate_matrix(found: Sequence[WinRate]) -> list[list[str]]:
 
 
 def run_state(reader: RunReader) -> RunState:
-    """Return the state of a run for the progress view. `problem` names what cannot be read."""
+    """Return the state of a run for the progress view. Its `problem` describes unreadable data."""
     info = reader.info()
     config = info.get("config")
     plan = plan_of(config if isinstance(config, dict) else {"name": info.get("name", reader.path.name)})
@@ -256,7 +258,7 @@ def run_state(reader: RunReader) -> RunState:
 
 
 def latest_metrics(state: RunState) -> dict[str, dict[str, float]]:
-    """The newest value of each metric, by policy."""
+    """Return the newest value of each metric, by policy."""
     latest: dict[str, dict[str, float]] = {}
     for policy in state.policies.values():
         values: dict[str, float] = {}

@@ -23,13 +23,13 @@ class StepLine(msgspec.Struct, frozen=True, kw_only=True):
     policy: str
     lineage: int
     step: int
-    """The version that it made is `policy@lineage.step`."""
+    """Step number; the step made the version `policy@lineage.step`."""
     survives: bool
-    """Whether it led to the policy's newest version; if not, a rollback undid it."""
+    """Whether the step led to the policy's newest version; if not, a rollback undid it."""
     loss: float | None
     grad_norm: float | None
     reward: float | None
-    """Mean over its units."""
+    """Mean reward over the step's units."""
     units: int
     samples: int
     tokens: int
@@ -46,7 +46,7 @@ class EvaluationLine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ConsumedRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A trajectory that a step was fed."""
+    """A trajectory that a step consumed."""
 
     position: int
     episode: str
@@ -57,14 +57,14 @@ class ConsumedRow(msgspec.Struct, frozen=True, kw_only=True):
     baseline: float
     advantage: float
     tokens: int | None = None
-    """Trained ones, of all agents of the unit; None if the step's columns are gone."""
+    """Number of trained tokens, of all agents of the unit; None if the step's columns are gone."""
     mean_ratio: float | None = None
     """Mean probability ratio of the trained weights to the sampling ones, over the tokens of the unit."""
     largest_lag: int | None = None
 
 
 class StepView(msgspec.Struct, frozen=True, kw_only=True):
-    """A step with all that it was fed."""
+    """A step with all its inputs."""
 
     line: StepLine
     started_from: str
@@ -77,7 +77,7 @@ class StepView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def evaluation_list(reader: RunReader) -> list[EvaluationLine]:
-    """The evaluations of a run by policy and step, with their metrics: those of versions that survive."""
+    """List the evaluations of surviving versions by policy and step, with their metrics."""
     found: dict[tuple[str, int], dict[str, float | None]] = {}
     for name in reader.metric_names():
         if name.startswith("evaluation/"):
@@ -88,7 +88,7 @@ def evaluation_list(reader: RunReader) -> list[EvaluationLine]:
 
 
 def step_list(reader: RunReader, policy: str | None = None) -> list[StepLine]:
-    """The steps of a run in the order they were taken, those a rollback undid among them.
+    """List the steps of a run in the order in which they were taken, including those that a rollback undid.
 
     Raises:
         InputError: there is no such policy, or it does not learn.
@@ -115,7 +115,8 @@ def step_list(reader: RunReader, policy: str | None = None) -> list[StepLine]:
 
 
 def step_view(reader: RunReader, step: int, policy: str | None = None, lineage: int | None = None) -> StepView:
-    """A step of the given policy (or the only one that learns), in the given lineage (or the newest that took it).
+    """Return a step of the given policy (or the only one that learns), in the given lineage (or the newest that took
+    it).
 
     Raises:
         InputError: there is no such step, or several policies took a step of this number.
@@ -173,12 +174,12 @@ def _line(
 
 
 def _survivors(reader: RunReader) -> set[PolicyVersion]:
-    """The versions along the line that led to each policy's newest one."""
+    """Return the versions along the line that led to each policy's newest one."""
     return {PolicyVersion(point.policy, point.lineage, point.step) for point in reader.curve()}
 
 
 def _columns(reader: RunReader, row: Row, problems: list[str]) -> dict[str, list[RowColumns]]:
-    """The rows of the step's file, by episode; empty if there is no readable file."""
+    """Read the rows of the step's file, by episode; empty if there is no readable file."""
     if row["columns_file"] is None:
         return {}
     found: dict[str, list[RowColumns]] = {}

@@ -32,16 +32,16 @@ _ENGINE = {
     "evaluation/seconds": ("seconds", True),
     "evaluation/engine_busy_share": ("share", True),
 }
-"""Metrics that tell when the engine was busy: what each says, and whether of an evaluation."""
+"""Metrics of the engine's busy time, each with its measure and whether it belongs to an evaluation."""
 
 
 class Bar(msgspec.Struct, frozen=True):
-    """A span of time; a moment if it begins and ends at once."""
+    """A span of time; it may be empty."""
 
     start: float
     stop: float
     what: str
-    """`turn`, `tool`, `effect`, `wait`, `child`, `reward`, `step`."""
+    """Kind of the span: `turn`, `tool`, `effect`, `wait`, `child`, `reward`, `step`."""
     label: str
     call: str = ""
 
@@ -63,7 +63,7 @@ class EpisodeTimeline(msgspec.Struct, frozen=True, kw_only=True):
     updates: list[tuple[float, str]]
     """Times at which new weights were published, with their versions."""
     busy: dict[str, float]
-    """Seconds by what they were spent on; of branches that run at once, each counts."""
+    """Seconds spent, by kind; parallel branches each count."""
     problems: list[str]
 
 
@@ -71,10 +71,10 @@ class RunTimeline(msgspec.Struct, frozen=True, kw_only=True):
     """A run over its seconds, in equal parts."""
 
     began: float
-    """Wall-clock label, seconds since the epoch."""
+    """Wall-clock time of the beginning, seconds since the epoch."""
     seconds: float
     part: float
-    """Seconds of one part."""
+    """Length of one part, in seconds."""
     in_flight: dict[str, list[float]]
     """Mean number of episodes in flight in each part, keyed by environment."""
     committed: list[int]
@@ -82,21 +82,21 @@ class RunTimeline(msgspec.Struct, frozen=True, kw_only=True):
     trainers: dict[str, list[float]]
     """Share of each part in which the trainer was at a step, keyed by policy."""
     engine: list[float | None]
-    """The share of each part in which the engine had calls, where the run's metrics tell."""
+    """Share of each part in which the engine had calls; None without metrics."""
     versions: list[tuple[float, str]]
-    """Seconds since the beginning, and the version that was published."""
+    """Publication times, in seconds since the beginning, with the versions."""
     idle: dict[str, float]
     """Share of the whole run in which a trainer, or the engine, was idle."""
     problems: list[str]
 
 
 def episode_timeline(reader: RunReader, episode_id: str, attempt: int | None = None) -> EpisodeTimeline:
-    """The timeline of an episode. Raises as `RunReader.episode`."""
+    """Return the timeline of an episode. Raises as `RunReader.episode`."""
     return timeline_of(conversation(reader, episode_id, attempt))
 
 
 def timeline_of(view: ConversationView) -> EpisodeTimeline:
-    """The same of an episode that has been read."""
+    """Return the timeline of an episode that was read."""
     lanes: dict[str, list[Bar]] = {}
     ends: dict[str, float] = {}
     for act in view.acts:
@@ -141,7 +141,7 @@ def _add_bars(act: Act, lanes: dict[str, list[Bar]], ends: dict[str, float]) -> 
 
 
 def _parent_end(branch: str, ends: dict[str, float]) -> float:
-    """The time at which a branch begins: the latest end on the branch it comes from."""
+    """Return the time at which a branch begins: the latest end on its parent branch."""
     while "/" in branch:
         branch = branch.rpartition("/")[0]
         if branch in ends:
@@ -150,7 +150,7 @@ def _parent_end(branch: str, ends: dict[str, float]) -> float:
 
 
 def run_timeline(reader: RunReader, parts: int = 60) -> RunTimeline:
-    """The timeline of a run. Raises `JournalError` if the control log is damaged."""
+    """Return the timeline of a run. Raises `JournalError` if the control log is damaged."""
     log, problems = reader.log, list[str]()
     began, last = log.rows(
         "SELECT (SELECT min(admitted_at) FROM admissions), max(coalesce((SELECT max(committed_at) FROM episodes), 0),"
@@ -195,7 +195,7 @@ def run_timeline(reader: RunReader, parts: int = 60) -> RunTimeline:
 def filled(
     spans: Iterable[tuple[float, float]], parts: int, part: float, weights: Iterable[float] = repeat(1.0)
 ) -> list[float]:
-    """Weighted occupancy of each part by the spans, in multiples of the part."""
+    """Return the weighted occupancy of each part by the spans, in multiples of the part."""
     change = [0.0] * (parts + 1)
     edges = [0.0] * parts
     for (start, stop), weight in zip(spans, weights, strict=False):

@@ -36,7 +36,7 @@ _CODES = {"F32": "f", "I32": "i", "I64": "q"}
 MAX_TOKENIZER_BYTES = 128 << 20
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 _CONTROL = ("<|start|>", "<|stop|>")
-"""Names of the ids above the bytes, in formats whose tokens are bytes."""
+"""Names of the ids above the bytes, in formats with bytes as tokens."""
 
 
 class _Tensor(msgspec.Struct):
@@ -46,41 +46,41 @@ class _Tensor(msgspec.Struct):
 
 
 class RowColumns(msgspec.Struct, frozen=True):
-    """Values a step computed and used for the trained tokens of one row, by position in the row."""
+    """Values of a step for the trained tokens of one row, by position in the row."""
 
     episode: str
     row: int
-    """Index in the unit; its rows are counted over all its agents."""
+    """Index of the row in the unit, counted over all its agents."""
     position: Sequence[int]
     trainer_logprobs: Sequence[float]
-    """NaN where the row was not forwarded, since no gradient could come from it."""
+    """Logprobs under the trained weights; NaN if the row was not forwarded, because it has no gradient."""
     entropy: Sequence[float]
-    """NaN likewise."""
+    """Entropy in nats; NaN if the row was not forwarded."""
     behavior_logprobs: Sequence[float]
     advantages: Sequence[float]
     lag: Sequence[int]
 
 
 def int32(data: bytes) -> array[int]:
-    """Little-endian 32-bit integers; a tail that is no whole one is left out."""
+    """Decode little-endian 32-bit integers; an incomplete one at the end is left out."""
     return _column("i", data[: len(data) // 4 * 4])
 
 
 def float32(data: bytes) -> array[float]:
-    """Little-endian 32-bit floats; a tail that is no whole one is left out."""
+    """Decode little-endian 32-bit floats; an incomplete one at the end is left out."""
     return _column("f", data[: len(data) // 4 * 4])
 
 
 def step_rows(run: Path, name: Any) -> list[RowColumns]:
-    """The rows of a step's file, in the order they were consumed.
+    """Read the rows of a step's file, in the order in which they were consumed.
 
     Args:
         run: the run's directory.
-        name: of the file, relative to it, as the step's record has it.
+        name: path of the file relative to the run, from the step's record.
 
     Raises:
-        PrunedError: it was given up.
-        JournalError: there is no such file, it lies outside the run, or it is damaged.
+        PrunedError: the file was pruned.
+        JournalError: the file does not exist, lies outside the run, or is damaged.
     """
     path = run / str(name)
     if not isinstance(name, str) or not path.resolve().is_relative_to(run.resolve()):
@@ -143,15 +143,15 @@ class _Tokenizer(msgspec.Struct):
 
 @lru_cache(maxsize=4)
 def vocabulary(model: str | None) -> Vocabulary:
-    """The `Vocabulary` of a model, read once in a process."""
+    """Return the `Vocabulary` of a model, read once per process."""
     return Vocabulary(model)
 
 
 class Vocabulary:
-    """Pieces by id; empty if there is no tokenizer to read.
+    """The text pieces of a tokenizer by id; empty if there is no tokenizer to read.
 
     Args:
-        model: the directory of a base model.
+        model: directory of a base model.
     """
 
     def __init__(self, model: str | None) -> None:
@@ -162,11 +162,11 @@ class Vocabulary:
 
     @property
     def is_known(self) -> bool:
-        """Whether ids can be told in text."""
+        """Whether ids can be converted to text."""
         return bool(self._pieces)
 
     def text(self, token: int) -> str:
-        """The text of a token by itself; empty if unknown. Half a character is U+FFFD."""
+        """Return the text of a single token; "" if unknown. Half a character is U+FFFD."""
         return self._pieces.get(token, "")
 
     def _read(self, path: Path) -> None:
@@ -190,36 +190,37 @@ def _of_pieces(piece: str) -> str:
 
 
 def _byte_characters() -> dict[str, int]:
-    """The characters byte-level vocabularies write bytes as: printable ones as themselves, others from U+0100 on."""
+    """Return the characters with which byte-level vocabularies write bytes: printable ones as themselves, others from
+    U+0100 on."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
 
 
 ReadStep = Callable[[Path, Any], list[RowColumns]]
-"""`columns.step_rows`, or a caching replacement."""
+"""Type of `step_rows`, or of a caching replacement."""
 
 
 class Token(msgspec.Struct, frozen=True, kw_only=True):
     """A token of a row."""
 
     position: int
-    """Position in its row."""
+    """Position of the token in its row."""
     turn: int
-    """The agent's turn that it belongs to, as context or as what was sampled."""
+    """Number of the agent's turn to which the token belongs, as context or as a sampled token."""
     id: int
     text: str
-    """Empty if the run's tokenizer is not on this machine."""
+    """Text of the token; empty if the run's tokenizer is not on this machine."""
     loss_mask: bool
-    """Whether the policy sampled it."""
+    """Whether the policy sampled the token."""
     logprob: float | None = None
     version: str | None = None
     kept: int | None = None
-    """Size of the set the filters left; None if nothing was filtered, or it was not recorded."""
+    """Size of the kept set; None if nothing was filtered, or it was not recorded."""
     entropy: float | None = None
     """Entropy over the kept set, in nats: 0 if the set had one member, else as the trainer computed it."""
     routing: str | None = None
-    """Digest of the experts recorded at its position."""
+    """Digest of the experts recorded at the token's position."""
     advantage: float | None = None
     trainer_logprob: float | None = None
     ratio: float | None = None
@@ -236,7 +237,7 @@ class TokenRow(msgspec.Struct, frozen=True, kw_only=True):
     policy: str
     row: int
     step: str | None
-    """The version made by the optimizer step that trained it; None: none did."""
+    """Version made by the optimizer step that trained the row; None: no step did."""
     tokens: list[Token]
 
 
@@ -250,14 +251,14 @@ class EpisodeTokens(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlayedRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A row of an agent as its turns have it."""
+    """A row of an agent, assembled from its turns."""
 
     seat: str
     index: int
     row: int
     policy: str
     number: int
-    """Among the rows of its unit, which are counted over all its agents: what a step's file knows it by."""
+    """Index of the row in its unit, counted over all agents, as in a step's file."""
     turns: list[TurnEntry]
 
 
@@ -270,7 +271,7 @@ class TrainedRow(NamedTuple):
 
 
 def episode_tokens(reader: RunReader, episode_id: str, attempt: int | None = None) -> EpisodeTokens:
-    """The tokens of an episode, agent by agent, row by row. Raises as `RunReader.episode`."""
+    """Return the tokens of an episode, agent by agent, row by row. Raises as `RunReader.episode`."""
     view = reader.episode(episode_id, attempt)
     problems = list(view.problems)
     config = reader.info().get("config")
@@ -289,7 +290,7 @@ def episode_tokens(reader: RunReader, episode_id: str, attempt: int | None = Non
 
 
 def base_of(config: object, policy: str) -> str | None:
-    """The directory of a policy's base model in a recorded configuration, as data; None if it does not say."""
+    """Return the directory of a policy's base model in a recorded configuration; None if it has none."""
     if not isinstance(config, dict):
         return None
     policies, model = config.get("policies"), config.get("model")
@@ -303,7 +304,7 @@ def base_of(config: object, policy: str) -> str | None:
 
 
 def played_rows(view: EpisodeView) -> list[PlayedRow]:
-    """The rows of an episode, agent by agent."""
+    """Return the rows of an episode, agent by agent."""
     by_row: dict[tuple[str, int, int], list[TurnEntry]] = {}
     for _, body in view.entries:
         if isinstance(body, TurnEntry):
@@ -324,7 +325,8 @@ def trained_row(
     problems: list[str],
     read: ReadStep = step_rows,
 ) -> TrainedRow | None:
-    """Values of the newest step that consumed a row, if its columns still exist; `read` reads the step's file."""
+    """Return the values of the newest step that consumed a row, if its columns still exist; `read` reads the step's
+    file."""
     line, policy = view.summary, played.policy
     fed = checked_rows(
         reader.log,
@@ -404,7 +406,7 @@ def _versions(turn: TurnEntry, count: int) -> list[str | None]:
 
 
 def _experts(turn: TurnEntry) -> dict[int, str]:
-    """A digest of each position's experts; of the newest, if it was computed twice."""
+    """Return a digest of each position's experts; if it was computed twice, of the newest."""
     rows = turn.routing_shape[0] if turn.expert_routing and turn.routing_shape else 0
     if not turn.expert_routing or rows <= 0 or len(turn.expert_routing) % rows:
         return {}
@@ -419,7 +421,7 @@ def _experts(turn: TurnEntry) -> dict[int, str]:
 
 
 def _is_bytes(turn: TurnEntry, sampled: Sequence[int]) -> bool:
-    """Whether the turn's tokens are the bytes of its text, as in the formats that need no tokenizer."""
+    """Whether the turn's tokens are the bytes of its text, as in formats without a tokenizer."""
     if any(not 0 <= token < 256 + len(_CONTROL) for token in sampled):
         return False
     text = turn.text

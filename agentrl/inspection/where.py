@@ -23,14 +23,14 @@ Value = str | float | int
 
 
 class Column(NamedTuple):
-    """A column as the filter knows it."""
+    """A column of the filter language."""
 
     sql: str
     kind: Literal["text", "number"]
 
 
 class Filter(NamedTuple):
-    """A condition with its bound values."""
+    """An SQL condition with its bound values."""
 
     sql: str
     values: tuple[Value, ...]

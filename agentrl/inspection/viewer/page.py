@@ -44,7 +44,7 @@ _HERE = Path(__file__).parent
 
 
 class ViewerPage(NamedTuple):
-    """A page, and what its policy lets in."""
+    """A page, and its content security policy."""
 
     html: str
     policy: str
@@ -52,12 +52,12 @@ class ViewerPage(NamedTuple):
 
 
 def viewer_page() -> ViewerPage:
-    """The page that asks the server it came from."""
+    """Make the page that queries the server it came from."""
     return _page((), connect="connect-src 'self'; ")
 
 
 def exported_page(blocks: Sequence[bytes]) -> str:
-    """The page that carries its answers: the first block says what the others hold. Asks nobody."""
+    """Make a page that contains all its answers, and sends no request. The first block is the index of the others."""
     return _page(tuple(base64.b64encode(block).decode() for block in blocks), connect="").html
 
 
@@ -77,7 +77,7 @@ def _page(blocks: tuple[str, ...], *, connect: str) -> ViewerPage:
 
 @lru_cache(maxsize=1)
 def _parts() -> tuple[str, str, str]:
-    """The frame, the style, and the script that the modules come to."""
+    """Return the frame, the style, and the script joined from the modules."""
     modules = "".join(_module(name, (_HERE / f"{name}.js").read_text(encoding="utf-8")) for name in MODULES)
     return (
         (_HERE / "viewer.html").read_text(encoding="utf-8"),
@@ -87,7 +87,7 @@ def _parts() -> tuple[str, str, str]:
 
 
 def _module(name: str, text: str) -> str:
-    """A module as an immediately called function that returns its exports."""
+    """Wrap a module in an immediately called function that returns its exports."""
     exported = ", ".join(found[2] for found in _EXPORT.finditer(text))
     body = _EXPORT.sub(r"\1", _IMPORT.sub(r"const \1 = modules.\2;", text))
     return f"\n// --- {name}.js\n\nmodules.{name} = (() => {{\n{body}return {{ {exported} }};\n}})();\n"

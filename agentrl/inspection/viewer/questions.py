@@ -1,4 +1,4 @@
-"""The viewer's questions about a run, by name; the query layer answers each, as JSON.
+"""The viewer's questions about a run, by name, which the query layer answers as JSON.
 
 A question is a name with text parameters. The server answers one at a time; an exported file contains the answers. An
 episode is identified by its id, `forks/ID` for a fork of the run, and optionally an attempt.
@@ -27,29 +27,29 @@ from agentrl.inspection.tokens import TokenRow, episode_tokens
 Parameters = Mapping[str, str]
 
 MAX_PAGE = 1_000
-"""Episodes in one answer."""
+"""Maximum number of episodes in one answer."""
 PARTS = 120
-"""Parts of a run's timeline."""
+"""Number of parts of a run's timeline."""
 EXACT = 2**53
-"""Larger integers are inexact in JavaScript, so they are sent as text."""
+"""Smallest integer that is inexact in JavaScript; integers from here on are sent as text."""
 _ROUNDED = ("logprob", "trainer_logprob", "advantage", "ratio", "entropy")
 
 
 class EpisodePage(msgspec.Struct, frozen=True):
-    """Some episodes of a list."""
+    """A page of the list of episodes."""
 
     total: int
     lines: list[EpisodeLine]
 
 
 class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """The head of the page: the run's summary."""
+    """The run's summary at the head of the page."""
 
     name: str
     path: str
     purpose: str
     columns: dict[str, str]
-    """Columns of episodes, each with whether it holds text or numbers."""
+    """Columns of episodes, with their types: text or number."""
     statuses: dict[str, int]
     """Number of episodes by status; restarted attempts count separately."""
 
@@ -66,7 +66,7 @@ class Pulse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def answer(reader: RunReader, question: str, parameters: Parameters) -> bytes:
-    """The answer to a question, as JSON.
+    """Answer a question, as JSON.
 
     Raises:
         InputError: there is no such question, or a parameter is missing or wrong.
@@ -79,7 +79,7 @@ def answer(reader: RunReader, question: str, parameters: Parameters) -> bytes:
 
 
 def as_json(value: Any) -> bytes:
-    """A value as JSON that JavaScript reads exactly; numbers that are not finite become null."""
+    """Encode a value as JSON that JavaScript reads exactly; numbers that are not finite become null."""
     plain = _exact(msgspec.to_builtins(value, builtin_types=(bytes,)))
     try:
         return msgspec.json.encode(plain)
@@ -88,7 +88,7 @@ def as_json(value: Any) -> bytes:
 
 
 def run_summary(reader: RunReader, statuses: Mapping[str, int]) -> RunSummary:
-    """The run, with these numbers of episodes."""
+    """Make the run's summary, with the given numbers of episodes."""
     line = reader.line()
     return RunSummary(
         name=line.name,
@@ -100,7 +100,7 @@ def run_summary(reader: RunReader, statuses: Mapping[str, int]) -> RunSummary:
 
 
 def tokens_in_columns(row: TokenRow) -> dict[str, Any]:
-    """A row of tokens with a list per field, without the fields of which nothing is known."""
+    """Convert a row of tokens to a list per field, without fields that are unknown throughout."""
     columns: dict[str, list[Any]] = {}
     for name in row.tokens[0].__struct_fields__ if row.tokens else ():
         values = [getattr(token, name) for token in row.tokens]
@@ -113,7 +113,7 @@ def tokens_in_columns(row: TokenRow) -> dict[str, Any]:
 
 
 def about_episode(reader: RunReader, parameters: Parameters) -> dict[str, Any]:
-    """The answers to all questions about one episode, which is read once."""
+    """Answer all questions about one episode, which is read once."""
     with _located(reader, parameters) as (where, episode, attempt):
         view = conversation(where, episode, attempt)
         why = reasons_of(where, view)
@@ -201,7 +201,7 @@ QUESTIONS: Mapping[str, Callable[[RunReader, Parameters], Any]] = {
 
 @contextmanager
 def _located(reader: RunReader, parameters: Parameters) -> Iterator[tuple[RunReader, str, int | None]]:
-    """The reader of the run or of its forks, the episode's id there, and the attempt that is meant."""
+    """Return the reader of the run or of its forks, the episode's id there, and the attempt."""
     attempt = _number(parameters, "attempt", -1)
     with located(reader, parameters.get("episode", "")) as (where, episode):
         yield where, episode, None if attempt < 0 else attempt

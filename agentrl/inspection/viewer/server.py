@@ -1,6 +1,6 @@
 """The viewer's server: answers the page's questions about a run on this machine, also while the run is written.
 
-Listens on 127.0.0.1 only. The page itself contains nothing of the run. A question needs the token, which is new for
+Listens on 127.0.0.1 only. The page itself contains no data of the run. A question needs the token, which is new for
 each server and reaches the page behind the `#` of its address, so that browsers never transmit it; a request for
 another host name is refused, as from a foreign page whose name resolves to this machine (DNS rebinding). Reads only;
 one question at a time, in a thread with a reader of its own.
@@ -40,14 +40,14 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class RunningServer(NamedTuple):
-    """A server that runs."""
+    """A running server."""
 
     port: int
     token: str
 
     @property
     def address(self) -> str:
-        """An HTTP response."""
+        """Address of the page, with the token."""
         return f"http://{HOST}:{self.port}/#token={self.token}"
 
 
@@ -56,12 +56,12 @@ async def serving(run: str | Path, port: int = 0) -> AsyncIterator[RunningServer
     """Serve a run until the context is left.
 
     Args:
-        run: its directory.
-        port: to listen on; 0: any that is free.
+        run: directory of the run.
+        port: port to listen on; 0: any free port.
 
     Raises:
         InputError: there is no run.
-        StorageError: it cannot be read, or nothing can listen on the port.
+        StorageError: the run cannot be read, or the port cannot be used.
     """
     token = secrets.token_urlsafe(32)
     thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="viewer")
