@@ -142,6 +142,19 @@ READING = (
                 reads=False,
             ),
             Verb(
+                "mirror",
+                "keep a copy of a run on another disk or node while it is written, to be resumed there",
+                "runs:run_mirror",
+                (
+                    _RUN,
+                    _argument("--to", required=True, metavar="PLACE", help="PATH here, or NODE:/PATH in the cluster"),
+                    _argument("--every", type=float, default=10.0, metavar="SECONDS", help="pause; default 10"),
+                    _argument("--address", default="auto", help="of the Ray cluster; default: auto"),
+                    _argument("--once", action="store_true", help="copy once and stop"),
+                ),
+                reads=False,
+            ),
+            Verb(
                 "import",
                 "make a run from episodes that another tool wrote",
                 "runs:run_import",

@@ -15,6 +15,8 @@ import re
 import select
 import signal
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -378,6 +380,32 @@ def run_import(options: argparse.Namespace) -> int:
 
 def _say(line: str) -> None:
     sys.stdout.write(f"{safe_line(line)}\n")
+
+
+def run_mirror(options: argparse.Namespace) -> int:
+    """`agentrl run mirror [RUN] --to PLACE`: until the run has ended."""
+    from agentrl.cluster.mirror import Mirror, copy_at
+    from agentrl.journal.process import standing
+
+    if not 0 < options.every <= 86_400:
+        raise InputError("--every is a number of seconds, at most 86400")
+    run, clock = find_run(options.run).absolute(), SystemClock()
+    with copy_at(options.to, options.address) as call:
+        mirror = Mirror(run, call)
+        has_ended = False
+        while not has_ended:
+            has_ended, began = options.once or standing(run) != "running", clock.wall()
+            done = mirror.round()
+            if options.json:
+                print_json_line({"began": began, "seconds": done.seconds, "bytes": done.sent})
+            else:
+                until = time.strftime("%H:%M:%S", time.localtime(began))
+                cost = f"{done.sent / 1e6:.1f} MB in {done.seconds:.1f} s"
+                _say(f"{options.to} has what the run wrote until {until}: {cost}")
+                sys.stdout.flush()
+            if not has_ended:
+                threading.Event().wait(options.every)
+    return 0
 
 
 def run_serve(options: argparse.Namespace) -> int:

@@ -1,0 +1,413 @@
+"""A copy of a run on another disk, kept up to date while the run is written: `agentrl run mirror`.
+
+`Mirror` reads the run's directory and changes nothing in it; `Copy` writes the copy, here or, as a Ray actor, on
+another node. A copy is two directories, `.NAME.0` and `.NAME.1`, and a link `NAME` to the one that is whole: a round
+brings the other one up to date, syncs it, and moves the link. So the link leads to a run that can be read and resumed
+at every moment, whatever is killed; it lacks what was written since its round began.
+
+Order of a round, which gives a state that the run itself could have left: checkpoints, then the control log, then the
+partitions, once more from the control log if versions were published or entries pruned meanwhile, then the files that
+the control log names. Partials are left out: of turns in flight nothing is copied, and a resume samples them again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import shutil
+import sqlite3
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from agentrl.core.clock import SystemClock
+from agentrl.core.errors import AgentRLError, InputError, JournalError, StorageError
+from agentrl.core.files import LOCAL, open_regular, remedy
+from agentrl.journal.process import LOCK_FILE
+from agentrl.journal.schema import CONTROL_FILE, meta, open_to_read, open_to_write
+
+CALL_S = 120.0
+"""Longest time for a node to answer."""
+BLOCK_BYTES = 1 << 16
+"""Of a file that has changed, blocks of this size are compared and sent."""
+PIECE_BYTES = 4 << 20
+"""Most bytes that one call carries."""
+TRIES = 16
+"""Passes over the control log and the partitions, until no version was published during one."""
+WHOLE = ("checkpoints", "versions", "steps")
+"""Directories whose files are never changed once they are there."""
+CONTROL = f"journal/{CONTROL_FILE}"
+_ENTRIES = "id, episode, attempt, call, asked, body, checksum"
+
+Stamp = tuple[int, int]
+"""Size and time of the last change, in nanoseconds, by which a file that is the same is known."""
+Row = tuple[Any, ...]
+
+
+class Partition(NamedTuple):
+    """The entries of a partition that a copy has."""
+
+    newest: int
+    """The largest id; 0: none."""
+    count: int
+
+
+class Copy:
+    """The copy of a run at a place on this machine's disk.
+
+    Args:
+        place: path of the link.
+    """
+
+    def __init__(self, place: str) -> None:
+        self._link = Path(place).absolute()
+        self._side = self._link
+        """The directory that this round brings up to date."""
+        self._other = self._link
+        self._partitions: dict[str, sqlite3.Connection] = {}
+        self._pruned: dict[Path, set[Row]] = {}
+        """Attempts without entries, by partition."""
+
+    def begin(self, run: str) -> dict[str, Stamp]:
+        """Begin a round: the stamps of the files that the directory to be brought up to date has.
+
+        Raises:
+            InputError: something else lies there, or the copy is of another run, or was resumed.
+            StorageError: the disk refused.
+        """
+        link = self._link
+        sides = [link.with_name(f".{link.name}.{number}") for number in (0, 1)]
+        if link.exists() and not link.is_symlink():
+            raise InputError(f"{link} exists and is no mirror; choose another place")
+        for side in sides:
+            if (side / "journal" / LOCK_FILE).exists():
+                raise InputError(f"{link}: this copy was resumed, and is a run of its own; mirror to another place")
+        if link.is_symlink():
+            with contextlib.closing(open_to_read(link / CONTROL, "control")) as control:
+                if (found := meta(control).get("run")) != run:
+                    raise InputError(f"{link}: a mirror of run {found}, not of {run}; choose another place")
+        whole = os.path.basename(os.readlink(link)) if link.is_symlink() else ""
+        self._side, self._other = sides if whole == sides[1].name else sides[::-1]
+        with _disk(link):
+            (self._side / "journal").mkdir(parents=True, exist_ok=True, mode=0o700)
+            os.chmod(self._side, 0o700)
+            return {name: _stamp(self._side / name) for name in LOCAL.files(self._side)}
+
+    def reuse(self, wanted: Mapping[str, Stamp]) -> list[str]:
+        """Take files from the other directory that are the same; the names of those that it lacks."""
+        missing = []
+        with _disk(self._link):
+            for name, stamp in wanted.items():
+                path, other = self._inside(name), self._other / name
+                path.unlink(missing_ok=True)  # never written to: the other directory may have the same file
+                if other.is_file() and _stamp(other) == stamp:
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    os.link(other, path)
+                else:
+                    missing.append(name)
+        return missing
+
+    def digests(self, name: str) -> list[bytes]:
+        """Digests of the blocks of a file; none if it is not there."""
+        path = self._inside(name)
+        with _disk(path), contextlib.suppress(FileNotFoundError), open_regular(path) as file:
+            return [hashlib.blake2b(block, digest_size=16).digest() for block in _blocks(file)]
+        return []
+
+    def write(self, name: str, offset: int, data: bytes) -> None:
+        """Write a part of a file."""
+        path = self._inside(name)
+        with _disk(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            try:
+                os.pwrite(descriptor, data, offset)
+            finally:
+                os.close(descriptor)
+
+    def seal(self, name: str, stamp: Stamp) -> None:
+        """All of a file was written: sync it."""
+        size, changed = stamp
+        path = self._inside(name)
+        self.write(name, 0, b"")  # an empty file is one, too
+        with _disk(path):
+            os.truncate(path, size)
+            LOCAL.sync(path)
+            os.utime(path, ns=(changed, changed))
+
+    def partition(self, name: str, run: str, pruned: Sequence[Row]) -> Partition:
+        """What is there of a partition, without the entries of attempts that were pruned."""
+        path = self._inside(f"journal/{name}")
+        if name not in self._partitions:
+            self._partitions[name] = open_to_write(path, "turns", {"run": run}, run=run)
+        connection = self._partitions[name]
+        with _disk(path):
+            known = self._pruned.setdefault(path, set())
+            connection.executemany("DELETE FROM entries WHERE episode = ? AND attempt = ?", set(pruned) - known)
+            known.update(pruned)
+            return Partition(*connection.execute("SELECT coalesce(max(id), 0), count(*) FROM entries").fetchone())
+
+    def insert(self, name: str, rows: Sequence[Row]) -> None:
+        """Add entries to a partition."""
+        with _disk(self._inside(f"journal/{name}")):
+            connection = self._partitions[name]
+            connection.execute("BEGIN")
+            connection.executemany("INSERT OR REPLACE INTO entries VALUES (?, ?, ?, ?, ?, ?, ?)", rows)
+            connection.execute("COMMIT")
+
+    def finish(self, names: Sequence[str], links: Mapping[str, str]) -> None:
+        """Remove what the run has no longer, and have the link lead to this directory."""
+        kept = set(names)
+        with _disk(self._link):
+            while self._partitions:
+                self._partitions.popitem()[1].close()
+            for name in LOCAL.files(self._side):
+                if name not in kept:
+                    (self._side / name).unlink()
+            for folder in ("policies", "best"):
+                shutil.rmtree(self._side / folder, ignore_errors=True)
+            for name, target in links.items():
+                path = self._inside(name)
+                path.parent.mkdir(exist_ok=True)
+                path.symlink_to(target)
+            for folder, inner, files in os.walk(self._side, topdown=False):
+                if inner or files or folder == str(self._side):
+                    LOCAL.sync(Path(folder))
+                else:
+                    Path(folder).rmdir()
+            moved = self._link.with_name(f".{self._link.name}.link")
+            moved.unlink(missing_ok=True)
+            moved.symlink_to(self._side.name)
+            os.replace(moved, self._link)
+            LOCAL.sync(self._link.parent)
+
+    def _inside(self, name: str) -> Path:
+        if os.path.isabs(name) or ".." in Path(name).parts:
+            raise InputError(f"{name!r} lies outside the run's directory")
+        return self._side / name
+
+
+class Round(NamedTuple):
+    """A round of a mirror."""
+
+    seconds: float
+    sent: int
+    """Bytes that crossed."""
+
+
+class Mirror:
+    """Brings a copy of a run up to date, round by round.
+
+    Args:
+        run: the run's directory.
+        call: calls a method of the copy by its name.
+    """
+
+    def __init__(self, run: Path, call: Callable[..., Any]) -> None:
+        self._run = run
+        self._call = call
+        self._sent = 0
+
+    def round(self) -> Round:
+        """Copy what has changed since the last round.
+
+        Raises:
+            InputError: the copy is of another run, or was resumed.
+            StorageError: a disk refused, or steps are too fast to find a moment between two of them.
+        """
+        clock = SystemClock()
+        began, self._sent = clock.monotonic(), 0
+        with tempfile.TemporaryDirectory(prefix="agentrl-mirror-") as scratch:
+            control = Path(scratch) / CONTROL_FILE
+            identity = self._back_up(control)
+            had: dict[str, Stamp] = self._call("begin", identity["run"])
+            sent = self._send_all("checkpoints", had)
+            partitions = self._entries(identity, control)
+            self._send(CONTROL, control)
+        for folder in ("versions", "steps", "."):
+            sent += self._send_all(folder, had)
+        self._call("finish", [*sent, *partitions, CONTROL], self._links())
+        return Round(clock.monotonic() - began, self._sent)
+
+    # --- the journal --------------------------------------------------------------------------------------------------
+
+    def _back_up(self, target: Path) -> dict[str, str]:
+        """A consistent copy of the control log as it is now; its facts."""
+        target.unlink(missing_ok=True)
+        with contextlib.closing(open_to_read(self._run / CONTROL, "control")) as source:
+            with contextlib.closing(sqlite3.connect(target)) as copy:
+                source.backup(copy)
+            return meta(source)
+
+    def _entries(self, identity: Mapping[str, str], control: Path) -> list[str]:
+        """Send new entries until they are those of `control`, which is made again as often as that takes; the names of
+        the files that partitions are."""
+        for _ in range(TRIES):
+            self._back_up(control)
+            pruned = _rows(control, "SELECT episode, attempt FROM pruned")
+            names = sorted(path.name for path in (self._run / "journal").glob("turns-*.db"))
+            for name in names:
+                self._send_entries(name, identity["run"], pruned)
+            if _decided(control) == _decided(self._run / CONTROL):
+                return [f"journal/{name}{end}" for name in names for end in ("", "-wal", "-shm")]
+        raise StorageError(
+            f"{self._run}: {TRIES} times, a version was published before its entries were copied: the copy's disk or "
+            "the way to it is too slow for this run; its last whole state stays"
+        )
+
+    def _send_entries(self, name: str, run: str, pruned: Sequence[Row]) -> None:
+        with contextlib.closing(open_to_read(self._run / "journal" / name, "turns", run)) as source:
+            there = Partition(*self._call("partition", name, run, pruned))
+            after = there.newest
+            if pruned:  # whose ids are used again
+                (count,) = source.execute("SELECT count(*) FROM entries WHERE id <= ?", (after,)).fetchone()
+                after = after if count == there.count else 0
+            piece: list[Row] = []
+            size = 0
+            for row in source.execute(f"SELECT {_ENTRIES} FROM entries WHERE id > ? ORDER BY id", (after,)):
+                piece.append(row)
+                size += len(row[4]) + len(row[5])
+                if size >= PIECE_BYTES:
+                    self._insert(name, piece, size)
+                    piece, size = [], 0
+            if piece:
+                self._insert(name, piece, size)
+
+    def _insert(self, name: str, rows: Sequence[Row], size: int) -> None:
+        self._sent += size
+        self._call("insert", name, rows)
+
+    # --- files --------------------------------------------------------------------------------------------------------
+
+    def _send_all(self, folder: str, had: dict[str, Stamp]) -> list[str]:
+        """Send the files of a folder that the copy lacks; `.`: of the run's directory itself. Their names."""
+        while True:
+            wanted: dict[str, Stamp] = {}
+            try:
+                for path in self._files(folder):
+                    wanted[str(path.relative_to(self._run))] = _stamp(path)
+                new = {name: stamp for name, stamp in wanted.items() if had.get(name) != stamp}
+                for name in self._call("reuse", new) if folder in WHOLE else new:
+                    self._send(name, self._run / name)
+                    had[name] = wanted[name]
+            except FileNotFoundError:  # a checkpoint or a version was removed meanwhile
+                continue
+            return list(wanted)
+
+    def _files(self, folder: str) -> Iterator[Path]:
+        if folder == ".":
+            yield from (path for path in self._run.glob("*.json*") if path.is_file() and not path.is_symlink())
+            return
+        for name in LOCAL.files(self._run / folder):
+            if not any(part.startswith(".") for part in Path(name).parts):  # being written
+                yield self._run / folder / name
+
+    def _send(self, name: str, path: Path) -> None:
+        """Send the blocks of a file in which the copy's differs."""
+        with open_regular(path) as file:
+            found = os.fstat(file.fileno())
+            stamp = found.st_size, found.st_mtime_ns
+            known: list[bytes] = self._call("digests", name)
+            piece, start = bytearray(), 0
+            for number, block in enumerate(_blocks(file)):
+                is_new = number >= len(known) or hashlib.blake2b(block, digest_size=16).digest() != known[number]
+                if piece and (not is_new or len(piece) >= PIECE_BYTES):
+                    self._write(name, start, bytes(piece))
+                    piece.clear()
+                if is_new:
+                    start = start if piece else number * BLOCK_BYTES
+                    piece += block
+            if piece:
+                self._write(name, start, bytes(piece))
+        self._call("seal", name, stamp)
+
+    def _write(self, name: str, offset: int, data: bytes) -> None:
+        self._sent += len(data)
+        self._call("write", name, offset, data)
+
+    def _links(self) -> dict[str, str]:
+        """The links to versions in the run's directory, which are relative."""
+        found = [path for folder in ("policies", "best") for path in (self._run / folder).glob("*")]
+        return {str(path.relative_to(self._run)): os.readlink(path) for path in found if path.is_symlink()}
+
+
+@contextlib.contextmanager
+def copy_at(place: str, address: str) -> Iterator[Callable[..., Any]]:
+    """Calls of the methods of a copy.
+
+    Args:
+        place: `PATH` on this machine, or `NODE:PATH`, where NODE is the address of a node of the cluster.
+        address: of the cluster, as in `cluster.address`.
+
+    Raises:
+        InputError: nobody answers at the address, or it has no such node.
+    """
+    node, colon, path = place.partition(":")
+    if not colon or "/" in node:
+        copy = Copy(place)
+        yield lambda method, *arguments: getattr(copy, method)(*arguments)
+        return
+    if not path.startswith("/"):
+        raise InputError(f"{place}: on another node, the path begins with /")
+    from agentrl.cluster.session import RaySession, brief, on_node
+
+    session = RaySession(address)
+    session.start()
+    import ray
+
+    found = next((each for each in session.nodes() if each.address == node), None)
+    if found is None:
+        known = ", ".join(each.address for each in session.nodes())
+        raise InputError(f"no node {node} in the cluster at {address}; there are: {known}")
+    actor = ray.remote(num_cpus=0, max_restarts=0, scheduling_strategy=on_node(found))(Copy).remote(path)
+
+    def call(method: str, *arguments: object) -> Any:
+        try:
+            return ray.get(getattr(actor, method).remote(*arguments), timeout=CALL_S)
+        except ray.exceptions.RayTaskError as error:
+            if isinstance(error.cause, AgentRLError):
+                raise error.cause from None
+            raise
+        except ray.exceptions.GetTimeoutError:
+            raise StorageError(f"node {node} did not answer within {CALL_S:g} s; what it has stays") from None
+        except ray.exceptions.RayError as error:
+            raise StorageError(f"node {node} was lost ({brief(error)}); what it has stays") from error
+
+    try:
+        yield call
+    finally:
+        ray.kill(actor)
+        session.stop()
+
+
+def _decided(control: Path) -> Row:
+    """What a control log has of versions and of pruned entries."""
+    return tuple(_rows(control, "SELECT (SELECT count(*) FROM versions), (SELECT count(*) FROM pruned)")[0])
+
+
+def _rows(path: Path, statement: str) -> list[Row]:
+    with contextlib.closing(open_to_read(path, "control")) as connection:
+        return connection.execute(statement).fetchall()
+
+
+def _stamp(path: Path) -> Stamp:
+    found = path.lstat()
+    return found.st_size, found.st_mtime_ns
+
+
+def _blocks(file: Any) -> Iterator[bytes]:
+    while block := file.read(BLOCK_BYTES):
+        yield block
+
+
+@contextlib.contextmanager
+def _disk(path: Path) -> Iterator[None]:
+    """Errors of the copy's disk, by name."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(f"{path}: {error.strerror or error}; {remedy(error)}; its last whole state stays") from error
+    except sqlite3.Error as error:
+        raise JournalError(f"{path}: the disk refused ({error}); its last whole state stays") from error
