@@ -5,9 +5,9 @@ another node. A copy is two directories, `.NAME.0` and `.NAME.1`, and a link `NA
 brings the other one up to date, syncs it, and moves the link. So the link leads to a run that can be read and resumed
 at every moment, whatever is killed; it lacks what was written since its round began.
 
-Order of a round, which gives a state that the run itself could have left: checkpoints, then the control log, then the
-partitions, once more from the control log if versions were published or entries pruned meanwhile, then the files that
-the control log names. Partials are left out: of turns in flight nothing is copied, and a resume samples them again.
+A round has the order that gives a state which the run itself could have left: checkpoints, then a snapshot of the
+control log with the entries that it names, then the files that it names. Partials are left out: of turns in flight
+nothing is copied, and a resume samples them again.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ BLOCK_BYTES = 1 << 16
 """Of a file that has changed, blocks of this size are compared and sent."""
 PIECE_BYTES = 4 << 20
 """Most bytes that one call carries."""
-TRIES = 16
-"""Passes over the control log and the partitions, until no version was published during one."""
+TRIES = 64
+"""Snapshots of the control log, until no version was published while new entries were read."""
 WHOLE = ("checkpoints", "versions", "steps")
 """Directories whose files are never changed once they are there."""
 CONTROL = f"journal/{CONTROL_FILE}"
@@ -219,65 +219,88 @@ class Mirror:
         """
         clock = SystemClock()
         began, self._sent = clock.monotonic(), 0
-        with tempfile.TemporaryDirectory(prefix="agentrl-mirror-") as scratch:
-            control = Path(scratch) / CONTROL_FILE
-            identity = self._back_up(control)
-            had: dict[str, Stamp] = self._call("begin", identity["run"])
-            sent = self._send_all("checkpoints", had)
-            partitions = self._entries(identity, control)
-            self._send(CONTROL, control)
+        with (
+            tempfile.TemporaryDirectory(prefix="agentrl-mirror-") as scratch,
+            contextlib.closing(open_to_read(self._run / CONTROL, "control")) as control,
+        ):
+            run = meta(control)["run"]
+            had: dict[str, Stamp] = self._call("begin", run)
+            target = Path(scratch) / CONTROL_FILE
+            sent = self._send_state(run, control, target, had)
+            self._send(CONTROL, target)
         for folder in ("versions", "steps", "."):
             sent += self._send_all(folder, had)
-        self._call("finish", [*sent, *partitions, CONTROL], self._links())
+        self._call("finish", [*sent, CONTROL], self._links())
         return Round(clock.monotonic() - began, self._sent)
 
     # --- the journal --------------------------------------------------------------------------------------------------
 
-    def _back_up(self, target: Path) -> dict[str, str]:
-        """A consistent copy of the control log as it is now; its facts."""
-        target.unlink(missing_ok=True)
-        with contextlib.closing(open_to_read(self._run / CONTROL, "control")) as source:
-            with contextlib.closing(sqlite3.connect(target)) as copy:
-                source.backup(copy)
-            return meta(source)
+    def _send_state(self, run: str, control: sqlite3.Connection, target: Path, had: dict[str, Stamp]) -> list[str]:
+        """Send checkpoints and new entries, and write the control log that they belong to into `target`; their names.
 
-    def _entries(self, identity: Mapping[str, str], control: Path) -> list[str]:
-        """Send new entries until they are those of `control`, which is made again as often as that takes; the names of
-        the files that partitions are."""
+        Entries that are new meanwhile are read within one snapshot of the control log. It is dropped if a version was
+        published while they were read, which it would not know, or entries were pruned: that was done for checkpoints
+        newer than those that were sent, unless one of them is still there.
+        """
+        pruned: list[Row] | None = None
+        newest: dict[str, int] = {}
         for _ in range(TRIES):
-            self._back_up(control)
-            pruned = _rows(control, "SELECT episode, attempt FROM pruned")
-            names = sorted(path.name for path in (self._run / "journal").glob("turns-*.db"))
-            for name in names:
-                self._send_entries(name, identity["run"], pruned)
-            if _decided(control) == _decided(self._run / CONTROL):
-                return [f"journal/{name}{end}" for name in names for end in ("", "-wal", "-shm")]
+            now = control.execute("SELECT episode, attempt FROM pruned").fetchall()
+            if pruned is None or len(pruned) < len(now):
+                pruned, newest = now, {name: self._send_entries(name, run, now) for name in self._partitions()}
+            sent = self._send_all("checkpoints", had)
+            control.execute("BEGIN")
+            try:
+                decided = _decided(control)
+                rows = {name: list(self._entries(name, run, newest.get(name, 0))) for name in self._partitions()}
+                left = [name for name in sent if (self._run / name).exists()]
+                with contextlib.closing(open_to_read(self._run / CONTROL, "control")) as other:
+                    if _decided(other) != decided or decided.pruned != len(pruned) or (sent and not left):
+                        continue
+                with contextlib.closing(sqlite3.connect(target)) as copy:
+                    control.backup(copy)
+            finally:
+                control.execute("ROLLBACK")
+            for name in rows:
+                self._call("partition", name, run, ())
+                self._insert(name, rows[name])
+            return [*left, *(f"journal/{name}" for name in rows)]
         raise StorageError(
-            f"{self._run}: {TRIES} times, a version was published before its entries were copied: the copy's disk or "
-            "the way to it is too slow for this run; its last whole state stays"
+            f"{self._run}: in {TRIES} attempts there was no moment between two versions or checkpoints in which all "
+            "that belongs to the first could be read; the last whole state of the copy stays"
         )
 
-    def _send_entries(self, name: str, run: str, pruned: Sequence[Row]) -> None:
-        with contextlib.closing(open_to_read(self._run / "journal" / name, "turns", run)) as source:
-            there = Partition(*self._call("partition", name, run, pruned))
-            after = there.newest
-            if pruned:  # whose ids are used again
-                (count,) = source.execute("SELECT count(*) FROM entries WHERE id <= ?", (after,)).fetchone()
-                after = after if count == there.count else 0
-            piece: list[Row] = []
-            size = 0
-            for row in source.execute(f"SELECT {_ENTRIES} FROM entries WHERE id > ? ORDER BY id", (after,)):
-                piece.append(row)
-                size += len(row[4]) + len(row[5])
-                if size >= PIECE_BYTES:
-                    self._insert(name, piece, size)
-                    piece, size = [], 0
-            if piece:
-                self._insert(name, piece, size)
+    def _partitions(self) -> list[str]:
+        return sorted(path.name for path in (self._run / "journal").glob("turns-*.db"))
 
-    def _insert(self, name: str, rows: Sequence[Row], size: int) -> None:
-        self._sent += size
-        self._call("insert", name, rows)
+    def _entries(self, name: str, run: str, after: int) -> Iterator[Row]:
+        with contextlib.closing(open_to_read(self._run / "journal" / name, "turns", run)) as source:
+            yield from source.execute(f"SELECT {_ENTRIES} FROM entries WHERE id > ? ORDER BY id", (after,))
+
+    def _send_entries(self, name: str, run: str, pruned: Sequence[Row]) -> int:
+        """Send the entries that the copy lacks; the largest id."""
+        there = Partition(*self._call("partition", name, run, pruned))
+        newest = there.newest
+        if pruned:  # whose ids are used again
+            with contextlib.closing(open_to_read(self._run / "journal" / name, "turns", run)) as source:
+                (count,) = source.execute("SELECT count(*) FROM entries WHERE id <= ?", (newest,)).fetchone()
+                newest = newest if count == there.count else 0
+        piece: list[Row] = []
+        size = 0
+        for row in self._entries(name, run, newest):
+            newest = row[0]
+            piece.append(row)
+            size += len(row[5])
+            if size >= PIECE_BYTES:
+                self._insert(name, piece)
+                piece, size = [], 0
+        self._insert(name, piece)
+        return newest
+
+    def _insert(self, name: str, rows: Sequence[Row]) -> None:
+        if rows:
+            self._sent += sum(len(row[5]) for row in rows)
+            self._call("insert", name, rows)
 
     # --- files --------------------------------------------------------------------------------------------------------
 
@@ -382,14 +405,16 @@ def copy_at(place: str, address: str) -> Iterator[Callable[..., Any]]:
         session.stop()
 
 
-def _decided(control: Path) -> Row:
-    """What a control log has of versions and of pruned entries."""
-    return tuple(_rows(control, "SELECT (SELECT count(*) FROM versions), (SELECT count(*) FROM pruned)")[0])
+class Decided(NamedTuple):
+    """How many versions and pruned attempts a control log names."""
+
+    versions: int
+    pruned: int
 
 
-def _rows(path: Path, statement: str) -> list[Row]:
-    with contextlib.closing(open_to_read(path, "control")) as connection:
-        return connection.execute(statement).fetchall()
+def _decided(control: sqlite3.Connection) -> Decided:
+    statement = "SELECT (SELECT count(*) FROM versions), (SELECT count(*) FROM pruned)"
+    return Decided(*control.execute(statement).fetchone())
 
 
 def _stamp(path: Path) -> Stamp:
