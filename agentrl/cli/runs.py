@@ -395,12 +395,12 @@ def run_mirror(options: argparse.Namespace) -> int:
         has_ended = False
         while not has_ended:
             has_ended, began = options.once or standing(run) != "running", clock.wall()
-            done = mirror.round()
+            copied = mirror.round()
             if options.json:
-                print_json_line({"began": began, "seconds": done.seconds, "bytes": done.sent})
+                print_json_line({"began": began, "seconds": copied.seconds, "bytes": copied.sent})
             else:
                 until = time.strftime("%H:%M:%S", time.localtime(began))
-                cost = f"{done.sent / 1e6:.1f} MB in {done.seconds:.1f} s"
+                cost = f"{copied.sent / 1e6:.1f} MB in {copied.seconds:.1f} s"
                 _say(f"{options.to} has what the run wrote until {until}: {cost}")
                 sys.stdout.flush()
             if not has_ended:
