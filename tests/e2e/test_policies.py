@@ -69,6 +69,9 @@ def test_each_seat_is_played_by_the_weights_it_says(
             run = agentrl.train(config, environment=WatchedMatch, quiet=True, resume=steps == 6, observers=observers)
     assert all(len(each.killed) == 1 for each in observers)
     assert set(run.policies) == {"player", "other"}
+    summary = json.loads((run.path / "summary.json").read_text())
+    assert {name: part["steps"] for name, part in summary["policies"].items()} == {"player": 6, "other": 6}
+    assert summary["rewards"] is None, "a figure of one policy is not that of the run"
     assert {file.name: file.read_bytes() for file in judge.iterdir()} == before
     turns = played(run.path)
     check_critic(turns, "7")

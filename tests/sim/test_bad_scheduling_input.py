@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import pytest
 
 import agentrl
-from agentrl.app.policies import demands_of
+from agentrl.app.policies import demands_of, split_groups
 from agentrl.core.errors import CheckFailedError, ConfigError, EnvironmentDefinitionError
 from agentrl.core.ports import GenerateRequest
 from agentrl.core.records import PolicyVersion, Task
@@ -144,6 +144,17 @@ def test_a_step_that_no_fan_out_can_fill_is_refused() -> None:
     )
     for step_size, staleness in ((36, 0), (30, 1)):
         demands_of(config_for(step_size=step_size, max_staleness=staleness), Ask)
+
+
+def test_steps_that_end_inside_groups_are_told_with_a_size_that_fits() -> None:
+    def told(**changes: Any) -> list[str]:
+        config = config_for(**changes)
+        return list(split_groups(config, demands_of(config, Guess)))
+
+    [line] = told(step_size=6, max_staleness=1)
+    assert "policies.guesser.step_size = 6 is no multiple of the 4 units that a group brings" in line
+    assert line.endswith("Set step_size = 8 for whole groups")
+    assert told(step_size=8, max_staleness=1) == []
 
 
 class Nobody(Ask):

@@ -177,6 +177,18 @@ def test_splits_and_environments_beside_the_trained_one() -> None:
     assert [split.name for split in held_out(alone, Easy)[0]] == ["held_out", "hard"]
 
 
+def test_the_tasks_to_evaluate_on_are_drawn_from_the_whole_list_by_the_seed() -> None:
+    ordered = [Task(id=f"{number}", data={}) for number in range(1000)]
+
+    def drawn(seed: int) -> list[int]:
+        [split], available = held_out(config_for(seed=seed, evaluation={"tasks": 64}), Digits, ordered)
+        assert available == len(ordered)
+        return [int(task.id) for task in split.tasks]
+
+    assert drawn(1) == drawn(1) != drawn(2)
+    assert all(0.3 < sum(numbers) / 64 / len(ordered) < 0.7 for numbers in map(drawn, range(5))), "the first 64 are not"
+
+
 def test_what_a_mixture_cannot_be_is_refused_by_name() -> None:
     with pytest.raises(EnvironmentDefinitionError, match="rates are all 0"):
         mixture({Digits: 0.0})

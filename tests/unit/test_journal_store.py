@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from agentrl.core.errors import EpisodeError, InputError, JournalError, RunDirectoryError, StorageError
-from agentrl.core.records import EpisodeSpec, PolicyVersion, Task
+from agentrl.core.records import EpisodeSpec, PolicyVersion, Task, TrajectoryHeader
 from agentrl.journal.entries import Begin, JournalEntry, encode_body
 from agentrl.journal.port import JournalStore, RunLog, TurnLog
 from agentrl.journal.run_log import SqliteRunLog
@@ -337,6 +337,28 @@ def test_a_step_that_was_fed_nothing_is_whole_and_one_that_lacks_its_last_record
     with pytest.raises(JournalError, match=r"of the units that step 2 of policy .* records are missing"):
         log.verify()
     log.close()
+
+
+def test_frozen_weights_do_not_age_an_episode(tmp_path: Path) -> None:
+    def oldest(directory: Path, *kinds: str) -> Any:
+        policies = {name: {"kind": kind} for name, kind in zip(("solver", "judge"), kinds, strict=True)}
+
+        async def main() -> None:
+            journal, each = SqliteJournal(directory, info={"config": {"policies": policies}}), spec(0)
+            parts = [TrajectoryHeader(name, 0, name, 1.0, 4, step, 0) for name, step in (("solver", 7), ("judge", 0))]
+            journal.admit(each)
+            await journal.commit_episode(each, replace(header(each, 0), trajectories=tuple(parts)), b"", {})
+            await journal.close()
+
+        asyncio.run(main())
+        log = SqliteRunLog(directory)
+        [[found]] = log.rows("SELECT oldest_step FROM episodes")
+        log.close()
+        return found
+
+    assert oldest(tmp_path / "one", "trained", "frozen") == 7
+    assert oldest(tmp_path / "two", "trained", "trained") == 0
+    assert oldest(tmp_path / "none", "remote", "frozen") is None
 
 
 def test_a_negative_zero_is_a_zero_and_no_damage(tmp_path: Path) -> None:

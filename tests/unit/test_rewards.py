@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from fractions import Fraction
 
 import numpy as np
 import pytest
 
 from agentrl.core.errors import RewardError
-from agentrl.environment.base import finite_reward
+from agentrl.environment.base import LARGEST_REWARD, finite_reward
 
 
 class Converts:
@@ -32,6 +33,13 @@ ODD = [np.complex64(1 + 2j), np.timedelta64(5), Unshowable()]
 def test_rewards_that_are_no_numbers_are_refused_wherever_they_come_from(value: object) -> None:
     with pytest.raises(RewardError, match="number"):
         finite_reward(value, "here")
+
+
+@pytest.mark.parametrize("value", [1e30, -1e30, 10**400, math.nan, math.inf, np.float64(-math.inf)])
+def test_rewards_of_no_sensible_size_are_refused(value: object) -> None:
+    with pytest.raises(RewardError, match="finite"):
+        finite_reward(value, "here")
+    assert finite_reward(LARGEST_REWARD, "here") == -finite_reward(-LARGEST_REWARD, "here") == LARGEST_REWARD
 
 
 def test_a_reward_that_is_a_long_text_is_not_quoted_whole() -> None:

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection
+from contextlib import closing
+from pathlib import Path
 
 import pytest
 
 from agentrl.core.errors import EngineError
 from agentrl.core.records import PolicyVersion, WeightsRef
 from agentrl.engines.scripted import ScriptedEngine
-from agentrl.orchestrator.versions import BATCHES, ServedVersions
+from agentrl.journal.run_log import SqliteRunLog
+from agentrl.journal.store import SqliteJournal
+from agentrl.orchestrator.versions import BATCHES, ServedVersions, publish
+from agentrl.simulation.recording_trainer import RecordingTrainer
 
 
 class OnePlace(ScriptedEngine):
@@ -110,5 +115,18 @@ def test_a_pin_that_cannot_be_served_again_stays_as_it_was() -> None:
                 await again
         for holder in ("evaluation", BATCHES):
             assert served.pinned_by(holder) == [weights(1).version]
+
+    asyncio.run(main())
+
+
+def test_a_published_version_is_on_disk_before_an_engine_can_be_given_it(tmp_path: Path) -> None:
+    async def main() -> None:
+        journal, trainer = SqliteJournal(tmp_path), RecordingTrainer(["solver"])
+        for lineage in range(20):  # one that only the next round writes may be on disk by chance, twenty are not
+            version = PolicyVersion("solver", lineage, 0)
+            assert (await publish(trainer, journal, version, None, None)).version == version
+            with closing(SqliteRunLog(tmp_path)) as log:
+                assert log.rows("SELECT max(lineage) FROM versions") == [(lineage,)]
+        await journal.close()
 
     asyncio.run(main())
