@@ -53,8 +53,8 @@ _ANCHOR = "\ue002"
 _FRAMES = 64
 """Number of openings kept for reuse; further ones are rendered each time."""
 _KEPT_CHARACTERS = 1 << 20
-"""Number of characters whose tokens are kept for reuse: members of a group get the same prompt, and tools often give
-the same answers."""
+"""Number of characters whose tokens are kept for reuse: members of a group get the same prompt, tools often give the
+same answers, and half of a small policy's replies are among its last few hundred."""
 _SPARE_ROWS = 2048
 """Number of embedding rows that may have no token: models are padded to round sizes, the largest seen by 1,069."""
 _MAX_PROBE_CHARACTERS = 200_000
@@ -116,7 +116,7 @@ class TemplateFormat:
         self._plain = _without_control(tokenizer, self._control, anchor=False)
         self._anchored = _anchored(self._plain, _without_control(tokenizer, self._control, anchor=True))
         self._renumbered = _renumbered(self._anchored or self._plain, tokenizer)
-        self._encoded = KeptTokens(_KEPT_CHARACTERS)
+        self._encoded, self._encoded_plain = KeptTokens(_KEPT_CHARACTERS), KeptTokens(_KEPT_CHARACTERS)
         self._check_plain()
         self._silent = frozenset(t.token_id for t in tokens if t.special and t.literal not in markup)
         configured = stop_token_ids(directory)
@@ -329,8 +329,10 @@ class TemplateFormat:
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of text as the template would tokenise it; control tokens are recognised."""
-        ids: list[int] = self._tokenizer.encode(valid_unicode(text), add_special_tokens=False).ids
-        return ids
+        known = self._encoded.get(text)
+        if known is None:
+            known = self._encoded.keep(text, self._tokenizer.encode(valid_unicode(text), add_special_tokens=False).ids)
+        return list(known)
 
     def drift(self, token_ids: Sequence[int]) -> DriftCause | None:
         """Explain why the text of `token_ids` would be tokenised differently: invalid UTF-8, or other merges; None if
@@ -386,9 +388,9 @@ class TemplateFormat:
         """Return the token ids of plain text that follows a control token."""
         if not text:
             return ()
-        known = self._encoded.get(text)
+        known = self._encoded_plain.get(text)
         if known is None:
-            known = self._encoded.keep(text, self._encode_anew(text))
+            known = self._encoded_plain.keep(text, self._encode_anew(text))
         return known
 
     def _encode_anew(self, text: str) -> list[int]:
