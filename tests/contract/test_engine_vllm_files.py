@@ -145,7 +145,7 @@ def test_an_adapter_that_vllm_itself_cannot_load_is_refused(make_vllm: MakeVllm,
     async def main() -> None:
         engine: Any = make_vllm()
         before = copies()
-        make_vllm.llm.before["add_lora"] = spoil_copies
+        make_vllm.llm.before["collective_rpc"] = spoil_copies
         await check_refused(engine, zoo, adapter(zoo, tmp_path / "1", 1), r"solver@0\.1 refused: vLLM cannot load it")
         assert copies() <= before, "closed: no copy is left"
 
@@ -185,7 +185,7 @@ def test_an_update_cancelled_while_vllm_reads_its_files_serves_them(
         context = prompt(20)
         first = adapter(zoo, tmp_path / "1", 1)
         updating = asyncio.ensure_future(engine.serve([first]))
-        make_vllm.llm.before["add_lora"] = updating.cancel
+        make_vllm.llm.before["collective_rpc"] = updating.cancel
         with pytest.raises(asyncio.CancelledError):
             await updating
         completion = await engine.open("s", "solver").generate(request("a", context))

@@ -79,7 +79,7 @@ def test_an_adapter_that_is_another_is_found_by_its_probe_and_what_it_sampled_is
             (r"as solver@0\.1 would", right),
         ):
             if weights is right:  # between our check and vLLM's reading
-                make_vllm.llm.before["add_lora"] = swapped(first)
+                make_vllm.llm.before["collective_rpc"] = swapped(first)
             updating = asyncio.ensure_future(engine.serve([weights]))
             while engine.versions.of_policy("solver").version != weights.version:
                 await asyncio.sleep(0)

@@ -5,7 +5,7 @@ read and check, load beside the others or in their place. `VllmControl` owns wha
 still, to load weights, to score tokens. Neither knows the tokens of calls.
 Invariants: until an update has succeeded the old version stays, and no failure leaves vLLM paused; what a version
 sampled leaves the engine only once it has passed its canary check. That runs while calls sample from the version
-already, because an answer takes as long as a first token.
+already, because an answer takes as long as a first token; of an adapter, both are asked for together with its loading.
 
 refresh   adapters (nothing is paused)               full weights (one version at a time; new calls wait)
 token     calls go on under the new one, as a new    pause, load, go on; KV of begun turns kept or recomputed
@@ -225,37 +225,40 @@ class VllmVersions(VersionTable[VllmVersion]):
         return canary
 
     async def _add_adapter(self, weights: WeightsRef, adapter: LoRARequest, canary: Canary | None) -> None:
-        try:
-            await self._control.load_adapter(adapter)
-        except EngineDeadError:
-            raise
-        except Exception as error:
-            raise refusal(weights, f"vLLM cannot load it ({type(error).__name__}: {error})") from error
         new = VllmVersion(version=weights.version, digest=weights.sha256, canary=canary, adapter=adapter)
         old = self.of_policy(weights.version.policy)
+        loading = asyncio.get_running_loop().create_task(self._control.load_adapter(adapter))
+        await asyncio.sleep(0)  # it is sent: vLLM loads before it looks at any request that is sent from here on
         await self._begin_service(new, old, is_current=self._wanted.is_current(weights))
-        await self._check_canary(weights, new, old, undo=lambda: self._control.unload_adapter(adapter))
+        await self._check_canary(weights, new, old, loading=loading, undo=lambda: self._control.unload_adapter(adapter))
 
     async def _begin_service(self, new: VllmVersion, old: VllmVersion, *, is_current: bool) -> None:
-        """Sample from weights that vLLM has; their tokens are held back until the canary check has ended."""
+        """Sample from weights that vLLM has, or is loading; their tokens are held back until the check has ended."""
         self._fallback = old
         new.pinned = self._wanted.has_pin(new.version)
-        new.check = asyncio.get_running_loop().create_future() if new.canary is not None else None
+        is_checked = new.canary is not None or new.adapter is not None
+        new.check = asyncio.get_running_loop().create_future() if is_checked else None
         self.live[new.version] = new
         if is_current:
             await self._promote(new)
 
     async def _check_canary(
-        self, weights: WeightsRef, new: VllmVersion, old: VllmVersion, *, undo: Callable[[], Awaitable[None]]
+        self,
+        weights: WeightsRef,
+        new: VllmVersion,
+        old: VllmVersion,
+        *,
+        loading: Awaitable[None] | None = None,
+        undo: Callable[[], Awaitable[None]],
     ) -> None:
-        """Run the canary check; where new weights fail it, call `undo` and serve `old` again.
+        """Wait until vLLM has loaded the weights, and check their canary; where they fail, call `undo` and serve `old`.
 
         Raises:
-            EngineError: they failed it.
+            EngineError: vLLM cannot load them, or they failed the check.
         """
         try:
             if new.check is not None:
-                await self._check_answer(weights, new, old)
+                await self._check_answer(weights, new, old, loading)
                 new.check.set_result(True)
         except EngineError:
             await self._withdraw(new, old)
@@ -283,17 +286,24 @@ class VllmVersions(VersionTable[VllmVersion]):
         while new.calls:
             await self._change()
 
-    async def _check_answer(self, weights: WeightsRef, new: VllmVersion, old: VllmVersion) -> None:
-        assert new.canary is not None
-        contexts, tokens = new.canary.contexts, new.canary.token_ids
-        try:
-            answer = await self._control.next_logprobs(contexts, tokens, adapter=new.adapter, salt=new.salt)
-        except EngineDeadError:
-            raise
-        except Exception as error:
-            raise refusal(weights, f"vLLM cannot answer its canary ({type(error).__name__}: {error})") from error
-        dtype: Any = self._model.config.dtype
-        check_answer(weights, new.canary, answer, dtype=dtype, others=self.canaries(new, old))
+    async def _check_answer(
+        self, weights: WeightsRef, new: VllmVersion, old: VllmVersion, loading: Awaitable[None] | None
+    ) -> None:
+        asked: dict[str, Awaitable[Any]] = {} if loading is None else {"load it": loading}
+        if (canary := new.canary) is not None:
+            asked["answer its canary"] = self._control.next_logprobs(
+                canary.contexts, canary.token_ids, adapter=new.adapter, salt=new.salt
+            )
+        # all of them: vLLM would die if an adapter were unloaded under the canary's request
+        outcomes = await asyncio.gather(*asked.values(), return_exceptions=True)
+        for what, outcome in zip(asked, outcomes, strict=True):
+            if isinstance(outcome, EngineDeadError):
+                raise outcome
+            if isinstance(outcome, BaseException):
+                raise refusal(weights, f"vLLM cannot {what} ({type(outcome).__name__}: {outcome})") from outcome
+        if canary is not None:
+            dtype: Any = self._model.config.dtype
+            check_answer(weights, canary, outcomes[-1], dtype=dtype, others=self.canaries(new, old))
 
     async def _load_full(self, weights: WeightsRef) -> None:
         if self.places:
@@ -504,8 +514,15 @@ class VllmControl:
         return True
 
     async def load_adapter(self, adapter: LoRARequest) -> None:
-        """Load an adapter beside the others."""
-        await self._llm.add_lora(adapter)
+        """Load an adapter beside the others.
+
+        Raises:
+            RuntimeError: vLLM cannot; one that changes nothing stands in its place until it is unloaded.
+        """
+        what = (adapter.lora_name, adapter.lora_int_id, adapter.lora_path)
+        reasons = await self._llm.collective_rpc("load_adapter", args=what)
+        if reason := next(filter(None, reasons), None):
+            raise RuntimeError(reason)
 
     async def unload_adapter(self, adapter: LoRARequest) -> None:
         """Unload an adapter and remove its private copy."""

@@ -161,6 +161,20 @@ class WorkerExtension:
 
     model_runner: Any
 
+    def load_adapter(self, name: str, number: int, path: str) -> str:
+        """Load an adapter; where that fails, put one in its place that changes nothing, until it is removed: requests
+        for it are waiting already, and vLLM dies of a request whose adapter it cannot load.
+
+        Returns:
+            Why it was not loaded; empty if it was.
+        """
+        try:
+            self.model_runner.add_lora(LoRARequest(lora_name=name, lora_int_id=number, lora_path=path))
+        except Exception as error:  # noqa: BLE001 - whatever vLLM raises, the engine withdraws the version
+            self.add_blank_adapter(number, self.model_runner.lora_manager.lora_config.max_lora_rank)
+            return f"{type(error).__name__}: {error}"
+        return ""
+
     def add_blank_adapter(self, number: int, rank: int) -> None:
         """An adapter that changes nothing and costs what others do, until it is removed."""
         blank = LoRARequest(lora_name="blank", lora_int_id=number, lora_path="blank")
