@@ -13,7 +13,7 @@ import torch
 
 from agentrl.core.errors import EngineError, TrainerError
 from agentrl.core.records import PolicyVersion
-from agentrl.engines import transfer
+from agentrl.engines import transfer, wire
 from agentrl.engines.transfer import FileSender, Outbox, Recipient, Source, WeightLink
 from tests.contract.engine_kinds import ModelZoo, canary_of, check_logprobs, prompt, request, version, write_full
 from tests.contract.test_engine_vllm_full import in_flight, steps, tensors_of
@@ -181,14 +181,14 @@ def test_shared_memory_is_described_as_vllm_takes_it_without_a_class_on_the_way(
     found: Any = senders.init_info(IPC, source)
     assert (found.backend, found.packed, found.packed_buffer_size_bytes) == ("agentrl_ipc", True, transfer.CHUNK_BYTES)
     assert found.is_sender
-    sender = senders.IpcSender.__new__(senders.IpcSender)  # its __init__ asks CUDA for the card
+    sender: Any = senders.IpcSender.__new__(senders.IpcSender)  # its __init__ asks CUDA for the card
     sender.client = link
     sender._do_send(
         ["a.weight", "b.bias"], ["bfloat16", "float32"], [[4, 2], [3]], {"GPU-1": SHARED + HANDLE}, [16, 12]
     )
     ((method, info),) = link.asked
     assert method == "update"
-    sent = transfer._ASKED.decode(transfer.wire.frame(transfer.Ask(method="update", info=info))[4:])
+    sent = transfer._ASKED.decode(wire.frame(transfer.Ask(method="update", info=info))[4:])
     assert isinstance(sent, transfer.Ask)
     handles = {gpu: worker.shared_handle(handle) for gpu, handle in sent.info["ipc_handles"].items()}
     assert handles == {"GPU-1": SHARED + HANDLE}
