@@ -325,6 +325,8 @@ class VersionTable(ABC, Generic[LiveT]):
         )
         self.held: set[str] = set()
         """Policies whose new calls wait for an update."""
+        self.rounding: dict[str, float] = {}
+        """By policy, the largest distance in nats between a canary's answers here and those of its trainer."""
         self._wanted = WantedVersions()
         self._one_at_a_time = asyncio.Lock()
         self._changed = asyncio.Event()

@@ -67,6 +67,7 @@ from agentrl.engines.versions import (
 )
 from agentrl.engines.weights import (
     check_answer,
+    check_dtypes,
     match_full_weights,
     read_adapter,
     read_canary,
@@ -559,6 +560,8 @@ class EmbeddedVersions(VersionTable[Serving]):
         file = await asyncio.to_thread(read_weights, weights)
         read = await asyncio.to_thread(match_full_weights, weights, file.tensors, base.state, base.model)
         canary = self._of_the_model(weights, read_canary(weights, file))
+        if canary is not None:
+            check_dtypes(weights, file.tensors, base.state)
         try:
             if refresh == "turn":
                 self.held.add(policy)
@@ -679,4 +682,4 @@ class EmbeddedVersions(VersionTable[Serving]):
         if new.canary is not None:
             answer = await self._engine.answer(new, new.canary)
             others, dtype = self.canaries(new, *replaced), new.served.model.dtype
-            check_answer(weights, new.canary, answer, dtype=dtype, others=others)
+            check_answer(weights, new.canary, answer, dtype=dtype, others=others, rounding=self.rounding)

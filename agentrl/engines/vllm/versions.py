@@ -295,7 +295,7 @@ class VllmVersions(VersionTable[VllmVersion]):
                 canary.contexts, canary.token_ids, adapter=new.adapter, salt=new.salt
             )
         # all of them: vLLM would die if an adapter were unloaded under the canary's request
-        outcomes = await asyncio.gather(*asked.values(), return_exceptions=True)
+        outcomes: list[Any] = await asyncio.gather(*asked.values(), return_exceptions=True)
         for what, outcome in zip(asked, outcomes, strict=True):
             if isinstance(outcome, EngineDeadError):
                 raise outcome
@@ -303,7 +303,8 @@ class VllmVersions(VersionTable[VllmVersion]):
                 raise refusal(weights, f"vLLM cannot {what} ({type(outcome).__name__}: {outcome})") from outcome
         if canary is not None:
             dtype: Any = self._model.config.dtype
-            check_answer(weights, canary, outcomes[-1], dtype=dtype, others=self.canaries(new, old))
+            others = self.canaries(new, old)
+            check_answer(weights, canary, outcomes[-1], dtype=dtype, others=others, rounding=self.rounding)
 
     async def _load_full(self, weights: WeightsRef) -> None:
         if self.places:
