@@ -27,7 +27,8 @@ KINDS = (
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """In vLLM's process only what vLLM answers: the rest of its files runs outside of it."""
     if IN_VLLM_SUITE:
-        items[:] = [item for item in items if {"make_vllm", "make_engine"} & set(getattr(item, "fixturenames", ()))]
+        asking = {"make_vllm", "make_engine", "rounded"}
+        items[:] = [item for item in items if asking & set(getattr(item, "fixturenames", ()))]
 
 
 @pytest.fixture(scope="session")

@@ -119,7 +119,7 @@ def canary_of(model: Any, start: Any, *, contexts: int = 4) -> Canary:
     rows, tokens = prompt(16 * contexts, seed=99).reshape(contexts, 16), prompt(24, seed=98)
     with torch.no_grad():
         ends = [each(input_ids=torch.from_numpy(rows).long(), use_cache=False).logits[:, -1] for each in (model, start)]
-    logprobs, start_logprobs = (end.log_softmax(-1)[:, tokens.astype(np.int64)].numpy() for end in ends)
+    logprobs, start_logprobs = (end.float().log_softmax(-1)[:, tokens.astype(np.int64)].numpy() for end in ends)
     return Canary(contexts=rows, token_ids=tokens, logprobs=logprobs, start_logprobs=start_logprobs)
 
 

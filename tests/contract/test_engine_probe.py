@@ -94,7 +94,8 @@ def test_a_version_that_answers_its_probe_is_served(zoo: ModelZoo, tmp_path: Pat
                 weights = publish_adapter(zoo, tmp_path / f"{step}", step, seed=1, trained=moved(1e-4 * step))
             else:
                 canary = canary_of(zoo.load(seed=step), zoo.load())
-                weights = write_full(tmp_path / f"{step}", version(step), tensors_of(zoo, step), canary=canary)
+                tensors = {name: each.to(getattr(torch, dtype)) for name, each in tensors_of(zoo, step).items()}
+                weights = write_full(tmp_path / f"{step}", version(step), tensors, canary=canary)
             await engine.serve([weights])
             completion = await engine.open(f"s{step}", "solver").generate(request(f"r{step}", prompt(12)))
             assert completion.spans[0].version == version(step)

@@ -1,6 +1,6 @@
-"""Tests over real vLLM, started once: `python -m tests.contract.vllm_suite adapters|full[:MODEL] [pytest's arguments]`.
+"""Tests over real vLLM, started once: `python -m tests.contract.vllm_suite SUITE[:MODEL] [pytest's arguments]`.
 
-MODEL is an architecture of `engine_kinds.py`; the tests run on a tiny Qwen3 whose head is tied.
+SUITE is one of `SUITES`, MODEL an architecture of `engine_kinds.py`; the tests run on a tiny Qwen3 whose head is tied.
 
 A process of its own, because vLLM's processes import the main module again, and take what they need from there.
 """
@@ -46,9 +46,12 @@ SUITES = {
         "test_engine_vllm_transfer.py",
         "test_engine_vllm_capacity.py",
     ],
+    "adapters_bfloat16": ["test_engine_bfloat16.py"],
+    "full_bfloat16": ["test_engine_bfloat16.py"],
 }
 ADAPTER_PLACES = 6
-PLACES = {"adapters": ADAPTER_PLACES, "full": 0}
+PLACES = {suite: ADAPTER_PLACES if suite.startswith("adapters") else 0 for suite in SUITES}
+DTYPES = {suite: "bfloat16" if suite.endswith("bfloat16") else "auto" for suite in SUITES}
 SLOTS = 16
 
 
@@ -137,7 +140,7 @@ def vllm_settings(
     """As the suite starts vLLM, or as one engine over it is made."""
     from agentrl.engines.vllm.startup import VllmSettings
 
-    settings = {"keep_kv": True, "max_rank": 8, "max_staleness": {}, **more}
+    settings = {"keep_kv": True, "max_rank": 8, "max_staleness": {}, "dtype": DTYPES[chosen()[0]], **more}
     return VllmSettings(slots=slots, max_context=max_context, refresh=refresh, adapter_slots=adapter_slots, **settings)
 
 
