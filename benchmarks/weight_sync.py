@@ -5,11 +5,12 @@
 Adapters, refresh `lazy`, 16 calls in flight on the calculator's model:
 `lora_pause_calls`: how often vLLM was paused. `lora_gap_p99_ms`: p99 of the gaps between two tokens of a call that
 overlap the 100 ms after a publish began, over the same without a publish, by turns. `lora_publish_ms`: from `serve` to
-the first token that a new call samples on the new version, median. Beside them the parts of a publish, in milliseconds
-and in steps of vLLM's worker: the adapter is copied and checked beside the steps; vLLM loads it between two of them, so
-that waits for one; the canary check and the first token wait for the next one and are computed in the one after. So a
-publish takes three to four steps more than its own work, and what makes steps longer (calls in flight, a training
-process on the same cores) makes it longer: compare `lora_publish_ms` at equal steps.
+the first token that a new call samples on the new version, median. Its parts: `lora_copy_ms`, the adapter is copied
+and checked beside vLLM's steps; then vLLM is asked at once to load it (`lora_load_ms`), to answer its canary
+(`lora_canary_ms`) and for the first token. It takes these up between two steps of `lora_step_ms`, and computes both
+answers in the step after; `first_token_ms` is that of a call without any publish. What makes steps longer (calls in
+flight, a training process on the same cores) makes a publish longer: all of these again with `_training`, beside a
+process that trains the same model.
 `lazy_prefill_ratio`, `turn_prefill_ratio`: tokens prefilled per turn of 20-turn conversations with an update every 6
 turns, over no updates; `lazy` at max_staleness 4. Beside them: 1, 2, and the prefix cache cleared at each update.
 
@@ -29,10 +30,19 @@ import os
 from agentrl.engines.vllm import process as vllm_process
 from benchmarks.report import Report
 
-NAMES = (
-    "lora_pause_calls",
+PARTS = (
     "lora_gap_p99_ms",
     "lora_publish_ms",
+    "lora_step_ms",
+    "lora_copy_ms",
+    "lora_load_ms",
+    "lora_canary_ms",
+    "first_token_ms",
+)
+NAMES = (
+    *PARTS,
+    *(f"{name}_training" for name in PARTS),
+    "lora_pause_calls",
     "lazy_prefill_ratio",
     "turn_prefill_ratio",
     "full_gap_over_bare_ms",

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -42,6 +44,8 @@ async def adapters(report: Report, *, publishes: int, quick: bool) -> None:
         with tempfile.TemporaryDirectory() as scratch:
             published = Adapters(MODEL, Path(scratch), 8)
             await publishing(report, llm, published, publishes)
+            with training():
+                await publishing(report, llm, published, publishes, beside="_training")
             await refreshing(report, llm, published, quick=quick)
     finally:
         llm.bare.shutdown()
@@ -58,8 +62,40 @@ async def engine_over(llm: WatchedVllm, refresh: Refresh, max_staleness: int) ->
     return VllmEngine(shared, str(MODEL), versions=START, settings=settings)
 
 
+@contextlib.contextmanager
+def training() -> Iterator[None]:
+    """A process that trains the same model on one thread meanwhile."""
+    command = [sys.executable, "-c", _TRAINS, str(MODEL)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "training\n"
+        try:
+            yield
+        finally:
+            process.kill()
+
+
+_TRAINS = """
+import sys
+import torch
+from transformers import AutoModelForCausalLM
+torch.set_num_threads(1)
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+ids = torch.randint(model.config.vocab_size, (16, 256))
+print("training", flush=True)
+while True:
+    model(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
 class PublishParts:
-    """When the parts of each publish took place in an engine, which follow one another: names and (begin, end)."""
+    """When the parts of each publish took place in an engine: names and (begin, end).
+
+    vLLM is asked to load and to answer the canary at once; it answers the canary a step later.
+    """
 
     def __init__(self, engine: VllmEngine) -> None:
         versions: Any = engine.versions
@@ -87,6 +123,14 @@ class PublishParts:
         versions._copy_checked = checked
         versions._control.load_adapter, versions._control.next_logprobs = loaded, answered
 
+    def figures(self, *, until: float) -> dict[str, float]:
+        """Median milliseconds of each part, in publishes that began before `until`."""
+        names = {"copy and check": "lora_copy_ms", "vLLM loads": "lora_load_ms", "canary check": "lora_canary_ms"}
+        return {
+            name: 1e3 * statistics.median(ended - begun for begun, ended in self.times[part] if begun < until)
+            for part, name in names.items()
+        }
+
     def print(self, llm: WatchedVllm, *, until: float, step: float) -> None:
         """Print how long each part takes, also in steps of vLLM's worker, and the gaps of the calls that span it.
 
@@ -109,8 +153,19 @@ class PublishParts:
 # --- a publish, seen by calls in flight and by the next one -----------------------------------------------------------
 
 
-async def publishing(report: Report, llm: WatchedVllm, published: Adapters, publishes: int) -> None:
-    """Publishes with and without a canary and, in between, the same without any."""
+async def publishing(
+    report: Report, llm: WatchedVllm, published: Adapters, publishes: int, *, beside: str = ""
+) -> None:
+    """Publishes with and without a canary and, in between, the same without any.
+
+    Args:
+        report: takes the figures.
+        llm: the vLLM.
+        published: the adapters.
+        publishes: of each kind.
+        beside: of the names of the figures: what computes meanwhile.
+    """
+    llm.gaps.clear()
     engine, requests = await engine_over(llm, "lazy", 1), Requests(VOCABULARY)
     parts = PublishParts(engine)
     lost = 0
@@ -153,13 +208,18 @@ async def publishing(report: Report, llm: WatchedVllm, published: Adapters, publ
     idle = [await first_token(PROBED) for _ in range(publishes // 4)]
     await engine.close()
     gaps = {kind: [gap for gaps in llm.gaps_within(sorted(windows[kind])) for gap in gaps] for kind in set(kinds)}
-    report.figures["lora_pause_calls"] = llm.pauses - pauses
-    report.figures["lora_gap_p99_ms"] = at_percent(gaps[PROBED], 99) - at_percent(gaps[NONE], 99)
-    report.figures["lora_publish_ms"] = statistics.median(milliseconds[PROBED][:publishes])
-    report.figures["requests_lost"] = lost
-    _print(gaps, milliseconds, publishes)
-    parts.print(llm, until=llm.gaps[-1][1], step=at_percent(gaps[NONE], 50))
-    print(f"to the first token, nothing in flight    {spread(idle)} ms", flush=True)
+    until, step = llm.gaps[-1][1], at_percent(gaps[NONE], 50)
+    found = parts.figures(until=until) | {
+        "lora_gap_p99_ms": at_percent(gaps[PROBED], 99) - at_percent(gaps[NONE], 99),
+        "lora_publish_ms": statistics.median(milliseconds[PROBED][:publishes]),
+        "lora_step_ms": step,
+        "first_token_ms": statistics.median(milliseconds[NONE][:publishes]),
+    }
+    report.figures.update({f"{name}{beside}": value for name, value in found.items()})
+    for name, count in (("lora_pause_calls", llm.pauses - pauses), ("requests_lost", lost)):
+        report.figures[name] = (report.figures[name] or 0) + count
+    _print(gaps, {**milliseconds, "nothing in flight": idle}, publishes)
+    parts.print(llm, until=until, step=step)
 
 
 def _print(gaps: Mapping[str, Sequence[float]], milliseconds: Mapping[str, Sequence[float]], publishes: int) -> None:
@@ -169,6 +229,7 @@ def _print(gaps: Mapping[str, Sequence[float]], milliseconds: Mapping[str, Seque
         print(f"gaps, {kind:24s} {shown} ms over {len(gaps[kind])} gaps of {BEHIND} calls in flight")
     for kind in (PROBED, UNPROBED, NONE):
         print(f"to the first token, {kind:24s} {spread(milliseconds[kind][:publishes])} ms, {BEHIND} calls in flight")
+    print(f"to the first token, nothing in flight    {spread(milliseconds['nothing in flight'])} ms", flush=True)
 
 
 # --- long conversations -----------------------------------------------------------------------------------------------

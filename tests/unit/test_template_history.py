@@ -5,13 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import get_args
 
+import aiohttp
 import pytest
 
+import agentrl
+from agentrl.core.errors import EnvironmentDefinitionError
 from agentrl.core.records import Message, SampledTurn
 from agentrl.rollout.chat_format import TemplateFormat
 from agentrl.rollout.template_history import RewriteCause, rewrites_of
 from benchmarks.serving_formats import CHATML, PLANTED, Talk, model, play
 from tests.unit.test_chat_format import QWEN, QWEN_MARKUP, QWEN_SPECIAL, write_model
+from tests.unit.test_gateway import Loop, ask
 
 THOUGHT = "<think>\nHm.\n</think>\n\n"
 
@@ -54,6 +58,21 @@ def test_rows_of_a_forked_episode_are_one_unit_and_train_each_sampled_token_once
     assert (rows, wrong) == (2, {}), "the second question rewrites the first reply, the third nothing more"
     _, rows, wrong = play(Talk, TemplateFormat.load(directory, history="keep"), said)
     assert (rows, wrong) == (1, {})
+
+
+class Outside(Loop):
+    """Asks once."""
+
+    async def loop(self, client: aiohttp.ClientSession, endpoint: agentrl.Endpoint) -> None:
+        await ask(client, endpoint, [{"role": "user", "content": "One?"}])
+
+
+def test_a_forked_history_is_refused_for_agents_from_outside(tmp_path: Path) -> None:
+    directory = model(tmp_path, "thinks", PLANTED["thinking"])
+    header, _, _ = play(Outside, TemplateFormat.load(directory, history="keep"), ["One."])
+    assert header.drop_reason is None
+    with pytest.raises(EnvironmentDefinitionError, match=r"'main' is held by an agent from outside.*= 'keep'"):
+        play(Outside, TemplateFormat.load(directory, history="fork"), ["One."])
 
 
 def test_causes_are_counted_where_they_apply() -> None:
