@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import get_args
+from typing import TYPE_CHECKING, get_args
 
-import aiohttp
 import pytest
 
 import agentrl
@@ -16,6 +15,9 @@ from agentrl.rollout.template_history import RewriteCause, rewrites_of
 from benchmarks.serving_formats import CHATML, PLANTED, Talk, model, play
 from tests.unit.test_chat_format import QWEN, QWEN_MARKUP, QWEN_SPECIAL, write_model
 from tests.unit.test_gateway import Loop, ask
+
+if TYPE_CHECKING:
+    import aiohttp
 
 THOUGHT = "<think>\nHm.\n</think>\n\n"
 
