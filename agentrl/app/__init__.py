@@ -1,4 +1,5 @@
-"""The composition root: the only place that knows every part.
+"""The composition root: the only package that knows every part.
 
-`assemble` wires given parts into an `Orchestrator`; `training` and `evaluation` make the parts a configuration names.
+`assemble` wires given parts into an `Orchestrator`; `training` and `evaluation` make the parts that a configuration
+names.
 """

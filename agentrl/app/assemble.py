@@ -1,4 +1,4 @@
-"""Wiring: given parts become an `Orchestrator`, for a real run, a test under the simulated loop, a benchmark."""
+"""Wires given parts into an `Orchestrator`, for a real run, a test under the simulated loop, or a benchmark."""
 
 from __future__ import annotations
 
@@ -64,33 +64,33 @@ class Parts:
     versions: Mapping[str, PolicyVersion] = field(default_factory=dict)
     """Starting version of each policy; (0, 0) where absent."""
     parents: Mapping[tuple[str, int], PolicyVersion] = field(default_factory=dict)
-    """The version that each (policy, lineage) but the first started from."""
+    """Version from which each (policy, lineage) except the first started."""
     opponents: Mapping[str, Sequence[PolicyVersion]] = field(default_factory=dict)
     """Pinned versions for each past policy, oldest first; see `recovery.serve_opponents`."""
     resume_state: ResumeState = field(default_factory=ResumeState)
     estimator: Estimator | None = None
-    """The advantage, if it is one that sees a `Group`; see `recovery.functions_of`."""
+    """Advantage estimator, if it takes a `Group`; see `recovery.functions_of`."""
     role_means: Mapping[Role, Mean] = field(default_factory=dict)
-    """Mean rewards by role, from the checkpoint."""
+    """Mean reward of each role, from the checkpoint."""
     measured: RunningBest = NOT_MEASURED
-    """The same."""
+    """Best running mean, from the checkpoint."""
     disk: Disk = LOCAL
     """The disk of published versions."""
     journal_size: Callable[[], int] = lambda: 0
-    """Bytes that the run's journal and step columns take on disk; called in a thread."""
+    """Returns the bytes that the run's journal and step columns take on disk; called in a thread."""
     workers: WorkerPool | None = None
-    """Processes that play the episodes; None: this one does."""
+    """Worker processes that play the episodes; None: this process plays them."""
     tell: Callable[[str], None] = lambda line: None
-    """Takes a line for people."""
+    """Receives a line for people."""
     code_changes: int = 0
-    """Number of resumes that met changed environment code."""
+    """Number of resumes that found changed environment code."""
 
 
 def assemble(config: RunConfig, environment: type[Environment], parts: Parts) -> Orchestrator:
     """Wire a loop from parts. Must be called in the event loop that will run it.
 
     Raises:
-        ConfigError: sections that do not fit each other.
+        ConfigError: sections contradict each other.
     """
     check_capabilities(config, parts.served.engine.capabilities)
     signal = Signal()
@@ -272,7 +272,7 @@ def _best_checkpoint_tracker(config: RunConfig, measured: RunningBest) -> BestCh
 
 
 def _held_out_of(config: RunConfig) -> str:
-    """The tasks of an evaluation in words."""
+    """Describe the tasks of an evaluation."""
     splits = ", ".join(
         f"{'@'.join(filter(None, (name, split)))} {count}" for name, split, count in config.evaluation.splits
     )
@@ -280,7 +280,7 @@ def _held_out_of(config: RunConfig) -> str:
 
 
 def _kept_versions(config: RunConfig) -> int:
-    """Published versions that stay on disk; a deterministic run plays old ones again after a rollback."""
+    """Return how many published versions stay on disk; a deterministic run plays old ones again after a rollback."""
     keep = config.checkpoint.versions
     if not (config.deterministic and keep):
         return keep
@@ -331,7 +331,7 @@ def make_dispatcher(
     *,
     resume_state: ResumeState,
 ) -> Dispatcher:
-    """The host of a run's episodes; it still needs its worker."""
+    """Make the host of a run's episodes, still without its worker."""
     return Dispatcher(
         environment=environment,
         policy_of=config.policy_of,
@@ -357,7 +357,7 @@ def attach_worker(  # noqa: PLR0913 - its parts
     on_failure: Callable[[BaseException], None],
     gateway: Gateway | None = None,
 ) -> None:
-    """A worker in this process. It needs its host first, so the host gets its worker last."""
+    """Make a worker in this process, and give it to the host, which must exist first."""
     runner = EpisodeRunner(
         engine=engine,
         chat_format=chat_format,

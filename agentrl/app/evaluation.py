@@ -1,6 +1,6 @@
-"""`evaluate`: policies on held-out tasks, by the same runner and engine as training, with nothing trained.
+"""`evaluate`: plays policies on held-out tasks, with the runner and engine of training, without training.
 
-`play_untrained` plays the episodes; `forks` uses it, too.
+`play_untrained` plays the episodes; `forks` uses it too.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ Play = Callable[["Dispatcher"], Coroutine[Any, Any, list[EpisodeHeader]]]
 """Plays episodes with a dispatcher, and returns their headers."""
 
 ENDPOINT_TIMEOUT_S = 600.0
-"""Longest request to an endpoint that is evaluated: models that think take minutes."""
+"""Time limit of a request to an evaluated endpoint, in seconds: models that think take minutes."""
 SHOWN_MODELS = 20
 
 
@@ -62,24 +62,25 @@ class EvaluatedEpisode:
 
     id: str
     parent_id: str | None
-    """The parent of a child episode."""
+    """Id of the parent, for a child episode."""
     task: Any
-    """The task's data."""
+    """Data of the task."""
     task_id: str
     reward: float | None
-    """Sum over its agents."""
+    """Sum of the rewards over the episode's agents."""
     stop_reason: str | None
     detail: str
-    """Why it was dropped; empty if it was not."""
+    """Why the episode was dropped; empty if it was not."""
     turns: int
     tokens: int
-    """Sampled tokens; of a remote policy as many as its endpoint says, or else the bytes of its lines."""
+    """Number of sampled tokens; for a remote policy the endpoint's count, or else the bytes of its lines."""
     conversations: Mapping[str, list[dict[str, Any]]]
-    """Messages by agent, such as `solver`, or `solver[1]` for its second; the assistant's as the policy wrote them."""
+    """Messages of each agent, keyed by its name, such as `solver`, or `solver[1]` for the seat's second agent; the
+    assistant's are as the policy wrote them."""
 
     @property
     def conversation(self) -> list[dict[str, Any]]:
-        """The messages of the agent that acted first."""
+        """Messages of the agent that acted first."""
         return next(iter(self.conversations.values()), [])
 
 
@@ -92,17 +93,17 @@ class Evaluation(dict[str, float]):
         """Results in the order of the tasks, each before its children."""
 
     def compared_with(self, other: Evaluation) -> dict[str, float]:
-        """The difference to another evaluation of the same tasks, task by task: what this one has more.
+        """Return this evaluation minus another one of the same tasks, task by task.
 
-        Both gave each task the same seeds, so the difference of a task does not contain how hard it is, and its
-        interval is narrower than those of the two means.
+        Both used the same seeds for each task, so the difficulty of a task cancels in its difference, and the interval
+        is narrower than those of the two means.
 
         Returns:
             `difference/reward` and `difference/reward_error`, half the width of its 95 % interval over tasks;
             `difference/better`, `difference/worse` and `difference/tasks`, the numbers of tasks.
 
         Raises:
-            InputError: the tasks are others.
+            InputError: the evaluations have different tasks.
         """
         ours, theirs = self._by_task(), other._by_task()
         if ours.keys() != theirs.keys():
@@ -117,7 +118,7 @@ class Evaluation(dict[str, float]):
         }
 
     def _by_task(self) -> dict[str, list[float]]:
-        """Rewards of the root episodes by their task."""
+        """Return the rewards of the root episodes, keyed by task."""
         found: dict[str, list[float]] = {}
         for episode in self.episodes:
             if episode.parent_id is None:
@@ -133,14 +134,15 @@ def evaluate(
     environment: type | None = None,
     journal: str | Path | None = None,
 ) -> Evaluation:
-    """Mean reward on held-out tasks, each sampled `evaluation.attempts` times as in training. Nothing is trained.
+    """Measure the mean reward on held-out tasks, each sampled `evaluation.attempts` times as in training, without
+    training.
 
     Args:
         config: a configuration, or the path of a TOML file.
-        policy: directories of trained weights by policy, such as `run.policies`, or one for the only policy that is
-            trained: full weights of the base model's architecture, or an adapter. The others are the base model.
-        tasks: in place of the environment's `held_out` split.
-        environment: a class, in place of `config.environment.id`.
+        policy: directories of trained weights by policy, such as `run.policies`, or one for the only trained policy:
+            full weights of the base model's architecture, or an adapter. The other policies are the base model.
+        tasks: tasks that replace the environment's `held_out` split.
+        environment: a class that replaces `config.environment.id`.
         journal: a new directory that keeps the episodes for inspection; default: they are not kept.
 
     Returns:
@@ -148,7 +150,7 @@ def evaluate(
         stop reason.
 
     Raises:
-        InputError: something given cannot be used.
+        InputError: an argument cannot be used.
         CheckFailedError: an episode was dropped.
     """
     config, given = prepared(load_config(config), policy)
@@ -180,10 +182,10 @@ def evaluate(
 
 
 def find_endpoint(address: str, api_key_env: str) -> RemotePolicy:
-    """The policy behind the endpoint at `URL[,NAME]`, which is asked for its models.
+    """Return the policy behind the endpoint at `URL[,NAME]`, after asking the endpoint for its models.
 
     Raises:
-        InputError: it cannot be reached, or has several models where none is named.
+        InputError: the endpoint cannot be reached, or has several models and none is named.
     """
     url, _, name = address.partition(",")
     try:
@@ -208,7 +210,7 @@ async def _models(policy: RemotePolicy) -> list[str]:
 
 
 def _episodes(config: RunConfig, journal: Path) -> list[EvaluatedEpisode]:
-    """The episodes in the journal of an evaluation, each as its last attempt."""
+    """Return the episodes in the journal of an evaluation, each in its last attempt."""
     external = config.of_kind(ExternalPolicyConfig)
     reader = RunReader(journal)
     try:
@@ -245,7 +247,7 @@ def _episodes(config: RunConfig, journal: Path) -> list[EvaluatedEpisode]:
 
 
 def _remote_message(line: str) -> dict[str, Any] | None:
-    """The message of a remote policy or bot, in OpenAI's form with its `usage`; None if it is not JSON."""
+    """Return the message of a remote policy or bot, in OpenAI's form with its `usage`; None if the line is not JSON."""
     try:
         said = json.loads(line)
     except (ValueError, RecursionError):
@@ -254,7 +256,7 @@ def _remote_message(line: str) -> dict[str, Any] | None:
 
 
 def _by_policy(config: RunConfig, policy: Directory | Mapping[str, Directory] | None) -> Mapping[str, Directory]:
-    """Directory of weights by policy."""
+    """Return the directory of weights of each policy."""
     if policy is None:
         return {}
     known = ", ".join(config.policies)
@@ -272,7 +274,8 @@ def _by_policy(config: RunConfig, policy: Directory | Mapping[str, Directory] | 
 def prepared(
     config: RunConfig, policy: Directory | Mapping[str, Directory] | None
 ) -> tuple[RunConfig, Sequence[WeightsRef]]:
-    """A configuration whose policies are served and not trained, and the weights that are not the base model's.
+    """Return a configuration whose policies are served and not trained, and the weights that differ from the base
+    model's.
 
     Raises:
         InputError: `policy` gives weights that cannot be used.
@@ -319,7 +322,7 @@ async def played(
 
 
 def with_weights(config: RunConfig, given: Sequence[WeightsRef]) -> RunConfig:
-    """The configuration with an engine that can serve what is given, however the policies are trained."""
+    """Return the configuration with an engine that can serve the given weights, however the policies are trained."""
     frozen = {
         weights.version.policy: FrozenPolicy(
             kind="frozen",
@@ -346,10 +349,10 @@ async def play_untrained(
     play: Play,
     gateway: Gateway | None = None,
 ) -> list[EpisodeHeader]:
-    """Play episodes outside of training: `play` gets a dispatcher whose buffer takes nothing. Returns its headers.
+    """Play episodes outside training: `play` gets a dispatcher whose buffer stays empty. Returns the headers.
 
     Raises:
-        BaseException: a failure that is no episode's own.
+        BaseException: a failure that is no episode's fault.
     """
     loop = asyncio.get_running_loop()
     failure: asyncio.Future[list[EpisodeHeader]] = loop.create_future()

@@ -1,8 +1,8 @@
 """`fork`: resample an episode of a run from one of its turns.
 
 A fork refers to the entries before the turn and has its own sampling seeds, random streams and effects from there on.
-Forks are written to a journal of their own, `RUN/forks`, which is read like a run; the run itself, which may be going
-on, is not touched. They are neither trained nor counted.
+Forks are written to a separate journal, `RUN/forks`, which is read like a run; the run itself, which may still be
+running, is not touched. Forks are neither trained nor counted.
 """
 
 from __future__ import annotations
@@ -45,24 +45,24 @@ _VERSION = re.compile(r"(?P<policy>[^@/]+)@(?P<lineage>\d{1,9})\.(?P<step>\d{1,9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parent:
-    """An episode to be forked, at one of its turns."""
+    """An episode to be forked at one of its turns."""
 
     begin: Begin
     point: ForkPoint
     """Start of the fork; its journal is an absolute path."""
     turns: Sequence[TurnEntry]
-    """Turns up to the fork point and the one there."""
+    """Turns up to and including the one at the fork point."""
     ancestors: Mapping[str, str]
-    """Journal directories by episode id, of the parent and its own ancestors."""
+    """Journal directories of the parent and its ancestors, keyed by episode id."""
 
 
 class ForkPolicies(NamedTuple):
     """The policies of a fork."""
 
     seats: Mapping[str, str]
-    """The policies of seats that other policies hold than in the parent."""
+    """Policies of the seats whose policy differs from the parent's."""
     weights: Sequence[WeightsRef]
-    """Weights of the policies that are not the base model."""
+    """Weights of the policies that differ from the base model."""
 
 
 def fork(  # noqa: PLR0913 (one keyword per choice)
@@ -85,14 +85,14 @@ def fork(  # noqa: PLR0913 (one keyword per choice)
     Args:
         run: the run's directory, or `RUN/forks` to fork a fork.
         episode_id: as `agentrl episode list` shows it.
-        at: the turn, from 0 over all agents in the order they were recorded; negative numbers count from the end.
-        n: how many forks.
-        attempt: which attempt of the episode; default: the newest.
+        at: the turn, counted from 0 over all agents in recorded order; negative numbers count from the end.
+        n: number of forks.
+        attempt: attempt of the episode; default: the newest.
         policy: other policies, one or several: see `fork_policies`. Default: the policies of the parent, each with its
             weights as of that turn, if they are still on disk.
         edit: replaces the messages of that turn: the content of the last one, or all of them, with `role` and
-            `content`. Of an agent from outside, which asks what it likes, it replaces the reply: the text as the policy
-            would have written it, calls included, or one message with the role `assistant`.
+            `content`. For an external agent, which chooses its own messages, it replaces the reply: the text as the
+            policy would have written it, calls included, or one message with the role `assistant`.
         environment: a class, a name, `module:Class` or a path that replaces the environment named in the journal. A
             journal cannot choose the code that runs: its environment is used only if it is installed or already
             imported.
@@ -129,11 +129,11 @@ def fork(  # noqa: PLR0913 (one keyword per choice)
 
 
 def find_parent(journal: Path, episode_id: str, attempt: int | None, at: int) -> Parent:
-    """The turn of an episode to fork at.
+    """Find the turn of an episode at which to fork.
 
     Raises:
         InputError: there is no such episode or turn.
-        JournalError: it cannot be read.
+        JournalError: the episode cannot be read.
     """
     partition, own = _entries(journal, episode_id, attempt)
     begin = decode_entries(own[:1])[0]
@@ -154,10 +154,10 @@ def find_parent(journal: Path, episode_id: str, attempt: int | None, at: int) ->
 
 
 def edited(parent: Parent, edit: str | Sequence[Mapping[str, Any]] | None) -> Parent:
-    """The same parent, with other messages at the fork point; of an agent from outside, with another reply.
+    """Return the parent with other messages at the fork point or, for an external agent, with another reply.
 
     Raises:
-        InputError: they are no messages, or there is none whose content could be edited.
+        InputError: `edit` has no valid messages, or the turn has no message whose content could be edited.
     """
     if edit is None:
         return parent
@@ -185,7 +185,8 @@ def edited(parent: Parent, edit: str | Sequence[Mapping[str, Any]] | None) -> Pa
 
 
 def fork_policies(config: RunConfig, parent: Parent, asked: Sequence[str | Path] = ()) -> ForkPolicies:
-    """The policies of a fork: those of its parent, with their weights as of the turn, unless `asked` names others.
+    """Return the policies of a fork: those of its parent, with their weights as of the turn, unless `asked` names
+    others.
 
     A policy has the same weights in all its seats, and in the children. Each item of `asked` is one of
 
@@ -227,7 +228,7 @@ def _check_known(policy: str, config: RunConfig, where: str) -> None:
 
 
 def _split(parent: Parent, asked: str | Path) -> tuple[str | None, str | Path]:
-    """The seat, where one is named, and what is wanted there."""
+    """Split an item into the seat, if it names one, and the policy, version or directory."""
     if isinstance(asked, Path) or "=" not in asked or Path(asked).is_dir():
         return None, asked
     seat, _, wanted = asked.partition("=")
@@ -239,8 +240,8 @@ def _split(parent: Parent, asked: str | Path) -> tuple[str | None, str | Path]:
 def recorded_weights(
     parent: Parent, learning: Collection[str] = (), *, leave_out: Collection[str] = ()
 ) -> list[WeightsRef]:
-    """The weights that each policy had last used at the turn; for learning policies that had not acted, their newest
-    then.
+    """Return the weights that each policy had last used at the turn; for learning policies that had not acted, the
+    newest at that time.
 
     Raises:
         InputError: weights are no longer on disk.
@@ -263,7 +264,7 @@ def recorded_weights(
 
 
 def _newest(parent: Parent, policy: str) -> PolicyVersion | None:
-    """The newest version of a policy when the turn began."""
+    """Return the newest version of a policy when the turn began."""
     statement = "SELECT lineage, step FROM versions WHERE policy = ? AND lineage >= 0 AND published_at <= ?"
     for directory in parent.ancestors.values():
         log = SqliteRunLog(Path(directory))
@@ -277,7 +278,7 @@ def _newest(parent: Parent, policy: str) -> PolicyVersion | None:
 
 
 def _weights(parent: Parent, version: PolicyVersion) -> WeightsRef | None:
-    """The weights of a version; None: those of the base model.
+    """Return the weights of a version; None for those of the base model.
 
     Raises:
         InputError: the weights are no longer on disk.
@@ -306,7 +307,8 @@ def fork_spec(
     n: int,
     seats: Mapping[str, str] = MappingProxyType({}),
 ) -> EpisodeSpec:
-    """Fork `number` of an episode, to be written to a journal directory; one of `n`. `seats` others hold than there."""
+    """Make the spec of fork `number` of `n`, to be written to a journal directory. `seats` has the policies that differ
+    from the parent's."""
     begin, episode_id = parent.begin, ids.episode_id("f", number)
     return EpisodeSpec(
         episode_id=episode_id,
@@ -352,7 +354,7 @@ async def _fork(
 
 
 def _entries(journal: Path, episode_id: str, attempt: int | None) -> tuple[str, list[JournalEntry]]:
-    """The partition of an episode's attempt and its own entries."""
+    """Return the partition of an episode's attempt and its own entries."""
     log, turns = SqliteRunLog(journal), TurnReader(journal)
     try:
         attempts = [row[0] for row in log.rows("SELECT attempt FROM admissions WHERE episode = ?", episode_id)]
@@ -374,7 +376,8 @@ def _entries(journal: Path, episode_id: str, attempt: int | None) -> tuple[str, 
 
 
 def _points(journal: Path, partition: str, first: JournalEntry, begin: Begin) -> dict[str, ForkPoint]:
-    """Journal directories of an episode and its ancestors, by episode id; call ids are ignored."""
+    """Return the fork points that name the journal directories of an episode and its ancestors, by episode id; call ids
+    are ignored."""
     directory = os.path.abspath(journal)
     points = {first.episode_id: _point(directory, partition, first)}
     while begin.fork is not None:
@@ -400,7 +403,7 @@ def _point(directory: str, partition: str, entry: JournalEntry) -> ForkPoint:
 
 
 def ended_children(parent: Parent) -> dict[str, EpisodeHeader]:
-    """Headers of the ended children of an episode and its ancestors."""
+    """Return the headers of the ended children of an episode and its ancestors."""
     ended: dict[str, EpisodeHeader] = {}
     for episode_id, directory in parent.ancestors.items():
         log = SqliteRunLog(Path(directory))

@@ -1,9 +1,8 @@
 """Models by their names on the Hugging Face hub: found in huggingface_hub's cache, or downloaded into it.
 
 `model.path = "Qwen/Qwen3-0.6B"`, or `"Qwen/Qwen3-0.6B@REVISION"`, becomes the directory of one commit of that
-repository, so that a run is resumed with the weights it began with although the name's branch has moved on. Only what a
-causal LM is loaded from is downloaded: weights as safetensors, tokenizer, templates and configuration; no code, and
-nothing that would be unpickled.
+repository, so that a run resumes with the weights it began with even if the branch has moved. Only the files of a
+causal LM are downloaded: weights as safetensors, tokenizer, templates and configuration; no code and no pickles.
 """
 
 from __future__ import annotations
@@ -20,26 +19,26 @@ from agentrl.core.errors import ModelError
 _PART = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,95}"
 _NAME = re.compile(rf"({_PART}/{_PART})(?:@([A-Za-z0-9][A-Za-z0-9_./-]{{0,95}}))?")
 FILES = ("*.safetensors", "*.json", "*.jinja", "merges.txt", "vocab.txt", "tokenizer.model")
-"""Patterns of the files that are downloaded, all from the top of a repository."""
+"""Patterns of the downloaded files, all at the top of a repository."""
 
 
 def is_hub_name(path: str) -> bool:
-    """Whether a model's path names a model on the hub: `owner/name` or `owner/name@revision`, and neither it nor
+    """Whether a path names a model on the hub: `owner/name` or `owner/name@revision`, where neither the path nor
     `owner` is a directory here."""
     return bool(_NAME.fullmatch(path)) and not Path(path).exists() and not Path(path).parent.is_dir()
 
 
 def with_local_model(config: RunConfig, before: Mapping[str, Any], *, download: bool = True) -> RunConfig:
-    """The configuration with `model.path` and each `policies.NAME.model` and `.reference` as a directory: of the commit
-    that its revision (a commit, tag or branch; without one the main branch) stands for.
+    """Return the configuration with `model.path` and each `policies.NAME.model` and `.reference` as the directory of a
+    commit: the one of its revision (a commit, tag or branch; by default the main branch).
 
     Args:
-        config: of the run.
-        before: the configuration that the run was started with, as data: its commits are kept; else empty.
-        download: whether what the cache lacks may be downloaded.
+        config: configuration of the run.
+        before: the configuration with which the run was started, as data, whose commits are kept; empty for a new run.
+        download: whether files missing from the cache may be downloaded.
 
     Raises:
-        ModelError: a model is neither in the cache nor to be had; says what to download, and where.
+        ModelError: a model is neither in the cache nor available; the message says what to download, and where to.
     """
 
     def local(key: str, path: str, then: object) -> str:
@@ -58,20 +57,20 @@ def with_local_model(config: RunConfig, before: Mapping[str, Any], *, download: 
 
 
 def _at(data: object, *keys: str) -> object:
-    """The value at a path of keys; None where there is none."""
+    """Return the value at a path of keys; None if there is none."""
     for key in keys:
         data = data.get(key) if isinstance(data, Mapping) else None
     return data
 
 
 def _split(path: str) -> tuple[str, str]:
-    """The name and the revision of a model on the hub; the revision is empty for the main branch."""
+    """Split the name and the revision of a model on the hub; the revision is "" for the main branch."""
     name, _, revision = path.partition("@")
     return name, revision
 
 
 def _kept(path: str, then: object) -> Path | None:
-    """The directory that the run began with, if it is of this model, and of this commit if one is named."""
+    """Return the directory that the run began with, if it holds this model and, if one is named, this commit."""
     name, revision = _split(path)
     directory = Path(then if isinstance(then, str) else "")
     of_model = (

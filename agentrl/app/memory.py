@@ -1,5 +1,5 @@
-"""Predicts the memory of a run, process by process, before any weight is loaded; and sizes what is left to memory:
-the longest context and the micro-batches."""
+"""Predicts the memory of a run, process by process, before any weight is loaded; and chooses the longest context and
+the micro-batches to fit."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ if TYPE_CHECKING:
     from agentrl.engines.memory import EngineMemory
 
 USED_SHARE = 0.8
-"""Share of the free memory that contexts and micro-batches may fill: allocators keep some, and others need some."""
+"""Share of the free memory that contexts and micro-batches may fill: allocators keep some, and other programs need
+some."""
 MIN_CONTEXT = 256
-"""Tokens of the shortest context that is chosen where memory bounds it."""
+"""Shortest context that is chosen to fit memory, in tokens."""
 MAX_CONTEXT = 1 << 15
-"""Tokens of the longest context that is chosen for a model that states no number of positions."""
+"""Longest context that is chosen for a model that states no number of positions, in tokens."""
 MAX_CHOSEN = 10**8
-"""Larger numbers in a run's files were not chosen here."""
+"""Largest number in a run's files that this module can have chosen."""
 MAX_MICRO_BATCH = 1 << 14
-"""Tokens beyond which a larger micro-batch is hardly faster."""
+"""Size in tokens beyond which a larger micro-batch is hardly faster."""
 _CONTEXTS = "fewer engine.slots, or a smaller engine.max_context"
 _DTYPE = "model.dtype = 'bfloat16'"
 _THIS = "this process"
@@ -47,13 +48,14 @@ class MemoryPart:
     """One part of a process's memory."""
 
     process: str
-    """`this process`, `trainer rank`, `engine`, or `engine of BASE` where there are several base models."""
+    """Name of the process: `this process`, `trainer rank`, `engine`, or `engine of BASE` if there are several base
+    models."""
     name: str
     bytes: int
-    """Bytes in one such process."""
+    """Size in bytes in one such process."""
     processes: int = 1
     setting: str = ""
-    """The setting that reduces it; empty: none does."""
+    """Setting that reduces the size; empty: there is none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,20 +64,20 @@ class MemoryPlan:
 
     parts: tuple[MemoryPart, ...]
     free: int
-    """Bytes that are free on the devices that the run computes on."""
+    """Free bytes on the devices of the run."""
 
     @property
     def total(self) -> int:
-        """Bytes that all processes hold together."""
+        """Bytes of all processes together."""
         return sum(part.bytes * part.processes for part in self.parts)
 
     @property
     def fits(self) -> bool:
-        """Whether so much is free."""
+        """Whether the total is free."""
         return self.total <= self.free
 
     def settings_to_turn(self) -> list[str]:
-        """The settings that reduce it, those with the largest effect first."""
+        """Return the settings that reduce the total, those with the largest effect first."""
         saved: dict[str, int] = defaultdict(int)
         for part in self.parts:
             if part.setting:
@@ -84,11 +86,11 @@ class MemoryPlan:
 
 
 def memory_plan(config: RunConfig) -> MemoryPlan:
-    """The memory of a run's trainer and engines, at the longest rows and with every slot full.
+    """Predict the memory of a run's trainer and engines, with the longest rows and all slots full.
 
     Raises:
         ModelError: the directory holds no model that can be trained and served.
-        ConfigError: an adapter is to be on what cannot be both trained and served.
+        ConfigError: an adapter targets a layer that cannot be both trained and served.
     """
     devices = device_plan(config)
     parts = _trainer(config, on_gpu=bool(devices.gpus))
@@ -103,21 +105,21 @@ def memory_plan(config: RunConfig) -> MemoryPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuNeed:
-    """The memory that a trainer rank or a vLLM needs of one GPU, at least, and what it may take."""
+    """Minimum memory that a trainer rank or a vLLM needs on one GPU, and its share."""
 
     user: str
     gpu: str
-    """The GPU's number."""
+    """Number of the GPU."""
     needed: int
-    """Bytes."""
+    """Needed bytes."""
     allowed: int
-    """Bytes: the share of the device plan."""
+    """Bytes of the share in the device plan."""
     setting: str
-    """The settings that reduce what is needed."""
+    """Settings that reduce the need."""
 
 
 def gpu_needs(config: RunConfig) -> list[GpuNeed]:
-    """The needs of a run's trainer ranks and vLLMs, GPU by GPU; none without GPUs.
+    """Return the needs of a run's trainer ranks and vLLMs, GPU by GPU; empty without GPUs.
 
     Raises:
         ModelError: the directory holds no model that can be trained and served.
@@ -154,14 +156,14 @@ def _of_base(part: MemoryPart, base: str) -> MemoryPart:
 
 
 def sized(config: RunConfig, before: Mapping[str, Any]) -> RunConfig:
-    """The configuration with `engine.max_context` and `trainer.micro_batch_tokens` chosen where they are 0.
+    """Return the configuration with `engine.max_context` and `trainer.micro_batch_tokens` chosen where they are 0.
 
-    Both are powers of two, or what the model or each other bounds them to, so that they hardly depend on what else runs
-    on the machine.
+    Both are powers of two, or the bounds set by the model or each other, so that other programs on the machine hardly
+    change them.
 
     Args:
-        config: of the run.
-        before: the configuration that the run was started with, as data: what was chosen then is kept; else empty.
+        config: configuration of the run.
+        before: the configuration with which the run was started, as data, whose choices are kept; empty for a new run.
 
     Raises:
         ModelError: a directory holds no model that can be trained and served.
@@ -190,7 +192,9 @@ def _with_sizes(config: RunConfig, context: int, tokens: int) -> RunConfig:
 
 
 def _fitting_context(config: RunConfig) -> int:
-    """The longest context that every model has positions for, and that fits with one row of it per micro-batch."""
+    """Return the longest context for which every model has positions, and which fits with one such row per
+    micro-batch.
+    """
     from agentrl.engines.models import longest_context
 
     embedded = config.engine.kind == "embedded"
@@ -213,10 +217,10 @@ def _fitting_context(config: RunConfig) -> int:
 
 
 def _fitting_tokens(config: RunConfig) -> int:
-    """Tokens of a micro-batch that fit beside everything else; at least one row of full length.
+    """Return the tokens of a micro-batch that fit beside everything else; at least one row of full length.
 
     Args:
-        config: with a context, and micro-batches of one row.
+        config: configuration with a context, and micro-batches of one row.
     """
     context = config.engine.max_context
     if context >= MAX_MICRO_BATCH:
@@ -229,12 +233,12 @@ def _fitting_tokens(config: RunConfig) -> int:
 
 
 def _held(plan: MemoryPlan) -> int:
-    """Bytes of all processes, but for vLLM on a GPU, which sizes itself to the share that it reserves."""
+    """Return the bytes of all processes except vLLM on a GPU, which sizes itself to its reserved share."""
     return sum(part.bytes * part.processes for part in plan.parts if not part.name.startswith(_VLLM))
 
 
 def _limit(plan: MemoryPlan) -> int:
-    """Bytes that may be filled, on all devices that the run uses."""
+    """Return the bytes that may be filled, on all devices of the run."""
     return int(USED_SHARE * plan.free)
 
 
@@ -270,7 +274,7 @@ def _trainer(config: RunConfig, *, on_gpu: bool) -> list[MemoryPart]:
 
 
 def _engine(config: RunConfig, devices: DevicePlan, first: int) -> list[MemoryPart]:
-    """The engines of one base model, whose number in the device plan begins at `first`."""
+    """Predict the engines of one base model, whose numbers in the device plan begin at `first`."""
     section = config.engine
     if config.engine_in_process:
         part = partial(MemoryPart, process=_THIS)
@@ -320,9 +324,9 @@ def _engine_memory(config: RunConfig) -> EngineMemory:
 
 
 def _programs(parts: Sequence[MemoryPart]) -> list[MemoryPart]:
-    """Python and its libraries in each process: what this one, which has imported the same, holds now.
+    """Predict the memory of Python and its libraries in each process from this process, which has imported the same.
 
-    Without their code, which is in files, held once for all processes, and read again where memory is short.
+    Code does not count: it is mapped from files, shared by all processes, and read again when memory is short.
     """
     held = anonymous_bytes()
     processes = {part.process: part.processes for part in parts} | {_THIS: 1}

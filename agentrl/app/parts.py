@@ -1,4 +1,4 @@
-"""Adapters a configuration asks for: engine, trainer, tasks. The heavy imports of the program happen here."""
+"""Makes the adapters of a configuration: engine, trainer, tasks. The heavy imports of the program happen here."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ EMBEDDED = "agentrl.engines.embedded.engine:EmbeddedEngine.load"
 VLLM = "agentrl.engines.vllm.engine:VllmEngine.load"
 VLLM_HOST = "agentrl.engines.vllm.process"
 VLLM_FLOOR = (0, 32)
-"""The oldest vLLM that serves each request the adapter it asked for; see pyproject.toml."""
+"""Oldest vLLM that serves each request with the requested adapter; see pyproject.toml."""
 
 
 def load_config(config: RunConfig | str | Path) -> RunConfig:
@@ -78,11 +78,11 @@ async def make_engine(
     tell: Callable[[str], None],
     log: Path | None = None,
 ) -> Engine:
-    """Make the engine that a configuration asks for, in this process or in processes of its own.
+    """Make the engine that a configuration asks for, in this process or in child processes.
 
     Args:
-        config: of the run.
-        versions: the version each policy begins at.
+        config: configuration of the run.
+        versions: first version of each policy.
         tell: receives a line for people when an engine process dies.
         log: file for the error streams of the engine's processes; None: this process's own.
     """
@@ -96,7 +96,7 @@ async def make_engine(
 
 
 def external_policies(config: RunConfig) -> dict[str, ExternalPolicy]:
-    """The policies that no engine of ours serves.
+    """Return the policies that no engine of the run serves.
 
     Raises:
         ConfigError: a key is not in the environment.
@@ -118,7 +118,7 @@ def external_policies(config: RunConfig) -> dict[str, ExternalPolicy]:
 async def _own_engine(
     config: RunConfig, versions: Mapping[str, PolicyVersion], tell: Callable[[str], None], log: Path | None
 ) -> Engine:
-    """One engine for each base model, as one; none is left where one cannot be made."""
+    """Make one engine per base model, combined into one; if one cannot be made, close the others."""
     engines: dict[str, Engine] = {}
     try:
         for number, base in enumerate(config.bases):
@@ -139,7 +139,7 @@ async def _engine_of_base(
     tell: Callable[[str], None],
     log: Path | None,
 ) -> Engine:
-    """The engine of a run's base model of that number, which has the GPUs that the whole run's plan gives it."""
+    """Make the engine of a base model by its number, on the GPUs of the whole run's plan."""
     arguments = {**_engine_arguments(base), "threads": config.threads}
     if config.engine.kind == "vllm":
         check_vllm(config)
@@ -207,13 +207,13 @@ async def _in_child_processes(
 
 
 def engines_of(engine: Engine) -> Sequence[Engine]:
-    """The engines of a run, one for each base model, without what routes to them."""
+    """Return the engines of a run, one per base model, without the routing to them."""
     own = engine.engine if isinstance(engine, RoutedEngine) else engine
     return own.samplers if isinstance(own, EnginePerBase) else (own,)
 
 
 def connect_trainer(config: RunConfig, engine: Engine, trainer: Trainer) -> None:
-    """Let the run's engines have all weights of a version from its trainer, each over what the device plan says."""
+    """Let the run's engines receive full weights from its trainer, each over the transport of the device plan."""
     if config.on_cluster or not isinstance(trainer, SendsWeights):
         return  # engines on other machines are sent a version's files
     plan, number, section = device_plan(config), 0, config.engine
@@ -238,17 +238,17 @@ def _delivery(trainer: SendsWeights, recipient: Recipient) -> Callable[[PolicyVe
 
 
 def device_plan(config: RunConfig) -> DevicePlan:
-    """The GPUs of this machine for a run's ranks and engines; empty for a run on a cluster (`RaySession.plan`).
+    """Assign the GPUs of this machine to a run's ranks and engines; empty for a run on a cluster (`RaySession.plan`).
 
     Raises:
-        ConfigError: there are too few.
-        InputError: the driver does not say which GPUs there are.
+        ConfigError: there are too few GPUs.
+        InputError: the driver does not list the GPUs.
     """
     return DevicePlan(gpus=()) if config.on_cluster else plan_devices(config, gpus())
 
 
 def _placement(config: RunConfig, log: Path | None, plan: DevicePlan, number: int) -> Placement:
-    """The placement of an engine's process, by its number in the device plan."""
+    """Return the placement of an engine's process, by its number in the device plan."""
     if not in_ray_actors(config):
         return LocalPlacement(log, gpus=[gpu.id for gpu in plan.gpus_of_engine(number)])
     from agentrl.cluster.engine_actors import RayPlacement
@@ -263,7 +263,7 @@ def _placement(config: RunConfig, log: Path | None, plan: DevicePlan, number: in
 
 
 def _worker_placement(config: RunConfig, log: Path, worker: int) -> Placement:
-    """The placement of a worker's process, which needs no GPU."""
+    """Return the placement of a worker's process, which needs no GPU."""
     if not in_ray_actors(config):
         return LocalPlacement(log)
     from agentrl.cluster.engine_actors import RayPlacement
@@ -283,10 +283,10 @@ def in_ray_actors(config: RunConfig) -> bool:
 
 
 def check_ray() -> None:
-    """Refuse engines in Ray actors where Ray is not installed.
+    """Refuse engines in Ray actors if Ray is not installed.
 
     Raises:
-        ConfigError: says what to install.
+        ConfigError: Ray is missing; the message says what to install.
     """
     if installed_version("ray") is None:
         raise ConfigError(
@@ -354,14 +354,14 @@ def make_workers(
 
 
 def importable_code_of(environment: type[Environment]) -> dict[str, str]:
-    """See `code_of`; empty where the environment is defined in a notebook, and no other process can import it."""
+    """Return `code_of`; empty if the environment is defined in a notebook, so that no other process can import it."""
     with contextlib.suppress(EnvironmentDefinitionError):
         return code_of(environment)
     return {}
 
 
 def code_of(environment: type[Environment]) -> dict[str, str]:
-    """References to the code of an environment and its declared children, by the names in the journal.
+    """Return references to the code of an environment and its declared children, keyed by their names in the journal.
 
     Raises:
         EnvironmentDefinitionError: a class was defined in a shell or a notebook.
@@ -370,7 +370,8 @@ def code_of(environment: type[Environment]) -> dict[str, str]:
 
 
 def _sources_of(environment: type[Environment]) -> dict[str, str]:
-    """Contents of the files that define an environment and its children, by path; not of installed modules.
+    """Return the contents of the files that define an environment and its children, keyed by path, without installed
+    modules.
 
     Raises:
         InputError: a file cannot be read any more.
@@ -387,7 +388,7 @@ def _absolute(config: RunConfig) -> str:
 
 
 def _with_absolute_bases(config: RunConfig) -> dict[str, Any]:
-    """A configuration as data, for a process with another working directory."""
+    """Convert a configuration to data for a process with another working directory."""
     data = config.model_dump(mode="json")
     data["model"]["path"] = config.model.path and _absolute(config)
     for name, policy in config.of_kind(LocalPolicy).items():
@@ -396,10 +397,10 @@ def _with_absolute_bases(config: RunConfig) -> dict[str, Any]:
 
 
 def check_vllm(config: RunConfig) -> None:
-    """Refuse a run that needs vLLM if it is absent or too old, or would not take the arguments of `[engine.vllm]`.
+    """Refuse a run that needs vLLM if it is absent or too old, or does not accept the arguments of `[engine.vllm]`.
 
     Raises:
-        ConfigError: says what to install, or to change.
+        ConfigError: the message says what to install, or to change.
     """
     from agentrl.engines.vllm.arguments import check_arguments
 
@@ -418,7 +419,7 @@ def check_vllm(config: RunConfig) -> None:
 
 
 def installed_version(distribution: str) -> str | None:
-    """The version of an installed distribution; None if it is not installed."""
+    """Return the version of an installed distribution; None if it is not installed."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
@@ -426,7 +427,7 @@ def installed_version(distribution: str) -> str | None:
 
 
 def make_trainer(config: RunConfig, directory: Path) -> Trainer:
-    """The trainer a configuration asks for."""
+    """Make the trainer of a configuration."""
     if config.trains_in_process:
         from agentrl.learn.trainer import InProcessTrainer, limit_memory
 
@@ -440,7 +441,7 @@ def make_trainer(config: RunConfig, directory: Path) -> Trainer:
 
 
 def make_chat_format(config: RunConfig) -> ChatFormat:
-    """The chat format of `model.path`; of JSON lines where that is empty."""
+    """Make the chat format of `model.path`, or the one of JSON lines if that is empty."""
     if not config.model.path:
         return JsonFormat()
     from agentrl.rollout.chat_format import TemplateFormat
@@ -459,14 +460,14 @@ class Adapters:
     chat_format: Callable[[RunConfig], ChatFormat] = make_chat_format
     clock: Clock = field(default_factory=SystemClock)
     assembled: Callable[[Orchestrator], None] = lambda orchestrator: None
-    """Called with the loop of each start before it runs; tests use it to disturb the loop."""
+    """Callback with the loop of each start before it runs; tests use it to disturb the loop."""
 
 
 def environment_of(config: RunConfig, given: type | Mapping[Any, float] | None = None) -> type[Environment]:
-    """The environment of a run: the configured one, or what is given in its place, and those evaluated beside it.
+    """Return the environment of a run: the configured or the given one, with those evaluated beside it.
 
     Raises:
-        EnvironmentDefinitionError: there is none of that name, or a mixture is none.
+        EnvironmentDefinitionError: there is no environment of that name, or a mixture is invalid.
     """
     chosen = resolve(config.environment.id if given is None else given)
     return with_others(chosen, (resolve(name) for name, _, _ in config.evaluation.splits if name))
@@ -475,8 +476,8 @@ def environment_of(config: RunConfig, given: type | Mapping[Any, float] | None =
 def task_source(
     config: RunConfig, environment: type[Environment], split: Split, tasks: TaskSource | None = None
 ) -> TaskSource:
-    """The environment's tasks of a split, with the configured options; of a mixture, those of all members that are
-    trained; `tasks`, if given.
+    """Return the environment's tasks of a split, with the configured options; for a mixture, those of all trained
+    members; or `tasks`, if given.
 
     Raises:
         InputError: the environment has no tasks of its own, or reading them failed.
@@ -497,7 +498,7 @@ def _source(
     split: Split,
     tasks: TaskSource | None = None,
 ) -> TaskSource:
-    """The tasks of one environment of a run."""
+    """Return the tasks of one environment of a run."""
     if tasks is None:
         tasks = _own_tasks(environment, split, config.seed, _options(config, whole, environment))
     try:
@@ -513,7 +514,7 @@ def _source(
 
 
 def _options(config: RunConfig, whole: type[Environment], environment: type[Environment]) -> Mapping[str, Any]:
-    """The options of one environment of a run: the table of its name, or all where one alone is trained."""
+    """Return the options of one environment of a run: the table of its name, or all if it alone is trained."""
     options, trained = config.environment.options, trained_in(whole)
     if len(trained) == 1:
         return options if environment is trained[0] else {}
@@ -544,10 +545,10 @@ def _own_tasks(environment: type[Environment], split: Split, seed: int, options:
 def held_out(
     config: RunConfig, environment: type[Environment], tasks: TaskSource | None = None
 ) -> tuple[list[HeldOut], int]:
-    """The splits to evaluate on with their tasks, and how many tasks there are to choose from.
+    """Return the splits to evaluate with their tasks, and the number of tasks to choose from.
 
-    Where a split has more than `evaluation.tasks`, so many are drawn with the run's seed: the first of a list would be
-    a biased sample wherever the list is ordered.
+    If a split has more than `evaluation.tasks` tasks, that many are drawn with the run's seed: the first ones of an
+    ordered list would be a biased sample.
     """
     splits, available = config.evaluation.splits, 0
     found: list[HeldOut] = []

@@ -1,4 +1,4 @@
-"""The policies of a run: which seats they hold, how they sample, and the weights they are given.
+"""The policies of a run: their seats, their sampling settings, and their given weights.
 
 An environment declares its children in `fan_out`, by class name: `{"Solve": 8}`. The class is looked up in the
 environment's own module. Their seats are bound as `Solve.solver`, else by the bare name.
@@ -40,36 +40,36 @@ if TYPE_CHECKING:
     from agentrl.journal.port import JournalStore
 
 MAX_EXTERNAL_CONTEXT = 1 << 20
-"""Longest conversation, in bytes, with a policy that no engine of ours serves; its endpoint bounds the tokens."""
+"""Longest conversation, in bytes, with an external policy; its endpoint bounds the tokens."""
 GIVEN = -1
-"""Lineage of weights that a user gave; their step comes from their digest. No run publishes such versions, so tokens
-recorded with them are never mistaken for a run's."""
+"""Lineage of weights that a user supplied; their step comes from their digest. No run publishes such versions, so
+tokens recorded with them are never mistaken for a run's."""
 _IDENTIFYING = ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 _MAX_HEADER_BYTES = 1 << 26
 SPARE = 1
-"""Adapter slots beyond those in use: a new adapter is loaded before an old one is unloaded."""
+"""Number of adapter slots beyond those in use: a new adapter is loaded before an old one is unloaded."""
 
 
 # --- seats ------------------------------------------------------------------------------------------------------------
 
 
 def pinned_policies(config: RunConfig) -> dict[str, int]:
-    """The policies whose episodes are pinned to versions (adapters of a deterministic run, which live side by side),
-    and how many steps the oldest of these versions is behind the current one."""
+    """Return the policies whose episodes are pinned to versions (adapters of a deterministic run, several versions of
+    which are served at once), with the number of steps by which the oldest of them is behind the current one."""
     trained = config.trained.items() if config.deterministic else ()
     return {name: policy.max_staleness for name, policy in trained if policy.lora is not None}
 
 
 class Casting(NamedTuple):
-    """The seats of a root episode, or of a kind of child episode (then as `Env.seat`)."""
+    """The seats of a root episode, or of a kind of child episode (named `Env.seat`)."""
 
     seats: tuple[str, ...]
     times: int
-    """Episodes of the kind per root episode."""
+    """Number of episodes of the kind per root episode."""
 
 
 def castings(environment: type[Environment], prefix: str = "", times: int = 1, depth: int = 0) -> Iterator[Casting]:
-    """A root episode, and the child episodes it declares."""
+    """Yield the castings of a root episode, and of the child episodes it declares."""
     yield Casting(tuple(f"{prefix}{seat}" for seat in environment.seats), times)
     for child, number in children_of(environment).items():
         if depth < MAX_CHILD_DEPTH:
@@ -77,10 +77,10 @@ def castings(environment: type[Environment], prefix: str = "", times: int = 1, d
 
 
 def demands_of(config: RunConfig, environment: type[Environment]) -> Sequence[Demand]:
-    """The units of each policy in a root group, for each line-up.
+    """Return the units of each policy in a root group, for each line-up.
 
     Raises:
-        ConfigError: a group could never be admitted, or a policy never act; the message has the change that helps.
+        ConfigError: a group could never be admitted, or a policy never act; the message suggests a change.
     """
     cast = {root: list(castings(root, seat_prefix(environment, root))) for root in roots_of(environment)}
     seats = [seat for casting in itertools.chain.from_iterable(cast.values()) for seat in casting.seats]
@@ -111,7 +111,7 @@ def demands_of(config: RunConfig, environment: type[Environment]) -> Sequence[De
 
 
 def _demand(config: RunConfig, cast: Sequence[Casting], group: int) -> Demand:
-    """The units of each policy in a group of one environment."""
+    """Return the units of each policy in a group of one environment."""
     units: Counter[str] = Counter()
     for casting in cast:
         holders = {config.policy_of(seat, group) for seat in casting.seats}
@@ -120,11 +120,11 @@ def _demand(config: RunConfig, cast: Sequence[Casting], group: int) -> Demand:
 
 
 def split_groups(config: RunConfig, demands: Sequence[Demand]) -> Iterator[str]:
-    """A warning for each policy whose steps end inside groups: this works, but few intend it.
+    """Yield a warning for each policy whose steps end inside groups: this works, but is rarely intended.
 
     Args:
-        config: of the run.
-        demands: `demands_of` it.
+        config: configuration of the run.
+        demands: result of `demands_of`.
     """
     for name, policy in config.trained.items():
         brought = {demand.units[name] for demand in demands if demand.units.get(name)}
@@ -158,7 +158,7 @@ def _check_fill(size: int, name: str, policy: PolicyConfig, brought: Sequence[in
 
 
 def _check_held(config: RunConfig, environment: type[Environment], held: Collection[str], seats: list[str]) -> None:
-    """Check that every policy holds a seat, and that a policy which learns is among them."""
+    """Check that every policy holds a seat, and that at least one learns."""
     for name in config.policies:
         if name not in held:
             raise ConfigError(
@@ -173,7 +173,7 @@ def check_capabilities(config: RunConfig, capabilities: EngineCapabilities) -> N
     """Check that the engine has the capabilities that the configuration needs.
 
     Raises:
-        ConfigError: it lacks one; the message names the setting and the engine.
+        ConfigError: the engine lacks one; the message names the setting and the engine.
     """
     adapters = adapter_slots_needed(config)
     refreshes = {config.refresh_of(name) for name in config.trained}
@@ -189,7 +189,7 @@ def check_capabilities(config: RunConfig, capabilities: EngineCapabilities) -> N
 
 
 def _check_names(config: RunConfig, environment: type[Environment], known: list[str]) -> None:
-    """Check the names in `[seats]`: another policy would silently hold a misspelt seat."""
+    """Check the names in `[seats]`: a misspelt seat would silently be held by another policy."""
     names = {*known, *(seat.rsplit(".", 1)[-1] for seat in known)}
     for seat in config.seats:
         if seat not in names:
@@ -202,7 +202,7 @@ def _check_names(config: RunConfig, environment: type[Environment], known: list[
 
 
 def rollout_settings(config: RunConfig, chat_format: ChatFormat, max_context: int) -> RolloutSettings:
-    """The settings of a worker's episodes, with an engine whose contexts hold `max_context` tokens."""
+    """Make the settings of a worker's episodes, with an engine whose contexts hold `max_context` tokens."""
     run = policy_settings(config.sampling, chat_format, max_context)
     return RolloutSettings(
         sampling=run.sampling,
@@ -217,7 +217,7 @@ def rollout_settings(config: RunConfig, chat_format: ChatFormat, max_context: in
 
 
 def own_settings(config: RunConfig, chat_format: ChatFormat, max_context: int) -> Mapping[str, PolicySettings]:
-    """The settings of the policies that override `[sampling]` or the chat format of `model.path`, by policy."""
+    """Return the settings of the policies that override `[sampling]` or the chat format of `model.path`, by policy."""
     external, formats = config.of_kind(ExternalPolicyConfig), own_formats(config)
     return {
         name: _external_settings(config.sampling_of(name))
@@ -229,7 +229,7 @@ def own_settings(config: RunConfig, chat_format: ChatFormat, max_context: int) -
 
 
 def own_formats(config: RunConfig) -> dict[str, ChatFormat]:
-    """The chat formats of the policies whose base model is another than `model.path`.
+    """Make the chat formats of the policies whose base model differs from `model.path`.
 
     Raises:
         ModelError: a base model's tokenizer or template cannot be used.
@@ -245,10 +245,10 @@ def own_formats(config: RunConfig) -> dict[str, ChatFormat]:
 
 
 def check_references(config: RunConfig) -> None:
-    """Refuse references that read other tokens than the policy samples, before weights are loaded.
+    """Refuse references whose tokenizer differs from the policy's, before weights are loaded.
 
     Raises:
-        ConfigError: the two tokenizers differ; the message has the first token that they number differently.
+        ConfigError: the two tokenizers differ; the message has the first token with different ids.
         InputError: there is no such directory, it has no weights, or its tokenizer cannot be read.
     """
     for name, policy in config.trained.items():
@@ -288,7 +288,7 @@ def _external_settings(sampling: SamplingConfig) -> PolicySettings:
 
 
 def policy_settings(sampling: SamplingConfig, chat_format: ChatFormat, max_context: int) -> PolicySettings:
-    """The settings of a policy that samples by a section, in conversations of up to `max_context` tokens."""
+    """Make the settings of a policy from a sampling section, for conversations of up to `max_context` tokens."""
     return PolicySettings(
         chat_format=chat_format,
         sampling=SamplingParams(
@@ -307,24 +307,24 @@ def policy_settings(sampling: SamplingConfig, chat_format: ChatFormat, max_conte
 
 
 class BaseModel(msgspec.Struct, frozen=True, kw_only=True):
-    """A base model of a run, as the run's journal records it."""
+    """A base model of a run, in the form of the run's journal."""
 
     name: str
-    """The last two parts of its directory."""
+    """Name of the model: the last two parts of its directory."""
     path: str
     """Directory of the model."""
     policies: tuple[str, ...]
-    """Those that are served on it: their versions are adapters of it, or all of its weights."""
+    """Policies that are served on the model: their versions are its adapters, or full weights."""
     digest: str
-    """SHA-256 of its configuration, tokenizer and template, and of the names, sizes and headers of its weights; empty
-    where there is no such directory."""
+    """SHA-256 of configuration, tokenizer and template, and of the names, sizes and headers of the weights; empty if
+    there is no such directory."""
 
 
 def base_models(config: RunConfig) -> list[BaseModel]:
-    """The base models of a run.
+    """Return the base models of a run.
 
     Raises:
-        InputError: a file of one cannot be read.
+        InputError: a file of a model cannot be read.
     """
     return [
         BaseModel(
@@ -354,11 +354,11 @@ def _base_digest(directory: Path) -> str:
 
 
 def check_same_bases(config: RunConfig, before: object) -> None:
-    """Refuse to resume a run on base models that are no longer what they were.
+    """Refuse to resume a run whose base models have changed.
 
     Args:
-        config: of the run.
-        before: what `base_models` was when the run began, as data; what cannot be read of it is not compared.
+        config: configuration of the run.
+        before: result of `base_models` when the run began, as data; unreadable parts are not compared.
 
     Raises:
         ConfigError: a directory holds another model.
@@ -376,10 +376,10 @@ def check_same_bases(config: RunConfig, before: object) -> None:
 
 
 def weights_in(policy: str, directory: str | Path) -> WeightsRef:
-    """The trained weights of a policy that lie in a directory, such as a run's `policies/NAME`.
+    """Return the trained weights of a policy in a directory, such as a run's `policies/NAME`.
 
     Raises:
-        InputError: there are none.
+        InputError: the directory has no weights.
     """
     directory = Path(directory).resolve()  # `policies/NAME` is a link, which will point elsewhere
     kinds: tuple[Literal["full", "adapter"], ...] = ("full", "adapter")
@@ -400,10 +400,10 @@ def weights_in(policy: str, directory: str | Path) -> WeightsRef:
 
 
 def given_weights(config: RunConfig) -> list[WeightsRef]:
-    """The weights of the frozen policies that are not the base model.
+    """Return the weights of the frozen policies that differ from the base model.
 
     Raises:
-        InputError: there are none where a policy says, or they are an adapter of another base model.
+        InputError: a policy's directory has no weights, or an adapter of another base model.
     """
     found = []
     for name, policy in config.of_kind(FrozenPolicy).items():
@@ -416,10 +416,10 @@ def given_weights(config: RunConfig) -> list[WeightsRef]:
 
 
 def check_base(weights: WeightsRef, base: Path) -> None:
-    """Refuse an adapter that says it was trained on another base model than `base`.
+    """Refuse an adapter whose configuration names another base model than `base`.
 
     Raises:
-        InputError: the policy, the adapter, and both models.
+        InputError: the models differ; the message names the policy, the adapter, and both models.
     """
     said = _adapter_config(Path(weights.path)).get("base_model_name_or_path")
     if not isinstance(said, str) or not said:
@@ -450,7 +450,7 @@ async def load_weights(
 
 
 def adapter_slots_needed(config: RunConfig) -> int:
-    """Number of adapters that the engine must be able to serve at once."""
+    """Return the number of adapters that the engine must be able to serve at once."""
     trained = [policy for policy in config.trained.values() if policy.lora is not None]
     slots = sum(policy.max_staleness + 2 for policy in trained)
     slots += sum(rank_in(policy) > 0 for policy in config.of_kind(FrozenPolicy).values())
@@ -462,16 +462,16 @@ def adapter_slots_needed(config: RunConfig) -> int:
 
 
 def largest_rank(config: RunConfig) -> int:
-    """The largest rank of an adapter that is served; at least 1."""
+    """Return the largest rank of a served adapter; at least 1."""
     trained = [policy.lora.rank for policy in config.trained.values() if policy.lora is not None]
     return max([1, *trained, *(rank_in(policy) for policy in config.of_kind(FrozenPolicy).values())])
 
 
 def rank_in(policy: FrozenPolicy) -> int:
-    """The rank of a frozen policy's adapter; 0 if it has none.
+    """Return the rank of a frozen policy's adapter; 0 if it has none.
 
     Raises:
-        InputError: an adapter without its configuration.
+        InputError: the adapter lacks its configuration.
     """
     directory = Path(policy.path)
     if not policy.path or not (directory / "adapter_model.safetensors").is_file():
@@ -496,7 +496,7 @@ def _adapter_config(directory: Path) -> dict[str, Any]:
 
 
 def _is_same_model(one: Path, other: Path) -> bool:
-    """Whether two directories hold the same weights; where one is missing, whether they have the same name."""
+    """Whether two directories hold the same weights; if one is missing, whether they have the same name."""
     if not one.is_dir() or not other.is_dir():
         return one.name == other.name
     if one.samefile(other):

@@ -1,11 +1,11 @@
 """Finds the state a run starts from: its newest checkpoint, and the unfinished work in its journal.
 
-A first start and a resume are the same: `find_start` reads the disk, and finds nothing in a new run. Then the
+A first start and a resume take the same path: `find_start` reads the disk, and finds nothing in a new run. Then the
 trainer starts from the checkpoint, and `Recovery.serve` publishes the first versions of this start and loads them into
-the engine. Only then does an episode run. `agentrl.app.supervisor` and the crash tests go this way.
+the engine. Only then do episodes run. `agentrl.app.supervisor` and the crash tests use this path.
 
-Invariant: a version id never names other weights. A new lineage is larger than any in the journal and any on disk,
-where a start that died before it was recorded may have left files.
+Invariant: a version id never names other weights. A new lineage is larger than any in the journal, and than any on
+disk, where a start that died before it was recorded may have left files.
 """
 
 from __future__ import annotations
@@ -64,24 +64,24 @@ if TYPE_CHECKING:
 
 
 COMPOSED_STEPS = 4 * LENGTH_STEPS
-"""Steps' worth of the newest episodes from which a resumed run rebuilds its selection bias: more than are compared,
-since those that are held back are among them."""
+"""Number of steps' worth of the newest episodes from which a resumed run rebuilds its selection bias: more than are
+compared, because some of them are held back."""
 
 
 class RunJournal(JournalStore, RunLog, Protocol):
-    """A journal that is written and read back."""
+    """A journal for writing and reading."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartPoint:
-    """The state that a start of a run begins with."""
+    """The state with which a start of a run begins."""
 
     recovery: Recovery
     versions: Mapping[str, PolicyVersion]
     """First version of each policy."""
     resume_state: ResumeState
     record: RunStart
-    """Goes to the journal before the first version is published."""
+    """Record of the start, written to the journal before the first version is published."""
     sentences: Sequence[str]
     """Sentences for the user: the state taken over, and the changes."""
 
@@ -98,27 +98,27 @@ async def find_start(
 ) -> StartPoint:
     """Read the disk and decide where the run continues, in this order:
 
-    1. `checkpoints/`: the newest checkpoint whose files all have the digests of its manifest. Newer ones are left out,
-       each with its reason. What dead processes left half built is removed; nothing else is written here.
+    1. `checkpoints/`: the newest checkpoint whose files all have the digests of its manifest. Newer ones are rejected,
+       each with its reason. The half-built directories of dead processes are removed; nothing else is written here.
     2. `control.db` and `versions/`: a lineage above every lineage used so far. Each policy that learns starts in it at
        the checkpoint's step, which the journal must know as published.
-    3. `control.db`: every row against its checksum, then what is left by the checkpoint's count. A unit is still to be
-       trained if no step on the line of versions up to the checkpoint consumed it and it was not dropped; an episode is
-       unfinished if its newest attempt has no end. Steps after the checkpoint are taken again.
-    4. `turns-*.db`: the code that played the episodes still to be trained, compared with the code of today.
+    3. `control.db`: every row is checked against its checksum; then the unfinished work at the checkpoint is collected.
+       A unit is still to be trained if no step on the line of versions up to the checkpoint consumed it and it was not
+       dropped; an episode is unfinished if its newest attempt has no end. Steps after the checkpoint are taken again.
+    4. `turns-*.db`: the code that played the episodes still to be trained is compared with the current code.
 
     Args:
-        config: of the run.
-        directory: of the run.
+        config: configuration of the run.
+        directory: directory of the run.
         store: the run's journal.
-        code: of the environments and bots that will run.
-        changed: the settings that differ from those of the start before.
-        clock: for the label of the moment.
-        tell: takes a sentence about each checkpoint that was left out.
+        code: code of the environments and bots that will run.
+        changed: the settings that differ from those of the previous start.
+        clock: gives the time label.
+        tell: receives a sentence about each rejected checkpoint.
 
     Raises:
         RunDirectoryError: the checkpoint lacks a policy.
-        StorageError: no checkpoint can be used, or the one that can is not this run's, or tokens it needs were pruned.
+        StorageError: no checkpoint can be used, the usable one belongs to another run, or tokens it needs were pruned.
         JournalError: the journal is damaged.
     """
     recovery = await asyncio.to_thread(Recovery.find, directory.checkpoints)
@@ -137,10 +137,10 @@ async def find_start(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recovery:
-    """The checkpoint that a run resumes from, if there is one."""
+    """The checkpoint from which a run resumes, if there is one."""
 
     manifest: Manifest | None
-    """The checkpoint to resume from; None: the run starts with the weights it was given."""
+    """Manifest of the checkpoint; None: the run starts with its initial weights."""
     rejected: Sequence[str]
     """Sentences for the user: why each newer checkpoint was rejected."""
 
@@ -160,16 +160,16 @@ class Recovery:
 
     @property
     def start_from(self) -> str | None:
-        """The directory that the trainer starts from; None: the given weights."""
+        """Directory from which the trainer starts; None: the initial weights."""
         return None if self.manifest is None else str(self.manifest.directory)
 
     @property
     def role_means(self) -> Mapping[Role, Mean]:
-        """Mean rewards by role, from the checkpoint."""
+        """Mean reward of each role, from the checkpoint."""
         return {} if self.manifest is None else self.manifest.role_means
 
     def measured(self, versions: Path, *, disk: Disk = LOCAL) -> RunningBest:
-        """The best versions that the checkpoint records; none if their files are gone.
+        """Return the best versions that the checkpoint records; none if their files are gone.
 
         Args:
             versions: the directory of published versions.
@@ -184,13 +184,13 @@ class Recovery:
     def first_versions(
         self, config: RunConfig, journal: RunLog, versions: Path, *, disk: Disk = LOCAL
     ) -> dict[str, PolicyVersion]:
-        """The first version of every policy: at the checkpoint's step, in a lineage that was never used.
+        """Return the first version of every policy: at the checkpoint's step, in an unused lineage.
 
         Args:
-            config: of the run.
-            journal: of the run.
+            config: configuration of the run.
+            journal: journal of the run.
             versions: the directory of published versions.
-            disk: where it lies.
+            disk: the disk that holds it.
 
         Raises:
             RunDirectoryError: the checkpoint lacks a policy.
@@ -223,10 +223,11 @@ class Recovery:
         served: ServedVersions,
         journal: RunJournal,
     ) -> dict[str, list[PolicyVersion]]:
-        """Publish and serve the first versions of the trainable policies, and serve the opponents from their past.
+        """Publish and serve the first versions of the trainable policies, and serve the opponents among their past
+        versions.
 
         Returns:
-            For each opponent pool its versions, oldest first.
+            The versions of each opponent pool, oldest first.
         """
         older: Mapping[str, Sequence[PolicyVersion]] = {}
         if self.manifest is not None:
@@ -238,7 +239,7 @@ class Recovery:
         return await serve_opponents(config, served, older)
 
     def resume_state(self, config: RunConfig, journal: RunJournal) -> ResumeState:
-        """The state of the run so far, folded from its journal."""
+        """Fold the state of the run so far from its journal."""
         versions = {} if self.manifest is None else self.manifest.versions
         return read_resume_state(
             journal,
@@ -259,27 +260,27 @@ class ResumeState:
     """The state of a resumed run, folded from its journal."""
 
     ended: Sequence[tuple[EpisodeSpec, EpisodeHeader]] = ()
-    """Committed episodes of groups of which something is still to be trained."""
+    """Committed episodes of groups with units that are still to be trained."""
     resolved: Mapping[tuple[str, str], str | None] = field(default_factory=dict)
-    """Drop reasons of units among them, by (policy, episode id); None for trained units."""
+    """Drop reasons of resolved units among them, keyed by (policy, episode id); None for trained units."""
     unfinished: Sequence[EpisodeSpec] = ()
     ended_children: Mapping[str, EpisodeHeader] = field(default_factory=dict)
     """Headers of the ended children of unfinished parents, by episode id."""
     next_number: int = 0
     """Number of the next root training episode: a multiple of the group size."""
     lost: Sequence[int] = ()
-    """Numbers below that of root episodes whose admission never reached the disk."""
+    """Numbers below `next_number` of root episodes whose admission never reached the disk."""
     next_evaluation: int = 0
     against: Sequence[EpisodeHeader] = ()
-    """Headers of committed episodes against past versions."""
+    """Headers of committed episodes played against past versions."""
     proposals: Sequence[Proposal] = ()
     """The newest proposals that the run remembers, in order."""
     baselines: Mapping[str, BaselineSet] = field(default_factory=dict)
     """Baselines by group, for groups with units that are still to be trained."""
     history: RewardHistory = field(default_factory=RewardHistory)
-    """Rewards of the groups that are wholly trained or dropped."""
+    """Rewards of the groups that are completely trained or dropped."""
     results: Callable[[], Sequence[GroupResult]] = tuple
-    """Reads the results of the root groups that ended for good, in the order in which they ended."""
+    """Reads the results of the root groups that will not change, in the order of their ends."""
     selection_bias: Mapping[str, SelectionBias] = field(default_factory=dict)
     """Selection bias of the newest steps, by policy."""
 
@@ -294,15 +295,15 @@ def read_resume_state(
     step_sizes: Mapping[str, int] | None = None,
     with_history: bool = False,
 ) -> ResumeState:
-    """The state that a resumed run continues from.
+    """Read the state from which a resumed run continues.
 
     Args:
         log: the run's control log.
         consumed_through: the manifest's version of each trainable policy; empty if there is no manifest.
-        group_size: of root groups, `credit.group_size`.
-        opponents: policies that stand for past versions.
-        remembered: how many proposals to read back; None: all.
-        step_sizes: of the policies that learn.
+        group_size: size of root groups, `credit.group_size`.
+        opponents: policies of opponent pools.
+        remembered: number of proposals to read; None: all.
+        step_sizes: step sizes of the policies that learn.
         with_history: whether to fold the rewards of earlier groups also where no baseline was frozen.
     """
     log.verify()
@@ -338,12 +339,12 @@ def read_resume_state(
 def results_of(
     members: Iterable[tuple[EpisodeSpec, EpisodeHeader]], open_groups: Collection[str], *, group_size: int
 ) -> list[GroupResult]:
-    """The results of root groups, folded from a journal.
+    """Fold the results of root groups from a journal.
 
     Args:
         members: every committed training episode, in order of commit.
-        open_groups: groups that will end, or end again, in this attempt of the run: left out.
-        group_size: of root groups.
+        open_groups: groups that will end, or end again, in this attempt of the run; they are left out.
+        group_size: size of root groups.
     """
     groups: dict[str, tuple[EpisodeSpec, list[EpisodeHeader]]] = {}
     for spec, header in members:
@@ -357,10 +358,10 @@ def results_of(
 
 
 def check_not_pruned(log: RunLog, ready: Sequence[tuple[EpisodeSpec, EpisodeHeader]]) -> None:
-    """Refuse to go on from where episodes are to be trained whose tokens were given up: a checkpoint is missing.
+    """Refuse to continue if tokens of episodes to be trained were pruned, because a checkpoint is missing.
 
     Raises:
-        StorageError: some were.
+        StorageError: tokens were pruned.
     """
     pruned = log.pruned({spec.episode_id for spec, _ in ready})
     gone = sorted(spec.episode_id for spec, _ in ready if (spec.episode_id, spec.attempt) in pruned)
@@ -386,16 +387,16 @@ def describe_start(
     changed: Sequence[Difference],
     clock: Clock,
 ) -> tuple[RunStart, list[str]]:
-    """The record of a start of the run, and sentences about it for the user.
+    """Make the record of a start of the run, and sentences about it for the user.
 
     Args:
-        recovery: the checkpoint the run resumes from.
-        config: of the run.
-        versions: first versions of its policies.
+        recovery: the checkpoint from which the run resumes.
+        config: configuration of the run.
+        versions: first versions of the policies.
         resume_state: unfinished work, from the journal.
         store: the run's journal.
         code: the code of environments and bots that will run.
-        changed: the settings that differ from those of the start before.
+        changed: the settings that differ from those of the previous start.
         clock: gives the wall time of the start.
     """
     steps = {name: versions[name].step for name in config.trained}
@@ -446,7 +447,7 @@ def _counted(steps: Mapping[str, int]) -> str:
 
 
 def _played_by_other_code(resume_state: ResumeState, store: SqliteJournal, code: Code) -> dict[str, list[str]]:
-    """Committed episodes of which something is still to be trained and that other code has played, by today's file."""
+    """Return the committed episodes with units to be trained that other code has played, by the current file."""
     keys, environments = [], {}
     for spec, header in resume_state.ended:
         policies = {trajectory.policy for trajectory in header.trajectories}
@@ -467,16 +468,16 @@ def _played_by_other_code(resume_state: ResumeState, store: SqliteJournal, code:
 
 
 class Code(NamedTuple):
-    """The code of a run that is its user's."""
+    """The user's code in a run."""
 
     files: Mapping[str, str]
-    """Digest by file."""
+    """Digest of each file."""
     environments: Mapping[str, tuple[str, str]]
-    """File and digest by name."""
+    """File and digest of each environment, by name."""
 
     @staticmethod
     def of(config: RunConfig, environment: type[Environment], functions: UserFunctions) -> Code:
-        """The code of the environment, its children, bots, and the user's loss and advantage."""
+        """Collect the code of the environment, its children, bots, and the user's loss and advantage."""
         environments = {}
         for each in classes_of(environment):
             environments[name_of(each)] = (_file_of(each), code_digest(each.source()))
@@ -492,16 +493,16 @@ class Code(NamedTuple):
 
 
 class UserFunctions(NamedTuple):
-    """The user's loss and advantage, loaded once, so that what is recorded is what runs."""
+    """The user's loss and advantage, loaded once, so that the recorded code is the code that runs."""
 
     codes: Sequence[FunctionCode]
     """Code of the functions that are not built in."""
     estimator: Estimator | None
-    """The advantage, if it is one that sees a `Group`."""
+    """Advantage estimator, if it takes a `Group`."""
 
 
 def functions_of(config: RunConfig) -> UserFunctions:
-    """The user's loss and the user's advantage, where the run has them.
+    """Load the user's loss and advantage, if the run has them.
 
     Raises:
         ConfigError: there is no such function, or it cannot be recorded, or its options do not fit, or the advantage
@@ -549,19 +550,19 @@ async def serve_older(
     versions: Mapping[str, PolicyVersion],
     drawn_from: Mapping[str, Sequence[PolicyVersion]],
 ) -> dict[str, list[PolicyVersion]]:
-    """Give a run the older versions that it plays with: in the first batches of a deterministic one, and as opponents,
-    by past policy.
+    """Serve the older versions that a run needs: for the first batches of a deterministic run, and as opponents.
+    Returns the opponents' versions, keyed by the policy of the pool.
 
     Args:
-        config: of the run.
-        served: they are pinned there.
-        journal: of the run.
-        versions: the manifest's, of the policies that learn.
+        config: configuration of the run.
+        served: table in which they are pinned.
+        journal: journal of the run.
+        versions: the manifest's versions of the policies that learn.
         drawn_from: the manifest's pools of opponents.
 
     Raises:
-        StorageError: one of them was never published here.
-        EngineError: its files are gone, or not what was published.
+        StorageError: a version was never published here.
+        EngineError: the files of a version are missing or altered.
     """
     board = PolicyBoard(versions, (), journal.parents())
     for policy, steps_behind in pinned_policies(config).items():
@@ -591,8 +592,7 @@ async def _serve_older_opponents(
 ) -> list[PolicyVersion]:
     """Serve the opponents of one pool: those the checkpoint records, and those that unfinished episodes play.
 
-    A pool that the checkpoint does not know (it is new in the configuration) gets the versions that would have joined
-    it, as far as their files exist.
+    A pool that is new in the configuration gets the versions that would have joined it, as far as their files exist.
     """
     now = board.current(pool.of)
     joined = {board.at(pool.of, step) for step in joined_by(now.step, pool.every, pool.size) if step < now.step}
@@ -617,9 +617,10 @@ async def serve_opponents(
     table: ServedVersions,
     older: Mapping[str, Sequence[PolicyVersion]],
 ) -> dict[str, list[PolicyVersion]]:
-    """The first versions of each opponent pool: `older` ones, and the current one if it joins or the pool is empty.
+    """Return the first versions of each opponent pool: `older` ones, and the current one if it joins or the pool is
+    empty.
 
-    A version of an earlier start with the current weights stands for them: its results are known.
+    If a version of an earlier start has the current weights, that version is used, because its results are known.
     """
     opponents = {}
     for name, pool in config.of_kind(OpponentPoolPolicy).items():
@@ -634,12 +635,12 @@ async def serve_opponents(
 
 
 def clear_leftovers(checkpoints: Path, versions: Path, *, disk: Disk = LOCAL) -> None:
-    """Remove what dead processes left half built; nobody else may be writing this run."""
+    """Remove the half-built directories of dead processes; no other process may be writing this run."""
     for directory in (checkpoints, versions, *(versions / name for name in disk.names(versions))):
         remove_leftovers(directory, disk=disk)
 
 
 def _highest_on_disk(versions: Path, disk: Disk) -> int:
-    """The largest lineage with files; -1 if there is none."""
+    """Return the largest lineage with files; -1 if there is none."""
     found = [lineage for policy in disk.names(versions) for lineage, _ in versions_in(versions / policy, disk=disk)]
     return max(found, default=-1)

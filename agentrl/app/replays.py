@@ -1,7 +1,7 @@
 """`replay` and `rescore`: re-execution of recorded episodes, without sampling, acting or writing.
 
 A replay reports whether the program still does what its journal says, and if not, the call at which it departs. A
-rescore lets the program, or another one, give its rewards again over the same conversation; children first, because
+rescore recomputes the rewards, by the same or another program, over the same conversation; children first, because
 rewards of parents may depend on theirs.
 """
 
@@ -49,14 +49,14 @@ if TYPE_CHECKING:
     from agentrl.inspection.reader import EpisodeLine
 
 MAX_SHOWN = 200
-"""Characters of a name from a journal that are shown."""
+"""Maximum number of characters shown of a name from a journal."""
 OWN = ("agentrl.", "environments.")
-"""Packages whose environments are run because a journal names them: they came with agentrl."""
+"""Packages whose environments run when a journal names them, because they came with agentrl."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Asked:
-    """The arguments that all episodes of a call share."""
+    """The arguments shared by all episodes of a call."""
 
     config: RunConfig
     chat_format: ChatFormat
@@ -78,9 +78,9 @@ def replay(
 
     Args:
         run: the run's directory.
-        episodes: id and attempt of each; None: its newest attempt.
+        episodes: id and attempt of each episode; None: the newest attempt.
         until: stop after this call.
-        rescoring: recompute the rewards instead of comparing them.
+        rescoring: whether to recompute the rewards instead of comparing them.
         environment: replaces the environment named in the journal. A journal cannot choose the code that runs: its
             environment is used only if it is installed.
         adapters: factory of the chat format; default: that of the run's configuration.
@@ -178,8 +178,8 @@ async def _run(
     turns: Sequence[JournalEntry],
     line: EpisodeLine,
 ) -> tuple[Outcome, str | None, str, EpisodeHeader | None]:
-    """Execute the program over its journal; returns the outcome, where and why it ended, and its header if it ended
-    well."""
+    """Execute the program over its journal; returns the outcome, the call and the reason of the end, and the header on
+    success."""
     running = asyncio.get_running_loop().create_task(runner.run(spec, environment, entries, answers=turns))
     try:
         header = await running
@@ -236,7 +236,7 @@ def _rewards(header: EpisodeHeader | None) -> dict[str, float | None]:
 
 
 async def _rescored_child(reader: RunReader, entry: JournalEntry, asked: _Asked) -> JournalEntry:
-    """An entry; if it reports a child's end, with the child's new rewards."""
+    """Return an entry; if it reports a child's end, with the child's new rewards."""
     body = entry.decode()
     if not isinstance(body, GatherEntry) or body.drop_reason is not None:
         return entry
@@ -260,17 +260,17 @@ def _spec(reader: RunReader, line: EpisodeLine) -> EpisodeSpec:
 def environment_to_run(
     name: str, given: type[Environment] | None, *, recorded: Mapping[str, str], code_hash: str, command: str
 ) -> type[Environment]:
-    """The class that is run for an episode of an environment.
+    """Choose the class to run for an episode of an environment.
 
     Args:
-        name: of the environment, as the journal has it.
-        given: what the user said to run.
-        recorded: where the code of the run's environments was, by name; see `app.parts.code_of`.
-        code_hash: of the environment's module when the episode was played.
-        command: what the user typed, or would, without `--environment`; for the message.
+        name: name of the environment in the journal.
+        given: the class that the user named.
+        recorded: references to the code of the run's environments, by name; see `app.parts.code_of`.
+        code_hash: hash of the environment's module when the episode was played.
+        command: the user's command without `--environment`, for the message.
 
     Raises:
-        InputError: only the journal says so; the message has the command by which the user says it.
+        InputError: only the journal names the code; the message has the command with which the user can name it.
     """
     if given is not None:
         own = name.rpartition(":")[2].rpartition(".")[2]
@@ -288,13 +288,14 @@ def environment_to_run(
 
 
 def recorded_code(info: Mapping[str, Any]) -> Mapping[str, str]:
-    """References to the code of a run's environments, by name, from its journal's `info`; see `app.parts.code_of`."""
+    """Return references to the code of a run's environments, by name, from its journal's `info`; see
+    `app.parts.code_of`."""
     code = info.get("code")
     return {name: where for name, where in code.items() if isinstance(where, str)} if isinstance(code, dict) else {}
 
 
 def _how_to_name(name: str, recorded: Mapping[str, str], code_hash: str, command: str) -> str:
-    """The refusal of code that only a journal names, with the command that names it."""
+    """Describe the refusal of code that only a journal names, with the command that names it."""
     name = name[:MAX_SHOWN]
     location, _, qualname = name.rpartition(":")
     if location == "__main__":  # children that nobody declared are of the same file
@@ -332,7 +333,7 @@ def _how_to_name(name: str, recorded: Mapping[str, str], code_hash: str, command
 
 
 class _NoEngine:
-    """Stands where an engine would be asked."""
+    """An engine that must not be called: a replay samples nothing."""
 
     capabilities = EngineCapabilities(
         name="none", refresh=frozenset(), expert_routing=False, sampling_mask=False, adapters=0, max_context=0

@@ -1,7 +1,7 @@
 """`serve`: policies behind a model endpoint on this machine, without training; each conversation is an episode.
 
-The endpoint is the gateway (`gateway/server.py`), with one key for all conversations. A conversation ends when nobody
-has gone on with it for `IDLE_S`, or the server ends.
+The endpoint is the gateway (`gateway/server.py`), with one key for all conversations. A conversation ends after
+`IDLE_S` without a request, or when the server ends.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ if TYPE_CHECKING:
     from agentrl.orchestrator.dispatch import Dispatcher
 
 IDLE_S = 600.0
-"""Seconds without a request after which a conversation ends; at most this share of `episode_timeout_s`:"""
+"""Seconds without a request after which a conversation ends, bounded by `IDLE_SHARE`."""
 IDLE_SHARE = 0.9
+"""Largest share of `episode_timeout_s` that a conversation may be idle."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +43,7 @@ class EndpointAddress:
     root_url: str
     """Base URL for clients of the Messages protocol."""
     key: str
-    """`KEY:NAME` goes on with the conversation of that name."""
+    """API key; `KEY:NAME` continues the conversation of that name."""
     models: tuple[str, ...]
 
 
@@ -51,7 +52,7 @@ class EndpointConversation(Environment):
 
     server: ClassVar[_Server | None] = None
     agent: ClassVar[type[HarnessEnvironment]]
-    """Says how requests are compared and which of their fields are ignored."""
+    """Class whose attributes determine how requests are compared, and which of their fields are ignored."""
 
     async def run(self, ctx: EpisodeContext) -> None:
         """Answer requests until the conversation ends."""
@@ -97,7 +98,7 @@ class _Server:
         return [header for headers in ended for header in headers]
 
     async def hold(self, task: Task, endpoint: Endpoint) -> str:
-        """Keep the seats of an episode open until its conversation ends; says why it did."""
+        """Keep the seats of an episode open until its conversation ends; returns the reason."""
         opened = self.gateway.seats_of(endpoint.key)
         begun = self._beginning.pop(task.id, None)
         if begun is None:  # its engine was lost, and nobody waits for the second attempt
@@ -146,19 +147,19 @@ async def serve(
     """Serve the seats of a configuration's environment as models until told to end. Nothing is trained.
 
     Args:
-        config: says which policies hold the seats.
-        policy: weights; see `evaluate`.
-        run: directory of the new run that gets the episodes.
+        config: assigns policies to the seats.
+        policy: weights of the policies; see `evaluate`.
+        run: directory of the new run with the episodes.
         on_open: called when the endpoint listens, with a function that ends it.
         host: address to listen on.
-        port: 0: any free one.
+        port: port to listen on; 0: any free port.
 
     Returns:
-        A header for each conversation.
+        One header per conversation.
 
     Raises:
-        InputError: something given cannot be used.
-        StorageError: nothing can listen there.
+        InputError: an argument cannot be used.
+        StorageError: the address cannot be used.
     """
     if (run / "journal").exists():
         raise RunDirectoryError(f"{run} holds a journal already; give serve a new directory")

@@ -39,25 +39,25 @@ if TYPE_CHECKING:
 
 
 TOLERANCE, SMALLEST = 1e-6, 1e-7
-"""Two computations of a step count as the same up to this difference, relative or absolute: several ranks add up in
-another order than one process, and other machines round otherwise."""
+"""Relative and absolute difference up to which two computations of a step count as equal: several ranks add in another
+order than one process, and other machines round differently."""
 
 
 class StepComputed(msgspec.Struct, frozen=True, kw_only=True):
-    """A step's loss and gradient norm, recorded and computed again; None if they could not be."""
+    """Loss and gradient norm of a step, as recorded and as recomputed; None if they could not be computed."""
 
     loss: float | None
     grad_norm: float | None
     loss_again: float | None = None
     grad_norm_again: float | None = None
     same: bool | None = None
-    """Whether both are the same up to `TOLERANCE`; None: not computed."""
+    """Whether both are equal up to `TOLERANCE`; None: not computed."""
     text: str
-    """Location of the weights it started from; or the reason why nothing was computed."""
+    """Location of the step's initial weights; or the reason why nothing was computed."""
 
 
 class StepRebuilt(msgspec.Struct, frozen=True, kw_only=True):
-    """A step's input, recorded and made again."""
+    """Input of a step, as recorded and as rebuilt."""
 
     policy: str
     lineage: int
@@ -65,24 +65,24 @@ class StepRebuilt(msgspec.Struct, frozen=True, kw_only=True):
     identical: bool
     rows: int
     tokens: int
-    """Trained ones."""
+    """Number of trained tokens."""
     recorded: str
-    """Digest of what the trainer consumed."""
+    """Digest of the input that the trainer consumed."""
     rebuilt: str
-    """Digest of what the journal gives now; empty if it could not be made."""
+    """Digest of the input rebuilt from the journal; empty if that failed."""
     text: str = ""
-    """Reason why it could not be rebuilt, or the difference."""
+    """Reason why the input could not be rebuilt, or the difference."""
     computed: StepComputed | None = None
-    """None: only the inputs were asked for."""
+    """Recomputed loss and gradient norm; None if only the inputs were requested."""
 
 
 def rebuild_steps(reader: RunReader, policy: str | None = None) -> list[StepRebuilt]:
-    """Every step of a run, or of one policy; raises as `step_list`."""
+    """Rebuild every step of a run, or of one policy; raises as `step_list`."""
     return [rebuild_step(reader, line) for line in step_list(reader, policy)]
 
 
 def rebuild_step(reader: RunReader, line: StepLine) -> StepRebuilt:
-    """Rebuild one step; `text` says what could not be read."""
+    """Rebuild one step; `text` describes unreadable data."""
     view = step_view(reader, line.step, line.policy, line.lineage)
     found = StepRebuilt(
         policy=line.policy,
@@ -113,7 +113,7 @@ def rebuild_step(reader: RunReader, line: StepLine) -> StepRebuilt:
 
 
 def compute_step(reader: RunReader, line: StepLine) -> StepComputed:
-    """Compute loss and gradient norm of a step again; if that is impossible, `text` says why."""
+    """Recompute loss and gradient norm of a step; if that is impossible, `text` has the reason."""
     found = StepComputed(loss=line.loss, grad_norm=line.grad_norm, text="")
     try:
         config = recorded_config(reader.log.config(line.lineage))
@@ -139,7 +139,7 @@ def compute_step(reader: RunReader, line: StepLine) -> StepComputed:
 
 
 def kept_weights(reader: RunReader, version: PolicyVersion) -> tuple[WeightsRef | Path | None, str]:
-    """The weights of a version, as `PolicyTrainer.recompute` takes them, and their location for people.
+    """Return the weights of a version for `PolicyTrainer.recompute`, and their location for people.
 
     Raises:
         InputError: the weights are no longer on disk.
@@ -174,9 +174,11 @@ def _same_weights(reader: RunReader, version: PolicyVersion) -> list[PolicyVersi
 def _kept_masters(
     reader: RunReader, version: PolicyVersion
 ) -> tuple[Path | None, str, PolicyVersion, list[tuple[TrainBatch, float]]]:
-    """The newest checkpoint from which steps lead to a version, where it lies in words, its version, and those steps.
+    """Return the newest checkpoint from which steps lead to a version, its location for people, its version, and those
+    steps.
 
-    Each step comes with its learning rate, oldest first; None: they lead there from the weights the run began with.
+    Each step comes with its learning rate, oldest first. The checkpoint is None if the steps begin at the run's initial
+    weights.
 
     Raises:
         JournalError: the record of one of these steps is gone or damaged.
@@ -201,7 +203,7 @@ def _kept_masters(
 
 
 def _check_loss(config: RunConfig, reader: RunReader, lineage: int) -> None:
-    """Refuse to compute with another code of the user's loss than the step was taken with.
+    """Refuse to compute with another code of the user's loss than that of the step.
 
     Raises:
         InputError: the code differs, or was not recorded.
@@ -228,7 +230,7 @@ def _trainer(config: RunConfig, run: Path) -> PolicyTrainer:
 
 
 def _batch(reader: RunReader, policy: str, lineage: int, step: int) -> tuple[TrainBatch, PolicyVersion]:
-    """The batch of a step, by reference, and the version it started from."""
+    """Return the batch of a step, by reference, and the version from which it started."""
     key = (policy, lineage, step)
     (row,) = checked_rows(reader.log, "steps", "policy = ? AND lineage = ? AND step = ?", *key)
     units = tuple(_units(reader, *key))
@@ -248,7 +250,7 @@ def _step_inputs(reader: RunReader, turns: TurnReader, line: StepLine) -> Iterat
 
 
 def _units(reader: RunReader, policy: str, lineage: int, step: int) -> Iterator[Unit]:
-    """The units of a step, in the order of its record."""
+    """Yield the units of a step, in the order of its record."""
     problems: list[str] = []
     rows = checked_rows(
         reader.log,
@@ -274,7 +276,7 @@ def _units(reader: RunReader, policy: str, lineage: int, step: int) -> Iterator[
 
 
 def _in_order(reader: RunReader, columns: str | None, fed: Iterator[TrainingSample]) -> list[TrainingSample]:
-    """The rows in the order the trainer consumed them, which several ranks share among each other."""
+    """Sort the rows to the order in which the trainer consumed them, which depends on its number of ranks."""
     rows = list(fed)
     if columns is None:
         return rows

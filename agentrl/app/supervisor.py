@@ -1,12 +1,12 @@
 """The supervisor: starts the parts of a run from its newest checkpoint, and restarts them when a process is lost.
 
-Each start does what `--resume` does in a new process. It owns trainer, engine, workers and orchestrator, which end with
-it; journal and observer outlive it. It ends with the run, with an error that ends the run, or with the loss of a
-process; after a loss the next start follows, within a budget. Invariant: every loss is recovered in the same way, which
-uses nothing but what is on disk.
+Each start does what `--resume` does in a new process. A start owns trainer, engine, workers and orchestrator, which end
+with it; journal and observer outlive it. It ends with the run, with an error that ends the run, or with the loss of a
+process; after a loss the next start follows, within a budget. Invariant: every loss is recovered in the same way, from
+the data on disk alone.
 
 With `workers = 1` environments share the run's process, and one that kills it kills the run. At the next `--resume`,
-`ProcessRecord` says how the previous process ended and which episodes were running. If one of them made no progress at
+`ProcessRecord` tells how the previous process ended and which episodes were running. If one of them made no progress at
 two deaths in a row, or an environment broke the event loop, the run continues as with `workers = 2`: the pool of worker
 processes finds the episode that kills, and drops it by name.
 """
@@ -72,10 +72,12 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 SUBPROCESS_WORKERS = 2
-"""Worker processes of a run whose own process was killed by an episode."""
+"""Number of worker processes of a run whose main process was killed by an episode."""
 INTERRUPTED = 130
 SAME_PRESS_S = 0.5
-"""Signals closer together are one: `timeout` and shells send theirs to the process and to its group."""
+"""Seconds within which several signals count as one: `timeout` and shells send theirs to the process and to its
+group.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,15 +95,15 @@ class RunSetup:
     observer: RunObserver
     code: Code
     estimator: Estimator | None
-    """See `UserFunctions`."""
+    """Advantage estimator; see `UserFunctions`."""
     changed: Sequence[Difference]
-    """Settings that differ from those of the process before."""
+    """Settings that differ from those of the previous process."""
     began: list[RunStart] = field(default_factory=list)
     """Starts in this process."""
 
 
 def _named(specs: Sequence[EpisodeSpec]) -> str:
-    """The ids and tasks of episodes, for a message."""
+    """List the ids and tasks of episodes, for a message."""
     if not specs:
         return "no episode"
     names = ", ".join(f"{spec.episode_id} (task {spec.task.id!r})" for spec in specs[:NAMED])
@@ -112,8 +114,8 @@ def run_in_shared_loop(main: Coroutine[Any, Any, T], directory: Path) -> T:
     """Run a coroutine to its end, like `asyncio.run`, in a loop that environments share and may break.
 
     Raises:
-        EnvironmentFaultError: an environment stopped the loop, cancelled the run's tasks, or ended the process from a
-            task of its own.
+        EnvironmentFaultError: an environment stopped the loop, cancelled the run's tasks, or ended the process from one
+            of its tasks.
     """
     runner = asyncio.Runner(loop_factory=SteadyLoop)
     try:
@@ -147,7 +149,7 @@ def run_in_shared_loop(main: Coroutine[Any, Any, T], directory: Path) -> T:
 
 def _is_foreign(error: BaseException) -> bool:
     """Whether an error of the run comes from foreign code: from a function that an environment replaced, or from files
-    it closed."""
+    that it closed."""
     if isinstance(error, AgentRLError):
         return closed_under_us(error)
     frames = traceback.extract_tb(error.__traceback__)
@@ -170,7 +172,7 @@ def _finish(loop: asyncio.AbstractEventLoop, task: asyncio.Task[Any]) -> None:
 
 
 def _running_now(directory: Path) -> str:
-    """The episodes in flight, as far as the journal on disk shows them; for a message."""
+    """List the episodes in flight, as far as the journal on disk shows them; for a message."""
     record = ProcessRecord.read(directory)
     try:
         with contextlib.closing(SqliteRunLog(directory / "journal")) as log:
@@ -180,7 +182,7 @@ def _running_now(directory: Path) -> str:
 
 
 def _fault(broken: BaseException, record: ProcessRecord, directory: Path, running: str) -> EnvironmentFaultError:
-    """The error of a run whose process an environment broke; recorded for the next process."""
+    """Make the error of a run whose process an environment broke, and record it for the next process."""
     match broken:
         case asyncio.CancelledError():
             what = "cancelled the tasks of the whole run"
@@ -200,11 +202,11 @@ def _fault(broken: BaseException, record: ProcessRecord, directory: Path, runnin
 
 
 async def supervise(setup: RunSetup) -> Orchestrator:
-    """Run to the end, starting again after each loss; returns the last orchestrator.
+    """Run to the end, restarting after each loss; returns the last orchestrator.
 
     Raises:
-        TrainerLostError: lost `core.clock.ATTEMPTS` times in a row, with no step in between.
-        AgentRLError: what else ended the run.
+        TrainerLostError: the trainer was lost `core.clock.ATTEMPTS` times in a row, with no step in between.
+        AgentRLError: another error ended the run.
     """
     budget = RetryBudget()
     observer = setup.observer
@@ -224,15 +226,15 @@ async def supervise(setup: RunSetup) -> Orchestrator:
 
 
 async def _run_once(setup: RunSetup) -> Orchestrator:
-    """Start the run from what is on disk, and run it until it ends or a process of it is lost.
+    """Start the run from the data on disk, and run it until it ends or one of its processes is lost.
 
-    1. `process.json` says how the process before ended, and which episodes ran in it. Where one of them got nowhere at
-       two deaths in a row, episodes are played in worker processes (`_new_record`).
-    2. Checkpoints and journal say where the run goes on, and what is left to do (`find_start`).
-    3. The trainer starts from the checkpoint, then the engine and the workers. The start is in the journal before its
-       first versions are published, and they are before the engine serves them (`Recovery.serve`).
-    4. The loop takes over what is left (`Dispatcher.restore`): units still to be trained return to the buffer, and
-       unfinished episodes to their workers, which replay their recorded acts and go on.
+    1. `process.json` tells how the previous process ended, and which episodes ran in it. If one of them made no
+       progress at two deaths in a row, episodes are played in worker processes (`_new_record`).
+    2. Checkpoints and journal determine where the run continues, and which work is left (`find_start`).
+    3. The trainer starts from the checkpoint, then the engine and the workers. The journal records the start before its
+       first versions are published, and the versions before the engine serves them (`Recovery.serve`).
+    4. The loop takes over the remaining work (`Dispatcher.restore`): units still to be trained return to the buffer,
+       and unfinished episodes to their workers, which replay their recorded calls and continue.
     """
     store, observer, directory, clock = setup.store, setup.observer, setup.directory, setup.adapters.clock
     await store.flush()
@@ -321,7 +323,7 @@ def _parts(
 
 
 def _new_record(setup: RunSetup) -> ProcessRecord:
-    """The record of this start. Warns of how the previous process ended, if known."""
+    """Make the record of this start. Warns about the end of the previous process, if it is known."""
     store, configured = setup.store, setup.config.workers
     last = ProcessRecord.read(setup.directory.path)
     record = last.next(store)
@@ -349,7 +351,7 @@ def _new_record(setup: RunSetup) -> ProcessRecord:
 
 
 def _workers(config: RunConfig, setup: RunSetup, engine: Engine) -> WorkerPool | None:
-    """The run's worker processes; none where only a death asked for them, and they cannot be had."""
+    """Make the run's worker processes; none if they are needed only because of a death, and cannot be made."""
     try:
         return make_workers(
             *(config, setup.environment, engine, setup.directory.journal),
@@ -364,8 +366,8 @@ def _workers(config: RunConfig, setup: RunSetup, engine: Engine) -> WorkerPool |
 
 @contextlib.contextmanager
 def _playing(record: ProcessRecord, run: Path, workers: WorkerPool | None) -> Iterator[Callable[[], None]]:
-    """Keep on disk that episodes run in this process, until it is known how that ended; yields what says that it ended
-    as it should. What broke the process while they ran counts as a death."""
+    """Record on disk that episodes run in this process, until their end is known. Yields a function to call after a
+    normal end; any other end counts as a death."""
 
     def end(fault: str = "") -> None:
         record.is_playing, record.fault = bool(fault), fault
@@ -394,7 +396,9 @@ async def _close(trainer: Trainer, observer: RunObserver) -> None:
 def _interruptible(
     orchestrator: Orchestrator, observer: RunObserver, run: Path, ended: Callable[[], None]
 ) -> Iterator[None]:
-    """Ctrl-C once: drain, write a checkpoint, return. Twice: end the process, which counts as no death."""
+    """Handle Ctrl-C. Once: drain, write a checkpoint, return. Twice: end the process, which does not count as a
+    death.
+    """
 
     def stop() -> None:
         observer.phase("stopping: finishing the step and writing a checkpoint (Ctrl-C again leaves at once)")
@@ -415,10 +419,10 @@ def _record_stop(run: Path) -> None:
 
 @contextlib.contextmanager
 def ended_by_ctrl_c(run: Path) -> Iterator[None]:
-    """Ctrl-C while there is nothing to drain: what was started is stopped. Twice: the process ends.
+    """Handle Ctrl-C while there is nothing to drain. Once: stop everything that was started. Twice: end the process.
 
     Raises:
-        KeyboardInterrupt: it, or another signal that ends a run, came.
+        KeyboardInterrupt: Ctrl-C, or another signal that ends a run, arrived.
     """
     task, interrupted = asyncio.current_task(), False
 
@@ -437,7 +441,7 @@ def ended_by_ctrl_c(run: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _once(then: Callable[[], None], at_once: Callable[[], None]) -> Iterator[None]:
-    """Have the first signal that ends a run call `then` in the event loop, and the second end the process at once.
+    """Make the first signal that ends a run call `then` in the event loop, and the second end the process at once.
 
     The second calls `at_once` first, from the signal handler: an environment may block the loop. A hangup that is
     ignored (`nohup`) stays ignored.

@@ -48,19 +48,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """A run that has finished, or was stopped."""
+    """A run that has finished or was stopped."""
 
     path: Path
     metrics: list[dict[str, float]]
-    """One entry per optimizer step, in order; steps that were taken again after a loss appear again."""
+    """Metrics of each optimizer step, in order; repeated steps after a loss appear again."""
     policies: dict[str, Path]
-    """Directory of each trainable policy's last version; loads with `from_pretrained`."""
+    """Directory of each trainable policy's last version, for `from_pretrained`."""
     best: dict[str, Path]
-    """The same for the versions at which `best.metric` was best; empty if it was never measured."""
+    """Directory of each trainable policy's version at which `best.metric` was best; empty if it was never measured."""
     summary: dict[str, Any]
     """The content of `summary.json`."""
     interrupted: bool
-    """Whether it was stopped, by Ctrl-C or a signal."""
+    """Whether the run was stopped, by Ctrl-C or a signal."""
 
 
 def train(  # noqa: PLR0913 - what a run is given, all but the first by name
@@ -115,7 +115,7 @@ async def run_training(
     quiet: bool = False,
     adapters: Adapters | None = None,
 ) -> Run:
-    """`train`, in a running event loop and with adapters of the caller's choice."""
+    """Run `train` in a running event loop, with adapters of the caller's choice."""
     adapters = adapters or Adapters()
     functions = functions_of(config)  # refuses what could never run
     clock = adapters.clock
@@ -171,10 +171,10 @@ async def run_training(
 
 
 async def _device_lines(config: RunConfig, code: Mapping[str, str]) -> list[str]:
-    """The assignment of devices, and of the nodes of a cluster, which are checked.
+    """Describe the assignment of devices, and of the nodes of a cluster, which are checked.
 
     Raises:
-        InputError: nobody answers at `cluster.address`.
+        InputError: `cluster.address` does not answer.
         ConfigError: a node lacks something, or there are too few GPUs.
     """
     if not config.on_cluster:
@@ -233,8 +233,8 @@ async def _opened(
     quiet: bool,
     resume: bool,
 ) -> AsyncIterator[tuple[SqliteJournal, RunObserver, Sequence[Difference]]]:
-    """Open journal and observer, which outlive restarts, and close them at the end. Yields them and the settings that
-    differ from those of the process before."""
+    """Open journal and observer, which outlive restarts, and close them at the end. Yields them, and the settings that
+    differ from those of the previous process."""
     from agentrl.journal.process import check_partitions, leading, when_unlocked
     from agentrl.journal.store import SqliteJournal
     from agentrl.observe.run_observer import RunObserver
@@ -262,7 +262,8 @@ async def _opened(
 def _summary(
     config: RunConfig, state: RunState, orchestrator: Orchestrator, held_out: int, seconds: float
 ) -> dict[str, Any]:
-    """The summary of the whole run, restarts included: steps taken again count once. `seconds` are this process's."""
+    """Make the summary of the whole run, restarts included: repeated steps count once. `seconds` belong to this
+    process."""
     policies = [policy for policy in state.policies.values() if policy.steps or policy.evaluations]
     by_step = sorted((step, number) for number, policy in enumerate(policies) for step in policy.steps)
     steps = [policies[number].steps[step] for step, number in by_step]
@@ -290,7 +291,7 @@ _SUMMARY_OF_ONE = ("reward_start", "reward_end", "rewards", "staleness_mean")
 
 
 def _summary_of(policy: PolicyState) -> dict[str, Any]:
-    """A policy's part of the summary: held-out reward before and after, training reward and mean lag by step."""
+    """Make a policy's part of the summary: held-out reward before and after, training reward and mean lag by step."""
     held_out = [reward for _, reward in policy.held_out()]
     _, rewards = policy.series("reward/mean")
     _, lags = policy.series("staleness/mean")
@@ -304,7 +305,7 @@ def _summary_of(policy: PolicyState) -> dict[str, Any]:
 
 
 def _column(steps: Iterable[Mapping[str, float]], name: str) -> list[float]:
-    """A metric of each step that has it: a line of `metrics.jsonl` may be damaged."""
+    """Return a metric of each step that has it: a line of `metrics.jsonl` may be damaged."""
     return [values[name] for values in steps if name in values]
 
 

@@ -1,8 +1,8 @@
 """`agentrl env warm-up`: builds a tiny model that knows an environment's words and tools, from demonstrations.
 
 Plays demonstrations (or reads conversations from a file), trains a tokenizer on their text and a small model on the
-assistant's part, and stops once the model earns about as much as they do. Half of the played ones deliberately end too
-early: they show the format, and leave something to learn by reward.
+assistant's part, and stops once the model's reward comes close to theirs. Half of the played demonstrations
+deliberately end too early: they show the format, and leave something to learn by reward.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ if TYPE_CHECKING:
     from agentrl.learn.tiny_model import Demonstration, Row
 
 VOCABULARY = 1024
-"""Tokens of the tokenizer, at most."""
+"""Maximum number of tokens of the tokenizer."""
 CORPUS = 2000
-"""Demonstrations whose text the tokenizer is trained on, at most."""
+"""Maximum number of demonstrations on whose text the tokenizer is trained."""
 DIFFERENT = 50_000
-"""Demonstrations that are played; further steps see these again."""
+"""Number of different demonstrations; further steps repeat them."""
 MEASURED = 64
-"""Held-out tasks that the success is measured on."""
+"""Number of held-out tasks that measure success."""
 MEASURED_EVERY = 20
-"""Warm-up steps between two measurements."""
+"""Number of warm-up steps between two measurements."""
 MAX_TURNS = 64
 MAX_CONTEXT = 8192
-"""Tokens of the longest conversation that is learned from."""
+"""Longest conversation to learn from, in tokens."""
 MAX_LINE_BYTES = 1 << 20
 
 HOW = """\
@@ -68,9 +68,9 @@ class WarmedUp:
     """The result of a warm-up."""
 
     path: Path
-    """An ordinary Hugging Face directory, with `train.toml` for the environment."""
+    """Hugging Face directory of the model, with `train.toml` for the environment."""
     demonstrated: float | None
-    """Mean reward of demonstrations on the tasks that are measured on; None: they were read from a file."""
+    """Mean reward of demonstrations on the measured tasks; None if they were read from a file."""
     before: float
     """Mean reward of the random weights on held-out tasks."""
     reward: float
@@ -97,11 +97,11 @@ def warm_up(
         environment: a class, a registered name, `module:Class` or a path; `train.toml` needs one of the latter three.
         out: the directory to create.
         demonstrations: file of conversations as lines of JSON, which replaces the environment's `demonstrate`.
-        steps: most supervised steps.
-        early: share of the demonstrations that answer too early, with the result of their last tool call, if they make
-            several: the rest is left to learn by reward.
-        until: stop at this share of the way from the random weights' reward to the demonstrations'.
-        seed: seed of tasks, weights and everything drawn.
+        steps: maximum number of supervised steps.
+        early: share of the demonstrations with several tool calls that answer too early, with the result of an earlier
+            call; the rest is left to learn by reward.
+        until: share of the distance from the random weights' reward to the demonstrations' at which to stop.
+        seed: seed of tasks, weights and all other random choices.
         on_progress: receives the name of each stage.
 
     Raises:
@@ -138,7 +138,7 @@ def warm_up(
 
 
 class _Expert:
-    """Says in one conversation what `demonstrate` says."""
+    """Speaks the replies of `demonstrate` in one conversation."""
 
     def __init__(
         self, environment: type[Environment], task: Task, seat: str, index: int, seed: int, calls: int | None
@@ -154,7 +154,7 @@ class _Expert:
         self.said: list[Reply] = []
 
     async def __call__(self, new: Sequence[Message]) -> str:
-        """The next reply, as the policy would write it."""
+        """Return the next reply, as the policy would write it."""
         self.messages += new
         told = "\n".join(message.content for message in new)
         try:
@@ -176,7 +176,7 @@ class _Expert:
 
 
 def written(reply: Reply) -> str:
-    """A reply as the policy writes it."""
+    """Write a reply as the policy would."""
     if isinstance(reply, str):
         return reply
     encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
@@ -203,7 +203,7 @@ class _ShownContext(PlainContext):
         self._calls = calls
 
     def agent(self, seat: str, index: int = 0, *, tools: Sequence[ToolSpec] = ()) -> PlainAgent:
-        """The agent of a seat, which says what is demonstrated."""
+        """Return the agent of a seat, which speaks the demonstration."""
         if (seat, index) not in self.agents:
             expert = _Expert(self._environment, self.task, seat, index, self._seed, self._calls)
             self.shown.append((expert, tools))
@@ -211,14 +211,14 @@ class _ShownContext(PlainContext):
         return super().agent(seat, index, tools=tools)
 
     def demonstrations(self) -> list[Demonstration]:
-        """The conversations."""
+        """Return the recorded conversations."""
         from agentrl.learn.tiny_model import Demonstration
 
         return [Demonstration(tuple(expert.messages), tuple(tools)) for expert, tools in self.shown if expert.messages]
 
 
 def _shown(environment: type[Environment], task: Task, seed: int, early: float) -> tuple[list[Demonstration], float]:
-    """One episode of a demonstration or, with probability `early`, of one that answers too early."""
+    """Play one episode of a demonstration or, with probability `early`, of one that answers too early."""
     context = _play(environment, task, seed)
     random = stream("early", seed, task.id)
     if random.random() < early and len(context.shown) == 1:
@@ -229,7 +229,7 @@ def _shown(environment: type[Environment], task: Task, seed: int, early: float) 
 
 
 def _play(environment: type[Environment], task: Task, seed: int, *, calls: int | None = None) -> _ShownContext:
-    """An episode of demonstrations, or of an answer after so many calls."""
+    """Play an episode of demonstrations; with `calls`, one that answers after this number of calls."""
     context = _ShownContext(environment, task, seed, calls)
     try:
         asyncio.run(environment().run(context))
@@ -243,8 +243,8 @@ def _play(environment: type[Environment], task: Task, seed: int, *, calls: int |
 class _Played:
     """The environment's demonstrations on its training tasks, task after task.
 
-    Each pass asks for the tasks of another seed: where these are drawn, a model that sees every task once learns to
-    copy, and one that sees the same again and again learns them by heart.
+    Each pass uses the tasks of another seed: if tasks are drawn, a model that sees each task once learns to copy, while
+    one that sees the same tasks repeatedly memorises them.
     """
 
     def __init__(self, config: RunConfig, environment: type[Environment], early: float) -> None:
@@ -271,15 +271,15 @@ class _Played:
 
 
 def _demonstrated_reward(environment: type[Environment], tasks: Sequence[Task], seed: int, early: float) -> float:
-    """The mean reward of demonstrations."""
+    """Return the mean reward of demonstrations."""
     return sum(_shown(environment, task, seed, early)[1] for task in tasks) / len(tasks)
 
 
 def _read(path: Path, environment: type[Environment]) -> list[Demonstration]:
-    """Conversations in a file, a line of JSON each.
+    """Read conversations from a file, one line of JSON each.
 
     Raises:
-        InputError: there are none, or a line is no conversation.
+        InputError: the file has none, or a line is not a conversation.
     """
     from agentrl.learn.tiny_model import Demonstration
 
@@ -329,7 +329,7 @@ def _message(message: Mapping[str, Any]) -> Message:
 
 @dataclass(slots=True)
 class _Sizes:
-    """The longest of the demonstrations, in tokens and turns."""
+    """Maximum sizes of the demonstrations, in tokens and turns."""
 
     context: int = 0
     turn: int = 0
@@ -345,7 +345,7 @@ class _Sizes:
 
     @property
     def max_tokens(self) -> int:
-        """Room for the longest turn, and half as much."""
+        """Length of the longest turn, and half as much again."""
         return -(-self.turn * 3 // 2 // 8) * 8 + 8
 
     @property
@@ -372,7 +372,7 @@ class _Builder:
     def build(
         self, source: _Played | list[Demonstration], steps: int, until: float, wanted: float | None
     ) -> dict[str, Any]:
-        """Write the model; what is to be told of it."""
+        """Write the model; returns facts to report about it."""
         from agentrl.learn import tiny_model
         from agentrl.rollout.chat_format import TemplateFormat
         from agentrl.rollout.chat_template import ChatTemplate
@@ -433,7 +433,7 @@ class _Builder:
         }
 
     def _measure(self, part: str) -> float:
-        """Mean reward of the model on disk, sampled as in training."""
+        """Return the mean reward of the model on disk, sampled as in training."""
         self.on_progress(f"{part}: playing {len(self.held_out)} held-out tasks")
         sizes = self.sizes
         config = RunConfig.model_validate(
@@ -449,7 +449,7 @@ class _Builder:
 
 
 def _again_and_again(chat: Any, source: _Played | list[Demonstration], seed: int) -> Iterator[Row]:
-    """The rows of all demonstrations as they come, and then, in a new order each time, again."""
+    """Yield the rows of all demonstrations in order, then repeatedly, each time in a new order."""
     from agentrl.learn.tiny_model import demonstrated_row
 
     rows: list[Row] = []
@@ -464,7 +464,7 @@ def _again_and_again(chat: Any, source: _Played | list[Demonstration], seed: int
 
 
 def _held_out(config: RunConfig, environment: type[Environment]) -> list[Task]:
-    """Tasks that measure success: drawn from the held-out ones, or from training tasks if there are none."""
+    """Return the tasks that measure success: drawn from the held-out ones, or from training tasks if there are none."""
     for split in ("held_out", "train"):
         source = task_source(config, environment, split)
         if len(source):

@@ -1,7 +1,8 @@
 """The process of an episode worker: `python -m agentrl.app.worker_host FD PARENT`, started by `cluster.worker_process`.
 
-Serves one connection, the socket it was started with, and ends with it. A composition root: production's worker and
-runner over a partition of the journal, an engine in another process, and the run at the other end of the socket.
+The process serves one connection, the socket it was started with, and ends with it. This module is a composition root:
+it wires production's worker and runner to a partition of the journal, an engine in another process, and the run at the
+other end of the socket.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ if TYPE_CHECKING:
     from agentrl.journal.port import TurnLog
 
 ALIVE_S = 1.0
-"""Seconds between signs of life to the run."""
+"""Seconds between heartbeats to the run."""
 
 
 class RunConnection:
@@ -61,7 +62,7 @@ class RunConnection:
 
     def __init__(self, writer: asyncio.StreamWriter, log: TurnLog, policy_of: Callable[[str, int], str]) -> None:
         self.numbers: dict[str, int] = {}
-        """Numbers of the episodes in flight, by id."""
+        """Numbers of the episodes in flight, keyed by id."""
         self.specs: dict[int, EpisodeSpec] = {}
         """Specs in flight as they were handed out, keyed by number."""
         self._writer = writer
@@ -70,7 +71,7 @@ class RunConnection:
         self._calls = itertools.count(1)
         self._recollections: dict[int, asyncio.Future[Recollection]] = {}
         self._children: dict[tuple[int, int, str], Callable[[int, EpisodeHeader], None]] = {}
-        """Callbacks that wait for children, by the call that spawned them."""
+        """Callbacks that wait for children, keyed by the spawn call."""
         self._ends: dict[str, tuple[bytes, dict[str, float], str]] = {}
         self._counted: dict[str, dict[str, Counted]] = {}
 
@@ -89,8 +90,8 @@ class RunConnection:
         on_end: Callable[[int, EpisodeHeader], None],
         known: Sequence[str] = (),
     ) -> SpawnedGroup:
-        """See `EpisodeHost.spawn`; mistakes of the program are raised here, where it can see them. Forks never run
-        here, so nothing is `known`."""
+        """See `EpisodeHost.spawn`. Mistakes of the program are raised here, where the program can see them. Forks never
+        run here, so `known` is not used."""
         child = resolve(environment)
         for seat in child.seats:
             self._policy_of(f"{child.__name__}.{seat}", 0)
@@ -133,24 +134,24 @@ class RunConnection:
     async def commit_episode(
         self, spec: EpisodeSpec, header: EpisodeHeader, digest: bytes, metrics: Mapping[str, float], detail: str = ""
     ) -> None:
-        """See `CommitLog`: the entries are on disk; the run commits them when it receives the end."""
+        """See `CommitLog`: the entries are on disk; the run commits them when it receives the end of the episode."""
         if header.committed:
             await self._log.flush()
         self._ends[spec.episode_id] = (digest, dict(metrics), detail)
 
     def measured(self, spec: EpisodeSpec, header: EpisodeHeader, counted: Mapping[str, Counted]) -> None:
-        """See `EpisodeHost.measured`: sent with the end."""
+        """See `EpisodeHost.measured`: sent with the end of the episode."""
         self._counted[spec.episode_id] = dict(counted)
 
     def ended(self, number: int, header: EpisodeHeader) -> None:
-        """An episode has ended."""
+        """Report the end of an episode."""
         digest, metrics, detail = self._ends.pop(header.episode_id)
         counted = self._counted.pop(header.episode_id, {})
         self.tell(wire.ended_of(number, header, digest=digest, metrics=metrics, detail=detail, counted=counted))
         self._forget(number)
 
     def begin(self, number: int, spec: EpisodeSpec) -> None:
-        """An episode is in flight here from now on."""
+        """Note that an episode is in flight here."""
         self.numbers[spec.episode_id] = number
         self.specs[number] = spec
 
@@ -162,7 +163,7 @@ class RunConnection:
     # --- what the run says --------------------------------------------------------------------------------------------
 
     def child_ended(self, message: wire.ChildEnded) -> None:
-        """Notify whoever waits for it, if anybody still does."""
+        """Call the callback that waits for a child, if there is one."""
         on_end = self._children.get((message.number, message.attempt, message.call))
         if on_end is None:
             return
@@ -176,14 +177,14 @@ class RunConnection:
         on_end(message.index, wire.header_of(child, message.ended, message.partition))
 
     def recollected(self, message: wire.Recollected) -> None:
-        """Answer whoever asked."""
+        """Answer the call that waits for a recollection."""
         answer = self._recollections.get(message.call)
         if answer is not None and not answer.done():
             answer.set_result(message.known)
 
     def failed(self, error: BaseException) -> None:
-        """A failure that belongs to no episode ends the run. An unexpected error ends this process: code of an episode
-        may have broken it, and the pool finds out whose."""
+        """End the run because of a failure that belongs to no episode. An unexpected error ends this process: code of
+        an episode may have broken it, and the pool identifies the episode."""
         if isinstance(error, AgentRLError) and not closed_under_us(error):
             tell_failure(self._writer, error)
             return
@@ -209,7 +210,7 @@ def tell_failure(writer: asyncio.StreamWriter, error: BaseException) -> None:
 
 
 class WorkerHost:
-    """The worker of this process, and what the run asks of it."""
+    """The worker of this process; executes the run's messages."""
 
     def __init__(self, work: wire.Work, writer: asyncio.StreamWriter, journal: WorkerJournal | StreamedJournal) -> None:
         config = RunConfig.model_validate(work.config)
@@ -240,7 +241,7 @@ class WorkerHost:
         self._cancelling: asyncio.Task[None] | None = None
 
     def handle(self, message: wire.ToWorker) -> None:
-        """Do what a message asks for."""
+        """Execute a message of the run."""
         match message:
             case wire.Start():
                 self.run.begin(message.number, message.spec)
@@ -265,13 +266,13 @@ class WorkerHost:
         self._journal.check()
 
     async def tell_advanced(self) -> None:
-        """Report the episodes that have made progress since they came here."""
+        """Report the episodes that have made progress since they came to this process."""
         for episode_id in await self._journal.log.advanced():
             if episode_id in self.run.numbers:
                 self.run.tell(wire.MadeProgress(number=self.run.numbers[episode_id]))
 
     async def close(self) -> None:
-        """The run has hung up: leave nothing open."""
+        """Close everything after the run has disconnected."""
         for each in self._external.values():
             await each.close()
         await self._journal.close()
@@ -313,7 +314,7 @@ async def _serve(connection: socket.socket) -> None:
 
 
 async def _journal_of(work: wire.Work, tell: Callable[[str], None]) -> WorkerJournal | StreamedJournal:
-    """The worker's partition, on this host or on the run's."""
+    """Open the worker's partition, on this host or on the run's."""
     if work.journal.startswith(SCHEME):
         return await StreamedJournal.open(work.journal, work.number)
     return await when_unlocked(lambda: WorkerJournal(Path(work.journal), str(work.number)), tell, SystemClock())
@@ -337,7 +338,7 @@ async def _tell_advanced(host: WorkerHost) -> None:
 
 
 def main() -> None:
-    """Serve the connection that was handed over, until it ends."""
+    """Serve the inherited connection until it ends."""
     faulthandler.enable()  # a crash writes its line of Python to workers.log
     descriptor, parent = map(int, sys.argv[1:])
     die_with(parent)

@@ -1,1 +1,1 @@
-"""The endpoint for agents from outside: model protocols on one side, the seats of an episode on the other."""
+"""The model endpoint for external agents: connects model protocols to the seats of an episode."""

@@ -1,4 +1,4 @@
-"""Bodies of requests, all of them hostile: bounded in size before and after decompression, and in depth."""
+"""Parsing of request bodies, which are hostile: bounded in size before and after decompression, and in depth."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from typing import Any
 from agentrl.gateway.calls import RequestRefusedError
 
 MAX_BODY_BYTES = 8 << 20
-"""Bytes of a body, before and after decompression: two million tokens of text. Parsing holds up all episodes."""
+"""Maximum bytes of a body, before and after decompression: two million tokens of text. Parsing blocks all episodes."""
 MAX_BRACKETS = 1 << 18
-"""Opening brackets and braces of a body, those in texts included: each may be an object to make."""
+"""Maximum number of opening brackets and braces in a body, including those in texts: each may be an object to make."""
 MAX_SEPARATORS = 1 << 20
-"""Commas of a body."""
+"""Maximum number of commas in a body."""
 MAX_DEPTH = 64
-"""Levels of objects and lists in a body."""
+"""Maximum nesting of objects and lists in a body."""
 
 
 def unpacked(body: bytes, encoding: str) -> bytes:
-    """A body without its `Content-Encoding`: identity, gzip, deflate or zstd.
+    """Decode the `Content-Encoding` of a body: identity, gzip, deflate or zstd.
 
     Raises:
-        RequestRefusedError: the encoding is another, the body does not have it, or it becomes too long.
+        RequestRefusedError: the encoding is unknown, the body does not have it, or becomes too long.
     """
     match encoding.strip().lower():
         case "" | "identity":
@@ -47,7 +47,7 @@ def unpacked(body: bytes, encoding: str) -> bytes:
 
 
 def _unpacked_zstd(body: bytes) -> tuple[bytes, bool]:
-    """Content of a zstd body, at most a byte more than is taken, and whether that is all."""
+    """Decode a zstd body, up to one byte more than the limit; returns whether that is all."""
     try:
         zstd = import_module("zstandard")
     except ImportError:
@@ -63,10 +63,10 @@ def _unpacked_zstd(body: bytes) -> tuple[bytes, bool]:
 
 
 def parsed(body: bytes) -> dict[str, Any]:
-    """The JSON object of a body.
+    """Parse the JSON object of a body.
 
     Raises:
-        RequestRefusedError: it is none, is not UTF-8, or is nested too deeply.
+        RequestRefusedError: the body is not a JSON object, is not UTF-8, or is nested too deeply.
     """
     if body.count(b"[") + body.count(b"{") > MAX_BRACKETS or body.count(b",") > MAX_SEPARATORS:
         raise RequestRefusedError(f"the body has more than {MAX_BRACKETS} brackets or {MAX_SEPARATORS} commas", "large")

@@ -1,8 +1,8 @@
-"""The forms that all protocols share: a request as a seat gets it, the reply it gives, and a refusal in words.
+"""The forms shared by all protocols: a request to a seat, its reply, and a refusal.
 
 A protocol module reads a request's body into a `ChatRequest` and writes a `ChatReply` in its own form. Sampling
-parameters that a run decides are not applied but carried along as `demands`: the seat compares them with the run's, and
-refuses what it cannot honour.
+parameters that the run decides are passed on as `demands`: the seat compares them with the run's, and refuses those it
+cannot honour.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ STATUS: Mapping[RefusalKind, int] = {
     "large": 413,
     "unavailable": 503,
 }
-"""HTTP status by kind of refusal. No limit of a run is a 429: clients would ask again and again."""
+"""HTTP status of each kind of refusal. No limit of a run is a 429: clients would retry for ever."""
 
 
 class RequestRefusedError(AgentRLError):
-    """A request that is not answered; its client gets the message in its protocol's own form."""
+    """A request is refused; its client gets the message in its protocol's form."""
 
     def __init__(self, message: str, kind: RefusalKind = "invalid", parameter: str | None = None) -> None:
         super().__init__(message)
@@ -40,7 +40,7 @@ class RequestRefusedError(AgentRLError):
 
     @property
     def status(self) -> int:
-        """The HTTP status."""
+        """HTTP status of the refusal."""
         return STATUS[self.kind]
 
 
@@ -52,31 +52,33 @@ class ChatRequest:
     messages: Sequence[Message]
     tools: Sequence[ToolSpec] = ()
     max_tokens: int | None = None
-    """None: as many as the run allows."""
+    """Maximum number of tokens in the reply; None: as many as the run allows."""
     stop: tuple[str, ...] = ()
     """Texts that end a reply, which does not contain them."""
     n: int = 1
-    """Replies to give."""
+    """Number of replies."""
     stream: bool = False
     demands: Mapping[str, Any] = field(default_factory=dict)
-    """Further parameters by name, as the client gave them."""
+    """Further parameters by name, unchanged."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Data that only the protocol itself needs, to write the reply."""
+    """Data that the protocol needs to write the reply."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatReply:
-    """One reply; the same on every execution of the episode, so that a client's next request is the same too."""
+    """One reply. It is the same on every execution of the episode, so that the client's next request is the same
+    too.
+    """
 
     reply_id: str
-    """Letters and digits; unique within the run."""
+    """Id of the reply, of letters and digits; unique within the run."""
     created: int
-    """Seconds since the epoch."""
+    """Time of the reply, in seconds since the epoch."""
     message: Message
     """Reply of the model; its tool calls have ids that no other reply uses."""
     thinking: str
     finish_reason: Literal["stop", "length", "tool_calls", "stop_text"]
-    """`stop_text`: one of the request's texts ended it."""
+    """Why the reply ended; `stop_text`: at one of the request's stop texts."""
     stop_text: str | None
     prompt_tokens: int
     completion_tokens: int
@@ -84,15 +86,15 @@ class ChatReply:
 
 
 class Seat(Protocol):
-    """A seat of a running episode, as the gateway sees it."""
+    """The gateway's interface to a seat of a running episode."""
 
     seat: str
 
     def check(self, request: ChatRequest) -> None:
-        """Refuse a request of which not all `n` replies can be given.
+        """Refuse a request unless all of its `n` replies are possible.
 
         Raises:
-            RequestRefusedError: a limit, or what the request asks for, forbids one of them.
+            RequestRefusedError: a limit, or a parameter of the request, rules one out.
         """
         ...
 
@@ -101,19 +103,19 @@ class Seat(Protocol):
 
         Raises:
             RequestRefusedError: the request cannot be answered.
-            AgentRLError: the episode cannot go on.
+            AgentRLError: the episode cannot continue.
         """
         ...
 
     def continues(self, request: ChatRequest) -> bool:
-        """Whether the request's history begins with a conversation that a reply of this seat ended."""
+        """Whether the request's history begins with a conversation that ended in a reply of this seat."""
         ...
 
     def count_tokens(self, request: ChatRequest) -> int:
-        """Length of the request's context in tokens.
+        """Return the length of the request's context in tokens.
 
         Raises:
-            RequestRefusedError: the chat template refuses it.
+            RequestRefusedError: the chat template refuses the request.
         """
         ...
 
@@ -124,34 +126,34 @@ class ChatProtocol(Protocol):
     name: str
 
     def read(self, body: Mapping[str, Any]) -> ChatRequest:
-        """The request in a body.
+        """Read the request in a body.
 
         Raises:
-            RequestRefusedError: the body is none, or asks for what no run has.
+            RequestRefusedError: the body is malformed, or asks for a feature that no run has.
         """
         ...
 
     def whole(self, request: ChatRequest, replies: Sequence[ChatReply]) -> dict[str, Any]:
-        """The body of an answer."""
+        """Write the body of an answer."""
         ...
 
     def events(self, request: ChatRequest, replies: Sequence[ChatReply]) -> Sequence[tuple[str | None, Any]]:
-        """A streamed answer: the name, if it has one, and the data of each server-sent event."""
+        """Write a streamed answer: the name (or None) and the data of each server-sent event."""
         ...
 
     def refusal(self, refused: RequestRefusedError) -> dict[str, Any]:
-        """The body of a refusal."""
+        """Write the body of a refusal."""
         ...
 
     keepalive: bytes
-    """The bytes that a stream sends while a reply is awaited."""
+    """Bytes that a stream sends while a reply is pending."""
 
 
 def number(body: Mapping[str, Any], name: str, *, least: int = 1) -> int | None:
-    """An integer of a body; None if it is not there.
+    """Return an integer of a body; None if it is absent.
 
     Raises:
-        RequestRefusedError: it is no integer, or less than `least`.
+        RequestRefusedError: the value is not an integer, or less than `least`.
     """
     value = body.get(name)
     if value is None:
@@ -164,10 +166,10 @@ def number(body: Mapping[str, Any], name: str, *, least: int = 1) -> int | None:
 
 
 def text(value: Any, where: str) -> str:
-    """A string of a body.
+    """Check that a value of a body is a string.
 
     Raises:
-        RequestRefusedError: it is none.
+        RequestRefusedError: the value is not a string.
     """
     if not isinstance(value, str):
         raise RequestRefusedError(f"{where} is {shown(value)}; it must be text", "invalid", where)
@@ -175,10 +177,10 @@ def text(value: Any, where: str) -> str:
 
 
 def objects(value: Any, where: str) -> list[dict[str, Any]]:
-    """A list of objects of a body.
+    """Check that a value of a body is a list of objects.
 
     Raises:
-        RequestRefusedError: it is none.
+        RequestRefusedError: the value is not a list of objects.
     """
     if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
         raise RequestRefusedError(f"{where} must be a list of objects, not {shown(value)}", "invalid", where)
@@ -186,10 +188,10 @@ def objects(value: Any, where: str) -> list[dict[str, Any]]:
 
 
 def stop_texts(value: Any, where: str) -> tuple[str, ...]:
-    """The texts that end a reply: one, a list or none.
+    """Return the stop texts in a body: one, a list or none.
 
     Raises:
-        RequestRefusedError: they are something else.
+        RequestRefusedError: the value is something else.
     """
     if value is None:
         return ()
@@ -200,6 +202,6 @@ def stop_texts(value: Any, where: str) -> tuple[str, ...]:
 
 
 def shown(value: Any) -> str:
-    """A value of a request, for a message."""
+    """Format a value of a request, for a message."""
     written = repr(value)
     return written if len(written) <= 80 else f"{written[:79]}…"

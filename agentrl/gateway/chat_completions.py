@@ -1,4 +1,4 @@
-"""OpenAI's chat completions: `POST /v1/chat/completions`."""
+"""OpenAI's Chat Completions: `POST /v1/chat/completions`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from agentrl.core.records import Message, Role, ToolCall, ToolSpec
 from agentrl.gateway.calls import ChatReply, ChatRequest, RequestRefusedError, number, objects, shown, stop_texts, text
 
 MOST_REPLIES = 64
-"""Largest `n`."""
+"""Largest accepted `n`."""
 _ROLES: dict[str, Role] = {**{role: role for role in get_args(Role)}, "developer": "system", "function": "tool"}
 _DEMANDS = (
     "temperature",
@@ -96,7 +96,7 @@ class ChatCompletions:
 
 
 def openai_refusal(refused: RequestRefusedError) -> dict[str, Any]:
-    """The body of a refusal in OpenAI's form."""
+    """Write the body of a refusal in OpenAI's form."""
     kind = "authentication_error" if refused.kind == "key" else "invalid_request_error"
     if refused.kind == "unavailable":
         kind = "server_error"
@@ -105,10 +105,10 @@ def openai_refusal(refused: RequestRefusedError) -> dict[str, Any]:
 
 
 def messages(value: Any) -> list[Message]:
-    """The messages of a request.
+    """Read the messages of a request.
 
     Raises:
-        RequestRefusedError: they are none, or contain more than text.
+        RequestRefusedError: there are none, or they contain more than text.
     """
     found: list[Message] = []
     names: dict[str, str] = {}
@@ -139,10 +139,10 @@ def messages(value: Any) -> list[Message]:
 
 
 def content_text(value: Any, where: str) -> str:
-    """The text of a message's content: text, or a list of parts with text.
+    """Return the text of a message's content: text, or a list of parts with text.
 
     Raises:
-        RequestRefusedError: it contains an image, say.
+        RequestRefusedError: the content has another part, such as an image.
     """
     if value is None:
         return ""
@@ -160,17 +160,17 @@ def content_text(value: Any, where: str) -> str:
 
 
 def call_value(call: ToolCall) -> dict[str, Any]:
-    """A tool call in OpenAI's form."""
+    """Write a tool call in OpenAI's form."""
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments_text(call)}}
 
 
 def arguments_text(call: ToolCall) -> str:
-    """The arguments of a call as JSON; as they are where they did not parse."""
+    """Return the arguments of a call as JSON text, or unchanged if they did not parse."""
     return call.arguments if isinstance(call.arguments, str) else json.dumps(call.arguments, ensure_ascii=False)
 
 
 def arguments_of(written: Any) -> Mapping[str, Any] | str:
-    """The arguments of a call that a client sends back."""
+    """Read the arguments of a call that a client sends back."""
     if isinstance(written, dict):
         return written
     try:

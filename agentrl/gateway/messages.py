@@ -1,7 +1,7 @@
-"""Anthropic's Messages: `POST /v1/messages` and `/v1/messages/count_tokens`.
+"""Anthropic's Messages API: `POST /v1/messages` and `/v1/messages/count_tokens`.
 
-A message of blocks becomes messages: each tool result one of a tool, the texts one of the user. Thinking that a client
-sends back is left out: the tokens that were sampled hold it.
+A message of blocks becomes several messages: one of role `tool` per tool result, and one of role `user` for the texts.
+Thinking that a client sends back is left out: the sampled tokens contain it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _STOP_REASONS = {
     "stop_text": "stop_sequence",
 }
 MALFORMED = "malformed_arguments"
-"""Only key of the input that a client gets for a call whose arguments are no JSON object; its value is their text."""
+"""Only key of a call's input whose arguments are not a JSON object; its value is their text."""
 
 
 class Messages:
@@ -104,10 +104,10 @@ class Messages:
 
 
 def _messages(body: Mapping[str, Any]) -> list[Message]:
-    """The messages of a request, the system's first.
+    """Read the messages of a request, the system message first.
 
     Raises:
-        RequestRefusedError: they are none, or contain more than text.
+        RequestRefusedError: there are none, or they contain more than text.
     """
     found: list[Message] = []
     names: dict[str, str] = {}
@@ -132,7 +132,7 @@ def _messages(body: Mapping[str, Any]) -> list[Message]:
 
 
 def _said(blocks: Sequence[Mapping[str, Any]], where: str) -> Message:
-    """The model's message."""
+    """Read a message of the model."""
     texts: list[str] = []
     calls: list[ToolCall] = []
     for block in blocks:
@@ -154,7 +154,7 @@ def _said(blocks: Sequence[Mapping[str, Any]], where: str) -> Message:
 
 
 def _user_messages(blocks: Sequence[Mapping[str, Any]], where: str, names: Mapping[str, str]) -> Iterator[Message]:
-    """The messages in a message of the user."""
+    """Read the messages in a message of the user."""
     texts: list[str] = []
     for block in blocks:
         if block.get("type") == "tool_result":
@@ -168,7 +168,7 @@ def _user_messages(blocks: Sequence[Mapping[str, Any]], where: str, names: Mappi
 
 
 def _text(value: Any, where: str) -> str:
-    """Text, or the texts of blocks.
+    """Return a text, or the joined texts of blocks.
 
     Raises:
         RequestRefusedError: a block is something else.

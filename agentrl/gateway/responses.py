@@ -3,7 +3,7 @@
 The items of one reply (reasoning, text, calls) are one message of the model. A tool of type `custom` is offered to the
 model as a function with one argument, `input`; a tool NAME of a `namespace` SPACE as the function `SPACE.NAME`. An item
 `compaction_trigger` asks the model for a summary, which the client gets as an item `compaction`, in clear text, and
-sends back in place of what it stands for.
+sends back in place of the summarised items.
 """
 
 from __future__ import annotations
@@ -98,10 +98,10 @@ class Responses:
 
 
 def _messages(body: Mapping[str, Any]) -> list[Message]:
-    """The messages in the items of a request.
+    """Read the messages from the items of a request.
 
     Raises:
-        RequestRefusedError: they are none, or contain more than text.
+        RequestRefusedError: there are none, or they contain more than text.
     """
     given = body.get("input")
     items = [{"role": "user", "content": given}] if isinstance(given, str) else objects(given, "input")
@@ -147,7 +147,7 @@ def _compacts(items: Any) -> bool:
 
 
 def _say(found: list[Message], *, content: str = "", call: ToolCall | None = None) -> None:
-    """Add an item to the message of the model that is being read."""
+    """Add an item to the model's message that is being read."""
     if not found or found[-1].role != "assistant":
         found.append(Message(role="assistant", content=""))
     said = found[-1]
@@ -165,7 +165,7 @@ def _call(item: Mapping[str, Any], kind: str, where: str) -> ToolCall:
 
 
 def _offered(tools: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """The tools of a request, each after its namespace, which is mostly empty."""
+    """Yield the tools of a request, each after its namespace, which is usually empty."""
     for tool in tools:
         if tool.get("type") == "namespace":
             space = text(tool.get("name"), "tools.name")
@@ -176,7 +176,7 @@ def _offered(tools: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, Mapping[
 
 
 def _named(space: str, tool: Mapping[str, Any]) -> str:
-    """The name under which the model calls a tool."""
+    """Return the name under which the model calls a tool."""
     name = text(tool.get("name"), "tools.name")
     return f"{space}.{name}" if space else name
 
@@ -213,7 +213,7 @@ def _head(request: ChatRequest, reply: ChatReply) -> dict[str, Any]:
 
 
 def _items(request: ChatRequest, reply: ChatReply) -> Iterator[dict[str, Any]]:
-    """The items of a reply's output."""
+    """Yield the items of a reply's output."""
     if request.options["compacts"]:
         yield {"id": f"cmp_{reply.reply_id}", "type": "compaction", "encrypted_content": reply.message.content}
         return
@@ -242,7 +242,7 @@ def _items(request: ChatRequest, reply: ChatReply) -> Iterator[dict[str, Any]]:
 
 
 def _item_events(item: Mapping[str, Any], number: int) -> Iterator[dict[str, Any]]:
-    """The events of one item of a reply's output."""
+    """Yield the events of one item of a reply's output."""
     at = {"item_id": item["id"], "output_index": number}
     match item["type"]:
         case "message":

@@ -1,15 +1,15 @@
 """The gateway: one HTTP server per worker, on loopback, in front of the seats of the episodes that run there.
 
-`Gateway.open` gives the seats of an attempt an address and keys, which end with the attempt. A key admits to the seats
-it was made for, in a header (`Authorization: Bearer`, `x-api-key`) or in the address (`/key/KEY/v1/…`). The server
-listens while something is open.
+`Gateway.open` gives the seats of an attempt an address and keys, which end with the attempt. A key admits to its seats,
+in a header (`Authorization: Bearer`, `x-api-key`) or in the address (`/key/KEY/v1/…`). The server listens while any
+seats are open.
 
-1. A call is sampled once: if its client goes away before it has the reply, the reply is owed, and the next request that
-   is equal to the byte gets it. So does, at any time, one that has its `Idempotency-Key` too. Equal requests of
-   clients that have their replies are calls of their own.
+1. A call is sampled once: if its client disconnects before it has the reply, the next byte-identical request gets the
+   reply. So does, at any time, one with the same `Idempotency-Key`. Equal requests of clients that have their replies
+   are separate calls.
 2. A client sees latency, never an error, while its call waits for the engine: streams carry comments, other answers
    begin with white space.
-3. Whatever a client sends, its answer is a refusal in its protocol's own form.
+3. An invalid request gets a refusal in its protocol's form, whatever it contains.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ if TYPE_CHECKING:
 
 HOST = "127.0.0.1"
 KEEPALIVE_S = 10.0
-"""Seconds between the signs of life that a waiting client gets."""
+"""Seconds between the keep-alive bytes to a waiting client."""
 KEYLESS_S = 10.0
-"""Seconds after which a connection that has shown no key is closed; at most twice as many."""
+"""Seconds after which a connection without a key is closed; at most twice as long."""
 KEYLESS_SHARE = 4
-"""Divisor of the process's limit on open files: as many connections without a key may be open."""
+"""Divisor of the process's limit on open files that gives the maximum number of connections without a key."""
 MOST_CALLS = 1024
-"""Calls of one attempt that wait at a time."""
+"""Maximum number of waiting calls of one attempt."""
 MOST_CONVERSATIONS = 1024
-"""Conversations behind one key that are open at a time."""
+"""Maximum number of open conversations behind one key."""
 COUNT_TOKENS = "/v1/messages/count_tokens"
 _KEY = re.compile(r"/key/([^/]+)(/.*)")
 _NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
@@ -59,28 +59,28 @@ class OpenSeats:
     """The seats of an attempt while the gateway serves them."""
 
     url: str
-    """Address for clients that ask for OpenAI's protocols; ends with `/v1`."""
+    """Base URL for clients of OpenAI's protocols; ends with `/v1`."""
     key: str
-    """Admits to every seat, by the model's name."""
+    """API key for all seats; the model's name chooses the seat."""
     keys: Mapping[str, str]
     """API keys, keyed by seat; each key admits to its seat only."""
     seats: Mapping[str, Seat]
     """Seats, keyed by model name, aliases included."""
     failure: asyncio.Future[None]
-    """Gets the error with which the episode cannot go on."""
+    """Future that receives the error with which the episode cannot continue."""
     calls: dict[bytes, list[_PendingReply]] = field(default_factory=dict)
-    """Calls that run, or whose reply is owed, by digest of the request."""
+    """Calls that run, or whose reply no client has received, keyed by digest of the request."""
     by_idempotency_key: dict[tuple[bytes, str], _PendingReply] = field(default_factory=dict)
-    """Calls by digest of the request and its `Idempotency-Key`."""
+    """Calls, keyed by digest of the request and its `Idempotency-Key`."""
     asked: int = 0
-    """Calls so far."""
+    """Number of calls so far."""
     running: set[asyncio.Task[Any]] = field(default_factory=set)
     answering: set[asyncio.Transport] = field(default_factory=set)
-    """Connections whose request is read or answered now."""
+    """Connections whose request is being read or answered."""
 
     @property
     def root_url(self) -> str:
-        """Address for clients of the Messages protocol, which add `/v1` themselves."""
+        """Base URL for clients of the Messages protocol, which add `/v1` themselves."""
         return self.url.removesuffix("/v1")
 
 
@@ -90,18 +90,18 @@ class _PendingReply:
 
     task: asyncio.Task[Sequence[ChatReply]]
     clients: int = 0
-    """Clients that wait for it now."""
+    """Number of clients that wait for the call."""
 
 
 class Conversations:
-    """The open conversations of clients that share one key: each is an episode of its own.
+    """The open conversations of clients that share one key; each is an episode.
 
-    A client that names its conversation, by a name behind the key (`KEY:NAME`), goes on with it. Without a name a
-    request belongs to the conversation whose replies its history holds; one that holds none begins a conversation.
+    A client that names its conversation after the key (`KEY:NAME`) continues it. Without a name, a request belongs to
+    the conversation whose replies are in its history; a history without replies begins a conversation.
 
     Args:
-        models: names that clients may ask for.
-        begin: starts an episode for a conversation, which may have a name, and returns its seats.
+        models: model names that clients may request.
+        begin: starts an episode for a conversation, with or without a name, and returns its seats.
     """
 
     def __init__(self, models: Sequence[str], begin: Callable[[str], Awaitable[OpenSeats]]) -> None:
@@ -112,18 +112,18 @@ class Conversations:
         self._named: dict[str, OpenSeats] = {}
         self._beginning = asyncio.Lock()
         self._in_start = 0
-        """Conversations whose episode has not begun."""
+        """Number of conversations whose episode has not begun."""
 
     async def find(self, name: str, chat: ChatRequest, is_waited_for: Callable[[OpenSeats], bool]) -> OpenSeats:
-        """The episode of a request; it begins if there is none.
+        """Return the episode of a request, beginning it if there is none.
 
         Args:
-            name: of the conversation; empty: none.
+            name: name of the conversation; empty: it has none.
             chat: the request.
-            is_waited_for: whether the request repeats one of an episode, and is to get its reply.
+            is_waited_for: returns whether the request repeats one of an episode, and should get its reply.
 
         Raises:
-            RequestRefusedError: there is no such model, the name is none, or too many conversations are open.
+            RequestRefusedError: there is no such model, the name is invalid, or too many conversations are open.
         """
         if chat.model not in self.models and chat.model.rpartition("/")[2] not in self.models:
             raise RequestRefusedError(
@@ -138,7 +138,7 @@ class Conversations:
         return await self._begin_one("")
 
     def close(self, opened: OpenSeats) -> None:
-        """An episode ends: its conversation is begun anew if anybody goes on with it."""
+        """Remove an ended episode: if a client continues its conversation, it begins anew."""
         self._open = [each for each in self._open if each is not opened]
         self._named = {name: each for name, each in self._named.items() if each is not opened}
 
@@ -170,8 +170,8 @@ class Gateway:
 
     Args:
         host: address to listen on.
-        port: 0: any free one.
-        conversations: of clients with a key of their own for all episodes; None: each episode has its keys.
+        port: port to listen on; 0: any free port.
+        conversations: conversations of clients with one key for all episodes; None: each episode has its own keys.
     """
 
     def __init__(self, *, host: str = HOST, port: int = 0, conversations: Conversations | None = None) -> None:
@@ -194,11 +194,11 @@ class Gateway:
         """Serve seats until the context is left; calls in flight are cancelled then.
 
         Args:
-            seats: by name.
-            aliases: further names of models, with the seat that each stands for.
+            seats: seats by name.
+            aliases: additional model names, each mapped to a seat.
 
         Raises:
-            StorageError: nothing can listen on loopback.
+            StorageError: the server cannot listen on loopback.
         """
         async with self.listen() as url:
             opened = OpenSeats(
@@ -223,10 +223,10 @@ class Gateway:
 
     @asynccontextmanager
     async def listen(self) -> AsyncIterator[str]:
-        """Listen until the context is left, and until all seats are closed; gives the address, which ends with `/v1`.
+        """Listen until the context is left and all seats are closed; yields the address, which ends with `/v1`.
 
         Raises:
-            StorageError: nothing can listen there.
+            StorageError: the address cannot be used.
         """
         async with self._starting:
             if self._runner is None:  # in a context of its own: the server is no part of the episode that is first
@@ -241,7 +241,7 @@ class Gateway:
                     await self._stop()
 
     def seats_of(self, key: str) -> OpenSeats:
-        """The open seats that a key admits to."""
+        """Return the open seats to which a key admits."""
         return self._admitted[_digest(key)][0]
 
     async def _start(self) -> None:
@@ -273,7 +273,7 @@ class Gateway:
         self._clients.clear()
 
     def _accept(self) -> asyncio.BaseProtocol:
-        """The protocol of a new connection; it is closed where too many without a key are open."""
+        """Make the protocol of a new connection; it is refused if too many without a key are open."""
         runner = self._runner
         if runner is None or runner.server is None:
             return _Refused()
@@ -281,7 +281,7 @@ class Gateway:
         return _Refused() if len(runner.server.connections) - len(self._clients) > most else runner.server()
 
     async def _close_keyless(self) -> None:
-        """Close connections that have shown no key in time: whoever has none could hold all sockets of the process."""
+        """Close connections that show no key in time: they could use up all sockets of the process."""
         waiting: set[Any] = set()
         while self._runner is not None:
             await asyncio.sleep(KEYLESS_S)
@@ -295,7 +295,7 @@ class Gateway:
     # --- a request, in order ------------------------------------------------------------------------------------------
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
-        """Answer any request."""
+        """Handle a request."""
         path, in_address = request.path, None
         if found := _KEY.fullmatch(path):
             in_address, path = found.groups()
@@ -335,7 +335,7 @@ class Gateway:
             opened.answering.add(request.transport)
 
     def _check_own(self, request: web.Request) -> None:
-        """Refuse browsers: a page whose name resolves to this machine would be admitted by a key it guessed or saw."""
+        """Refuse browsers: a page whose name resolves to this machine could use a key that it guessed or saw."""
         own = (f"{self._host}:{self._port}", f"localhost:{self._port}")
         if (self._host == HOST and request.host not in own) or "Origin" in request.headers:
             raise RequestRefusedError(
@@ -343,11 +343,11 @@ class Gateway:
             )
 
     def _admit(self, request: web.Request, in_address: str | None) -> tuple[OpenSeats | None, str | None, str]:
-        """Find what the key of a request admits to: the seats of an episode, with the only one where it is limited, or
-        None for a conversation that is told apart by the name behind the key.
+        """Find the seats to which a request's key admits: those of an episode and, if the key is limited, its only
+        seat; or None for a conversation that is identified by the name after the key.
 
         Raises:
-            RequestRefusedError: it has none, or one of no episode that runs.
+            RequestRefusedError: the request has no key, or one of no running episode.
         """
         given = request.headers.get("Authorization", "")
         bearer = given[7:].strip() if given[:7].lower() == "bearer " else ""
@@ -363,13 +363,13 @@ class Gateway:
         return *admitted, ""
 
     def _models_of(self, opened: OpenSeats | None, limited_to: str | None) -> Sequence[str]:
-        """The models that a key admits to."""
+        """Return the models to which a key admits."""
         if opened is None:
             return self._conversations.models if self._conversations is not None else ()
         return [name for name, seat in opened.seats.items() if limited_to in (None, seat.seat)]
 
     async def _find_conversation(self, request: web.Request, name: str, chat: ChatRequest, digest: bytes) -> OpenSeats:
-        """The episode of a request with the key of all conversations, begun if there is none yet."""
+        """Return the episode of a request with the key of all conversations, beginning it if there is none yet."""
         assert self._conversations is not None
 
         def is_waited_for(opened: OpenSeats) -> bool:
@@ -386,7 +386,7 @@ class Gateway:
         limited_to: str | None,
         digest: bytes,
     ) -> web.StreamResponse:
-        """Sample, recall or join the call of a request, and hand its replies over."""
+        """Sample, recall or join the call of a request, and send its replies."""
         seat = seat_of(opened.seats, chat.model, limited_to)
         call = _call_of(opened, digest, request)
         if call is None:
@@ -411,10 +411,10 @@ class Gateway:
 
 
 class _Refused(asyncio.Protocol):
-    """A connection that is not taken."""
+    """The protocol of a refused connection."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Close it."""
+        """Close the connection."""
         assert isinstance(transport, asyncio.Transport)
         transport.abort()
 
@@ -424,16 +424,16 @@ def _connections(runner: web.AppRunner | None) -> list[web.RequestHandler]:
 
 
 def _abort(connections: set[asyncio.Transport]) -> None:
-    """End what clients of an episode that has ended still hold: one that never reads would hold it for ever."""
+    """Close the connections of clients of an ended episode: one that never reads would stay open for ever."""
     for transport in list(connections):
         transport.abort()
 
 
 def seat_of(seats: Mapping[str, Seat], model: str, limited_to: str | None = None) -> Seat:
-    """The seat a model's name stands for.
+    """Return the seat of a model's name.
 
     Raises:
-        RequestRefusedError: there is none, or the key does not admit to it.
+        RequestRefusedError: there is no such seat, or the key does not admit to it.
     """
     seat = seats.get(model) or seats.get(model.rpartition("/")[2])
     if seat is None:
@@ -448,7 +448,7 @@ def seat_of(seats: Mapping[str, Seat], model: str, limited_to: str | None = None
 
 
 def _call_of(opened: OpenSeats, digest: bytes, request: web.Request) -> _PendingReply | None:
-    """The call whose reply a request is to get; None if it is a new one."""
+    """Return the call whose reply a request should get; None if it is a new call."""
     if idempotency_key := request.headers.get("Idempotency-Key", ""):
         return opened.by_idempotency_key.get((digest, idempotency_key))
     retries = request.headers.get("x-stainless-retry-count", "0") != "0"
@@ -459,7 +459,7 @@ def _call_of(opened: OpenSeats, digest: bytes, request: web.Request) -> _Pending
 
 
 def _forget(opened: OpenSeats, digest: bytes, call: _PendingReply) -> None:
-    """A client has the replies of a call: it is owed to nobody."""
+    """Forget a call whose replies a client has received."""
     same = opened.calls.get(digest, [])
     if call in same:
         same.remove(call)
@@ -468,7 +468,7 @@ def _forget(opened: OpenSeats, digest: bytes, call: _PendingReply) -> None:
 
 
 async def _replies(opened: OpenSeats, seat: Seat, chat: ChatRequest) -> Sequence[ChatReply]:
-    """The replies of a call; an error that ends the episode is told to its owner."""
+    """Return the replies of a call; report an error that ends the episode to its owner."""
     try:
         if chat.n == 1:
             return [await seat.reply(chat)]
@@ -487,7 +487,7 @@ async def _replies(opened: OpenSeats, seat: Seat, chat: ChatRequest) -> Sequence
 async def _hand_over(
     request: web.Request, protocol: ChatProtocol, chat: ChatRequest, task: asyncio.Task[Sequence[ChatReply]]
 ) -> web.StreamResponse:
-    """Wait for the replies of a call and write them; the task goes on if the client goes away."""
+    """Wait for the replies of a call and write them; the task continues if the client disconnects."""
     await asyncio.wait({task}, timeout=0 if chat.stream else KEEPALIVE_S)
     response: web.StreamResponse | None = None
     while not task.done():
@@ -513,7 +513,7 @@ async def _hand_over(
 
 
 async def _begun(request: web.Request, chat: ChatRequest) -> web.StreamResponse:
-    """An answer whose status and headers are sent."""
+    """Start an answer: send its status and headers."""
     from aiohttp import web
 
     kind = "text/event-stream" if chat.stream else "application/json"
@@ -523,7 +523,7 @@ async def _begun(request: web.Request, chat: ChatRequest) -> web.StreamResponse:
 
 
 def _refused(error: BaseException) -> RequestRefusedError:
-    """The refusal that a client gets for an error; for one that ends the episode, it says only that."""
+    """Convert an error to the client's refusal; for an error that ends the episode, the refusal states only that."""
     if isinstance(error, RequestRefusedError):
         return error
     if isinstance(error, asyncio.CancelledError):
@@ -532,10 +532,10 @@ def _refused(error: BaseException) -> RequestRefusedError:
 
 
 async def _body(request: web.Request) -> bytes:
-    """The body of a request, unpacked.
+    """Read and decode the body of a request.
 
     Raises:
-        RequestRefusedError: it is too long, or not packed as it says.
+        RequestRefusedError: the body is too long, or does not fit its encoding.
     """
     from aiohttp import web
 
@@ -547,7 +547,7 @@ async def _body(request: web.Request) -> bytes:
 
 
 def _models(names: Sequence[str]) -> dict[str, Any]:
-    """Models in the form of both OpenAI and Anthropic."""
+    """Describe models in a form for clients of both OpenAI and Anthropic."""
     data = [
         {"id": name, "object": "model", "type": "model", "display_name": name, "created": 0, "owned_by": "agentrl"}
         for name in names
@@ -556,13 +556,13 @@ def _models(names: Sequence[str]) -> dict[str, Any]:
 
 
 def _event(name: str | None, data: Any) -> bytes:
-    """One server-sent event."""
+    """Encode one server-sent event."""
     written = data.encode() if isinstance(data, str) else _dumped(data)
     return (b"" if name is None else f"event: {name}\n".encode()) + b"data: " + written + b"\n\n"
 
 
 def _dumped(value: Any) -> bytes:
-    """JSON in ASCII: lone surrogates of a model's arguments stay escaped."""
+    """Encode JSON in ASCII: lone surrogates of a model's arguments stay escaped."""
     return json.dumps(value, default=dict).encode()
 
 
@@ -575,12 +575,14 @@ def _json(status: int, value: Any) -> web.Response:
 
 
 def new_key() -> str:
-    """A key of 256 random bits."""
+    """Make a key of 256 random bits."""
     return f"sk-{secrets.token_urlsafe(32)}"
 
 
 def _digest(*parts: str | bytes) -> bytes:
-    """Digest of a key, or of a request's path and body; keys are looked up by it, so that the time tells nothing."""
+    """Return the digest of a key, or of a request's path and body; keys are looked up by digest against timing
+    attacks.
+    """
     digest = hashlib.blake2b(digest_size=16)
     for part in parts:
         digest.update(part if isinstance(part, bytes) else part.encode("utf-8", "surrogateescape"))
