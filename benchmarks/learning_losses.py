@@ -76,11 +76,11 @@ def oracle_errors() -> dict[str, float]:
         for case in package["cases"]:
             found |= _compared(f"{package['package']}: {case['case']}", case["ours"], case, trl["rows"], longest)
         for case in package["advantages"]:
-            ours = []
+            advantages: list[float] = []
             for group in dict.fromkeys(case["groups"]):
                 own = [r for r, name in zip(case["rewards"], case["groups"], strict=True) if name == group]
-                ours += [each.value for each in ADVANTAGES[case["ours"]](own, range(len(own)))]
-            found[f"{package['package']}: {case['case']} as {case['ours']}"] = _error(ours, case["advantages"])
+                advantages += [each.value for each in ADVANTAGES[case["ours"]](own, range(len(own)))]
+            found[f"{package['package']}: {case['case']} as {case['ours']}"] = _error(advantages, case["advantages"])
     return found
 
 
@@ -165,10 +165,10 @@ def _forked(row: Row) -> tuple[Row, ...]:
     found = []
     for at in np.flatnonzero(row.loss_mask):
         mask = np.arange(at + 1) == at
-        columns = (row.token_ids, row.behavior_logprobs, row.turn_index)
-        tokens, behavior, turns = (column[: at + 1] for column in columns)
-        kept = (np.where(mask, behavior, np.float32(0)), np.where(mask, turns, -1))
-        found.append(replace(row, token_ids=tokens, loss_mask=mask, behavior_logprobs=kept[0], turn_index=kept[1]))
+        behavior = np.where(mask, row.behavior_logprobs[: at + 1], np.float32(0))
+        turns = np.where(mask, row.turn_index[: at + 1], -1)
+        kept = {"token_ids": row.token_ids[: at + 1], "behavior_logprobs": behavior, "turn_index": turns}
+        found.append(replace(row, loss_mask=mask, **kept))
     return tuple(found)
 
 

@@ -524,7 +524,8 @@ def _options(config: RunConfig, whole: type[Environment], environment: type[Envi
             raise ConfigError(
                 f"environment.options.{key}: in a mixture, options are a table for each class name ({', '.join(names)})"
             )
-    return options.get(environment.__name__, {})
+    chosen: Mapping[str, Any] = options.get(environment.__name__, {})
+    return chosen
 
 
 def _own_tasks(environment: type[Environment], split: Split, seed: int, options: Mapping[str, Any]) -> TaskSource:

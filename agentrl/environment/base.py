@@ -147,8 +147,14 @@ class Agent(ABC):
     index: int
 
     @abstractmethod
-    async def act(self, *messages: Message, max_tokens: int | None = None) -> Turn:
+    async def act(self, *messages: Message, max_tokens: int | None = None, reply: str | None = None) -> Turn:
         """Append messages to the conversation and return the policy's answer.
+
+        Args:
+            messages: new ones.
+            max_tokens: longest answer.
+            reply: an answer as the policy would write it, which it is trained on in place of one that it samples: a
+                demonstration. Its recorded probability is 1.
 
         Raises:
             LimitReachedError: the agent has no turn or no context left.

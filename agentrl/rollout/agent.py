@@ -44,6 +44,7 @@ from agentrl.core.records import (
     ToolSpec,
     TrajectoryHeader,
     Turn,
+    VersionSpan,
 )
 from agentrl.core.text import plural
 from agentrl.environment.base import Agent, LimitReachedError, check_reward_name, finite_reward, valid_unicode
@@ -348,8 +349,8 @@ class LiveAgent(TurnSampler, Agent):
         """The conversation so far."""
         return self._messages
 
-    async def act(self, *messages: Message, max_tokens: int | None = None) -> Turn:
-        """Sample a turn, or recall it from the journal."""
+    async def act(self, *messages: Message, max_tokens: int | None = None, reply: str | None = None) -> Turn:
+        """Sample a turn, take the given reply for one, or recall it from the journal."""
         services = self._episode.services
         limits = self._settings.limits
         if len(self._turns) >= limits.max_turns:
@@ -360,8 +361,9 @@ class LiveAgent(TurnSampler, Agent):
         journal = self._episode.journal
         if not journal.is_new:
             messages = tuple(map(decode_message, journal.fork_edits())) or messages
-        sampling = self._sampling(max_tokens)
-        asked = asked_hash(sampling.max_tokens.to_bytes(4, "little"), *self._rows.question(messages))
+        sampling = self._sampling(max_tokens if reply is None else 1)
+        given = () if reply is None else (b"reply", valid_unicode(reply).encode())
+        asked = asked_hash(sampling.max_tokens.to_bytes(4, "little"), *self._rows.question(messages), *given)
         known = None if journal.is_new else journal.peek(asked)
         if isinstance(known, TurnEntry):
             context = known.context_ids
@@ -387,6 +389,8 @@ class LiveAgent(TurnSampler, Agent):
             try:
                 with Performing(journal, call, "a turn", limit):
                     completion = await self.sample(call, self._rows.context(), sampling)
+                    if reply is not None:
+                        completion = self._demonstrated(valid_unicode(reply), completion)
             except EngineError as error:
                 journal.fail(error)
                 raise
@@ -394,6 +398,34 @@ class LiveAgent(TurnSampler, Agent):
             seconds = services.clock.monotonic() - started
             self._write(call, self.entry(messages, self._rows.row, context, before, completion, seconds, self.pauses))
         return self._answered(call, messages, completion, sampled)
+
+    def _demonstrated(self, reply: str, sampled: Completion) -> Completion:
+        """A given reply as a turn, in place of the token that was sampled to learn the version that acts.
+
+        Raises:
+            EpisodeError: nobody could train on it.
+            LimitReachedError: it is longer than the context.
+        """
+        settings = self._settings
+        if settings.is_external or settings.sampling.is_filtered or sampled.expert_routing is not None:
+            raise EpisodeError(
+                f"{self._name}: a reply can be given to a policy that learns, without top_k, top_p and min_p, which "
+                "would leave out tokens of it, and without engine.capture_routing",
+                reason="environment_error",
+            )
+        chat_format = settings.chat_format
+        written, stop = chat_format.encode(reply), chat_format.stop_token_ids
+        tokens = np.array(written if written[-1:] and written[-1] in stop else [*written, stop[0]], np.int32)
+        if len(self._rows) + len(tokens) > settings.limits.max_context:
+            self._full(len(self._rows) + len(tokens))
+        self.close()  # the engine has the sampled token in its keys and values
+        return Completion(
+            token_ids=tokens,
+            logprobs=np.zeros(len(tokens), np.float32),
+            finish_reason="stop",
+            spans=(VersionSpan(0, len(tokens), sampled.spans[0].version),),
+            prompt_tokens=sampled.prompt_tokens,
+        )
 
     def _ask(self, messages: Sequence[Message], max_context: int) -> bytes:
         """Convert new messages to tokens, and check that they fit."""

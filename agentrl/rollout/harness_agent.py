@@ -121,7 +121,7 @@ class HarnessAgent(LiveAgent):
         """First request that is not recorded, and its difference from a recorded one that was not requested yet; empty
         if all were."""
 
-    async def act(self, *messages: Message, max_tokens: int | None = None) -> NoReturn:
+    async def act(self, *messages: Message, max_tokens: int | None = None, reply: str | None = None) -> NoReturn:
         """Refuse: the gateway requests the turns of the seat."""
         raise EnvironmentDefinitionError(f"the turns of seat {self.seat!r} are asked for through ctx.endpoint()")
 

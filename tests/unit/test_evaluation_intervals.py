@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from agentrl.orchestrator.evaluation import evaluation_metrics, interval
 from tests.support.builders import make_episode_header, make_spec
 
 
-def headers(rewards: list[list[float | None]]) -> list[EpisodeHeader]:
+def headers(rewards: Sequence[Sequence[float | None]]) -> list[EpisodeHeader]:
     """A root episode for each attempt at each task; None: dropped."""
     return [
         make_episode_header(
@@ -30,7 +31,7 @@ def headers(rewards: list[list[float | None]]) -> list[EpisodeHeader]:
 
 
 def test_pass_at_k_is_the_share_of_subsets_with_a_success() -> None:
-    rewards = [[1.0, 0.0, 0.0, 1.0], [0.0, 0.0, 0.0, 0.0], [0.0, 0.5, 0.0, 2.0]]
+    rewards: list[list[float]] = [[1.0, 0.0, 0.0, 1.0], [0.0, 0.0, 0.0, 0.0], [0.0, 0.5, 0.0, 2.0]]
     found = evaluation_metrics(headers(rewards), None, 4)
     for k in (1, 2, 4):
         by_task = [

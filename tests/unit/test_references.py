@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -161,8 +162,8 @@ def test_a_reference_of_fewer_tokens_is_refused(models: tuple[Path, Path], tmp_p
         steps(config_of(models[0], tmp_path / "small"), tmp_path / "run")
 
 
-PAIRS = {
-    "sigmoid": lambda ahead: -torch.nn.functional.logsigmoid(0.5 * ahead),
+PAIRS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "sigmoid": lambda ahead: torch.nn.functional.softplus(-0.5 * ahead),
     "hinge": lambda ahead: (1 - 0.5 * ahead).clamp(min=0),
     "ipo": lambda ahead: (ahead - 1) ** 2,
 }

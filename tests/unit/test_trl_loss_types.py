@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import re
 import tomllib
@@ -26,7 +27,7 @@ def rows(repository: Path) -> dict[str, str]:
     """The tables' second column by each name in the first."""
     text = (repository / "docs" / "coming_from.md").read_text(encoding="utf-8")
     part = text[text.index("`GRPOConfig.loss_type` by its values") : text.index("You gain: several policies")]
-    found = {}
+    found: dict[str, str] = {}
     for line in part.splitlines():
         if line.startswith("| `"):
             names, what = line.strip("| ").split(" | ")
@@ -53,7 +54,6 @@ def test_the_recorded_choices_are_those_of_the_installed_trl() -> None:
         pytest.skip("trl is not installed")
     if version != TRL:
         pytest.skip(f"recorded of trl {TRL}, and {version} is installed")
-    from trl import GRPOConfig
-
-    said = GRPOConfig.__dataclass_fields__["loss_type"].metadata["help"]
+    config = importlib.import_module("trl").GRPOConfig
+    said = config.__dataclass_fields__["loss_type"].metadata["help"]
     assert set(re.findall(r"'(\w+)'", said.partition(". ")[0])) == GRPO

@@ -1,0 +1,97 @@
+"""Supervised steps by the loop: on a file of conversations, and on the best episodes of a run."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import agentrl
+from agentrl.config.run import RunConfig
+from agentrl.core.errors import InputError
+from agentrl.environment.registry import resolve
+from agentrl.environments.imitation import Imitation
+from agentrl.inspection.reader import RunReader
+
+CALCULATOR = "agentrl.environments.calculator:Calculator"
+SAID = ["State the final answer to the following arithmetic problem: 7 + 8 =", "13"]
+
+
+def config(directory: Path, name: str, environment: dict[str, Any], **sections: Any) -> RunConfig:
+    values: dict[str, Any] = {
+        "name": name,
+        "directory": str(directory),
+        "steps": 6,
+        "environment": environment,
+        "model": {"path": "agentrl.environments:calculator/model"},
+        "policies": {"policy": {"step_size": 4, "max_staleness": 0, "learning_rate": 1e-3}},
+        "credit": {"group_size": 1, "advantage": "none"},
+        "sampling": {"max_tokens": 16, "max_turns": 4},
+        "engine": {"slots": 8, "max_context": 192},
+        "trainer": {"kind": "in_process", "loss": {"name": "reinforce"}},
+        "evaluation": {"tasks": 0},
+    }
+    return RunConfig(**{**values, **sections})
+
+
+def imitated(path: Path, **options: Any) -> dict[str, Any]:
+    return {"id": "agentrl.environments.imitation:Imitation", "options": {"path": str(path), **options}}
+
+
+def test_a_file_is_learned_and_then_the_best_of_a_run_of_one_s_own(tmp_path: Path) -> None:
+    file = tmp_path / "said.jsonl"
+    messages = [{"role": role, "content": text} for role, text in zip(("user", "assistant"), SAID, strict=True)]
+    file.write_text(json.dumps({"messages": messages}) + "\n", encoding="utf-8")
+    run = agentrl.train(config(tmp_path, "file", imitated(file, tools_of=CALCULATOR)), quiet=True)
+    losses = [step["loss"] for step in run.metrics]
+    assert losses[-1] < 0.5 * losses[0], "the answer, which is wrong, becomes likely"
+    assert {step["reward/mean"] for step in run.metrics} == {1.0}
+    with contextlib.closing(RunReader(run.path)) as reader:
+        assert reader.ledger().holds
+        episode = reader.episodes("", limit=1)[0].episode
+        assert [act.text.partition("<")[0] for act in reader_acts(reader, episode)] == [SAID[1]]
+
+    sampled = config(tmp_path, "sampled", {"id": CALCULATOR}, steps=1, credit={"group_size": 2})
+    first = agentrl.train(sampled, quiet=True)
+    chosen = Imitation.tasks("train", path=str(first.path), best=1, tools_of=CALCULATOR)
+    assert len(chosen) == 2, "one episode of each of two tasks"
+    again = agentrl.train(
+        config(tmp_path, "best", imitated(first.path, best=1, tools_of=CALCULATOR), steps=2), quiet=True
+    )
+    assert again.metrics[1]["loss"] < again.metrics[0]["loss"]
+
+
+def reader_acts(reader: RunReader, episode: str) -> list[Any]:
+    from agentrl.inspection.conversation import TurnAct, conversation
+
+    return [act for act in conversation(reader, episode).acts if isinstance(act, TurnAct)]
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "holds no conversation"),
+        ("{", "cannot be read"),
+        ('{"messages": [{"role": "assistant", "content": "x"}]}', "must say something, after another role"),
+        ('{"messages": [{"role": "user", "content": 3}]}', "no conversation; a line is"),
+        ('{"messages": "x"}', "no conversation; a line is"),
+    ],
+)
+def test_what_is_no_conversation_is_refused_by_line(tmp_path: Path, text: str, reason: str) -> None:
+    file = tmp_path / "said.jsonl"
+    file.write_text(text, encoding="utf-8")
+    with pytest.raises(InputError, match=reason):
+        Imitation.tasks("train", path=str(file))
+
+
+def test_options_that_choose_nothing_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="cannot be read"):
+        Imitation.tasks("train", path=str(tmp_path / "absent"))
+    with pytest.raises(InputError, match="where and best choose episodes of a run"):
+        Imitation.tasks("train", path=str(tmp_path / "absent"), best=1)
+    with pytest.raises(InputError, match="FrozenLake has no tools"):
+        Imitation.tasks("train", path=str(tmp_path), tools_of="agentrl.environments.frozen_lake:FrozenLake")
+    assert resolve("agentrl.environments.imitation:Imitation") is Imitation
