@@ -8,33 +8,37 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import re
 import warnings
 from contextlib import contextmanager
 from pathlib import Path
-from threading import Lock
+from threading import Lock, get_ident
 from typing import TYPE_CHECKING, Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging as transformers_logging
 
 from agentrl.core.errors import ModelError
 from agentrl.core.files import WEIGHT_FILES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
-    from torch import Tensor
     from transformers import PretrainedConfig, PreTrainedModel
 
 
 ONE_LOAD_AT_A_TIME = Lock()
-"""transformers changes global state while it loads; an update that was cancelled may still be at it."""
+"""transformers changes global state while it loads, and engines and trainers of one process load in threads."""
+_ONE_TENSOR_AT_A_TIME = "HF_DEACTIVATE_ASYNC_LOAD"
+"""The variable of the environment that keeps transformers from reading tensors ahead."""
 _MOST = (
     (re.compile("vocab_size"), 1 << 24),
     (re.compile("layers|experts"), 1 << 14),
@@ -117,7 +121,14 @@ def _checkpoint_dtype(path: Path) -> torch.dtype:
     return found if isinstance(found, torch.dtype) and found.is_floating_point else torch.float32
 
 
-def read_model(path: str | Path, *, dtype: torch.dtype, max_context: int, to_sample: bool = True) -> PreTrainedModel:
+def read_model(
+    path: str | Path,
+    *,
+    dtype: torch.dtype,
+    max_context: int,
+    to_sample: bool = True,
+    keep: Callable[[nn.Parameter], nn.Parameter] | None = None,
+) -> PreTrainedModel:
     """Read a local Hugging Face causal LM directory, every weight of it from its safetensors files.
 
     Args:
@@ -125,6 +136,7 @@ def read_model(path: str | Path, *, dtype: torch.dtype, max_context: int, to_sam
         dtype: of its parameters.
         max_context: the longest context it is to compute.
         to_sample: whether the embedded engine is to sample contexts of that length, or a trainer to train on them.
+        keep: what is kept of each parameter, such as a shard, before the next is read; None: all of it.
 
     Text from the directory never reaches a stream unescaped: transformers is silenced, and names are shown as literals.
 
@@ -141,16 +153,17 @@ def read_model(path: str | Path, *, dtype: torch.dtype, max_context: int, to_sam
             _check_window(config, max_context, path)
         else:
             check_key_selection(config, max_context, path)
-        model, report = load(
-            path,
-            config=config,
-            dtype=dtype,
-            local_files_only=True,
-            use_safetensors=True,
-            trust_remote_code=False,
-            ignore_mismatched_sizes=True,  # so that they are in the report
-            output_loading_info=True,
-        )
+        with ONE_LOAD_AT_A_TIME, _kept(keep):
+            model, report = load(
+                path,
+                config=config,
+                dtype=dtype,
+                local_files_only=True,
+                use_safetensors=True,
+                trust_remote_code=False,
+                ignore_mismatched_sizes=True,  # so that they are in the report
+                output_loading_info=True,
+            )
     except _LOAD_ERRORS as error:
         reason = f"{type(error).__name__}: {error}"
         raise ModelError(
@@ -161,6 +174,34 @@ def read_model(path: str | Path, *, dtype: torch.dtype, max_context: int, to_sam
     loaded: PreTrainedModel = model
     hold_positions(loaded, max_context)
     return loaded
+
+
+@contextmanager
+def _kept(keep: Callable[[nn.Parameter], nn.Parameter] | None) -> Iterator[None]:
+    """Inside, parameters that transformers puts into a model in this thread become what `keep` makes of them."""
+    if keep is None:
+        yield
+        return
+    thread, made = get_ident(), set[nn.Parameter]()
+
+    def replace(_module: nn.Module, _name: str, parameter: nn.Parameter) -> nn.Parameter | None:
+        if get_ident() != thread or parameter.is_meta or parameter in made:
+            return None
+        made.add(kept := keep(parameter))
+        kept._is_hf_initialized = True  # type: ignore[attr-defined]  # what is missing is in the report
+        return kept
+
+    before = os.environ.get(_ONE_TENSOR_AT_A_TIME)
+    hook = register_module_parameter_registration_hook(replace)
+    os.environ[_ONE_TENSOR_AT_A_TIME] = "1"
+    try:
+        yield
+    finally:
+        hook.remove()
+        if before is None:
+            del os.environ[_ONE_TENSOR_AT_A_TIME]
+        else:
+            os.environ[_ONE_TENSOR_AT_A_TIME] = before
 
 
 def read_shapes(path: str | Path, *, max_context: int, dtype: torch.dtype | None = None) -> PreTrainedModel:
@@ -193,31 +234,48 @@ def read_shapes(path: str | Path, *, max_context: int, dtype: torch.dtype | None
 
 
 @contextmanager
-def in_float32(model: PreTrainedModel) -> Iterator[None]:
-    """Let a model compute in float32 inside: each module has a float32 copy of its weights while it runs."""
-    stored = {parameter: parameter.data for parameter in model.parameters() if parameter.dtype != torch.float32}
+def in_float32(model: PreTrainedModel, widened: Callable[[Tensor], Tensor] = Tensor.float) -> Iterator[None]:
+    """Let a model compute in float32 inside: each layer has a float32 copy of its weights while it runs.
 
-    def widen(module: nn.Module, *_: object) -> None:
-        with torch.inference_mode(False):  # else the data would be of a kind that cannot take part in training
-            for parameter in module.parameters(recurse=False):
-                parameter.data = parameter.data.float()
+    Args:
+        model: to compute with.
+        widened: makes the float32 tensor of a parameter, whole.
+    """
+    stored: dict[nn.Module, list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]]] = {}
 
-    def restore(module: nn.Module, *_: object) -> None:
-        for parameter in module.parameters(recurse=False):
-            if parameter in stored:
-                parameter.data = stored[parameter]
+    def widen(unit: nn.Module, *_: object) -> None:
+        restore(unit)
+        with torch.inference_mode(False):  # else the weights would be of a kind that cannot take part in training
+            for module in unit.modules() if isinstance(unit, GradientCheckpointingLayer) else (unit,):
+                for name, parameter in module._parameters.items():
+                    if parameter is not None:
+                        stored.setdefault(unit, []).append((module._parameters, name, parameter))
+                        module._parameters[name] = nn.Parameter(widened(parameter.detach()), requires_grad=False)
 
+    def restore(unit: nn.Module, *_: object) -> None:
+        for parameters, name, parameter in stored.pop(unit, ()):
+            parameters[name] = parameter
+
+    layers = layers_of(model)
+    inside = {module for layer in layers for module in layer.modules()}
     every: Iterator[nn.Module] = model.modules()
-    modules = [module for module in every if any(each in stored for each in module.parameters(recurse=False))]
-    hooks = [module.register_forward_pre_hook(widen) for module in modules]
-    hooks += [module.register_forward_hook(restore, always_call=True) for module in modules]
+    units = [*layers, *(module for module in every if module._parameters and module not in inside)]
+    hooks = [unit.register_forward_pre_hook(widen) for unit in units]
+    hooks += [unit.register_forward_hook(restore, always_call=True) for unit in units]
     try:
         yield
     finally:
         for hook in hooks:
             hook.remove()
-        for parameter, data in stored.items():
-            parameter.data = data
+        for unit in list(stored):
+            restore(unit)
+
+
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    """Return the layers of a model, only the outermost ones."""
+    if isinstance(model, GradientCheckpointingLayer):
+        return [model]
+    return [layer for child in model.children() for layer in layers_of(child)]
 
 
 @contextmanager

@@ -20,12 +20,11 @@ from torch.utils._pytree import tree_leaves
 from agentrl.config.run import RunConfig
 from agentrl.core.records import TrainingSample
 from agentrl.engines.memory import device_memory
-from agentrl.engines.models import computable, dtype_name
+from agentrl.engines.models import computable, dtype_name, layers_of
 from agentrl.learn.forward import token_logprobs
 from agentrl.learn.losses import BUILT_IN
 from agentrl.learn.models import PolicyModel, load_models, load_references
 from agentrl.learn.packing import pack
-from agentrl.learn.sharding import layers_of
 
 _OPTIMIZER_STATES = 2
 """Number of optimizer states per parameter: AdamW's two moments, float32 like the parameters."""

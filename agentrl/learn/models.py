@@ -47,7 +47,7 @@ from agentrl.engines.weights import adaptable_layers, match_full_weights, read_m
 from agentrl.learn.attention import ATTENTION
 from agentrl.learn.forward import HeadOutput, device_tensor, token_logprobs
 from agentrl.learn.packing import MicroBatch, pack
-from agentrl.learn.ranks import whole
+from agentrl.learn.ranks import shard_of, whole
 from agentrl.learn.routing_replay import RoutingReplay
 from agentrl.learn.sharding import ShardedForward
 
@@ -283,8 +283,8 @@ def load_models(config: RunConfig, device: torch.device, mesh: DeviceMesh | None
     Args:
         config: configuration of the run.
         device: device of the models. On `meta` they have shapes and no weights, and are assumed to share prefixes.
-        mesh: ranks over which the models are sharded, on that kind of device; the models are first loaded into main
-            memory. None: each rank holds all weights.
+        mesh: ranks over which the models are sharded, on that kind of device; each rank reads only its shards. None:
+            each rank holds all weights.
 
     Raises:
         ModelError: the directory is not a causal LM that can be trained, or routing is recorded and the model's routers
@@ -341,7 +341,9 @@ def _load_reference(
     is_adapter = (path / "adapter_model.safetensors").is_file()
     directory = base if is_adapter else path
     dtype = model_dtype(directory, config.model.dtype, device)
-    model = _load(directory, torch.device("cpu") if mesh is not None else device, dtype, config.engine.max_context)
+    # An adapter is merged into whole weights.
+    place = torch.device("cpu") if mesh is not None and is_adapter else device
+    model = _load(directory, place, dtype, config.engine.max_context, None if is_adapter else mesh)
     if is_adapter and model.device.type != "meta":
         try:
             adapted: Any = peft.PeftModel.from_pretrained(model, str(path))
@@ -361,14 +363,14 @@ def _load_on_base(config: RunConfig, device: torch.device, mesh: DeviceMesh | No
     """Load the models of the policies on one base, by a configuration of `RunConfig.bases`; see `load_models`."""
     path = Path(config.model.path)
     dtype = model_dtype(path, config.model.dtype, device)
-    if mesh is not None:
-        device = torch.device("cpu")
     adapted = {name: policy.lora for name, policy in config.trained.items() if policy.lora is not None}
     result: dict[str, PolicyModel] = {}
     if adapted:
-        base = _load(path, device, dtype, config.engine.max_context)
+        base = _load(path, device, dtype, config.engine.max_context, mesh)
         replay = _replay(base, config)
-        matrices, can = _matrices(base), _adaptable(base)
+        matrices = _matrices(base)
+        with in_float32(base, _widened):  # shards are gathered there
+            can = _adaptable(base)
         shared = shares_prefixes(base, config.engine.max_context)
         base.requires_grad_(False)
         peft_model: peft.PeftModel | None = None
@@ -395,7 +397,7 @@ def _load_on_base(config: RunConfig, device: torch.device, mesh: DeviceMesh | No
             )
     for name in config.trained:
         if name not in result:
-            model = _load(path, device, dtype, config.engine.max_context)
+            model = _load(path, device, dtype, config.engine.max_context, mesh)
             replay = _replay(model, config)
             shared = shares_prefixes(model, config.engine.max_context)
             result[name] = PolicyModel(
@@ -414,17 +416,29 @@ def _load_on_base(config: RunConfig, device: torch.device, mesh: DeviceMesh | No
     return result
 
 
-def _load(path: Path, device: torch.device, dtype: torch.dtype, max_context: int) -> PreTrainedModel:
+def _load(
+    path: Path, device: torch.device, dtype: torch.dtype, max_context: int, mesh: DeviceMesh | None = None
+) -> PreTrainedModel:
+    """The model of a directory; with a mesh, this rank's shards of it."""
     if device.type == "meta":
         model = read_shapes(path, max_context=max_context, dtype=dtype)
         check_key_selection(model.config, max_context, path)
     else:
-        model = read_model(path, dtype=dtype, max_context=max_context, to_sample=False)
+        keep = None if mesh is None else partial(_shard_of, mesh=mesh, device=device)
+        model = read_model(path, dtype=dtype, max_context=max_context, to_sample=False, keep=keep)
     module: nn.Module = model
     # No dropout: the ratio to the recorded log-probabilities must not be noise.
     module.train(False)
     module.to(device)
     return model
+
+
+def _shard_of(parameter: nn.Parameter, *, mesh: DeviceMesh, device: torch.device) -> nn.Parameter:
+    return nn.Parameter(shard_of(parameter, mesh, device), requires_grad=parameter.is_floating_point())
+
+
+def _widened(parameter: Tensor) -> Tensor:
+    return whole(parameter, torch.float32).float()
 
 
 def _recompute_layers(model: PreTrainedModel, replay: RoutingReplay | None) -> None:
@@ -596,7 +610,7 @@ def shares_prefixes(model: PreTrainedModel, max_context: int) -> bool:
     around = [row for length in special for row in (length - 1, min(length + 5, max_context))]
     rows = _check_rows(model, [12, 13, 15, *around])  # of several lengths: else no row is padded, and no mask is tried
     differences: dict[bool, float] = {}
-    with torch.no_grad(), in_float32(model):
+    with torch.no_grad(), in_float32(model, _widened):
         model.set_attn_implementation(own)
         try:
             expected = [_own_logprobs(model, row) for row in rows]

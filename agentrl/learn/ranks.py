@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from agentrl.core.errors import AgentRLError, StorageError, TrainerError, TrainerLostError
 from agentrl.core.network import interface_of
@@ -74,8 +74,9 @@ def whole(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         return tensor.full_tensor()
     mesh, dimension = tensor.device_mesh, _sharded_dimension(tensor)
     result = torch.empty(tensor.shape, dtype=dtype or tensor.dtype, device=tensor.device)
-    for rank in range(mesh.size(dimension)):
-        rows = result[_rows_of(tensor, rank)]
+    size = mesh.size(dimension)
+    for rank in range(size):
+        rows = result[_rows_of(len(tensor), rank, size)]
         if rank == mesh.get_local_rank(dimension):
             rows.copy_(tensor.to_local())
         if rows.numel():  # as bytes: not every backend knows every dtype
@@ -94,11 +95,29 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+@torch.no_grad()
+def shard_of(tensor: Tensor, mesh: DeviceMesh, device: torch.device) -> DTensor:
+    """This rank's shard of a tensor, on a device: a part of its rows, as FSDP2 divides them; no rank is asked."""
+    dimension = mesh.ndim - 1
+    own = tensor.detach()[_rows_of(len(tensor), mesh.get_local_rank(dimension), mesh.size(dimension))]
+    placements = [*[Replicate()] * dimension, Shard(0)]
+    own = own.to(device, copy=True)
+    return DTensor.from_local(
+        own,
+        mesh,
+        placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=torch.empty_like(tensor, device="meta").stride(),
+    )
+
+
 def own_rows(tensor: Tensor) -> slice:
     """Return the rows of a tensor (its first dimension) that this rank holds."""
     if not isinstance(tensor, DTensor):
         return slice(0, len(tensor))
-    return _rows_of(tensor, tensor.device_mesh.get_local_rank(_sharded_dimension(tensor)))
+    mesh, dimension = tensor.device_mesh, _sharded_dimension(tensor)
+    return _rows_of(len(tensor), mesh.get_local_rank(dimension), mesh.size(dimension))
 
 
 def _sharded_dimension(tensor: DTensor) -> int:
@@ -107,11 +126,11 @@ def _sharded_dimension(tensor: DTensor) -> int:
     return dimension
 
 
-def _rows_of(tensor: DTensor, rank: int) -> slice:
-    """Return the rows of a tensor that a rank of the mesh dimension holds."""
-    rows = -(-len(tensor) // tensor.device_mesh.size(_sharded_dimension(tensor)))
-    start = min(len(tensor), rows * rank)
-    return slice(start, min(len(tensor), start + rows))
+def _rows_of(length: int, rank: int, ranks: int) -> slice:
+    """Return the rows, of so many, that one of several ranks holds."""
+    rows = -(-length // ranks)
+    start = min(length, rows * rank)
+    return slice(start, min(length, start + rows))
 
 
 @contextmanager

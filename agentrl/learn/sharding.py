@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from agentrl.core.errors import ModelError
+from agentrl.engines.models import layers_of
 from agentrl.learn.forward import HeadOutput, token_logprobs
 
 if TYPE_CHECKING:
@@ -33,15 +33,18 @@ class ShardedForward(nn.Module):
     This module is the root of the shards, because `token_logprobs` calls parts of the model separately.
 
     Args:
-        model: model with its weights in memory, on any device; its parameters become `DTensor`s on the mesh's device.
+        model: model with its weights, on any device, whole or as shards (`ranks.shard_of`); its parameters become
+            `DTensor`s.
         mesh: see `ProcessGroup.mesh`.
         masters: whether full weights are trained, so that the shards are float32.
+        offload: whether the shards stay in main memory, with their gradients and optimizer states; layers go to the
+            mesh's device while they compute.
 
     Raises:
         ModelError: FSDP2 cannot shard the model.
     """
 
-    def __init__(self, model: PreTrainedModel, mesh: DeviceMesh, *, masters: bool) -> None:
+    def __init__(self, model: PreTrainedModel, mesh: DeviceMesh, *, masters: bool, offload: bool = False) -> None:
         super().__init__()
         self.model: Any = model
         dtypes = {parameter.dtype for parameter in self.model.parameters()}
@@ -52,13 +55,15 @@ class ShardedForward(nn.Module):
             policy = MixedPrecisionPolicy(
                 param_dtype=model.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
             )
+        place = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy()
+        shards = _without_data(self.model)
         try:
             for module in [*layers_of(self.model), self]:
                 if masters:
                     for parameter in module.parameters():
                         if not isinstance(parameter, DTensor):
                             parameter.data = parameter.data.float()
-                sharded: Any = fully_shard(module, mesh=mesh, mp_policy=policy)
+                sharded: Any = fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=place)
                 # Ranks divide nothing: the loss is divided by the constant of the whole step.
                 sharded.set_gradient_divide_factor(1.0)
                 sharded.set_force_sum_reduction_for_comms(True)
@@ -66,6 +71,10 @@ class ShardedForward(nn.Module):
                 sharded.set_reduce_scatter_unused_params(True, recurse=False)
         except (AssertionError, NotImplementedError, RuntimeError, ValueError) as error:
             raise _refused(model, str(error)) from error
+        if masters:
+            widened = {shard: nn.Parameter(shard.detach().float()) for shard in shards.values()}
+            shards = {name: widened[shard] for name, shard in shards.items()}
+        self.model.load_state_dict(shards, strict=False, assign=True)
 
     def forward(self, *arguments: Any, **settings: Any) -> HeadOutput:
         """See `forward.token_logprobs`; calls it with the model and these arguments."""
@@ -81,11 +90,21 @@ class ShardedForward(nn.Module):
         return output
 
 
-def layers_of(model: nn.Module) -> list[nn.Module]:
-    """Return the layers of a model, only the outermost ones."""
-    if isinstance(model, GradientCheckpointingLayer):
-        return [model]
-    return [layer for child in model.children() for layer in layers_of(child)]
+def _without_data(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Replace parameters that are shards already, which FSDP does not take, by ones without data; return the shards by
+    name."""
+    named = model.named_parameters(remove_duplicate=False)
+    shards = {name: parameter for name, parameter in named if isinstance(parameter, DTensor)}
+    empty = {
+        parameter: nn.Parameter(
+            torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"), requires_grad=parameter.requires_grad
+        )
+        for parameter in shards.values()  # tied ones stay tied
+    }
+    for name, parameter in shards.items():
+        path, _, last = name.rpartition(".")
+        model.get_submodule(path).register_parameter(last, empty[parameter])
+    return shards
 
 
 def _refused(model: PreTrainedModel, reason: str) -> ModelError:
