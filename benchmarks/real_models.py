@@ -29,6 +29,7 @@ FIGURES = (
     "resume_other_ranks",
     "bytes_per_rank_ratio",
     "publish_extra_bytes",
+    "load_extra_bytes",
     "bf16_over_f32_reward",
     "k3_bf16",
     "k3_bf16_vllm",

@@ -96,7 +96,7 @@ def predicted_bytes(config: RunConfig) -> int:
 
 def trained_bytes(config: RunConfig) -> int:
     """The most that this process held while it trained."""
-    with tempfile.TemporaryDirectory() as run, _peak_memory() as peak:
+    with tempfile.TemporaryDirectory() as run, peak_memory() as peak:
         (shapes,) = load_models(config, torch.device("meta")).values()
         samples = longest_rows(config, POLICY, shapes)
         rows = [
@@ -131,7 +131,7 @@ def trained_bytes(config: RunConfig) -> int:
 
 
 @contextmanager
-def _peak_memory() -> Iterator[list[int]]:
+def peak_memory() -> Iterator[list[int]]:
     """The peak of what is allocated inside, once it is left."""
     peak, ended = [0], threading.Event()
 
@@ -140,7 +140,7 @@ def _peak_memory() -> Iterator[list[int]]:
             peak[0] = max(peak[0], anonymous_bytes())
 
     if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
+        torch.cuda.resetpeak_memory_stats()
         yield peak
         peak[0] = torch.cuda.max_memory_allocated()
         return

@@ -5,7 +5,8 @@ the worst of all weights, adapters of two policies, and experts; float32. `resum
 that goes from 2 ranks to 4 and to 1, each time from a checkpoint, are within 1e-6 of an undisturbed one's.
 `bytes_per_rank_ratio`: weights, gradients and optimizer states of a rank of 2, over those of 1. `publish_extra_bytes`:
 resident memory of the rank that writes a version with all weights, at its peak, over that before; the model of 116
-million parameters, in bfloat16, at 2 ranks.
+million parameters, in bfloat16, at 2 ranks. `load_extra_bytes`: memory of a rank of 2 at its peak while it loads that
+model from float32 files and checks it, without what files back, over that before and its float32 shards.
 """
 
 from __future__ import annotations
@@ -21,9 +22,12 @@ import torch
 import transformers
 
 from agentrl.config.policies import PolicyConfig
+from agentrl.config.sections import ModelConfig
+from agentrl.core.machine import anonymous_bytes
 from agentrl.core.records import PolicyVersion
-from agentrl.learn.ranks import ProcessGroup
+from agentrl.learn.ranks import ProcessGroup, local
 from agentrl.learn.trainer import PolicyTrainer
+from benchmarks.real_models_doctor import peak_memory
 from benchmarks.real_models_memory import SHAPE, SMALL
 from tests.learn_cases import run_config, write_model
 from tests.rank_processes import on_ranks
@@ -50,6 +54,7 @@ def _cases(root: Path, ranks: int) -> dict[str, dict[str, Any]]:
         "all weights": made("all"),
         "adapters": made("adapters", lora=True, policies=("policy", "other")),
         "experts": made("experts", "moe"),
+        "offloaded": made("offloaded", sharding="offload"),
         "replicated": made("replicated", sharding="none"),
         "replicated adapters": made("replicated adapters", lora=True, policies=("policy", "other"), sharding="none"),
     }
@@ -63,9 +68,10 @@ def _steps(root: Path, sizes: Sequence[int]) -> dict[str, float | None]:
     for size in sizes:
         cases = _cases(root, size)
         for name, *ranks in zip(cases, *on_ranks(size, FUNCTION, list(cases.values())), strict=True):
-            expected = Path(_cases(root, 1)["all weights" if name == "groups" else name]["directory"])
+            whole = "all weights" if name in ("groups", "offloaded") else name
+            expected = Path(_cases(root, 1)[whole]["directory"])
             errors[name, size] = gradient_error(Path(cases[name]["directory"]), expected)
-            if size == 2 and "replicated" not in name:
+            if size == 2 and "replicated" not in name and "offloaded" not in name:
                 ratios[name] = max(rank["bytes"] for rank in ranks) / one[name]["bytes"]
             if (name, size) == ("all weights", 2):
                 saved = ranks[0]["checkpoint"]
@@ -88,10 +94,27 @@ def _steps(root: Path, sizes: Sequence[int]) -> dict[str, float | None]:
 def _publication(root: Path, *, quick: bool) -> dict[str, float | None]:
     torch.manual_seed(0)
     config = transformers.Qwen3Config(**(SMALL if quick else SHAPE))
-    transformers.Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(root / "large")
+    model = transformers.Qwen3ForCausalLM(config)
+    model.save_pretrained(root / "float32")
+    model.to(torch.bfloat16).save_pretrained(root / "large")
+    del model
     gc.collect()
     extra, *_ = on_ranks(2, "benchmarks.real_models_sharding:publish", str(root / "large"), str(root / "published"))
-    return {"publish_extra_bytes": extra}
+    loading = on_ranks(2, "benchmarks.real_models_sharding:load", str(root / "float32"), str(root / "loaded"))
+    print(f"bytes beside the shards while ranks load {loading}", flush=True)
+    return {"publish_extra_bytes": extra, "load_extra_bytes": max(loading)}
+
+
+def load(ranks: ProcessGroup, path: str, directory: str) -> int:
+    """On each rank: the growth of anonymous memory to its peak while a trainer starts, less its shards."""
+    config = run_config(Path(path), policies={"policy": PolicyConfig(lora=None)}, workers=ranks.size, sharding="full")
+    config = config.model_copy(update={"model": ModelConfig(path=path, dtype="bfloat16")})
+    gc.collect()
+    before = anonymous_bytes()
+    trainer = PolicyTrainer(config, Path(directory), ranks=ranks, publishes=False)
+    with peak_memory() as peak:
+        trainer.start()
+    return peak[0] - before - sum(local(each).nbytes for each in trainer._learner("policy").model.parameters.values())
 
 
 def publish(ranks: ProcessGroup, model: str, directory: str) -> int:

@@ -56,6 +56,8 @@ class MemoryPart:
     processes: int = 1
     setting: str = ""
     """Setting that reduces the size; empty: there is none."""
+    offloaded: bool = False
+    """Whether it lies in main memory though the process computes on a GPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,8 +65,11 @@ class MemoryPlan:
     """A run's peak memory, and the memory available."""
 
     parts: tuple[MemoryPart, ...]
+    """Of the devices that the run computes on."""
     free: int
     """Free bytes on the devices of the run."""
+    offloaded: MemoryPlan | None = None
+    """Main memory of a run that computes on GPUs with `trainer.sharding` "offload"; None: nothing is offloaded."""
 
     @property
     def total(self) -> int:
@@ -99,7 +104,11 @@ def memory_plan(config: RunConfig) -> MemoryPlan:
         parts += own if len(config.bases) == 1 else [_of_base(part, base_name(base.model.path)) for part in own]
     if devices.gpus:
         used = {*devices.ranks, *(at for held in devices.engines for at in held)}
-        return MemoryPlan(parts=tuple(parts), free=sum(devices.gpus[at].memory.free for at in used))
+        free = sum(devices.gpus[at].memory.free for at in used)
+        there = tuple(part for part in parts if not part.offloaded)
+        elsewhere = tuple(part for part in parts if part.offloaded)
+        offloaded = MemoryPlan(parts=elsewhere, free=memory().free) if elsewhere else None
+        return MemoryPlan(parts=there, free=free, offloaded=offloaded)
     return MemoryPlan(parts=(*parts, *_programs(parts)), free=memory().free)
 
 
@@ -129,7 +138,7 @@ def gpu_needs(config: RunConfig) -> list[GpuNeed]:
     if not devices.gpus or not config.bases:
         return []
     needs = []
-    trainer = _trainer(config, on_gpu=True)
+    trainer = [part for part in _trainer(config, on_gpu=True) if not part.offloaded]
     for rank, at in enumerate(devices.ranks):
         allowed = int(devices.share_of_rank(rank) * devices.gpus[at].memory.total)
         settings = "; or ".join(part.setting for part in sorted(trainer, key=lambda part: -part.bytes))
@@ -252,17 +261,21 @@ def _trainer(config: RunConfig, *, on_gpu: bool) -> list[MemoryPart]:
         part = partial(MemoryPart, process=_THIS)
     else:
         part = partial(MemoryPart, process="trainer rank", processes=config.trainer.workers)
-    rank = "a smaller policies.NAME.lora.rank, or a lora where there is none"
+    offloads = on_gpu and config.trainer.sharding == "offload"
     tokens = "a smaller trainer.micro_batch_tokens, down to engine.max_context"
     if not config.trainer.recompute:
         tokens = f"trainer.recompute = true, or {tokens}"
     optimized = "trained parameters, their gradients and AdamW's moments in float32"
     shard = f"1/{held.shards} of " if held.shards > 1 else ""
+    fewer = ["a smaller policies.NAME.lora.rank, or a lora where there is none"]
+    if on_gpu and not offloads:
+        fewer.insert(0, "trainer.sharding = 'offload'")
     if held.shards == 1 and config.trainer.workers > 1:
-        rank = f"trainer.sharding = 'full', {rank}"
+        fewer.insert(0, "trainer.sharding = 'full'")
+    moved = offloads and held.shards > 1
     parts = [
-        part(name=f"{shard}weights in {held.dtype}", bytes=held.weights, setting=_DTYPE),
-        part(name=f"{shard}{optimized}", bytes=held.trained, setting=rank),
+        part(name=f"{shard}weights in {held.dtype}", bytes=held.weights, setting=_DTYPE, offloaded=moved),
+        part(name=f"{shard}{optimized}", bytes=held.trained, setting=", ".join(fewer), offloaded=offloads),
         part(name=f"{_ACTIVATIONS} of {held.tokens:,} tokens", bytes=held.activations, setting=tokens),
     ]
     if held.shards > 1:

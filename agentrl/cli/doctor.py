@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable
 
+    from agentrl.app.memory import MemoryPlan
     from agentrl.config.run import RunConfig
 
 Level = Literal["ok", "note", "missing"]
@@ -326,13 +327,22 @@ def memory_of(config: RunConfig) -> list[Check]:
         checks, found = _gpu_checks(chosen), memory_plan(chosen)
     except InputError as error:
         return [Check(name="model", found=str(error), level="missing")]
-    for part in found.parts:
+    checks += _plan_checks(found)
+    if found.offloaded is not None:
+        checks += _plan_checks(found.offloaded, " in main memory")
+    return checks
+
+
+def _plan_checks(plan: MemoryPlan, where: str = "") -> list[Check]:
+    """The parts of a plan, and whether they fit together."""
+    checks = []
+    for part in plan.parts:
         process = part.process if part.processes == 1 else f"{part.processes} × {part.process}"
-        checks.append(Check(name=process, found=f"{_gibibytes(part.bytes):>10}  {part.name}"))
-    text = f"{_gibibytes(found.total):>10}  of {_gibibytes(found.free)} free"
-    if found.fits:
+        checks.append(Check(name=process, found=f"{_gibibytes(part.bytes):>10}  {part.name}{where}"))
+    text = f"{_gibibytes(plan.total):>10}  of {_gibibytes(plan.free)} free{where}"
+    if plan.fits:
         return [*checks, Check(name="together", found=text)]
-    fix = "; or ".join(found.settings_to_turn())
+    fix = "; or ".join(plan.settings_to_turn())
     return [*checks, Check(name="together", found=f"{text}: it does not fit", level="missing", fix=fix)]
 
 

@@ -176,6 +176,11 @@ class RunConfig(Section):
         return bool(self.cluster.address)
 
     @property
+    def offloads_masters(self) -> bool:
+        """Whether all weights are on the device of the only rank, and what its optimizer changes in main memory."""
+        return self.trainer.sharding == "offload" and self.trainer.workers == 1
+
+    @property
     def trains_in_process(self) -> bool:
         """Whether the trainer runs in the run's process."""
         alone = self.trainer.workers == 1 and not self.on_cluster

@@ -259,12 +259,13 @@ class TrainerConfig(Section):
     rank, beside the engine. `auto`: `in_process` unless there are several `workers`."""
     workers: Free[Annotated[Positive, NumberUnit("processes")]] = 1
     """Number of data-parallel ranks; any number gives the same update."""
-    sharding: Free[Literal["auto", "none", "full"] | Positive] = "auto"
+    sharding: Free[Literal["auto", "none", "full", "offload"] | Positive] = "auto"
     """Sharding of weights, gradients and optimizer states over the ranks; the update is the same. `none`: each rank
     holds all. `full`: each rank holds a part, and layers are gathered while they compute (FSDP2). A number that divides
     `workers`: this many ranks, such as those of one node, hold one copy together; gradients are added up inside each
-    such group, then between groups (HSDP). `auto`: `none` if that takes at most half of a rank's memory, else `full`.
-    """
+    such group, then between groups (HSDP). `offload`: as `full`, with the parts, and the optimizer, in main memory
+    instead of a GPU's; a single rank keeps its weights on the GPU and offloads what its optimizer changes. `auto`: `none` if
+    that takes at most half of a rank's memory, else `full`."""
     loss: LossConfig = LossConfig()
     entropy_bonus: Free[Annotated[float, NumberUnit("per nat")]] = 0.0
     """Weight of the entropy of trained tokens, divided by the same constant as the loss; a positive weight slows

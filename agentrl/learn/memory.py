@@ -41,7 +41,8 @@ class TrainerMemory:
     weights: int
     """Frozen parameters, and rounded copies of trained ones, in bytes; a rank's shard of them."""
     trained: int
-    """Trained parameters with gradients and optimizer state, all float32, in bytes; a rank's shard of them."""
+    """Trained parameters with gradients and optimizer state, all float32, in bytes; a rank's shard of them. With
+    `trainer.sharding` "offload" these are in main memory, and so are the weights of several ranks."""
     gathered: int
     """Approximate bytes of a sharded model that are gathered at once: everything outside the layers, two layers,
     gradients."""

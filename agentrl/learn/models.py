@@ -102,7 +102,8 @@ class PolicyModel:
         """Parameters that an optimizer step changes, keyed by name; float32. After changing their values, call
         `round_masters`."""
         self._computed: dict[str, nn.Parameter] = {}
-        """Rounded parameters that the model computes with, for those with a master in `parameters`."""
+        """Parameters that the model computes with, rounded or on another device, for those with a master in
+        `parameters`."""
         self._sharded: ShardedForward | None = None
         self._peft = peft_model
         self._adapter = adapter
@@ -138,25 +139,26 @@ class PolicyModel:
         forward = self._sharded or partial(token_logprobs, self.model)
         return forward(batch, shared=self.shared_prefixes, entropy_gradient=entropy_gradient, replay=replay)
 
-    def train(self) -> None:
-        """Make this policy's parameters trainable."""
+    def train(self, *, offload: bool = False) -> None:
+        """Make this policy's parameters trainable; `offload`: their masters and gradients lie in main memory."""
         self.activate()
         mark = None if self._adapter is None else f".{self._adapter}."
         named = self.model.named_parameters()
         own = {name: parameter for name, parameter in named if mark is None or mark in name}
         for name, parameter in own.items():
             parameter.requires_grad_(True)
-            if parameter.dtype == torch.float32:
+            if parameter.dtype == torch.float32 and not offload:
                 self.parameters[name] = parameter
             else:
                 self._computed[name] = parameter
-                self.parameters[name] = master = nn.Parameter(parameter.detach().float())
+                home = torch.device("cpu") if offload and not parameter.is_meta else parameter.device
+                self.parameters[name] = master = nn.Parameter(parameter.detach().to(home, torch.float32, copy=True))
                 parameter.register_post_accumulate_grad_hook(partial(_move_gradient, master))
 
     @property
     def has_masters(self) -> bool:
         """Whether the model computes with rounded parameters, so that a published version is rounded."""
-        return bool(self._computed)
+        return any(parameter.dtype != torch.float32 for parameter in self._computed.values())
 
     @torch.no_grad()
     def round_masters(self) -> None:
@@ -194,7 +196,8 @@ class PolicyModel:
         """Return the tensors that make up a version, those with large elements first; not copies."""
         if self._adapter is not None:  # PEFT's own way goes through the adapters of all policies
             mark = f".{self._adapter}."
-            return {f"base_model.model.{name.replace(mark, '.')}": tensor for name, tensor in self.parameters.items()}
+            own = self.parameters | self._computed
+            return {f"base_model.model.{name.replace(mark, '.')}": tensor for name, tensor in own.items()}
         state: dict[str, Tensor] = {}
         seen: set[int] = set()
         for name, tensor in self.model.state_dict(keep_vars=True).items():
@@ -263,6 +266,8 @@ class PolicyModel:
         with torch.no_grad():
             for name, tensor in read.items():
                 state[name].copy_(tensor)
+            for name, computed in self._computed.items():
+                self.parameters[name].copy_(computed)
 
 
 def _shapes(tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> dict[str, tuple[torch.Size, torch.dtype]]:
@@ -341,9 +346,10 @@ def _load_reference(
     is_adapter = (path / "adapter_model.safetensors").is_file()
     directory = base if is_adapter else path
     dtype = model_dtype(directory, config.model.dtype, device)
-    # An adapter is merged into whole weights.
-    place = torch.device("cpu") if mesh is not None and is_adapter else device
-    model = _load(directory, place, dtype, config.engine.max_context, None if is_adapter else mesh)
+    offload = mesh is not None and config.trainer.sharding == "offload"
+    if offload or (mesh is not None and is_adapter):  # which is merged into whole weights
+        device = torch.device("cpu")
+    model = _load(directory, device, dtype, config.engine.max_context, None if is_adapter else mesh)
     if is_adapter and model.device.type != "meta":
         try:
             adapted: Any = peft.PeftModel.from_pretrained(model, str(path))
@@ -355,7 +361,7 @@ def _load_reference(
     shared = shares_prefixes(model, config.engine.max_context)
     found = PolicyModel(model=model, base=directory, peft_model=None, adapter=None, shared=shared)
     if mesh is not None:
-        found.shard(ShardedForward(model, mesh, masters=False))
+        found.shard(ShardedForward(model, mesh, masters=False, offload=offload))
     return found
 
 
@@ -363,6 +369,9 @@ def _load_on_base(config: RunConfig, device: torch.device, mesh: DeviceMesh | No
     """Load the models of the policies on one base, by a configuration of `RunConfig.bases`; see `load_models`."""
     path = Path(config.model.path)
     dtype = model_dtype(path, config.model.dtype, device)
+    offload = mesh is not None and config.trainer.sharding == "offload"
+    if offload:
+        device = torch.device("cpu")
     adapted = {name: policy.lora for name, policy in config.trained.items() if policy.lora is not None}
     result: dict[str, PolicyModel] = {}
     if adapted:
@@ -407,10 +416,11 @@ def _load_on_base(config: RunConfig, device: torch.device, mesh: DeviceMesh | No
     for policy_model in result.values():
         if mesh is not None:
             if id(policy_model.model) not in sharded:
-                masters = policy_model.kind == "full"
-                sharded[id(policy_model.model)] = ShardedForward(policy_model.model, mesh, masters=masters)
+                sharded[id(policy_model.model)] = ShardedForward(
+                    policy_model.model, mesh, masters=policy_model.kind == "full", offload=offload
+                )
             policy_model.shard(sharded[id(policy_model.model)])
-        policy_model.train()
+        policy_model.train(offload=config.offloads_masters)
         if config.trainer.recompute:
             _recompute_layers(policy_model.model, policy_model.replay)
     return result
@@ -465,12 +475,12 @@ def _recompute_layers(model: PreTrainedModel, replay: RoutingReplay | None) -> N
 
 @torch.no_grad()
 def _move_gradient(master: nn.Parameter, parameter: nn.Parameter) -> None:
-    """Add the gradient of a rounded parameter to that of its float32 master."""
+    """Add the gradient of a parameter that the model computes with to that of its float32 master."""
     assert parameter.grad is not None
     if master.grad is None:
-        master.grad = parameter.grad.float()
+        master.grad = parameter.grad.to(master.device, torch.float32)
     else:
-        master.grad += parameter.grad
+        master.grad += parameter.grad.to(master.device)
     parameter.grad = None
 
 

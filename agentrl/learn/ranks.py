@@ -4,8 +4,8 @@ Owns: sums of gradients, exchange of step columns, the choice of the rank that w
 processes (`cluster`).
 Invariant: every call is made by all ranks in the same order; nothing is pickled between them. Ranks meet at a TCPStore
 that rank 0 serves on one address of its machine: loopback, or the one towards the other nodes. On CPU the group is
-gloo, bound to the interface of that address. On GPUs it is nccl, which moves tensors of the rank's device only; that
-path has not been run on a GPU yet.
+gloo, bound to the interface of that address. On GPUs it is nccl for what lies there; that path has not been run on a
+GPU yet.
 """
 
 from __future__ import annotations
@@ -241,7 +241,7 @@ class ProcessGroup:
         Args:
             rendezvous: address of the store.
             rank: number of this rank, from 0.
-            device: device of the gradients; CUDA uses nccl, any other gloo.
+            device: device of the gradients; nccl moves them on CUDA, gloo in main memory.
             addresses: address of each rank's machine, on the network that connects them.
             store: the store, at rank 0.
 
@@ -255,7 +255,8 @@ class ProcessGroup:
             torch.cuda.set_device(device)
         interface = interface_of(addresses[rank])
         os.environ.update(GLOO_SOCKET_IFNAME=interface, NCCL_SOCKET_IFNAME=interface)
-        backend = "nccl" if device.type == "cuda" else "gloo"
+        # Shards that are offloaded to main memory are gathered there.
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         present = [f"present/{each}" for each in range(size)]
         try:
             if store is None:

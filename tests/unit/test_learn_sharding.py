@@ -29,6 +29,9 @@ def cases(root: Path, ranks: int) -> dict[str, dict[str, Any]]:
         "experts": made("experts", "moe"),
         "bfloat16": made("bfloat16", "bfloat16"),
         "adapters on bfloat16": made("adapters on bfloat16", "bfloat16", lora=True),
+        "all weights, offloaded": made("offloaded", sharding="offload"),
+        "adapters, offloaded": made("offloaded adapters", lora=True, sharding="offload"),
+        "bfloat16, offloaded": made("offloaded bfloat16", "bfloat16", sharding="offload"),
     }
 
 
@@ -72,7 +75,7 @@ def test_two_ranks_give_the_update_of_one(root: Path, results: dict[str, list[di
             torch.testing.assert_close(found[key], tensor, rtol=2e-2, atol=2e-2 if rounded else 1e-5)
 
 
-@pytest.mark.parametrize("name", ["all weights", "adapters of two policies", "experts"])
+@pytest.mark.parametrize("name", ["all weights", "all weights, offloaded", "adapters of two policies", "experts"])
 def test_a_checkpoint_of_two_ranks_is_resumed_by_one(
     root: Path, results: dict[str, list[dict[str, Any]]], name: str
 ) -> None:
@@ -106,6 +109,14 @@ def test_each_rank_holds_its_part_alone(results: dict[str, list[dict[str, Any]]]
         assert max(each["bytes"] for each in two) <= 0.55 * one["bytes"]
     one, *two = results["all weights, replicated"]
     assert [each["bytes"] for each in two] == [one["bytes"]] * 2
+
+
+def test_an_offloaded_rank_gives_the_files_of_one_that_is_not(results: dict[str, list[dict[str, Any]]]) -> None:
+    for plain, offloaded in (("all weights", "all weights, offloaded"), ("bfloat16", "bfloat16, offloaded")):
+        for one, other in zip(results[plain], results[offloaded], strict=True):
+            assert one["losses"] == other["losses"]
+            files = [Path(each["versions"]["policy"]) / "model.safetensors" for each in (one, other)]
+            assert files[0].read_bytes() == files[1].read_bytes()
 
 
 def test_groups_that_do_not_divide_the_ranks_are_refused(root: Path) -> None:

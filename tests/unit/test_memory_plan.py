@@ -11,7 +11,7 @@ import torch
 
 from agentrl.app import memory as run_memory
 from agentrl.app import parts
-from agentrl.app.memory import memory_plan
+from agentrl.app.memory import MemoryPlan, memory_plan
 from agentrl.cli.main import main
 from agentrl.config.load import load
 from agentrl.config.run import RunConfig
@@ -152,6 +152,37 @@ def test_doctor_prints_the_device_plan_and_each_share(
     found = [(each["name"], each["found"]) for each in json.loads(capsys.readouterr().out)["sections"]["memory"]]
     assert ("devices", "GPU 0: trainer rank 0 (50% of its memory) and engine 0 (45%)") in found
     assert any(name == "engine 0 on GPU 0" and "needed of the 10.80 GiB" in text for name, text in found)
+
+
+def test_doctor_names_offloading_and_counts_what_is_offloaded(
+    repository: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(run_memory, "memory", lambda: Memory(free=1 << 36, total=1 << 36))
+
+    def planned(*overrides: str, workers: int = 1) -> MemoryPlan:
+        cards(monkeypatch, workers, 24)
+        return memory_plan(configured(repository, "--trainer.kind=ray", f"--trainer.workers={workers}", *overrides))
+
+    def trained(plan: MemoryPlan | None) -> list[str]:
+        return [] if plan is None else [part.name for part in plan.parts if "AdamW" in part.name]
+
+    plain, one = planned(), planned("--trainer.sharding=offload")
+    assert any("trainer.sharding = 'offload'" in setting for setting in plain.settings_to_turn())
+    assert plain.offloaded is None
+    assert trained(plain)
+    assert one.offloaded is not None
+    assert (trained(one), trained(one.offloaded)) == ([], trained(plain))
+    assert one.total == plain.total - one.offloaded.total * 3 // 4, "a copy in float32 stays, with which it computes"
+    two = planned("--trainer.sharding=offload", workers=2).offloaded
+    assert two is not None
+    assert len(two.parts) == 2, "the shards that layers are gathered from, too"
+    offloaded = [str(repository / "examples/01_tool_use.toml"), *OVERRIDES[1:], "--trainer.sharding=offload"]
+    cards(monkeypatch, 1, 24)
+    assert main(["doctor", *offloaded]) == 0
+    assert "free in main memory" in " ".join(capsys.readouterr().out.split())
+    monkeypatch.setattr(run_memory, "memory", lambda: Memory(free=1 << 20, total=1 << 36))
+    assert main(["doctor", *offloaded]) == 1
+    assert "free in main memory: it does not fit" in " ".join(capsys.readouterr().out.split())
 
 
 def test_doctor_says_which_share_of_a_gpu_is_too_small(

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM
 
 from agentrl.config.policies import PolicyConfig
@@ -17,6 +18,7 @@ from agentrl.core.errors import ModelError
 from agentrl.core.records import PolicyVersion
 from agentrl.engines.embedded.engine import EmbeddedEngine
 from agentrl.engines.models import model_dtype
+from agentrl.learn.models import PolicyModel, _move_gradient, load_models
 from agentrl.learn.trainer import PolicyTrainer
 from tests.learn_cases import LORA, Episodes, make_rows, run_config, write_model, write_tokenizer
 
@@ -153,6 +155,66 @@ def test_a_resumed_trainer_goes_on_bit_for_bit(rounded: Path, tmp_path: Path, ep
         strict=True,
     ):
         assert torch.equal(one, two)
+
+
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_masters_in_main_memory_give_the_same_run_bit_for_bit(
+    rounded: Path, tmp_path: Path, episodes: Episodes, dtype: str, lora: bool
+) -> None:
+    plain = config_of(rounded, dtype, lora=lora)
+    offloaded = plain.model_copy(update={"trainer": plain.trainer.model_copy(update={"sharding": "offload"})})
+    files, reports = [], []
+    for config in (plain, offloaded):
+        directory = tmp_path / config.trainer.sharding
+        trainer = started(config, directory, episodes)
+        taken(trainer, episodes, range(1, 3))
+        trainer.save(directory / "checkpoint")
+        reference = trainer.publish("policy", PolicyVersion("policy", 0, 2))
+        files.append((reference.sha256, (directory / "checkpoint/policy/optimizer.safetensors").read_bytes()))
+    assert files[0] == files[1]
+    assert trainer.has_masters("policy") == (dtype == "bfloat16" and not lora), "none is rounded in float32"
+    for config, saved in ((offloaded, "auto"), (plain, "offload")):
+        resumed = PolicyTrainer(config, tmp_path / f"after {saved}", read=episodes.read)
+        resumed.start(tmp_path / saved / "checkpoint")
+        resumed.forward_backward(episodes.batch(3))
+        report = resumed.optim_step("policy", 3)
+        reports.append((report.loss, report.grad_norm, report.input_digest))
+    assert reports[0] == reports[1]
+    if not trainer.has_masters("policy"):
+        trainer._learners["policy"].model.load_published(reference)
+        trainer.forward_backward(episodes.batch(3))
+        report = trainer.optim_step("policy", 3)
+        assert (report.loss, report.grad_norm) == reports[0][:2], "masters follow what is loaded"
+
+
+def test_masters_in_main_memory_are_stepped_there(rounded: Path) -> None:
+    """With tensors that are on a GPU, and have no data; no GPU computes."""
+    (planned,) = load_models(config_of(rounded), torch.device("meta")).values()
+    model: torch.nn.Module = planned.model
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        for module in model.modules():
+            for name, parameter in module.named_parameters(recurse=False):
+                there = torch.empty(parameter.shape, dtype=torch.bfloat16, device="cuda")
+                module.register_parameter(name, torch.nn.Parameter(there))
+        policy = PolicyModel(model=planned.model, base=rounded, peft_model=None, adapter=None, shared=True)
+        policy.train(offload=True)
+        optimizer = torch.optim.AdamW(list(policy.parameters.values()), fused=True)
+        for _ in range(2):  # as two micro-batches do
+            for name, parameter in model.named_parameters():
+                parameter.grad = torch.empty_like(parameter)
+                _move_gradient(policy.parameters[name], parameter)
+                assert parameter.grad is None
+        norm = torch.nn.utils.clip_grad_norm_(policy.parameters.values(), 1.0)
+        optimizer.step()
+        held = [each for state in optimizer.state.values() for each in state.values()]
+        own = [
+            *policy.parameters.values(),
+            *(each.grad for each in policy.parameters.values() if each.grad is not None),
+        ]
+        assert {each.device.type for each in (*held, *own, norm)} == {"cpu"}
+        assert {each.dtype for each in own} == {torch.float32}
+        assert {each.device.type for each in model.parameters()} == {"cuda"}
 
 
 def test_a_step_is_computed_again_from_the_masters_of_a_checkpoint(
