@@ -94,7 +94,7 @@ def _steps(root: Path, sizes: Sequence[int]) -> dict[str, float | None]:
 def _publication(root: Path, *, quick: bool) -> dict[str, float | None]:
     torch.manual_seed(0)
     config = transformers.Qwen3Config(**(SMALL if quick else SHAPE))
-    model = transformers.Qwen3ForCausalLM(config)
+    model: Any = transformers.Qwen3ForCausalLM(config)
     model.save_pretrained(root / "float32")
     model.to(torch.bfloat16).save_pretrained(root / "large")
     del model

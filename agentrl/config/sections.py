@@ -264,8 +264,8 @@ class TrainerConfig(Section):
     holds all. `full`: each rank holds a part, and layers are gathered while they compute (FSDP2). A number that divides
     `workers`: this many ranks, such as those of one node, hold one copy together; gradients are added up inside each
     such group, then between groups (HSDP). `offload`: as `full`, with the parts, and the optimizer, in main memory
-    instead of a GPU's; a single rank keeps its weights on the GPU and offloads what its optimizer changes. `auto`: `none` if
-    that takes at most half of a rank's memory, else `full`."""
+    instead of a GPU's; a single rank keeps its weights on the GPU and offloads what its optimizer changes. `auto`:
+    `none` if that takes at most half of a rank's memory, else `full`."""
     loss: LossConfig = LossConfig()
     entropy_bonus: Free[Annotated[float, NumberUnit("per nat")]] = 0.0
     """Weight of the entropy of trained tokens, divided by the same constant as the loss; a positive weight slows

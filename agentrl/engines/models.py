@@ -192,7 +192,8 @@ def _kept(keep: Callable[[nn.Parameter], nn.Parameter] | None) -> Iterator[None]
         return kept
 
     before = os.environ.get(_ONE_TENSOR_AT_A_TIME)
-    hook = register_module_parameter_registration_hook(replace)
+    register: Any = register_module_parameter_registration_hook
+    hook = register(replace)
     os.environ[_ONE_TENSOR_AT_A_TIME] = "1"
     try:
         yield

@@ -94,7 +94,7 @@ def _without_data(model: nn.Module) -> dict[str, nn.Parameter]:
     """Replace parameters that are shards already, which FSDP does not take, by ones without data; return the shards by
     name."""
     named = model.named_parameters(remove_duplicate=False)
-    shards = {name: parameter for name, parameter in named if isinstance(parameter, DTensor)}
+    shards: dict[str, nn.Parameter] = {name: each for name, each in named if isinstance(each, DTensor)}
     empty = {
         parameter: nn.Parameter(
             torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"), requires_grad=parameter.requires_grad

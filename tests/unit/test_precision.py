@@ -166,7 +166,7 @@ def test_masters_in_main_memory_give_the_same_run_bit_for_bit(
     offloaded = plain.model_copy(update={"trainer": plain.trainer.model_copy(update={"sharding": "offload"})})
     files, reports = [], []
     for config in (plain, offloaded):
-        directory = tmp_path / config.trainer.sharding
+        directory = tmp_path / str(config.trainer.sharding)
         trainer = started(config, directory, episodes)
         taken(trainer, episodes, range(1, 3))
         trainer.save(directory / "checkpoint")
