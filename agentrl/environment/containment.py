@@ -229,7 +229,7 @@ class Steps:
     def resume_guard(self) -> None:
         """Resume the guard within the step."""
         self._is_suspended = False
-        if self._guard is not None:
+        if self._guard is not None and not self._is_abandoned:  # else no step runs: the code is only being closed
             self._guard.enter()
 
     def end_step(self) -> bool:

@@ -17,7 +17,7 @@ from agentrl.core.errors import GlobalRandomError
 from agentrl.core.records import PolicyVersion
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.environment.base import Split, TaskSource
-from agentrl.environment.containment import DrawDetector
+from agentrl.environment.containment import DrawDetector, GlobalRandom, Steps
 from agentrl.journal.entries import EffectEntry
 from agentrl.simulation.virtual_time import simulate
 from agentrl.testing.execution import settings_of, wired
@@ -205,3 +205,28 @@ def test_every_draw_from_any_bit_generator_is_seen(generator: str) -> None:
             assert watch.exit()
     finally:
         set_bit_generator(kept)
+
+
+def test_a_program_that_is_abandoned_in_an_effect_leaves_the_generators_of_others_alone() -> None:
+    async def effect(steps: list[Steps]) -> None:
+        steps[0].suspend_guard()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            steps[0].resume_guard()
+
+    async def awaited(steps: list[Steps]) -> None:
+        await steps[0]
+
+    async def main() -> None:
+        steps: list[Steps] = []
+        steps.append(Steps(GlobalRandom(1), lambda: effect(steps)))
+        task = asyncio.get_running_loop().create_task(awaited(steps))
+        await asyncio.sleep(0)
+        before = random.getstate(), get_bit_generator()
+        steps[0].abandon()
+        task.cancel()
+        await asyncio.wait({task})
+        assert (random.getstate(), get_bit_generator()) == before
+
+    asyncio.run(main())
