@@ -7,6 +7,7 @@ other tokens in the journal. After each kill both oracles of `benchmarks.chaos` 
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import sqlite3
@@ -21,8 +22,14 @@ from typing import Any, ClassVar
 import msgspec
 
 import agentrl
+from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion, SeatBinding
+from agentrl.engines.scripted import ScriptedEngine
+from agentrl.environment.registry import name_of
 from agentrl.journal.entries import JournalEntry, TurnEntry
+from agentrl.rollout.byte_formats import STOP_TOKEN
 from agentrl.testing.check import check_environment
+from agentrl.testing.execution import POLICY, settings_of, wired
+from agentrl.testing.memory_journal import EpisodeEnd, MemoryJournal
 from benchmarks.chaos import Chaos, Kind, Tally
 
 KILLS = 100
@@ -86,8 +93,9 @@ def figures(quick: bool) -> dict[str, float | None]:
                 asked = "SELECT episode, drop_reason, detail FROM episodes WHERE drop_reason IS NOT NULL"
                 dropped += [f"{run.parent.name}: dropped {each}" for each in control.execute(asked)]
         os.environ["ASKING_LOG"] = str(Path(scratch, "checked.jsonl"))
-        (found,) = check_environment(Undeclared).findings
-    print(f"the checker on an undeclared date: {found}", flush=True)
+        told = [*check_environment(Undeclared).findings, asyncio.run(_killed_once(Path(scratch)))]
+    for said in told:
+        print(f"of an undeclared date: {said}", flush=True)
     faults = {*tally.verdict.lost, *tally.verdict.twice, *tally.verdict.ledger_errors, *tally.violations}
     for fault in sorted({*faults, *tally.unexplained, *dropped}):
         print(fault, flush=True)
@@ -99,8 +107,42 @@ def figures(quick: bool) -> dict[str, float | None]:
         "kills": tally.kills.total(),
         "harness_failures": len(dropped) + len(tally.unexplained),
         "violations": len(faults),
-        "divergence_named": float(found.partition("content: ")[2].count(time.strftime("%Y-%m-")) == 2),
+        "divergence_named": float(
+            len(told) == 2
+            and all(
+                "turn 0 of seat 'solver'" in said and said.partition("content: ")[2].count(time.strftime("%Y-%m-")) == 2
+                for said in told
+            )
+        ),
     }
+
+
+async def _killed_once(directory: Path) -> str:
+    """What is committed of an episode of `Undeclared` whose program is killed at its end, a second after it began."""
+    mark = directory / "killed"
+    script = f'"$0" -S "$1" "$2"; [ -e {mark} ] || {{ : > {mark}; sleep 1.1; kill -9 $$; }}'
+    command = ("sh", "-c", script, sys.executable, str(PROGRAM), "{task.question}")
+    environment = type("KilledOnce", (Undeclared,), {"command": command, "__module__": __name__})
+    engine = ScriptedEngine(
+        lambda request, policy, version: [*b"yes", STOP_TOKEN], versions={POLICY: PolicyVersion(POLICY, 0, 0)}
+    )
+    journal, failures, ended = MemoryJournal(), list[BaseException](), list[EpisodeHeader]()
+    dispatcher, _ = wired(environment, engine, journal, settings_of(), failures)
+    spec = EpisodeSpec(
+        episode_id="e0",
+        environment=name_of(environment),
+        task=Asking.tasks_of[0],
+        seed=1,
+        seats={"solver": SeatBinding(POLICY)},
+        group_id="g0",
+    )
+    dispatcher.worker.submit(spec, ended.append)
+    await dispatcher.worker.drain()
+    if failures or ended[0].attempt != 1:
+        raise SystemExit(
+            f"an episode that is killed once does not end well: {failures or dispatcher.worker.last_failure}"
+        )
+    return journal.of_kind(EpisodeEnd)[0].detail
 
 
 def _entries(run: Path) -> Iterator[JournalEntry]:

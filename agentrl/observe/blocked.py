@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import linecache
+import re
 import sys
 import sysconfig
 import threading
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from types import FrameType
 
 BLOCKED_S = 1.0
+_EPISODE = re.compile(r"[a-z]\d+(~.*)?")
 _MAX_CALLERS = 5
 _PACKAGE = __file__.rpartition("/observe/")[0]
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib", "scripts")})
@@ -127,7 +129,7 @@ class _Watch:
     def _described(self, stack: Sequence[FrameType], seconds: float) -> str:
         file, number = stack[0].f_code.co_filename, stack[0].f_lineno
         task = asyncio.current_task(self._loop)
-        name = "" if task is None or task.get_name().startswith("Task-") else f" in episode {task.get_name()}"
+        name = "" if task is None or not _EPISODE.fullmatch(task.get_name()) else f" in episode {task.get_name()}"
         callers = "".join(f", called from {_location(frame)}" for frame in stack[1:_MAX_CALLERS])
         what = (
             f"the event loop has been blocked for {seconds:.1f} s{name} by {_location(stack[0])}: "

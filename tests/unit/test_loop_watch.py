@@ -44,6 +44,17 @@ def test_code_that_blocks_the_loop_is_named_once_with_its_line() -> None:
     assert "in block: `heard.wait()" in said
 
 
+def test_a_task_of_another_library_is_no_episode() -> None:
+    async def block(heard: threading.Event) -> None:
+        async def run() -> None:
+            heard.wait()
+
+        await asyncio.get_running_loop().create_task(run(), name="graph.run_1")
+
+    [said] = told_during(block)
+    assert "in episode" not in said
+
+
 def test_an_episode_that_blocks_the_loop_is_named_with_its_stack() -> None:
     async def block(heard: threading.Event) -> None:
         def think() -> None:
