@@ -1,10 +1,10 @@
 """Inference engines: adapters of the `Engine` port.
 
 `embedded/` computes with transformers in one process, `vllm/` runs vLLM; `scripted.py` follows a script, without a
-model. Each can run in a process of its own behind `client.py` (here), `wire.py` (the messages) and `server.py` (there),
-which `child_process.py` starts and keeps running; `fleet.py` combines several. `external.py` and `remote.py` call
-policies that no engine serves. `sessions.py`, `models.py` and `weights.py` are shared by the engines: pins and leases,
-model directories, published weights and the canary check.
+model. Each can run in a child process behind `client.py` (this side), `wire.py` (the messages) and `server.py` (the
+other side), which `child_process.py` starts and keeps running; `fleet.py` combines several. `external.py` and
+`remote.py` call policies that no engine serves. `sessions.py`, `models.py` and `weights.py` are shared by the engines:
+pins and leases, model directories, published weights and the canary check.
 """
 
 from agentrl.core.machine import hide_broken_builds

@@ -1,4 +1,4 @@
-"""One engine for each base model of a run, as one engine: calls and versions go to the engine of their policy."""
+"""Combines one engine per base model into one engine: calls and versions go to the engine of their policy."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ SamplerT = TypeVar("SamplerT", bound="Sampler")
 
 
 class SamplerPerBase(Generic[SamplerT]):
-    """See `agentrl.core.ports.Sampler`. Policies of different base models have nothing in common in an engine: neither
-    weights, nor tokens, nor keys and values.
+    """See `agentrl.core.ports.Sampler`. Policies of different base models share nothing in an engine: neither weights,
+    nor tokens, nor KV.
 
     Args:
-        samplers: by policy; policies of one base model have the same one.
-        capabilities: of all together.
+        samplers: samplers by policy; policies of one base model have the same one.
+        capabilities: combined capabilities.
     """
 
     def __init__(self, samplers: Mapping[str, SamplerT], capabilities: EngineCapabilities) -> None:
         self.capabilities = capabilities
         self.samplers: tuple[SamplerT, ...] = tuple(dict.fromkeys(samplers.values()))
-        """One for each base model."""
+        """Samplers, one per base model."""
         self._of = dict(samplers)
 
     def of_policy(self, policy: str) -> SamplerT:
-        """The sampler of a policy.
+        """Return the sampler of a policy.
 
         Raises:
-            EngineError: there is none.
+            EngineError: the policy has no sampler.
         """
         sampler = self._of.get(policy)
         if sampler is None:
@@ -58,14 +58,15 @@ class EnginePerBase(SamplerPerBase["Engine"]):
     """See `agentrl.core.ports.Engine`.
 
     Args:
-        engines: by policy; policies of one base model have the same one.
+        engines: engines by policy; policies of one base model have the same one.
     """
 
     def __init__(self, engines: Mapping[str, Engine]) -> None:
         super().__init__(engines, _together([engine.capabilities for engine in dict.fromkeys(engines.values())]))
 
     async def serve(self, current: Collection[WeightsRef], pinned: Collection[WeightsRef] = ()) -> None:
-        """See `agentrl.core.ports.Engine.serve`: every engine is asked, since each is to unpin what is not named."""
+        """See `agentrl.core.ports.Engine.serve`; calls every engine, so that each unpins the versions that are not
+        named."""
         await self._all(
             [
                 engine.serve(
@@ -97,14 +98,14 @@ class EnginePerBase(SamplerPerBase["Engine"]):
 
     @staticmethod
     async def _all(asked: Sequence[Coroutine[Any, Any, None]]) -> None:
-        """Wait for all engines, then raise the first error: one that fails must not leave the others half asked."""
+        """Wait for all engines, then raise the first error: a failure must not leave the other calls half done."""
         for result in await asyncio.gather(*asked, return_exceptions=True):
             if isinstance(result, BaseException):
                 raise result
 
 
 def _together(engines: Sequence[EngineCapabilities]) -> EngineCapabilities:
-    """Capabilities that some engine has for the policies it serves, which it checked when it was loaded."""
+    """Combine the capabilities: each that some engine has for its policies, which it checked when it was loaded."""
     held = [each.kv_tokens for each in engines if each.kv_tokens is not None]
     return replace(
         engines[0],

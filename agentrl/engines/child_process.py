@@ -1,11 +1,11 @@
-"""Processes of an engine, and of episode workers: what is run, where, with which private files, and kept running.
+"""Child processes of engines and episode workers: program, placement, private files, supervision.
 
 `LocalPlacement` starts a program as a child of this process; `agentrl.cluster.engine_actors` starts it wherever Ray has
-room. `Supervisor` keeps one such process running and starts it again when it dies. Nothing here knows the messages that
-go over the connection.
-Invariants: the connection is a socket pair (no path, no port, nobody else can connect); one child at a time; `serving`
-returns only while a child is ready; `died` is called before the next child starts; whatever a child started dies with
-it; a child that has given a sign of life and falls silent is killed.
+resources. `Supervisor` keeps one such process running and restarts it when it dies. This module does not know the
+messages of the connection.
+Invariants: the connection is a socket pair (no path and no port, so no other process can connect); one child at a time;
+`serving` returns only while a child is ready; `died` is called before the next child starts; a child's descendants die
+with it; a child that has sent a message and then falls silent is killed.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ if TYPE_CHECKING:
     from agentrl.core.clock import Clock, RetryBudget
 
 VARIABLE = "AGENTRL_PRIVATE_FILES"
-"""Tells a child where its directory is."""
+"""Environment variable with the path of the child's private directory."""
 _PREFIX = "agentrl-child-"
 _MARK = "made_for_a_child"
-"""Name of an empty file that marks a directory as made for a child, so that no other directory is removed."""
+"""Name of an empty file that marks a directory as a child's, so that no other directory is removed."""
 _SHARED_MEMORY = Path("/dev/shm")
 _ROOM = 1 << 30
-"""Bytes that are to be free in shared memory for a child: adapters are copied to its place. Docker's has 64 MiB."""
+"""Bytes that should be free in shared memory for a child, to which adapters are copied. Docker's default is 64 MiB."""
 MAKE_ROOM = "make room there; a process that finds less than 1 GiB free in /dev/shm has its files under TMPDIR"
 _PR_SET_PDEATHSIG = 1
 _PIECES = 10
-"""Number of parts in which `silence_s` is counted: a part that passes while this process itself is suspended counts
+"""Number of intervals into which `silence_s` is divided: an interval that passes while this process is suspended counts
 against the child only once."""
 
 
@@ -53,15 +53,15 @@ class EngineProgram:
     """The program of a process: a module, and the engine that it makes."""
 
     factory: str
-    """`module:name`, called as `name(versions=…, **arguments)`; returns an engine."""
+    """Factory of the engine as `module:name`, called as `name(versions=…, **arguments)`."""
     arguments: Mapping[str, Any]
-    """Plain values."""
+    """Arguments of the factory, plain values."""
     host: str = "agentrl.engines.server"
-    """The module that is run."""
+    """Module that the process runs."""
 
 
 class Child(Protocol):
-    """A process that was started."""
+    """A child process."""
 
     @property
     def process_id(self) -> int:
@@ -69,11 +69,11 @@ class Child(Protocol):
         ...
 
     async def wait(self) -> str:
-        """Wait until it and whatever it started are dead; how it died. Can be called again."""
+        """Wait until the child and its descendants are dead; returns how it died. Can be called again."""
         ...
 
     def kill(self) -> None:
-        """Kill it and everything it started; idempotent."""
+        """Kill the child and its descendants. Idempotent."""
         ...
 
 
@@ -94,7 +94,7 @@ class EngineChild(Child, Protocol):
 
     @property
     def host(self) -> str:
-        """The address of its machine, which reads no files of this one; empty: this machine."""
+        """Address of the child's machine, which reads no files of this one; "" for this machine."""
         ...
 
     @property
@@ -112,16 +112,16 @@ class Placement(Protocol):
     """Starts an engine's processes, one after another."""
 
     async def start(self, program: EngineProgram) -> EngineChild:
-        """Start one; cancelled, it leaves none.
+        """Start a process; a cancelled call leaves none behind.
 
         Raises:
-            OSError: it cannot be started now, and may be later.
-            AgentRLError: it never can.
+            OSError: the process cannot be started now, but may be later.
+            AgentRLError: the process can never be started.
         """
         ...
 
     async def close(self) -> None:
-        """Give everything back; the last process is dead. Idempotent."""
+        """Release everything after the last process is dead. Idempotent."""
         ...
 
 
@@ -129,8 +129,8 @@ class LocalPlacement:
     """Engines as children of this process.
 
     Args:
-        log: takes what they write to their error streams, after what is there; None: this process's own does.
-        gpus: the GPUs they see, as `CUDA_VISIBLE_DEVICES` names them; empty: those that this process sees.
+        log: file to which their error streams are appended; None: this process's error stream.
+        gpus: ids of their GPUs as in `CUDA_VISIBLE_DEVICES`; empty: the GPUs of this process.
     """
 
     def __init__(self, log: Path | None = None, *, gpus: Sequence[str] = ()) -> None:
@@ -195,12 +195,12 @@ class LocalPlacement:
 
 
 def visible_gpus(gpus: Sequence[str]) -> dict[str, str]:
-    """The variables under which a process sees these GPUs alone, numbered as the driver does."""
+    """Return the environment variables that make only these GPUs visible, numbered as by the driver."""
     return {"CUDA_VISIBLE_DEVICES": ",".join(gpus), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
 
 class ChildProcess:
-    """See `Child`: a process that leads its own session, so that Ctrl-C reaches only its parent."""
+    """A `Child` that leads its own session, so that Ctrl-C reaches only its parent."""
 
     def __init__(self, process: Process) -> None:
         self._process = process
@@ -246,7 +246,7 @@ class EngineProcess(ChildProcess):
         self._log = log
 
     async def wait(self) -> str:
-        """See `Child.wait`; its files are gone, too."""
+        """See `Child.wait`; its private files are removed too."""
         how = await super().wait()
         self._files.remove()
         return how if self._log is None else f"{how}; what it said is in {self._log}"
@@ -262,7 +262,7 @@ def _cause(code: int) -> str:
 
 
 class PrivateFiles:
-    """Made for one child; locked by this process, so that others see that it is in use."""
+    """The private directory of one child, locked by this process, so that others see that it is in use."""
 
     def __init__(self) -> None:
         _remove_leftovers()
@@ -274,7 +274,7 @@ class PrivateFiles:
         made.rename(self.path)  # only now others may take it for a leftover, and it is locked
 
     def remove(self) -> None:
-        """The child is dead. Idempotent."""
+        """Remove the directory after the child's death. Idempotent."""
         if self._lock >= 0:
             _remove(self.path)
             os.close(self._lock)
@@ -321,8 +321,8 @@ class Supervised(Protocol):
         """Start a child.
 
         Raises:
-            OSError: it cannot be started now, and may be later.
-            AgentRLError: it never can.
+            OSError: the child cannot be started now, but may be later.
+            AgentRLError: the child can never be started.
         """
         ...
 
@@ -330,24 +330,24 @@ class Supervised(Protocol):
         """Make a fresh child ready to serve.
 
         Raises:
-            EngineLostError: it died meanwhile, and another may be tried.
-            AgentRLError: it will never serve.
+            EngineLostError: the child died meanwhile; another may be tried.
+            AgentRLError: a child will never serve.
         """
         ...
 
     async def died(self, how: str) -> None:
-        """Called after the child's death: read everything it sent."""
+        """Read everything that the child sent, after its death."""
         ...
 
 
 class Supervisor:
-    """Keeps one child running, from construction to `stop`. Made in the event loop it lives in.
+    """Keeps one child running, from construction to `stop`. Construct it in its event loop.
 
     Args:
-        name: what the child is called in messages.
-        budget: of losses in a row.
-        silence_s: how long a child that gave a sign of life once may say nothing.
-        tell: takes a line for people, when a child died and another is started.
+        name: name of the child in messages.
+        budget: budget of losses in a row.
+        silence_s: seconds that a child may be silent after its first message.
+        tell: receives a line for people when a child has died and another is started.
     """
 
     def __init__(
@@ -372,21 +372,21 @@ class Supervisor:
         self._silent: int | None = None
         """Number of silent intervals of `silence_s` in a row; None before the child's first message."""
         self._why = ""
-        """The reason why it was killed; empty if it was not."""
+        """Reason why the child was killed; empty if it was not."""
         self._serving = asyncio.Event()
         self._failure: AgentRLError | None = None
         self._task = asyncio.get_running_loop().create_task(self._keep(), name=f"keep {name}")
 
     @property
     def process_id(self) -> int | None:
-        """The process id of the child; None while there is none."""
+        """Process id of the child; None while there is none."""
         return None if self._child is None else self._child.process_id
 
     async def serving(self) -> None:
         """Wait until a child serves.
 
         Raises:
-            AgentRLError: none ever will again, and why.
+            AgentRLError: no child will ever serve again; the message has the reason.
         """
         while not self._serving.is_set():
             await self._serving.wait()
@@ -394,21 +394,21 @@ class Supervisor:
             raise self._failure.with_traceback(None)
 
     def achieved(self) -> None:
-        """The child did something useful: its next loss is the first in a row."""
+        """Reset the count of losses after the child has done useful work."""
         self._budget.achieved()
 
     def sign_of_life(self) -> None:
-        """The child gave a sign of life."""
+        """Note a message of the child."""
         self._silent = 0
 
     def kill(self, why: str = "") -> None:
-        """Kill the child and everything it started; it is replaced as if it had died by itself, for this reason."""
+        """Kill the child and its descendants for a reason; it is replaced as if it had died by itself."""
         if self._child is not None:
             self._why = self._why or why
             self._child.kill()
 
     async def stop(self, patience_s: float = 0.0) -> None:
-        """Kill the child, if it does not end by itself within `patience_s`; none is started again. Idempotent."""
+        """Kill the child if it does not end within `patience_s`, and start no other. Idempotent."""
         self._give_up(EngineError(f"{self._name} is closed"))
         if self._child is not None:
             if patience_s:
@@ -493,7 +493,9 @@ class Supervisor:
 
 
 def die_with(parent: int) -> None:
-    """Make the kernel kill this process when the thread that started it dies; at once, if `parent` is dead already."""
+    """Make the kernel kill this process when the thread that started it dies, or at once if `parent` is already
+    dead.
+    """
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:

@@ -1,12 +1,12 @@
-"""Engines in other processes, as their clients see them.
+"""Clients of engines in other processes.
 
-`ProcessEngine` owns an engine's process and implements `core.ports.Engine`: it starts the process, starts it again when
-it dies, and gives a fresh one the versions of the one before. `EngineClient` samples from processes that somebody else
-owns and implements `core.ports.Sampler`: an episode worker's process has one. Both talk over a `Connection`, in the
+`ProcessEngine` owns an engine's process and implements `core.ports.Engine`: it starts the process, restarts it when it
+dies, and gives a fresh one the versions of its predecessor. `EngineClient` samples from processes that it does not own
+and implements `core.ports.Sampler`: the process of an episode worker has one. Both talk over a `Connection`, in the
 messages of `wire.py`, to `server.py`.
-Invariants: a call in flight when its connection ends raises `EngineLostError` after its last delta; a session is opened
-again by its next call; a conversation stays with its process, which has its KV, while that is there; any other request
-waits for the next process and is made again, an update only once.
+Invariants: a call in flight when its connection ends raises `EngineLostError` after its last delta; the next call of a
+session reopens it; a conversation stays with its process, which has its KV, as long as the process lives; any other
+request waits for the next process and is repeated, an update only once.
 """
 
 from __future__ import annotations
@@ -44,22 +44,22 @@ if TYPE_CHECKING:
     from agentrl.engines.child_process import EngineChild, EngineProgram, Placement, Writer
 
 LOAD_BOUND = 1.25
-"""An engine takes conversations that its cache suits up to this multiple of the mean."""
+"""Multiple of the mean load up to which an engine takes conversations that share its cached prefixes."""
 PIECE_BYTES = 4 << 20
-"""Bytes of a version's file that are sent at once."""
+"""Number of bytes of a version's file in one message."""
 LOSSES_OF_AN_UPDATE = 2
-"""Deaths in one update after which the update counts as their cause."""
+"""Number of deaths during one update after which the update counts as their cause."""
 
 
 class Connection:
-    """The line to one process, from its start to its end.
+    """The connection to one process, from its start to its end.
 
     Args:
         reader: receives the process's replies.
         writer: sends requests to it.
         on_message: called with every reply.
-        on_end: called once no reply will come any more, with what was wrong with the last one; empty if the process
-            closed the connection.
+        on_end: called when no reply will come any more, with the error of the last one; "" if the process closed the
+            connection.
     """
 
     def __init__(
@@ -71,13 +71,13 @@ class Connection:
         on_end: Callable[[str], None],
     ) -> None:
         self.busy = 0.0
-        """Seconds this process has computed."""
+        """Seconds that the process has computed."""
         self.sessions = 0
-        """Conversations that go over it."""
+        """Number of conversations that use the connection."""
         self.host = ""
-        """The machine at its other end, which cannot read files of this one; empty: this machine."""
+        """Machine at the other end, which cannot read files of this one; "" for this machine."""
         self._sent: set[str] = set()
-        """Digests of the versions whose files the process has been sent."""
+        """Digests of the versions whose files were sent to the process."""
         self._writer = writer
         self._on_message = on_message
         self._on_end = on_end
@@ -88,22 +88,22 @@ class Connection:
         self._reading = asyncio.get_running_loop().create_task(self._read(reader), name="engine replies")
 
     def next_call(self) -> int:
-        """A number for a call or a session."""
+        """Return a number for a call or a session."""
         return next(self._numbers)
 
     @property
     def is_open(self) -> bool:
-        """Whether it can be asked."""
+        """Whether requests can be sent."""
         return self._ended is None
 
     def open(self, session_id: str, policy: str, *, pin: PolicyVersion | None = None) -> ConnectionSession:
-        """A session of the process; one that it refuses fails its first call."""
+        """Open a session of the process; if the process refuses, the first call fails."""
         number = self.next_call()
         self.send(wire.Open(session=number, name=session_id, policy=policy, pin=pin))
         return ConnectionSession(self, number)
 
     def send(self, message: wire.Request) -> None:
-        """Send a message that has no answer; nothing if the connection has ended."""
+        """Send a message without an answer; does nothing if the connection has ended."""
         if self._ended is None:
             wire.send(self._writer, message)
 
@@ -111,7 +111,7 @@ class Connection:
         """Send a message and wait for its answer.
 
         Raises:
-            AgentRLError: what the process raised, or why it is gone.
+            AgentRLError: the process raised the error, or is gone.
         """
         if self._ended is not None:
             raise self._ended.with_traceback(None)
@@ -124,7 +124,7 @@ class Connection:
             del self._calls[call]
 
     async def generate(self, session: int, request: GenerateRequest, on_delta: Delta | None) -> Completion:
-        """One call of a session."""
+        """Make one call of a session."""
         call = self.next_call()
         if on_delta is not None:
             self._listeners[call] = (request.request_id, on_delta)
@@ -150,10 +150,10 @@ class Connection:
         self._sent &= {weights.sha256 for weights in wanted}
 
     async def _send_files(self, weights: WeightsRef) -> None:
-        """Send the files of a version that the process does not have, one piece after another.
+        """Send the files of a version that the process lacks, piece by piece.
 
         Raises:
-            EngineError: they cannot be read here, or not be kept there.
+            EngineError: the files cannot be read here, or not stored there.
         """
         if weights.sha256 in self._sent:
             return
@@ -252,10 +252,10 @@ class ConnectionSession:
 
 
 class SessionHost(Protocol):
-    """Opens conversations: the connection to a process, or one engine of a fleet."""
+    """An object that opens conversations: the connection to a process, or one engine of a fleet."""
 
     sessions: int
-    """Conversations it has now."""
+    """Number of its conversations."""
 
     def open(self, session_id: str, policy: str, *, pin: PolicyVersion | None = None) -> EngineSession:
         """See `agentrl.core.ports.Sampler.open`."""
@@ -266,37 +266,37 @@ ReplicaT = TypeVar("ReplicaT", bound=SessionHost)
 
 
 class Router(Protocol[ReplicaT]):
-    """Decides which replica a conversation is with."""
+    """Decides which replica serves a conversation."""
 
     capabilities: EngineCapabilities
 
     def is_available(self, replica: ReplicaT) -> bool:
-        """Whether a conversation that is with this replica stays there, where its KV is."""
+        """Whether a conversation on this replica stays there, with its KV."""
         ...
 
     async def pick(self, policy: str, context: Int32Array) -> ReplicaT:
-        """The replica for a conversation that begins with `context`; waits while none takes calls.
+        """Pick the replica for a conversation that begins with `context`; waits while none takes calls.
 
         Raises:
-            EngineLostError: there is none now.
-            EngineFailedError: there never will be one again.
+            EngineLostError: no replica is available now.
+            EngineFailedError: no replica will be available again.
         """
         ...
 
     def replica_lost(self, replica: ReplicaT, error: EngineLostError | EngineFailedError) -> None:
-        """A call failed because its replica is gone, for now or for good.
+        """Note that a call failed because its replica is gone, for now or for good.
 
         Raises:
-            EngineFailedError: for good, and there is no other replica that could do the call.
+            EngineFailedError: the replica is gone for good, and no other replica could serve the call.
         """
         ...
 
 
 class RoutedSession(Generic[ReplicaT]):
-    """One conversation, with one replica at a time: opened again at another when that one is not available.
+    """One conversation on one replica at a time; it is reopened on another when its replica is not available.
 
-    Where its policy keeps its version (refresh `episode`), it is pinned to the version of its first tokens from then
-    on; a replica that does not have it refuses the call.
+    If its policy keeps versions (refresh `episode`), the conversation is pinned to the version of its first tokens; a
+    replica without this version refuses the call.
     """
 
     __slots__ = ("_closed", "_name", "_pin", "_policy", "_replica", "_router", "_session")
@@ -329,7 +329,7 @@ class RoutedSession(Generic[ReplicaT]):
                 return completion
 
     async def _opened(self, request: GenerateRequest) -> tuple[ReplicaT, EngineSession]:
-        """The replica it is with, and the session there."""
+        """Return the conversation's replica, and its session there."""
         if self._replica is not None and not self._router.is_available(self._replica):
             self._close_session()  # before waiting for another: a replica may need what the session holds
         if self._replica is None or self._session is None:
@@ -354,15 +354,15 @@ class RoutedSession(Generic[ReplicaT]):
 
 
 def pick_replica(loads: Sequence[int], policy: str, context: Int32Array) -> int:
-    """The index of the replica for a conversation that begins with `context`.
+    """Return the index of the replica for a conversation that begins with `context`.
 
-    Conversations that begin alike go to one replica as long as it has at most `LOAD_BOUND` times the mean number of
-    conversations (consistent hashing with bounded loads: Mirrokni et al., 2018, arXiv:1608.01350).
+    Conversations with the same beginning go to one replica, as long as that has at most `LOAD_BOUND` times the mean
+    number of conversations (consistent hashing with bounded loads: Mirrokni et al., 2018, arXiv:1608.01350).
 
     Args:
         loads: number of conversations of each replica.
-        policy: of the conversation.
-        context: its token ids, `[n]`.
+        policy: policy of the conversation.
+        context: token ids of the conversation, `[n]`.
     """
     best = key64(policy, context.tobytes().hex()) % len(loads)
     return best if loads[best] <= LOAD_BOUND * sum(loads) / len(loads) else loads.index(min(loads))
@@ -372,19 +372,20 @@ class ProcessEngine:
     """See `agentrl.core.ports.Engine`. Starts its process at once; `ready` waits for it.
 
     Args:
-        program: what the process runs.
-        versions: the version each policy begins at.
-        placement: where it runs; closed with the engine. None: a child of this process.
+        program: program of the process.
+        versions: first version of each policy.
+        placement: starts the process; closed with the engine. None: a child of this process.
         silence_s: longest silence, in seconds, before the process counts as hung and is killed.
-        attempts: deaths in a row, without an answered call in between, that are allowed.
+        attempts: maximum number of deaths in a row, without an answered call in between.
         clock: times the waits between attempts.
         tell: receives a line for people when the process dies, if given.
     """
 
     capabilities: EngineCapabilities
-    """Known once the process has served."""
+    """Capabilities of the engine, known once the process has served."""
     deliver: Callable[[PolicyVersion, str], Awaitable[None]] | None = None
-    """Has the trainer send all weights of a version to an address, when the process asks; None: it loads files."""
+    """Makes the trainer send full weights of a version to an address when the process asks; None: the process loads
+    files."""
 
     def __init__(
         self,
@@ -402,14 +403,15 @@ class ProcessEngine:
         self._placement = placement or LocalPlacement()
         self._first_versions = dict(versions)
         self._wanted = self._served = WantedVersions()
-        """The newest request, and the part that the process confirmed, which a new process receives first."""
+        """Newest request, and the part of it that the process has confirmed, which a new process receives first."""
         self._gone: dict[WeightsRef, EngineError] = {}
-        """Pinned versions that a process served and the next one could not load any more, until they are unpinned."""
+        """Errors of pinned versions that a former process served and the next one could not load, until they are
+        unpinned."""
         self._connection: Connection | None = None
         self._is_welcomed = False
-        """The process has been given its versions; before, nothing else is sent to it."""
+        """Whether the process has received its versions; before that, no other message is sent to it."""
         self._address = ""
-        """The process's address, while it serves."""
+        """Address of the process while it serves."""
         self._moved: Callable[[], None] = lambda: None
         self._busy_before = 0.0
         self.supervisor = Supervisor(
@@ -425,7 +427,8 @@ class ProcessEngine:
         """Wait until the process serves.
 
         Raises:
-            AgentRLError: why it never will: what the engine's factory raised, or that it died too often.
+            AgentRLError: the process will never serve: the engine's factory raised the error, or the process died too
+                often.
         """
         await self.supervisor.serving()
         return self
@@ -455,7 +458,7 @@ class ProcessEngine:
                 task.add_done_callback(self._sending.discard)
 
     async def _send_weights(self, wanted: wire.WeightsWanted, connection: Connection | None) -> None:
-        """Have the trainer send what the process asks for; otherwise it loads the published file."""
+        """Make the trainer send weights that the process asked for; otherwise the process loads the published file."""
         if self.deliver is not None:
             with contextlib.suppress(AgentRLError):  # a trainer that is lost is told by whoever trains
                 await self.deliver(wanted.version, wanted.address)
@@ -463,7 +466,7 @@ class ProcessEngine:
             connection.send(wire.NotSent(number=wanted.number))
 
     async def welcome(self) -> None:
-        """See `Supervised.welcome`: a fresh process is given the versions of the one before."""
+        """See `Supervised.welcome`: gives a fresh process the versions of its predecessor."""
         connection = self._connection
         if connection is None:
             raise EngineLostError("the engine's process has no connection")
@@ -483,10 +486,10 @@ class ProcessEngine:
         self._moved()
 
     async def _restore(self, connection: Connection) -> None:
-        """Have a fresh process serve what the one before did.
+        """Make a fresh process serve the versions of its predecessor.
 
-        A pinned version whose files are gone is left out: opening a session that pins it is refused by name, and it
-        stands in the way of no later version.
+        A pinned version whose files are gone is left out: a session that pins it is refused with an error, and it does
+        not block later versions.
         """
         current = self._served.current.values()
         if current:
@@ -542,12 +545,12 @@ class ProcessEngine:
         return await self._connected()
 
     def replica_lost(self, replica: Connection, error: EngineLostError | EngineFailedError) -> None:
-        """See `Router.replica_lost`; the supervisor knows of losses."""
+        """See `Router.replica_lost`; the supervisor handles the loss."""
         if isinstance(error, EngineFailedError):
             raise error
 
     async def _connected(self) -> Connection:
-        """The connection to the process; waits until one serves."""
+        """Return the connection to the process; waits until one serves."""
         while True:
             try:
                 await self.supervisor.serving()
@@ -560,10 +563,10 @@ class ProcessEngine:
     # --- control ----------------------------------------------------------------------------------------------------
 
     async def serve(self, current: Collection[WeightsRef], pinned: Collection[WeightsRef] = ()) -> None:
-        """See `agentrl.core.ports.Engine.serve`; versions of which the process dies again and again are refused.
+        """See `agentrl.core.ports.Engine.serve`; a version that repeatedly kills the process is refused.
 
-        A pin that was served before and that a new process could not load is not asked for again, and is no failure:
-        whoever samples from it hears of it.
+        A pin that was served before and that a new process could not load is not requested again, and does not raise
+        here: sessions that sample from it get the error.
         """
         wanted = self._wanted = self._wanted.followed_by(current, pinned)
         self._served = self._served.without_pins_but(wanted)
@@ -593,7 +596,7 @@ class ProcessEngine:
         return self._first_versions.get(policy) if weights is None else weights.version
 
     async def ping(self) -> None:
-        """See `agentrl.core.ports.Engine.ping`; the supervisor sees to processes that hang."""
+        """See `agentrl.core.ports.Engine.ping`; the supervisor handles processes that hang."""
         await self._connected()
 
     def abort(self, request_id: str) -> None:
@@ -632,7 +635,9 @@ class ProcessEngine:
             self._connection.send(message)
 
     async def _until_answered(self, ask: Callable[[Connection], Any]) -> Any:
-        """Ask this process or, if it dies meanwhile, the next one; for requests that may be repeated."""
+        """Send a request to the process or, if it dies meanwhile, to the next one; for requests that may be
+        repeated.
+        """
         while True:
             connection = await self._connected()
             try:
@@ -647,16 +652,17 @@ class SharedEngine(Protocol):
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """The Unix sockets, or `core.network.Address`es, of the processes that take calls now."""
+        """Return the Unix sockets, or `core.network.Address`es, of the processes that take calls now."""
         ...
 
     def on_move(self, moved: Callable[[], None]) -> None:
-        """Have `moved` called whenever these have changed."""
+        """Register a callback for changes of the addresses."""
         ...
 
 
 class EngineClient:
-    """See `agentrl.core.ports.Sampler`; versions are its owner's, and a version that is not there fails the call."""
+    """See `agentrl.core.ports.Sampler`. The owner of the processes decides the versions; a call for another version
+    fails."""
 
     def __init__(self, capabilities: EngineCapabilities) -> None:
         self.capabilities = capabilities
@@ -664,15 +670,15 @@ class EngineClient:
         self._moved = asyncio.Event()
         self._connections: dict[str, asyncio.Task[Connection]] = {}
         self._coming = Counter[str]()
-        """Conversations, by address, whose connection is being opened."""
+        """Number of conversations whose connection is being opened, by address."""
 
     def moved(self, addresses: Sequence[str]) -> None:
-        """Use these processes from now on; the connections of processes that are gone end by themselves."""
+        """Use these processes from now on; connections to others end by themselves."""
         self._addresses = tuple(addresses)
         self._moved.set()
 
     def open(self, session_id: str, policy: str, *, pin: PolicyVersion | None = None) -> RoutedSession[Connection]:
-        """See `agentrl.core.ports.Sampler.open`; which process it is with is decided by its first call."""
+        """See `agentrl.core.ports.Sampler.open`; the first call chooses the process."""
         return RoutedSession(self, session_id, policy, pin)
 
     def abort(self, request_id: str) -> None:
@@ -686,7 +692,7 @@ class EngineClient:
         return replica.is_open and any(self._connection(address) is replica for address in self._addresses)
 
     def replica_lost(self, replica: Connection, error: EngineLostError | EngineFailedError) -> None:
-        """See `Router.replica_lost`; its connection has ended, or the owner's engine fails other calls too."""
+        """See `Router.replica_lost`; the connection has ended, or the owner's engine fails other calls too."""
         if isinstance(error, EngineFailedError):
             raise error
 

@@ -1,4 +1,4 @@
-"""Counter-based random numbers: the n-th number of a seed, in any order and any company. Pure numpy."""
+"""Counter-based random numbers: the n-th number of a seed, independent of order and batch. Pure numpy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MIX_2 = np.uint64(0x94D049BB133111EB)
 
 
 def uniform(seeds: NDArray[np.uint64], counters: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Numbers in [0, 1) with 48 random bits, a pure function of (seed, counter), both `[B]`.
+    """Return numbers in [0, 1) with 48 random bits, a pure function of (seed, counter), both `[B]`.
 
     The output function of SplitMix64 (Steele, Lea & Flood, 2014, doi:10.1145/2714064.2660195), applied to the seed
     first, so that neighbouring seeds do not share a sequence.

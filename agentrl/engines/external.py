@@ -1,10 +1,10 @@
-"""External policies, which no engine of ours serves: behind an endpoint (`remote.py`), or programs (bots).
+"""External policies, which no engine of the run serves: behind an endpoint (`remote.py`), or programs (bots).
 
 Owns: the routing of calls to policies, and the calls of bots. An external policy receives the conversation as JSON
 lines (`rollout/byte_formats.py`), one token per byte; its completion is such a line with logprob 0, recorded and
 replayed like any other and never trained.
 Invariants: a bot's random numbers depend only on the call id of its turn, so a replayed turn is the same; a bot that
-raises, or returns something other than text, ends the episode by name.
+raises, or returns something other than text, ends the episode with an error.
 """
 
 from __future__ import annotations
@@ -30,36 +30,36 @@ if TYPE_CHECKING:
     from agentrl.core.records import FinishReason, Float32Array, Int32Array, WeightsRef
 
 MAX_CHARACTERS = 1 << 20
-"""The longest turn of a bot, in characters: all of it goes to the journal."""
+"""Maximum length of a bot's turn, in characters: all of it goes to the journal."""
 Program = Callable[[Sequence[Message], Random], "str | Awaitable[str]"]
 """Maps a conversation, newest message last, to the reply."""
 
 
 class ExternalPolicy(Protocol):
-    """A policy that no engine of ours serves."""
+    """A policy that no engine of the run serves."""
 
     async def generate(self, request: GenerateRequest, where: str) -> Completion:
-        """Ask it for a turn; `where` names episode and seat, for messages."""
+        """Request a turn; `where` names episode and seat, for messages."""
         ...
 
     def abort(self, request_id: str) -> None:
-        """End a call in flight, without a token; nothing if it is not in flight."""
+        """End a call in flight without a token; does nothing if it is not in flight."""
         ...
 
     async def close(self) -> None:
-        """Give everything back. Idempotent."""
+        """Release everything. Idempotent."""
         ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExternalSession:
-    """See `agentrl.core.ports.EngineSession`; there is nothing to hold."""
+    """See `agentrl.core.ports.EngineSession`; holds no resources."""
 
     external: ExternalPolicy
     session_id: str
 
     async def generate(self, request: GenerateRequest, on_delta: Delta | None = None) -> Completion:
-        """See `agentrl.core.ports.EngineSession.generate`; the answer comes all at once."""
+        """See `agentrl.core.ports.EngineSession.generate`; the whole answer comes at once."""
         return await self.external.generate(request, f"episode and seat {self.session_id}")
 
     def close(self) -> None:
@@ -67,7 +67,7 @@ class ExternalSession:
 
 
 class RoutedSampler:
-    """See `agentrl.core.ports.Sampler`: a sampler, and external policies beside it."""
+    """See `agentrl.core.ports.Sampler`: combines a sampler with external policies."""
 
     def __init__(self, sampler: Sampler, policies: Mapping[str, ExternalPolicy]) -> None:
         self.capabilities: EngineCapabilities = sampler.capabilities
@@ -88,12 +88,12 @@ class RoutedSampler:
 
 
 class RoutedEngine(RoutedSampler):
-    """See `agentrl.core.ports.Engine`: an engine, and external policies beside it."""
+    """See `agentrl.core.ports.Engine`: combines an engine with external policies."""
 
     def __init__(self, engine: Engine, policies: Mapping[str, ExternalPolicy]) -> None:
         super().__init__(engine, policies)
         self.engine = engine
-        """Ours."""
+        """Engine of the other policies."""
 
     async def serve(self, current: Collection[WeightsRef], pinned: Collection[WeightsRef] = ()) -> None:
         """See `agentrl.core.ports.Engine.serve`."""
@@ -110,7 +110,7 @@ class RoutedEngine(RoutedSampler):
         return await self.engine.score(version, token_ids, temperature)
 
     def busy_seconds(self) -> float:
-        """The engine's own."""
+        """See `Engine.busy_seconds`: those of the engine."""
         return self.engine.busy_seconds()
 
     async def close(self) -> None:
@@ -128,14 +128,14 @@ class NoEngine:
     )
 
     def open(self, session_id: str, policy: str, *, pin: PolicyVersion | None = None) -> EngineSession:
-        """Refused: no policy is here."""
+        """Refuse: this engine serves no policy."""
         raise EngineError(f"{session_id}: no engine serves policy {policy!r}: all policies of the run are external")
 
     def abort(self, request_id: str) -> None:
         """See `Engine.abort`; no call is ever in flight."""
 
     async def serve(self, current: Collection[WeightsRef], pinned: Collection[WeightsRef] = ()) -> None:
-        """Refused, unless there is nothing to serve: nothing here has weights."""
+        """Refuse any version: external policies have no weights."""
         for weights in (*current, *pinned):
             raise EngineError(f"no engine takes {weights.path}: all policies of the run are external")
 
@@ -145,11 +145,11 @@ class NoEngine:
     async def score(
         self, version: PolicyVersion | str, token_ids: Int32Array, temperature: float = 1.0
     ) -> Float32Array:
-        """Refused: nothing here has weights."""
+        """Refuse: external policies have no weights."""
         raise EngineError(f"no engine scores tokens of {version}: all policies of the run are external")
 
     def busy_seconds(self) -> float:
-        """Never busy."""
+        """Return 0: this engine is never busy."""
         return 0.0
 
     async def close(self) -> None:
@@ -158,7 +158,7 @@ class NoEngine:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Bot:
-    """See `ExternalPolicy`: the policy that a program is."""
+    """See `ExternalPolicy`: a policy that is a program."""
 
     policy: str
     program: Program
@@ -184,17 +184,17 @@ class Bot:
         return completion(self.policy, line.encode("utf-8", "replace"), "stop")
 
     def abort(self, request_id: str) -> None:
-        """Does nothing: its turns end at once, or are waited for."""
+        """Do nothing: turns of a bot end at once, or are awaited."""
 
     async def close(self) -> None:
-        """Does nothing."""
+        """Do nothing: a bot holds no resources."""
 
     def _failed(self, where: str, what: str) -> EpisodeError:
         return EpisodeError(f"{where}, policy {self.policy!r}: the bot {what}", reason="bot_error")
 
 
 def completion(policy: str, said: bytes, reason: FinishReason) -> Completion:
-    """The completion of an external policy, from the bytes of its line."""
+    """Make the completion of an external policy from the bytes of its line."""
     version = PolicyVersion(policy, 0, 0)
     return Completion(
         token_ids=np.frombuffer(said, dtype=np.uint8).astype(np.int32),

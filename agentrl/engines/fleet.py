@@ -1,11 +1,11 @@
-"""Several engines as one: conversations are spread over them, versions reach them in turn.
+"""Combines several engines into one: spreads conversations over them, and updates them in turn.
 
-Implements `core.ports.Engine`. Owns which replica a conversation is with, which versions all are to serve, and who does
-not. Does not know what the replicas are.
-Invariants: a conversation stays with its replica, which has its KV, until that is lost or behind; a replica is brought
-to what is wanted, also when it comes back late, and is fenced while it is behind: it ends the calls it has and gets no
-new ones; a version that the first replica refuses has reached none, unless it is that replica's disk that refuses; a
-fenced replica is told of with its reason, and again after a minute, and after two more, and so on.
+Implements `core.ports.Engine`. Owns the assignment of conversations to replicas, the versions that all should serve,
+and the replicas that do not. Does not know what kind of engines the replicas are.
+Invariants: a conversation stays with its replica, which has its KV, until that is lost or behind; every replica is
+brought to the wanted versions, also when it comes back late, and is fenced while it is behind: it finishes its calls
+and gets no new ones; a version that the first replica refuses has reached none, unless that replica's disk refused it;
+a fenced replica is reported with its reason, again after a minute, after two more, and so on.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from agentrl.core.records import Float32Array, Int32Array, PolicyVersion, WeightsRef
 
 FENCE_S = 30.0
-"""Longest time the other replicas wait for one replica's update to full weights."""
+"""Maximum time the other replicas wait for one replica's update to full weights, in seconds."""
 REMIND_S = 60.0
-"""Seconds after which a replica that gets no calls is told of again, the first time; then twice as many, and so on."""
+"""Seconds after which a fenced replica is first reported again; the interval then doubles each time."""
 BACK_S = 1.0
-"""Seconds between checks whether a lost replica is back."""
+"""Seconds between checks of whether a lost replica is back."""
 
 
 @dataclass(slots=True, eq=False)
@@ -39,21 +39,21 @@ class Replica:
     number: int
     engine: Engine
     sessions: int = 0
-    """Conversations it has."""
+    """Number of its conversations."""
     asked: WantedVersions | None = None
-    """The last request to it; None if it was lost meanwhile."""
+    """Last request to the replica; None if it was lost meanwhile."""
     serves: WantedVersions = field(default_factory=WantedVersions)
-    """The versions it serves."""
+    """Versions that the replica serves."""
     refusal: Exception | None = None
-    """The error with which it refused the last request."""
+    """Error with which the replica refused the last request."""
     following: asyncio.Task[None] | None = None
-    """Has it serve what is wanted."""
+    """Task that makes the replica serve the wanted versions."""
     is_fenced: bool = False
     why: str = ""
-    """The reason for the fence."""
+    """Reason for the fence."""
     is_lost: bool = False
     failure: EngineError | None = None
-    """The error with which it failed for good."""
+    """Error with which the replica failed for good."""
 
     def open(self, session_id: str, policy: str, *, pin: PolicyVersion | None = None) -> EngineSession:
         """See `agentrl.core.ports.Engine.open`."""
@@ -68,14 +68,14 @@ class ReplicatedEngine:
 
     Args:
         engines: engines with equal versions and capabilities.
-        tell: takes a line for people when a replica falls behind, and when it is back.
+        tell: receives a line for people when a replica falls behind, and when it is back.
     """
 
     def __init__(self, engines: Sequence[Engine], *, tell: Callable[[str], None] | None = None) -> None:
         self.capabilities = _together([engine.capabilities for engine in engines])
         self._replicas = [Replica(number, engine) for number, engine in enumerate(engines)]
         self._wanted = self._served = WantedVersions()
-        """The newest request, and the part of it that at least one replica has served."""
+        """Newest request, and the part of it that at least one replica serves."""
         self._forwarded: set[asyncio.Task[None]] = set()
         self._tell = tell or (lambda line: None)
         self._one_at_a_time = asyncio.Lock()
@@ -93,7 +93,7 @@ class ReplicatedEngine:
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """See `client.SharedEngine`: those of replicas that are not fenced."""
+        """See `client.SharedEngine`: addresses of replicas that are not fenced."""
         engines = [replica.engine for replica in self._replicas if not replica.is_fenced]
         return tuple(each for engine in engines if isinstance(engine, SharedEngine) for each in engine.addresses)
 
@@ -107,7 +107,7 @@ class ReplicatedEngine:
     # --- sessions ---------------------------------------------------------------------------------------------------
 
     def open(self, session_id: str, policy: str, *, pin: PolicyVersion | None = None) -> RoutedSession[Replica]:
-        """See `agentrl.core.ports.Engine.open`; which replica it is with is decided by its first call."""
+        """See `agentrl.core.ports.Engine.open`; the first call chooses the replica."""
         session = RoutedSession(self, session_id, policy, pin)
         for replica in sorted(self._living(), key=lambda each: each.is_fenced):
             try:
@@ -135,7 +135,7 @@ class ReplicatedEngine:
         return available
 
     def replica_lost(self, replica: Replica, error: EngineLostError | EngineFailedError) -> None:
-        """See `client.Router.replica_lost`: it is fenced until it answers again, or for good."""
+        """See `client.Router.replica_lost`: fences the replica until it answers again, or for good."""
         if isinstance(error, EngineFailedError):
             if replica.failure is None and not self._closed:
                 replica.failure, replica.is_fenced = error, False  # fenced or not, this is told
@@ -171,11 +171,11 @@ class ReplicatedEngine:
     # --- control ----------------------------------------------------------------------------------------------------
 
     async def serve(self, current: Collection[WeightsRef], pinned: Collection[WeightsRef] = ()) -> None:
-        """See `agentrl.core.ports.Engine.serve`: each replica in turn, so that the others sample meanwhile.
+        """See `agentrl.core.ports.Engine.serve`: updates the replicas in turn, so that the others sample meanwhile.
 
         A replica that takes longer than `FENCE_S` for full weights, or fails where another did not, is fenced until it
-        has caught up. An adapter may have to wait for a place, which conversations free when they end, and unpinned
-        versions at once: so do we.
+        has caught up. An adapter may have to wait for a slot, which conversations free when they end, and unpinned
+        versions at once; this method waits too.
         """
         self._wanted = self._wanted.followed_by(current, pinned)
         self._served = self._served.without_pins_but(self._wanted)
@@ -216,7 +216,7 @@ class ReplicatedEngine:
         """Wait until a replica serves the wanted versions, and fence it if it does not; skip fenced ones.
 
         Raises:
-            EngineError: it refused, and no other replica accepted.
+            EngineError: the replica refused, and no other replica accepted.
         """
         following = self._follow(replica)
         if replica.is_fenced:
@@ -244,10 +244,10 @@ class ReplicatedEngine:
         return ", ".join(sorted(str(weights.version) for weights in new))
 
     def _is_taken(self) -> bool:
-        """Whether a replica serves what is wanted.
+        """Return whether a replica serves the wanted versions.
 
         Raises:
-            EngineError: none will, for this reason.
+            EngineError: no replica will; the message has the reason.
         """
         living = self._living()
         behind = [replica for replica in living if self._is_behind(replica)]
@@ -265,7 +265,7 @@ class ReplicatedEngine:
         return serves.current != wanted.current or not wanted.pinned <= serves.pinned
 
     def _follow(self, replica: Replica) -> asyncio.Task[None]:
-        """The task that makes a replica serve the wanted versions; started if none runs."""
+        """Return the task that makes a replica serve the wanted versions, starting it if none runs."""
         if replica.following is None or replica.following.done():
             name = f"engine replica {replica.number}"
             replica.following = asyncio.get_running_loop().create_task(self._reconcile(replica), name=name)
@@ -290,7 +290,7 @@ class ReplicatedEngine:
             self._moved()
 
     async def _ask(self, replica: Replica) -> None:
-        """Have a replica serve what is wanted now; who waits for it hears of a refusal."""
+        """Make a replica serve the versions wanted now; callers that wait for it get its refusal."""
         wanted = replica.asked = self._wanted
         replica.refusal = None
         try:
@@ -316,7 +316,7 @@ class ReplicatedEngine:
         return f"{sum(not each.is_fenced for each in self._replicas)} of {len(self._replicas)} replicas take calls"
 
     async def _remind(self) -> None:
-        """Say which replicas get no calls, until all do."""
+        """Report the replicas that get no calls, until all do."""
         wait = REMIND_S
         while any(each.is_fenced for each in self._replicas):
             await asyncio.sleep(wait)
@@ -327,7 +327,7 @@ class ReplicatedEngine:
                     self._tell(f"engine replica {each.number} still gets no calls: {why}; {self._count()}")
 
     async def ping(self) -> None:
-        """See `agentrl.core.ports.Engine.ping`: one replica takes calls."""
+        """See `agentrl.core.ports.Engine.ping`: returns once one replica takes calls."""
         await self._available()
 
     def abort(self, request_id: str) -> None:
@@ -371,7 +371,7 @@ class ReplicatedEngine:
 
 
 def _together(replicas: Sequence[EngineCapabilities]) -> EngineCapabilities:
-    """Capabilities of several equal engines: their memory and compute add up."""
+    """Combine the capabilities of several equal engines: their memory and compute add up."""
     held = [each.kv_tokens for each in replicas if each.kv_tokens is not None]
     return replace(
         replicas[0],

@@ -12,7 +12,7 @@ from agentrl.engines.models import dtype_name, kv_bytes_per_token, model_dtype, 
 from agentrl.engines.weights import adaptable_layers
 
 _LOGIT_COPIES = 3
-"""Copies of a pass's logits, in float32, that exist at once during sampling."""
+"""Number of float32 copies of a pass's logits that exist at once during sampling."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,23 +25,23 @@ class EngineMemory:
     adapters: int
     """Bytes of all adapter slots, filled."""
     keys_and_values: int
-    """KV of all slots with contexts of full length."""
+    """Bytes of the KV of all slots with contexts of full length."""
     logits: int
-    """Logits of a pass over all slots."""
+    """Bytes of the logits of a pass over all slots."""
 
 
 def engine_memory(
     path: Path, *, dtype: str, slots: int, max_context: int, adapter_slots: int, max_rank: int
 ) -> EngineMemory:
-    """The memory of an engine that serves the model of a directory.
+    """Predict the memory of an engine that serves the model of a directory.
 
     Args:
-        path: the directory.
+        path: directory of the model.
         dtype: `model.dtype` of the configuration.
-        slots: contexts at once.
-        max_context: tokens of the longest.
-        adapter_slots: adapters at once; 0: none.
-        max_rank: the largest of their ranks.
+        slots: number of contexts at once.
+        max_context: longest context in tokens.
+        adapter_slots: number of adapters at once; 0: none.
+        max_rank: largest rank of an adapter.
 
     Raises:
         ModelError: the directory holds no model, or one with fewer positions.
@@ -63,7 +63,7 @@ def engine_memory(
 
 
 def device_memory() -> tuple[Memory, bool]:
-    """The memory of the device that this process computes on, and whether it is a GPU."""
+    """Return the memory of this process's device, and whether it is a GPU."""
     if torch.cuda.is_available():
         free, total = torch.cuda.mem_get_info()
         return Memory(free, total), True

@@ -1,7 +1,7 @@
 """Model directories: load a local Hugging Face causal LM for sampling or training, or read its shapes alone.
 
-Owns: the checks a directory must pass, and positions that depend on a context's length. Never executes code from a
-directory, never unpickles.
+Owns: the checks of a directory, and positions that depend on a context's length. Never executes code from a directory,
+never unpickles.
 """
 
 from __future__ import annotations
@@ -36,17 +36,21 @@ if TYPE_CHECKING:
 
 
 ONE_LOAD_AT_A_TIME = Lock()
-"""transformers changes global state while it loads, and engines and trainers of one process load in threads."""
+"""Lock around loading: transformers changes global state meanwhile, and engines and trainers of one process load in
+threads.
+"""
 _ONE_TENSOR_AT_A_TIME = "HF_DEACTIVATE_ASYNC_LOAD"
-"""The variable of the environment that keeps transformers from reading tensors ahead."""
+"""Environment variable that keeps transformers from reading tensors ahead."""
 _MOST = (
     (re.compile("vocab_size"), 1 << 24),
     (re.compile("layers|experts"), 1 << 14),
 )
-"""Sizes in a model's configuration, by their names, and the most that is believed: some 40 times the largest known."""
+"""Patterns of size names in a model's configuration, and the largest accepted values: some 40 times the largest
+known.
+"""
 _SPECIAL = re.compile("window|chunk|block|topk|original_max_position")
 _SELECTED_KEYS = ("index_topk", "indexer_budget")
-"""Settings of models whose indexer selects the keys that are attended to: how many it selects."""
+"""Settings for the number of keys that an indexer selects for attention."""
 _LOAD_ERRORS = (
     OSError,
     ValueError,
@@ -61,23 +65,23 @@ _LOAD_ERRORS = (
     SafetensorError,
     StrictDataclassError,
 )
-"""Raised by transformers on a directory that is damaged, or whose configuration makes no sense."""
+"""Errors that transformers raises for a damaged directory, or an invalid configuration."""
 _STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 """Floating-point dtypes by their names in a safetensors header."""
 
 
 def model_dtype(path: str | Path, setting: str, device: torch.device) -> torch.dtype:
-    """The dtype that a model computes in on a device.
+    """Return the dtype in which a model computes on a device.
 
     Args:
-        path: its directory.
+        path: directory of the model.
         setting: `model.dtype` of the configuration. `auto` is the dtype of the checkpoint: that of `config.json`, else
-            of the first floating-point tensor. A float16 checkpoint computes in float32, since float16 gradients
+            of the first floating-point tensor. A float16 checkpoint computes in float32, because float16 gradients
             underflow.
-        device: where it will compute.
+        device: device of the computation.
 
     Raises:
-        ModelError: the directory is no model, or the device does not compute in this dtype.
+        ModelError: the directory holds no model, or the device does not support the dtype.
     """
     dtype = _checkpoint_dtype(Path(path)) if setting == "auto" else getattr(torch, setting)
     if dtype is torch.float16:
@@ -97,12 +101,12 @@ def model_dtype(path: str | Path, setting: str, device: torch.device) -> torch.d
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """A dtype as a configuration names it, such as `bfloat16`."""
+    """Return the name of a dtype in a configuration, such as `bfloat16`."""
     return str(dtype).removeprefix("torch.")
 
 
 def _checkpoint_dtype(path: Path) -> torch.dtype:
-    """The dtype that a checkpoint is stored in; float32 if nothing states it."""
+    """Return the dtype of a stored checkpoint; float32 if nothing states it."""
     _check_directory(path)
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
@@ -133,16 +137,16 @@ def read_model(
 
     Args:
         path: the directory.
-        dtype: of its parameters.
-        max_context: the longest context it is to compute.
-        to_sample: whether the embedded engine is to sample contexts of that length, or a trainer to train on them.
-        keep: what is kept of each parameter, such as a shard, before the next is read; None: all of it.
+        dtype: dtype of the parameters.
+        max_context: longest context to compute, in tokens.
+        to_sample: whether the embedded engine samples contexts of that length, or a trainer trains on them.
+        keep: returns the part of a parameter to keep, such as a shard, before the next one is read; None keeps all.
 
     Text from the directory never reaches a stream unescaped: transformers is silenced, and names are shown as literals.
 
     Raises:
-        ModelError: the directory holds no such model, its weights are damaged or not those of its configuration, or
-            it cannot serve contexts of `max_context`.
+        ModelError: the directory holds no such model, its weights are damaged or do not fit its configuration, or it
+            cannot serve contexts of `max_context`.
     """
     _check_directory(path)
     load: Any = AutoModelForCausalLM.from_pretrained
@@ -206,12 +210,12 @@ def _kept(keep: Callable[[nn.Parameter], nn.Parameter] | None) -> Iterator[None]
 
 
 def read_shapes(path: str | Path, *, max_context: int, dtype: torch.dtype | None = None) -> PreTrainedModel:
-    """The model of a directory without its weights, on the meta device: names, shapes, configuration.
+    """Read the model of a directory without its weights, on the meta device: names, shapes, configuration.
 
     Args:
         path: the directory.
-        max_context: the longest context it is to compute.
-        dtype: of its parameters, which its configuration then says; None: what the directory says.
+        max_context: longest context to compute, in tokens.
+        dtype: dtype of the parameters, also set in the configuration; None: that of the directory.
 
     Raises:
         ModelError: the directory holds no such model, one with fewer positions than `max_context`, or weights that
@@ -236,11 +240,11 @@ def read_shapes(path: str | Path, *, max_context: int, dtype: torch.dtype | None
 
 @contextmanager
 def in_float32(model: PreTrainedModel, widened: Callable[[Tensor], Tensor] = Tensor.float) -> Iterator[None]:
-    """Let a model compute in float32 inside: each layer has a float32 copy of its weights while it runs.
+    """Make a model compute in float32 within the context: each layer has a float32 copy of its weights while it runs.
 
     Args:
-        model: to compute with.
-        widened: makes the float32 tensor of a parameter, whole.
+        model: model to compute with.
+        widened: returns the whole float32 tensor of a parameter.
     """
     stored: dict[nn.Module, list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]]] = {}
 
@@ -281,9 +285,10 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
 
 @contextmanager
 def computable(model: PreTrainedModel) -> Iterator[None]:
-    """Let a model on the meta device be called inside: on the CPU, with tensors that have shapes and no data.
+    """Make a model on the meta device callable within the context: on the CPU, with tensors that have shapes and no
+    data.
 
-    Other models are as they are. Inside, all tensors that are made are without data, so nothing can be read from them.
+    Other models are unchanged. All tensors made within the context have no data, so nothing can be read from them.
     """
     if model.device.type != "meta":
         yield
@@ -304,14 +309,14 @@ def computable(model: PreTrainedModel) -> Iterator[None]:
 
 
 def _put(modules: Iterable[nn.Module], tensors: Iterable[Mapping[str, Any]]) -> None:
-    """Give modules their parameters and buffers, by turns."""
+    """Give modules their parameters and buffers in turn."""
     places = (place for module in modules for place in (module._parameters, module._buffers))
     for place, named in zip(places, tensors, strict=True):
         place.update(named)
 
 
 def kv_bytes_per_token(config: PretrainedConfig) -> int:
-    """Bytes of keys and values of one token in all layers of a model's decoder."""
+    """Return the bytes of KV per token, over all layers of a model's decoder."""
     text = config.get_text_config()
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
@@ -320,10 +325,10 @@ def kv_bytes_per_token(config: PretrainedConfig) -> int:
 
 
 def special_lengths(config: PretrainedConfig, max_context: int) -> list[int]:
-    """Lengths below `max_context` at which a model may begin to compute otherwise, ascending.
+    """Return the lengths below `max_context` at which a model may change its computation, ascending.
 
-    Every whole number of its configuration that is called a window, a chunk, a block, a top-k or original positions:
-    one too many costs a check, one too few would leave it unchecked.
+    These are all integers in its configuration whose names contain window, chunk, block, top-k or original positions: a
+    superfluous length costs a check, a missing one would leave a change unchecked.
     """
     return sorted(
         {
@@ -335,10 +340,10 @@ def special_lengths(config: PretrainedConfig, max_context: int) -> list[int]:
 
 
 def check_key_selection(config: PretrainedConfig, max_context: int, path: str | Path) -> None:
-    """Refuse to train a model whose indexer selects the keys that are attended to, in contexts that it selects from.
+    """Refuse to train a model with sparse attention in contexts longer than the number of keys its indexer selects.
 
-    Keys whose scores are equal are selected by chance: by how many others are forwarded with them. So the trainer's
-    rows need not have the probabilities that were sampled from, and the check at start may not meet such keys.
+    Keys with equal scores are selected arbitrarily, depending on the number of rows in the pass. So the trainer's
+    probabilities may differ from the sampled ones, and the check at the start may not meet such keys.
 
     Raises:
         ModelError: contexts may have more tokens than the indexer selects.
@@ -367,10 +372,10 @@ def _check_directory(path: str | Path) -> None:
 
 
 def _check_sizes(path: Path) -> None:
-    """Refuse sizes of no model: to build its modules, or to compute over its vocabulary, would take for ever.
+    """Refuse absurd sizes: building the modules, or computing over the vocabulary, would take for ever.
 
     Raises:
-        ModelError: config.json has one.
+        ModelError: config.json has such a size.
     """
     try:
         config = json.loads((path / "config.json").read_bytes())
@@ -387,7 +392,7 @@ def _check_sizes(path: Path) -> None:
 
 
 def _check_shards(path: Path) -> None:
-    """Refuse a directory without some of the files its index names; one that is no index is left to transformers."""
+    """Refuse a directory that lacks files named by its index; an invalid index is left to transformers."""
     try:
         index = json.loads((path / "model.safetensors.index.json").read_text(encoding="utf-8"))
         named = {str(name) for name in index["weight_map"].values()}
@@ -402,7 +407,7 @@ def _check_shards(path: Path) -> None:
 
 
 def _check_alone(path: Path) -> None:
-    """Without an index, transformers reads one file and vLLM every one there is."""
+    """Refuse several weight files without an index: transformers would read one, and vLLM all."""
     if not (path / "model.safetensors.index.json").is_file():
         others = {each.name for each in path.glob("*.safetensors")} - {WEIGHT_FILES["full"][0]}
         if others:
@@ -413,7 +418,7 @@ def _check_alone(path: Path) -> None:
 
 
 def _check_report(path: str | Path, report: Mapping[str, Any]) -> None:
-    """Refuse a model with weights that did not come from its files; tell of tensors that it does not use."""
+    """Refuse a model with weights that did not come from its files; report tensors that it does not use."""
     wrong = {
         "are missing": report["missing_keys"],
         "have a wrong shape": [key for key, *_ in report["mismatched_keys"]],
@@ -431,20 +436,20 @@ def _check_report(path: str | Path, report: Mapping[str, Any]) -> None:
 
 
 def first_names(names: Iterable[str]) -> str:
-    """The first few names as literals without control characters, shortened."""
+    """Quote the first few names without control characters, shortened."""
     ordered = sorted(names)
     return ", ".join(ascii(name[:100]) for name in ordered[:4]) + (", …" if len(ordered) > 4 else "")
 
 
 def _rope_types(ropes: object) -> list[str]:
-    """Rope types in a configuration's `rope_parameters`, which are one dictionary or one for each kind of layer."""
+    """Return the rope types in a configuration's `rope_parameters`: one dictionary, or one per kind of layer."""
     if not isinstance(ropes, dict):
         return []
     return [str(each.get("rope_type", "")) for each in (ropes, *ropes.values()) if isinstance(each, dict)]
 
 
 def _check_positions(config: PretrainedConfig, max_context: int, path: str | Path, *, stretched: bool) -> None:
-    """Refuse contexts beyond the last position; `stretched`: as dynamic NTK stretches the positions."""
+    """Refuse contexts beyond the last position; `stretched` allows for dynamic NTK scaling."""
     text = config.get_text_config()
     positions, ropes = getattr(text, "max_position_embeddings", None), getattr(text, "rope_parameters", None) or {}
     if positions is not None and stretched and "dynamic" in _rope_types(ropes):
@@ -454,7 +459,7 @@ def _check_positions(config: PretrainedConfig, max_context: int, path: str | Pat
 
 
 def hold_positions(model: PreTrainedModel, max_context: int) -> None:
-    """Let a model compute the rotary positions of every context as in one of `max_context` tokens.
+    """Make a model compute the rotary positions of every context as for `max_context` tokens.
 
     LongRoPE (Ding et al., 2024, arXiv:2402.13753) and dynamic NTK scaling choose their frequencies by the longest row
     of a forward pass. Keys in a cache would become wrong as a context grows, rows forwarded together would change each
@@ -463,7 +468,7 @@ def hold_positions(model: PreTrainedModel, max_context: int) -> None:
     """
 
     def lengthen(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Append the last position there can be."""
+        """Append the largest possible position."""
         positions: Tensor = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
         last = torch.full_like(positions[..., :1], max_context - 1)
         longer = torch.cat([positions, last], dim=-1)
@@ -472,7 +477,7 @@ def hold_positions(model: PreTrainedModel, max_context: int) -> None:
         return (args[0], longer, *args[2:]), kwargs
 
     def shorten(_: nn.Module, __: object, rotations: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Drop what belongs to the appended position."""
+        """Drop the result of the appended position."""
         return tuple(each[..., :-1, :] for each in rotations)
 
     for module in model.modules():
@@ -484,11 +489,11 @@ def hold_positions(model: PreTrainedModel, max_context: int) -> None:
 
 
 def longest_context(path: str | Path, *, embedded: bool) -> int | None:
-    """The longest context that a model can be sampled and trained in; None if nothing in `config.json` bounds it.
+    """Return the longest context in which a model can be sampled and trained; None if `config.json` sets no bound.
 
     Args:
         path: the model's directory.
-        embedded: whether the embedded engine is to sample it.
+        embedded: whether the embedded engine samples the model.
 
     Raises:
         ModelError: the directory holds no model.
@@ -506,7 +511,7 @@ def longest_context(path: str | Path, *, embedded: bool) -> int | None:
 
 
 def _window(config: PretrainedConfig) -> int | None:
-    """Tokens of the window that some layers attend to; None if all attend to the whole context."""
+    """Return the attention window of some layers, in tokens; None if all attend to the whole context."""
     text = config.get_text_config()
     layer_types, window = getattr(text, "layer_types", None), getattr(text, "sliding_window", None)
     slides = layer_types is None or "sliding_attention" in layer_types
@@ -514,7 +519,7 @@ def _window(config: PretrainedConfig) -> int | None:
 
 
 def _check_window(config: PretrainedConfig, max_context: int, path: str | Path) -> None:
-    """The embedded engine's attention knows no window."""
+    """Refuse contexts beyond an attention window, which the embedded engine does not support."""
     window = _window(config)
     if window is not None and max_context > window:
         raise ModelError(

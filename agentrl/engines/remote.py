@@ -4,10 +4,10 @@ Owns: the HTTP calls, and the parts of an answer that are kept. A call's context
 (`rollout/byte_formats.py`), one token per byte; so is the answer, with logprob 0.
 
 Invariants: the key is sent to its endpoint only, never along redirects, and is removed from everything that comes back,
-so it appears in no journal and no message of ours. A request that times out, or meets an overload or a failure, is an
-`EngineLostError`, which the caller retries. An answer that is invalid, or a refusal regardless of content, ends the
-episode by name. A refusal because of the content is recorded like a turn and truncates the episode: otherwise a policy
-could void the games it loses.
+so it appears neither in a journal nor in a message of agentrl. A request that times out, or meets an overload or a
+failure, is an `EngineLostError`, which the caller retries. An answer that is invalid, or a refusal regardless of
+content, ends the episode with an error. A refusal because of the content is recorded like a turn and truncates the
+episode: otherwise a policy could void the games it loses.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ if TYPE_CHECKING:
 
 MAX_ANSWER_BYTES = 4 << 20
 BUSY = frozenset({408, 409, 425, 429})
-"""Refusals that say: later. So does every status from 500."""
+"""Status codes that mean a later retry. So does every status from 500."""
 ABOUT_THE_REQUEST = frozenset({400, 403, 413, 414, 422, 451})
 """Status codes that refuse a request's content (too long, filtered), as long as other requests are answered."""
 _CONTEXT = re.compile(r"context_length_exceeded|(maximum )?context (length|window)|prompt is too long", re.IGNORECASE)
-"""The words with which endpoints refuse a conversation that is longer than the model's context."""
+"""Pattern of the error with which endpoints refuse a conversation longer than the model's context."""
 REFUSED_IN_A_ROW = 8
 """Number of consecutive refusals after which the endpoint is considered to refuse everything."""
 REFUSAL_SHOWN = 300
 SHORTEST_KEY = 8
-"""Characters of a key that is removed from what comes back: a shorter one, such as `none`, is no secret but a word."""
+"""Minimum length of a key that is removed from answers: a shorter one, such as `none`, is not a secret but a word."""
 BYTES_PER_TOKEN = 64
-"""Longest answer per requested token, in addition to `MORE_BYTES`; a longer one is invalid."""
+"""Maximum length of an answer in bytes per requested token, in addition to `MORE_BYTES`; a longer one is invalid."""
 MORE_BYTES = 1 << 16
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class RemoteEndpoint:
-    """See `external.ExternalPolicy`: where one remote policy lives."""
+    """The endpoint of one remote policy; see `external.ExternalPolicy`."""
 
     policy: str
     config: RemotePolicy
@@ -60,7 +60,8 @@ class RemoteEndpoint:
     """The key and its encodings in JSON, addresses and base64."""
     _client: aiohttp.ClientSession | None = None
     _refusals_left: int = 0
-    """Refusals that still count as caused by the content; 0: the endpoint has not answered lately, or never."""
+    """Number of refusals that still count as caused by the content; 0: the endpoint has not answered recently, or
+    never."""
     _limit_name: str = "max_tokens"
     """The endpoint's name for the limit on a turn's tokens."""
     _left_out: set[str] = field(default_factory=set)
@@ -83,7 +84,7 @@ class RemoteEndpoint:
         self._places = asyncio.Semaphore(self.config.max_concurrent)
 
     async def generate(self, request: GenerateRequest, where: str) -> Completion:
-        """Ask once; an abort ends it without a token."""
+        """Send one request; an abort ends it without a token."""
         asking = asyncio.get_running_loop().create_task(self._ask(request, where), name=request.request_id)
         self._asking[request.request_id] = asking
         try:
@@ -104,10 +105,10 @@ class RemoteEndpoint:
             await self._client.close()
 
     async def models(self) -> list[str]:
-        """The names of the models at the endpoint; empty where it lists none.
+        """Return the names of the models at the endpoint; empty if it lists none.
 
         Raises:
-            EngineLostError: it cannot be reached.
+            EngineLostError: the endpoint cannot be reached.
         """
         status, content = await self._send("GET", "/models", f"policy {self.policy!r} at {self.config.url}")
         try:
@@ -140,11 +141,11 @@ class RemoteEndpoint:
         return completion(self.policy, line, "length" if reason == "length" else "stop")
 
     def _not_answered(self, status: int, content: bytes | None, here: str) -> Completion:
-        """The turn recorded for a refusal because of the content.
+        """Return the turn recorded for a refusal because of the content.
 
         Raises:
             EngineLostError: the endpoint may answer later.
-            EpisodeError: it refuses regardless of content.
+            EpisodeError: the endpoint refuses regardless of content.
         """
         said = f"more than {MAX_ANSWER_BYTES} bytes" if content is None else content.decode("utf-8", "replace")
         told = f"{here}: status {status}: {self._without_key(_unescaped(said))[:REFUSAL_SHOWN]}"
@@ -161,7 +162,7 @@ class RemoteEndpoint:
         raise EpisodeError(told, reason="remote_refused")
 
     def _adapt(self, content: bytes, request: GenerateRequest) -> bool:
-        """Whether a refusal asks for another form of the same request, which is sent from now on."""
+        """Adapt the form of requests to a refusal that asks for it; returns whether it did."""
         if self._limit_name == "max_tokens" and b"max_completion_tokens" in content:
             self._limit_name = "max_completion_tokens"
             return True
@@ -175,7 +176,7 @@ class RemoteEndpoint:
     async def _send(
         self, method: str, path: str, here: str, body: dict[str, Any] | None = None
     ) -> tuple[int, bytes | None]:
-        """Status and body of an answer; None instead of a body that is too long."""
+        """Return status and body of an answer; the body is None if it is too long."""
         if self._client is None:
             # A small compressed answer may be a large one: none is asked for, and none is read.
             self._client = aiohttp.ClientSession(
@@ -226,7 +227,7 @@ class RemoteEndpoint:
         return text
 
     def _stripped(self, value: Any) -> Any:
-        """JSON data with every occurrence of the key removed."""
+        """Remove every occurrence of the key from JSON data."""
         if isinstance(value, str):
             return self._without_key(_unescaped(value))
         if isinstance(value, list):
@@ -237,7 +238,7 @@ class RemoteEndpoint:
 
 
 async def _limited(response: aiohttp.ClientResponse) -> bytes | None:
-    """The body; None if it is longer than anybody needs."""
+    """Read the body; None if it is too long."""
     content = bytearray()
     async for chunk in response.content.iter_chunked(1 << 16):
         content += chunk
@@ -247,7 +248,7 @@ async def _limited(response: aiohttp.ClientResponse) -> bytes | None:
 
 
 def _answer(content: bytes) -> tuple[dict[str, Any], Any]:
-    """The message of an answer, what is ours to keep of it, and why it ended."""
+    """Return an answer's message with the fields that are kept, and its finish reason."""
     answer = json.loads(content)
     choice = answer["choices"][0]
     message = choice["message"]
@@ -276,6 +277,6 @@ def _line(message: dict[str, Any]) -> bytes:
 
 
 def _refused(policy: str, why: str, limit: StopReason = "refused") -> Completion:
-    """The completion recorded for a turn that the endpoint refused; see `JsonFormat.parse`."""
+    """Make the completion recorded for a turn that the endpoint refused; see `JsonFormat.parse`."""
     line = {"role": "assistant", "content": "", "refused": why} | ({} if limit == "refused" else {"limit": limit})
     return completion(policy, _line(line), "stop")

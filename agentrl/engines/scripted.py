@@ -1,7 +1,7 @@
 """The scripted engine: follows a script at a given pace, without a model; for tests and benchmarks.
 
 Owns: calls in flight, the version ascribed to each token, and the duration of calls on the running loop's clock. Starts
-no threads or tasks, draws nothing at random, and reads no weight files: a version is its id.
+no threads or tasks, uses no random numbers, and reads no weight files: a version is only an id.
 Invariants: without latency `generate` returns without suspending; the same script and the same order of calls give the
 same completions; spans split where an update fell, with refresh `token`.
 """
@@ -37,18 +37,18 @@ _DELTA_SECONDS = 0.2
 
 @dataclass(slots=True, eq=False)
 class _Call:
-    """A call that takes time. How much it has said is a function of the seconds it was allowed to run."""
+    """A call that takes time. The number of its sampled tokens is a function of the seconds it was allowed to run."""
 
     request: GenerateRequest
     tokens: Sequence[int]
     reason: FinishReason
     version: PolicyVersion
     follows: bool
-    """Whether it moves to newer versions while it runs."""
+    """Whether the call moves to newer versions while it runs."""
     on_delta: Delta | None
     future: asyncio.Future[None]
     ran: float = 0.0
-    """Seconds it ran until `since`."""
+    """Seconds that the call ran until `since`."""
     since: float = 0.0
     timer: asyncio.TimerHandle | None = None
     """Timer of the call; None while it does not run."""
@@ -58,7 +58,7 @@ class _Call:
     """Spans of the versions before `version`."""
 
     def all_spans(self) -> tuple[VersionSpan, ...]:
-        """Spans of all that was said."""
+        """Return the spans of all sampled tokens."""
         start = self.spans[-1].stop if self.spans else 0
         return (*self.spans, VersionSpan(start, self.said, self.version)) if self.said > start else self.spans
 
@@ -67,16 +67,16 @@ class ScriptedEngine:
     """See `agentrl.core.ports.Engine`.
 
     Args:
-        script: called for each request, says the whole turn; or replies, of which a request gets number
-            `seed % len(replies)`. Tokens after a stop token or beyond `max_tokens` are cut; a reply that is not cut
-            ends with `stop`. Of a continued turn the first `sampled_before` tokens are left out.
-        versions: the version each policy begins at.
-        seconds_per_call: how long a call takes before its first token, in seconds of the running loop.
-        seconds_per_token: how long each token takes.
-        hold: calls stay in flight until `release_held`.
-        seeded_logprobs: logprobs drawn from the request's seed, in (-3, 0], instead of -1.
+        script: called for each request, returns the whole turn; or replies, of which a request gets number `seed %
+            len(replies)`. Tokens after a stop token or beyond `max_tokens` are cut; a reply that is not cut ends with
+            `stop`. In a continued turn, the first `sampled_before` tokens are left out.
+        versions: first version of each policy.
+        seconds_per_call: seconds of the running loop before a call's first token.
+        seconds_per_token: seconds of each token.
+        hold: whether calls stay in flight until `release_held`.
+        seeded_logprobs: whether logprobs are drawn from the request's seed, in (-3, 0], instead of -1.
         refresh: when a session moves to a newer version.
-        max_staleness: refresh `lazy`: how many steps a session of a policy may stay behind; 1 where absent.
+        max_staleness: for refresh `lazy`, the number of steps that a session of a policy may stay behind; 1 if absent.
         max_context: longest context, completion included.
 
     Example:
@@ -109,7 +109,7 @@ class ScriptedEngine:
         self._current = dict(versions)
         self._wanted = WantedVersions()
         self._loaded: frozenset[WeightsRef] = frozenset()
-        """The wanted versions that are loaded."""
+        """Wanted versions that are loaded."""
         self._per_call = seconds_per_call
         self._per_token = seconds_per_token
         self._holding = hold
@@ -123,9 +123,9 @@ class ScriptedEngine:
         self.paused = False
         self._lost = False
         self.life = 0
-        """Grows by one with every `lose`; sessions belong to one life."""
+        """Number of losses so far; a session belongs to the life in which it was opened."""
         self.sessions = 0
-        """Sessions that are open."""
+        """Number of open sessions."""
         self._busy = 0.0
         self._busy_since = 0.0
         self.closed = False
@@ -147,14 +147,14 @@ class ScriptedEngine:
         return any(weights.version == version for weights in self._loaded & self._wanted.pinned)
 
     def check_alive(self, where: str, life: int) -> None:
-        """Refuse work while the engine is closed or gone, and work of sessions of an earlier life."""
+        """Refuse work while the engine is closed or gone, and of sessions of an earlier life."""
         if self.closed:
             raise EngineError(f"{where}: the engine is closed")
         if self._lost or life != self.life:
             raise EngineLostError(f"{where}: the engine is gone, and with it what it held")
 
     async def wait_to_run(self, request_id: str) -> bool:
-        """Wait while the engine is paused; False: the call was aborted meanwhile."""
+        """Wait while the engine is paused; returns False if the call was aborted meanwhile."""
         waiting = self._waiting
         while self.paused and not self.closed:
             gate = waiting[request_id] = asyncio.get_running_loop().create_future()
@@ -167,7 +167,7 @@ class ScriptedEngine:
         return True
 
     def version_for(self, policy: str, lease: PolicyVersion | None) -> PolicyVersion:
-        """The version that the next call of a session samples from, given the one before."""
+        """Return the version for the next call of a session, given the previous one."""
         current = self._current[policy]
         if lease is None or self._refresh in ("token", "turn"):
             return current
@@ -177,7 +177,7 @@ class ScriptedEngine:
     def start(
         self, request: GenerateRequest, policy: str, version: PolicyVersion, *, pinned: bool, on_delta: Delta | None
     ) -> Completion | _Call:
-        """Begin a call: its completion, or the call in flight if it takes time."""
+        """Begin a call; returns its completion, or the call in flight if it takes time."""
         context = len(request.token_ids)
         limit = min(request.sampling.max_tokens, self.capabilities.max_context - context)
         turn = self._script(request, policy, version)
@@ -198,7 +198,7 @@ class ScriptedEngine:
         return call
 
     def end(self, call: _Call) -> Completion:
-        """End a call that took time; its completion."""
+        """End a call that took time; returns its completion."""
         self._stop(call)
         del self._calls[call.request.request_id]
         if not self._calls:
@@ -206,7 +206,7 @@ class ScriptedEngine:
         return self._completion(call.request, call.tokens[: call.said], call.reason, call.all_spans())
 
     def nothing(self, request: GenerateRequest) -> Completion:
-        """The reply to a call that was aborted before it began."""
+        """Return the reply to a call that was aborted before it began."""
         return self._completion(request, (), "abort", ())
 
     def _completion(
@@ -234,7 +234,7 @@ class ScriptedEngine:
     # --- calls that take time -----------------------------------------------------------------------------------------
 
     def _go_on(self, call: _Call) -> None:
-        """Run until all is said, or until there is something to deliver."""
+        """Run until all tokens are sampled, or until some must be delivered."""
         if self._holding or self.paused:
             return
         loop = asyncio.get_running_loop()
@@ -288,7 +288,7 @@ class ScriptedEngine:
 
     @property
     def in_flight(self) -> int:
-        """Calls in flight."""
+        """Number of calls in flight."""
         return len(self._calls)
 
     # --- control ------------------------------------------------------------------------------------------------------
@@ -316,7 +316,7 @@ class ScriptedEngine:
             raise failures[0]
 
     async def load(self, weights: WeightsRef) -> None:
-        """Load a version that is not served yet: no file is read. Subclasses may take time, or refuse it."""
+        """Load a version that is not served yet, without reading a file. Subclasses may take time, or refuse it."""
 
     def _make_current(self, version: PolicyVersion) -> None:
         self._current[version.policy] = version
@@ -330,13 +330,13 @@ class ScriptedEngine:
                     self._go_on(call)
 
     async def pause(self) -> None:
-        """Stop the clock of calls in flight; new ones wait. For tests."""
+        """Stop the clock of calls in flight; new calls wait. For tests."""
         self.paused = True
         for call in self._calls.values():
             self._stop(call)
 
     async def resume(self) -> None:
-        """Go on after `pause`. Idempotent."""
+        """Continue after `pause`. Idempotent."""
         if not self.paused:
             return
         self.paused = False
@@ -345,7 +345,7 @@ class ScriptedEngine:
             self._go_on(call)
 
     def abort(self, request_id: str) -> None:
-        """See `agentrl.core.ports.Engine.abort`; a call that has ended is left alone."""
+        """See `agentrl.core.ports.Engine.abort`; does nothing for a call that has ended."""
         call = self._calls.get(request_id)
         if call is not None and not call.future.done():
             call.reason = "abort"
@@ -355,7 +355,7 @@ class ScriptedEngine:
             _let_go((waiting,))
 
     def lose(self) -> None:
-        """Be gone, as an engine whose process died: calls in flight fail, sessions are void, nothing is taken."""
+        """Simulate the death of the engine's process: calls in flight fail, sessions are void, new work is refused."""
         self._lost = True
         self.life += 1
         self.sessions = 0
@@ -366,7 +366,7 @@ class ScriptedEngine:
                 call.future.set_exception(EngineLostError(f"call {call.request.request_id}: the engine is gone"))
 
     def restore(self) -> None:
-        """Be back, with the versions of before."""
+        """Return after `lose`, with the same versions."""
         self._lost = False
 
     async def score(
@@ -378,11 +378,11 @@ class ScriptedEngine:
         return scores
 
     async def ping(self) -> None:
-        """See `agentrl.core.ports.Engine.ping`; it computes in the event loop."""
+        """See `agentrl.core.ports.Engine.ping`; returns at once, because the engine computes in the event loop."""
         self.check_alive("ping", self.life)
 
     def busy_seconds(self) -> float:
-        """Seconds during which calls were in flight; 0 for an engine that takes no time."""
+        """Return the seconds during which calls were in flight; 0 for an engine that takes no time."""
         return self._busy + (asyncio.get_running_loop().time() - self._busy_since if self._calls else 0.0)
 
     async def close(self) -> None:
@@ -451,7 +451,7 @@ def _replies(replies: Sequence[Sequence[int]]) -> Script:
 
 
 def _cut(tokens: Sequence[int], stops: Sequence[int], limit: int) -> tuple[Sequence[int], FinishReason]:
-    """The tokens up to a stop token or the limit, whichever comes first, and which it was."""
+    """Cut tokens at a stop token or the limit, whichever comes first; returns the finish reason too."""
     for position, token in enumerate(tokens):
         if position >= limit:
             return tokens[: max(limit, 0)], "length"

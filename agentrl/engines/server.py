@@ -1,7 +1,7 @@
-"""The server of an engine in a process of its own: `python -m agentrl.engines.server FD PARENT`.
+"""The server of an engine in a child process: `python -m agentrl.engines.server FD PARENT`.
 
-Serves its owner over the socket it was started with, and ends with it; and other clients, which may sample and nothing
-else, at a Unix socket in its private directory or, on another machine than its owner's, at a TCP port with a token.
+Serves its owner over the socket it was started with, and ends with it. Serves other clients, which may only sample, at
+a Unix socket in its private directory or, on another machine than its owner's, at a TCP port with a token.
 Owns the engine, the tasks of its calls, and the files of versions that its owner sent.
 """
 
@@ -45,9 +45,9 @@ if TYPE_CHECKING:
 
 ExitProcess = Callable[[], Coroutine[Any, Any, None]]
 LONGEST_ADDRESS = 107
-"""Characters of a Unix socket's path."""
+"""Maximum length of a Unix socket's path, in characters."""
 BUSY_S = 0.2
-"""Shortest time, in seconds, between two reports of the engine's busy time to the client."""
+"""Minimum time, in seconds, between two reports of the engine's busy time to the client."""
 
 
 class ConnectionHandler:
@@ -60,10 +60,10 @@ class ConnectionHandler:
         self._sessions: dict[int, EngineSession | AgentRLError] = {}
         self.versions = SentVersions()
         self.tasks: dict[int, asyncio.Task[None]] = {}
-        """Tasks of calls, by the number of the call."""
+        """Tasks of calls, keyed by the number of the call."""
 
     def handle(self, message: wire.Request) -> None:
-        """Do what a message asks for; calls in tasks of their own."""
+        """Execute a message; calls run in separate tasks."""
         match message:
             case wire.Generate():
                 self._start(message.call, self._generate(message))
@@ -97,7 +97,7 @@ class ConnectionHandler:
             self._engine.inbox.not_sent(message.number)
 
     async def report_busy(self) -> None:
-        """Report for ever how long the engine has been computing, which also says that it does not hang."""
+        """Report for ever how long the engine has been computing, which also shows that it does not hang."""
         while True:
             await asyncio.sleep(BUSY_S)
             try:
@@ -127,7 +127,7 @@ class ConnectionHandler:
         wire.send(self._writer, wire.Answered(call=call) if reply is None else reply)
 
     async def flush(self) -> None:
-        """Wait until every byte queued has been sent."""
+        """Wait until every queued byte has been sent."""
         self._writer.transport.set_write_buffer_limits(0)
         with contextlib.suppress(ConnectionError):
             await self._writer.drain()
@@ -159,7 +159,7 @@ class ConnectionHandler:
         return None
 
     async def _serve(self, message: wire.Serve) -> None:
-        """Serve versions, from the copies of those whose files were sent, and give up the other copies."""
+        """Serve versions, using the copies of those whose files were sent, and remove the other copies."""
         wanted = {weights.sha256 for weights in (*message.current, *message.pinned)}
         current, pinned = ([self.versions.local(each) for each in some] for some in (message.current, message.pinned))
         await self._engine.serve(current, pinned)
@@ -171,9 +171,9 @@ class ConnectionHandler:
 
 
 class SentVersions:
-    """The files of versions that the owner sent, in this process's private directory, by the version's digest.
+    """The files of versions that the owner sent, in this process's private directory, keyed by digest.
 
-    Nothing is trusted here: an engine checks the digest of what it loads.
+    They are not trusted: an engine checks the digest of the files it loads.
     """
 
     def __init__(self) -> None:
@@ -184,8 +184,8 @@ class SentVersions:
         """Append bytes to a file.
 
         Raises:
-            EngineStorageError: the disk refused.
-            EngineError: the name is none of a version's file.
+            EngineStorageError: writing failed.
+            EngineError: the name does not belong to a version's file.
         """
         names = {name for kind in WEIGHT_FILES.values() for name in kind}
         if piece.name not in names or not piece.sha256.isalnum():
@@ -205,7 +205,7 @@ class SentVersions:
             ) from error
 
     def local(self, weights: WeightsRef) -> WeightsRef:
-        """The version where it lies here, if its files were sent."""
+        """Return the version with the path of its local copy, if its files were sent."""
         if weights.sha256 not in self._known:
             return weights
         return replace(weights, path=str(self._root / weights.sha256))
@@ -219,17 +219,17 @@ class SentVersions:
 
 class ClientHandler(ConnectionHandler):
     """Answers a client that may only sample. Its request ids are prefixed: a call that another client continues after
-    the first one died must not collide with what is left of itself."""
+    the first one died must not collide with its own remains."""
 
     def __init__(self, engine: Engine, writer: asyncio.StreamWriter, exit_process: ExitProcess, number: int) -> None:
         super().__init__(engine, writer, exit_process)
         self._prefix = f"{number}:"
 
     def handle(self, message: wire.Request) -> None:
-        """Sample.
+        """Execute a sampling message.
 
         Raises:
-            ValueError: the client asks for something else.
+            ValueError: the client sent another message.
         """
         match message:
             case wire.Generate() | wire.Abort():
@@ -260,10 +260,10 @@ class EngineServer:
         self._exiting = False
 
     async def listen(self, host: str) -> str:
-        """Accept other clients; where they connect. Empty if the path of the Unix socket would be too long.
+        """Accept other clients; returns their address. It is "" if the path of the Unix socket would be too long.
 
         Args:
-            host: the address of this machine, of which clients are elsewhere; empty: they are on this machine.
+            host: address of this machine, for clients on other machines; "": clients are on this machine.
         """
         if host:
             self._listener = Listener(self._receive)
@@ -290,7 +290,7 @@ class EngineServer:
             writer.close()
 
     async def take_deliveries(self, owner: asyncio.StreamWriter) -> None:
-        """Let trainers send weights to an engine that asks for them, by way of its owner."""
+        """Let trainers send weights to an engine that requests them through its owner."""
         private = os.environ.get(VARIABLE)
         address = f"{private}/weights"
         if isinstance(self._engine, TakesDeliveries) and private and len(address) <= LONGEST_ADDRESS:
@@ -301,7 +301,7 @@ class EngineServer:
             await self._engine.inbox.listen(address, tell)
 
     async def exit_process(self) -> None:
-        """End this process, whose engine is dead, once every call has sent what it has."""
+        """End this process, whose engine is dead, after every call has sent its tokens."""
         if self._exiting:
             return
         self._exiting = True
@@ -362,7 +362,7 @@ async def _serve(connection: socket.socket) -> None:
 
 
 def main() -> None:
-    """Serve the connection that was handed over, until it ends."""
+    """Serve the inherited connection until it ends."""
     descriptor, parent = map(int, sys.argv[1:])
     die_with(parent)
     asyncio.run(_serve_and_exit(socket.socket(fileno=descriptor)))

@@ -1,15 +1,14 @@
 """Transfer of full weights from the trainer to an engine: the connection between the two.
 
-An engine that is to serve them asks its owner (`wire.WeightsWanted`), who has every rank of the trainer send them. Rank
-0 connects to the engine's Unix socket, offers names, dtypes and shapes, and drives vLLM's protocol over the connection:
-init, start, update once or more, finish. `DevicePlan.transfer_to` chooses what carries the bytes: `ipc` on one GPU,
-`nccl` between two, `file` elsewhere, by files in the engine's private directory.
+An engine that should serve them asks its owner (`wire.WeightsWanted`), who makes every rank of the trainer send them.
+Rank 0 connects to the engine's Unix socket, offers names, dtypes and shapes, and drives vLLM's protocol over the
+connection: init, start, update once or more, finish. `DevicePlan.transfer_to` chooses what carries the bytes: `ipc` on
+one GPU, `nccl` between two, `file` elsewhere, by files in the engine's private directory.
 
-Owns `Inbox` and `Delivery`, the engine's ends; `WeightLink` and `Outbox`, the trainer's, of which the first is vLLM's
-`VLLMWeightSyncClient`; and `FileSender`. Imports nothing heavy: the senders of the other two are in `vllm/senders.py`.
-Invariant: where nothing is sent, since the trainer has moved on, is dead or on another machine, the engine loads the
-published file, which is the same; an engine that hangs holds up no trainer for longer than
-`engine.silence_timeout_s`.
+Owns `Inbox` and `Delivery`, the engine's ends; `WeightLink` (vLLM's `VLLMWeightSyncClient`) and `Outbox`, the trainer's
+ends; and `FileSender`. Imports nothing heavy: the senders for `ipc` and `nccl` are in `vllm/senders.py`.
+Invariant: if no weights are sent, because the trainer has moved on, is dead or is on another machine, the engine loads
+the published file with the same weights; an engine that hangs delays a trainer by at most `engine.silence_timeout_s`.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
     from agentrl.config.devices import Transfer
 
 CHUNK_BYTES = 1 << 28
-"""Bytes of tensors that one file holds, unless one tensor alone is larger."""
+"""Maximum bytes of tensors in one file, unless a single tensor is larger."""
 
 
 class Offer(wire.WireMessage, frozen=True):
@@ -46,7 +45,7 @@ class Offer(wire.WireMessage, frozen=True):
     shapes: list[list[int]]
 
     def tensors(self) -> dict[str, Tensor]:
-        """Tensors without data, by name.
+        """Return tensors without data, by name.
 
         Raises:
             ValueError: the lists do not describe tensors.
@@ -71,7 +70,7 @@ class Said(wire.WireMessage, frozen=True):
     """The answer to an `Offer` or an `Ask`."""
 
     error: str = ""
-    """Empty: it was done."""
+    """Error message; empty: the request was executed."""
     directory: str = ""
     """Directory for files; sent with an accepted offer."""
 
@@ -81,14 +80,14 @@ _SAID = msgspec.msgpack.Decoder(Said)
 
 
 class DeliveryError(Exception):
-    """The trainer's end of a connection is gone, or said what makes no sense."""
+    """The trainer's end of a connection is gone, or sent an invalid message."""
 
 
 # --- the engine's end -------------------------------------------------------------------------------------------------
 
 
 class Delivery:
-    """One version on its way: the connection of the trainer that sends it."""
+    """A transfer of one version in progress: the connection of the trainer that sends it."""
 
     def __init__(self, offer: Offer, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.offer = offer
@@ -96,14 +95,14 @@ class Delivery:
         self._writer = writer
 
     def answer(self, *, error: str = "", directory: str = "") -> None:
-        """Answer what was asked last."""
+        """Answer the last request."""
         wire.send(self._writer, Said(error=error, directory=directory))
 
     async def asked(self) -> Ask:
-        """The next call.
+        """Return the next call of the trainer.
 
         Raises:
-            DeliveryError: none will come.
+            DeliveryError: there will be no further call.
         """
         try:
             body = await wire.receive(self._reader)
@@ -115,7 +114,7 @@ class Delivery:
         return message
 
     def close(self) -> None:
-        """End the connection."""
+        """Close the connection."""
         self._writer.close()
 
 
@@ -133,20 +132,20 @@ class Inbox:
         """Accept trainers at a Unix socket.
 
         Args:
-            address: in a directory that only this user can enter.
-            tell: passes a question on to the engine's owner: its number, the version, the address.
+            address: path in a directory that only this user can enter.
+            tell: passes a request to the engine's owner: its number, the version, the address.
         """
         self._server = await asyncio.start_unix_server(self._receive, address)
         self._address, self._tell = address, tell
 
     def close(self) -> None:
-        """Take nothing more."""
+        """Refuse further deliveries."""
         self._address = ""
         if self._server is not None:
             self._server.close()
 
     async def ask(self, version: PolicyVersion) -> Delivery | None:
-        """The delivery of a version; None: nobody sends it."""
+        """Request a version; returns its delivery, or None if no trainer sends it."""
         if not self._address:
             return None
         number = next(self._numbers)
@@ -159,7 +158,7 @@ class Inbox:
             del self._waiting[number]
 
     def not_sent(self, number: int) -> None:
-        """The owner says that nobody sends, or sends any more, what was asked for."""
+        """Note the owner's answer that no trainer sends, or still sends, the requested version."""
         _, future = self._waiting.get(number, (None, None))
         if future is not None and not future.done():
             future.set_result(None)
@@ -189,15 +188,15 @@ class TakesDeliveries(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipient:
-    """An engine that asked for weights, as a trainer sees it."""
+    """A trainer's description of an engine that requested weights."""
 
     address: str
     """Path of the engine's Unix socket."""
     transfer: Transfer
     processes: int
-    """Processes that its model is in."""
+    """Number of processes that hold the engine's model."""
     silence_s: float
-    """After so many seconds without an answer it counts as hung."""
+    """Seconds without an answer after which the engine counts as hung."""
 
 
 @runtime_checkable
@@ -205,19 +204,20 @@ class SendsWeights(Protocol):
     """A trainer that sends weights to engines."""
 
     async def send(self, version: PolicyVersion, recipient: Recipient) -> None:
-        """Send all weights of a policy whose current version this is.
+        """Send the full weights of a policy's current version.
 
         Raises:
-            TrainerError: it is not any more, or the engine did not take them.
+            TrainerError: the version is no longer current, or the engine did not accept the weights.
         """
         ...
 
 
 @dataclass(slots=True)
 class Source:
-    """vLLM's `WeightSource`: a policy's tensors, as they are published.
+    """vLLM's `WeightSource` for a policy's published tensors.
 
-    Other ranks of a sharded model make each tensor at the same time, so there is one pass for each `tensors`.
+    Other ranks of a sharded model make each tensor at the same time, so each call of `tensors` is one pass on all
+    ranks.
     """
 
     layout: Mapping[str, Tensor]
@@ -225,7 +225,7 @@ class Source:
     tensors: Iterator[tuple[str, Tensor]]
 
     def metadata(self) -> list[Any]:
-        """Name, dtype and shape of each tensor, in order; vLLM's `ParamMeta`."""
+        """Return name, dtype and shape of each tensor, in order, as vLLM's `ParamMeta`."""
         from vllm.distributed.weight_transfer.base import ParamMeta
 
         return [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self.layout.items()]
@@ -234,7 +234,7 @@ class Source:
         return self.tensors
 
     def offer(self, version: PolicyVersion) -> Offer:
-        """The same as a message."""
+        """Make the offer of a version with these tensors."""
         described = self.layout.values()
         return Offer(
             version=version,
@@ -245,7 +245,7 @@ class Source:
 
 
 class WeightLink:
-    """The connection to an engine; each method returns when the engine has done it.
+    """The connection to an engine; each method returns when the engine has executed the call.
 
     Raises, from every method:
         TrainerError: the engine refused, hangs, or is gone.
@@ -274,7 +274,7 @@ class WeightLink:
         self._asked(Ask(method="init", info=init_info))
 
     def start_weight_update(self) -> None:
-        """See vLLM's `VLLMWeightSyncClient`; from here on the engine stands still."""
+        """See vLLM's `VLLMWeightSyncClient`; the engine pauses here."""
         self._asked(Ask(method="start", info={}))
 
     def update_weights(self, update_info: Any) -> None:
@@ -320,7 +320,7 @@ class WeightLink:
 
 
 class FileSender:
-    """Sends weights by files, written before the engine stands still."""
+    """Sends weights as files, written before the engine pauses."""
 
     def __init__(self, recipient: Recipient, link: WeightLink, source: Source) -> None:
         self.link = link
@@ -355,7 +355,7 @@ class FileSender:
 
 
 class Outbox:
-    """The senders of rank 0: one for each engine, since `ipc` and `nccl` meet an engine once.
+    """The senders of rank 0: one per engine, because `ipc` and `nccl` connect to an engine only once.
 
     Args:
         make: makes the sender of an engine, on the rank's device.
@@ -370,7 +370,7 @@ class Outbox:
         """Send the weights of a source to an engine.
 
         Raises:
-            TrainerError: the engine refused them, or is gone.
+            TrainerError: the engine refused the weights, or is gone.
         """
         for address in [each for each in self._senders if not Path(each).exists()]:
             self._senders.pop(address)[1].shutdown()

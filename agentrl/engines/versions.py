@@ -1,11 +1,11 @@
-"""The versions an engine is to serve, those it can sample from, and the sessions that hold on to them.
+"""The versions that an engine should serve, those it can sample from, and the sessions that hold them.
 
-`WantedVersions` is the state that `Engine.serve` asks for, to which every engine reconciles. The engines that compute
-in this process do that with a `VersionTable`, whose subclasses load weights and move calls. A `Session` holds on to a
-version from `open` until it is closed and its last call has ended: by a pin, a lease, or a call in flight; `Leases`
-says what each refresh means between two turns. `ModelEngine` checks what any call must satisfy.
+`WantedVersions` is the state requested by `Engine.serve`, to which every engine reconciles. The engines that compute in
+this process use a `VersionTable`, whose subclasses load weights and move calls. A `Session` holds a version from `open`
+until it is closed and its last call has ended: by a pin, a lease, or a call in flight. `Leases` implements each refresh
+between two turns. `ModelEngine` checks every call.
 Invariants: a version that is current, pinned by the owner, or held by a session or a call is not forgotten; a version
-id never serves two digests; a version that nobody wants any more by its turn is not loaded.
+id never serves two digests; a version that is no longer wanted when its turn comes is not loaded.
 """
 
 from __future__ import annotations
@@ -38,29 +38,29 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class WantedVersions:
-    """The state that an engine's owner asked for last."""
+    """The versions that an engine's owner requested last."""
 
     current: Mapping[str, WeightsRef] = field(default_factory=dict)
     """Newest weights of each policy; a policy that is absent stays at its initial version."""
     pinned: frozenset[WeightsRef] = frozenset()
 
     def followed_by(self, current: Collection[WeightsRef], pinned: Collection[WeightsRef]) -> WantedVersions:
-        """The state after a further `Engine.serve`."""
+        """Return the state after a further `Engine.serve`."""
         return WantedVersions(
             {**self.current, **{weights.version.policy: weights for weights in current}}, frozenset(pinned)
         )
 
     def without_pins_but(self, wanted: WantedVersions) -> WantedVersions:
-        """The same versions without pins that are not `wanted` any more."""
+        """Return the same versions without pins that are no longer `wanted`."""
         return WantedVersions(self.current, self.pinned & wanted.pinned)
 
     @property
     def all(self) -> frozenset[WeightsRef]:
-        """Current and pinned ones."""
+        """Return the current and the pinned versions."""
         return self.pinned | frozenset(self.current.values())
 
     def is_current(self, weights: WeightsRef) -> bool:
-        """Whether these are to be their policy's current weights."""
+        """Whether these should be their policy's current weights."""
         return self.current.get(weights.version.policy) == weights
 
     def has_pin(self, version: PolicyVersion) -> bool:
@@ -69,7 +69,7 @@ class WantedVersions:
 
 
 def in_order(current: Iterable[WeightsRef], pinned: Iterable[WeightsRef]) -> list[WeightsRef]:
-    """The order in which an engine loads versions: older before newer ones of their policy."""
+    """Return versions in the order in which an engine loads them: older before newer ones of a policy."""
     return sorted({*current, *pinned}, key=lambda weights: weights.version)
 
 
@@ -84,7 +84,7 @@ class CanaryJson(msgspec.Struct, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Canary:
-    """The canary check's question and the right answer: the log-probability of each token after each context."""
+    """The canary check's tokens and expected result: the log-probability of each token after each context."""
 
     contexts: Int32Array  # [m, k]
     token_ids: Int32Array  # [n]
@@ -103,36 +103,36 @@ class Canary:
         """Refuse the canary of another model.
 
         Raises:
-            EngineError: it has tokens beyond the vocabulary.
+            EngineError: the canary has tokens beyond the vocabulary.
         """
         if max(int(self.contexts.max()), int(self.token_ids.max())) >= vocabulary:
             raise refusal(weights, f"its canary has tokens outside the model's vocabulary of {vocabulary}")
 
     def asks_like(self, other: Canary) -> bool:
-        """Whether answers to both can be compared."""
+        """Whether answers to both canaries can be compared."""
         return np.array_equal(self.contexts, other.contexts) and np.array_equal(self.token_ids, other.token_ids)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class LiveVersion:
-    """A version that can be sampled from, and who needs it."""
+    """A version that can be sampled from, with counts of its holders."""
 
     version: PolicyVersion
     digest: str = ""
     canary: Canary | None = None
-    """The answers that its trainer computed; tells it apart from other versions."""
+    """Log-probabilities that its trainer computed; they distinguish it from other versions."""
     pinned: bool = False
-    """Whether the engine's owner wants it served although it may not be current."""
+    """Whether the engine's owner wants the version served although it may not be current."""
     pins: int = 0
-    """Sessions opened on it."""
+    """Number of sessions pinned to the version."""
     leases: int = 0
-    """Sessions that stay on it for now, by refresh `lazy` or `episode`."""
+    """Number of sessions that lease the version, by refresh `lazy` or `episode`."""
     calls: int = 0
-    """Calls in flight that it samples."""
+    """Number of calls in flight that the version samples."""
 
     @property
     def held(self) -> bool:
-        """Whether something besides calls in flight needs it to stay as it is."""
+        """Whether anything besides calls in flight holds the version."""
         return self.pinned or self.pins > 0 or self.leases > 0
 
 
@@ -140,10 +140,10 @@ LiveT = TypeVar("LiveT", bound=LiveVersion)
 
 
 class SessionOwner(Protocol):
-    """The engine, as far as its sessions need it."""
+    """The engine's interface to its sessions."""
 
     async def generate(self, session: Any, request: GenerateRequest, on_delta: Delta | None) -> Completion:
-        """One call of `session`."""
+        """Make one call of `session`."""
         ...
 
     def abort(self, request_id: str) -> None:
@@ -151,7 +151,7 @@ class SessionOwner(Protocol):
         ...
 
     def session_ended(self, session: Any) -> None:
-        """`session` is closed and has no call in flight: give back whatever it holds."""
+        """Release the resources of a session that is closed and has no call in flight."""
         ...
 
 
@@ -165,7 +165,7 @@ class Session(Generic[LiveT]):
     pin: LiveT | None
     lease: LiveT | None = None
     request: GenerateRequest | None = None
-    """The request of the call in flight."""
+    """Request of the call in flight."""
     closed: bool = False
 
     def __post_init__(self) -> None:
@@ -174,7 +174,7 @@ class Session(Generic[LiveT]):
 
     @property
     def has_kv(self) -> bool:
-        """Whether its keys and values are assumed to be cached still; vLLM does not report when it drops a prefix."""
+        """Whether the session's KV is assumed to be cached; vLLM does not report dropped prefixes."""
         return True
 
     async def generate(self, request: GenerateRequest, on_delta: Delta | None = None) -> Completion:
@@ -199,14 +199,15 @@ class Session(Generic[LiveT]):
 
 
 def keeping_version(refresh: Refresh | Mapping[str, Refresh], policies: Iterable[str]) -> frozenset[str]:
-    """The policies whose conversations stay on one version; see `EngineCapabilities.keeps_version`."""
+    """Return the policies whose conversations stay on one version; see `EngineCapabilities.keeps_version`."""
     return frozenset(
         policy for policy in policies if (refresh if isinstance(refresh, str) else refresh[policy]) == "episode"
     )
 
 
 def needs_adapters(refresh: Refresh | Mapping[str, Refresh]) -> Refresh | None:
-    """The refresh, of all policies or of one, that several versions must be served side by side for; None: none is."""
+    """Return the refresh, of all policies or of one, that needs several versions served side by side; None if there is
+    none."""
     found = (refresh,) if isinstance(refresh, str) else refresh.values()
     return next((each for each in found if each in ("episode", "lazy")), None)
 
@@ -216,8 +217,8 @@ class Leases(Generic[LiveT]):
 
     Args:
         refresh: when sessions move to newer weights: of all policies, or by policy.
-        max_staleness: refresh `lazy`: how many steps a session of a policy may stay behind; 1 where absent.
-        current: a policy's newest version.
+        max_staleness: for refresh `lazy`, the number of steps that a session of a policy may stay behind; 1 if absent.
+        current: returns a policy's newest version.
         on_release: called with a version when a lease or a pin on it has ended.
     """
 
@@ -240,7 +241,7 @@ class Leases(Generic[LiveT]):
         return self._refresh if isinstance(self._refresh, str) else self._refresh[policy]
 
     def resolve(self, session: Session[LiveT]) -> LiveT:
-        """The version that samples the next call of `session`, by its pin, its lease, or the refresh."""
+        """Return the version for the next call of `session`, by its pin, its lease, or the refresh."""
         if session.pin is not None:
             return session.pin
         current, refresh = self._current(session.policy), self.refresh_of(session.policy)
@@ -261,7 +262,7 @@ class Leases(Generic[LiveT]):
         return session.has_kv and mine.lineage == newest.lineage and newest.step - mine.step <= bound
 
     def end_lease(self, session: Session[LiveT]) -> None:
-        """End the lease of a session, where it has one."""
+        """End the lease of a session, if it has one."""
         lease = session.lease
         if lease is not None:
             session.lease = None
@@ -270,7 +271,7 @@ class Leases(Generic[LiveT]):
             self._on_release(lease)
 
     def close(self, session: Session[LiveT]) -> None:
-        """The session is closed: it needs neither its lease nor its pinned version any more."""
+        """Release the lease and the pin of a closed session."""
         self.end_lease(session)
         pin = session.pin
         if pin is not None:
@@ -302,7 +303,7 @@ class Leases(Generic[LiveT]):
 
 
 class NotWantedError(EngineError):
-    """The owner gave up a version while it was waiting to be loaded."""
+    """The owner dropped a version that was waiting to be loaded."""
 
 
 class VersionTable(ABC, Generic[LiveT]):
@@ -310,8 +311,8 @@ class VersionTable(ABC, Generic[LiveT]):
 
     Args:
         refresh: when sessions move to newer weights: of all policies, or by policy.
-        max_staleness: refresh `lazy`: how many steps a session of a policy may stay behind; 1 where absent.
-        places: adapters that are served side by side; 0: the engine serves full weights.
+        max_staleness: for refresh `lazy`, the number of steps that a session of a policy may stay behind; 1 if absent.
+        places: number of adapters served side by side; 0: the engine serves full weights.
     """
 
     def __init__(self, *, refresh: Refresh | Mapping[str, Refresh], max_staleness: Mapping[str, int], places: int):
@@ -326,7 +327,7 @@ class VersionTable(ABC, Generic[LiveT]):
         self.held: set[str] = set()
         """Policies whose new calls wait for an update."""
         self.rounding: dict[str, float] = {}
-        """By policy, the largest distance in nats between a canary's answers here and those of its trainer."""
+        """Largest distance between a canary's answers here and its trainer's, in nats, by policy."""
         self._wanted = WantedVersions()
         self._one_at_a_time = asyncio.Lock()
         self._changed = asyncio.Event()
@@ -335,7 +336,7 @@ class VersionTable(ABC, Generic[LiveT]):
     # --- lookup -------------------------------------------------------------------------------------------------------
 
     def of_policy(self, policy: str) -> LiveT:
-        """A policy's current version.
+        """Return a policy's current version.
 
         Raises:
             EngineError: the engine does not serve the policy.
@@ -346,10 +347,10 @@ class VersionTable(ABC, Generic[LiveT]):
         return serving
 
     def of_version(self, version: PolicyVersion) -> LiveT:
-        """A live version.
+        """Return a live version.
 
         Raises:
-            VersionNotServedError: the version is not (or no longer) here.
+            VersionNotServedError: the version is not, or no longer, served.
         """
         serving = self.live.get(version)
         if serving is None:
@@ -360,22 +361,23 @@ class VersionTable(ABC, Generic[LiveT]):
         return serving
 
     def is_live(self, serving: LiveT) -> bool:
-        """Whether it can still be sampled from."""
+        """Whether a version can still be sampled from."""
         return self.live.get(serving.version) is serving
 
     def is_current(self, serving: LiveT) -> bool:
-        """Whether it is its policy's current version."""
+        """Whether a version is its policy's current one."""
         return self.current.get(serving.version.policy) is serving
 
     def canaries(self, but: LiveT, *also: LiveT) -> dict[str, Canary]:
-        """The canary answers of the versions that `but` may be mistaken for, by version."""
+        """Return the canaries of the versions that `but` could be mistaken for, by version."""
         others = (*also, *self.live.values())
         return {str(each.version): each.canary for each in others if each is not but and each.canary is not None}
 
     # --- reconciliation -----------------------------------------------------------------------------------------------
 
     async def serve(self, current: Collection[WeightsRef], pinned: Collection[WeightsRef]) -> None:
-        """See `agentrl.core.ports.Engine.serve`. Of several failures the first is raised, after all else is done."""
+        """See `agentrl.core.ports.Engine.serve`. Raises the first of several failures, after serving the other
+        versions."""
         for weights in (*current, *pinned):
             self.of_policy(weights.version.policy)
         self._wanted = self._wanted.followed_by(current, pinned)
@@ -408,10 +410,10 @@ class VersionTable(ABC, Generic[LiveT]):
 
     @abstractmethod
     async def _load(self, weights: WeightsRef) -> None:
-        """Load a version that is not live, and make it current where `_wanted` says so.
+        """Load a version that is not live, and make it current if it is wanted as current.
 
         Raises:
-            EngineError: the files do not match their digest or the model; all is as before.
+            EngineError: the files do not match their digest or the model; nothing has changed.
         """
 
     @abstractmethod
@@ -420,18 +422,18 @@ class VersionTable(ABC, Generic[LiveT]):
 
     @abstractmethod
     def settle(self, serving: LiveT) -> None:
-        """A call, pin or lease of `serving` has ended: forget it if nothing needs it any more."""
+        """Forget a version if nothing holds it any more; called when a call, pin or lease of it has ended."""
 
     def _check_wanted(self, weights: WeightsRef) -> None:
         if weights not in self._wanted.all:
             raise NotWantedError(f"weights {weights.version} are not wanted any more")
 
     async def _wait_for_adapter_slot(self, weights: WeightsRef, adapters: Collection[LiveT]) -> None:
-        """Wait until one of the live `adapters`, which fill all places, may have gone.
+        """Wait until one of the live `adapters`, which fill all slots, may be gone.
 
         Raises:
-            NotWantedError: the owner gave the version up.
-            EngineError: none ever will.
+            NotWantedError: the owner dropped the version.
+            EngineError: no slot will ever be free.
         """
         if self.leases.revoke(adapters):
             return
@@ -454,17 +456,17 @@ class VersionTable(ABC, Generic[LiveT]):
             raise EngineError("the engine ended before the update could be applied")
 
     def wake(self) -> None:
-        """Something that an update may wait for has changed."""
+        """Wake updates that wait for a change."""
         self._changed.set()
 
     def close(self) -> None:
-        """The engine ended: updates that wait fail."""
+        """Fail the waiting updates: the engine has ended."""
         self._closed = True
         self._changed.set()
 
 
 def empty_completion(context: int, reason: FinishReason) -> Completion:
-    """The reply to a call that sampled nothing."""
+    """Make the reply to a call that sampled nothing."""
     return Completion(
         token_ids=np.zeros(0, np.int32),
         logprobs=np.zeros(0, np.float32),
@@ -482,7 +484,7 @@ class ModelEngine(ABC, Generic[LiveT]):
     _vocabulary: int
 
     def _resolve_pin(self, policy: str, pin: PolicyVersion | None) -> LiveT | None:
-        """The version that a session is pinned to.
+        """Return the version to which a session is pinned.
 
         Raises:
             EngineError: the policy or the version is not served here.
@@ -495,15 +497,15 @@ class ModelEngine(ABC, Generic[LiveT]):
         """Refuse work of an engine that has ended; `what` names the work.
 
         Raises:
-            EngineError: it has ended.
+            EngineError: the engine has ended.
         """
 
     def _check_call(self, session: Session[LiveT], request: GenerateRequest, in_flight: Container[str]) -> None:
-        """Refuse a call that no engine takes; `in_flight` are the request ids of others.
+        """Refuse an invalid call; `in_flight` holds the request ids of other calls.
 
         Raises:
-            EngineError: the engine has ended, the session is closed or has a call, or the tokens or the temperature
-                make no sense.
+            EngineError: the engine has ended, the session is closed or has a call, or the tokens or the temperature are
+                invalid.
         """
         where = f"call {request.request_id} of session {session.session_id}"
         self._check_running(where)
@@ -518,14 +520,14 @@ class ModelEngine(ABC, Generic[LiveT]):
             raise EngineError(f"{where}: temperature {request.sampling.temperature} is not above 0")
 
     def _samples_nothing(self, request: GenerateRequest) -> bool:
-        """Whether a call ends before its first token, for want of room or tokens."""
+        """Whether a call ends before its first token, for lack of context or tokens."""
         return len(request.token_ids) >= self.capabilities.max_context or request.sampling.max_tokens < 1
 
 
 async def run_to_end(work: Coroutine[Any, Any, T]) -> T:
-    """Run work to its end even if the caller is cancelled, who then hears of it when the work has ended.
+    """Run work to its end even if the caller is cancelled; the cancellation is raised when the work has ended.
 
-    So no lock that the caller holds is released under the work. A caller that is cancelled twice does not wait.
+    So a lock of the caller is held until the work has ended. A caller that is cancelled twice does not wait.
     """
     task = asyncio.get_running_loop().create_task(work)
     try:
@@ -537,11 +539,11 @@ async def run_to_end(work: Coroutine[Any, Any, T]) -> T:
 
 
 def _forget(task: asyncio.Task[Any]) -> None:
-    """Ignore how work ended whose caller is gone: nobody else hears of it."""
+    """Ignore the result of work whose caller is gone."""
     if not task.cancelled():
         task.exception()
 
 
 def refusal(weights: WeightsRef, reason: str, kind: type[EngineError] = EngineError) -> EngineError:
-    """The error that says why a version is not served."""
+    """Make the error for a version that is not served."""
     return kind(f"weights {weights.version} refused: {reason}. The version before it keeps serving")

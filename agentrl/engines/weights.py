@@ -1,9 +1,9 @@
 """Published weights from disk: read and checked before an engine serves them, and the canary check afterwards.
 
 Owns: the checks that full weights and LoRA adapters must pass (digest, names, shapes, dtypes, finite values), and the
-canary in a version's file: what its trainer computes for a few next tokens after a few contexts. The canary is part of
-the file whose digest is checked, so it belongs to those weights and to no others. Does not decide which version serves,
-and does not know how an engine answers; never unpickles.
+canary in a version's file: the trainer's log-probabilities of a few next tokens after a few contexts. The canary is
+part of the file whose digest is checked, so it belongs to those weights and to no others. Neither decides which version
+serves, nor computes an engine's answer; never unpickles.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _WEIGHT_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MAX_CONTEXTS = 64
 _MAX_LENGTH = 512
 _MAX_TOKENS = 128
-"""The log-probabilities vLLM gives at once."""
+"""Number of log-probabilities that vLLM returns at once."""
 _MAX_CHARACTERS = 1 << 20
 _MAX_NATS = 1e6
 _START_NAME = "the model the run began with"
@@ -55,20 +55,20 @@ _HARMLESS = {
     *("peft_type", "peft_version", "qalora_group_size", "r", "revision", "runtime_config", "target_modules"),
     *("task_type", "use_rslora"),
 }
-"""Keys of PEFT's configuration that ask for nothing but plain LoRA. Another one that is set would be left out by the
+"""Keys of PEFT's configuration that keep an adapter plain LoRA. Any other key that is set would be ignored by the
 embedded engine, or refused by vLLM."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightFile:
-    """A version's safetensors file, checked."""
+    """A version's safetensors file after its checks."""
 
     tensors: dict[str, Tensor]
     metadata: dict[str, str]
 
 
 def read_weights(weights: WeightsRef, *, beside: bytes = b"") -> WeightFile:
-    """Read a version's safetensors file after checking its digest, which is also of what lies `beside` it.
+    """Read a version's safetensors file after checking its digest, which also covers the bytes `beside` it.
 
     Raises:
         EngineError: the file is missing, damaged or not the one whose digest was published; or a tensor is of a wrong
@@ -98,7 +98,7 @@ def read_weights(weights: WeightsRef, *, beside: bytes = b"") -> WeightFile:
 
 
 def read_metadata(weights: WeightsRef) -> dict[str, str]:
-    """The metadata of a version's safetensors file, whose tensors come another way.
+    """Read the metadata of a version's safetensors file whose tensors arrive another way.
 
     Raises:
         EngineError: the file cannot be read.
@@ -114,10 +114,10 @@ def read_metadata(weights: WeightsRef) -> dict[str, str]:
 def match_full_weights(
     weights: WeightsRef, read: Mapping[str, Tensor], expected: Mapping[str, Tensor], model: PreTrainedModel
 ) -> Mapping[str, Tensor]:
-    """The tensors of a full version under the names of the module's state, `expected`.
+    """Return the tensors of a full version under the names of the module's state, `expected`.
 
-    A file in the architecture's hub layout (experts apart, say) is converted as `from_pretrained` does. Tensors without
-    data are matched as well.
+    A file in the architecture's hub layout (for example with separate experts) is converted as `from_pretrained` does.
+    Tensors without data are matched as well.
 
     Raises:
         EngineError: a name or shape does not fit the model.
@@ -135,10 +135,10 @@ def match_full_weights(
 
 
 def check_dtypes(weights: WeightsRef, read: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    """Refuse a trainer's weights that are not in the dtype that the engine computes in, which rounds them in silence.
+    """Refuse a trainer's weights whose dtype differs from the engine's, which would silently round them.
 
     Raises:
-        EngineError: names the first such tensor.
+        EngineError: there are such weights; the message names the first tensor.
     """
     for name in read.keys() & expected.keys():
         have, need = read[name].dtype, expected[name].dtype
@@ -185,7 +185,7 @@ class _AdapterConfig(msgspec.Struct, kw_only=True):
     use_rslora: bool = False
     bias: Literal["none"] = "none"
     init_lora_weights: bool | Literal["gaussian", "orthogonal", "eva"] | None = True
-    """The other ways begin by changing the base model."""
+    """Initialisation of the adapter; other values begin by changing the base model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -232,7 +232,7 @@ def read_adapter(weights: WeightsRef) -> AdapterWeights:
 
 
 def read_matrices(weights: WeightsRef) -> Mapping[str, Tensor]:
-    """The tensors of an adapter's file as they are, after its digest was checked.
+    """Read the unchanged tensors of an adapter's file, after checking its digest.
 
     Raises:
         EngineError: the files are damaged, or not the published ones.
@@ -241,10 +241,10 @@ def read_matrices(weights: WeightsRef) -> Mapping[str, Tensor]:
 
 
 def copy_weights(weights: WeightsRef, directory: Path) -> WeightsRef:
-    """Copy a version's files, and nothing that lies beside them, into a directory; where they lie now.
+    """Copy a version's files, and no others, into a directory; returns their new location.
 
     Raises:
-        EngineError: a file cannot be read, or there is no room for its copy.
+        EngineError: a file cannot be read, or there is no space for its copy.
     """
     directory.mkdir(exist_ok=True)
     for name in WEIGHT_FILES[weights.kind]:
@@ -285,10 +285,10 @@ def _decode_config(weights: WeightsRef, content: bytes) -> _AdapterConfig:
 
 
 def check_adapter(weights: WeightsRef, adapter: AdapterWeights, model: PreTrainedModel, *, max_rank: int) -> None:
-    """Refuse an adapter that does not fit a model; of the model, only the shapes are looked at.
+    """Refuse an adapter that does not fit a model, of which only the shapes matter.
 
     Raises:
-        EngineError: wrong rank, module or shape.
+        EngineError: a rank, module or shape does not fit.
     """
     if adapter.rank > max_rank:
         raise refusal(weights, f"its rank is {adapter.rank}, the engine was started for at most {max_rank}")
@@ -304,10 +304,11 @@ def check_adapter(weights: WeightsRef, adapter: AdapterWeights, model: PreTraine
 
 
 def adaptable_layers(model: PreTrainedModel) -> list[str]:
-    """Names of the linear layers that can be served under adapters: those the decoder calls once, over all tokens.
+    """Return the names of the linear layers that can be served under adapters: those that the decoder calls once, over
+    all tokens.
 
-    The output projection is none of them, nor are embeddings, experts whose weights are one tensor, and layers that see
-    a part of the tokens. Tried with the model's own attention, which must be set.
+    Excluded are the output projection, embeddings, experts whose weights are one tensor, and layers that see only some
+    of the tokens. The function calls the model with its own attention, which must be set.
     """
     rows, width = 5, 7
     seen: dict[str, list[tuple[int, ...]]] = {}
@@ -337,7 +338,7 @@ def adaptable_layers(model: PreTrainedModel) -> list[str]:
 
 
 def linear_layer(model: PreTrainedModel, name: str) -> nn.Linear | None:
-    """The linear layer of that name, also where an engine has wrapped it; None if there is none."""
+    """Return the linear layer of a name, also if an engine has wrapped it; None if there is none."""
     try:
         layer = model.get_submodule(name)
     except AttributeError:
@@ -348,27 +349,27 @@ def linear_layer(model: PreTrainedModel, name: str) -> nn.Linear | None:
 
 @dataclass(frozen=True, slots=True)
 class _Limits:
-    """Limits on the mean distance between sampled and given log-probabilities, in nats."""
+    """Limits on the mean distance between an answer and a canary's log-probabilities, in nats."""
 
     tolerance: float
-    """More is another model, or arithmetic that no ratio survives."""
+    """Distance above which the answer comes from another model, or from arithmetic too coarse for importance ratios."""
     floor: float
-    """Less is rounding: nobody is told apart by it."""
+    """Distance below which a difference is rounding, and distinguishes no versions."""
 
 
 _EXACT = _Limits(tolerance=1e-2, floor=1e-5)
-"""Engine and file in float32."""
+"""Limits if engine and file are in float32."""
 _ROUNDED = _Limits(tolerance=0.25, floor=1e-2)
-"""Either in 16 bits, before any version of the policy has passed."""
+"""Limits if either is in 16 bits, before any version of the policy has passed."""
 _GROWTH = 3.0
-"""Either in 16 bits: another version is rounded by at most so many times more than those before it. Models of 3, 4 and
-30 layers, moved by 1 % and 10 % of their weights' deviation: 1.4 times; the same in eight bits: 4 to 10 times."""
+"""Factor by which the rounding of a version in 16 bits may exceed that of earlier versions. For models of 3, 4 and 30
+layers, moved by 1 % and 10 % of their weights' deviation, it was 1.4; in eight bits 4 to 10."""
 _NEARER = 2.0
-"""An answer that is this many times nearer to another version is that version's."""
+"""Factor of closeness above which an answer is attributed to another version."""
 
 
 def read_canary(weights: WeightsRef, file: WeightFile) -> Canary | None:
-    """The canary of a version's file; None if it has none.
+    """Return the canary of a version's file; None if it has none.
 
     Raises:
         EngineError: the file's canary is damaged.
@@ -411,18 +412,18 @@ def check_answer(
     others: Mapping[str, Canary],
     rounding: dict[str, float],
 ) -> None:
-    """Refuse a version whose engine answers its canary as other weights would.
+    """Refuse a version if the engine's answer to its canary fits other weights.
 
-    Two ways to be wrong: further from the trainer's answer than rounding explains; or, where one update changed less
-    than that, at least twice as near to the answer of another version as to its own.
+    The answer is wrong if it is further from the trainer's than rounding explains; or, because one update may change
+    less than that, if it is at least twice as close to the answer of another version as to its own.
 
     Args:
         weights: the new version.
-        canary: its own.
+        canary: canary of the version.
         answer: [m, n], the engine's log-probabilities of the canary's tokens.
-        dtype: the engine computes in.
-        others: by version, of what else the engine serves, or served before: what it may have been mistaken for.
-        rounding: by policy, the largest distance of a version that has passed; this one's is added.
+        dtype: dtype in which the engine computes.
+        others: canaries of the other versions that the engine serves or served, and could have mistaken for it.
+        rounding: largest distance of a version that has passed, by policy; this version's is added.
 
     Raises:
         EngineError: the answer is not the version's.
@@ -446,8 +447,8 @@ def check_answer(
 
 
 def _rounded(seen: float | None) -> _Limits:
-    """Limits in 16 bits. How far rounding takes a model's answers cannot be told from its shape (those of 30 layers
-    rounded by .044 nats, of 4 by .016, of 3 by .009), so versions that have passed tell it."""
+    """Return the limits in 16 bits. The effect of rounding cannot be derived from a model's shape (0.044 nats with 30
+    layers, 0.016 with 4, 0.009 with 3), so versions that have passed determine it."""
     if seen is None:
         return _ROUNDED
     return _Limits(min(max(_GROWTH * seen, 2 * _ROUNDED.floor), _ROUNDED.tolerance), _ROUNDED.floor)
@@ -463,9 +464,9 @@ def _too_far(weights: WeightsRef, difference: float, tolerance: float, dtype: to
 
 
 def _distance(answer: Float32Array, logprobs: Float32Array) -> float:
-    """Mean |Δ log-probability| in nats, each context's mean Δ taken off.
+    """Return the mean |Δ log-probability| in nats, after subtracting each context's mean Δ.
 
-    That is the rounding of one normaliser for all its tokens: left in, it makes strangers look alike.
+    The subtracted mean is the rounding error of the shared normaliser: left in, it makes different versions look alike.
     """
     difference = answer.astype(np.float64) - logprobs
     return float(np.abs(difference - difference.mean(axis=1, keepdims=True)).mean())

@@ -1,7 +1,7 @@
-"""Messages between an engine's process and its clients: msgpack frames behind their length.
+"""Messages between an engine's process and its clients: msgpack frames with a length prefix.
 
-Owns the messages and the framing; both ends run the same code. Token columns travel as little-endian bytes. Nothing
-here can make the reader run code: a frame is one of the messages below, or the connection ends.
+Owns the messages and the framing; both ends run the same code. Token columns travel as little-endian bytes. No frame
+can make the reader run code: it is one of the messages below, or the connection ends.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 MAX_FRAME_BYTES = 1 << 30
 HEAD_BYTES = 4
-"""Bytes of the length before a frame."""
+"""Number of bytes of the length prefix."""
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 _ENCODER = msgspec.msgpack.Encoder()
 
@@ -39,18 +39,20 @@ class WireMessage(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_onl
 
 
 class Load(WireMessage, frozen=True):
-    """Make the engine: `factory` is `module:name.of.callable`, called with `versions` and the arguments; what it
-    returns may have to be awaited."""
+    """Request to make the engine: `factory` is `module:name.of.callable`, called with `versions` and the arguments; its
+    result may have to be awaited."""
 
     factory: str
     arguments: dict[str, Any]
     versions: dict[str, PolicyVersion]
     host: str = ""
-    """The process's machine, another than its owner's, at whose address it takes other clients; empty: the same."""
+    """Address of the process's machine, at which it accepts other clients, if that differs from its owner's; "" if
+    not.
+    """
 
 
 class Open(WireMessage, frozen=True):
-    """A session; `session` is the client's number for it."""
+    """Request to open a session; `session` is the client's number for it."""
 
     session: int
     name: str
@@ -59,13 +61,13 @@ class Open(WireMessage, frozen=True):
 
 
 class CloseSession(WireMessage, frozen=True):
-    """Close a session."""
+    """Request to close a session."""
 
     session: int
 
 
 class Generate(WireMessage, frozen=True):
-    """Sample in a session; `deltas`: whether the client wants new tokens as they come."""
+    """Request to sample in a session; `deltas` states whether the client wants new tokens as they come."""
 
     call: int
     session: int
@@ -79,19 +81,19 @@ class Generate(WireMessage, frozen=True):
 
 
 class Cancel(WireMessage, frozen=True):
-    """The client no longer waits for a call."""
+    """Note that the client no longer waits for a call."""
 
     call: int
 
 
 class Abort(WireMessage, frozen=True):
-    """End a call; it returns the tokens it has."""
+    """Request to end a call, which returns its tokens so far."""
 
     request_id: str
 
 
 class Serve(WireMessage, frozen=True):
-    """Serve these versions and no others."""
+    """Request to serve these versions and no others."""
 
     call: int
     current: list[WeightsRef]
@@ -99,8 +101,8 @@ class Serve(WireMessage, frozen=True):
 
 
 class Piece(WireMessage, frozen=True):
-    """The next bytes of a version's file, for a process that cannot read it where its owner can; `sha256` is that of
-    the version."""
+    """The next bytes of a version's file, for a process that cannot read its owner's files; `sha256` belongs to the
+    version."""
 
     call: int
     sha256: str
@@ -109,7 +111,7 @@ class Piece(WireMessage, frozen=True):
 
 
 class Score(WireMessage, frozen=True):
-    """Score tokens."""
+    """Request to score tokens."""
 
     call: int
     version: PolicyVersion | str
@@ -127,15 +129,15 @@ Request = Load | Open | CloseSession | Generate | Cancel | Abort | Serve | Piece
 
 
 class Loaded(WireMessage, frozen=True):
-    """The engine is ready; other clients reach it at `address`, the path of a Unix socket or a `core.network.Address`,
-    if that is not empty."""
+    """Answer to `Load`: the engine is ready. Other clients reach it at `address`, the path of a Unix socket or a
+    `core.network.Address`, if that is not empty."""
 
     capabilities: EngineCapabilities
     address: str
 
 
 class Completed(WireMessage, frozen=True):
-    """The end of a `Generate`."""
+    """Answer to `Generate`."""
 
     call: int
     token_ids: bytes
@@ -153,20 +155,20 @@ class Completed(WireMessage, frozen=True):
 
 
 class Scored(WireMessage, frozen=True):
-    """The end of a `Score`."""
+    """Answer to `Score`."""
 
     call: int
     logprobs: bytes
 
 
 class Answered(WireMessage, frozen=True):
-    """The end of a call without a result."""
+    """Answer to a call without a result."""
 
     call: int
 
 
 class Failed(WireMessage, frozen=True):
-    """A call raised; `kind` is a class of `agentrl.core.errors`. Call 0 is the `Load`."""
+    """Answer to a call that raised; `kind` is a class of `agentrl.core.errors`. Call 0 is the `Load`."""
 
     call: int
     kind: str
@@ -183,13 +185,14 @@ class NewTokens(WireMessage, frozen=True):
 
 
 class Busy(WireMessage, frozen=True):
-    """A sign of life: the seconds that the engine has spent computing since it was made."""
+    """Heartbeat with the seconds that the engine has spent computing."""
 
     seconds: float
 
 
 class WeightsWanted(WireMessage, frozen=True):
-    """The engine takes all weights of a version at a Unix socket; answered by `NotSent`, if by anything."""
+    """Request of the engine: it accepts full weights of a version at a Unix socket. Answered only by `NotSent`, or not
+    at all."""
 
     number: int
     version: PolicyVersion
@@ -208,13 +211,13 @@ def send(writer: Writer, message: WireMessage) -> None:
 
 
 def frame(message: WireMessage) -> bytes:
-    """A message behind its length."""
+    """Encode a message with its length."""
     body = _ENCODER.encode(message)
     return len(body).to_bytes(HEAD_BYTES, "little") + body
 
 
 async def receive(reader: asyncio.StreamReader) -> bytes | None:
-    """The next frame's body; None at the end of the connection, also in the middle of a frame.
+    """Return the next frame's body; None at the end of the connection, also in the middle of a frame.
 
     Raises:
         ValueError: the frame is larger than `MAX_FRAME_BYTES`.
@@ -229,7 +232,7 @@ async def receive(reader: asyncio.StreamReader) -> bytes | None:
 
 
 def generate_message(call: int, session: int, request: GenerateRequest, *, deltas: bool) -> Generate:
-    """A request as a message."""
+    """Convert a request to a message."""
     return Generate(
         call=call,
         session=session,
@@ -244,7 +247,7 @@ def generate_message(call: int, session: int, request: GenerateRequest, *, delta
 
 
 def request_of(message: Generate) -> GenerateRequest:
-    """A message as a request."""
+    """Convert a message to a request."""
     return GenerateRequest(
         request_id=message.request_id,
         token_ids=tokens_of(message.token_ids),
@@ -256,7 +259,7 @@ def request_of(message: Generate) -> GenerateRequest:
 
 
 def completed_message(call: int, completion: Completion) -> Completed:
-    """A completion as a message."""
+    """Convert a completion to a message."""
     routing, mask = completion.expert_routing, completion.sampling_mask
     return Completed(
         call=call,
@@ -276,7 +279,7 @@ def completed_message(call: int, completion: Completion) -> Completed:
 
 
 def completion_of(message: Completed) -> Completion:
-    """A message as a completion."""
+    """Convert a message to a completion."""
     routing = None
     if message.routing is not None:
         routing = np.frombuffer(message.routing, np.uint8).reshape(message.routing_shape)
@@ -298,10 +301,10 @@ def completion_of(message: Completed) -> Completion:
 
 
 def tokens_of(column: bytes) -> Int32Array:
-    """Token ids of a column."""
+    """Decode a column of token ids."""
     return np.frombuffer(column, "<i4").astype(np.int32, copy=False)
 
 
 def logprobs_of(column: bytes) -> Float32Array:
-    """Logprobs of a column."""
+    """Decode a column of logprobs."""
     return np.frombuffer(column, "<f4").astype(np.float32, copy=False)

@@ -1,7 +1,8 @@
 """The LoRA adapters that the embedded engine serves side by side on one base model.
 
-LoRA: Hu et al., 2021, arXiv:2106.09685. y = W x + B ((A x) * row mask), the A of the pass's adapters stacked, their B
-side by side; where they are many, adapter by adapter in one batched product, as in Punica (arXiv:2310.18547).
+LoRA: Hu et al., 2021, arXiv:2106.09685. y = W x + B ((A x) * row mask), with the A of the pass's adapters stacked, and
+their B side by side. With many adapters, rows are grouped by adapter in one batched product, as in Punica
+(arXiv:2310.18547).
 """
 
 from __future__ import annotations
@@ -44,24 +45,24 @@ class AdapterBank:
         self._narrowed = _NOTHING
         self.active = False
         self.mask: Tensor | None = None
-        """Float [B, 1, columns]: 1 where the column is of the row's adapter; None: all are."""
+        """Float [B, 1, columns]: 1 if the column belongs to the row's adapter; None: all do."""
         self.groups: _Groups | None = None
-        """Set instead where there are many adapters."""
+        """Rows grouped by adapter; set instead of `mask` if there are many adapters."""
 
     def free_slot(self) -> int | None:
-        """The lowest empty place, None if all are filled."""
+        """Return the lowest empty slot, or None if all are filled."""
         return min(self._free) if self._free else None
 
     def check(self, weights: WeightsRef, adapter: AdapterWeights) -> None:
         """Refuse an adapter that does not fit the model.
 
         Raises:
-            EngineError: wrong rank, module or shape.
+            EngineError: a rank, module or shape does not fit.
         """
         check_adapter(weights, adapter, self._model, max_rank=self.max_rank)
 
     def fill(self, place: int, adapter: AdapterWeights) -> None:
-        """Put a checked adapter into an empty place; call between two passes."""
+        """Put a checked adapter into an empty slot; call it between two passes."""
         self._free.remove(place)
         self._filled[place] = adapter
         self._selected, self._narrowed = None, _NOTHING
@@ -77,12 +78,12 @@ class AdapterBank:
             self._write(place, adapter)
 
     def empty(self, place: int) -> AdapterWeights:
-        """Forget the adapter of `place`, which is returned; call when no row uses it."""
+        """Remove and return the adapter of a slot; call it when no row uses the adapter."""
         self._free.append(place)
         return self._filled.pop(place)
 
     def _wrap(self, adapter: AdapterWeights) -> bool:
-        """Give the layers of an adapter that no earlier one was on their share of the bank; whether there are any."""
+        """Wrap the layers of an adapter that no earlier adapter covered; returns whether there are any."""
         added = [name for name in adapter.matrices if name not in self._layers]
         for name in added:
             layer = linear_layer(self._model, name)
@@ -110,7 +111,7 @@ class AdapterBank:
                     layer.up[first : first + adapter.rank] = up.t()
 
     def select(self, adapters: NDArray[np.int64]) -> None:
-        """Say which adapter each row of the next pass uses, `[B]`; -1: none."""
+        """Set the adapter of each row of the next pass, `[B]`; -1: none."""
         key = adapters.tobytes()
         if key == self._selected:
             return
@@ -130,7 +131,7 @@ class AdapterBank:
             self.mask = mask.to(weight)
 
     def _narrow(self, used: NDArray[np.int64]) -> None:
-        """Compute the columns of these adapters, and of few others: which ones there are changes almost every pass."""
+        """Compute the columns of these adapters and of few others: the set changes in almost every pass."""
         known = self._narrowed
         if np.array_equal(used, known) or (1 < len(used) < len(known) <= 2 * len(used) and np.isin(used, known).all()):
             return
@@ -144,7 +145,7 @@ class AdapterBank:
 
 
 class BankLinear(nn.Module):
-    """A linear layer and the bank's share of it."""
+    """A linear layer with its part of the bank."""
 
     def __init__(self, base: nn.Linear, bank: AdapterBank) -> None:
         super().__init__()
@@ -155,13 +156,13 @@ class BankLinear(nn.Module):
         self._live = self._apart = (self.down.t(), self.up)
 
     def narrow(self, columns: slice | Tensor, rank: int) -> None:
-        """Compute only these columns from now on: those of adapters of this rank."""
+        """Compute only these columns, of adapters of this rank, from now on."""
         down, up = self.down[columns], self.up[columns]
         self._live = (down.t(), up)
         self._apart = (down.view(-1, rank, down.shape[1]).transpose(1, 2), up.view(-1, rank, up.shape[1]))
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """`[..., in]` → `[..., out]`."""
+        """Map `[..., in]` to `[..., out]`."""
         weight, bias, bank = self._plain
         if not bank.active:
             return functional.linear(hidden, weight, bias)
@@ -184,7 +185,7 @@ class BankLinear(nn.Module):
 
 
 class _Groups(NamedTuple):
-    """The rows of a pass by adapter, padded with row 0 to the same number each."""
+    """The rows of a pass grouped by adapter, padded with row 0 to equal numbers."""
 
     adapters: int
     rows: Tensor  # int64 [adapters * most rows of one]
@@ -192,7 +193,7 @@ class _Groups(NamedTuple):
 
 
 def _grouped(adapters: NDArray[np.int64], count: int, device: torch.device) -> _Groups:
-    """Rows by adapter, from the number of each row's."""
+    """Group rows by adapter, given the number of each row's adapter."""
     order = np.argsort(adapters, kind="stable")
     sizes = np.bincount(adapters, minlength=count)
     most = int(sizes.max())

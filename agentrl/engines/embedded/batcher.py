@@ -1,11 +1,10 @@
 """Continuous batching: admission of calls to slots, prefix reuse, and the plan of each forward pass.
 
-Owns: calls and their completions, waiting and running; which conversation holds which slot, least recently used first.
-Lives on the event loop, between passes. Does not run models, and does not choose versions: the engine hands it a
-resolver.
+Owns: calls and their completions, waiting and running; the assignment of slots to conversations, in LRU order. Lives on
+the event loop, between passes. Does not run models, and does not choose versions: the engine hands it a resolver.
 Invariants: a call runs in exactly one slot; a session has at most one slot, a slot at most one session; a busy slot is
 never taken away; keys and values are reused only under the version that computed them; prefill per step is bounded, so
-that no long context holds up the others; no call waits for ever, whatever its priority.
+that no long context delays the others; no call waits for ever, whatever its priority.
 """
 
 from __future__ import annotations
@@ -36,9 +35,10 @@ if TYPE_CHECKING:
     from agentrl.engines.embedded.slots import SlotCache, SlotColumns, Slots
 
 _WORTH_SHARING = 8
-"""Shortest common prefix, in tokens, that is copied from another conversation instead of computed."""
+"""Minimum length of a common prefix, in tokens, that is copied from another conversation instead of computed."""
 _TURNS_IN_A_ROW = 16
-"""Calls per slot that may overtake a waiting one: for each step of priority, or because their session has a slot."""
+"""Number of calls per slot that may overtake a waiting one: for each step of priority, or because their session has a
+slot."""
 _PATIENCE = 4
 """Number of steps that a few contexts wait for others to be prefilled with, while many rows decode."""
 _LONG_IDLE_SECONDS = 1.0
@@ -52,7 +52,7 @@ class EmbeddedSession(Session["Serving"]):
 
     @property
     def has_kv(self) -> bool:
-        """Whether its keys and values still lie in a slot."""
+        """Whether the session's KV is still in a slot."""
         return self.slot >= 0
 
 
@@ -67,18 +67,18 @@ class ActiveRequest:
     order: int
     """Arrival number."""
     due: int = 0
-    """Waiting calls are served in this order: the arrival number, put back by the priority."""
+    """Place in the queue: the arrival number, shifted by the priority."""
     serving: Serving | None = None
-    """The version that samples it now; None while it waits for a slot."""
+    """Version that samples the call now; None while it waits for a slot."""
     ending: bool = False
-    """Aborted or cancelled: it ends before the next pass."""
+    """Whether the call was aborted or cancelled, so that it ends before the next pass."""
     fresh: bool = False
     """Whether nothing is computed yet, so that a prefix may be copied from another slot."""
     cached: int = 0
     delivered: int = 0
-    """Tokens given to `on_delta`."""
+    """Number of tokens passed to `on_delta`."""
     since: int = 0
-    """First token sampled by `serving`."""
+    """Index of the first token sampled by `serving`."""
     spans: list[VersionSpan] = field(default_factory=list)
 
     def __lt__(self, other: ActiveRequest) -> bool:
@@ -95,7 +95,7 @@ class ActiveRequest:
         self.since = sampled
 
     def deliver(self, columns: SlotColumns) -> None:
-        """Give `on_delta` the tokens sampled since it was last called, apart by version."""
+        """Pass `on_delta` the tokens sampled since its last call, separately by version."""
         if self.on_delta is None or self.serving is None:
             return
         tokens, logprobs = columns.sampled(self.session.slot, self.delivered)
@@ -110,7 +110,7 @@ class ActiveRequest:
     def complete(
         self, columns: SlotColumns, reason: FinishReason, *, tap: RoutingTap | None, kept: KeptSetRecorder | None
     ) -> Completion:
-        """The reply to the call, from the tokens sampled so far."""
+        """Make the reply to the call from the tokens sampled so far."""
         context = len(self.request.token_ids)
         if self.serving is None:
             return empty_completion(context, reason)
@@ -143,14 +143,15 @@ class SlotTable:
         """Version that computed all keys and values of each slot; None if the slot is empty or mixed."""
 
     def has_slot(self, *, patient: bool) -> bool:
-        """Whether a session without a slot gets one; if `patient`, not that of a conversation between two turns."""
+        """Whether a session without a slot gets one; a `patient` session does not evict a conversation between two
+        turns."""
         if self._free or not self._idle:
             return bool(self._free)
         _, since = next(iter(self._idle.values()))
         return not patient or self._clock.monotonic() - since > _LONG_IDLE_SECONDS
 
     def assign_slot(self, session: EmbeddedSession) -> int:
-        """A slot for a call of `session`: its own, a free one, or else the least recently used idle one."""
+        """Assign a slot to a call of `session`: its own, a free one, or else the least recently used idle one."""
         if session.slot >= 0:
             del self._idle[session.slot]
         elif self._free:
@@ -163,7 +164,7 @@ class SlotTable:
         return session.slot
 
     def mark_idle(self, session: EmbeddedSession) -> None:
-        """The session's call ended: from now on its slot may be evicted."""
+        """Make the session's slot evictable after its call has ended."""
         self._idle[session.slot] = (session, self._clock.monotonic())
 
     def free_slot(self, session: EmbeddedSession) -> None:
@@ -221,7 +222,7 @@ class Batcher:
         return [*self.running.values(), *self._seated, *self._waiting]
 
     def drop_ending(self) -> list[ActiveRequest]:
-        """Take out the calls that were aborted or cancelled; those that ran still hold their slots."""
+        """Remove the calls that were aborted or cancelled; those that ran still hold their slots."""
         ending = [call for call in (*self._seated, *self._waiting) if call.ending]
         if ending:
             self._seated = [call for call in self._seated if not call.ending]
@@ -230,11 +231,11 @@ class Batcher:
         return ending + [call for call in self.running.values() if call.ending]
 
     def admit(self, held: Collection[str], resolve: Callable[[EmbeddedSession], Serving]) -> None:
-        """Give slots to waiting calls, the one due first ahead; calls of `held` policies go on waiting.
+        """Give slots to waiting calls in queue order; calls of `held` policies keep waiting.
 
-        Conversations that hold a slot go on in it. While at least half of the slots are busy, others wait for a slot
-        that is free or long idle: to evict conversations between two turns would compute their contexts again. When
-        that has gone on for many turns, one that waits gets the slot that rested longest.
+        Conversations that hold a slot continue in it. While at least half of the slots are busy, others wait for a slot
+        that is free or long idle, because evicting a conversation between two turns costs recomputing its context.
+        After many turns, a waiting call gets the slot that was idle longest.
         """
         if self._passed_over >= self._turns_in_a_row:
             self._seat_waiting(held, resolve, patient=False, most=1)
@@ -257,7 +258,7 @@ class Batcher:
         patient: bool = True,
         most: int | None = None,
     ) -> None:
-        """Begin up to `most` waiting calls, as long as there are slots for them."""
+        """Start up to `most` waiting calls, as long as there are slots for them."""
         aside: list[ActiveRequest] = []
         most = len(self._waiting) if most is None else most
         while self._waiting and most:
@@ -290,17 +291,17 @@ class Batcher:
         self._layout = None
 
     def finish(self, call: ActiveRequest) -> None:
-        """Take a running call out of its slot, which stays with the session until another needs it."""
+        """Remove a running call from its slot, which stays with the session until another needs it."""
         slot = call.session.slot
         del self.running[slot]
         self._table.mark_idle(call.session)
         self._layout = None
 
     def switch(self, call: ActiveRequest, serving: Serving, *, keep_kv: bool) -> None:
-        """Sample a running call by `serving` from its next token on.
+        """Sample a running call with `serving` from its next token on.
 
-        With `keep_kv` it goes on over the keys and values of older weights, else they are computed again. A call
-        that has sampled nothing yet always starts over.
+        With `keep_kv` the call continues over the KV of older weights; otherwise the KV is recomputed. A call that has
+        sampled nothing yet always starts over.
         """
         slot = call.session.slot
         sampled = int(self._columns.length[slot] - self._columns.prompt[slot])
@@ -322,7 +323,7 @@ class Batcher:
         self._layout = None
 
     def plan(self) -> list[Pass]:
-        """The passes of the next step: bounded prefill, then one decode pass per model."""
+        """Plan the passes of the next step: bounded prefill, then one decode pass per model."""
         if self._fixed_shapes:
             return self._fixed_plan()
         self._share_prefixes()
@@ -346,14 +347,14 @@ class Batcher:
         return passes
 
     def repeats(self, plan: list[Pass]) -> bool:
-        """Whether the same plan would be made again, as long as no call comes or ends."""
+        """Whether the next plan is the same, as long as no call arrives or ends."""
         return self._fixed_shapes or sum(len(one.slots) for one in plan if one.counts.max() == 1) == len(self.running)
 
     def _fixed_plan(self) -> list[Pass]:
-        """One token of every running call, contexts too, in a pass over all slots for each version.
+        """Plan one token of every running call, of contexts too, in a pass over all slots for each version.
 
-        A position's keys and values then depend on the tokens before it and the weights alone: not on how much of the
-        context was computed at once, nor on who else is there. A resumed conversation goes on bit for bit.
+        A position's KV then depends only on the tokens before it and the weights: neither on how much of the context
+        was computed at once, nor on the other rows. A resumed conversation continues bit-identically.
         """
         slots = np.arange(self._cache.slots)
         groups: dict[tuple[int, int], tuple[Serving, NDArray[np.int64]]] = {}
@@ -369,7 +370,8 @@ class Batcher:
         return passes
 
     def _defers(self, waiting: int, decoding: int) -> bool:
-        """Whether a few short contexts wait for company: a pass costs about as much as twenty rows of one."""
+        """Whether a few short contexts wait to be prefilled with others: a pass costs about as much as twenty rows of
+        one."""
         if 0 < waiting * 8 < decoding and self._deferred < _PATIENCE:
             self._deferred += 1
             return True
@@ -397,7 +399,7 @@ class Batcher:
     def _prefill(
         self, slots: Slots, pending: NDArray[np.int64], rows: list[int], budget: int
     ) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-        """Rows of like length together, oldest calls first, until the padded tokens reach the budget."""
+        """Group rows of similar length, oldest calls first, until the padded tokens reach the budget."""
         rows.sort(key=lambda row: self.running[int(slots[row])].order)
         buckets: dict[int, list[int]] = {}
         widest: dict[int, int] = {}
@@ -419,7 +421,9 @@ class Batcher:
         ]
 
     def _share_prefixes(self) -> None:
-        """Copy what another conversation has computed under the same weights; of calls alike, one computes first."""
+        """Copy prefixes that another conversation computed under the same weights; of equal calls, one computes
+        first.
+        """
         leaders: set[tuple[int, bytes]] = set()
         for slot, call in self.running.items():
             if not call.fresh:

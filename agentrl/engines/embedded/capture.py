@@ -1,7 +1,7 @@
-"""Records for the trainer: the experts that each position used, and the kept set of each sampled token.
+"""Recording for the trainer: the experts that each position used, and the kept set of each sampled token.
 
-Owns: a routing row per slot and position, a kept set per sampled token, until the call's completion takes them.
-Does not decide anything about a pass; a tap that is not begun records nothing.
+Owns: a routing row per slot and position, a kept set per sampled token, until the call's completion takes them. Does
+not influence a pass; a tap without `begin` records nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MOST_EXPERTS = 256
 
 
 class Routing(NamedTuple):
-    """The routing of a call, as its completion reports it."""
+    """The routing of a call, for its completion."""
 
     rows: ExpertArray
     start: int
@@ -43,15 +43,15 @@ class _CallRouting:
     start: int
     """First position of the part in progress."""
     reached: int
-    """Positions below were computed for this call, or before it."""
+    """Number of positions computed for this call, or before it."""
     behind: bool = False
-    """The part in progress repeats positions of the one before and has not come beyond them."""
+    """Whether the part in progress repeats positions of the previous part and has not passed them."""
     parts: list[tuple[int, ExpertArray]] = field(default_factory=list)
-    """(first position, rows) of the parts before."""
+    """Earlier parts, as (first position, rows)."""
 
 
 class RoutingTap:
-    """Records the experts that a mixture-of-experts model really used, by hooks on its routers.
+    """Records the experts that a mixture-of-experts model actually used, by hooks on its routers.
 
     A router is a module whose output is a tuple with an integer tensor `[tokens, top_k]`: the chosen experts.
     """
@@ -76,7 +76,7 @@ class RoutingTap:
         self.attach(model)
 
     def attach(self, model: PreTrainedModel) -> None:
-        """Listen to `model`, another copy of the same architecture."""
+        """Attach hooks to `model`, another copy of the same architecture."""
         for name in self._routers:
             model.get_submodule(name).register_forward_hook(self._listen)
 
@@ -90,7 +90,7 @@ class RoutingTap:
         self._chosen.clear()
 
     def store(self, slots: Slots, begin: NDArray[np.int64], counts: NDArray[np.int64], width: int) -> None:
-        """Keep a pass: slot i computed `counts[i]` positions from `begin[i]`, right-aligned in `width`."""
+        """Store a pass: slot i computed `counts[i]` positions from `begin[i]`, right-aligned in `width`."""
         self._recording = False
         stacked = torch.stack(self._chosen, dim=1).to("cpu", torch.uint8).numpy()
         rows = stacked.reshape(len(slots), width, *stacked.shape[1:])
@@ -100,10 +100,10 @@ class RoutingTap:
             self._put(slot, first, rows[i, width - count :])
 
     def _put(self, slot: int, first: int, rows: ExpertArray) -> None:
-        """`slot` holds KV from `first` on that was computed through `rows`.
+        """Record that the KV of `slot` from position `first` on was computed through `rows`.
 
-        Positions computed again through other experts begin a part of their own: what was sampled before stays with the
-        routing it was sampled with.
+        Positions recomputed through other experts begin a new part: earlier tokens keep the routing they were sampled
+        with.
         """
         assert self._rows is not None
         calls, held, stop = self._calls[slot], self._rows[slot], first + len(rows)
@@ -120,16 +120,16 @@ class RoutingTap:
             calls.reached, calls.behind = stop, False
 
     def restart(self, slot: int, position: int) -> None:
-        """Whatever is computed in `slot` from `position` on belongs to a new call."""
+        """Assign everything computed in `slot` from `position` on to a new call."""
         self._calls[slot] = _CallRouting(position, position)
 
     def copy_prefix(self, source: int, target: int, length: int) -> None:
-        """Give slot `target` the routing of the first `length` positions of slot `source`."""
+        """Copy the routing of the first `length` positions of slot `source` to slot `target`."""
         if self._rows is not None:
             self._put(target, 0, self._rows[source, :length].copy())
 
     def routing_of_call(self, slot: int, computed: int) -> Routing | None:
-        """The routing of the slot's call, which ends with KV of `computed` positions; None before any pass."""
+        """Return the routing of the slot's call, which ends with KV of `computed` positions; None before any pass."""
         if self._rows is None:
             return None
         calls = self._calls[slot]
@@ -141,7 +141,7 @@ class RoutingTap:
 
 
 def chosen_experts(output: object) -> Tensor:
-    """The integer tensor of a router's output.
+    """Return the integer tensor of a router's output.
 
     Raises:
         TypeError: the output has none.
@@ -153,7 +153,7 @@ def chosen_experts(output: object) -> Tensor:
 
 
 def find_routers(model: PreTrainedModel) -> tuple[str, ...]:
-    """Names of the modules that return chosen experts, in the order in which they run."""
+    """Return the names of the modules that return chosen experts, in the order in which they run."""
     found: list[str] = []
     hooks = []
     for name, module in model.named_modules():
@@ -180,11 +180,11 @@ class KeptSetRecorder:
         self._sets: list[list[NDArray[np.int32] | None]] = [[] for _ in range(slots)]
 
     def clear(self, slot: int) -> None:
-        """A new call begins in `slot`."""
+        """Start a new call in `slot`."""
         self._sets[slot] = []
 
     def store(self, slots: Slots, kept: Tensor | None, filtered: BoolArray) -> None:
-        """One token was sampled in each of `slots` from `kept`, `[B, V]`, where its call has filters."""
+        """Store the kept sets of one token per slot, from `kept`, `[B, V]`, for calls with filters."""
         if kept is None:
             for slot in slots.tolist():
                 self._sets[slot].append(None)
@@ -194,12 +194,12 @@ class KeptSetRecorder:
             self._sets[slot].append(np.flatnonzero(table[i]).astype(np.int32) if filtered[i] else None)
 
     def sets_of_call(self, slot: int) -> SamplingMask:
-        """The sets of the slot's call, one per sampled token; count 0 if nothing was left out."""
+        """Return the kept sets of the slot's call, one per sampled token; count 0 if nothing was filtered."""
         return ragged(self._sets[slot])
 
 
 def ragged(sets: Sequence[NDArray[np.int32] | None]) -> SamplingMask:
-    """Kept sets as a ragged array."""
+    """Convert kept sets to a ragged array."""
     parts = [part for part in sets if part is not None]
     return SamplingMask(
         counts=np.array([0 if part is None else len(part) for part in sets], np.int32),

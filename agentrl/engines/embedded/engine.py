@@ -1,8 +1,8 @@
 """The embedded engine: continuous batching of any local Hugging Face causal LM in this process.
 
 `EmbeddedEngine` owns the life of sessions and calls, one worker thread, and the loop that alternates plans and forward
-passes; it does not tokenise, and does not know episodes. `EmbeddedVersions` owns the live versions and how a published
-one comes to serve: it is read and checked off the loop, and swapped in between two passes.
+passes; it does not tokenise, and does not know episodes. `EmbeddedVersions` owns the live versions and the update to a
+published one: it is read and checked off the loop, and swapped in between two passes.
 
 refresh   adapters                                   full weights (one copy per version that must stay)
 token     calls in flight go on under the new one    the same
@@ -15,11 +15,11 @@ Invariants:
 1. The event loop schedules, the worker computes; they never touch the same state at once (`between_passes`).
 2. Weights change between two forward passes; a completion's spans say which weights sampled each token.
 3. Keys and values of one version never serve another, except inside a call with refresh `token` and `keep_kv`.
-4. An error in a pass fails the calls in flight and the engine, by name; nothing hangs.
+4. An error in a pass fails the calls in flight and the engine, with its cause; nothing hangs.
 5. A version that is current, pinned, leased or used by a call is never overwritten; a policy has exactly one current
-   version; base weights serve as long as anything is built on them.
-6. Until a new version has passed its canary check nothing has changed that a later pass could see, so that any failure
-   leaves the old version serving.
+   version; base weights serve as long as any adapter is built on them.
+6. Until a new version has passed its canary check, no later pass can see a change, so that any failure leaves the old
+   version serving.
 """
 
 from __future__ import annotations
@@ -107,28 +107,21 @@ class EmbeddedSettings:
 class EmbeddedEngine(ModelEngine[Serving]):
     """See `agentrl.core.ports.Engine`. Make one with `load`; it belongs to one event loop.
 
-    Its memory is one row per slot regardless of length, so it states no `kv_tokens`: a conversation keeps its row
+    Its KV memory is one row per slot regardless of length, so it reports no `kv_tokens`: a conversation keeps its row
     between turns until another one needs it.
 
-    Arguments of `load`:
-        model_path: a local Hugging Face causal LM directory.
-        versions: for each policy, the version that the directory's weights are.
-        slots: conversations whose KV is held at once.
-        max_context: longest context in tokens, completion included.
-        refresh: when sessions move to newer weights, of all policies or by policy; see above.
-        keep_kv: whether calls in flight keep the KV that older weights computed (refresh `token`).
-        capture_routing: record the experts of each position.
-        capture_mask: record the kept set of each sampled token.
-        adapter_slots: adapters served side by side; 0: full weights only.
-        max_rank: the largest rank of an adapter.
-        max_staleness: refresh `lazy`: how many steps a session of a policy may stay behind; 1 where absent.
-        prefill_tokens: padded context tokens computed per step.
-        fixed_shapes: compute every token alone, in passes of one shape, so that it is the same bit for bit whoever else
-            is there and however often the conversation was interrupted; several times slower.
-        threads: torch threads of this process.
-        device: where the model lies; None: the first GPU (not yet tested), or the CPU if there is none.
-        dtype: `float32`, `bfloat16`, or `auto`: the checkpoint's.
-        clock: times durations.
+    Arguments of `load`: model_path: a local Hugging Face causal LM directory. versions: for each policy, the version
+    that the directory's weights are. slots: number of conversations whose KV is held at once. max_context: longest
+    context in tokens, completion included. refresh: when sessions move to newer weights, of all policies or by policy;
+    see above. keep_kv: whether calls in flight keep the KV that older weights computed (refresh `token`).
+    capture_routing: whether to record the experts of each position. capture_mask: whether to record the kept set of
+    each sampled token. adapter_slots: number of adapters served side by side; 0: full weights only. max_rank: the
+    largest rank of an adapter. max_staleness: for refresh `lazy`, the number of steps that a session of a policy may
+    stay behind; 1 if absent. prefill_tokens: padded context tokens computed per step. fixed_shapes: whether to compute
+    every token alone, in passes of one shape, so that it is bit-identical whatever the other rows and however often the
+    conversation was interrupted; several times slower. threads: torch threads of this process. device: device of the
+    model; None: the first GPU (not yet tested), or the CPU if there is none. dtype: `float32`, `bfloat16`, or `auto`:
+    the checkpoint's. clock: times durations.
     """
 
     versions: EmbeddedVersions
@@ -206,8 +199,8 @@ class EmbeddedEngine(ModelEngine[Serving]):
         """Load a model directory and serve it; the class docstring explains the arguments.
 
         Raises:
-            ModelError: the directory holds no model that can serve this.
-            EngineCapabilityError: the model or the settings cannot give what was asked for.
+            ModelError: the directory holds no model that can be served with these arguments.
+            EngineCapabilityError: the model or the settings lack a requested capability.
         """
         if adapter_slots == 0 and (needing := needs_adapters(refresh)):
             raise EngineCapabilityError(
@@ -255,7 +248,7 @@ class EmbeddedEngine(ModelEngine[Serving]):
     async def generate(
         self, session: EmbeddedSession, request: GenerateRequest, on_delta: Delta | None = None
     ) -> Completion:
-        """One call of `session`; see `agentrl.core.ports.EngineSession.generate`."""
+        """Make one call of `session`; see `agentrl.core.ports.EngineSession.generate`."""
         self._check_call(session, request, self._calls)
         if self._samples_nothing(request):
             return empty_completion(len(request.token_ids), "length")
@@ -282,7 +275,7 @@ class EmbeddedEngine(ModelEngine[Serving]):
     # --- the loop -----------------------------------------------------------------------------------------------------
 
     async def _run(self) -> None:
-        """Plan, run, finish; lives while there are calls."""
+        """Plan, run and finish steps, as long as there are calls."""
         batcher, loop = self._batcher, asyncio.get_running_loop()
         while True:
             async with self.between_passes:
@@ -332,7 +325,7 @@ class EmbeddedEngine(ModelEngine[Serving]):
             call.deliver(self._columns)
 
     def _loop_ended(self, task: asyncio.Task[None]) -> None:
-        """A pass or a callback raised: the engine is dead, and every waiting call fails."""
+        """Mark the engine as dead after a pass or a callback raised, and fail every waiting call."""
         error = None if task.cancelled() else task.exception()
         if error is None and not task.cancelled():
             return
@@ -349,22 +342,22 @@ class EmbeddedEngine(ModelEngine[Serving]):
                 call.future.set_exception(failure)
 
     def interrupt(self) -> None:
-        """There is something to do between two passes."""
+        """Make the worker return between two passes."""
         self._runner.interrupted = True
         self._wake.set()
 
     async def ping(self) -> None:
-        """See `agentrl.core.ports.Engine.ping`: heard from when a forward pass has ended."""
+        """See `agentrl.core.ports.Engine.ping`: returns when a forward pass has ended."""
         await self.on_worker(lambda: None)
 
     async def on_worker(self, work: Callable[[], None]) -> None:
-        """Run work on the thread that computes."""
+        """Run work on the computing thread."""
         await asyncio.get_running_loop().run_in_executor(self._worker, work)
 
     # --- control ------------------------------------------------------------------------------------------------------
 
     async def serve(self, current: Collection[WeightsRef], pinned: Collection[WeightsRef] = ()) -> None:
-        """See `agentrl.core.ports.Engine.serve`; what happens to calls in flight is described above."""
+        """See `agentrl.core.ports.Engine.serve`; the module describes the effect on calls in flight."""
         self._check_running("an update")
         try:
             await self.versions.serve(current, pinned)
@@ -372,13 +365,13 @@ class EmbeddedEngine(ModelEngine[Serving]):
             self._wake.set()
 
     def switch_calls(self, old: Serving, new: Serving) -> None:
-        """Go on under `new` with the calls that `old` samples; between two passes."""
+        """Continue the calls that `old` samples under `new`; called between two passes."""
         for call in list(self._batcher.running.values()):
             if call.serving is old and call.session.pin is None:
                 self._batcher.switch(call, new, keep_kv=self._keep_kv)
 
     async def pause(self) -> None:
-        """Compute nothing after the present pass, so that an update finds calls at a defined position."""
+        """Stop computing after the current pass, so that an update finds calls at a defined position."""
         self.versions.paused = True
         self.versions.wake()
         self.interrupt()
@@ -386,12 +379,12 @@ class EmbeddedEngine(ModelEngine[Serving]):
             pass
 
     async def resume(self) -> None:
-        """Go on after `pause`. Idempotent."""
+        """Continue after `pause`. Idempotent."""
         self.versions.paused = False
         self._wake.set()
 
     def abort(self, request_id: str) -> None:
-        """See `agentrl.core.ports.Engine.abort`; a call that has ended is left alone."""
+        """See `agentrl.core.ports.Engine.abort`; does nothing for a call that has ended."""
         call = self._calls.get(request_id)
         if call is not None:
             call.ending = True
@@ -411,21 +404,21 @@ class EmbeddedEngine(ModelEngine[Serving]):
             return await loop.run_in_executor(self._worker, self._runner.score, one, ids, temperature)
 
     async def answer(self, serving: Serving, canary: Canary) -> Float32Array:
-        """The log-probabilities, `[m, n]`, that a version gives to a canary; between two passes."""
+        """Compute the log-probabilities, `[m, n]`, that a version gives to a canary; between two passes."""
         contexts, tokens = canary.contexts.astype(np.int64), canary.token_ids.astype(np.int64)
         one = self._alone(serving, np.full(len(contexts), contexts.shape[1]))
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._worker, self._runner.next_logprobs, one, contexts, tokens)
 
     def _alone(self, serving: Serving, counts: NDArray[np.int64]) -> Pass:
-        """A pass of one version over rows that have no slots."""
+        """Make a pass of one version over rows without slots."""
         served, nowhere = serving.served, np.zeros(len(counts), np.int64)
         adapters = np.full(len(counts), serving.adapter)
         return Pass(model=served.model, bank=served.bank, slots=nowhere, counts=counts, adapters=adapters)
 
     @property
     def stats(self) -> EngineStats:
-        """Counters since the start."""
+        """Return the counters since the start."""
         return self._runner.stats
 
     def busy_seconds(self) -> float:
@@ -453,10 +446,10 @@ class EmbeddedVersions(VersionTable[Serving]):
     """The versions of one embedded engine; updates are applied one after another, between its passes.
 
     Args:
-        engine: computes with them.
+        engine: engine that computes with them.
         base: the loaded model.
-        versions: its weights, as the first version of every policy.
-        settings: the engine's.
+        versions: first version of each policy: the loaded weights.
+        settings: settings of the engine.
     """
 
     def __init__(
@@ -481,13 +474,13 @@ class EmbeddedVersions(VersionTable[Serving]):
     # --- copies and places --------------------------------------------------------------------------------------------
 
     def _servings_of(self, served: ServedModel) -> list[Serving]:
-        """Live versions that a model copy serves."""
+        """Return the live versions that a model copy serves."""
         return [serving for serving in self.live.values() if serving.served is served]
 
     def _overwritable(self, policy: str) -> ServedModel | None:
-        """The copy that the next full version of `policy` may overwrite; None: it needs a copy of its own.
+        """Return the model copy that the next full version of `policy` may overwrite; None: it needs a new copy.
 
-        The base copy is never given away while adapters are built on it.
+        The base copy is never overwritten while adapters are built on it.
         """
         old = self.of_policy(policy)
         if old.held or old.served.bank is not None:
@@ -498,7 +491,7 @@ class EmbeddedVersions(VersionTable[Serving]):
         return old.served
 
     def _new_copy(self) -> ServedModel:
-        """A copy of the architecture, to be filled: one that came to serve nothing, if there is one."""
+        """Return a copy of the architecture to fill, reusing one that serves no version, if there is one."""
         if self._spare is not None:
             spare, self._spare = self._spare, None
             return spare
@@ -512,13 +505,13 @@ class EmbeddedVersions(VersionTable[Serving]):
         return served
 
     def _bank(self) -> AdapterBank:
-        """The adapter bank of the base model, made when first needed."""
+        """Return the adapter bank of the base model, made at the first use."""
         if self.base.bank is None:
             self.base.bank = AdapterBank(self.base.model, places=self.places, max_rank=self._max_rank)
         return self.base.bank
 
     def settle(self, serving: Serving) -> None:
-        """See `VersionTable.settle`; base weights cost nothing to keep while the copy stands."""
+        """See `VersionTable.settle`; base weights cost nothing to keep while their copy exists."""
         self.wake()
         if serving.held or serving.calls or self.is_current(serving) or not self.is_live(serving):
             return
@@ -541,7 +534,7 @@ class EmbeddedVersions(VersionTable[Serving]):
             self._promote(serving)
 
     def _promote(self, new: Serving) -> None:
-        """Make a version current whose weights are in place; call between two passes."""
+        """Make a version with loaded weights current; call it between two passes."""
         policy = new.version.policy
         old = self.of_policy(policy)
         self.live[new.version] = self.current[policy] = new
@@ -579,7 +572,7 @@ class EmbeddedVersions(VersionTable[Serving]):
             await self._change()
 
     async def _swap_full(self, weights: WeightsRef, read: Mapping[str, Tensor], canary: Canary | None) -> None:
-        """Once begun it is finished, even if whoever asked for it is cancelled."""
+        """Swap in full weights. Once begun, the swap finishes even if the caller is cancelled."""
         self._engine.interrupt()
         async with self._engine.between_passes:
             self._check_open()
@@ -617,16 +610,16 @@ class EmbeddedVersions(VersionTable[Serving]):
                 return
 
     def _is_replaceable(self, weights: WeightsRef) -> bool:
-        """Whether nothing holds the policy's current adapter once these weights are current."""
+        """Whether nothing will hold the policy's current adapter once these weights are current."""
         policy = weights.version.policy
         old = self.of_policy(policy)
         is_free = self.leases.refresh_of(policy) == "token" and not old.held and old.adapter != BASE
         return is_free and self._wanted.is_current(weights)
 
     async def _swap_adapter(self, weights: WeightsRef, adapter: AdapterWeights, canary: Canary | None) -> bool:
-        """Fill a free place or, where there is none, that of the policy's current version; False: that is held.
+        """Fill a free slot or, if there is none, that of the policy's current version; returns False if that is held.
 
-        Once begun it is finished, even if whoever asked for it is cancelled.
+        Once begun, the swap finishes even if the caller is cancelled.
         """
         replaced = None
         self._engine.interrupt()
@@ -660,7 +653,7 @@ class EmbeddedVersions(VersionTable[Serving]):
         return Serving(version=weights.version, digest=weights.sha256, canary=canary, served=served, adapter=adapter)
 
     def _add(self, new: Serving, *, is_current: bool) -> None:
-        """A version whose weights are in place can be sampled from; call between two passes."""
+        """Add a version with loaded weights to the live ones; call it between two passes."""
         new.pinned = self._wanted.has_pin(new.version)
         self.live[new.version] = new
         if is_current:
@@ -674,10 +667,10 @@ class EmbeddedVersions(VersionTable[Serving]):
         return canary
 
     async def _check_answer(self, weights: WeightsRef, new: Serving, *replaced: Serving) -> None:
-        """The canary check, between the same two passes, before anything samples from the version.
+        """Run the canary check, between the same two passes, before any call samples from the version.
 
         Raises:
-            EngineError: it does not answer as the trainer does.
+            EngineError: the answer differs from the trainer's.
         """
         if new.canary is not None:
             answer = await self._engine.answer(new, new.canary)

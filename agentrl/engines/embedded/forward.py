@@ -8,8 +8,8 @@ token of a request depends only on (seed, n) and its distribution, never on the 
 the processed distribution (after temperature and filters, renormalised); a token outside the kept set is never sampled.
 
 Models differ in how they use a cache, a mask and positions. Instead of keeping a list of supported ones, `check_slots`
-lets the model prefill two ragged contexts in pieces and decode, and compares with a plain forward pass: for short
-contexts, and for contexts that grow beyond a length at which the model may change its computation.
+makes the model prefill two ragged contexts in pieces and decode, and compares the result with a plain forward pass: for
+short contexts, and for contexts that grow beyond a length at which the model may change its computation.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ _ATTENTION_NAME = "agentrl_grouped"
 BASE = -1
 """Adapter index of rows that use no adapter."""
 _REPEAT_SECONDS = 0.1
-"""Longest time, in seconds, that the worker repeats one plan; partial turns are delivered about every 0.2 s."""
+"""Maximum time, in seconds, for which the worker repeats one plan; partial turns are delivered about every 0.2 s."""
 _CONTEXTS = ((0, 5, 1, 3, 2, 4), (0, 2, 0, 1))
 _PIECES = ((4, 2), (1, 1), (1, 1))
-"""Tokens of each context computed by each pass."""
+"""Number of tokens of each context that each pass of the check computes."""
 _ROW_TOKENS = 9
 
 
@@ -64,9 +64,9 @@ def load_model(path: str, *, max_context: int, dtype: torch.dtype, device: str) 
 
 
 def ready_to_sample(model: PreTrainedModel, device: str | torch.device) -> PreTrainedModel:
-    """Move a model to its device, without gradients or dropout, with the attention that suits the slots.
+    """Move a model to its device, without gradients or dropout, with an attention that fits the slots.
 
-    On the CPU it attends without repeating keys and values; models with attention of their own keep it.
+    On the CPU, attention does not repeat keys and values; models with their own attention keep it.
     """
     module: nn.Module = model
     module.to(device).requires_grad_(False).train(False)
@@ -86,7 +86,7 @@ def _grouped_attention(
     scaling: float | None = None,
     **unused: Any,
 ) -> tuple[Tensor, None]:
-    """Queries `[B, heads, t, dim]` over keys and values `[B, kv_heads, T, dim]`, as `sdpa` computes it."""
+    """Compute attention of queries `[B, heads, t, dim]` over KV `[B, kv_heads, T, dim]`, like `sdpa`."""
     if attention_mask is None or unused.get("position_bias") is not None:
         attended: tuple[Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **unused
@@ -113,14 +113,14 @@ class ServedModel:
         return cls(model, dict(model.state_dict()))
 
     def overwrite(self, weights: Mapping[str, Tensor]) -> None:
-        """Copy checked weights into place."""
+        """Copy checked weights into the model."""
         with torch.inference_mode():
             for name, tensor in weights.items():
                 if name in self.state:
                     self.state[name].copy_(tensor)
 
     def copied(self) -> dict[str, Tensor]:
-        """A copy of the present weights, which `overwrite` can restore."""
+        """Return a copy of the current weights, which `overwrite` can restore."""
         return {name: tensor.clone() for name, tensor in self.state.items()}
 
 
@@ -142,26 +142,26 @@ class Pass:
     counts: NDArray[np.int64]  # [B]; 0 only where `fixed`: the row keeps its place and computes nothing
     adapters: NDArray[np.int64]  # [B], place in the bank, -1: base weights
     fixed: bool = False
-    """Whether each row computes one token over the whole capacity, whatever it holds: equal shapes in every pass."""
+    """Whether each row computes one token over the whole capacity, so that all passes have equal shapes."""
 
 
 @dataclass(slots=True)
 class EngineStats:
-    """Counters since the start; rates are the reader's business."""
+    """Counters since the start; readers compute rates."""
 
     sampled_tokens: int = 0
     prefill_tokens: int = 0
-    """Context tokens computed; those of contexts computed again count again."""
+    """Number of context tokens computed, counting recomputed ones again."""
     cached_tokens: int = 0
-    """Context tokens served from KV."""
+    """Number of context tokens served from KV."""
     passes: int = 0
     rows: int = 0
-    """Rows summed over passes: `rows / passes` is the mean batch."""
+    """Number of rows, summed over passes: `rows / passes` is the mean batch size."""
     busy_seconds: float = 0.0
 
 
 class PassRunner:
-    """Runs passes; lives on the worker thread."""
+    """Runs passes, on the worker thread."""
 
     def __init__(
         self,
@@ -185,13 +185,13 @@ class PassRunner:
         self._clock = clock
         self.stats = EngineStats()
         self.interrupted = False
-        """Set by the event loop when there is something to do between two passes."""
+        """Whether the worker must return between two passes; set by the event loop."""
 
     def run(self, plan: Sequence[Pass], *, repeat: bool) -> list[int]:
         """Run the passes in order; returns the slots whose calls ended with a stop token or at their limit.
 
-        With `repeat` (all rows decode, nobody waits) the plan is run again, for a while, as long as no call ends and
-        nothing sets `interrupted`: a change of threads costs a few rows, on a busy machine a pass.
+        With `repeat` (all rows decode, no call waits) the plan is repeated for a while, as long as no call ends and
+        `interrupted` is not set: switching threads costs as much as a few rows, on a busy machine as a pass.
         """
         start = now = self._clock.monotonic()
         ended: list[int] = []
@@ -206,7 +206,7 @@ class PassRunner:
         return ended
 
     def logits(self, one: Pass) -> Tensor:
-        """Run one pass; the logits after each row's last token, `[B, V]`."""
+        """Run one pass; returns the logits after each row's last token, `[B, V]`."""
         slots, counts, columns = one.slots, one.counts, self._columns
         first, rows = int(slots[0]), len(slots)
         consecutive = int(slots[-1]) - first + 1 == rows
@@ -267,7 +267,8 @@ class PassRunner:
         return columns.append(slots, drawn, logprobs.cpu().numpy())
 
     def score(self, one: Pass, token_ids: NDArray[np.int64], temperature: float) -> NDArray[np.float32]:
-        """Log-probability of each token of one sequence given those before it, without the cache; entry 0 is 0."""
+        """Compute the log-probability of each token of one sequence given those before it, without the cache; entry 0
+        is 0."""
         start = self._clock.monotonic()
         ids = self._to_device(token_ids)[None]
         with torch.inference_mode():
@@ -281,7 +282,7 @@ class PassRunner:
         return scored
 
     def next_logprobs(self, one: Pass, contexts: NDArray[np.int64], tokens: NDArray[np.int64]) -> NDArray[np.float32]:
-        """Log-probability of each of `tokens` after each context, `[B, n]`, without the cache."""
+        """Compute the log-probability of each of `tokens` after each context, `[B, n]`, without the cache."""
         start = self._clock.monotonic()
         with torch.inference_mode():
             if one.bank is not None:
@@ -300,7 +301,7 @@ def sample(logits: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor, Tensor
 
     Args:
         logits: `[B, V]`, any floating dtype.
-        batch: how each row samples.
+        batch: sampling parameters of each row.
 
     Returns:
         tokens `[B]` int64; their logprobs `[B]` float32; the kept set `[B, V]` bool, None if no row has a filter.
@@ -321,10 +322,11 @@ def sample(logits: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor, Tensor
 def kept_set(
     scores: Tensor, top_k: NDArray[np.int64], top_p: NDArray[np.float32], min_p: NDArray[np.float32]
 ) -> Tensor:
-    """The tokens that survive top-k, then top-p (arXiv:1904.09751), then min-p (arXiv:2407.01082), as `[B, V]` bool.
+    """Return the tokens that pass top-k, then top-p (arXiv:1904.09751), then min-p (arXiv:2407.01082), as `[B, V]`
+    bool.
 
-    Each filter acts on the distribution renormalised after the one before. Ties are broken by token id; top-p keeps
-    the smallest set whose mass reaches `top_p`; min-p keeps what has at least `min_p` of the likeliest token's mass.
+    Each filter acts on the distribution renormalised after the one before. Ties are broken by token id; top-p keeps the
+    smallest set whose mass reaches `top_p`; min-p keeps tokens with at least `min_p` of the likeliest token's mass.
     """
     vocabulary = scores.shape[-1]
     ordered, order = torch.sort(scores, dim=-1, descending=True, stable=True)
@@ -339,10 +341,10 @@ def kept_set(
 
 
 def check_memory(model: PreTrainedModel, *, slots: int, max_context: int) -> None:
-    """Refuse more keys and values than there is memory for: they are allocated with the first call.
+    """Refuse more KV than memory can hold: it is allocated at the first call.
 
     Raises:
-        EngineCapabilityError: so many contexts of that length do not fit this machine.
+        EngineCapabilityError: the slots do not fit into the memory of this machine.
     """
     if model.device.type != "cpu":
         return
@@ -355,12 +357,13 @@ def check_memory(model: PreTrainedModel, *, slots: int, max_context: int) -> Non
 
 
 def check_slots(model: PreTrainedModel, path: str, *, max_context: int) -> None:
-    """Refuse a model that computes something else over slots than alone, in contexts of up to `max_context` tokens.
+    """Refuse a model whose results over slots differ from those of a plain forward pass, in contexts of up to
+    `max_context` tokens.
 
-    Computed in float32, since rounding would hide a wrong position.
+    The check computes in float32, because rounding would hide a wrong position.
 
     Raises:
-        ModelError: it does, or it fails.
+        ModelError: the results differ, or the model fails.
     """
     random, few = np.random.default_rng(0), min(6, int(model.config.get_text_config().vocab_size))
     try:
@@ -383,7 +386,7 @@ def check_slots(model: PreTrainedModel, path: str, *, max_context: int) -> None:
 def _largest_difference(
     model: PreTrainedModel, contexts: tuple[tuple[int, ...], ...], pieces: tuple[tuple[int, int], ...]
 ) -> float:
-    """Relative to the spread of the logits."""
+    """Return the largest difference of logits, relative to their spread."""
     longest = max(map(len, contexts))
     cache = SlotCache(slots=2, capacity=longest, layers=model.config.num_hidden_layers)
     columns = SlotColumns(slots=2, capacity=longest)
@@ -415,10 +418,10 @@ def _plain_logits(model: PreTrainedModel, context: tuple[int, ...]) -> Tensor:
 
 
 def check_rows(model: PreTrainedModel, path: str, *, slots: int) -> None:
-    """Refuse fixed shapes where a row's logits depend on its place in the pass or on the other rows.
+    """Refuse fixed shapes if a row's logits depend on its place in the pass or on the other rows.
 
     Raises:
-        EngineCapabilityError: they do, on this machine, with this many slots.
+        EngineCapabilityError: they do so on this machine with this many slots.
     """
     rng = np.random.default_rng(0)
     context = rng.integers(0, int(model.config.vocab_size), _ROW_TOKENS)
@@ -434,7 +437,7 @@ def check_rows(model: PreTrainedModel, path: str, *, slots: int) -> None:
 
 
 def _fixed_logits(model: PreTrainedModel, contexts: NDArray[np.int64]) -> Tensor:
-    """Logits after the last token of each context, one token at a time; `[slots, V]`."""
+    """Compute the logits after the last token of each context, one token at a time; `[slots, V]`."""
     slots, length = contexts.shape
     cache = SlotCache(slots=slots, capacity=length, layers=model.config.num_hidden_layers)
     columns = SlotColumns(slots=slots, capacity=length)

@@ -1,10 +1,10 @@
 """Slots: the rows of the embedded engine, each with one conversation's keys and values.
 
-`SlotColumns` holds a slot's tokens, lengths, limits and sampling parameters, `SlotCache` its keys and values. Does not
-know which conversation has a slot (`batcher.py` does), nor calls and versions. Written by the event loop between passes
-and by the worker thread during one, never at once.
+`SlotColumns` holds a slot's tokens, lengths, limits and sampling parameters, `SlotCache` its keys and values. Knows
+neither conversations (`batcher.py` assigns slots), nor calls and versions. The event loop writes between passes and the
+worker thread during one, never both at once.
 Invariant: a pass reads and writes only the slots and positions that `address` named; padding is written to position
-`capacity`, which nobody reads.
+`capacity`, which is never read.
 
 A slot's context is `tokens[slot, :length]`, the first `computed` positions of which have their keys and values in the
 cache. Sampling appends: the n-th token of the call in the slot is `tokens[slot, prompt + n]`.
@@ -38,7 +38,7 @@ class SamplingBatch:
     uniforms: NDArray[np.float64]
     temperature: NDArray[np.float32]
     top_k: NDArray[np.int64]
-    """0: off."""
+    """Number of likeliest tokens to keep; 0: all."""
     top_p: NDArray[np.float32]
     min_p: NDArray[np.float32]
     filtered: bool
@@ -68,7 +68,7 @@ class SlotColumns:
         self._stops = np.full((slots, 1), -1, np.int64)
 
     def begin(self, slot: int, request: GenerateRequest, *, reused: int) -> None:
-        """Put a call into `slot`; the first `reused` positions already have their keys and values there."""
+        """Put a call into `slot`; the KV of its first `reused` positions is already there."""
         context, sampling = request.token_ids, request.sampling
         count = len(context)
         capacity = self.tokens.shape[1] - 1
@@ -94,7 +94,7 @@ class SlotColumns:
         self._stops[slot, : len(stops)] = stops
 
     def sampling(self, slots: Slots) -> SamplingBatch:
-        """Sampling parameters for the next token of each of `slots`."""
+        """Return the sampling parameters for the next token of each of `slots`."""
         number = self._sampled_before[slots] + self.length[slots] - self.prompt[slots]
         return SamplingBatch(
             uniforms=uniform(self._seeds[slots], number),
@@ -107,7 +107,7 @@ class SlotColumns:
         )
 
     def append(self, slots: Slots, tokens: NDArray[np.int64], logprobs: NDArray[np.float32]) -> list[int]:
-        """Append one sampled token per slot; returns the slots whose call ended by it."""
+        """Append one sampled token per slot; returns the slots whose call has ended by it."""
         at = self.length[slots]
         self.tokens[slots, at] = tokens
         self.logprobs[slots, at] = logprobs
@@ -120,20 +120,20 @@ class SlotColumns:
         return bool((self._stops[slot] == self.tokens[slot, self.length[slot] - 1]).any())
 
     def sampled(self, slot: int, start: int = 0) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-        """Copies of the tokens and logprobs sampled by the slot's call, from its `start`-th."""
+        """Copy the tokens and logprobs sampled by the slot's call, from its `start`-th."""
         first, last = self.prompt[slot] + start, self.length[slot]
         return self.tokens[slot, first:last].astype(np.int32), self.logprobs[slot, first:last].copy()
 
     def common_prefix(self, slot: int, context: NDArray[np.int32]) -> int:
-        """Number of leading tokens of `context` that the slot has computed, without its last token, which is always
-        forwarded."""
+        """Return the number of leading tokens of `context` that the slot has computed, without its last token, which is
+        always forwarded."""
         limit = min(int(self.computed[slot]), len(context) - 1)
         differs = np.flatnonzero(self.tokens[slot, :limit] != context[:limit])
         return int(differs[0]) if len(differs) else limit
 
 
 class SlotCache:
-    """A duck-typed `transformers.Cache`: `address` a pass, then hand it to the model as `past_key_values`."""
+    """A duck-typed `transformers.Cache`: call `address` for a pass, then pass it to the model as `past_key_values`."""
 
     is_compileable = False
 
@@ -155,7 +155,7 @@ class SlotCache:
             first: first slot of the pass.
             count: number of slots, consecutive from `first` unless `rows` is given.
             rows: `[B]` slots of the pass, ascending, if they are not consecutive.
-            positions: where each new token is written, `[B, t]`; an int where `t == 1` and all rows agree.
+            positions: positions to write, `[B, t]`; an int if `t == 1` and all rows agree.
             length: number of positions to read, from 0.
         """
         self._first, self._count, self._rows = first, count, rows
@@ -164,7 +164,7 @@ class SlotCache:
     def update(
         self, key: Tensor, value: Tensor, layer_index: int, cache_kwargs: object | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Write `[B, heads, t, dim]`, return all that the pass may attend to, `[B, heads, length, dim]`."""
+        """Write `[B, heads, t, dim]`; returns all positions that the pass may attend to, `[B, heads, length, dim]`."""
         keys, values = self._keys[layer_index], self._values[layer_index]
         if keys is None or values is None:
             keys, values = self._allocate(key, value, layer_index)
@@ -192,12 +192,13 @@ class SlotCache:
         return made[0], made[1]
 
     def copy_prefix(self, source: int, target: int, length: int) -> None:
-        """Give slot `target` the first `length` positions of slot `source`."""
+        """Copy the first `length` positions of slot `source` to slot `target`."""
         with torch.inference_mode():
             for store in (*self._keys, *self._values):
                 if store is not None:
                     store[target, :, :length] = store[source, :, :length]
 
     def get_seq_length(self, layer_index: int = 0) -> int:
-        """Positions before the new tokens; models ask only when they are not told the positions, and they are."""
+        """Return the number of positions before the new tokens; models ask only if positions are not given, and they
+        are."""
         return 0

@@ -1,1 +1,1 @@
-"""vLLM behind the Engine port, in a process of its own; importing this needs no vLLM."""
+"""vLLM behind the Engine port, in a child process; importing this needs no vLLM."""

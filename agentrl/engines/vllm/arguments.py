@@ -1,6 +1,6 @@
 """The table `[engine.vllm]`: engine arguments that go to vLLM by name, checked before anything is started.
 
-The names and types are those of vLLM's own argument class, read from the source of the installed vLLM, since importing
+The names and types come from vLLM's own argument class, read from the source of the installed vLLM, because importing
 vLLM takes seconds and changes the process. An argument that would break a promise of agentrl is refused with the
 reason, and one that a setting of agentrl decides with the name of that setting. Types that are vLLM's own classes are
 left to vLLM, which checks them when it starts.
@@ -21,7 +21,7 @@ from agentrl.core.errors import ConfigError
 
 _CLASSES = ("EngineArgs", "AsyncEngineArgs")
 CANARY_LOGPROBS = 128
-"""Log-probabilities that the canary check asks for at once; see `engines.weights`."""
+"""Number of log-probabilities that the canary check requests at once; see `engines.weights`."""
 
 _OWNED = {
     "model": "model.path",
@@ -102,14 +102,14 @@ _REFUSED = {
         _ONE_HOST,
     ),
 }
-"""Arguments that would break a promise, whatever their value."""
+"""Arguments that would break a promise, with the reason."""
 
 
 def check_arguments(arguments: Mapping[str, Any], *, on_gpu: bool) -> None:
-    """Refuse what `[engine.vllm]` must not say to the installed vLLM; all mistakes at once.
+    """Refuse invalid arguments of `[engine.vllm]` for the installed vLLM, reporting all mistakes at once.
 
     Args:
-        arguments: values by the name of an engine argument.
+        arguments: values by argument name.
         on_gpu: whether vLLM will compute on GPUs.
 
     Raises:
@@ -128,7 +128,7 @@ def check_arguments(arguments: Mapping[str, Any], *, on_gpu: bool) -> None:
 
 
 def argument_types() -> dict[str, str]:
-    """The arguments of the installed vLLM: the annotation of each, as its source has it."""
+    """Return the arguments of the installed vLLM, each with its annotation in vLLM's source."""
     spec = importlib.util.find_spec("vllm")
     if spec is None or not spec.submodule_search_locations:
         raise ConfigError("engine.vllm: vLLM is not installed, so its arguments cannot be checked")
@@ -195,7 +195,7 @@ def _value_problems(name: str, value: Any, *, on_gpu: bool) -> Iterator[str]:
 
 
 def _code_problems(name: str, value: Any) -> Iterator[str]:
-    """Code that a table names."""
+    """Yield the problems of code that a table names."""
     if name == "compilation_config" and isinstance(value, Mapping):
         for key in ("backend", "inductor_passes"):
             if value.get(key) and (key != "backend" or value[key] not in ("inductor", "eager")):

@@ -1,8 +1,7 @@
 """vLLM behind the port: sessions, calls and versions over one `AsyncLLM`; implements `core.ports.Engine`.
 
-Lives in a process of its own (`process.py`). Owns sessions, calls in flight and their spans; how a version comes to
-serve is the business of `versions.py`. Token in, token out: vLLM never sees text, and the request says what stops a
-turn.
+Lives in a child process (`process.py`). Owns sessions, calls in flight and their spans; `versions.py` owns updates of
+versions. Token in, token out: vLLM never sees text, and the request defines the stop tokens.
 Invariants: a span's version is the one whose weights sampled its tokens; a call cut by an abort or an update keeps its
 tokens; when vLLM dies the calls in flight fail as lost.
 """
@@ -42,11 +41,11 @@ if TYPE_CHECKING:
 
 _SEED_BITS = 2**63 - 1
 _AT_ONCE = 8
-"""Tokens vLLM hands over together, which spares CPU; one by one where weights are replaced under a call, so that the
-tokens it has are known to be the older version's."""
+"""Number of tokens vLLM returns together, which saves CPU; 1 if weights are replaced under a call, so that the tokens
+received so far are known to be the older version's."""
 _DELTA_SECONDS = 0.2
 VllmSession: TypeAlias = Session["VllmVersion"]
-"""One conversation: its pin or lease. vLLM manages its KV cache."""
+"""One conversation with its pin or lease. vLLM manages its KV cache."""
 
 
 @dataclass(slots=True, eq=False)
@@ -58,15 +57,15 @@ class VllmCall:
     on_delta: Delta | None
     clock: Clock
     serving: VllmVersion
-    """The version that samples it, or sampled it last."""
+    """Version that samples the call, or sampled it last."""
     name: str = ""
     """Id of the request to vLLM."""
     is_running: bool = False
-    """vLLM has its request: it is counted among the calls of `serving`."""
+    """Whether vLLM has the request, so that it counts among the calls of `serving`."""
     ending: bool = False
-    """Whether it was aborted and returns its tokens so far."""
+    """Whether the call was aborted and returns its tokens so far."""
     moving: bool = False
-    """Other weights sample it from here on, in a new request."""
+    """Whether other weights sample the call from here on, in a new request."""
     cached: int = 0
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -85,7 +84,8 @@ class VllmCall:
                 self.deliver()
 
     def deliver(self) -> None:
-        """Give `on_delta` the tokens it has not seen, all of `serving`; none before that passed its canary check."""
+        """Pass `on_delta` its new tokens, all sampled by `serving`; none before that version has passed its canary
+        check."""
         if self.serving.is_being_checked:
             return
         first, self._delivered = self._delivered, len(self.tokens)
@@ -107,7 +107,7 @@ class VllmCall:
                 self.spans.append(VersionSpan(start, stop, version))
 
     def complete(self, reason: FinishReason) -> Completion:
-        """The engine's reply with the sampled tokens."""
+        """Make the engine's reply with the sampled tokens."""
         return Completion(
             token_ids=np.array(self.tokens, np.int32),
             logprobs=np.array(self.logprobs, np.float32),
@@ -119,7 +119,7 @@ class VllmCall:
 
 
 def _logprobs_of(chosen: CompletionOutput) -> list[float]:
-    """The sampled tokens' log-probabilities, one each."""
+    """Return the log-probabilities of the sampled tokens."""
     flat: Any = chosen.logprobs
     return [float(flat.logprobs[start]) for start in flat.start_indices]
 
@@ -129,7 +129,7 @@ class VllmEngine(ModelEngine[VllmVersion]):
 
     Raises:
         ModelError: the directory holds no such model.
-        EngineCapabilityError: what was asked for cannot be had together.
+        EngineCapabilityError: the settings cannot be combined.
     """
 
     versions: VllmVersions
@@ -170,7 +170,7 @@ class VllmEngine(ModelEngine[VllmVersion]):
         )
         self._llm = llm
         self.inbox = Inbox()
-        """Takes all weights of a version from its trainer."""
+        """Receives full weights of a version from its trainer."""
         self.versions = VllmVersions(
             *(llm, shapes, versions, settings),
             inbox=self.inbox,
@@ -206,21 +206,22 @@ class VllmEngine(ModelEngine[VllmVersion]):
         memory_share: float = 0.0,
         arguments: Mapping[str, Any] = MappingProxyType({}),
     ) -> VllmEngine:
-        """Start vLLM on a model directory, measure how fast it computes contexts, and serve it.
+        """Start vLLM on a model directory, measure its prefill rate, and serve the model.
 
         Args:
             model_path: a local Hugging Face causal LM directory.
             versions: for each policy, the version that the directory's weights are.
-            slots: conversations sampled at once (one more if no canary check runs); others wait.
+            slots: number of conversations sampled at once (one more if no canary check runs); others wait.
             max_context: longest context in tokens, completion included.
             refresh: when sessions move to newer weights, of all policies or by policy; see `versions.py`.
-            keep_kv: full weights, refresh `token`: whether calls in flight keep the KV that older weights computed.
-            adapter_slots: adapters served side by side; 0: full weights, of one policy.
+            keep_kv: for full weights and refresh `token`, whether calls in flight keep the KV of older weights.
+            adapter_slots: number of adapters served side by side; 0: full weights of one policy.
             max_rank: the largest rank of an adapter.
-            max_staleness: refresh `lazy`: how many steps a session of a policy may stay behind; 1 where absent.
-            kv_memory: bytes for keys and values; 0: as vLLM decides on a GPU, what `slots` contexts need on CPU.
-            threads: torch threads of its worker on CPU.
-            dtype: what it computes in: `float32`, `bfloat16`, or `auto`: the checkpoint's.
+            max_staleness: for refresh `lazy`, the number of steps that a session of a policy may stay behind; 1 if
+                absent.
+            kv_memory: bytes of KV; 0: vLLM's own choice on a GPU, enough for `slots` contexts on CPU.
+            threads: torch threads of vLLM's worker on CPU.
+            dtype: dtype of computation: `float32`, `bfloat16`, or `auto`: the checkpoint's.
             memory_share: share of the device's memory; see `engine.memory_share` of the configuration.
             arguments: further engine arguments by vLLM's names; see `[engine.vllm]` of the configuration.
 
@@ -228,7 +229,7 @@ class VllmEngine(ModelEngine[VllmVersion]):
             ModelError: the directory holds no such model.
             ConfigError: `arguments` has one that is refused.
             EngineCapabilityError: the arguments cannot be combined.
-            EngineError: vLLM does not start; the message says why.
+            EngineError: vLLM does not start; the message has the reason.
             EngineLostError: vLLM died during the measurement.
         """
         settings = VllmSettings(
@@ -263,7 +264,7 @@ class VllmEngine(ModelEngine[VllmVersion]):
     async def generate(
         self, session: VllmSession, request: GenerateRequest, on_delta: Delta | None = None
     ) -> Completion:
-        """One call of `session`; see `agentrl.core.ports.EngineSession.generate`."""
+        """Make one call of `session`; see `agentrl.core.ports.EngineSession.generate`."""
         self._check_call(session, request, self._calls)
         if request.sampling.is_filtered:
             raise EngineCapabilityError(
@@ -293,7 +294,7 @@ class VllmEngine(ModelEngine[VllmVersion]):
         return EngineLostError(f"call {request.request_id}: vLLM died")
 
     async def _sample(self, call: VllmCall) -> FinishReason:
-        """Sample until the turn ends, going on under newer weights where the refresh says so."""
+        """Sample until the turn ends, continuing under newer weights if the refresh says so."""
         limit = min(call.request.sampling.max_tokens, self.capabilities.max_context - len(call.request.token_ids))
         while True:
             await self.versions.may_sample(call.session.policy, lambda: call.ending)
@@ -315,7 +316,7 @@ class VllmEngine(ModelEngine[VllmVersion]):
                 return reason
 
     async def _ask(self, call: VllmCall, limit: int) -> FinishReason:
-        """One request to vLLM, up to its end."""
+        """Make one request to vLLM, and follow it to its end."""
         self._requests += 1
         request, serving, before = call.request, call.serving, len(call.tokens)
         call.name = f"{request.request_id}/{self._requests}"
@@ -395,7 +396,7 @@ class VllmEngine(ModelEngine[VllmVersion]):
             await self._llm.abort(restarted)
 
     async def _recall_calls(self, refused: VllmVersion) -> None:
-        """Calls that `refused` samples stop, to go on under another version."""
+        """Stop the calls that `refused` samples, so that they continue under another version."""
         stopped = [
             call for call in self._calls.values() if call.is_running and call.serving is refused and not call.ending
         ]
@@ -405,7 +406,7 @@ class VllmEngine(ModelEngine[VllmVersion]):
             await self._llm.abort([call.name for call in stopped])
 
     def abort(self, request_id: str) -> None:
-        """See `agentrl.core.ports.Engine.abort`; a call that has ended is left alone."""
+        """See `agentrl.core.ports.Engine.abort`; does nothing for a call that has ended."""
         call = self._calls.get(request_id)
         if call is not None:
             call.ending = True

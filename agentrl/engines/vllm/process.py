@@ -1,9 +1,9 @@
-"""vLLM's process: `python -m agentrl.engines.vllm.process FD PARENT`: `server.py`, and what vLLM needs around it.
+"""vLLM's process, `python -m agentrl.engines.vllm.process FD PARENT`: `server.py` with the setup that vLLM needs.
 
-vLLM starts processes of its own by spawning, and each of them imports this module before anything else: what stands
-here at module level holds in all of them. Imports nothing heavy.
+vLLM spawns further processes, and each of them imports this module before anything else: the module-level setup applies
+to all of them. Imports nothing heavy.
 Invariants: no process outlives the one that started it; nothing but loopback is bound; no usage report is sent; vLLM's
-processes unpickle nothing they send each other.
+processes unpickle nothing that they send each other.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _ENVIRONMENT = {
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a forked process imports nothing: it would not die with its starter
     "VLLM_ALLOW_INSECURE_SERIALIZATION": "0",
 }
-"""Whatever the user's own environment says."""
+"""Environment variables that override the user's own."""
 _GENTLE = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
-"""Defaults that the user's own environment may override."""
+"""Default environment variables, which the user's own override."""
 
 
 _STARTER = "AGENTRL_VLLM_STARTER"
-"""Holds the id of the process that spawns, for those it spawns."""
+"""Environment variable with the id of the spawning process, for the spawned ones."""
 
 
 def prepare() -> None:
@@ -52,7 +52,9 @@ def prepare() -> None:
 
 
 def _keep_files_in(private: Path) -> None:
-    """Sockets, rendezvous files, shared memory and semaphores: removed by the parent, however this process ends."""
+    """Keep sockets, rendezvous files, shared memory and semaphores in a directory that the parent removes in any
+    case.
+    """
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}")
     os.environ["TMPDIR"] = os.environ["VLLM_RPC_BASE_PATH"] = tempfile.tempdir = str(private)
     multiprocessing.current_process()._config["semprefix"] = f"/{private.name}"  # type: ignore[attr-defined]

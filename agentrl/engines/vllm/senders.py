@@ -1,8 +1,8 @@
-"""vLLM's own trainer engines of `ipc` and `nccl`, for rank 0 of a trainer; `worker.py` has their other ends.
+"""vLLM's own trainer engines for `ipc` and `nccl`, for rank 0 of a trainer; `worker.py` has their counterparts.
 
-Two things differ from vLLM's: handles of shared GPU memory travel as numbers and bytes, since vLLM's way is a pickle;
-and nccl meets by an id that rank 0 makes and hands over, since a TCPStore would listen on every interface. Imports
-vLLM, in a process that trains on a GPU. Not run on a GPU yet.
+Two things differ from vLLM's: handles of shared GPU memory travel as numbers and bytes, because vLLM pickles them; and
+nccl joins by an id that rank 0 makes and sends, because a TCPStore would listen on every interface. Imports vLLM, in a
+process that trains on a GPU. Not run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -45,19 +45,19 @@ class IpcSender(IPCTrainerWeightTransferEngine):
 
     @classmethod
     def trainer_init(cls, init_info: IPCTrainerInitInfo, *, client: Any, source: Any = None) -> Self:
-        """Tell the engine's process what will come."""
+        """Announce the transfer to the engine's process."""
         size = init_info.packed_buffer_size_bytes
         engine = cls(client=client, source=source, packed=init_info.packed, packed_buffer_size_bytes=size)
         client.init_weight_transfer_engine({"backend": "ipc", "info": {"packed": init_info.packed}})
         return engine
 
     def _all_gather_and_merge_handles(self, handles: list[dict[str, tuple[Any, ...]]]) -> Any:
-        """Only this rank shares its GPU with the engine."""
+        """Return the handles unchanged: only this rank shares its GPU with the engine."""
         return handles
 
     @staticmethod
     def _post_send_sync() -> None:
-        """The engine has answered, so it has copied; other ranks share nothing."""
+        """Do nothing: the engine's answer means that it has copied, and other ranks share nothing."""
         torch.cuda.ipc_collect()
 
     def _do_send(self, names: Any, dtype_names: Any, shapes: Any, ipc_handles: Any, tensor_sizes: Any = None) -> None:
@@ -71,7 +71,7 @@ class NcclSender(NCCLTrainerWeightTransferEngine):
 
     @classmethod
     def trainer_init(cls, init_info: NCCLTrainerInitInfo, *, client: Any, source: Any = None) -> Self:
-        """Meet the engine's processes."""
+        """Join the group of the engine's processes."""
         from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
 
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
@@ -106,7 +106,7 @@ def nccl_payload(unique_id: bytes, init_info: NCCLTrainerInitInfo) -> dict[str, 
 
 
 def plain_handle(handle: tuple[Any, ...]) -> list[Any]:
-    """`torch.multiprocessing`'s arguments for one flat buffer of bytes, without the classes among them."""
+    """Return `torch.multiprocessing`'s arguments for one flat byte buffer, without the classes among them."""
     (_, size, _, offset, _, dtype, *rest) = handle
     if dtype != torch.uint8 or len(size) != 1:
         raise ValueError(f"a shared buffer is bytes in one dimension, not {dtype} {tuple(size)}")
@@ -114,7 +114,7 @@ def plain_handle(handle: tuple[Any, ...]) -> list[Any]:
 
 
 def init_info(recipient: Recipient, source: Source) -> TrainerInitInfo:
-    """The trainer's settings of a transfer, in vLLM's words."""
+    """Make vLLM's settings of a transfer for the trainer."""
     largest = max(tensor.nbytes for tensor in source.layout.values())
     buffer = max(CHUNK_BYTES, largest)
     if recipient.transfer == "ipc":
@@ -131,7 +131,7 @@ def init_info(recipient: Recipient, source: Source) -> TrainerInitInfo:
 
 
 def make(recipient: Recipient, link: WeightLink, source: Source) -> Any:
-    """A sender that has met the engine."""
+    """Make a sender, and connect it to the engine."""
     client: Any = link  # its `finish_weight_update` takes no label: the engine knows it
     weights: Any = source
     return WeightTransferTrainerFactory.trainer_init(init_info(recipient, source), client=client, source=weights)

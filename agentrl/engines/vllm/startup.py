@@ -35,16 +35,16 @@ if TYPE_CHECKING:
     from agentrl.core.ports import Refresh
 
 _BLOCK = 32
-"""Tokens per KV block; vLLM's attention on CPU takes multiples of 32."""
+"""Number of tokens per KV block; vLLM's attention on CPU needs multiples of 32."""
 _REASON = 600
-"""Characters of vLLM's own words in a message."""
+"""Maximum number of characters of vLLM's error in a message."""
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""The largest ranks vLLM can be started for."""
+"""Values of vLLM's maximum adapter rank."""
 _TRIES = 3
 _ENOUGH_S = 1.0
 """Seconds after which no further try begins."""
 _ADAPTER = 1 << 30
-"""The number of the adapter that is measured with; those of versions count from 1."""
+"""Number of the adapter used for measurements; those of versions count from 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +71,7 @@ def start_vllm(model_path: str, settings: VllmSettings, *, kv_memory: int = 0, t
     Raises:
         ModelError: the directory holds no such model.
         ConfigError: an argument of `[engine.vllm]` is refused; see `arguments.check_arguments`.
-        EngineError: vLLM does not start; it says why.
+        EngineError: vLLM does not start; the message has the reason.
     """
     os.environ["OMP_NUM_THREADS"] = str(threads)
     if not torch.cuda.is_available():
@@ -86,12 +86,12 @@ def start_vllm(model_path: str, settings: VllmSettings, *, kv_memory: int = 0, t
 
 
 def engine_arguments(model_path: str, settings: VllmSettings, *, kv_memory: int = 0) -> dict[str, Any]:
-    """The arguments that vLLM is started with, by its own names.
+    """Return the arguments with which vLLM is started, by its own names.
 
     Raises:
         ModelError: the directory holds no such model.
         ConfigError: an argument of `[engine.vllm]` is refused.
-        EngineCapabilityError: the memory does not suffice, or no adapter can be so large.
+        EngineCapabilityError: the memory does not suffice, or an adapter's rank is too large.
     """
     check_arguments(settings.arguments, on_gpu=torch.cuda.is_available())
     shapes = shapes_to_serve(model_path, settings)
@@ -118,10 +118,10 @@ def engine_arguments(model_path: str, settings: VllmSettings, *, kv_memory: int 
 
 
 def shapes_to_serve(model_path: str, settings: VllmSettings) -> PreTrainedModel:
-    """The model without its weights, in the dtype that vLLM computes in.
+    """Read the model without its weights, in the dtype in which vLLM computes.
 
     Raises:
-        ModelError: the directory holds no such model, or the device does not compute in its dtype.
+        ModelError: the directory holds no such model, or the device does not support its dtype.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = model_dtype(model_path, settings.dtype, device)
@@ -175,7 +175,7 @@ def _memory(shapes: PreTrainedModel, settings: VllmSettings, *, kv_memory: int) 
 
 
 def kv_tokens(config: VllmConfig) -> int | None:
-    """Tokens of context whose keys and values fit; None if vLLM keeps none between two turns (without a prefix
+    """Return the number of context tokens whose KV fits; None if vLLM keeps no KV between two turns (without a prefix
     cache: multi-head latent attention on CPU, recurrent models)."""
     cache = config.cache_config
     if not cache.enable_prefix_caching or cache.kv_cache_size_tokens is None:
@@ -184,8 +184,8 @@ def kv_tokens(config: VllmConfig) -> int | None:
 
 
 async def prefill_rate(llm: AsyncLLM) -> float:
-    """Tokens of context computed per second, with nothing else to do: of half the longest context, if one pass takes
-    that, and under an adapter, if there can be one, which takes several times as long on a CPU."""
+    """Measure the prefill rate of an idle vLLM, in tokens per second: over half the longest context, if one pass can
+    take that, and under an adapter, if there can be one, which on a CPU takes several times as long."""
     config = llm.vllm_config
     longest = config.scheduler_config.max_num_batched_tokens
     length = max(min(config.model_config.max_model_len // 2, longest), 1)

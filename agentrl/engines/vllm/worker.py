@@ -1,9 +1,9 @@
 """Loading of full weights inside vLLM's worker processes: a backend of vLLM's weight-transfer protocol.
 
-It loads files, and hands what comes over `ipc` or `nccl` to vLLM's own backends of these names, so that one vLLM takes
-both: an engine that was restarted has nothing but the file. Imported by name in each worker (`worker_extension_cls`),
-which registers the backend. Reads safetensors only, and unpickles nothing.
-Invariant: a version is loaded whole, or it is an error; what it holds was checked before anything stood still.
+It loads files, and passes weights over `ipc` or `nccl` to vLLM's own backends of these names, so that one vLLM accepts
+both: a restarted engine has only the file. Each worker imports this module by name (`worker_extension_cls`), which
+registers the backend. Reads safetensors only, and unpickles nothing.
+Invariant: a version is loaded completely, or an error is raised; its content is checked before vLLM pauses.
 """
 
 from __future__ import annotations
@@ -42,32 +42,32 @@ class TransferInit(WeightTransferInitInfo):
 
 @dataclass
 class TransferUpdate(WeightTransferUpdateInfo):
-    """A file of new weights, which was checked; without a path, the weights vLLM was started on; or a part of what
-    comes over another backend."""
+    """An update: a checked file of new weights; without a path, the initial weights of vLLM; or a part of the weights
+    over another backend."""
 
     path: str = ""
     is_last: bool = True
-    """Whether all parameters have been loaded after it."""
+    """Whether all parameters have been loaded after this update."""
     sent: dict[str, Any] | None = None
 
 
 class Weights(WeightTransferEngine[TransferInit, TransferUpdate]):
-    """Loads a version over the weights that serve."""
+    """Loads a version over the serving weights."""
 
     init_info_cls = TransferInit
     update_info_cls = TransferUpdate
     supports_draft_weight_update = False
 
     _sent: WeightTransferEngine[Any, Any] | None = None
-    """vLLM's own, for what does not come as a file."""
+    """vLLM's own backend, for weights that do not come as a file."""
     _over = "file"
     _loaded: set[str]
     """Names of the parameters that an update has loaded so far."""
     _experts: dict[Any, Any]
-    """Layers of experts on CPU, and what computed them so far."""
+    """Layers of experts on CPU, with their previous computations."""
 
     def init_transfer_engine(self, init_info: TransferInit) -> None:
-        """Meet the trainer, where weights come over another backend than files."""
+        """Connect to the trainer if weights come over another backend than files."""
         if init_info.backend == "file":
             return
         self.shutdown()
@@ -87,17 +87,17 @@ class Weights(WeightTransferEngine[TransferInit, TransferUpdate]):
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Load the file, and on a GPU wait until it is there: the base class would wait on a CPU too, which fails."""
+        """Load the file, and on a GPU wait until it is loaded: the base class would wait on a CPU too, which fails."""
         self.receive_weights(self.parse_update_info(update_info))
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
 
     def parse_update_info(self, update_dict: dict[str, Any]) -> TransferUpdate:
-        """A file, or else what vLLM's own backend takes."""
+        """Parse an update: a file, or the update of vLLM's own backend."""
         return TransferUpdate(sent=update_dict) if "names" in update_dict else TransferUpdate(**update_dict)
 
     def receive_weights(self, update_info: TransferUpdate) -> None:
-        """Load a part; where that fails no layer is left half loaded, so that others can be loaded."""
+        """Load a part; a failure leaves no layer half loaded, so that other weights can be loaded."""
         model: Any = self.model
         try:
             if update_info.sent is not None:
@@ -122,7 +122,7 @@ class Weights(WeightTransferEngine[TransferInit, TransferUpdate]):
         self._sent.receive_weights(self._sent.parse_update_info(info))
 
     def _read(self, update_info: TransferUpdate) -> Iterable[tuple[str, Tensor]]:
-        """Names and tensors, mapped into memory."""
+        """Yield names and tensors, mapped into memory."""
         if not update_info.path:
             loader: Any = get_model_loader(self.vllm_config.load_config)
             started_on: Iterable[tuple[str, Tensor]] = loader.get_all_weights(self.model_config, self.model)
@@ -144,29 +144,29 @@ class Weights(WeightTransferEngine[TransferInit, TransferUpdate]):
             self._sent.shutdown()  # lets go of the trainer's buffer, and nothing else
 
     def shutdown(self) -> None:
-        """Leave the trainer."""
+        """Disconnect from the trainer."""
         if self._sent is not None:
             self._sent.shutdown()
             self._sent = None
 
 
 def shared_handle(plain: list[Any]) -> tuple[Any, ...]:
-    """The arguments of `rebuild_cuda_tensor` for a flat buffer of bytes; see `senders.plain_handle`."""
+    """Return the arguments of `rebuild_cuda_tensor` for a flat byte buffer; see `senders.plain_handle`."""
     size, offset, *rest = plain
     return (torch.Tensor, torch.Size([size]), (1,), offset, torch.storage.TypedStorage, torch.uint8, *rest)
 
 
 class WorkerExtension:
-    """Mixed into vLLM's worker; importing this module has registered the backend."""
+    """A mixin of vLLM's worker; importing this module registers the backend."""
 
     model_runner: Any
 
     def load_adapter(self, name: str, number: int, path: str) -> str:
-        """Load an adapter; where that fails, put one in its place that changes nothing, until it is removed: requests
-        for it are waiting already, and vLLM dies of a request whose adapter it cannot load.
+        """Load an adapter; on a failure, load one that changes nothing in its place, until it is removed: requests for
+        it are already waiting, and vLLM dies of a request whose adapter it cannot load.
 
         Returns:
-            Why it was not loaded; empty if it was.
+            The reason why it was not loaded; "" if it was.
         """
         try:
             self.model_runner.add_lora(LoRARequest(lora_name=name, lora_int_id=number, lora_path=path))
@@ -176,7 +176,7 @@ class WorkerExtension:
         return ""
 
     def add_blank_adapter(self, number: int, rank: int) -> None:
-        """An adapter that changes nothing and costs what others do, until it is removed."""
+        """Add an adapter that changes nothing and costs as much as others, until it is removed."""
         blank = LoRARequest(lora_name="blank", lora_int_id=number, lora_path="blank")
         self.model_runner.lora_manager.add_dummy_lora(blank, rank)
 
