@@ -12,6 +12,7 @@ import contextlib
 import faulthandler
 import itertools
 import os
+import signal
 import socket
 import sys
 import traceback
@@ -53,6 +54,8 @@ if TYPE_CHECKING:
     from agentrl.core.records import Recollection
     from agentrl.journal.port import TurnLog
 
+PARK_S = 10.0
+"""Longest time in which a worker that leaves parks what it samples: machines on loan are given 30 s and more."""
 ALIVE_S = 1.0
 """Seconds between heartbeats to the run."""
 
@@ -239,6 +242,8 @@ class WorkerHost:
             on_failure=self.run.failed,
         )
         self._cancelling: asyncio.Task[None] | None = None
+        self.leaves = asyncio.Event()
+        """Set when this process is to end, and its episodes to go on elsewhere."""
 
     def handle(self, message: wire.ToWorker) -> None:
         """Execute a message of the run."""
@@ -260,6 +265,8 @@ class WorkerHost:
                 self._parking.resume(self.run.specs[message.number].episode_id)
             case wire.CancelEpisodes():
                 self._cancelling = asyncio.get_running_loop().create_task(self._cancel())
+            case wire.Leave():
+                self.leaves.set()
 
     def check_journal(self) -> None:
         """See `WorkerJournal.check`."""
@@ -276,6 +283,16 @@ class WorkerHost:
         for each in self._external.values():
             await each.close()
         await self._journal.close()
+
+    async def park_all(self) -> None:
+        """Park all episodes; the tokens of their turns are with the journal on return."""
+        self.run.tell(wire.Leaving())
+        for spec in list(self.run.specs.values()):
+            self._worker.park(spec.episode_id)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(PARK_S):
+                while calls := [call for engine in self._engines for call in engine.calls_in_flight]:
+                    await asyncio.wait(calls)
 
     async def _cancel(self) -> None:
         await self._worker.cancel()
@@ -305,12 +322,23 @@ async def _serve(connection: socket.socket) -> None:
         return
     send(writer, wire.Ready())
     advanced = loop.create_task(_tell_advanced(host))
+    loop.add_signal_handler(signal.SIGTERM, host.leaves.set)
     with watch_loop(tell), forks_ended():
-        while (body := await receive(reader)) is not None:
-            host.handle(wire.TO_WORKER.decode(body))
-        alive.cancel()
-        advanced.cancel()
+        listening = loop.create_task(_listen(reader, host), name="messages of the run")
+        leaving = loop.create_task(host.leaves.wait(), name="wait until it is to leave")
+        await asyncio.wait({listening, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if listening.done():
+            listening.result()
+        else:
+            await host.park_all()
+        for task in (listening, leaving, alive, advanced):
+            task.cancel()
     await host.close()
+
+
+async def _listen(reader: asyncio.StreamReader, host: WorkerHost) -> None:
+    while (body := await receive(reader)) is not None:
+        host.handle(wire.TO_WORKER.decode(body))
 
 
 async def _journal_of(work: wire.Work, tell: Callable[[str], None]) -> WorkerJournal | StreamedJournal:

@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 from typing import TYPE_CHECKING, Any
 
-from agentrl.cluster.session import RaySession, brief, kept_signal_handlers, on_node
+from agentrl.cluster.session import RaySession, brief, is_drained, kept_signal_handlers, on_node
 from agentrl.config.devices import Node
 from agentrl.engines.child_process import EngineProcess, LocalPlacement
 
@@ -121,7 +121,7 @@ class RayPlacement:
             raise
         if not self._is_elsewhere:
             return ActorChild(actor, process_id, dead)
-        return ActorChild(actor, process_id, self._session.watch(node), host=node.address)
+        return ActorChild(actor, process_id, self._session.watch(node), node=node)
 
     def _end_started(self, starting: asyncio.Task[tuple[Any, Callable[[], str]]]) -> None:
         """End the actor that nobody waits for any longer."""
@@ -154,11 +154,17 @@ class RayPlacement:
                 num_gpus=sum(bool(gpu.node) for gpu in self._gpus),
                 max_restarts=0,
                 max_task_retries=0,
-                scheduling_strategy=on_node(self._node, soft=True) or "SPREAD",
+                scheduling_strategy=self._where(),
             )(EngineActor).remote()
         except ray.exceptions.RayError as error:
             raise OSError(f"Ray started no actor: {brief(error)}") from error
         return actor, dead
+
+    def _where(self) -> Any:
+        """Ray's strategy for an actor: its node, or another where that is lost or drained."""
+        if self._node is None or (self._is_elsewhere and is_drained(self._node)):
+            return "SPREAD"
+        return on_node(self._node, soft=True)
 
     async def close(self) -> None:
         """See `Placement.close`: leaves Ray."""
@@ -168,9 +174,10 @@ class RayPlacement:
 class ActorChild:
     """A process that an actor started; see `engines.child_process.EngineChild`."""
 
-    def __init__(self, actor: Any, process_id: int, dead: Callable[[], str], *, host: str = "") -> None:
+    def __init__(self, actor: Any, process_id: int, dead: Callable[[], str], *, node: Node | None = None) -> None:
         self.process_id = process_id
-        self.host = host
+        self.host = "" if node is None else node.address
+        self._node = node
         self.reader = asyncio.StreamReader()
         self.writer = self
         self._actor = actor
@@ -184,6 +191,11 @@ class ActorChild:
         self._writing = loop.create_task(self._write(), name="write to an engine's actor")
         self._living = loop.create_task(self._live(), name="wait for an engine's actor")
         self._ending: asyncio.TimerHandle | None = None
+
+    @property
+    def is_drained(self) -> bool:
+        """See `EngineChild.is_drained`."""
+        return self._node is not None and is_drained(self._node)
 
     # --- the connection -----------------------------------------------------------------------------------------------
 

@@ -288,6 +288,8 @@ class _NodeWatch:
 
     def __init__(self) -> None:
         self._left: set[str] = set()
+        self.drained: set[str] = set()
+        """Ids of nodes that are about to be taken away."""
         self._pause = threading.Event()
         threading.Thread(target=self._look, name="watch the cluster's nodes", daemon=True).start()
 
@@ -300,11 +302,17 @@ class _NodeWatch:
         while not self._pause.wait(LOOK_S):
             with contextlib.suppress(Exception):  # while nobody is attached, or the head does not answer
                 self._left = {str(node["NodeID"]) for node in ray.nodes() if not node["Alive"]}
+                self.drained = set(ray._private.state.state.get_draining_nodes())
 
 
 @functools.cache
 def _node_watch() -> _NodeWatch:
     return _NodeWatch()
+
+
+def is_drained(node: Node) -> bool:
+    """Whether a node is about to be taken away: Ray was told to drain it."""
+    return node.id in _node_watch().drained
 
 
 def on_node(node: Node | None, *, soft: bool = False) -> Any:

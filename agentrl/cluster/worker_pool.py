@@ -241,7 +241,7 @@ class WorkerPool:
 
     def _assign(self, placed: Placed) -> None:
         """Give an episode to the process with the fewest, silent ones last; if all are full, queue it."""
-        able = [each for each in self.processes if each.is_ready and self._takes(each, placed)]
+        able = [each for each in self.processes if each.is_ready and not each.is_leaving and self._takes(each, placed)]
         if not able or self._unready or (placed.is_suspect and self._can_wait(placed)):
             self._queue[placed.number] = placed
             return
@@ -300,7 +300,7 @@ class WorkerPool:
         self._deaths += 1
         left = self._leave(process, *sorted(process.episodes))
         for placed in left:
-            if not placed.is_parked:  # those could not get on
+            if not placed.is_parked and not process.is_leaving:  # those could not get on
                 placed.deaths.add(self._deaths)
             placed.resume = True
         if self._is_cancelling:

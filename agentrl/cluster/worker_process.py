@@ -74,6 +74,8 @@ class WorkerProcess:
         self.suspects: set[int] = set()
         """Those that may be killing processes."""
         self.is_ready = False
+        self.is_leaving = False
+        """Whether it takes no more episodes, and ends by itself."""
         self._work = work
         self._owner = owner
         self._placement = placement
@@ -104,6 +106,13 @@ class WorkerProcess:
         """Say something; never waits."""
         if self._child is not None and self.is_ready:
             send(self._child.writer, message)
+
+    def leave(self, why: str) -> None:
+        """Have it park its episodes and end: they go on elsewhere. Idempotent."""
+        if not self.is_leaving:
+            self._tell(f"worker {self._work.number} leaves ({why}): its episodes are parked, and go on elsewhere")
+            self.tell(wire.Leave())
+            self.is_leaving = True
 
     async def cancel(self, seconds: float) -> None:
         """Have it stop all it runs; it is killed, and replaced, where that takes longer."""
@@ -158,7 +167,10 @@ class WorkerProcess:
         self._child, self.is_ready = None, False
         self._welcomed = None  # who waits for it is not welcomed, and is no longer waiting: the supervisor sees to that
         _settle(self._cancelled)
+        if self.is_leaving:
+            self.supervisor.achieved()  # an end that was asked for is no loss
         self._owner.lost(self)
+        self.is_leaving = False
         self._minding.cancel()
         self._minding = asyncio.get_running_loop().create_task(self._mind(), name=f"mind worker {self._work.number}")
 
@@ -185,7 +197,10 @@ class WorkerProcess:
     def _hear(self, message: wire.FromWorker) -> None:
         match message:
             case wire.Alive():
-                pass
+                if self._child is not None and self._child.is_drained:
+                    self.leave("its node is drained")
+            case wire.Leaving():
+                self.leave("it got SIGTERM")
             case wire.LogLine():
                 self._tell(message.line)
             case wire.Ready():

@@ -120,7 +120,11 @@ class CancelEpisodes(WireMessage, frozen=True):
     """Stop everything in flight."""
 
 
-ToWorker = Work | Engines | Start | Park | Unpark | ChildEnded | Recollected | CancelEpisodes
+class Leave(WireMessage, frozen=True):
+    """Park all episodes and end: the machine is taken away."""
+
+
+ToWorker = Work | Engines | Start | Park | Unpark | ChildEnded | Recollected | CancelEpisodes | Leave
 
 
 # --- from the worker --------------------------------------------------------------------------------------------------
@@ -179,6 +183,10 @@ class Cancelled(WireMessage, frozen=True):
     """Answer to `Cancel`: no episode is in flight."""
 
 
+class Leaving(WireMessage, frozen=True):
+    """The worker got SIGTERM, or was told to leave: it ends once what it sampled is on disk."""
+
+
 class LogLine(WireMessage, frozen=True):
     """A line for people."""
 
@@ -193,7 +201,18 @@ class WorkerFailed(WireMessage, frozen=True):
 
 
 FromWorker = (
-    Ready | Alive | Ended | Spawn | Remember | Readmitted | MadeProgress | Parked | Cancelled | LogLine | WorkerFailed
+    Ready
+    | Alive
+    | Ended
+    | Spawn
+    | Remember
+    | Readmitted
+    | MadeProgress
+    | Parked
+    | Cancelled
+    | Leaving
+    | LogLine
+    | WorkerFailed
 )
 
 TO_WORKER: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)

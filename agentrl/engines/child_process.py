@@ -98,6 +98,11 @@ class EngineChild(Child, Protocol):
         ...
 
     @property
+    def is_drained(self) -> bool:
+        """Whether its machine is about to be taken away."""
+        ...
+
+    @property
     def reader(self) -> asyncio.StreamReader:
         """Replies of the process; ends when it is dead."""
         ...
@@ -240,6 +245,7 @@ class EngineProcess(ChildProcess):
     ) -> None:
         super().__init__(process)
         self.host = ""
+        self.is_drained = False
         self.reader = reader
         self.writer = writer
         self._files = files

@@ -87,6 +87,11 @@ class Connection:
         self._ended: AgentRLError | None = None
         self._reading = asyncio.get_running_loop().create_task(self._read(reader), name="engine replies")
 
+    @property
+    def calls_in_flight(self) -> Collection[asyncio.Future[wire.Reply]]:
+        """The answers that are waited for."""
+        return self._calls.values()
+
     def next_call(self) -> int:
         """Return a number for a call or a session."""
         return next(self._numbers)
@@ -671,6 +676,12 @@ class EngineClient:
         self._connections: dict[str, asyncio.Task[Connection]] = {}
         self._coming = Counter[str]()
         """Number of conversations whose connection is being opened, by address."""
+
+    @property
+    def calls_in_flight(self) -> list[asyncio.Future[wire.Reply]]:
+        """The answers that are waited for."""
+        connections = map(self._connection, self._connections)
+        return [call for connection in connections if connection is not None for call in connection.calls_in_flight]
 
     def moved(self, addresses: Sequence[str]) -> None:
         """Use these processes from now on; connections to others end by themselves."""

@@ -118,6 +118,42 @@ def test_the_episodes_of_a_killed_worker_go_on_in_another_and_nothing_is_sampled
     run(main)
 
 
+@pytest.mark.parametrize("by", ["signal", "run"])
+def test_a_worker_that_is_to_leave_parks_its_episodes_which_go_on_elsewhere(tmp_path: Path, by: str) -> None:
+    async def main() -> None:
+        settings: dict[str, Any] = {"sampling": {"max_tokens": 600}, "seconds_per_token": 4e-3}
+        async with workplace(tmp_path / "a", 2, environments.LongTurn, **settings) as at:
+            names = [f"e{number}" for number in range(6)]
+            at.submit(*map(at.spec, names))
+            await at.until(lambda: all(at.journal.recorded(name, 0)[1] for name in names))
+            worker = worker_of(at, at.reached()["e0"])
+            its = [placed.spec.episode_id for placed in at.pool._episodes.values() if placed.process is worker]
+            if by == "signal":
+                os.kill(at.reached()["e0"], signal.SIGTERM)
+            else:
+                worker.leave("its node is drained")
+            await at.until(lambda: not worker.episodes)
+            sampled = {name: at.journal.recorded(name, 0)[1] for name in its}
+            assert not any(placed.deaths for placed in at.pool._episodes.values()), "to leave is no death"
+            await at.drained()
+            turns = {name: at.journal.recorded(name, 0)[0][1].decode() for name in names}
+            assert set(at.times.values()) == {1}
+            assert any(line.startswith(f"worker {at.pool.processes.index(worker)} leaves") for line in at.told)
+            await at.until(lambda: worker.is_ready)  # a new process
+        async with workplace(tmp_path / "b", 1, environments.LongTurn, **settings) as at:
+            at.submit(*map(at.spec, names))
+            await at.drained()
+            for name in names:
+                whole = at.journal.recorded(name, 0)[0][1].decode()
+                assert turns[name].token_ids == whole.token_ids  # type: ignore[union-attr]
+        assert its
+        assert all(sampled.values())
+
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    run(main)
+
+
 def test_a_turn_that_a_killed_worker_was_sampling_goes_on_from_its_last_token_on_disk(tmp_path: Path) -> None:
     async def main() -> None:
         settings: dict[str, Any] = {"sampling": {"max_tokens": 600}, "seconds_per_token": 4e-3}
