@@ -187,6 +187,10 @@ class RecordedCalls:
         """Return the answers that were not given yet."""
         return list(self._answers.values())
 
+    def has_turns(self, seat: str) -> bool:
+        """Whether a turn that the agent from outside of a seat asked for has not come back yet."""
+        return any(call_id.startswith(f"{seat}:") for call_id in self._entries)
+
     def forget_answers(self) -> None:
         """Forget the answers that were not given yet."""
         self._answers = _NONE

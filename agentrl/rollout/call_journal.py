@@ -294,11 +294,18 @@ class CallJournal:
             raise asyncio.CancelledError
         inherited = self._recorded.get(call_id)
         if inherited is not None:
-            self._recorded.remove(call_id)
             return Call(call_id, asked, inherited.decode(), waits=False, is_inherited=True)
         answer = self._recorded.remove_answer(call_id)
         recorded = None if answer is None or answer.asked != asked else answer.decode()
         return Call(call_id, asked, recorded, waits=False)
+
+    def take_inherited(self, call: Call) -> None:
+        """A call that a fork inherits has come back."""
+        self._recorded.remove(call.call_id)
+
+    def inherits_turns(self, seat: str) -> bool:
+        """Whether the agent from outside of a seat has not asked yet for all that a fork inherits."""
+        return self._recorded.has_turns(seat)
 
     def forget_answers(self) -> None:
         """Forget recorded answers, so that later calls run anew."""

@@ -20,7 +20,7 @@ import json
 import re
 from bisect import bisect_left
 from collections import Counter
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -71,6 +71,8 @@ _OFF: Mapping[str, tuple[Any, ...]] = {
 }
 """Values of request fields that change nothing; fields of the run's sampling parameters are compared with the run's."""
 _REMEDY = "name what differs by nature in `volatile`, or set replay_stable = False"
+ORDER_S = 10.0
+"""Seconds that a fork waits for an inherited turn that came earlier when it was recorded."""
 BYTES_PER_TOKEN = 4
 """Bytes of text per token, to estimate lengths where another program tokenises."""
 _LETTERS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
@@ -100,7 +102,16 @@ class HarnessAgent(LiveAgent):
         ignored: request fields that are neither honoured nor refused.
     """
 
-    __slots__ = ("_asked", "_ignored", "_in_progress", "_samplers", "_tree", "difference", "limit_reached")
+    __slots__ = (
+        "_answered_one",
+        "_asked",
+        "_ignored",
+        "_in_progress",
+        "_samplers",
+        "_tree",
+        "difference",
+        "limit_reached",
+    )
 
     def __init__(
         self, episode: LiveEpisode, seat: str, volatile: Sequence[re.Pattern[str]], ignored: Collection[str]
@@ -117,6 +128,7 @@ class HarnessAgent(LiveAgent):
         self._in_progress = 0
         self.limit_reached: LimitReachedError | None = None
         """First limit that refused a request."""
+        self._answered_one = asyncio.Event()
         self.difference = ""
         """First request that is not recorded, and its difference from a recorded one that was not requested yet; empty
         if all were."""
@@ -157,6 +169,7 @@ class HarnessAgent(LiveAgent):
         call = self._episode.journal.open_named(call_id, asked)
         self._in_progress += 1
         try:
+            await self._wait_for_inherited(call)
             if isinstance(call.recorded, TurnEntry):
                 return self._recall(request, call, call.recorded)
             reply = await self._sample_new(request, call, sampling)
@@ -165,10 +178,30 @@ class HarnessAgent(LiveAgent):
         await self._episode.journal.flush()
         return reply
 
+    async def _wait_for_inherited(self, call: Call) -> None:
+        """Wait until the turns that a fork inherits and that come before a call were asked for.
+
+        Parallel requests come in another order than they did. After `ORDER_S` nobody asks for them.
+        """
+        journal, recorded = self._episode.journal, call.recorded
+        with suppress(TimeoutError):
+            async with asyncio.timeout(ORDER_S):
+                if call.is_inherited and isinstance(recorded, TurnEntry):
+                    while len(self._turns) < recorded.turn:
+                        await self._next_turn()
+                elif recorded is None:
+                    while journal.inherits_turns(self.seat):
+                        await self._next_turn()
+
+    async def _next_turn(self) -> None:
+        self._answered_one.clear()
+        await self._answered_one.wait()
+
     def _recall(self, request: ChatRequest, call: Call, recorded: TurnEntry) -> ChatReply:
         """Return the reply of an earlier attempt, whose entry holds its whole context."""
         context = np.frombuffer(recorded.context_ids, dtype="<i4")
         if call.is_inherited:
+            self._episode.journal.take_inherited(call)
             placed = self._inherited(request, call, recorded, context)
             return self._replied(request, call, placed, completion_of(recorded), recorded.started)
         placed = self._tree.restate(self._find_row(request), context)
@@ -290,6 +323,7 @@ class HarnessAgent(LiveAgent):
         self._messages.extend(_new(request, placed))
         self._messages.append(message)
         self._turns.append(Turn(text=message.content, message=message, completion=completion))
+        self._answered_one.set()
         if refused is not None:
             self._refuse(refused)
         return ChatReply(

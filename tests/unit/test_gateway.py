@@ -632,8 +632,10 @@ def test_a_packed_body_is_read() -> None:
     assert bodies.parsed(bodies.unpacked(gzip.compress(b'{"a": 1}'), "gzip")) == {"a": 1}
 
 
-async def _forked() -> tuple[list[list[int]], EpisodeHeader, list[TurnEntry]]:
-    """An episode of `Stable`, forked at its second turn: what the engine saw, the fork's end and its own turns."""
+async def _forked(
+    environment: type[agentrl.Environment], at: int
+) -> tuple[list[list[int]], EpisodeHeader, list[TurnEntry]]:
+    """An episode, forked at a turn: what the engine saw, the fork's end and its own turns."""
     journal, seen, ended = MemoryJournal(), list[list[int]](), list[EpisodeHeader]()
 
     def script(request: GenerateRequest, policy: str, version: PolicyVersion) -> list[int]:
@@ -641,13 +643,13 @@ async def _forked() -> tuple[list[list[int]], EpisodeHeader, list[TurnEntry]]:
         return [*str(len(seen)).encode(), STOP_TOKEN]
 
     engine = ScriptedEngine(script, versions={POLICY: PolicyVersion(POLICY, 0, 0)})
-    dispatcher, _ = wired(Stable, engine, journal, settings_of(), [])
-    spec = outside_spec(Stable)
+    dispatcher, _ = wired(environment, engine, journal, settings_of(), [])
+    spec = outside_spec(environment)
     dispatcher.worker.submit(spec, ended.append)
     await dispatcher.worker.drain()
     log = journal.turn_log(PARTITION)
-    second = [entry.call_id for entry in log.read("e0", 0) if isinstance(entry.decode(), TurnEntry)][1]
-    point = ForkPoint(journal=".", partition=PARTITION, episode_id="e0", attempt=0, call_id=second)
+    forked = [entry.call_id for entry in log.read("e0", 0) if isinstance(entry.decode(), TurnEntry)][at]
+    point = ForkPoint(journal=".", partition=PARTITION, episode_id="e0", attempt=0, call_id=forked)
     dispatcher.worker.submit(replace(spec, episode_id="f0", purpose="fork", fork=point), ended.append)
     await dispatcher.worker.drain()
     bodies = [entry.decode() for entry in log.read("f0", 0)]
@@ -655,10 +657,32 @@ async def _forked() -> tuple[list[list[int]], EpisodeHeader, list[TurnEntry]]:
 
 
 def test_a_fork_runs_the_program_again_over_the_turns_before_it() -> None:
-    seen, header, own = asyncio.run(_forked())
+    seen, header, own = asyncio.run(_forked(Stable, 1))
     assert (header.drop_reason, header.turns, len(seen)) == (None, 2, 3)
     assert seen[2] == seen[1]
     assert [(turn.turn, turn.text) for turn in own] == [(1, "3<|stop|>")]
+
+
+class Unordered(Stable):
+    """Parallel conversations, begun in another order each time."""
+
+    forwards: ClassVar[bool] = False
+
+    async def loop(self, client: aiohttp.ClientSession, endpoint: agentrl.Endpoint) -> Any:
+        type(self).forwards = not self.forwards
+        numbers = range(4) if self.forwards else range(3, -1, -1)
+        asking = []
+        for number in numbers:
+            asking.append(asyncio.create_task(ask(client, endpoint, [user(f"{number}?")])))
+            await asyncio.sleep(0.02)
+        await asyncio.gather(*asking)
+
+
+def test_a_fork_of_parallel_conversations_takes_them_in_the_order_of_its_parent() -> None:
+    seen, header, own = asyncio.run(_forked(Unordered, 3))
+    assert (header.drop_reason, header.turns, len(seen)) == (None, 4, 5)
+    assert seen[4] == seen[3]
+    assert [(turn.turn, turn.row, turn.text) for turn in own] == [(3, 3, "5<|stop|>")]
 
 
 class Refusing(Stable):
