@@ -167,8 +167,8 @@ def _forked(row: Row) -> tuple[Row, ...]:
         mask = np.arange(at + 1) == at
         behavior = np.where(mask, row.behavior_logprobs[: at + 1], np.float32(0))
         turns = np.where(mask, row.turn_index[: at + 1], -1)
-        kept = {"token_ids": row.token_ids[: at + 1], "behavior_logprobs": behavior, "turn_index": turns}
-        found.append(replace(row, loss_mask=mask, **kept))
+        tokens = row.token_ids[: at + 1]
+        found.append(replace(row, token_ids=tokens, loss_mask=mask, behavior_logprobs=behavior, turn_index=turns))
     return tuple(found)
 
 

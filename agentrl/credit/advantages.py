@@ -121,6 +121,8 @@ class Group:
     """Part of each reward that was given for single turns: (turn, reward), in order."""
     named_rewards: tuple[tuple[tuple[str, float], ...], ...] = ()
     """Named rewards of each agent, as (name, reward) pairs before weights; empty where an agent has none."""
+    tokens: tuple[int, ...] = ()
+    """Number of sampled tokens of each agent; empty over a step."""
     weights: Mapping[str, float] = field(default_factory=dict)
     """Copy of `credit.reward_weights`; a name that is absent has weight 1."""
     groups: tuple[str, ...] = ()

@@ -287,15 +287,21 @@ def _groups(over_step: bool) -> Iterator[tuple[str, Group]]:
         groups = tuple(f"g{at // 4 if over_step else 0}" for at in range(len(rewards)))
         named = tuple((("format", 0.5 * reward), ("right", 0.5 * reward)) for reward in rewards)
         turns = tuple(((0, 0.25 * reward), (1, 0.25 * reward)) for reward in rewards)
-        yield (
-            name,
-            Group(rewards=tuple(rewards), episodes=names, groups=groups, named_rewards=named, turn_rewards=turns),
+        group = Group(
+            rewards=tuple(rewards),
+            episodes=names,
+            groups=groups,
+            named_rewards=named,
+            turn_rewards=turns,
+            tokens=() if over_step else tuple(draw.randrange(1, 100) for _ in rewards),
         )
+        yield name, group
 
 
 def _reordered(group: Group, order: Sequence[int]) -> Group:
-    columns = ("rewards", "episodes", "groups", "named_rewards", "turn_rewards")
-    turned: Any = {name: tuple(getattr(group, name)[at] for at in order) for name in columns}
+    columns = ("rewards", "episodes", "groups", "named_rewards", "turn_rewards", "tokens")
+    given = {name: values for name in columns if (values := getattr(group, name))}
+    turned: Any = {name: tuple(values[at] for at in order) for name, values in given.items()}
     return replace(group, **turned)
 
 

@@ -13,13 +13,15 @@ from agentrl.cli.main import main
 from agentrl.config.run import RunConfig
 from agentrl.config.sections import LOSSES, LossConfig
 from agentrl.core.errors import ConfigError, InputError, NonFiniteError, TrainerError
-from agentrl.core.functions import describe, find
+from agentrl.core.functions import Mark, describe, find
 from agentrl.core.records import Row, TrajectoryCredit, Unit
-from agentrl.credit.advantages import Group, StepAdvantages, make_estimator
+from agentrl.credit.advantages import Estimator, Group, StepAdvantages, make_estimator
 from agentrl.learn.function_check import check_advantage, check_loss
 from agentrl.learn.trainer import PolicyTrainer
+from agentrl.orchestrator.buffer import EpisodeBuffer, WholeGroups
 from tests.learn_cases import Episodes, make_rows, run_config, write_model, write_tokenizer
 from tests.support import user_functions
+from tests.support.builders import make_episode_header, make_spec
 from tests.unit.test_supervisor import Lives
 
 SCRIPT = str(Path(user_functions.__file__).resolve())
@@ -284,3 +286,21 @@ def test_the_command_checks_functions_and_says_what_would_be_faster(capsys: pyte
     assert main(["env", "check", "--loss", f"{SCRIPT}:unmarked"]) == 1
     assert "put @agentrl.loss" in capsys.readouterr().out
     assert main(["env", "check"]) == 2
+
+
+def test_an_estimator_sees_how_long_each_agent_of_a_group_was() -> None:
+    """OPO (arXiv:2505.23585): the baseline is the mean reward, weighted by length."""
+
+    def opo(group: Group) -> list[float]:
+        weighted = sum(n * reward for n, reward in zip(group.tokens, group.rewards, strict=True))
+        return [reward - weighted / sum(group.tokens) for reward in group.rewards]
+
+    estimator = Estimator(name="opo", function=opo, mark=Mark("advantage"), options={})
+    buffer = EpisodeBuffer(["policy"], WholeGroups(["policy"], estimator))
+    specs = [make_spec(f"e{number}", group_size=2) for number in range(2)]
+    for spec in specs:
+        buffer.admit(spec)
+    for spec, reward, tokens in zip(specs, (1.0, 0.0), (30, 10), strict=True):
+        buffer.record_end(spec, make_episode_header(spec, reward=reward, tokens=tokens))
+    credits = [ready.unit.credits[0] for ready in buffer.pop_ready("policy", 2)]
+    assert [(each.advantage, each.baseline) for each in credits] == [(0.25, 0.75), (-0.75, 0.75)]
