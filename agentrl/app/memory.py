@@ -65,7 +65,7 @@ class MemoryPlan:
     """A run's peak memory, and the memory available."""
 
     parts: tuple[MemoryPart, ...]
-    """Of the devices that the run computes on."""
+    """Parts of memory on the devices that the run computes on."""
     free: int
     """Free bytes on the devices of the run."""
     offloaded: MemoryPlan | None = None

@@ -1,9 +1,9 @@
 """Engine processes on the nodes of a Ray cluster: implements `engines.child_process.Placement`.
 
 An actor starts the process as its child, as `engines.child_process` does here, and relays the bytes between process and
-client without interpreting them. Owns actors and their end. Does not own the Ray session (`session.py`) or restarts
-(`engines.child_process`). Invariants: a process dies with its actor; bytes arrive in order; whatever dies (process,
-actor, node or Ray), the child counts as dead and its reader ends.
+client without interpreting them. Owns actors and how they end. Does not own the Ray session (`session.py`) or restarts
+(`engines.child_process`). Invariants: a process dies with its actor; bytes arrive in order; when the process, its
+actor, its node or Ray dies, the child counts as dead and its reader ends.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ if TYPE_CHECKING:
 LOOK_S = 1.0
 """Seconds between checks of a local Ray, which does not report its own death."""
 START_S = 120.0
-"""Longest time for an actor to start its process."""
+"""Timeout for an actor to start its process, in seconds."""
 ENDING_S = 10.0
-"""Longest time for an actor to end its process before it is killed."""
+"""Seconds an actor may take to end its process before it is killed."""
 _MOST_BYTES = 1 << 20
-"""Most bytes that one `read` returns."""
+"""Maximum number of bytes that one `read` returns."""
 
 
 class EngineActor:
-    """The actor: the parent of an engine's process."""
+    """Actor that is the parent of an engine's process."""
 
     def __init__(self) -> None:
         self._child: EngineProcess | None = None
 
     async def start(self, program: EngineProgram, gpus: Sequence[str]) -> tuple[int, Node]:
-        """Start the process, which sees these GPUs, or those that Ray gave the actor; its id, and where it runs."""
+        """Start the process with these GPUs, or those that Ray gave the actor. Returns the process id and its node."""
         import ray
 
         self._child = await LocalPlacement(gpus=gpus).start(program)
@@ -47,14 +47,14 @@ class EngineActor:
         return self._child.process_id, Node(node, ray.util.get_node_ip_address())
 
     async def write(self, data: bytes) -> None:
-        """Send bytes to the process; returns when it has taken most of them."""
+        """Send bytes to the process; return when it has accepted most of them."""
         writer = self._process.writer
         writer.write(data)
         with contextlib.suppress(ConnectionError):  # it is dead, which `wait` tells
             await writer.drain()
 
     async def read(self) -> bytes:
-        """The next bytes from the process; empty when it is dead."""
+        """Return the next bytes from the process; empty if it is dead."""
         try:
             return await self._process.reader.read(_MOST_BYTES)
         except ConnectionError:
@@ -76,12 +76,12 @@ class EngineActor:
 
 
 class RayPlacement:
-    """An engine's or a worker's processes as children of Ray actors, one actor for each.
+    """Runs the processes of an engine or a worker as children of Ray actors, one actor per process.
 
     Args:
-        choose: the session's node for its processes, and their GPUs; asked once. A process whose node is lost is
-            started on another, as soon as one has as many GPUs free. None: any node, without GPUs.
-        address: of the cluster, see `RaySession`; empty: the processes are on this machine.
+        choose: returns the node of the processes and their GPUs; called once. A process whose node is lost is started
+            on another node, as soon as one has enough free GPUs. None: any node, without GPUs.
+        address: address of the cluster, see `RaySession`; empty: the processes run on this machine.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class RayPlacement:
         return ActorChild(actor, process_id, self._session.watch(node), node=node)
 
     def _end_started(self, starting: asyncio.Task[tuple[Any, Callable[[], str]]]) -> None:
-        """End the actor that nobody waits for any longer."""
+        """End an actor that no caller waits for any longer."""
         if starting.exception() is not None:
             return
         actor, dead = starting.result()
@@ -136,8 +136,9 @@ class RayPlacement:
     def _start_actor(self) -> tuple[Any, Callable[[], str]]:
         """Start Ray and an actor; return the actor and the watch on its Ray.
 
-        Runs in a thread, since it asks Ray's control service, which may be dying. Another process of this placement may
-        restart Ray at any time: taking the watch before making the actor ensures that it watches no later Ray.
+        Runs in a thread, because it queries Ray's control service, which may be dying. Another process of this
+        placement may restart Ray at any time: creating the watch before the actor ensures that it does not watch a
+        later Ray.
         """
         try:
             self._session.start()
@@ -167,7 +168,7 @@ class RayPlacement:
         return on_node(self._node, soft=True)
 
     async def close(self) -> None:
-        """See `Placement.close`: leaves Ray."""
+        """See `Placement.close`; also leaves Ray."""
         await asyncio.to_thread(self._session.stop)
 
 
@@ -182,7 +183,7 @@ class ActorChild:
         self.writer = self
         self._actor = actor
         self._is_ended = False
-        """Whether the actor was killed. The child may still run if its node was cut off."""
+        """Whether the actor was killed. The child may still run if its node is unreachable."""
         self._dead: Callable[[], str] = lambda: "actor" if self._is_ended else dead()
         self._unsent = bytearray()
         self._is_unsent = asyncio.Event()
@@ -209,7 +210,7 @@ class ActorChild:
         self.kill()
 
     async def _write(self) -> None:
-        """Write with one call at a time: Ray guarantees no order between calls of an async actor."""
+        """Write one call at a time, because Ray guarantees no order between calls of an async actor."""
         while True:
             await self._is_unsent.wait()
             self._is_unsent.clear()
@@ -230,7 +231,7 @@ class ActorChild:
         return await asyncio.shield(self._living)
 
     def kill(self) -> None:
-        """See `Child.kill`; the actor ends it, so that its files go, too."""
+        """See `Child.kill`; the actor ends the process, so its files are removed too."""
         if self._ending is None and not self._living.done() and not self._dead():
             self._actor.kill.remote()
             self._ending = asyncio.get_running_loop().call_later(ENDING_S, self._end_actor)

@@ -1,12 +1,13 @@
-"""Entries of episode workers on other hosts, on their way to the journal on the run's host.
+"""Sends the entries of episode workers on other hosts to the journal on the run's host.
 
-A worker elsewhere has a `StreamedJournal` in place of its partition: it sends entries over TCP and waits, where a
+A worker on another host has a `StreamedJournal` instead of a partition: it sends entries over TCP and waits, where a
 commit needs it, until they are on the disk of the run's host. There, one receiving process (this module as a program)
-writes a partition for each worker with production's writer. The run only grants and revokes connections: entries never
-pass through its loop. Owns: the messages, the receiver, which connection may write a partition. Does not own: what is
-written (`journal.store`), the run's processes. The framing is that of `engines.wire`.
-Invariants: one connection at a time writes a partition, and none once it is revoked; messages take effect in the order
-they were sent; a worker whose connection ends, ends, and its episodes go on elsewhere from what was acknowledged.
+writes a partition for each worker with the production writer. The run only grants and revokes connections: entries
+never pass through its event loop. Owns: the messages, the receiver, which connection may write a partition. Does not
+own: the contents of entries (`journal.store`), the run's processes. The framing is that of `engines.wire`.
+Invariants: at most one connection writes a partition, and none once it is revoked; messages take effect in the order
+in which they were sent; a worker ends when its connection ends, and its episodes continue elsewhere from their
+acknowledged entries.
 """
 
 from __future__ import annotations
@@ -46,26 +47,26 @@ SILENCE_S = 60.0
 
 
 class Receive(WireMessage, frozen=True):
-    """Message to the receiver: the journal whose partitions it writes, and the address at which it listens."""
+    """Message to the receiver with the journal whose partitions it writes and the address at which it listens."""
 
     journal: str
     host: str
 
 
 class Grant(WireMessage, frozen=True):
-    """Message to the receiver: let a new process of a worker, and no other, write the worker's partition."""
+    """Message to the receiver: let only a new process of a worker write the worker's partition."""
 
     worker: int
 
 
 class Revoke(WireMessage, frozen=True):
-    """Message to the receiver: let nobody write a worker's partition."""
+    """Message to the receiver: let no process write a worker's partition."""
 
     worker: int
 
 
 class Granted(WireMessage, frozen=True):
-    """Message to the run: the address at which the worker's process connects."""
+    """Message to the run with the address to which the worker's process connects."""
 
     worker: int
     address: str
@@ -78,7 +79,7 @@ class Receiving(WireMessage, frozen=True):
 
 
 class Append(WireMessage, frozen=True):
-    """Message from a worker: an entry, or a partial."""
+    """Message from a worker with an entry or a partial."""
 
     entry: JournalEntry
     partial: bool
@@ -93,13 +94,13 @@ class RemovePartials(WireMessage, frozen=True):
 
 
 class Flush(WireMessage, frozen=True):
-    """Request of a worker: answer when all earlier messages are on disk."""
+    """Request from a worker: answer when all earlier messages are on disk."""
 
     call: int
 
 
 class TakeOver(WireMessage, frozen=True):
-    """Request of a worker: take over an attempt, and answer with all its entries and partials."""
+    """Request from a worker: take over an attempt and answer with all its entries and partials."""
 
     call: int
     episode_id: str
@@ -107,7 +108,7 @@ class TakeOver(WireMessage, frozen=True):
 
 
 class Advanced(WireMessage, frozen=True):
-    """Request of a worker; see `WorkerTurnLog.advanced`."""
+    """Request from a worker; see `WorkerTurnLog.advanced`."""
 
     call: int
 
@@ -136,7 +137,7 @@ TO_WORKER: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 
 
 class StreamedTurnLog:
-    """A partition on the run's host; implements `TurnLog`."""
+    """Partition on the run's host; implements `TurnLog`."""
 
     def __init__(self, name: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.name = name
@@ -144,7 +145,7 @@ class StreamedTurnLog:
         self._calls = itertools.count(1)
         self._answers: dict[int, asyncio.Future[Answer]] = {}
         self._found: dict[tuple[str, int], Answer] = {}
-        """Recorded entries of attempts that were taken over, until they are read."""
+        """Recorded entries of attempts that were taken over, held until they are read."""
         self._reading = asyncio.get_running_loop().create_task(self._read(reader), name="journal's answers")
 
     def append(self, entry: JournalEntry) -> None:
@@ -165,22 +166,22 @@ class StreamedTurnLog:
         await self._ask(Flush(call=next(self._calls)))
 
     async def take_over(self, episode_id: str, attempt: int) -> None:
-        """See `TurnLog.take_over`; `read` and `read_partials` then give what was found, once each."""
+        """See `TurnLog.take_over`; `read` and `read_partials` then each return the recorded entries once."""
         asked = TakeOver(call=next(self._calls), episode_id=episode_id, attempt=attempt)
         self._found[episode_id, attempt] = await self._ask(asked)
 
     def read(self, episode_id: str, attempt: int) -> list[JournalEntry]:
-        """See `TurnLog.read`; of an attempt that was taken over."""
+        """See `TurnLog.read`, for an attempt that was taken over."""
         found = self._found.get((episode_id, attempt))
         return [] if found is None else list(found.entries)
 
     def read_partials(self, episode_id: str, attempt: int) -> list[JournalEntry]:
-        """See `TurnLog.read_partials`; of an attempt that was taken over."""
+        """See `TurnLog.read_partials`, for an attempt that was taken over."""
         found = self._found.pop((episode_id, attempt), None)
         return [] if found is None else list(found.partials)
 
     def prefix(self, point: ForkPoint) -> list[JournalEntry]:
-        """Forks run on the run's host.
+        """Raise an error, because forks run on the run's host.
 
         Raises:
             JournalError: always.
@@ -188,15 +189,15 @@ class StreamedTurnLog:
         raise JournalError("a fork cannot be played on another host than the run's")
 
     async def advanced(self) -> list[str]:
-        """See `WorkerTurnLog.advanced`; also whether the disk of the run's host has refused.
+        """See `WorkerTurnLog.advanced`; also checks for errors of the disk of the run's host.
 
         Raises:
-            StorageError: it has.
+            StorageError: that disk failed.
         """
         return list((await self._ask(Advanced(call=next(self._calls)))).episodes)
 
     async def close(self) -> None:
-        """Everything sent is on disk, or the connection has ended. Idempotent."""
+        """Return when everything sent is on disk or the connection has ended. Idempotent."""
         with contextlib.suppress(AgentRLError):
             await self.flush()
         self._reading.cancel()
@@ -229,7 +230,7 @@ class StreamedTurnLog:
 
 
 class StreamedJournal:
-    """See `journal.store.WorkerJournal`, of a worker on another host than the run's."""
+    """See `journal.store.WorkerJournal`; for a worker on another host than the run's."""
 
     def __init__(self, log: StreamedTurnLog) -> None:
         self.log = log
@@ -239,7 +240,7 @@ class StreamedJournal:
         """Connect to the receiver.
 
         Raises:
-            JournalError: it cannot be reached from here.
+            JournalError: the receiver cannot be reached from here.
         """
         where = Address.parse(address)
         try:
@@ -252,7 +253,7 @@ class StreamedJournal:
         return StreamedJournal(StreamedTurnLog(f"turns-{worker}.db", reader, writer))
 
     def check(self) -> None:
-        """The receiver says it with its next answer; see `StreamedTurnLog.advanced`."""
+        """Do nothing: the receiver reports errors in its next answer; see `StreamedTurnLog.advanced`."""
 
     async def close(self) -> None:
         """See `WorkerJournal.close`."""
@@ -263,14 +264,14 @@ class StreamedJournal:
 
 
 class JournalReceiver:
-    """The receiving process, as the run sees it; started at once, and again when it dies.
+    """Handle on the receiving process, in the run. Starts the process at once, and again when it dies.
 
     Args:
         journal: the run's journal directory.
-        host: this machine's address, at which workers on others connect.
+        host: address of this machine, to which workers on others connect.
         log: file for the process's error stream.
-        clock: times the waits before a restart.
-        tell: takes a line for people.
+        clock: clock for the waits before a restart.
+        tell: prints a line for people.
     """
 
     def __init__(self, journal: Path, host: str, *, log: Path, clock: Clock, tell: Callable[[str], None]) -> None:
@@ -285,11 +286,11 @@ class JournalReceiver:
         self.supervisor = Supervisor(name, self, budget=RetryBudget(), silence_s=SILENCE_S, clock=clock, tell=tell)
 
     async def grant(self, worker: int) -> str:
-        """The address for a new process of a worker, in place of all before.
+        """Return an address for a new process of a worker; earlier addresses become invalid.
 
         Raises:
-            EngineLostError: the receiver died meanwhile; another is started.
-            AgentRLError: it is gone for good.
+            EngineLostError: the receiver died during the call; another is started.
+            AgentRLError: the receiver died too often and is not restarted.
         """
         await self.supervisor.serving()
         if self._child is None:
@@ -300,12 +301,12 @@ class JournalReceiver:
         return address
 
     def revoke(self, worker: int) -> None:
-        """Accept no more entries from a worker's process that counts as dead."""
+        """Accept no more entries from the process of a worker, which counts as dead."""
         if self._child is not None:
             send(self._child.writer, Revoke(worker=worker))
 
     async def close(self) -> None:
-        """End the process, once what it received is on disk. Idempotent."""
+        """End the process once all received entries are on disk. Idempotent."""
         if self._child is not None:
             self._child.writer.close()
         await self.supervisor.stop(SILENCE_S)
@@ -348,7 +349,7 @@ class JournalReceiver:
 
 
 class _Partition:
-    """A worker's partition, and the one listener through which it is written now."""
+    """A worker's partition and the one listener through which it is written."""
 
     def __init__(self, journal: WorkerJournal, count: Callable[[int], None]) -> None:
         self.journal = journal
@@ -356,7 +357,7 @@ class _Partition:
         self._listener: Listener | None = None
 
     async def grant(self, host: str) -> str:
-        """Revoke what was granted, and listen for the next process."""
+        """Revoke the earlier grant and listen for the next process."""
         self.revoke()
         self._listener = listener = Listener(lambda reader, writer: self._serve(listener, reader, writer))
         return str(await listener.listen(host))
@@ -456,7 +457,7 @@ async def _close(partitions: Sequence[_Partition]) -> None:
 
 
 def main() -> None:
-    """Serve the connection that was handed over, until it ends."""
+    """Serve the connection that the parent handed over, until it ends."""
     descriptor, parent = map(int, sys.argv[1:])
     die_with(parent)
     asyncio.run(_serve(socket.socket(fileno=descriptor)))

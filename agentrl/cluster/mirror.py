@@ -1,13 +1,13 @@
-"""A copy of a run on another disk, kept up to date while the run is written: `agentrl run mirror`.
+"""Keeps a copy of a run on another disk up to date while the run is written: `agentrl run mirror`.
 
 `Mirror` reads the run's directory and changes nothing in it; `Copy` writes the copy, here or, as a Ray actor, on
-another node. A copy is two directories, `.NAME.0` and `.NAME.1`, and a link `NAME` to the one that is whole: a round
-brings the other one up to date, syncs it, and moves the link. So the link leads to a run that can be read and resumed
-at every moment, whatever is killed; it lacks what was written since its round began.
+another node. A copy consists of two directories, `.NAME.0` and `.NAME.1`, and a link `NAME` to the complete one: a
+round brings the other one up to date, syncs it, and moves the link. So the link always leads to a run that can be
+read and resumed, even if a process is killed; the copy lacks the data written since its round began.
 
-A round has the order that gives a state which the run itself could have left: checkpoints, then a snapshot of the
-control log with the entries that it names, then the files that it names. Partials are left out: of turns in flight
-nothing is copied, and a resume samples them again.
+The order of a round yields a state that the run itself could have left: checkpoints, then a snapshot of the control
+log with the entries that it names, then the files that it names. Partials are left out: turns in flight are not
+copied, and a resume samples them again.
 """
 
 from __future__ import annotations
@@ -29,33 +29,34 @@ from agentrl.journal.process import LOCK_FILE
 from agentrl.journal.schema import CONTROL_FILE, meta, open_to_read, open_to_write
 
 CALL_S = 120.0
-"""Longest time for a node to answer."""
+"""Timeout for an answer of a node, in seconds."""
 BLOCK_BYTES = 1 << 16
-"""Of a file that has changed, blocks of this size are compared and sent."""
+"""Size of the blocks in which changed files are compared and sent, in bytes."""
 PIECE_BYTES = 4 << 20
-"""Most bytes that one call carries."""
+"""Maximum number of bytes in one call."""
 TRIES = 64
-"""Snapshots of the control log, until no version was published while new entries were read."""
+"""Maximum number of snapshots of the control log; one is discarded if a version was published while new entries were
+read."""
 WHOLE = ("checkpoints", "versions", "steps")
-"""Directories whose files are never changed once they are there."""
+"""Directories whose files never change after they are written."""
 CONTROL = f"journal/{CONTROL_FILE}"
 _ENTRIES = "id, episode, attempt, call, asked, body, checksum"
 
 Stamp = tuple[int, int]
-"""Size and time of the last change, in nanoseconds, by which a file that is the same is known."""
+"""Size in bytes and time of the last change in nanoseconds; files with equal stamps count as equal."""
 Row = tuple[Any, ...]
 
 
 class Partition(NamedTuple):
-    """The entries of a partition that a copy has."""
+    """Entries of a partition that a copy has."""
 
     newest: int
-    """The largest id; 0: none."""
+    """Largest id; 0 if there are no entries."""
     count: int
 
 
 class Copy:
-    """The copy of a run at a place on this machine's disk.
+    """A copy of a run on this machine's disk.
 
     Args:
         place: path of the link.
@@ -64,18 +65,18 @@ class Copy:
     def __init__(self, place: str) -> None:
         self._link = Path(place).absolute()
         self._side = self._link
-        """The directory that this round brings up to date."""
+        """Directory that this round brings up to date."""
         self._other = self._link
         self._partitions: dict[str, sqlite3.Connection] = {}
         self._pruned: dict[Path, set[Row]] = {}
-        """Attempts without entries, by partition."""
+        """Pruned attempts, whose entries were deleted, by partition."""
 
     def begin(self, run: str) -> dict[str, Stamp]:
-        """Begin a round: the stamps of the files that the directory to be brought up to date has.
+        """Begin a round. Returns the stamps of the files in the directory to bring up to date.
 
         Raises:
-            InputError: something else lies there, or the copy is of another run, or was resumed.
-            StorageError: the disk refused.
+            InputError: the path exists and is no mirror, or the copy is of another run or was resumed.
+            StorageError: the disk failed.
         """
         link = self._link
         sides = [link.with_name(f".{link.name}.{number}") for number in (0, 1)]
@@ -96,7 +97,7 @@ class Copy:
             return {name: _stamp(self._side / name) for name in LOCAL.files(self._side)}
 
     def reuse(self, wanted: Mapping[str, Stamp]) -> list[str]:
-        """Take files from the other directory that are the same; the names of those that it lacks."""
+        """Link files that are unchanged from the other directory. Returns the names of those that it lacks."""
         missing = []
         with _disk(self._link):
             for name, stamp in wanted.items():
@@ -110,7 +111,7 @@ class Copy:
         return missing
 
     def digests(self, name: str) -> list[bytes]:
-        """Digests of the blocks of a file; none if it is not there."""
+        """Return the digests of the blocks of a file; empty if the file does not exist."""
         path = self._inside(name)
         with _disk(path), contextlib.suppress(FileNotFoundError), open_regular(path) as file:
             return [hashlib.blake2b(block, digest_size=16).digest() for block in _blocks(file)]
@@ -128,7 +129,7 @@ class Copy:
                 os.close(descriptor)
 
     def seal(self, name: str, stamp: Stamp) -> None:
-        """All of a file was written: sync it."""
+        """Sync a file that is written completely."""
         size, changed = stamp
         path = self._inside(name)
         self.write(name, 0, b"")  # an empty file is one, too
@@ -138,7 +139,7 @@ class Copy:
             os.utime(path, ns=(changed, changed))
 
     def partition(self, name: str, run: str, pruned: Sequence[Row]) -> Partition:
-        """What is there of a partition, without the entries of attempts that were pruned."""
+        """Delete the entries of pruned attempts from a partition. Returns the state of the remaining entries."""
         path = self._inside(f"journal/{name}")
         if name not in self._partitions:
             self._partitions[name] = open_to_write(path, "turns", {"run": run}, run=run)
@@ -158,7 +159,7 @@ class Copy:
             connection.execute("COMMIT")
 
     def finish(self, names: Sequence[str], links: Mapping[str, str]) -> None:
-        """Remove what the run has no longer, and have the link lead to this directory."""
+        """Remove files that the run no longer has, and point the link to this directory."""
         kept = set(names)
         with _disk(self._link):
             while self._partitions:
@@ -190,11 +191,11 @@ class Copy:
 
 
 class Round(NamedTuple):
-    """A round of a mirror."""
+    """Duration and volume of one round of a mirror."""
 
     seconds: float
     sent: int
-    """Bytes that crossed."""
+    """Bytes sent to the copy."""
 
 
 class Mirror:
@@ -202,7 +203,7 @@ class Mirror:
 
     Args:
         run: the run's directory.
-        call: calls a method of the copy by its name.
+        call: calls a method of the copy by name.
     """
 
     def __init__(self, run: Path, call: Callable[..., Any]) -> None:
@@ -211,11 +212,11 @@ class Mirror:
         self._sent = 0
 
     def round(self) -> Round:
-        """Copy what has changed since the last round.
+        """Copy all changes since the last round.
 
         Raises:
             InputError: the copy is of another run, or was resumed.
-            StorageError: a disk refused, or steps are too fast to find a moment between two of them.
+            StorageError: a disk failed, or steps are too fast to take a snapshot between two of them.
         """
         clock = SystemClock()
         began, self._sent = clock.monotonic(), 0
@@ -236,11 +237,12 @@ class Mirror:
     # --- the journal --------------------------------------------------------------------------------------------------
 
     def _send_state(self, run: str, control: sqlite3.Connection, target: Path, had: dict[str, Stamp]) -> list[str]:
-        """Send checkpoints and new entries, and write the control log that they belong to into `target`; their names.
+        """Send checkpoints and new entries, and write the control log that matches them into `target`. Returns their
+        names.
 
-        Entries that are new meanwhile are read within one snapshot of the control log. It is dropped if a version was
-        published while they were read, which it would not know, or entries were pruned: that was done for checkpoints
-        newer than those that were sent, unless one of them is still there.
+        Newer entries are read within one snapshot of the control log. The snapshot is dropped if a version was
+        published while they were read, because the control log would not contain it, or if entries were pruned: then
+        checkpoints newer than the sent ones exist, unless one of those is still there.
         """
         pruned: list[Row] | None = None
         newest: dict[str, int] = {}
@@ -278,7 +280,7 @@ class Mirror:
             yield from source.execute(f"SELECT {_ENTRIES} FROM entries WHERE id > ? ORDER BY id", (after,))
 
     def _send_entries(self, name: str, run: str, pruned: Sequence[Row]) -> int:
-        """Send the entries that the copy lacks; the largest id."""
+        """Send the entries that the copy lacks. Returns the largest id."""
         there = Partition(*self._call("partition", name, run, pruned))
         newest = there.newest
         if pruned:  # whose ids are used again
@@ -305,7 +307,8 @@ class Mirror:
     # --- files --------------------------------------------------------------------------------------------------------
 
     def _send_all(self, folder: str, had: dict[str, Stamp]) -> list[str]:
-        """Send the files of a folder that the copy lacks; `.`: of the run's directory itself. Their names."""
+        """Send the files of a folder that the copy lacks; `.` stands for the run's directory itself. Returns their
+        names."""
         while True:
             wanted: dict[str, Stamp] = {}
             try:
@@ -328,7 +331,7 @@ class Mirror:
                 yield self._run / folder / name
 
     def _send(self, name: str, path: Path) -> None:
-        """Send the blocks of a file in which the copy's differs."""
+        """Send the blocks of a file that differ from the copy."""
         with open_regular(path) as file:
             found = os.fstat(file.fileno())
             stamp = found.st_size, found.st_mtime_ns
@@ -351,21 +354,21 @@ class Mirror:
         self._call("write", name, offset, data)
 
     def _links(self) -> dict[str, str]:
-        """The links to versions in the run's directory, which are relative."""
+        """Return the relative links to versions in the run's directory."""
         found = [path for folder in ("policies", "best") for path in (self._run / folder).glob("*")]
         return {str(path.relative_to(self._run)): os.readlink(path) for path in found if path.is_symlink()}
 
 
 @contextlib.contextmanager
 def copy_at(place: str, address: str) -> Iterator[Callable[..., Any]]:
-    """Calls of the methods of a copy.
+    """Yield a function that calls a method of a copy by name.
 
     Args:
         place: `PATH` on this machine, or `NODE:PATH`, where NODE is the address of a node of the cluster.
         address: of the cluster, as in `cluster.address`.
 
     Raises:
-        InputError: nobody answers at the address, or it has no such node.
+        InputError: no cluster answers at the address, or it has no such node.
     """
     node, colon, path = place.partition(":")
     if not colon or "/" in node:
@@ -406,7 +409,7 @@ def copy_at(place: str, address: str) -> Iterator[Callable[..., Any]]:
 
 
 class Decided(NamedTuple):
-    """How many versions and pruned attempts a control log names."""
+    """Numbers of versions and pruned attempts in a control log."""
 
     versions: int
     pruned: int
@@ -429,7 +432,7 @@ def _blocks(file: Any) -> Iterator[bytes]:
 
 @contextlib.contextmanager
 def _disk(path: Path) -> Iterator[None]:
-    """Errors of the copy's disk, by name."""
+    """Translate errors of the copy's disk into errors that name the path."""
     try:
         yield
     except OSError as error:

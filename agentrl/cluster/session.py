@@ -1,4 +1,4 @@
-"""The Ray session of a run: an existing one, or else a small local one.
+"""The Ray session of a run, which is an existing one or a small local one.
 
 A local session listens on loopback only, requires the token in a private file (0600), sends no usage reports, and has
 no dashboard and no prestarted workers. Owns: starting, attaching, stopping, Ray's environment variables. Does not own:
@@ -33,17 +33,19 @@ if TYPE_CHECKING:
     from agentrl.config.run import RunConfig
 
 OBJECT_STORE_BYTES = 80 << 20
-"""Trainers get small records and read token data themselves: the smallest store Ray accepts is plenty."""
+"""Size of the local object store in bytes. Trainers receive small records and read token data themselves, so the
+smallest store that Ray accepts suffices."""
 
 ANSWERS_S = 5.0
-"""Longest time the Ray at `cluster.address` may take to accept a connection."""
+"""Timeout for the Ray at `cluster.address` to accept a connection, in seconds."""
 LOOK_S = 2.0
-"""Seconds between two looks at the cluster's nodes."""
+"""Seconds between two queries of the cluster's nodes."""
 ATTACH_S = 50.0
-"""Longest time until this process is connected to it."""
+"""Timeout for connecting this process to a cluster, in seconds."""
 
 _LONGEST_TEMPORARY = 40
-"""Ray's sockets lie deep below its directory, and a Unix socket's path has at most 107 characters."""
+"""Maximum length of Ray's temporary directory: its sockets lie deep below, and the path of a Unix socket has at most
+107 characters."""
 
 _LOCAL_ENVIRONMENT = {
     # Makes Ray take 127.0.0.1 for this node, as it does on a desktop: otherwise its servers listen on every interface.
@@ -57,15 +59,15 @@ _LOCAL_ENVIRONMENT = {
 
 @functools.cache
 def _process_token() -> str:
-    """The token of all sessions that a process starts, one after another: Ray reads it only once."""
+    """Return the token of all sessions that a process starts one after another, because Ray reads it only once."""
     return secrets.token_hex(32)
 
 
 @contextmanager
 def kept_signal_handlers() -> Iterator[None]:
-    """Put SIGINT's and SIGTERM's handlers back on leaving: Ray replaces them, for Python and below it.
+    """Restore the handlers of SIGINT and SIGTERM on leaving, because Ray replaces them in Python and in C.
 
-    In a thread that is not the main one this does nothing: only the main thread may set handlers.
+    Does nothing outside the main thread, because only the main thread may set handlers.
     """
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -78,12 +80,12 @@ def kept_signal_handlers() -> Iterator[None]:
 
 
 def brief(error: BaseException) -> str:
-    """The first words of what Ray says, which can be a page."""
+    """Return the first words of an error message of Ray, which can be a page long."""
     return " ".join(str(error).split())[:200]
 
 
 def forget_the_dead(parent: Path) -> None:
-    """Remove the directories, tokens included, of sessions whose process was killed before it could."""
+    """Remove the directories, including tokens, of sessions whose process was killed."""
     for directory in parent.glob("agentrl-*-*"):
         owner = directory.name.split("-")[1]
         if owner.isdecimal() and not Path("/proc", owner).exists() and directory.stat().st_uid == os.getuid():
@@ -94,7 +96,7 @@ def check_answers(address: str) -> None:
     """Check that something listens at a `HOST:PORT`; Ray itself would try for minutes, silently.
 
     Raises:
-        InputError: nothing listens there, or it is of Ray's client, whose program has no node.
+        InputError: no process listens there, or the address is that of Ray's client, whose program has no node.
     """
     if address.startswith("ray://"):
         raise InputError(
@@ -113,7 +115,7 @@ def check_answers(address: str) -> None:
 
 
 def shown(address: str) -> str:
-    """An address for a message, without the password or token that it may begin with."""
+    """Return an address for a message, without the password or token that it may begin with."""
     before, _, place = address.rpartition("@")
     return f"***@{place}" if before else address
 
@@ -127,14 +129,14 @@ def _nobody_answers(address: str, why: str) -> InputError:
 
 
 class _LocalRay:
-    """The session this process started."""
+    """A local Ray session that this process started."""
 
     current: ClassVar[_LocalRay | None] = None
     lock: ClassVar[threading.RLock] = threading.RLock()
-    """Guards `current`, and every start and end of a session."""
+    """Lock for `current` and for every start and end of a session."""
 
     def __init__(self) -> None:
-        """Set Ray's environment, which Ray reads when it is imported. Starts nothing."""
+        """Set the environment variables that Ray reads on import. Does not start Ray."""
         self.holders = 0
         self._died = ""
         parent = tempfile.gettempdir()
@@ -187,7 +189,7 @@ class _LocalRay:
         return self._died
 
     def end(self) -> None:
-        """Idempotent."""
+        """End the session. Idempotent."""
         with _LocalRay.lock:
             if _LocalRay.current is self:
                 import ray
@@ -202,10 +204,11 @@ class _LocalRay:
 
 
 class RaySession:
-    """One user of this process's connection to Ray.
+    """A user of this process's connection to Ray.
 
     Args:
-        address: of a cluster, see `ClusterConfig`; empty: the Ray this process already uses, else a local one.
+        address: address of a cluster, see `ClusterConfig`; empty: the Ray that this process already uses, else a local
+            one.
     """
 
     def __init__(self, address: str = "") -> None:
@@ -214,13 +217,13 @@ class RaySession:
         self._started = False
 
     def start(self) -> None:
-        """Attach to the cluster or the Ray this process already uses, else start a local one (about 4 s).
+        """Attach to the cluster or to the Ray that this process already uses, else start a local one (about 4 s).
 
         From a thread other than the main one, the main thread wraps the wait in `kept_signal_handlers`. A second call
-        does nothing, unless that Ray is dead: then it is left, and another started.
+        does nothing, unless that Ray is dead: then another one is started.
 
         Raises:
-            InputError: no Ray answers at the address, or it is of another version.
+            InputError: no Ray answers at the address, or its version differs.
             OSError: Ray did not start.
             RuntimeError: Ray did not start.
         """
@@ -236,7 +239,7 @@ class RaySession:
             self._started = True
 
     def nodes(self) -> tuple[Node, ...]:
-        """The nodes of the cluster that are alive, this process's own first, then by address."""
+        """Return the live nodes of the cluster: this process's own first, then by address."""
         import ray
 
         here = ray.get_runtime_context().get_node_id()
@@ -248,24 +251,24 @@ class RaySession:
         return tuple(sorted(found, key=lambda node: (node.id != here, _in_order(node.address))))
 
     def plan(self, config: RunConfig) -> NodePlan:
-        """The nodes and GPUs of a run's ranks, engines and workers; without a cluster, this machine's GPUs.
+        """Return the nodes and GPUs of a run's ranks, engines and workers; without a cluster, this machine's GPUs.
 
         Raises:
-            ConfigError: there are too few.
-            InputError: the driver does not say which GPUs there are.
+            ConfigError: there are too few nodes or GPUs.
+            InputError: the driver does not list its GPUs.
         """
         if self._address:
             return plan_nodes(config, self.nodes())
         return NodePlan(devices=plan_devices(config, machine_gpus()))
 
     def dead(self) -> str:
-        """Name of the essential process of a local session that is dead; empty while all live, and for an existing
-        session."""
+        """Return the name of a dead essential process of a local session; empty while all are alive, and for an
+        existing session."""
         return self._local.dead() if self._local is not None else ""
 
     def watch(self, *nodes: Node | None) -> Callable[[], str]:
-        """A function like `dead` for the present Ray, even after this user has moved on to another one; it also names
-        the first of these nodes that has left the cluster. A call into such a node may never end by itself."""
+        """Return a function like `dead` that keeps watching the present Ray, even after this user has moved to another
+        one. It also names the first of these nodes that left the cluster; a call into such a node may never return."""
         local = self._local
         if local is not None:
             return local.dead
@@ -273,7 +276,7 @@ class RaySession:
         return (lambda: _node_watch().gone(watched)) if watched else str
 
     def stop(self) -> None:
-        """Leave a local session, which ends with the last to leave it, or if it is dead. Idempotent."""
+        """Leave a local session. The session ends when its last user leaves or when it is dead. Idempotent."""
         with _LocalRay.lock:
             local, self._local = self._local, None
             self._started = False
@@ -284,7 +287,8 @@ class RaySession:
 
 
 class _NodeWatch:
-    """Knows which nodes of the cluster are alive, at most `LOOK_S` and an answer of its head ago."""
+    """Caches which nodes of the cluster are alive; the answer is at most `LOOK_S` seconds old, plus the response time
+    of the head node."""
 
     def __init__(self) -> None:
         self._left: set[str] = set()
@@ -316,7 +320,8 @@ def is_drained(node: Node) -> bool:
 
 
 def on_node(node: Node | None, *, soft: bool = False) -> Any:
-    """Ray's strategy for an actor on a node; with `soft`, on another once that is lost. None: where Ray likes."""
+    """Return Ray's scheduling strategy for an actor on a node; with `soft`, another node is used if that one is lost.
+    None lets Ray choose."""
     if node is None:
         return None
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -330,7 +335,7 @@ def _in_order(address: str) -> tuple[int, ...] | tuple[str]:
 
 
 def _quieten() -> None:
-    """Keep Ray off our output."""
+    """Keep Ray's messages out of this process's output."""
     import ray
 
     # Ray's hook asks the control service before it prints an exception: where that is dead, Ray's client ends the
@@ -345,7 +350,7 @@ def _attach(address: str) -> None:
     """Connect this process to a cluster.
 
     Raises:
-        InputError: nobody answers there within `ATTACH_S`, or the cluster refuses.
+        InputError: no cluster answers within `ATTACH_S`, or the cluster refuses the connection.
     """
     check_answers(address)
     import ray
@@ -371,7 +376,7 @@ def _attach(address: str) -> None:
 
 
 def _join_local() -> _LocalRay | None:
-    """The session this process has, or a new one; None if the caller's own code has started Ray."""
+    """Return this process's local session, starting it if needed; None if the caller's own code has started Ray."""
     local = _LocalRay.current
     if local is not None and local.dead():
         local.end()

@@ -1,11 +1,12 @@
-"""The trainer port over Ray: one actor per data-parallel rank, each a `PolicyTrainer` of the same weights.
+"""Implements the trainer port over Ray: one actor per data-parallel rank, each a `PolicyTrainer` of the same weights.
 
-The control path carries batches by reference; every rank reads its share of the token data itself: on the run's host
-from the journal, elsewhere from an actor on the run's host, as Ray objects. Rank 0 is on the run's host, and alone
-writes the run's files. Ranks meet in one torch.distributed group at a store that rank 0 serves. Owns: actors, their
-order and nodes, what a failure of one means for all. Does not own: training (`learn.trainer`), the Ray session
-(`session.py`). Invariants: every call goes to all ranks; a step that failed on one rank is discarded on all; a dead
-rank, node or Ray ends the group by name, and nothing is retried: who owns the pool makes another.
+The control path passes batches by reference. Every rank reads its share of the token data itself: on the run's host
+from the journal, elsewhere as Ray objects from an actor on the run's host. Rank 0 is on the run's host and is the
+only one that writes the run's files. The ranks form one torch.distributed group through a store that rank 0 serves.
+Owns: actors, their order and nodes, the consequences of a failed rank for all. Does not own: training
+(`learn.trainer`), the Ray session (`session.py`). Invariants: every call goes to all ranks; a step that failed on one
+rank is discarded on all; a dead rank, node or Ray ends the group with an error that names it. Nothing is retried: the
+owner of the pool creates another pool.
 """
 
 from __future__ import annotations
@@ -37,17 +38,17 @@ if TYPE_CHECKING:
     from agentrl.learn.ranks import Rendezvous
 
 PATIENCE_S = 60.0
-"""Longest time, in seconds, that the other ranks may continue after one refused a call; then the group is stuck."""
+"""Seconds for which the other ranks may continue after one refused a call; after that the group counts as stuck."""
 
 LOOK_S = 1.0
-"""Seconds between two looks at Ray: a call that is waiting does not fail when Ray dies."""
+"""Seconds between two checks of Ray, because a pending call does not fail when Ray dies."""
 
 COME_S = 50.0
-"""Longest time until the actors of all ranks run on the nodes of a cluster."""
+"""Timeout for starting the actors of all ranks on the nodes of a cluster, in seconds."""
 PREPARE_S = 600.0
-"""Longest time for a rank to import torch, from a cold disk."""
+"""Timeout for a rank to import torch from a cold disk, in seconds."""
 READ_S = 60.0
-"""Longest time that a rank waits for token data from the run's host."""
+"""Timeout for token data from the run's host, in seconds."""
 LOOPBACK = "127.0.0.1"
 
 
@@ -62,14 +63,14 @@ LEARNING = (
     "agentrl.credit.samples",
     "agentrl.journal.rows",
 )
-"""The modules a rank computes with."""
+"""Modules that contain the computation of a rank."""
 
 
 def refuse_patches() -> None:
-    """Refuse functions of ours that this process has replaced: ranks import the installed ones.
+    """Refuse to train if this process has replaced functions of agentrl, because ranks import the installed ones.
 
     Raises:
-        ConfigError: a function, method or constant of `LEARNING` is not the one of its file.
+        ConfigError: a function, method or constant of `LEARNING` differs from that in its file.
     """
     for name in LEARNING:
         live = sys.modules.get(name)
@@ -87,7 +88,7 @@ def refuse_patches() -> None:
 
 
 class RunFiles:
-    """The actor on the run's host that ranks on other hosts read from: what it returns travels as Ray objects."""
+    """Actor on the run's host from which ranks on other hosts read; its results travel as Ray objects."""
 
     def __init__(self, run_directory: str) -> None:
         from agentrl.learn.trainer import journal_reader
@@ -95,27 +96,27 @@ class RunFiles:
         self._read = journal_reader(Path(run_directory))
 
     def units(self, units: Sequence[Unit]) -> Sequence[Sequence[Trajectory]]:
-        """The trajectories of each unit's episode."""
+        """Return the trajectories of each unit's episode."""
         return self._read(units)
 
     def checkpoint(self, directory: str) -> dict[str, bytes]:
-        """The files of a checkpoint, by their path in it."""
+        """Return the files of a checkpoint, by relative path."""
         root = Path(directory)
         return {str(file.relative_to(root)): file.read_bytes() for file in root.rglob("*") if file.is_file()}
 
 
 class TrainerRank:
-    """The actor of one rank: a `PolicyTrainer` in its process group.
+    """Actor of one rank: a `PolicyTrainer` in its process group.
 
     Args:
-        config: of the run.
-        run_directory: of the run, which lies on the run's host.
-        rank: from 0.
-        addresses: of each rank's node, as the others reach it.
-        files: the `RunFiles` that it reads from; None: it is on the run's host, and reads by path.
-        gpu: the GPU it sees; None: what Ray gave it, or there is none.
-        memory_share: of its GPU, that it may allocate; 0: all.
-        loss: the user's.
+        config: configuration of the run.
+        run_directory: directory of the run, on the run's host.
+        rank: number of the rank, from 0.
+        addresses: address of each rank's node, reachable from the others.
+        files: actor from which the rank reads; None: the rank is on the run's host and reads by path.
+        gpu: GPU visible to the rank; None: the one that Ray assigned, or none.
+        memory_share: share of the GPU's memory that the rank may allocate; 0: all.
+        loss: loss function of the user.
     """
 
     def __init__(
@@ -140,22 +141,22 @@ class TrainerRank:
         self._directory = Path(run_directory if self._private is None else self._private.name)
 
     def come(self) -> str:
-        """The actor runs; returns its node's name."""
+        """Return the name of the actor's node; shows that the actor runs."""
         return socket.gethostname()
 
     def serve(self) -> Rendezvous:
-        """Serve, as rank 0, the store at which the group meets."""
+        """Serve, as rank 0, the store through which the group forms."""
         from agentrl.learn.ranks import serve_rendezvous
 
         rendezvous, self._store = serve_rendezvous(self._addresses[self._rank])
         return rendezvous
 
     def prepare(self) -> None:
-        """Import what takes long, so that no rank waits for that in the group."""
+        """Import slow modules, so that no rank waits for imports in the group."""
         from agentrl.learn import trainer  # noqa: F401
 
     def join(self, rendezvous: Rendezvous | None) -> None:
-        """Join the group and make the trainer; None: there is no group."""
+        """Join the group and create the trainer; None means that there is no group."""
         from agentrl.learn.ranks import OneRank, ProcessGroup
         from agentrl.learn.trainer import PolicyTrainer, device_of, limit_memory
 
@@ -183,11 +184,11 @@ class TrainerRank:
         return found
 
     def _fetch(self, reference: ObjectRef[Any]) -> Any:
-        """Fetch the answer of the run's host.
+        """Fetch a result from the actor on the run's host.
 
         Raises:
-            AgentRLError: what it raised.
-            TrainerLostError: it does not answer.
+            AgentRLError: the actor raised it.
+            TrainerLostError: the actor does not answer.
         """
         import ray
 
@@ -204,7 +205,7 @@ class TrainerRank:
             ) from None
 
     def start(self, resume_from: str | None) -> tuple[int, tuple[str, ...]]:
-        """See `PolicyTrainer.start`; the process id, and what that returns."""
+        """See `PolicyTrainer.start`. Returns the process id and that method's result."""
         directory = None if resume_from is None else Path(resume_from)
         if resume_from is not None and self._files is not None:
             directory = self._directory / "checkpoint"
@@ -245,41 +246,41 @@ class RayTrainerPool:
         """Create the pool; `start` starts the ranks.
 
         Args:
-            config: of the run.
+            config: configuration of the run.
             run_directory: location of journal, versions and step columns, on this host.
-            session: the Ray to use, which `close` leaves running; None: a session of its own.
+            session: Ray session to use, which `close` leaves running; None: a new session.
 
         Raises:
-            ConfigError: see `refuse_patches`; or there is no such loss.
+            ConfigError: see `refuse_patches`; or the loss does not exist.
         """
         refuse_patches()
         self._config = config
         name = config.trainer.loss.name
         self._loss = None if name in LOSSES else find("loss", name, key="trainer.loss.name")
-        """The code of the user's loss, which every rank gets from here."""
+        """Loss function of the user, sent to every rank; None for a built-in loss."""
         self._directory = run_directory.resolve()
         self._session = session if session is not None else RaySession(config.cluster.address)
         self._owns_session = session is None
         self._actors: list[Any] = []
         self._plan: NodePlan
         self._files: Any = None
-        """The `RunFiles` of ranks on other hosts; None: there are none."""
+        """`RunFiles` actor for ranks on other hosts; None if all ranks are on the run's host."""
         self._died: Callable[[], str] = self._session.dead
-        """Names what died of Ray, or of the nodes of the ranks."""
+        """Returns the name of a dead process of Ray or of a lost node of a rank; empty while all are alive."""
         self._watch: asyncio.Task[None] | None = None
         self._lost: asyncio.Future[str] | None = None
-        """Resolved, with what died, when Ray itself is gone."""
+        """Future that receives the name of the dead process when Ray itself dies."""
         self.process_ids: tuple[int, ...] = ()
-        """Process ids of the ranks, once started: for people and profilers."""
+        """Process ids of the started ranks, for people and profilers."""
 
     async def start(self, resume_from: str | None = None) -> tuple[str, ...]:
         """Start Ray and the ranks; see `PolicyTrainer.start`.
 
         Raises:
             ModelError: the model cannot be trained.
-            ConfigError: an adapter is to be on what cannot be both trained and served.
+            ConfigError: an adapter targets modules that cannot be both trained and served.
             TrainerError: the checkpoint does not fit.
-            TrainerLostError: a rank or Ray died meanwhile, or Ray did not start.
+            TrainerLostError: a rank or Ray died during the start, or Ray did not start.
         """
         loop = asyncio.get_running_loop()
         with kept_signal_handlers():
@@ -394,13 +395,13 @@ class RayTrainerPool:
     async def _call(
         self, actors: Sequence[Any], method: str, *arguments: object, limit_s: float | None = None
     ) -> list[Any]:
-        """Call a method on some ranks; their results in rank order, or the first rank's error.
+        """Call a method on some ranks. Returns their results in rank order.
 
         Raises:
-            AgentRLError: what the method raised.
-            TrainerLostError: a rank, its node or Ray died, or a rank did not answer within `limit_s`; the group is
-                gone.
-            TrainerError: a rank failed, or the pool was not started; the group is gone.
+            AgentRLError: the method raised it on a rank; the error of the first such rank.
+            TrainerLostError: a rank, its node or Ray died, or a rank did not answer within `limit_s`; the group has
+                ended.
+            TrainerError: a rank failed, or the pool was not started; the group has ended.
         """
         if self._lost is not None and (self._lost.done() or self._died()):
             raise self._ray_died(method)  # not asked: a call into a dead Ray can block for a minute
@@ -435,7 +436,7 @@ class RayTrainerPool:
         return [future.result() for future in futures]
 
     async def _give_up(self, futures: Sequence[asyncio.Future[Any]], method: str, limit_s: float | None) -> None:
-        """End a group of which some ranks do not answer."""
+        """End a group in which some ranks do not answer."""
         silent = [rank for rank, future in enumerate(futures) if not future.done()]
         await asyncio.to_thread(self._kill_actors)
         for future in futures:
@@ -444,7 +445,7 @@ class RayTrainerPool:
         raise TrainerLostError(f"trainer rank {names} did not answer ({method}) within {limit_s:g} s")
 
     def _named(self, rank: int) -> str:
-        """A rank and its node."""
+        """Return a rank's number and node, for messages."""
         return f"{rank} on node {self._plan.ranks[rank].address}" if self._plan.ranks else str(rank)
 
     def _ray_died(self, method: str) -> TrainerLostError:
@@ -456,7 +457,7 @@ class RayTrainerPool:
     async def _settle(
         self, rank: int, method: str, error: BaseException | None, pending: set[asyncio.Future[Any]]
     ) -> None:
-        """Raise what a rank's error means for the group."""
+        """Raise the group's error for an error of one rank."""
         from ray.exceptions import RayActorError, RayError, RayTaskError
 
         if isinstance(error, RayError) and not isinstance(error, RayTaskError) and self._died():
@@ -489,7 +490,8 @@ def _failed(future: asyncio.Future[Any]) -> bool:
 
 
 def _retrieve_exception(future: asyncio.Future[Any]) -> None:
-    """A call that nobody waits for any longer may fail in silence: the run ended for another reason, told elsewhere."""
+    """Mark the exception of a call as retrieved: no caller waits for it, because the run ended for another reason,
+    which is reported elsewhere."""
     if not future.cancelled():
         future.exception()
 

@@ -1,15 +1,17 @@
-"""Episode workers in processes of their own, as one: implements `core.ports.Worker`.
+"""Manages the processes of episode workers as one worker: implements `core.ports.Worker`.
 
-Each process (`app.worker_host`) is an asyncio worker with a partition of the journal to itself. Owns which episode is
-with which process, their queue, and what becomes of the episodes of one that dies. Where the processes run is the
-placement's: children of this one, or of Ray actors. Where tokens go it does not know: headers alone come here.
-Invariants: an episode is with one process at a time, and with another only when the first is dead; it is reported once,
-its commit durable before; a process that is behind gets what is new last, and holds up nobody else's episodes.
+Each process (`app.worker_host`) is an asyncio worker with its own partition of the journal. Owns the assignment of
+episodes to processes, their queue, and the episodes of a process that dies. The placement decides where processes
+run: as children of this one, or of Ray actors. The pool receives only headers, never tokens.
+Invariants: an episode is with at most one process, and moves to another only when the first is dead; it is reported
+once, after its commit is durable; a process that lags behind gets new episodes last, and delays no episodes of
+others.
 
-What kills its process is dropped, and nothing else. Deaths count in a row: machines fail, and an episode that gets on
-after a death was not what died of it. With two in a row it is a suspect: a process takes few of these at once, the
-fewer the more deaths they were at, so that each death tells more; what was at three more than all that died with it is
-dropped. Nobody waits in a circle: a suspect with children in flight waits for them here, and holds up none of them.
+Only an episode that kills its process is dropped. Deaths count in a row: machines fail, and an episode that progresses
+after a death did not cause it. With two deaths in a row an episode is a suspect. A process takes few suspects at once,
+fewer the more deaths they witnessed, so that each death is more informative; an episode that witnessed three more
+deaths than any other that died with it is dropped. There is no circular waiting: a suspect with children in flight
+waits for them in the queue and delays none of them.
 """
 
 from __future__ import annotations
@@ -39,15 +41,15 @@ if TYPE_CHECKING:
 OnEnd = Callable[[EpisodeHeader], None]
 
 SUSPECTED = 2
-"""An episode with which so many processes in a row have died may be what kills them."""
+"""Number of deaths in a row after which an episode is suspected of killing processes."""
 GUILTY = 3
-"""An episode is guilty if it was present at this many more deaths than any other that was present at the last."""
+"""Number of deaths by which an episode must exceed all others present at the last death to be guilty."""
 SPLIT = 4
 """Factor by which each further death lowers the number of suspects in one process."""
 NAMED = 16
-"""Episodes that a message names, before it counts the rest."""
+"""Maximum number of episodes that a message names; it only counts the rest."""
 CANCEL_S = 10.0
-"""Longest time a process may take to stop its episodes: longer than the wait for a stuck program. Then it is killed."""
+"""Seconds a process may take to stop its episodes before it is killed; longer than the wait for a stuck program."""
 
 
 @dataclass(slots=True, eq=False)
@@ -59,17 +61,17 @@ class Placed:
     on_end: OnEnd
     resume: bool
     process: WorkerProcess | None = None
-    """None: it waits for one, or is being committed."""
+    """Process that runs the episode; None while it waits for a process or is being committed."""
     deaths: set[int] = field(default_factory=set)
-    """Numbers of the processes whose deaths it witnessed since its last progress on disk, without those another
-    caused."""
+    """Numbers of the processes that died with the episode since its last progress on disk, without deaths attributed to
+    another."""
     is_parked: bool = False
     deadline: float = float("inf")
-    """See `rollout.episode.LiveEpisode`, of a parked one."""
+    """Deadline of a parked episode; see `rollout.episode.LiveEpisode`."""
 
     @property
     def is_suspect(self) -> bool:
-        """Whether it may be what kills processes."""
+        """Whether the episode is suspected of killing processes."""
         return len(self.deaths) >= SUSPECTED
 
 
@@ -79,24 +81,25 @@ class PoolSettings:
 
     workers: int
     work: wire.Work
-    """The first message to each process, except for its number."""
+    """First message to each process, except for the worker's number."""
     max_in_flight: int
     silence_s: float
-    """Longest silence of a process."""
+    """Seconds of silence after which a process counts as dead."""
     attempts: int = ATTEMPTS
-    """Losses of a process in a row that are allowed."""
+    """Maximum number of consecutive losses of a process."""
 
 
 class WorkerPool:
     """See `agentrl.core.ports.Worker`. Starts its processes when it is attached.
 
     Args:
-        settings: number of processes, and their arguments.
-        engines: those whose processes they sample from: one for each base model, in the order of `RunConfig.bases`.
-        placements: where each of them runs; closed with the pool.
-        receiver: writes the entries of processes on other hosts; closed with the pool. None: they write their own.
-        clock: times the waits between attempts.
-        tell: takes a line for people.
+        settings: number of processes and their arguments.
+        engines: engines from which the processes sample, one per base model in the order of `RunConfig.bases`.
+        placements: placement of each process; closed with the pool.
+        receiver: writes the entries of processes on other hosts; closed with the pool. None: all processes write their
+            own.
+        clock: clock for the waits between attempts.
+        tell: prints a line for people.
     """
 
     def __init__(
@@ -110,40 +113,41 @@ class WorkerPool:
         receiver: JournalReceiver | None = None,
     ) -> None:
         self.last_failure = ""
-        """The error of the last dropped episode, for people."""
+        """Error of the last dropped episode, for people."""
         self.killers = 0
-        """Episodes that were dropped because they killed processes."""
+        """Number of episodes that were dropped because they killed processes."""
         self.processes: list[WorkerProcess] = []
         self._settings = settings
         self._engines = engines
         self.placements = placements
-        """The placement of each process; may be replaced until they start."""
+        """Placement of each process; may be replaced before they start."""
         self._receiver = receiver
         self._clock = clock
         self._tell = tell
         self._share = -(-settings.max_in_flight // settings.workers)
-        """Most root episodes of one process; children come with them."""
+        """Maximum number of root episodes per process; children are not counted."""
         self._episodes: dict[int, Placed] = {}
         self._numbers: dict[str, int] = {}
         self._next = 0
         self._deaths = 0
-        """Deaths of processes so far."""
+        """Number of processes that have died."""
         self._queue: dict[int, Placed] = {}
         """Episodes that wait for a process, in order."""
         self._unready: set[WorkerProcess] = set()
-        """Processes that were never ready: the first to be would take all that waits."""
+        """Processes that were never ready. Episodes wait until all are, because the first ready process would take all
+        of them."""
         self._tasks: set[asyncio.Task[None]] = set()
-        """Commits, and answers to workers."""
+        """Tasks that commit episodes and answer workers."""
         self._idle = asyncio.Event()
-        """Set whenever nothing is in flight."""
+        """Set when the last episode in flight ends."""
         self._is_cancelling = False
         self._host: EpisodeHost
         self._store: CommitLog
         self._on_failure: Callable[[BaseException], None]
 
     def attach(self, host: EpisodeHost, store: CommitLog, on_failure: Callable[[BaseException], None]) -> None:
-        """Connect the pool: the host that episodes ask, the store of commits, and the handler of failures no episode
-        caused."""
+        """Connect the pool to the host that serves episodes, the store of commits, and the handler of failures that no
+        episode caused."""
         self._host, self._store, self._on_failure = host, store, on_failure
         settings = self._settings
         for number, placement in enumerate(self.placements):
@@ -178,7 +182,7 @@ class WorkerPool:
     # --- the port -----------------------------------------------------------------------------------------------------
 
     def submit(self, spec: EpisodeSpec, on_end: OnEnd, *, resume: bool = False) -> None:
-        """See `core.ports.Worker.submit`; waits here where all processes have their share."""
+        """See `core.ports.Worker.submit`; an episode waits in the queue while all processes are full."""
         self._next += 1
         placed = self._episodes[self._next] = Placed(self._next, spec, on_end, resume)
         self._numbers[spec.episode_id] = placed.number
@@ -240,7 +244,7 @@ class WorkerPool:
     # --- episodes -----------------------------------------------------------------------------------------------------
 
     def _assign(self, placed: Placed) -> None:
-        """Give an episode to the process with the fewest, silent ones last; if all are full, queue it."""
+        """Assign an episode to the process with the fewest episodes, silent ones last; queue it if all are full."""
         able = [each for each in self.processes if each.is_ready and not each.is_leaving and self._takes(each, placed)]
         if not able or self._unready or (placed.is_suspect and self._can_wait(placed)):
             self._queue[placed.number] = placed
@@ -255,7 +259,8 @@ class WorkerPool:
             process.tell(wire.Park(number=placed.number))
 
     def _takes(self, process: WorkerProcess, placed: Placed) -> bool:
-        """Whether a process has room for an episode: a suspect is one of few, by the most suspected of them."""
+        """Whether a process has room for an episode; the number of suspects is limited by the deaths of the most
+        suspected one."""
         if placed.spec.parent_id is None and process.roots >= self._share:
             return False
         if not placed.is_suspect or not process.suspects:
@@ -265,13 +270,13 @@ class WorkerPool:
         return len(process.suspects) < room
 
     def _can_wait(self, placed: Placed) -> bool:
-        """Whether nothing is lost while an episode is nowhere: it is parked, or has children in flight."""
+        """Whether an episode can wait without a process at no cost, because it is parked or has children in flight."""
         return placed.is_parked or any(
             each.spec.parent_id == placed.spec.episode_id for each in self._episodes.values()
         )
 
     def _leave(self, process: WorkerProcess, *numbers: int) -> list[Placed]:
-        """Take episodes from a process."""
+        """Remove episodes from a process and return them."""
         left = [self._episodes[number] for number in numbers]
         for placed in left:
             placed.process = None
@@ -281,7 +286,7 @@ class WorkerPool:
         return left
 
     def _fill(self) -> None:
-        """There is room: place what waits, in order."""
+        """Assign waiting episodes to processes with room, in order."""
         queue, self._queue = self._queue, {}
         for placed in queue.values():
             self._assign(placed)
@@ -296,7 +301,7 @@ class WorkerPool:
             self._fill()
 
     def lost(self, process: WorkerProcess) -> None:
-        """See `worker_process.Owner`: its episodes go on elsewhere, from what the journal has of them."""
+        """See `worker_process.Owner`: the episodes of the process continue elsewhere from their journaled entries."""
         self._deaths += 1
         left = self._leave(process, *sorted(process.episodes))
         for placed in left:
@@ -324,7 +329,7 @@ class WorkerPool:
         self._fill()  # with those that are no suspects any more
 
     def failed(self, error: AgentRLError) -> None:
-        """See `worker_process.Owner`: names the episodes that were with processes when they died."""
+        """See `worker_process.Owner`; names the episodes that were with processes when they died."""
         suspects = sorted((each for each in self._episodes.values() if each.deaths), key=lambda each: -len(each.deaths))
         if suspects and isinstance(error, EngineError):
             names = ", ".join(f"{_name_of(each)} {plural(len(each.deaths), 'time')}" for each in suspects[:NAMED])
@@ -364,7 +369,7 @@ class WorkerPool:
                 placed.deadline = message.deadline
 
     def _child_ended(self, parent: Placed, attempt: int, call: str, index: int, header: EpisodeHeader) -> None:
-        """Tell whichever process the parent is with now; one it is with later asks again."""
+        """Report the end of a child to the parent's current process; a later process asks again."""
         if parent.process is not None:
             ended = wire.ChildEnded(
                 number=parent.number,
@@ -434,7 +439,8 @@ def _name_of(placed: Placed) -> str:
 
 
 def _killer(dead: list[Placed]) -> Placed | None:
-    """The episode that was at `GUILTY` more deaths than all others on the process that died; None: there is no such."""
+    """Return the episode that witnessed at least `GUILTY` more deaths than every other episode of the dead process;
+    None if there is none."""
     first = max(dead, key=lambda placed: len(placed.deaths), default=None)
     others = max((len(placed.deaths) for placed in dead if placed is not first), default=0)
     if first is None or others > 1 or len(first.deaths) < others + GUILTY:

@@ -1,4 +1,4 @@
-"""The process of one episode worker: keeps it running, sends and receives its messages, detects when it falls silent.
+"""Runs the process of one episode worker: keeps it alive, sends and receives its messages, and detects silence.
 
 Owns the connection. The supervisor (`engines.child_process`) restarts the process; the pool owns its episodes.
 """
@@ -25,34 +25,34 @@ if TYPE_CHECKING:
 
 PROGRAM = EngineProgram("", {}, "agentrl.app.worker_host")
 BEHIND_S = 5.0
-"""A process that was not heard of for so long gets what is new last; it says something every second."""
+"""Seconds of silence after which a process gets new episodes last; a process sends a message every second."""
 
 CLOSE_S = 5.0
-"""Longest time for the process to end once nothing is in flight."""
+"""Timeout for the process to end once no episode is in flight, in seconds."""
 
 
 class Owner(Protocol):
     """The owner of a worker process."""
 
     def ready(self, process: WorkerProcess) -> None:
-        """A new process is ready for episodes."""
+        """Note that a new process is ready for episodes."""
         ...
 
     def on_message(self, process: WorkerProcess, message: wire.FromWorker) -> None:
-        """The process sent a message about its episodes."""
+        """Handle a message of the process about its episodes."""
         ...
 
     def lost(self, process: WorkerProcess) -> None:
-        """The process is dead, and all its messages were delivered; another is started."""
+        """Handle the death of the process; all its messages were delivered, and another process is started."""
         ...
 
     def failed(self, error: AgentRLError) -> None:
-        """Report a failure that is no episode's own; the run ends."""
+        """Report a failure that no episode caused; the run ends."""
         ...
 
 
 class WorkerProcess:
-    """See the module. Starts its process at once."""
+    """Supervised process of an episode worker, as described in the module. Started at once."""
 
     def __init__(
         self,
@@ -68,11 +68,11 @@ class WorkerProcess:
     ) -> None:
         self.partition = f"turns-{work.number}.db"
         self.episodes: set[int] = set()
-        """Numbers of those it has."""
+        """Numbers of the process's episodes."""
         self.roots = 0
-        """Number of root episodes among them."""
+        """Number of root episodes among `episodes`."""
         self.suspects: set[int] = set()
-        """Those that may be killing processes."""
+        """Numbers of the episodes suspected of killing processes."""
         self.is_ready = False
         self.is_leaving = False
         """Whether it takes no more episodes, and ends by itself."""
@@ -99,11 +99,11 @@ class WorkerProcess:
 
     @property
     def is_behind(self) -> bool:
-        """Whether it has been silent for too long."""
+        """Whether the process has been silent for longer than `BEHIND_S`."""
         return self._clock.monotonic() - self._heard_at > BEHIND_S
 
     def tell(self, message: wire.ToWorker) -> None:
-        """Say something; never waits."""
+        """Send a message; never blocks."""
         if self._child is not None and self.is_ready:
             send(self._child.writer, message)
 
@@ -115,7 +115,7 @@ class WorkerProcess:
             self.is_leaving = True
 
     async def cancel(self, seconds: float) -> None:
-        """Have it stop all it runs; it is killed, and replaced, where that takes longer."""
+        """Stop all episodes of the process; kill and replace the process if that takes longer than `seconds`."""
         if not self.is_ready:
             return
         self._cancelled = asyncio.get_running_loop().create_future()
@@ -128,7 +128,7 @@ class WorkerProcess:
             self.is_ready = False
 
     async def close(self) -> None:
-        """End it, for good. Idempotent."""
+        """End the process permanently. Idempotent."""
         self._minding.cancel()
         if self._child is not None:
             self._child.writer.close()  # it closes its partition, and leaves
@@ -175,7 +175,7 @@ class WorkerProcess:
         self._minding = asyncio.get_running_loop().create_task(self._mind(), name=f"mind worker {self._work.number}")
 
     async def _mind(self) -> None:
-        """Say when it is gone for good."""
+        """Report a process that is not restarted any more."""
         try:
             await self.supervisor.serving()
         except AgentRLError as error:

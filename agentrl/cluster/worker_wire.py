@@ -1,8 +1,8 @@
-"""The messages between the run and an episode worker's process: the control path, as msgpack frames.
+"""Messages between the run and the process of an episode worker: the control path, as msgpack frames.
 
-Tokens are not among them: they go from the engine to the worker (`engines.client`) and from there to its partition of
-the journal. An episode is sent once as its spec, and afterwards named by a number; events about it take at most 256
-bytes. The framing is that of `engines.wire`; an invalid frame replaces the process.
+Messages contain no tokens, which go from the engine to the worker (`engines.client`) and from there to its partition of
+the journal. The spec of an episode is sent once; later messages name the episode by a number and take at most 256
+bytes. The framing is that of `engines.wire`; after an invalid frame, the process is replaced.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from agentrl.core.records import (
 from agentrl.engines.wire import WireMessage
 
 Spoken = tuple[str, int, str, float | None, int, int, int, tuple[tuple[int, float], ...], tuple[tuple[str, float], ...]]
-"""The fields of a `TrajectoryHeader`, in order."""
+"""Fields of a `TrajectoryHeader`, in order."""
 
 
 class Ended(WireMessage, frozen=True):
-    """An episode has ended and its entries are on disk; it is to be committed, or dropped, with its header."""
+    """Header of an episode that has ended, to be committed or dropped; its entries are on disk."""
 
     number: int
     attempt: int
@@ -46,23 +46,23 @@ class Ended(WireMessage, frozen=True):
     digest: bytes
     metrics: dict[str, float]
     counted: dict[str, Counted] | None
-    """None: the one policy that acted counted all of `metrics`, in all turns."""
+    """Counts by policy; None if only one policy acted and counted all of `metrics`, in all turns."""
 
 
 # --- to the worker ----------------------------------------------------------------------------------------------------
 
 
 class Work(WireMessage, frozen=True):
-    """The first message: what the worker is, and where."""
+    """First message to a worker, with its settings."""
 
     number: int
     config: dict[str, Any]
     journal: str
-    """Directory; on another host than the run's, the address of the journal's receiver."""
+    """Directory of the journal; on another host than the run's, the address of the journal's receiver."""
     environments: dict[str, str]
-    """References to classes that `registry.resolve` could not find by name in another process."""
+    """References to classes that `registry.resolve` cannot find by name in another process."""
     sources: dict[str, str]
-    """Contents of the files among them, by path, for a worker on another host than the run's."""
+    """Contents of files that define environments, by path, for a worker on another host than the run's."""
     paths: tuple[str, ...]
     """Import paths of modules."""
     capabilities: EngineCapabilities
@@ -70,7 +70,7 @@ class Work(WireMessage, frozen=True):
 
 
 class Engines(WireMessage, frozen=True):
-    """The present addresses of the processes of one base model's engine."""
+    """Current addresses of the processes of one base model's engine."""
 
     addresses: tuple[str, ...]
     base: int = 0
@@ -78,7 +78,7 @@ class Engines(WireMessage, frozen=True):
 
 
 class Start(WireMessage, frozen=True):
-    """An episode; with `resume` the journal may hold some of it, in whichever partition."""
+    """Message that starts an episode; with `resume`, a partition of the journal may hold entries of it."""
 
     number: int
     spec: EpisodeSpec
@@ -86,38 +86,38 @@ class Start(WireMessage, frozen=True):
 
 
 class Park(WireMessage, frozen=True):
-    """Take an episode out of the engine."""
+    """Request to park an episode: release its resources of the engine."""
 
     number: int
 
 
 class Unpark(WireMessage, frozen=True):
-    """Let it go on."""
+    """Request to resume a parked episode."""
 
     number: int
 
 
 class ChildEnded(WireMessage, frozen=True):
-    """A child of a running episode has ended: number `index` of the children that `call` spawned in that attempt."""
+    """Result of a child of a running episode: child number `index` of those that `call` spawned in that attempt."""
 
     number: int
     attempt: int
     call: str
     index: int
     ended: Ended
-    """The header of the child, without the fields that its parent does not use."""
+    """Header of the child, without the fields that its parent does not use."""
     partition: str | None
 
 
 class Recollected(WireMessage, frozen=True):
-    """The run's answer about a proposal."""
+    """Answer of the run to a proposal."""
 
     call: int
     known: Recollection
 
 
 class CancelEpisodes(WireMessage, frozen=True):
-    """Stop everything in flight."""
+    """Request to stop all episodes in flight."""
 
 
 class Leave(WireMessage, frozen=True):
@@ -131,7 +131,7 @@ ToWorker = Work | Engines | Start | Park | Unpark | ChildEnded | Recollected | C
 
 
 class Ready(WireMessage, frozen=True):
-    """Episodes can come."""
+    """Message that the worker is ready for episodes."""
 
 
 class Alive(WireMessage, frozen=True):
@@ -139,7 +139,8 @@ class Alive(WireMessage, frozen=True):
 
 
 class Spawn(WireMessage, frozen=True):
-    """Children of a running episode, one for each task; a task that several have is there once (`of` says which)."""
+    """Request for children of a running episode, one per task; a task with several children is sent once (`of` maps
+    children to tasks)."""
 
     number: int
     attempt: int
@@ -150,7 +151,7 @@ class Spawn(WireMessage, frozen=True):
 
 
 class Remember(WireMessage, frozen=True):
-    """A proposal."""
+    """Proposal of an episode for the memory."""
 
     call: int
     number: int
@@ -160,27 +161,27 @@ class Remember(WireMessage, frozen=True):
 
 
 class Readmitted(WireMessage, frozen=True):
-    """A further attempt begins."""
+    """Message that a further attempt of an episode begins."""
 
     number: int
     attempt: int
 
 
 class MadeProgress(WireMessage, frozen=True):
-    """An episode that was begun elsewhere has got on here: something new of it is on disk. Said once."""
+    """Message that an episode begun elsewhere has new entries on disk here. Sent once."""
 
     number: int
 
 
 class Parked(WireMessage, frozen=True):
-    """An episode holds nothing of the engine any more; see `rollout.episode.LiveEpisode.deadline`."""
+    """Message that an episode no longer holds resources of the engine; see `rollout.episode.LiveEpisode.deadline`."""
 
     number: int
     deadline: float
 
 
 class Cancelled(WireMessage, frozen=True):
-    """Answer to `Cancel`: no episode is in flight."""
+    """Answer to `CancelEpisodes`: no episode is in flight."""
 
 
 class Leaving(WireMessage, frozen=True):
@@ -188,13 +189,13 @@ class Leaving(WireMessage, frozen=True):
 
 
 class LogLine(WireMessage, frozen=True):
-    """A line for people."""
+    """Line of output for people."""
 
     line: str
 
 
 class WorkerFailed(WireMessage, frozen=True):
-    """A failure that is no episode's own; `kind` is a class of `agentrl.core.errors`."""
+    """Failure that no episode caused; `kind` is a class of `agentrl.core.errors`."""
 
     kind: str
     message: str
@@ -231,7 +232,7 @@ def ended_of(
     detail: str = "",
     counted: Mapping[str, Counted] | None = None,
 ) -> Ended:
-    """An episode's end as a message, without what the run already knows."""
+    """Encode an episode's end as a message, without data that the run already has."""
     metrics, counted = dict(metrics or {}), dict(counted or {})
     plain = not counted or list(counted.values()) == [Counted(header.turns, metrics)]
     return Ended(
@@ -256,7 +257,7 @@ def ended_of(
 
 
 def header_of(spec: EpisodeSpec, ended: Ended, partition: str | None) -> EpisodeHeader:
-    """The header that was told of; `partition` is its worker's."""
+    """Decode the header of an ended episode; `partition` is that of its worker."""
     return EpisodeHeader(
         episode_id=spec.episode_id,
         group_id=spec.group_id,
@@ -275,7 +276,7 @@ def header_of(spec: EpisodeSpec, ended: Ended, partition: str | None) -> Episode
 
 
 def counted_of(ended: Ended) -> dict[str, Counted]:
-    """The counts of each policy that acted."""
+    """Return the counts of each policy that acted."""
     if ended.counted is not None:
         return ended.counted
     return {policy: Counted(ended.turns, ended.metrics) for policy in {each[2] for each in ended.trajectories}}

@@ -38,7 +38,7 @@ from agentrl.environment.base import Endpoint, Environment, EpisodeContext, Spli
 LONGEST_ARGUMENT = 30_000
 """Maximum length of a command's argument, in characters; Linux allows 128 KiB."""
 PREFIX = "agentrl-harness-"
-"""Of the names of working directories."""
+"""Prefix of the names of working directories."""
 UNLOCKED_S = 60.0
 """Seconds after which a directory that is not locked belongs to a process that died."""
 OUTPUT_BYTES = 65_536

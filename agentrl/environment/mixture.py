@@ -16,7 +16,7 @@ from agentrl.core.records import Task
 from agentrl.environment.base import Environment, EpisodeContext, SelectingTaskSource, Split, TaskSource, children_of
 
 MEMBER = ":"
-"""Between the name of the member and the task's own id."""
+"""Separator between the member's name and the task's own id."""
 
 
 def renamed(task: Task, *names: str) -> Task:
@@ -81,7 +81,7 @@ class Mixture(Environment):
 
     seats = ()
     members: ClassVar[Mapping[str, type[Environment]]] = {}
-    """By class name."""
+    """Environment classes by class name."""
     rates: ClassVar[Mapping[str, float]] = {}
     """Share of the root groups by class name, in relation to each other; 0: evaluated alone."""
 
@@ -126,7 +126,7 @@ def roots_of(environment: type[Environment]) -> tuple[type[Environment], ...]:
 
 
 def trained_in(environment: type[Environment]) -> tuple[type[Environment], ...]:
-    """Of the classes that play root episodes, those whose episodes are trained on."""
+    """Return the classes that play root episodes whose data is trained on."""
     if issubclass(environment, Mixture):
         return tuple(member for name, member in environment.members.items() if environment.rates[name])
     return (environment,)

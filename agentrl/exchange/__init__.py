@@ -1,1 +1,1 @@
-"""A run's episodes as files of other tools, and such files as a run."""
+"""Exports a run's episodes as files of other tools, and imports such files as a run."""

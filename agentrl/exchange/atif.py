@@ -1,12 +1,13 @@
 """The Agent Trajectory Interchange Format: `--to atif` writes version 1.8, `--from atif` reads 1.0 to 1.8.
 
-Writing makes a directory with one trajectory per episode. An episode of one agent, whose context was never rewritten,
-is that agent's trajectory. Any other refers to one embedded trajectory for each row of each agent. Child episodes are
-files of their own, referred to. Tool results stand with the turn that called the tool, as the format has it. What the
-format has no field for is in `extra`: versions, finish reasons, masks' sizes, rewards, other acts.
+An export is a directory with one trajectory per episode. An episode of one agent whose context was never rewritten
+is written as that agent's trajectory. Any other episode refers to one embedded trajectory for each row of each agent.
+Child episodes are separate files that their parents refer to. Tool results stand with the turn that called the tool,
+as the format requires. Data without a field in the format is in `extra`: versions, finish reasons, sizes of masks,
+rewards, other acts.
 
-Reading takes a file or a directory. A trajectory and those embedded in it are the agents of one episode. Where a prompt
-does not begin with the tokens that went before, the agent's context was rewritten: a new row begins there.
+An import reads a file or a directory. A trajectory and the trajectories embedded in it are the agents of one episode.
+Where a prompt does not begin with the preceding tokens, the agent's context was rewritten, and a new row begins.
 """
 
 from __future__ import annotations
@@ -58,21 +59,21 @@ if TYPE_CHECKING:
 
 VERSION = "ATIF-v1.8"
 MAX_PROMPT_IDS = 4_000_000
-"""Prompt tokens of an episode; the format repeats the whole context at each turn. Longer episodes are written without
-prompts, and say so."""
+"""Maximum number of prompt tokens of an episode; the format repeats the whole context at each turn. Longer episodes are
+written without prompts, and the file says so."""
 MAX_NAME = 180
 _SOURCES = {"system": "system", "user": "user", "assistant": "agent"}
 T = TypeVar("T")
 VERSIONS = tuple(f"ATIF-v1.{minor}" for minor in range(9))
 TRIAL = "trajectory.json"
-"""File name of a trial; a job has a directory for each of its trials."""
+"""File name of a trial; a job has one directory per trial."""
 MAX_FILES = 1_000_000
 MAX_INDEX = 10_000
 _VERSION = re.compile(r"(.{1,200})@(-?\d{1,9})\.(-?\d{1,9})", re.DOTALL)
 
 
 def write(selection: Selection, path: Path) -> None:
-    """Write the files."""
+    """Write the trajectories of a selection as a directory."""
     path.mkdir()
     run = str(selection.reader.info().get("run", ""))
     for episode, attempt in selection.keys:
@@ -87,13 +88,13 @@ def write(selection: Selection, path: Path) -> None:
 
 
 def file_name(episode: str, attempt: int) -> str:
-    """Name of an episode's file: its id, escaped for file systems; a digest where that is too long."""
+    """Return the name of an episode's file: its id, escaped for file systems, or a digest if that is too long."""
     name = quote(f"{episode}.{attempt}", safe="~#")
     return f"{name if len(name) <= MAX_NAME else hashlib.sha256(name.encode()).hexdigest()}.json"
 
 
 def episode_trajectory(run: str, view: EpisodeView, conversation: ConversationView) -> dict[str, Any]:
-    """An episode as a trajectory."""
+    """Return an episode as a trajectory."""
     line = view.summary
     name = f"{line.episode}.{line.attempt}"
     rows = played_rows(view)
@@ -145,7 +146,7 @@ def _trajectory(
 
 
 def _extra(conversation: ConversationView) -> dict[str, Any]:
-    """Data of the episode that the format has no field for."""
+    """Return the data of an episode that the format has no field for."""
     line = conversation.summary
     kept = ("status", "purpose", "environment", "group", "parent", "seats", "stop_reason", "drop_reason", "detail")
     return {
@@ -170,7 +171,7 @@ def _key(turn: TurnAct | TurnEntry) -> str:
 
 
 def _prompt_ids(row: PlayedRow) -> int:
-    """Number of token ids in the prompts of a row, each with everything before it."""
+    """Return the number of token ids in the prompts of a row; each prompt contains the whole context before it."""
     context = total = 0
     for turn in row.turns:
         context += len(turn.context_ids) // 4
@@ -195,7 +196,7 @@ def _calls(conversation: ConversationView) -> dict[str, list[ToolAct]]:
 def _steps(
     row: PlayedRow, calls: dict[str, list[ToolAct]], copied: set[str], *, has_prompts: bool
 ) -> Iterator[dict[str, Any]]:
-    """The steps of a row: the policy's input, its output, and the answers of its tools."""
+    """Yield the steps of a row: the policy's input, its output, and the answers of its tools."""
     context: list[int] = []
     answers: list[dict[str, Any]] = []
     for place, turn in enumerate(row.turns):
@@ -256,7 +257,8 @@ def _said(turn: TurnEntry, prompt_tokens: int) -> dict[str, Any]:
 
 
 def _tools(acts: Sequence[ToolAct], answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """A turn's tool calls with their observations; the calls' recorded results where no message holds one."""
+    """Return a turn's tool calls with their observations; calls without an answering message get their recorded
+    results."""
     calls: list[dict[str, Any]] = []
     results: list[dict[str, Any]] = []
     for act, answer in zip_longest(acts, answers):
@@ -287,7 +289,7 @@ def _text(content: Any) -> str:
 
 
 def _moment(seconds: float) -> str | None:
-    """A wall-clock label as ISO 8601; None if it is none."""
+    """Return a wall-clock time as ISO 8601; None if it is invalid."""
     try:
         return datetime.fromtimestamp(seconds, UTC).isoformat() if seconds > 0 else None
     except (ValueError, OverflowError, OSError):
@@ -356,10 +358,10 @@ class _AtifTask(msgspec.Struct):
 
 
 def read(source: Path) -> Iterator[ForeignEpisode]:
-    """The episodes of a file, of a directory of files, or of the trials of a job.
+    """Yield the episodes of a file, of a directory of files, or of the trials of a job.
 
     Raises:
-        InputError: there is none, or a file is no trajectory.
+        InputError: there are no episodes, or a file is no trajectory.
     """
     tree = directories(source)
     if (top := next(tree, None)) is None:
@@ -412,7 +414,7 @@ def _episode(root: _Trajectory, where: str, stem: str) -> ForeignEpisode:
 
 
 def _typed(value: Any, kind: Any, otherwise: Any) -> Any:
-    """A value of `extra`, which anybody writes as he likes: of the kind, or none."""
+    """Return a value of `extra` if it has the expected type, else the default; other tools may write anything there."""
     try:
         return msgspec.convert(value, kind)
     except (msgspec.ValidationError, OverflowError, RecursionError):
@@ -427,7 +429,7 @@ def _field(extra: dict[str, Any], *names: str) -> Any:
 
 
 def _collect(trajectory: _Trajectory, agents: dict[tuple[str, int], ForeignAgent], where: str) -> None:
-    """Collect the agent of a trajectory, then those of embedded trajectories."""
+    """Collect the agent of a trajectory, then the agents of embedded trajectories."""
     if trajectory.schema_version not in VERSIONS:
         raise InputError(f"{where}: version {trajectory.schema_version[:40]!r}; read are 1.0 to 1.8")
     agent, extra = trajectory.agent, trajectory.agent.extra or {}
@@ -471,7 +473,7 @@ def _rows(steps: Sequence[_Step], policy: str, where: str) -> list[MessageRow]:
 
 
 def _waiting(row: MessageRow) -> MessageRow:
-    """The messages after the last reply."""
+    """Return the messages after the last reply."""
     last = max((place for place, item in enumerate(row) if isinstance(item, ForeignReply)), default=-1)
     return row[last + 1 :]
 
@@ -542,7 +544,9 @@ def _call(call: _AtifCall, observation: _Observation | None) -> ForeignCall:
 
 
 def _spans(told: Any, tokens: int) -> tuple[list[Span], str]:
-    """The spans of versions over a turn's tokens, and their policy, as our exports write them; empty if absent."""
+    """Return the spans of versions over a turn's tokens, and their policy, as our exports write them; empty if
+    absent.
+    """
     spans, whose = [], set()
     for start, stop, version in _typed(told, list[tuple[int, int, str]], []):
         found = _VERSION.fullmatch(version)

@@ -1,9 +1,9 @@
-"""Episodes as plain records with everything needed to train on them: `--to jsonl` and `--to parquet`.
+"""Exports episodes as plain records with all data needed to train on them: `--to jsonl` and `--to parquet`.
 
-Rows are whole token sequences. Unknown values are null, or empty lists, never invented. Expert routing stays in the
-journal. Each line of JSON holds one `ExportedEpisode`.
+Rows are whole token sequences. Unknown values are null or empty lists, never invented. Expert routing is not exported.
+Each line of JSON holds one `ExportedEpisode`.
 
-The Parquet table has a line per token row, with its agent and its episode; it is written in batches. Its columns are
+The Parquet table has one line per token row, with its agent and its episode; it is written in batches. Its columns are
 the fields of `ExportedRow`, `ExportedAgent` and `ExportedEpisode`; the episode's reward is `episode_reward`; task,
 metrics, acts and other fields without a fixed shape are JSON. An agent or an episode without rows has one line.
 """
@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
 
 STEP_FILES = 4
-"""Steps whose columns are cached during an export; neighbouring episodes were mostly trained in neighbouring steps."""
+"""Number of steps whose columns are cached during an export; neighbouring episodes were mostly trained in neighbouring
+steps."""
 BATCH_BYTES = 16 << 20
 """Bytes of the table that are buffered before a write."""
 _EPISODE = (
@@ -44,20 +45,20 @@ _AGENT = ("seat", "index", "policy", "reward", "reward_parts", "credits")
 
 
 class RewardPart(msgspec.Struct, frozen=True):
-    """A component of an agent's reward."""
+    """Component of an agent's reward."""
 
     turn: int | None
-    """None: for the episode."""
+    """Turn of the component; None if it is for the episode."""
     value: float
     name: str
     weight: float
 
 
 class Credit(msgspec.Struct, frozen=True):
-    """An agent's reward and advantage in an optimizer step."""
+    """Reward and advantage of an agent in an optimizer step."""
 
     step: str
-    """The version it made."""
+    """Version that the step made."""
     reward: float | None
     baseline: float | None
     advantage: float | None
@@ -66,7 +67,7 @@ class Credit(msgspec.Struct, frozen=True):
 
 
 class ExportedRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A token sequence with its messages. Lists of tokens have the length of `token_ids`."""
+    """Token sequence with its messages. Lists of tokens have the length of `token_ids`."""
 
     row: int
     messages: list[dict[str, Any]]
@@ -75,25 +76,26 @@ class ExportedRow(msgspec.Struct, frozen=True, kw_only=True):
     loss_mask: list[int]
     """1 where the policy sampled the token."""
     logprobs: list[float | None]
-    """Logprobs of the processed distribution, as the engine recorded them; 0 where the mask is 0."""
+    """Log-probabilities under the processed distribution, as the engine recorded them; 0 where the mask is 0."""
     turn_index: list[int]
-    """The turn that sampled the token; -1 where the mask is 0."""
+    """Index of the turn that sampled each token; -1 where the mask is 0."""
     versions: list[tuple[int, int, str]]
-    """(start, stop, version): which weights sampled the tokens from start to stop."""
+    """Spans (start, stop, version): the version that sampled the tokens from start to stop."""
     kept_counts: list[int]
-    """Size of the set that the filters left for each token; 0: all, -1: not recorded. Empty: no filter."""
+    """Number of tokens that the sampling filters kept at each position; 0: all, -1: not recorded. Empty if there was no
+    filter."""
     kept_ids: list[int]
-    """The kept tokens, one set after another."""
+    """Ids of the kept tokens, one set after another."""
     trained_in: str | None
-    """The version made by the newest step that was fed the row and kept its columns; None: none did."""
+    """Version made by the newest step that trained on the row and kept its columns; None if there is none."""
     advantages: list[float | None]
     trainer_logprobs: list[float | None]
     lags: list[int | None]
-    """Staleness of each token at that step. These three are empty if no step is known."""
+    """Staleness of each token at that step. This list and the two before it are empty if no step is known."""
 
 
 class ExportedAgent(msgspec.Struct, frozen=True, kw_only=True):
-    """An agent of an episode."""
+    """Agent of an episode."""
 
     seat: str
     index: int
@@ -106,7 +108,7 @@ class ExportedAgent(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ExportedEpisode(msgspec.Struct, frozen=True, kw_only=True):
-    """An attempt at an episode."""
+    """Attempt at an episode."""
 
     format: str = "agentrl-episode-0"
     run: str
@@ -133,12 +135,12 @@ class ExportedEpisode(msgspec.Struct, frozen=True, kw_only=True):
     metrics: dict[str, float | None]
     agents: list[ExportedAgent]
     acts: list[Act]
-    """Acts besides turns and rewards, in order: tools, effects, children, values."""
+    """Acts besides turns and rewards, in order: tool calls, effects, children, values."""
     problems: list[str]
 
 
 def exported_episodes(selection: Selection) -> Iterator[ExportedEpisode]:
-    """The episodes of a selection, one at a time; adds what cannot be read to the selection's problems."""
+    """Yield the episodes of a selection; unreadable data is added to the selection's problems."""
     reader = selection.reader
     run = str(reader.info().get("run", ""))
     read = lru_cache(STEP_FILES)(step_rows)
@@ -181,7 +183,7 @@ def _episode(run: str, view: ConversationView, agents: list[ExportedAgent], prob
 def _agents(
     reader: RunReader, view: ConversationView, rows: dict[tuple[str, int], list[ExportedRow]], problems: list[str]
 ) -> list[ExportedAgent]:
-    """Every agent that acted or was rewarded, in order of seat and index."""
+    """Return every agent that acted or was rewarded, in order of seat and index."""
     parts: dict[tuple[str, int], list[RewardPart]] = {}
     for act in view.acts:
         if isinstance(act, RewardAct):
@@ -284,17 +286,17 @@ def _training(trained: TrainedRow | None, length: int) -> dict[str, list[Any]]:
 
 
 def _padded(values: list[Any], length: int, filler: Any) -> list[Any]:
-    """Cut or fill values to the number of tokens: a damaged entry may hold more or fewer."""
+    """Cut or fill values to the number of tokens, because a damaged entry may hold more or fewer."""
     return values[:length] + [filler] * (length - len(values))
 
 
 def finite(values: Iterable[float]) -> list[float | None]:
-    """Numbers; null where one is none that JSON knows."""
+    """Return numbers for JSON: null for values that are not finite."""
     return [value if math.isfinite(value) else None for value in values]
 
 
 def json_list(text: Any, problems: list[str]) -> list[Any]:
-    """The list that a column of JSON holds; empty if it holds none."""
+    """Decode a column of JSON that holds a list; empty if it does not."""
     try:
         value = [] if text is None else msgspec.json.decode(text)
     except (msgspec.MsgspecError, TypeError, ValueError, RecursionError):
@@ -304,14 +306,14 @@ def json_list(text: Any, problems: list[str]) -> list[Any]:
 
 
 def write_json_lines(selection: Selection, path: Path) -> None:
-    """Write the lines."""
+    """Write the episodes of a selection as lines of JSON."""
     with path.open("xb") as file:
         for episode in exported_episodes(selection):
             file.write(encoded(episode) + b"\n")
 
 
 def encoded(value: Any) -> bytes:
-    """JSON of what a journal may hold, with null for what is no number of JSON's."""
+    """Encode a journaled value as JSON, with null for numbers that JSON lacks."""
     try:
         return msgspec.json.encode(value)
     except (TypeError, UnicodeEncodeError):  # keys that are no text, half a character: rare
@@ -327,7 +329,7 @@ def _plain(value: Any) -> Any:
 
 
 def write_table(selection: Selection, path: Path) -> None:
-    """Write the table."""
+    """Write the Parquet table of a selection."""
     import pyarrow as pa
     from pyarrow.parquet import ParquetWriter
 
@@ -346,7 +348,7 @@ def write_table(selection: Selection, path: Path) -> None:
 
 
 def table_lines(episode: ExportedEpisode) -> list[dict[str, Any]]:
-    """The lines of an episode."""
+    """Return the lines of the table for an episode."""
     whole = {name: getattr(episode, name) for name in _EPISODE}
     whole |= {name: encoded(getattr(episode, name)).decode() for name in _JSON}
     whole["episode_reward"] = episode.reward
@@ -366,7 +368,7 @@ def table_lines(episode: ExportedEpisode) -> list[dict[str, Any]]:
 
 
 def _message(message: dict[str, Any]) -> dict[str, Any]:
-    """A message with the fields a table can have; another content than text, and calls, as JSON."""
+    """Return a message with the fields of the table; calls and content other than text become JSON."""
     texts = {name: message.get(name) for name in ("role", "content", "name", "tool_call_id")}
     line: dict[str, Any] = {
         name: value if isinstance(value, str | None) else encoded(value).decode() for name, value in texts.items()
@@ -377,7 +379,7 @@ def _message(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def table_schema() -> Any:
-    """The columns of the table."""
+    """Return the schema of the table."""
     import pyarrow as pa
 
     text, whole, number = pa.string(), pa.int64(), pa.float64()

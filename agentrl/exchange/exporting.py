@@ -1,7 +1,7 @@
-"""Exports: some of a run's episodes as a file or a directory of another format, whole or not at all.
+"""Exports episodes of a run as a file or a directory in another format, completely or not at all.
 
-Owns where an export is put. It is built beside its place, synced, and only then given its name: a process that is
-killed leaves no half of one. A name that is taken is refused, and no link is followed.
+Owns the placement of an export. It is built beside its target, synced, and then renamed, so a killed process leaves no
+partial export. An existing name is refused, and no link is followed.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ if TYPE_CHECKING:
 
 
 class Selection(NamedTuple):
-    """The episodes of a run to export."""
+    """Episodes of a run to export."""
 
     reader: RunReader
     keys: list[tuple[str, int]]
-    """Id and attempt, in order of admission."""
+    """Ids and attempts, in order of admission."""
     problems: list[str]
-    """Filled by the writer: what could not be read, with its episode."""
+    """Unreadable data with its episode; filled by the writer."""
 
 
 class Exported(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of an export."""
+    """Result of an export."""
 
     format: str
     path: str
     episodes: int
     problems: list[str]
-    """Problems of episodes that could not be read whole."""
+    """Problems of episodes that could be read only in part."""
 
 
 def export(
@@ -55,16 +55,16 @@ def export(
     """Write the episodes that pass a filter and a search.
 
     Args:
-        reader: of the run.
+        reader: reader of the run.
         format: one of `EXPORTS`.
-        out: the file or directory to make; by default in the run's directory.
-        where: as `RunReader.episodes`.
-        match: as `search.matches`.
-        force: replace the file that is there.
+        out: file or directory to create; by default in the run's directory.
+        where: filter, as in `RunReader.episodes`.
+        match: search term, as in `search.matches`.
+        force: replace an existing file.
 
     Raises:
-        InputError: nothing passes, the name is taken, or what writes the format is not installed.
-        StorageError: the run cannot be read, or the disk refused.
+        InputError: no episode passes, the target exists, or the package that writes the format is not installed.
+        StorageError: the run cannot be read, or the disk failed.
     """
     target = out or reader.path / EXPORTS[format].file
     _check(target, format, force=force)
@@ -84,7 +84,7 @@ def export(
 
 
 def _settle(built: Path, target: Path, format: str, *, force: bool) -> None:
-    """Give what was built its name."""
+    """Rename the finished export to its target."""
     try:
         if built.is_dir():
             _check(target, format)
@@ -101,7 +101,7 @@ def _settle(built: Path, target: Path, format: str, *, force: bool) -> None:
 
 
 def _check(target: Path, format: str, *, force: bool = False) -> None:
-    """Refuse a target that exists; with `force`, a file may replace a file or a link."""
+    """Refuse an existing target; with `force`, a file may replace a file or a link."""
     if target.name in ("", ".."):
         raise InputError(f"{target}: is a directory; give a path inside it with --out")
     if not os.path.lexists(target):

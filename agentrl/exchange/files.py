@@ -1,10 +1,10 @@
-"""Files of other tools: read within bounds, and built beside their place.
+"""Reads files of other tools within bounds, and builds files beside their target.
 
-Reading bounds the size, the number of values and the depth. Each error is an `InputError` that names the file, the line
-and the fault. Nothing is guessed and nothing is repaired.
+Reading limits the size, the number of values and the depth. Each error is an `InputError` that names the file, the
+line and the fault. Nothing is guessed and nothing is repaired.
 
-`building` makes a directory for an export or an import beside the place it will have. Each is locked while it is built
-in, so several processes may build for one place at once; the directories of dead processes are removed by the next one.
+`building` makes a directory for an export or an import beside its target. The directory is locked while in use, so
+several processes may build for one target at once; directories of dead processes are removed by the next one.
 """
 
 from __future__ import annotations
@@ -29,23 +29,25 @@ from agentrl.core.files import STAGING, open_regular, read_at_most, staged
 T = TypeVar("T")
 
 MAX_LINE_BYTES = 32 << 20
-"""Bytes of a line, or of a file that holds one value."""
+"""Maximum size of a line, or of a file that holds one value, in bytes."""
 MAX_VALUES = 3_000_000
-"""Values in a line, counted by commas and brackets: decoded, they must fit into memory."""
+"""Maximum number of values in a line, counted by commas and brackets, because the decoded values must fit into
+memory.
+"""
 MAX_OBJECTS = 200_000
-"""Likewise; the smallest come to a kilobyte or two each."""
+"""Maximum number of objects in a line; the smallest take one to two kilobytes each."""
 MAX_DEPTH = 60
-"""Deepest nesting of stored values; the commands that read runs show a hundred levels."""
+"""Maximum nesting of stored values; the commands that read runs show a hundred levels."""
 MAX_INT = 2**63
 _OBJECT = re.compile(rb'\{\s*["}]')
 _NAME = "exchange-"
 
 
 def directories(source: Path) -> Iterator[tuple[Path, list[str]]]:
-    """The directories of a tree, each with the names of its files, sorted; none where `source` is a file.
+    """Yield the directories of a tree, each with the sorted names of its files; nothing if `source` is a file.
 
     Raises:
-        InputError: one of them cannot be read.
+        InputError: a directory cannot be read.
     """
 
     def refuse(error: OSError) -> None:
@@ -58,7 +60,7 @@ def directories(source: Path) -> Iterator[tuple[Path, list[str]]]:
 
 
 def json_lines(path: Path) -> Iterator[tuple[str, bytes]]:
-    """The place of each line, for errors, and its bytes; empty lines are skipped.
+    """Yield the position of each line, for error messages, and its bytes; empty lines are skipped.
 
     Raises:
         InputError: the file cannot be read, or a line is too long.
@@ -80,10 +82,10 @@ def json_lines(path: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def whole_file(path: Path) -> bytes:
-    """The bytes of a file of one value.
+    """Return the bytes of a file that holds one value.
 
     Raises:
-        InputError: it cannot be read, or is too large.
+        InputError: the file cannot be read, or is too large.
     """
     try:
         with open_regular(path) as file:
@@ -96,10 +98,10 @@ def whole_file(path: Path) -> bytes:
 
 
 def decode_json(content: bytes, kind: type[T], where: str) -> T:
-    """JSON as a value of a type.
+    """Decode JSON as a value of a type.
 
     Raises:
-        InputError: it is no JSON, not of the type, or too much of it.
+        InputError: the content is no JSON, not of the type, or exceeds a limit.
     """
     values = sum(content.count(mark) for mark in (b",", b"[", b"{"))
     if values > MAX_VALUES:
@@ -115,10 +117,10 @@ def decode_json(content: bytes, kind: type[T], where: str) -> T:
 
 
 def storable(value: Any, where: str, depth: int = MAX_DEPTH) -> Any:
-    """The value, if a journal takes it.
+    """Return the value unchanged if a journal can store it.
 
     Raises:
-        InputError: it is nested too deep, or holds a number that no journal holds.
+        InputError: the value is nested too deeply, or contains a number that journals cannot store.
     """
     if isinstance(value, dict | list):
         if depth == 0:
@@ -136,10 +138,10 @@ def _unreadable(path: Path, error: OSError) -> InputError:
 
 @contextlib.contextmanager
 def building(target: Path) -> Iterator[Path]:
-    """A path to build `target` at, on the same disk; gone at the end, unless what is there was given its name.
+    """Yield a path on the same disk at which to build `target`. At the end it is removed unless it was renamed.
 
     Raises:
-        OSError: the disk refused.
+        OSError: the disk failed.
     """
     with contextlib.ExitStack() as until_built:
         target.parent.mkdir(exist_ok=True)

@@ -1,7 +1,7 @@
-"""Episodes that other tools played: their messages, their agents, and the journal entries they become.
+"""Episodes of other tools: their messages, their agents, and the journal entries made of them.
 
-Absent data is left out and listed in an entry `imported`; nothing is invented. A turn without token ids has its text;
-an episode without times has none.
+Absent data is left out and listed in an entry `imported`; nothing is invented. A turn without token ids keeps its
+text; an episode without times gets none.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from agentrl.journal.entries import (
 )
 
 UNKNOWN = -1
-"""Step and lineage of weights of which nothing is known."""
+"""Step and lineage of unknown weights."""
 NOT_RECORDED = "not_recorded"
-"""Outcome of a tool call of which only its observation is known."""
+"""Outcome of a tool call that is known only by its observation."""
 
 
 class ForeignCall(msgspec.Struct, frozen=True, kw_only=True):
-    """A tool call that a policy made."""
+    """Tool call of a policy."""
 
     id: str
     name: str
@@ -48,13 +48,13 @@ class ForeignCall(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ForeignReply(msgspec.Struct, frozen=True, kw_only=True):
-    """A reply of a policy."""
+    """Reply of a policy."""
 
     text: str
     reasoning: str = ""
     calls: Sequence[ForeignCall] = ()
     context_ids: Sequence[int] | None = None
-    """The tokens before it that are new in its row; None: not told."""
+    """Context tokens before the reply that are new in its row; None if unknown."""
     token_ids: Sequence[int] | None = None
     logprobs: Sequence[float] | None = None
     spans: Sequence[Span] = ()
@@ -62,7 +62,7 @@ class ForeignReply(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: str = ""
     temperature: float | None = None
     started: float = 0.0
-    """Seconds since the epoch; 0: not told."""
+    """Start in seconds since the epoch; 0 if unknown."""
     seconds: float = 0.0
     cached_tokens: int = 0
 
@@ -72,24 +72,24 @@ MessageRow = list[dict[str, Any] | ForeignReply]
 
 
 class ForeignAgent(msgspec.Struct, kw_only=True):
-    """An agent of an episode that another tool played."""
+    """Agent of an episode of another tool."""
 
     seat: str
     index: int
     policy: str
     rows: list[MessageRow]
     rewards: list[tuple[int | None, float]]
-    """(turn, value) by component; no turn: for the episode."""
+    """Pairs (turn, value) for each component; turn is None for the whole episode."""
 
 
 class ForeignEpisode(msgspec.Struct, kw_only=True):
-    """An episode that another tool played, as an import reads it."""
+    """Episode of another tool, as an import reads it."""
 
     name: str
     where: str
-    """File and line of its source."""
+    """File and line of the episode."""
     source: dict[str, Any]
-    """Facts about its origin, shown to readers."""
+    """Information about the episode's origin, shown to readers."""
     environment: str
     task_id: str
     task: dict[str, Any]
@@ -102,11 +102,11 @@ class ForeignEpisode(msgspec.Struct, kw_only=True):
     started: float = 0.0
     ended: float = 0.0
     oldest_step: int = UNKNOWN
-    """Step of the weights that played it, if the file names one for the whole episode."""
+    """Step of the weights that played the episode, if the file names one for the whole episode."""
 
 
 def spec_of(played: ForeignEpisode) -> EpisodeSpec:
-    """The admission of an episode."""
+    """Return the spec of an episode."""
     return EpisodeSpec(
         episode_id=played.name,
         environment=played.environment,
@@ -119,7 +119,8 @@ def spec_of(played: ForeignEpisode) -> EpisodeSpec:
 
 
 def entries_of(played: ForeignEpisode) -> list[JournalEntry]:
-    """The entries of an episode: agents side by side where all times are known, else one after the other."""
+    """Return the entries of an episode: agents are interleaved by time if all times are known, else one follows the
+    other."""
     seats = {agent.seat: agent.policy for agent in played.agents}
     begin = Begin(
         played.environment, "", played.task_id, played.task, 0, seats, "import", played.group, 1, None
@@ -136,7 +137,7 @@ def entries_of(played: ForeignEpisode) -> list[JournalEntry]:
 
 
 def header_of(played: ForeignEpisode, partition: str, entries: int) -> EpisodeHeader:
-    """The header of an episode."""
+    """Return the header of an episode."""
     replies = {id(agent): list(_replies(agent)) for agent in played.agents}
     tokens = {key: sum(len(reply.token_ids or ()) for reply in said) for key, said in replies.items()}
     return EpisodeHeader(
@@ -167,7 +168,7 @@ def header_of(played: ForeignEpisode, partition: str, entries: int) -> EpisodeHe
 
 
 def missing(played: ForeignEpisode) -> list[str]:
-    """The kinds of data that the file lacks for the episode."""
+    """Return the kinds of data that the file lacks for the episode."""
     replies = replies_of(played)
     lacks = {
         "token ids": any(reply.token_ids is None for reply in replies),
@@ -181,7 +182,7 @@ def missing(played: ForeignEpisode) -> list[str]:
 
 
 def replies_of(played: ForeignEpisode) -> list[ForeignReply]:
-    """The replies of all its policies, agent by agent."""
+    """Return the replies of all policies of an episode, agent by agent."""
     return [reply for agent in played.agents for reply in _replies(agent)]
 
 
@@ -190,7 +191,7 @@ def _replies(agent: ForeignAgent) -> Iterator[ForeignReply]:
 
 
 def _oldest(replies: Iterable[ForeignReply], otherwise: int) -> tuple[int, int]:
-    """Step and lineage of the oldest weights."""
+    """Return the step and lineage of the oldest weights."""
     spans = [(span.lineage, span.step) for reply in replies for span in reply.spans]
     if not spans:
         return otherwise, UNKNOWN if otherwise == UNKNOWN else 0
@@ -199,7 +200,7 @@ def _oldest(replies: Iterable[ForeignReply], otherwise: int) -> tuple[int, int]:
 
 
 def _blocks(agent: ForeignAgent, where: str) -> Iterator[tuple[float, list[EntryBody]]]:
-    """Yield the start time and the entries of each turn; messages after the last turn come as a block without one."""
+    """Yield the start time and the entries of each turn; messages after the last turn form a block without a turn."""
     turn = 0
     for number, row in enumerate(agent.rows):
         messages: list[dict[str, Any]] = []
@@ -258,7 +259,7 @@ def _turn(
 
 
 def _column(code: str, values: Sequence[float], where: str) -> bytes:
-    """Token ids (`i`) or log-probabilities (`f`), as entries have them."""
+    """Encode token ids (`i`) or log-probabilities (`f`) as entries store them."""
     try:
         column = array(code, values)
     except OverflowError as error:
@@ -279,7 +280,7 @@ class _ForeignMessage(Protocol):
 
 
 def message_of(message: _ForeignMessage) -> dict[str, Any]:
-    """A message, empty fields left out."""
+    """Return a message without empty fields."""
     told: dict[str, Any] = {"role": message.role, "content": text_of(message.content)}
     if message.tool_calls:
         calls = [call_of(call) for call in message.tool_calls]
@@ -289,7 +290,7 @@ def message_of(message: _ForeignMessage) -> dict[str, Any]:
 
 
 def text_of(content: Any) -> str:
-    """The text of a message: of parts that are none, what kind they are; of anything else, its JSON."""
+    """Return the text of a message. A part other than text is replaced by its type, any other content by its JSON."""
     if content is None:
         return ""
     if isinstance(content, str):
@@ -307,7 +308,8 @@ def _part(part: Any) -> str:
 
 
 def call_of(call: Any) -> ForeignCall:
-    """A tool call, in any of the forms in use: `{name, arguments}`, `{function: {name, arguments}}`, either as JSON."""
+    """Decode a tool call from any of the forms in use: `{name, arguments}` or `{function: {name, arguments}}`, or
+    either as JSON text."""
     value = _parsed(call) if isinstance(call, str) else call
     value = value if isinstance(value, dict) else {"name": "?", "arguments": call}
     function = value.get("function")
@@ -329,7 +331,7 @@ def _parsed(text: str) -> Any:
 
 
 def with_observations(row: MessageRow) -> MessageRow:
-    """The row, each call with what the message that answers it says."""
+    """Return the row with the observation of each call, taken from the message that answers it."""
     answered: MessageRow = []
     for place, item in enumerate(row):
         if isinstance(item, ForeignReply) and item.calls:
@@ -346,7 +348,7 @@ def with_observations(row: MessageRow) -> MessageRow:
 
 
 def _answered(calls: Any, answers: list[dict[str, Any]]) -> list[ForeignCall]:
-    """Match answers to calls by id, or in order if there are no ids."""
+    """Match answers to calls by id, or by order if there are no ids."""
     by_id = {answer.get("tool_call_id"): answer for answer in answers}
     found = []
     for place, call in enumerate(calls):
@@ -356,7 +358,7 @@ def _answered(calls: Any, answers: list[dict[str, Any]]) -> list[ForeignCall]:
 
 
 def finite_numbers(values: Mapping[Any, Any], prefix: str) -> dict[str, float]:
-    """The numbers among named values."""
+    """Return the finite numbers among named values."""
     return {
         f"{prefix}{name}": float(value)
         for name, value in values.items()

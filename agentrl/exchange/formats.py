@@ -1,6 +1,6 @@
-"""The formats a run is exported to and imported from: two tables of names, and who writes and reads each.
+"""Tables of the formats for export and import, with the functions that write and read each.
 
-Imports nothing heavy: the command line is made of these tables.
+Imports no heavy modules, because the command line is built from these tables.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from typing import NamedTuple
 
 
 class ExportFormat(NamedTuple):
-    """A format for exports."""
+    """Format of exports."""
 
     help: str
     file: str
-    """Default name of the export, in the run's directory."""
+    """Default file name of the export in the run's directory."""
     write: str
-    """`module:function`, called with a `Selection` and the path of a file or directory to make."""
+    """Reference `module:function`; called with a `Selection` and the path of the file or directory to create."""
     is_directory: bool = False
-    """Whether the export is a directory; one never replaces anything."""
+    """Whether the export is a directory; a directory never replaces an existing path."""
 
 
 EXPORTS: Mapping[str, ExportFormat] = {
@@ -37,11 +37,11 @@ EXPORTS: Mapping[str, ExportFormat] = {
 
 
 class ImportFormat(NamedTuple):
-    """A format for imports."""
+    """Format of imports."""
 
     help: str
     read: str
-    """`module:function`, called with a path, gives the episodes there, as `foreign.ForeignEpisode`."""
+    """Reference `module:function`; called with a path, returns its episodes as `foreign.ForeignEpisode`."""
 
 
 IMPORTS: Mapping[str, ImportFormat] = {

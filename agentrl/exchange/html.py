@@ -1,6 +1,6 @@
-"""`--to html`: the viewer with the answers it would ask for, as one file that opens without a server.
+"""`--to html`: the viewer and all the answers that it requests, as one file that opens without a server.
 
-Each answer is compressed by itself, those about one episode together: the page opens before it has unpacked them.
+Answers are compressed separately, but those about one episode together, so the page opens before they are unpacked.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from agentrl.inspection.reader import RunReader
 
 MAX_EPISODES = 10_000
-"""More is for `agentrl run serve`."""
+"""Maximum number of episodes in a page; use `agentrl run serve` for more."""
 _LEVEL = 6
 
 
 def write(selection: Selection, path: Path) -> None:
-    """Write the page. Damage to an episode is reported at the place of the damaged part.
+    """Write the page. Damage of an episode is shown at the damaged part.
 
     Raises:
         InputError: there are too many episodes for one page.
@@ -47,7 +47,7 @@ def write(selection: Selection, path: Path) -> None:
 
 
 def _answers(selection: Selection) -> Iterator[tuple[str, Any]]:
-    """The answers the page asks for, by name."""
+    """Yield the answers that the page requests, by name."""
     reader, problems = selection.reader, selection.problems
     lines = reader.lines(selection.keys)
     yield "run", run_summary(reader, Counter(line.status for line in lines))

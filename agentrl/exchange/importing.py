@@ -1,7 +1,7 @@
 """Imports files of other tools as a run, which every reading command and the viewer read like any other.
 
-Owns the run that is made: it is built under a temporary name and renamed when it is complete, so a file that is refused
-at its last line leaves nothing behind. The files are untrusted; each error names file and line.
+Owns the imported run: it is built under a temporary name and renamed when complete, so a file that is refused at its
+last line leaves nothing behind. The files are untrusted; each error names file and line.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ if TYPE_CHECKING:
 
 WORKER = "import"
 BATCH_EPISODES, BATCH_BYTES = 256, 16 << 20
-"""Episodes and bytes that are written with one sync of the disk, at most."""
+"""Maximum numbers of episodes and bytes written per sync of the disk."""
 MAX_NAME = 300
-"""Characters of an episode's id."""
+"""Maximum length of an episode's id, in characters."""
 MAX_REWARD = 1e30
 LATEST = 253_402_300_800.0
 """Seconds from the epoch to the year 10,000."""
 
 
 class Imported(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of an import."""
+    """Result of an import."""
 
     path: str
     episodes: int
     turns: int
     not_told: dict[str, int]
-    """Missing kinds of data, with the number of episodes that lack each."""
+    """Number of episodes that lack each kind of data."""
 
 
 def import_run(source: Path, format: str, target: Path) -> Imported:
-    """Turn files of another tool into a run.
+    """Import files of another tool as a run.
 
     Args:
         source: a file or a directory.
@@ -58,8 +58,8 @@ def import_run(source: Path, format: str, target: Path) -> Imported:
         target: the run's directory, which must not exist.
 
     Raises:
-        InputError: a file is not of the format, or exceeds a limit; or the target exists.
-        StorageError: the disk refused.
+        InputError: a file does not have the format or exceeds a limit, or the target exists.
+        StorageError: the disk failed.
     """
     taken = f"{target}: exists; name a directory that does not"
     if os.path.lexists(target):
@@ -87,7 +87,7 @@ def import_run(source: Path, format: str, target: Path) -> Imported:
 
 
 class _Times(SystemClock):
-    """A clock whose times are those of the imported episodes, if they have any."""
+    """Clock that returns the times of the imported episodes, if they have any."""
 
     at = 0.0
 
@@ -134,7 +134,7 @@ async def _write(directory: Path, episodes: Iterator[ForeignEpisode], info: dict
 
 
 def _check_names(played: ForeignEpisode, names: set[str]) -> None:
-    """Refuse ids that are taken, and names that are too long to show."""
+    """Refuse duplicate ids and names that are too long to show."""
     if played.name in names:
         raise InputError(f"{played.where}: the id {played.name[:100]!r} is another episode's already")
     names.add(played.name)

@@ -30,14 +30,14 @@ from agentrl.exchange.foreign import (
 from agentrl.journal.entries import Span
 
 FILES = ("traces.jsonl", "results.jsonl")
-"""Files looked for in a directory of verifiers, in this order."""
+"""File names looked for in a directory of verifiers, in this order."""
 MAX_REPEATED = 32_000_000
-"""Characters and tokens of all branches of a trace, each whole."""
+"""Maximum number of characters and tokens of all branches of a trace, each counted in full."""
 _STOPS = {
     "max_turns": "max_turns",
     **dict.fromkeys(("max_input_tokens", "max_output_tokens", "max_total_tokens"), "context_length"),
 }
-"""Translations of their stop reasons; other reasons are kept."""
+"""Stop reasons by those of verifiers; others are kept."""
 
 
 class _Message(msgspec.Struct):
@@ -153,7 +153,7 @@ class _TraceEpisode(msgspec.Struct):
 
 
 class _Rollout(msgspec.Struct):
-    """A line of `results.jsonl`."""
+    """Line of `results.jsonl`."""
 
     prompt: list[_Message] | str
     completion: list[_Message] | str
@@ -169,7 +169,7 @@ class _Rollout(msgspec.Struct):
 
 
 class _Shape(msgspec.Struct):
-    """Fields that tell the kinds of lines apart."""
+    """Fields that distinguish the kinds of lines."""
 
     traces: msgspec.Raw = msgspec.Raw()
     nodes: msgspec.Raw = msgspec.Raw()
@@ -177,10 +177,10 @@ class _Shape(msgspec.Struct):
 
 
 def read(source: Path) -> Iterator[ForeignEpisode]:
-    """The episodes of a file, or of the directory of a run.
+    """Yield the episodes of a file, or of the directory of a run.
 
     Raises:
-        InputError: there is no such file, or a line of it is not one.
+        InputError: the file does not exist, or a line of it is no episode.
     """
     if (top := next(directories(source), None)) is not None:
         found = [source / name for name in FILES if name in top[1]]
@@ -261,7 +261,7 @@ def _agent(trace: _Trace, index: int, policy: _Policy | None, where: str) -> For
 
 
 def _rows(trace: _Trace, calls: dict[int, _ModelCall], step: int | None, where: str) -> Iterator[MessageRow]:
-    """A row for each leaf; messages that an earlier row sampled are prompt in a later one."""
+    """Yield a row for each leaf; messages that were sampled in an earlier row are part of the prompt in later ones."""
     nodes = trace.nodes
     parents = [node.parent for node in nodes]
     for number, parent in enumerate(parents):
@@ -281,7 +281,7 @@ def _rows(trace: _Trace, calls: dict[int, _ModelCall], step: int | None, where: 
 
 
 def _check_repetition(trace: _Trace, where: str) -> None:
-    """Refuse a graph whose paths, written one by one, come to far more than the graph."""
+    """Refuse a graph whose paths, each written in full, are much longer than the graph."""
     sizes: list[int] = []
     for node in trace.nodes:
         size = 16 + len(node.token_ids) + len(json.dumps(msgspec.structs.astuple(node.message)))
@@ -342,7 +342,7 @@ def _reply(
 
 
 def _rollout(told: _Rollout, where: str) -> ForeignEpisode:
-    """A line of `results.jsonl`: messages and a reward, without tokens and times."""
+    """Convert a line of `results.jsonl`: messages and a reward, without tokens and times."""
     number = where.rpartition(" ")[2]
     row: MessageRow = [
         message_of(message)

@@ -177,7 +177,7 @@ class EpisodeDifference(msgspec.Struct, frozen=True, kw_only=True):
     rewards: dict[str, tuple[float | None, float | None]]
     """Rewards on both sides, keyed by agent."""
     turns: list[tuple[str, int, bool]]
-    """All turns of either episode, as (agent, turn, whether it is equal in both)."""
+    """Turns of either episode, as tuples (agent, turn, whether the turn is equal in both)."""
     problems: list[str]
 
 

@@ -52,7 +52,7 @@ class ControlTable:
     def __init__(
         self, database: Database, name: str, columns: str, *, checksum: bool = False, once: bool = False
     ) -> None:
-        """With `once`, leave an existing row with the same key unchanged."""
+        """Create the target. With `once`, writing leaves an existing row with the same key unchanged."""
         self.database = database
         self.name = name
         self.checksum = checksum

@@ -1,1 +1,1 @@
-"""Metrics and progress."""
+"""Metrics and displays of a run's progress."""

@@ -1,8 +1,8 @@
 """Alarms: problems in a run that do not end it, each with advice. Pure functions of `RunState`.
 
-Each looks at a window of the newest steps, so that a single odd step raises none, and stays silent if its inputs were
-not measured. An alarm's name is stable; its text carries the figures. `alarms.jsonl` has a line for each alarm that a
-run raised.
+An alarm looks at a window of the newest steps, so that a single odd step raises none, and stays silent if its inputs
+were not measured. The name of an alarm is stable; its text contains the measured values. `alarms.jsonl` has a line for
+each alarm that a run raised.
 """
 
 from __future__ import annotations
@@ -24,84 +24,88 @@ FILE = "alarms.jsonl"
 
 
 class Alarm(NamedTuple):
-    """An alarm that a run raises."""
+    """Alarm of a run."""
 
     name: str
     policy: str
-    """The policy it concerns; empty for the whole run."""
+    """Name of the policy concerned; empty for the whole run."""
     text: str
-    """The measurement."""
+    """Description with the measured values."""
     advice: str
-    """The advice."""
+    """Advice on what to change."""
 
     @property
     def line(self) -> str:
-        """The alarm on one line."""
+        """Return the alarm as one line."""
         whose = f"{self.policy}: " if self.policy else ""
         return f"{self.name}: {whose}{self.text}. Try: {self.advice}."
 
 
 WINDOW = 5
-"""Steps an alarm looks at."""
+"""Number of newest steps that an alarm looks at."""
 
 
 BROKEN_SHARE = 0.3
-"""Share of turns that break the format, from which on the policy counts as fallen into illegal output."""
+"""Share of turns that break the format at which the policy's output counts as illegal."""
 ZERO_SHARE = 0.9
-"""Share of units without advantage, from which on a step teaches nothing."""
+"""Share of units with zero advantage at which a step counts as teaching nothing."""
 ALONE_SHARE = 0.5
-"""Share of units compared with nothing, from which on that is why a step teaches nothing."""
+"""Share of units without a comparison at which these count as the cause of zero advantages."""
 LOW_ENTROPY = 0.01
-"""Nats per token below which a policy hardly explores."""
+"""Entropy in nats per token below which a policy hardly explores."""
 K3_BOUND = 0.05
-"""Nats per token: `k3` of a healthy run stays an order of magnitude below."""
+"""Bound on `k3` in nats per token; healthy runs stay an order of magnitude below."""
 MISMATCH_BOUND = 0.002
-"""The same for tokens sampled by the very weights that are trained: what is left is the difference between engine and
-trainer. Seen: below 1e-6 in one dtype; 5e-5 with bf16 against float32, or over KV of a version before; ten times that
-without routing replay; 0.001 (a peaked policy) to 0.5 where kept sets are lost (`benchmarks.mismatch`)."""
+"""Bound on `k3` in nats per token for tokens sampled by exactly the weights that are trained, where only the difference
+between engine and trainer remains. Measured: below 1e-6 in one dtype; 5e-5 with bf16 against float32, or with KV of an
+earlier version; ten times that without routing replay; 0.001 (a peaked policy) to 0.5 if kept sets are lost
+(`benchmarks.mismatch`)."""
 MISMATCH_TOKENS = 200
-"""Fewest such tokens for a meaningful mean."""
+"""Minimum number of such tokens for a meaningful mean."""
 MISMATCH_STEPS = (3, 20)
-"""Fewest and most of the newest steps that provide them: beside stale tokens they are rare."""
+"""Minimum and maximum number of newest steps that provide these tokens, which are rare among stale ones."""
 DROPPED_SHARE = 0.25
-"""Share of the ended episodes lost to one reason."""
+"""Share of ended episodes dropped for one reason above which an alarm is raised."""
 TIME_SHARE, TIME_EPISODES = 0.01, 3
-"""Share and number of the ended episodes lost to time, from which on what is trained is quicker than what was begun."""
+"""Share and number of ended episodes lost to timeouts above which the trained episodes are biased towards fast ones."""
 MIN_EPISODES = 16
-"""Episodes before a share of them means something."""
+"""Minimum number of episodes for a meaningful share."""
 FORMAT_EPISODES = 64
-"""Episodes of each kind that it takes to compare those that break the format with those that keep it."""
+"""Minimum number of episodes that break the format, and of those that keep it, for comparing their rewards."""
 FORMAT_ERRORS = 4.0
-"""Standard errors by which the former must be ahead: the comparison is made at every step."""
+"""Standard errors by which the reward of broken formats must be higher; large, because the comparison is repeated at
+every step."""
 FORMAT_MARGIN = 0.05
-"""Share of the spread of all steps' mean rewards by which they must also be ahead."""
+"""Share of the spread of all steps' mean rewards by which the reward of broken formats must also be higher."""
 SELECTION_BIAS_BOUND = 0.05
-"""Largest deviation of trained from dispatched units: as a share of their length, and in standard deviations of
+"""Maximum deviation of trained units from dispatched ones, as a share of their length and in standard deviations of
 reward."""
 LENGTH_STEPS = 20
-"""Steps over which they are compared."""
+"""Number of steps over which trained and dispatched units are compared."""
 FRONTIER_SHARE = 0.2
-"""Share of the proposals with 0.2 <= p <= 0.8 below which they teach little."""
+"""Share of proposals with 0.2 <= p <= 0.8 below which proposals teach little."""
 REPEATED_SHARE = 0.5
-"""Share of proposals made before, from which on they repeat themselves."""
+"""Share of repeated proposals at which an alarm is raised."""
 STRUCTURE_ENTROPY = 0.2
-"""Entropy in nats, below which 19 of 20 proposals have the same structure."""
+"""Entropy of structures in nats below which 19 of 20 proposals have the same structure."""
 GATE_SHARE = 0.5
-"""Share the gate accepts, below which most proposals are for nothing."""
+"""Share of proposals accepted by the gate below which most proposals are wasted."""
 MIN_PROPOSALS = 32
-"""Proposals, or groups of attempts at them, before a share of them means something."""
+"""Minimum number of proposals, or of groups of attempts at them, for a meaningful share."""
 MIN_GAMES = 64
-"""Games before a share of them means something."""
+"""Minimum number of games for a meaningful share."""
 LOSING_RATE = 0.45
-"""Share of the games against its opponent pool below which a policy may have got worse."""
+"""Share of games won against the opponent pool below which a policy may have deteriorated."""
 LOSING_ERRORS = 3.0
-"""Standard errors by which that share must also have fallen: a side may have been the weaker one from the start."""
+"""Standard errors by which that share must also have fallen, because a side may have been the weaker one from the
+start."""
 SEAT_SHARE = 0.95
-"""Share of the decided games above which a seat wins whoever plays it."""
+"""Share of decided games above which a seat wins regardless of its policy."""
 STARVED_STEPS = 20
-"""Steps of other policies during one of its own, above which a policy may be starved."""
+"""Number of steps of other policies between two steps of a policy above which the policy may be starved."""
 STARVED_RATIO = 5
-"""Factor by which this must exceed the number during its last steps; before the first step, `STARVED_STEPS`."""
+"""Factor by which this number must exceed that during the policy's last steps; before its first step, multiplied by
+`STARVED_STEPS`."""
 MEANINGS = {
     "illegal_output": f"{BROKEN_SHARE:.0%} of the turns or more break the format in each of {WINDOW} steps, and no "
     "fewer at their end",
@@ -139,7 +143,7 @@ MEANINGS = {
     "starved": f"a policy without phases takes no step while the others take {STARVED_STEPS}, and {STARVED_RATIO} "
     f"times as many as during any of its last {WINDOW}; before its first step: {STARVED_STEPS * STARVED_RATIO}",
 }
-"""Condition that raises each alarm; docs/metrics.md lists them."""
+"""Condition that raises each alarm, listed in docs/metrics.md."""
 EXPECTED_DROPS = {"run_ended", "frozen", "no_signal"}
 
 ADVICE_ON_DROPS = {
@@ -158,7 +162,7 @@ ADVICE_ON_DROPS = {
 
 
 def alarms(state: RunState) -> list[Alarm]:
-    """The alarms that a run raises now, the gravest first."""
+    """Return the alarms of a run, the most severe first."""
     found: list[Alarm] = []
     for policy in state.policies.values():
         window = newest(policy)
@@ -205,10 +209,10 @@ def _format_pays(policy: PolicyState) -> Iterator[Alarm]:
 
 
 def _pooled(steps: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Mean of all episodes and its standard error, from (episodes, their mean) of each step.
+    """Return the mean over all episodes and its standard error, from pairs (episodes, mean) of each step.
 
-    The mean of c rewards of variance v has variance v / c, so c times its squared distance estimates v at every step; a
-    reward that rises meanwhile makes the error larger.
+    The mean of c rewards of variance v has variance v / c, so c times its squared deviation estimates v at every step. A
+    reward that rises over these steps increases the error.
     """
     total = sum(count for count, _ in steps)
     mean = sum(count * value for count, value in steps) / total
@@ -406,7 +410,7 @@ def _dropped(reasons: Mapping[str, int], others: int) -> Iterator[Alarm]:
 
 
 def _coevolution_alarms(state: RunState) -> Iterator[Alarm]:
-    """Alarms about proposals, games and policies that starve; those of the whole run first."""
+    """Yield alarms about proposals, games and starving policies, those of the whole run first."""
     for policy in sorted(state.policies.values(), key=lambda policy: -policy.step)[:1]:  # metrics of the whole run
         window = newest(policy)
         yield from _proposals(window)
@@ -522,37 +526,37 @@ def _starved(policy: PolicyState, state: RunState) -> Iterator[Alarm]:
 
 
 def newest(policy: PolicyState, steps: int = WINDOW) -> list[Values]:
-    """The metrics of the policy's newest steps, in order."""
+    """Return the metrics of the policy's newest steps, in order."""
     return list(itertools.islice(reversed(policy.steps.values()), steps))[::-1]
 
 
 def values_of(window: Sequence[Values], name: str) -> list[float]:
-    """The measured values of a metric."""
+    """Return the measured values of a metric."""
     return [values[name] for values in window if name in values]
 
 
 def names_of(window: Sequence[Values], group: str) -> list[str]:
-    """The metrics `group/<…>` that were measured."""
+    """Return the names of the measured metrics `group/<…>`."""
     return sorted({name for values in window for name in values if name.startswith(f"{group}/")})
 
 
 def mean_of(values: Sequence[float]) -> float:
-    """The mean; 0 of no values."""
+    """Return the mean; 0 if there are no values."""
     return sum(values) / len(values) if values else 0.0
 
 
 def total(window: Sequence[Values], name: str) -> float:
-    """The sum of a metric."""
+    """Return the sum of a metric over a window."""
     return sum(values_of(window, name))
 
 
 def weighted(window: Sequence[Values], name: str, weight: str) -> float:
-    """The mean of a share over all it is a share of."""
+    """Return the mean of a share, weighted by another metric."""
     return sum(v[name] * v[weight] for v in window if name in v and weight in v) / max(total(window, weight), 1e-9)
 
 
 def write_alarm(directory: Path, alarm: Alarm, step: int) -> None:
-    """Append a newly raised alarm and its step to `alarms.jsonl`; ignores a disk that refuses."""
+    """Append a newly raised alarm and its step to `alarms.jsonl`; disk errors are ignored."""
     try:
         with open_lines(directory / FILE) as file:
             write_line(file, {"step": step, **alarm._asdict()})

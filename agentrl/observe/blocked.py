@@ -1,8 +1,8 @@
-"""Watches the event loop: names, with file and line, the code that blocks it and the errors that nobody awaits.
+"""Watches the event loop and names, with file and line, code that blocks it and errors that nothing awaits.
 
-Code that blocks the loop stops every episode at once. A thread checks a timestamp that the loop renews; if it is old,
-the thread reads the stack of the loop's thread. Owns that thread. Does not interrupt anything. A loop that waits for
-work is never reported, nor is a starved machine.
+Code that blocks the loop stops every episode. A thread checks a timestamp that the loop renews; if it is old, the
+thread reads the stack of the loop's thread. Owns that thread. Does not interrupt anything. Neither a loop that waits
+for work nor an overloaded machine is reported.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ def watch_loop(
     repeated_s: float | None = None,
     users_only: bool = False,
 ) -> Iterator[None]:
-    """Watch the running loop; `tell` is called once for each place: in the watching thread for one that blocks, in the
-    loop for an error of a task or callback that nobody awaits (also after the end of the watch).
+    """Watch the running loop. `tell` is called once for each place: in the watching thread for code that blocks, in the
+    loop for an error of a task or callback that nothing awaits (also after the end of the watch).
 
     Args:
-        tell: takes one line for people; must be safe to call from a thread.
-        longest_s: the loop counts as blocked after so many seconds without an iteration.
-        repeated_s: so many seconds are enough for a place that blocks twice, which neither a first import nor a
-            starved machine does. None: only `longest_s` counts.
+        tell: prints one line for people; must be safe to call from a thread.
+        longest_s: seconds without an iteration after which the loop counts as blocked.
+        repeated_s: shorter limit in seconds for a place that blocks twice, which excludes first imports and an
+            overloaded machine. None: only `longest_s` counts.
         users_only: report a blocked loop only where the user's code is on the stack.
     """
     watch = _Watch(
@@ -74,7 +74,7 @@ class _Watch:
         self._repeated_s = repeated_s
         self._users_only = users_only
         self._blocked_at: dict[tuple[str, int], float] = {}
-        """The mark at which each place blocked first."""
+        """Timestamp at which each place first blocked."""
         self._clock = SystemClock()
         self._mark = self._clock.monotonic()
         self._told: set[tuple[str, int]] = set()
@@ -148,7 +148,7 @@ def _location(frame: FrameType) -> str:
 
 
 def _user_frames(innermost: FrameType) -> list[FrameType]:
-    """The user's frames on the loop's stack, innermost first; the innermost frame if there is none."""
+    """Return the user's frames on the loop's stack, innermost first; the innermost frame if there are none."""
     frames: list[FrameType] = []
     frame: FrameType | None = innermost
     while (
@@ -161,5 +161,6 @@ def _user_frames(innermost: FrameType) -> list[FrameType]:
 
 
 def is_users(file: str) -> bool:
-    """Whether a file of code is neither ours nor a library's, nor generated (`<string>`: a dataclass's `__init__`)."""
+    """Whether a code file belongs to the user: not to agentrl or a library, nor generated (`<string>`: a dataclass's
+    `__init__`)."""
     return not file.startswith((_PACKAGE, *_LIBRARIES, "<frozen", "<string>", "<attrs generated"))

@@ -1,7 +1,7 @@
-"""Metrics: stable names with unit and meaning.
+"""Metrics with stable names, units and meanings.
 
-A name is `group/what` or, for what the trainer measures on a step's tokens, bare. Values are finite numbers; what could
-not be measured is left out. Metrics of one policy are recorded at that policy's step.
+A name has the form `group/what`, or one word for values that the trainer measures on a step's tokens. Values are finite
+numbers; values that could not be measured are left out. Metrics of one policy are recorded at that policy's step.
 """
 
 from __future__ import annotations
@@ -261,9 +261,9 @@ BROKEN_FORMAT = ("tool/bad_arguments", "tool/unknown_tool", "turns/length", "tur
 """Episode metrics whose sum is the number of turns or calls that broke the format."""
 
 PASS_RATES = ("0", "0-0.2", "0.2-0.4", "0.4-0.6", "0.6-0.8", "0.8-1", "1")
-"""Groups of child episodes by their mean reward: none was solved, in between, all were."""
+"""Ranges of the mean reward of groups of child episodes, from none solved to all solved."""
 FRONTIER = ("0.2-0.4", "0.4-0.6", "0.6-0.8")
-"""Pass rates with the most to learn from, including both ends."""
+"""Ranges of the pass rate that teach the most, including both ends."""
 
 GATE_PASSED, GATE_REFUSED = "gate/passed", "gate/refused"
 """Episode metrics that count the answers of `agent.gate`."""

@@ -1,4 +1,4 @@
-"""docs/metrics.md, generated from the registry: `python -m agentrl.observe.page > docs/metrics.md`.
+"""Generates docs/metrics.md from the registry: `python -m agentrl.observe.page > docs/metrics.md`.
 
 Owns the layout of the page. Names, units and meanings are those of `metrics.py` and `alarms.py`.
 """
@@ -50,7 +50,7 @@ was measured and what to try. None ends a run. For `engine_mismatch` see [mismat
 
 
 def page() -> str:
-    """The page's text."""
+    """Return the text of the page."""
     metrics = (
         f"| `{metric.name}` | {metric.unit} | {metric.meaning.replace('|', chr(92) + '|')} |" for metric in METRICS
     )

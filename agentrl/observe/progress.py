@@ -24,30 +24,30 @@ if TYPE_CHECKING:
 
 SEAT_REWARD = "evaluation/reward/"
 LINE_INTERVAL_S = 2.0
-"""Seconds between two lines of `ProgressLine` without a terminal; the first comes at once."""
+"""Seconds between two lines of `ProgressLine` without a terminal; the first line is written at once."""
 
 
 class Display(Protocol):
-    """A display of a run's progress."""
+    """Display of a run's progress."""
 
     def line(self, text: str) -> None:
-        """Say something that stays."""
+        """Show a permanent line."""
         ...
 
     def phase(self, text: str) -> None:
-        """Say what is being waited for."""
+        """Show the current phase."""
         ...
 
     def step(self, policy: str, step: int, metrics: Mapping[str, float]) -> None:
-        """A step was taken."""
+        """Show an optimizer step."""
         ...
 
     def evaluation(self, versions: Mapping[str, PolicyVersion], metrics: Mapping[str, Mapping[str, float]]) -> None:
-        """An evaluation ended."""
+        """Show the result of an evaluation."""
         ...
 
     def show(self) -> None:
-        """Draw what has changed."""
+        """Draw all changes."""
         ...
 
     def close(self) -> None:
@@ -56,7 +56,7 @@ class Display(Protocol):
 
 
 class Lines:
-    """A line per step, phase and evaluation: for pipes, files and CI."""
+    """Display that writes one line per step, phase and evaluation, for pipes, files and CI."""
 
     def __init__(self, state: RunState, stream: TextIO) -> None:
         self._state = state
@@ -68,30 +68,30 @@ class Lines:
         self._stream.flush()
 
     def phase(self, text: str) -> None:
-        """Write a line."""
+        """Write the phase as a line."""
         self.line(f"{text} …")
 
     def step(self, policy: str, step: int, metrics: Mapping[str, float]) -> None:
-        """Write the step's figures."""
+        """Write the metrics of a step."""
         name, steps = f"{policy} " if len(self._state.policies) > 1 else "", self._state.plan.steps_of(policy)
         left = self._state.policies[policy].seconds_left(steps) if policy in self._state.policies else None
         eta = f"  about {duration(left)} left" if left and step < steps else ""
         self.line(f"{name}step {step}/{steps}  {figures(metrics)}{eta}")
 
     def evaluation(self, versions: Mapping[str, PolicyVersion], metrics: Mapping[str, Mapping[str, float]]) -> None:
-        """Write what was measured."""
+        """Write the results of an evaluation."""
         for policy, version in versions.items():
             self.line(evaluation_line(version, metrics[policy]))
 
     def show(self) -> None:
-        """Nothing: what changed was written."""
+        """See `Display.show`; does nothing, because all changes are written at once."""
 
     def close(self) -> None:
         """See `Display.close`; nothing to clean up."""
 
 
 class Screen:
-    """One screen at the bottom of a terminal, redrawn in place; permanent lines appear above it."""
+    """Display at the bottom of a terminal, redrawn in place; permanent lines appear above it."""
 
     def __init__(self, state: RunState, stream: TextIO) -> None:
         from rich.console import Console
@@ -103,24 +103,24 @@ class Screen:
         self._live.start()
 
     def line(self, text: str) -> None:
-        """Write above the screen."""
+        """Write a line above the screen."""
         self._console.print(plain(text), markup=False, highlight=False, emoji=False)
 
     def phase(self, text: str) -> None:
-        """Write above the screen, and redraw."""
+        """Write the phase above the screen, and redraw."""
         self.line(f"{text} …")
         self.show()
 
     def step(self, policy: str, step: int, metrics: Mapping[str, float]) -> None:
-        """Wait for the next `show`: steps may come faster than anyone reads."""
+        """Leave the step to the next `show`, because steps may come faster than anyone can read."""
 
     def evaluation(self, versions: Mapping[str, PolicyVersion], metrics: Mapping[str, Mapping[str, float]]) -> None:
-        """Write above the screen."""
+        """Write the results above the screen."""
         for policy, version in versions.items():
             self.line(evaluation_line(version, metrics[policy]))
 
     def show(self) -> None:
-        """Redraw."""
+        """Redraw the screen."""
         self._live.update(view(self._state, width=self._console.width), refresh=True)
 
     def close(self) -> None:
@@ -129,12 +129,12 @@ class Screen:
 
 
 def display(state: RunState, stream: TextIO) -> Display:
-    """A screen on a terminal, lines elsewhere."""
+    """Return a `Screen` for a terminal, else `Lines`."""
     return Screen(state, stream) if stream.isatty() else Lines(state, stream)
 
 
 def evaluation_line(version: PolicyVersion, metrics: Mapping[str, float]) -> str:
-    """The result of an evaluation for one policy, on one line."""
+    """Return the result of an evaluation for one policy as one line."""
     seats = [
         f"{name.removeprefix(SEAT_REWARD)} {value:.3f}"
         for name, value in metrics.items()
@@ -148,7 +148,7 @@ def evaluation_line(version: PolicyVersion, metrics: Mapping[str, float]) -> str
 
 
 def figures(metrics: Mapping[str, float]) -> str:
-    """The figures of a step on one line; what was not measured is left out."""
+    """Return the metrics of a step as one line; values that were not measured are left out."""
     parts = []
     if "reward/mean" in metrics:
         parts.append(f"reward {metrics['reward/mean']:.3f}")
@@ -165,7 +165,7 @@ def figures(metrics: Mapping[str, float]) -> str:
 
 
 class ProgressLine:
-    """Shows the current part of a long task: one line rewritten on a terminal, few lines elsewhere.
+    """Shows the current part of a long task, as one line that is rewritten on a terminal, or as few lines elsewhere.
 
     Args:
         what: the task, at the beginning of each line.
@@ -179,7 +179,7 @@ class ProgressLine:
         self._shown_at = -LINE_INTERVAL_S
 
     def __call__(self, part: str) -> None:
-        """Show a part that begins."""
+        """Show the part that begins."""
         on_terminal = self._stream.isatty()
         now = self._clock.monotonic()
         if not on_terminal and now - self._shown_at < LINE_INTERVAL_S:
@@ -203,10 +203,10 @@ class ProgressLine:
 
 @contextmanager
 def spinner(text: str, stream: TextIO) -> Iterator[Callable[[str], None]]:
-    """Show that something is being waited for, with a moving sign on a terminal; nothing elsewhere.
+    """Show a spinner and a text on a terminal during a wait; show nothing elsewhere.
 
     Yields:
-        Takes another text, such as how far it is.
+        A function that replaces the text, for example by the progress.
     """
     if not stream.isatty():
         yield lambda text: None

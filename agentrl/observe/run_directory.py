@@ -32,13 +32,13 @@ if TYPE_CHECKING:
 
 ENGINE_LOG = "engine.log"
 WORKERS_LOG = "workers.log"
-"""Error streams of the engine's and the workers' processes."""
+"""File name for the error streams of the processes of engines and workers."""
 _FINISH = "make room or permission there, then finish the run with --resume"
 
 
 _MAX_CONFIG_BYTES = 1 << 20
 _HALF_CONFIG = ".config.json"
-"""Left by a process that was killed in `replace_file`; does not prevent another start."""
+"""Temporary file of `replace_file`, left by a process that was killed; it does not prevent another start."""
 
 
 class RunDirectory:
@@ -46,9 +46,9 @@ class RunDirectory:
 
     def __init__(self, path: Path) -> None:
         self.given = path
-        """The path as the user gave it, for messages."""
+        """Path as the user gave it, for messages."""
         self.path = path = path.absolute()
-        """The absolute path, valid in any working directory."""
+        """Absolute path, valid in any working directory."""
         self.journal = path / "journal"
         self.checkpoints = path / "checkpoints"
         self.versions = path / "versions"
@@ -58,7 +58,7 @@ class RunDirectory:
         self.workers_log = path / WORKERS_LOG
 
     def journal_size(self) -> int:
-        """Bytes of the journal's databases and of the columns of steps."""
+        """Return the size of the journal's databases and the columns of steps, in bytes."""
         total = 0
         for directory in (self.journal, self.steps):
             for folder, _, names in os.walk(directory):
@@ -69,11 +69,11 @@ class RunDirectory:
 
     @classmethod
     def create(cls, path: Path, config_json: str) -> RunDirectory:
-        """Make the directory of a new run.
+        """Create the directory of a new run.
 
         Raises:
-            RunDirectoryError: there is something there already; nothing is touched.
-            StorageError: it cannot be made.
+            RunDirectoryError: the path already exists; nothing is changed.
+            StorageError: the directory cannot be created.
         """
         try:
             path.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -94,10 +94,10 @@ class RunDirectory:
 
     @classmethod
     def reopen(cls, path: Path) -> RunDirectory:
-        """The directory of a run to resume.
+        """Open the directory of a run to resume.
 
         Raises:
-            RunDirectoryError: there is no run.
+            RunDirectoryError: the directory contains no run.
         """
         directory = cls(path)
         if not (directory.journal.is_dir() or (path / "config.json").is_file()):
@@ -106,7 +106,7 @@ class RunDirectory:
 
     @staticmethod
     def config(path: Path) -> Mapping[str, Any]:
-        """The configuration that a run was started with, as data; empty where none can be read."""
+        """Return the configuration with which a run was started, as data; empty if it cannot be read."""
         try:
             with open_regular(path / "config.json") as file:
                 found = json.loads(read_at_most(file, _MAX_CONFIG_BYTES))
@@ -117,9 +117,9 @@ class RunDirectory:
     def forget_if_refused(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        """An exit callback: a run refused for its input before its first step leaves nothing behind.
+        """Remove the directory if the run was refused for its input before its first step; an exit callback.
 
-        One that is refused for its directory leaves that to whose it is.
+        A directory that caused the refusal itself is left to its owner.
         """
         if isinstance(error, RunDirectoryError):
             return False
@@ -128,10 +128,10 @@ class RunDirectory:
         return False
 
     def link(self, folder: str, weights: Mapping[str, WeightsRef]) -> dict[str, Path]:
-        """Point `FOLDER/NAME` at a version of each policy, and let no other link be there.
+        """Point `FOLDER/NAME` to a version of each policy, and remove all other links there.
 
         Raises:
-            StorageError: the disk refused.
+            StorageError: the disk failed.
         """
         links: dict[str, Path] = {}
         directory = self.path / folder
@@ -149,10 +149,10 @@ class RunDirectory:
         return links
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
-        """Write `summary.json`, whole or not at all.
+        """Write `summary.json` atomically.
 
         Raises:
-            StorageError: the disk refused.
+            StorageError: the disk failed.
         """
         path = self.path / "summary.json"
         try:
@@ -163,7 +163,7 @@ class RunDirectory:
 
 @contextlib.contextmanager
 def _alone_in(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock on a directory, so that only one process makes it a run."""
+    """Hold an exclusive lock on a directory, so that only one process creates a run there."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)

@@ -1,7 +1,7 @@
 """The observer of a run: keeps its metrics, passes them to the terminal and the sinks, and raises alarms.
 
 Owns `metrics.jsonl`, `alarms.jsonl` and `status.json` of the run directory. Looks at the loop once a second, in the
-loop's own thread; an outside sink that fails is removed by name, and never ends the run.
+thread of the event loop. An external sink that fails is removed with a message that names it, and never ends the run.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ class RunObserver:
 
     Args:
         directory: the run's directory; existing metrics in it belong to previous attempts.
-        plan: of the run.
-        others: the caller's observers, which get the same calls.
+        plan: plan of the run.
+        others: observers of the caller, which receive the same calls.
         sinks: sinks of the metrics, besides `metrics.jsonl`.
         quiet: write nothing to the terminal.
-        stream: the terminal's stream; None: the error stream.
-        clock: None: the system clock.
+        stream: stream of the terminal; None: the error stream.
+        clock: clock of the run; None: the system clock.
     """
 
     def __init__(
@@ -97,10 +97,10 @@ class RunObserver:
             self._safely(sink, sink.close)
 
     def watch(self, probe: Callable[[], Status] | None = None) -> None:
-        """Look every second from now on, in the running event loop.
+        """Start looking at the run every second, in the running event loop.
 
         Args:
-            probe: returns the status of the loop; None while there is no loop yet.
+            probe: returns the status of the training loop; None before the loop exists.
         """
         self._probe = probe
         if self._timer is not None:
@@ -108,24 +108,24 @@ class RunObserver:
         self._look()
 
     def phase(self, text: str) -> None:
-        """Say what is being waited for."""
+        """Show the current phase."""
         if self._probe is None:
             self._set_status(Status(phase=text))
         if not self._quiet:
             self._shown().phase(text)
 
     def say(self, text: str) -> None:
-        """Say something that stays."""
+        """Show a permanent line."""
         if not self._quiet:
             self._shown().line(text)
 
     def warn(self, text: str) -> None:
-        """Say what is wrong and what to do; may be called from any thread."""
+        """Show a problem and its remedy; may be called from any thread."""
         if not self._quiet:
             self._shown().line(f"WARNING {text}")
 
     def on_step(self, policy: str, step: int, metrics: Mapping[str, float]) -> None:
-        """An optimizer step was taken."""
+        """Record and show an optimizer step."""
         self.steps.append({"step": float(step), **metrics})
         self._record(policy, step, metrics)
         for other in self._others:
@@ -135,7 +135,7 @@ class RunObserver:
         self._raise_alarms()
 
     def on_evaluation(self, versions: Mapping[str, PolicyVersion], metrics: Mapping[str, Mapping[str, float]]) -> None:
-        """An evaluation ended."""
+        """Record and show the result of an evaluation."""
         for policy, version in versions.items():
             self._record(policy, version.step, metrics[policy])
         for other in self._others:
@@ -144,7 +144,7 @@ class RunObserver:
             self._shown().evaluation(versions, metrics)
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        """Show the learning curve and what came of it."""
+        """Show the learning curve and the results of the run."""
         if self._quiet:
             return
         if self._timer is not None:
@@ -179,7 +179,7 @@ class RunObserver:
         self._stream.flush()
 
     def closing(self, text: str) -> AbstractContextManager[object]:
-        """Show what is being waited for when nothing else is shown any more."""
+        """Show a text during a wait after the display is closed."""
         if self._display is not None:
             self._display.close()
         return nullcontext() if self._quiet else spinner(text, self._stream)
@@ -202,7 +202,8 @@ class RunObserver:
             self._shown().show()
 
     def _held_out(self, tasks: int) -> str:
-        """The first and last held-out rewards on the same tasks; the first may be of a previous attempt of the run."""
+        """Return lines with the first and last held-out rewards on the same tasks; the first may be of a previous
+        attempt of the run."""
         lines, several = [], len(self.state.policies) > 1
         for policy in self.state.policies.values():
             whose = f" of {safe_line(policy.name)}" if several else ""
@@ -255,7 +256,7 @@ class RunObserver:
 
 
 def _chosen(summary: Mapping[str, Any]) -> str:
-    """The versions that were best, and whether the metric ended the run; empty if there is no such metric."""
+    """Return a line with the best versions and whether the metric ended the run; empty if there is no such metric."""
     lines = []
     if best := summary.get("best"):
         steps = ", ".join(f"{safe_line(name)}@{step}" for name, step in best["steps"].items())
@@ -266,13 +267,13 @@ def _chosen(summary: Mapping[str, Any]) -> str:
 
 
 class EnduringStream(io.TextIOBase):
-    """Writes to another stream until that fails; `agentrl train … 2>&1 | head -1` must not end the training."""
+    """Writes to another stream until that fails, so that `agentrl train … 2>&1 | head -1` does not end the training."""
 
     def __init__(self, stream: TextIO | None) -> None:
         self._stream = stream
 
     def write(self, text: str, /) -> int:
-        """Write what can be written; always claims to have written all."""
+        """Write the text if possible; always returns its full length."""
         if self._stream is not None:
             try:
                 self._stream.write(text)
@@ -281,7 +282,7 @@ class EnduringStream(io.TextIOBase):
         return len(text)
 
     def flush(self) -> None:
-        """Flush, or go quiet."""
+        """Flush the stream; on an error, stop writing."""
         if self._stream is not None:
             try:
                 self._stream.flush()
@@ -289,5 +290,5 @@ class EnduringStream(io.TextIOBase):
                 self._stream = None
 
     def isatty(self) -> bool:
-        """Whether there is a terminal."""
+        """Whether the stream is a terminal."""
         return self._stream is not None and not self._stream.closed and self._stream.isatty()

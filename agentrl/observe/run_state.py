@@ -1,8 +1,8 @@
-"""The state of a run as displays show it, and the two files that carry it to other processes.
+"""The state of a run for displays, and the two files that carry it to other processes.
 
-`RunState` folds the lines of `metrics.jsonl` (a repeated step replaces the older one, as after a resume) and knows what
-the configuration says about bounds. `Status` is a moment of the loop, written once a second to `status.json`; nothing
-of the run depends on that file, and an unreadable one counts as absent.
+`RunState` is computed from the lines of `metrics.jsonl` (a repeated step, as after a resume, replaces the older one) and
+contains the bounds in the configuration. `Status` is a snapshot of the loop, written once a second to `status.json`; the
+run does not depend on that file, and an unreadable one counts as absent.
 """
 
 from __future__ import annotations
@@ -31,51 +31,51 @@ if TYPE_CHECKING:
 Values = Mapping[str, float]
 
 LARGEST = 1e100
-"""Larger values cannot be summed or drawn, and are left out like infinity."""
+"""Largest magnitude of a value; larger ones cannot be summed or drawn and are left out like infinity."""
 RECENT_STEPS = 5
-"""Number of a policy's newest steps whose waits are remembered."""
+"""Number of newest steps of a policy whose waits are kept."""
 MAX_METRICS_BYTES = 64 << 20
-"""Bytes at the end of `metrics.jsonl` that are read at most."""
+"""Maximum number of bytes read from the end of `metrics.jsonl`."""
 MAX_LINE_BYTES = 1 << 20
 MAX_POLICIES = 256
-"""A file that names more is not one of ours."""
+"""Maximum number of policies in `metrics.jsonl`; a file with more was not written by agentrl."""
 MAX_STATUS_BYTES = 1 << 20
-"""Bytes of `status.json` that are read at most: anyone may have put the file there."""
+"""Maximum number of bytes read from `status.json`, which may be from anyone."""
 STATUS_FILE = "status.json"
 SILENT_S = 15.0
-"""Seconds after which a status is out of date: a live run writes it every second."""
+"""Seconds after which a status is out of date; a live run writes one every second."""
 Whole = Annotated[int, msgspec.Meta(ge=-(1 << 53), le=1 << 53)]
-"""An integer that a float can hold, and a screen show."""
+"""Integer that a float can represent and a screen can show."""
 Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e12)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Status:
-    """A moment of a run."""
+    """Snapshot of a running run."""
 
     phase: str
-    """The current activity, for people."""
+    """Current activity, for people."""
     progress: tuple[Whole, Whole] | None = None
-    """Held-out episodes that have ended, and of how many, while an evaluation runs."""
+    """Numbers of ended and of all held-out episodes, during an evaluation."""
     waits: tuple[str, ...] = ()
-    """The reasons why trainers and admission wait, for people."""
+    """Reasons why trainers and admission wait, for people."""
     in_flight: Whole = 0
     ready: Whole = 0
     trained: Whole = 0
     dropped: Mapping[str, Whole] = field(default_factory=dict)
-    """Episodes by reason."""
+    """Number of dropped episodes by reason."""
     engine_busy_s: float = 0.0
-    """Seconds the engine has spent in forward passes since it was started."""
+    """Seconds that the engine has spent in forward passes since its start."""
     engine_share: float | None = None
-    """Share of the last seconds the engine was busy; the observer fills it in."""
+    """Share of the last seconds in which the engine was busy; set by the observer."""
     wall: Seconds = 0.0
-    """Time of writing, in seconds since the epoch; the observer fills it in."""
+    """Time of writing in seconds since the epoch; set by the observer."""
     seconds: Seconds = 0.0
-    """Wall seconds since the run was started; the observer fills it in."""
+    """Seconds since the start of the run; set by the observer."""
 
 
 def write_status(directory: Path, status: Status) -> None:
-    """Write `status.json`, whole or not at all; ignores a disk that refuses."""
+    """Write `status.json` atomically; disk errors are ignored."""
     try:
         replace_file(directory / STATUS_FILE, msgspec.json.encode(status))
     except OSError:
@@ -83,7 +83,7 @@ def write_status(directory: Path, status: Status) -> None:
 
 
 def read_status(directory: Path) -> Status | None:
-    """Read `status.json`; None if there is none that this version can read."""
+    """Read `status.json`; None if this version cannot read it or it does not exist."""
     try:
         with open_regular(directory / STATUS_FILE) as file:
             return msgspec.json.decode(read_at_most(file, MAX_STATUS_BYTES), type=Status)
@@ -92,7 +92,7 @@ def read_status(directory: Path) -> Status | None:
 
 
 def with_engine_share(status: Status, share: float | None) -> Status:
-    """The status with the engine's recent busy share, also as text."""
+    """Return the status with the engine's recent busy share, also as text."""
     waits = status.waits
     if share is not None and status.in_flight:
         if share >= 0.9:
@@ -107,7 +107,7 @@ def with_engine_share(status: Status, share: float | None) -> Status:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPlan:
-    """The part of the configuration that displays and alarms need."""
+    """Part of the configuration that displays and alarms need."""
 
     name: str = "run"
     environment: str = ""
@@ -116,20 +116,20 @@ class RunPlan:
     max_staleness: Mapping[str, int] = field(default_factory=dict)
     """Bound on staleness of each trainable policy."""
     own_steps: Mapping[str, int] = field(default_factory=dict)
-    """Steps of policies that take a number of their own."""
+    """Number of steps of each policy that has its own setting."""
     phased: frozenset[str] = frozenset()
-    """Policies that learn in turn."""
+    """Policies that learn in phases."""
     opponent_pools: Mapping[str, str] = field(default_factory=dict)
-    """Policies that are pools of earlier versions, and the policy those are of."""
+    """Policies that are opponent pools, with the policy whose earlier versions they contain."""
 
     def steps_of(self, policy: str) -> int:
-        """Number of steps a policy takes; 0: not known."""
+        """Return the number of steps a policy takes; 0 if unknown."""
         return self.own_steps.get(policy, self.steps)
 
 
 @dataclass(slots=True, kw_only=True)
 class PolicyState:
-    """The metrics of one policy."""
+    """Metrics of one policy."""
 
     name: str
     max_staleness: int | None = None
@@ -138,13 +138,13 @@ class PolicyState:
     evaluations: dict[int, Values] = field(default_factory=dict)
     """Held-out metrics by step, in order."""
     waited: int = 0
-    """Steps of other policies since its newest step."""
+    """Number of steps of other policies since the policy's newest step."""
     waits: deque[int] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
-    """Steps of other policies between its last steps."""
+    """Numbers of steps of other policies between the policy's last steps."""
 
     @property
     def step(self) -> int:
-        """The newest step; 0 before the first."""
+        """Newest step; 0 before the first."""
         return max(self.steps, default=0)
 
     @property
@@ -153,15 +153,16 @@ class PolicyState:
         return self.steps.get(self.step, {})
 
     def series(self, name: str) -> tuple[list[int], list[float]]:
-        """Steps and measured values of a metric; `evaluation/…` comes from the evaluations."""
+        """Return the steps and measured values of a metric; `evaluation/…` is read from the evaluations."""
         source = self.evaluations if name.startswith("evaluation/") else self.steps
         points = [(step, values[name]) for step, values in sorted(source.items()) if name in values]
         return [step for step, _ in points], [value for _, value in points]
 
     def held_out(self) -> list[tuple[int, float]]:
-        """Step and held-out reward of the evaluations that can be compared with the newest.
+        """Return step and held-out reward of the evaluations that are comparable with the newest one.
 
-        They are those on as many tasks, which the run's seed draws: a resumed run may evaluate on more or fewer.
+        These are the evaluations on the same number of tasks, which the run's seed draws; a resumed run may evaluate on more or
+        fewer tasks.
         """
         evaluations = [each for each in sorted(self.evaluations.items()) if "evaluation/reward" in each[1]]
         newest = evaluations[-1][1].get("evaluation/tasks") if evaluations else None
@@ -172,30 +173,31 @@ class PolicyState:
         ]
 
     def seconds_left(self, steps: int) -> float | None:
-        """Wall seconds until step `steps` at the pace of the last ten steps; None before the first."""
+        """Return the estimated seconds until step `steps` at the pace of the last ten steps; None before the first
+        step."""
         paces = [values["step/seconds"] for _, values in sorted(self.steps.items())[-10:] if "step/seconds" in values]
         return sum(paces) / len(paces) * max(steps - self.step, 0) if paces else None
 
 
 @dataclass(slots=True, kw_only=True)
 class RunState:
-    """A run as displays show it."""
+    """State of a run for displays."""
 
     plan: RunPlan
     path: str = ""
     policies: dict[str, PolicyState] = field(default_factory=dict)
     status: Status | None = None
     standing: str = "running"
-    """`running`, or how the process that led the run ended; see `agentrl.journal.process`."""
+    """State of the process that leads the run: `running`, or how it ended; see `agentrl.journal.process`."""
     problem: str = ""
-    """The parts of the run that could not be read, for people."""
+    """Description of parts of the run that could not be read, for people."""
 
     def __post_init__(self) -> None:
         for name, bound in self.plan.max_staleness.items():
             self.policies.setdefault(name, PolicyState(name=name, max_staleness=bound))
 
     def record(self, policy: str, step: int, values: Values) -> None:
-        """Record a line of metrics; values that are not finite, or beyond `LARGEST`, are left out."""
+        """Record a line of metrics; values that are not finite or exceed `LARGEST` are left out."""
         known = {name: value for name, value in values.items() if abs(value) <= LARGEST}
         state = self.policies.setdefault(policy, PolicyState(name=policy))
         if any(name.startswith("evaluation/") for name in known):
@@ -213,7 +215,7 @@ class RunState:
 
 
 def plan_of(config: Mapping[str, Any]) -> RunPlan:
-    """The plan in a resolved configuration of any version; missing fields keep their defaults."""
+    """Return the plan in a resolved configuration of any version; missing fields keep their defaults."""
     policies = _mapping(config.get("policies"))
     trainable = {name: _mapping(policy) for name, policy in policies.items()}
     environment = _mapping(config.get("environment")).get("id")
@@ -237,9 +239,9 @@ def plan_of(config: Mapping[str, Any]) -> RunPlan:
 
 
 def read_metrics(path: Path, state: RunState) -> None:
-    """Fold `metrics.jsonl` into a state; incomplete and damaged lines are skipped.
+    """Add the lines of `metrics.jsonl` to a state; incomplete and damaged lines are skipped.
 
-    Anything but a regular file counts as absent.
+    A path that is no regular file counts as absent.
     """
     try:
         with open_regular(path) as file:
@@ -265,13 +267,14 @@ def read_metrics(path: Path, state: RunState) -> None:
 
 
 class MetricsFile:
-    """`metrics.jsonl`: a line per step, `{"policy", "step", name: value, …}`; NaN and infinity are null."""
+    """The file `metrics.jsonl`, with one line per step: `{"policy", "step", name: value, …}`; NaN and infinity are
+    null."""
 
     def __init__(self, path: str | Path) -> None:
         """Open the file to append.
 
         Raises:
-            StorageError: it cannot be opened.
+            StorageError: the file cannot be opened.
         """
         self.path = Path(path)
         try:
@@ -283,7 +286,7 @@ class MetricsFile:
         """Append and flush a line.
 
         Raises:
-            StorageError: the disk refused.
+            StorageError: the disk failed.
         """
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
         try:
@@ -297,10 +300,10 @@ class MetricsFile:
 
 
 def open_lines(path: Path) -> FileIO:
-    """Open a file of lines to append, unbuffered; a last line that was cut short by a kill is ended first.
+    """Open a file of lines to append, unbuffered. A last line that a kill cut short is terminated first.
 
     Raises:
-        OSError: it cannot be opened, or is not a regular file.
+        OSError: the file cannot be opened, or is no regular file.
     """
     descriptor = os.open(
         path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600
@@ -339,12 +342,12 @@ def _text(value: Any, default: str = "") -> str:
 
 
 def _whole(value: Any) -> int | None:
-    """The value if it is an integer within a float's range, else None."""
+    """Return the value if it is an integer that a float can represent, else None."""
     return value if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 53 else None
 
 
 def _frozen_in_turn(phases: object) -> frozenset[str]:
-    """The policies that `freeze` names."""
+    """Return the policies named by `freeze`."""
     named: set[str] = set()
     for phase in phases if isinstance(phases, list | tuple) else ():
         held = phase[0] if isinstance(phase, list | tuple) and phase else ()

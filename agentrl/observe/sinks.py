@@ -1,8 +1,8 @@
 """Sinks: destinations of metrics besides the run directory.
 
-trackio, wandb and tensorboard are imported only if a configuration asks for them; they get names and values unchanged.
-A metric of policy P is logged under its own name if P is the only policy that learns, else as `P/name`: these tools
-know one series per name. `prometheus` formats the newest values.
+trackio, wandb and tensorboard are imported only if a configuration names them; they receive names and values unchanged.
+A metric of policy P is logged under its own name if P is the only policy that learns, else as `P/name`, because these
+tools keep one series per name. `prometheus` formats the newest values.
 """
 
 from __future__ import annotations
@@ -25,33 +25,33 @@ SinkName = Literal["trackio", "wandb", "tensorboard"]
 
 
 class Sink(Protocol):
-    """A destination of metrics besides the run directory."""
+    """Destination of metrics besides the run directory."""
 
     def record(self, policy: str, step: int, values: Mapping[str, float]) -> None:
-        """Take the values of one step; must not block for long."""
+        """Record the values of one step; must not block for long."""
         ...
 
     def close(self) -> None:
-        """Write what is buffered and release. Idempotent."""
+        """Write buffered values and release resources. Idempotent."""
         ...
 
 
 def open_sinks(names: Sequence[SinkName], directory: Path, config: Mapping[str, Any]) -> list[Sink]:
-    """The sinks a configuration asks for.
+    """Open the sinks of a configuration.
 
     Args:
-        names: which.
-        directory: the run's; local files of a sink go there.
-        config: the resolved configuration, logged with the run.
+        names: names of the sinks.
+        directory: directory of the run, for local files of a sink.
+        config: resolved configuration, logged with the run.
 
     Raises:
-        ConfigError: a sink's package is not installed; the message has the command that installs it.
+        ConfigError: a sink's package is not installed; the message contains the command that installs it.
     """
     return [_MAKERS[name](directory, config) for name in names]
 
 
 class _Named:
-    """Names for several policies."""
+    """Base of sinks, which prefixes metric names if several policies learn."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         policies = config.get("policies", {})
@@ -63,7 +63,7 @@ class _Named:
 
 
 class TensorboardSink(_Named):
-    """Event files in `RUN/tensorboard`; look at them with `tensorboard --logdir runs`."""
+    """Sink that writes event files to `RUN/tensorboard`; view them with `tensorboard --logdir runs`."""
 
     def __init__(self, directory: Path, config: Mapping[str, Any]) -> None:
         super().__init__(config)
@@ -73,7 +73,7 @@ class TensorboardSink(_Named):
         self._writer = writer.EventFileWriter(str(directory / "tensorboard"))
 
     def record(self, policy: str, step: int, values: Mapping[str, float]) -> None:
-        """One event with a scalar per name."""
+        """Write one event with a scalar per name."""
         scalars = [
             self._summary.Value(tag=tag, simple_value=value) for tag, value in self.named(policy, values).items()
         ]
@@ -81,12 +81,12 @@ class TensorboardSink(_Named):
         self._writer.add_event(event)
 
     def close(self) -> None:
-        """Write what is buffered. Idempotent."""
+        """Write buffered events. Idempotent."""
         self._writer.close()
 
 
 class _LoggingSink(_Named):
-    """wandb, and trackio, which has the same calls: `init`, `log`, `finish`."""
+    """Sink for wandb, and for trackio, which has the same calls: `init`, `log`, `finish`."""
 
     def __init__(self, module: Any, options: Mapping[str, Any], config: Mapping[str, Any]) -> None:
         super().__init__(config)
@@ -101,7 +101,7 @@ class _LoggingSink(_Named):
                 ) from error
 
     def close(self) -> None:
-        """End the run there. Idempotent."""
+        """End the run at the service. Idempotent."""
         if self._run is not None:
             with contextlib.redirect_stdout(sys.stderr):
                 self._run.finish()
@@ -109,7 +109,7 @@ class _LoggingSink(_Named):
 
 
 class WandbSink(_LoggingSink):
-    """Weights & Biases; `WANDB_MODE=offline` keeps everything in `RUN/wandb`."""
+    """Sink for Weights & Biases; `WANDB_MODE=offline` keeps all data in `RUN/wandb`."""
 
     def __init__(self, directory: Path, config: Mapping[str, Any]) -> None:
         super().__init__(_import("wandb", "wandb"), {"dir": str(directory)}, config)
@@ -117,26 +117,27 @@ class WandbSink(_LoggingSink):
         self._run.define_metric("*", step_metric="step")
 
     def record(self, policy: str, step: int, values: Mapping[str, float]) -> None:
-        """One log call. The step is a metric too, since wandb drops steps that go back, as after a resume."""
+        """Log the values in one call. The step is also a metric, because wandb drops steps that go back, as after a
+        resume."""
         self._run.log({"step": step, **self.named(policy, values)})
 
 
 class TrackioSink(_LoggingSink):
-    """trackio: a local database; look at it with `trackio show`."""
+    """Sink for trackio, which keeps a local database; view it with `trackio show`."""
 
     def __init__(self, directory: Path, config: Mapping[str, Any]) -> None:
         super().__init__(_import("trackio", "trackio"), {"resume": "allow"}, config)
 
     def record(self, policy: str, step: int, values: Mapping[str, float]) -> None:
-        """A log call."""
+        """Log the values of one step."""
         self._run.log(self.named(policy, values), step=step)
 
 
 def prometheus(name: str, latest: Mapping[str, Mapping[str, float]]) -> str:
-    """The newest value of each metric in Prometheus' text exposition format, version 0.0.4.
+    """Return the newest value of each metric in Prometheus' text exposition format, version 0.0.4.
 
     Args:
-        name: the run's, which becomes the label `run`.
+        name: name of the run, used as the label `run`.
         latest: values by policy and metric name.
     """
     metrics: dict[str, dict[str, float]] = {}

@@ -1,7 +1,7 @@
-"""One screen of a run for the terminal: a `RunState` becomes a rich renderable. Draws; reads and decides nothing.
+"""Draws one screen of a run for the terminal: converts a `RunState` to a rich renderable. Reads and decides nothing.
 
-Everything passes through `plain` before it is shown: names come from foreign configurations and journals. Curves are
-drawn in braille dots, two columns and four rows per character.
+All text passes through `plain`, because names come from configurations and journals of others. Curves are drawn in
+braille dots, two columns and four rows per character.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
     from agentrl.observe.run_state import PolicyState, RunState, Status
 
 WIDTH = 100
-"""Characters the view uses at most; it shrinks to 60."""
+"""Maximum width of the view in characters; the minimum is 60."""
 PLOT_HEIGHT = 5
 MAX_TEXT = 4000
-"""Characters of one text that are shown."""
+"""Maximum number of characters shown of one text."""
 MAX_WAITS = 8
 MAX_WORDS = 8
-"""Seats and opponents shown of a policy."""
+"""Maximum number of seats and opponents shown per policy."""
 BY_WORD = (
     ("reward/<seat>", "{} reward", "{:.3f}"),
     ("named_reward/<name>", "{}", "{:.3f}"),
@@ -40,7 +40,7 @@ BY_WORD = (
     ("won/<seat>", "{} wins", "{:.2f}"),
     ("win_rate/<policy>", "wins against {}", "{:.2f}"),
 )
-"""Metrics there is one of for each seat, reward or opponent, with their labels."""
+"""Metrics that exist per seat, reward or opponent, with label and number format."""
 
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
@@ -48,12 +48,12 @@ _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 
 
 def view(state: RunState, *, width: int = WIDTH, age_s: float | None = None) -> RenderableType:
-    """The screen of a run.
+    """Return the screen of a run.
 
     Args:
-        state: what is known of it.
-        width: characters to fill.
-        age_s: seconds since the status was written, by another process; None: it is of this moment.
+        state: state of the run.
+        width: width of the screen in characters.
+        age_s: seconds since another process wrote the status; None: the status is current.
     """
     width = max(60, min(width, WIDTH))
     found = alarms(state)
@@ -79,13 +79,13 @@ def view(state: RunState, *, width: int = WIDTH, age_s: float | None = None) -> 
 
 
 def plain(text: str) -> str:
-    """`text` on one line, safe for a terminal (`safe_line`), cut at the end if too long."""
+    """Return `text` on one line, safe for a terminal (`safe_line`), cut at the end if too long."""
     text = text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]} …"
     return safe_line(text)
 
 
 def duration(seconds: float) -> str:
-    """Seconds as people read them.
+    """Format a duration in seconds for people.
 
     Example:
         >>> duration(3725)
@@ -229,14 +229,14 @@ def _bar(share: float, width: int) -> Text:
 def curve(
     values: Sequence[float], *, steps: Sequence[int] = (), title: str = "", width: int = 64, height: int = 10
 ) -> str:
-    """A plot with axis labels, its first and last values in the title.
+    """Return a plot with axis labels, and with its first and last values in the title.
 
     Args:
-        values: what to plot; values that are not finite leave a gap.
-        steps: the step of each value, growing; empty: 1, 2, ….
+        values: values to plot; values that are not finite leave a gap.
+        steps: step of each value, in increasing order; empty: 1, 2, ….
         title: put before the first and last values.
-        width: characters of the plotting area, at least 10.
-        height: lines of the plotting area, at least 2.
+        width: width of the plotting area in characters, at least 10.
+        height: height of the plotting area in lines, at least 2.
 
     Returns:
         Lines without a trailing newline; a sentence if there is nothing to plot.
@@ -270,7 +270,7 @@ def curve(
 
 
 def sparkline(values: Sequence[float], *, width: int = 20) -> str:
-    """The newest values on one line of at most `width` characters, each the mean of its share of them.
+    """Return the newest values as one line of at most `width` characters, each the mean of its share of the values.
 
     Example:
         >>> sparkline([0, 1, 2, 3, 4, 5, 6, 7])
@@ -289,7 +289,7 @@ def sparkline(values: Sequence[float], *, width: int = 20) -> str:
 
 
 def _range(values: Sequence[float]) -> tuple[float, float]:
-    """Bounds on round tenths of the range's size, so that the labels read well."""
+    """Return bounds at round tenths of the range's size, so that the labels are easy to read."""
     low, high = min(values), max(values)
     if high - low < 1e-9 * max(abs(low), abs(high), 1e-3):
         margin = max(abs(low) * 0.1, 0.1)
