@@ -211,8 +211,8 @@ def _format_pays(policy: PolicyState) -> Iterator[Alarm]:
 def _pooled(steps: Sequence[tuple[float, float]]) -> tuple[float, float]:
     """Return the mean over all episodes and its standard error, from pairs (episodes, mean) of each step.
 
-    The mean of c rewards of variance v has variance v / c, so c times its squared deviation estimates v at every step. A
-    reward that rises over these steps increases the error.
+    The mean of c rewards of variance v has variance v / c, so c times its squared deviation estimates v at every step.
+    A reward that rises over these steps increases the error.
     """
     total = sum(count for count, _ in steps)
     mean = sum(count * value for count, value in steps) / total

@@ -19,36 +19,37 @@ class Metric(NamedTuple):
 
 METRICS: tuple[Metric, ...] = (
     Metric("reward/mean", "reward", "mean reward of the units the step consumed"),
-    Metric("reward/<seat>", "reward", "the same for the agents of one seat, where there are several"),
+    Metric("reward/<seat>", "reward", "`reward/mean` of the agents of one seat, if there are several seats"),
     Metric("mixture/reward/<environment>", "reward", "`reward/mean` of the units from one environment of a mixture"),
-    Metric("mixture/share/<environment>", "fraction", "share of the step's units that came from it"),
+    Metric("mixture/share/<environment>", "fraction", "share of the step's units from one environment of a mixture"),
     Metric(
         "named_reward/<name>",
         "reward",
-        "mean of what an agent of these units was given under one name, before its weight, where rewards have names; "
-        "`reward`: those without one, weighted where an agent has no other",
+        "mean reward of one name per agent of the step's units, before its weight, if rewards have names; `reward` "
+        "is that of rewards without a name, weighted if an agent has no other",
     ),
     Metric(
         "evaluation/reward",
         "reward",
-        "mean reward of the policy over held-out tasks at a pinned version; a task's is the mean over the episodes it "
-        "acted in, children too; of `agentrl.evaluate`: what the agents of a task get together",
+        "mean reward of the policy over held-out tasks at a pinned version; the reward of a task is the mean over "
+        "the episodes in which the policy acted, including children; in `agentrl.evaluate`, the sum over the "
+        "agents of a task",
     ),
     Metric(
         "evaluation/reward/<seat>",
         "reward",
-        "`evaluation/reward` per agent of one seat, if the policy holds several; of `agentrl.evaluate`, if several "
-        "policies play: `<policy>` and `<policy>/<seat>`",
+        "`evaluation/reward` per agent of one seat, if the policy holds several seats; in `agentrl.evaluate` with "
+        "several policies: `<policy>` and `<policy>/<seat>`",
     ),
     Metric(
         "evaluation/named_reward/<name>",
         "reward",
-        "`named_reward/<name>` on held-out tasks; of `agentrl.evaluate`, if several policies play: `<policy>/<name>`",
+        "`named_reward/<name>` on held-out tasks; in `agentrl.evaluate` with several policies: `<policy>/<name>`",
     ),
     Metric(
         "evaluation/reward_deviation",
         "reward",
-        "standard deviation of the policy's held-out rewards over episodes; 0: nothing distinguishes any two of them",
+        "standard deviation of the policy's held-out rewards over episodes; 0 if all are equal",
     ),
     Metric(
         "evaluation/reward_error", "reward", "half the width of the 95 % interval of `evaluation/reward`, over tasks"
@@ -56,20 +57,29 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "evaluation/pass_at/<k>",
         "fraction",
-        "pass@k over tasks: the chance that one of k attempts gets a reward of 1 or more (`evaluation.attempts`)",
+        "pass@k over tasks: probability that at least one of k attempts gets a reward of 1 or more "
+        "(`evaluation.attempts`)",
     ),
-    Metric("evaluation/pass_at_error/<k>", "fraction", "half the width of its 95 % interval, over tasks"),
+    Metric("evaluation/pass_at_error/<k>", "fraction", "half the width of the 95 % interval of that value, over tasks"),
     Metric("evaluation/split_reward/<split>", "reward", "`evaluation/reward` on one of several splits"),
-    Metric("evaluation/split_reward_error/<split>", "reward", "half the width of its 95 % interval, over tasks"),
+    Metric(
+        "evaluation/split_reward_error/<split>",
+        "reward",
+        "half the width of the 95 % interval of that value, over tasks",
+    ),
     Metric("evaluation/split_pass_at/<split>/<k>", "fraction", "pass@k on one of several splits"),
-    Metric("evaluation/split_pass_at_error/<split>/<k>", "fraction", "half the width of its 95 % interval, over tasks"),
+    Metric(
+        "evaluation/split_pass_at_error/<split>/<k>",
+        "fraction",
+        "half the width of the 95 % interval of that value, over tasks",
+    ),
     Metric("evaluation/turns", "turns", "mean turns of held-out episodes"),
     Metric("evaluation/tokens", "tokens", "mean sampled tokens of held-out episodes"),
     Metric("evaluation/episodes", "episodes", "held-out episodes that were committed"),
     Metric(
         "evaluation/dropped",
         "episodes",
-        "held-out episodes that were dropped, including children; no other figure counts them",
+        "held-out episodes that were dropped, including children; no other metric counts them",
     ),
     Metric("evaluation/tasks", "tasks", "held-out tasks of an evaluation during a run"),
     Metric("evaluation/seconds", "s", "duration of an evaluation during a run"),
@@ -89,87 +99,98 @@ METRICS: tuple[Metric, ...] = (
         "trajectories",
         "trajectories of the step that began in this attempt of the run and exceed `max_lag`, if set; should be 0",
     ),
-    Metric("advantage/zero_share", "fraction", "units of the step whose advantages are all 0: they taught nothing"),
+    Metric(
+        "advantage/zero_share", "fraction", "share of units of the step whose advantages are all 0, which teach nothing"
+    ),
     Metric(
         "advantage/alone_share",
         "fraction",
-        "units of the step that had no other episode to be compared with, as after `ctx.spawn` with n=1",
+        "share of units of the step without another episode to compare with, as after `ctx.spawn` with n=1",
     ),
     Metric("step/units", "units", "units the step consumed"),
     Metric("step/tokens", "tokens", "sampled tokens the step trained on"),
     Metric("step/seconds", "s", "wall time since the policy's previous step"),
     Metric("step/waited_s", "s", "time that the trainer waited for the step's units"),
     Metric("run/seconds", "s", "wall time since training began"),
-    Metric("run/lineage", "lineages", "lineage of the step's version; it grows when the run is resumed"),
-    Metric("run/code_changes", "changes", "resumes so far that met changed environment code"),
+    Metric("run/lineage", "lineages", "lineage of the step's version, which increases with each resume"),
+    Metric("run/code_changes", "changes", "number of resumes after which the environment code had changed"),
     Metric("engine/busy_share", "fraction", "share of the step's wall time the engine spent in forward passes"),
     Metric("trainer/busy_share", "fraction", "share of the step's wall time the trainer was busy"),
     Metric(
         "tokens/sampled_per_s",
         "tokens/s",
-        "sampled tokens, of all policies, of the episodes that ended since the previous step, per second since then; "
-        "absent if none has ended; the next step then covers both",
+        "sampled tokens of all policies, in the episodes that ended since the previous step, per second; absent if "
+        "no episode ended, and the next step then covers both",
     ),
     Metric("episodes/per_s", "episodes/s", "episodes that ended during the step"),
     Metric(
         "episodes/turns",
         "turns",
-        "mean turns of the policy in the committed episodes it acted in, of those that ended during the step",
+        "mean number of turns of the policy in the episodes that it acted in and that were committed during the step",
     ),
-    Metric("episodes/in_flight", "episodes", "admitted and not ended"),
-    Metric("episodes/ready", "episodes", "committed and waiting to be trained"),
-    Metric("episodes/trained", "episodes", "trained since the run began"),
-    Metric("episodes/dropped", "episodes", "dropped since the run began, whatever the reason"),
-    Metric("episodes/superseded", "episodes", "ends reported twice, or of an attempt that another replaced: ignored"),
-    Metric("episodes/tokens", "tokens", "mean tokens the policy sampled in the episodes of `episodes/turns`"),
+    Metric("episodes/in_flight", "episodes", "episodes that were admitted and have not ended"),
+    Metric("episodes/ready", "episodes", "committed episodes that wait to be trained on"),
+    Metric("episodes/trained", "episodes", "episodes trained on since the run began"),
+    Metric("episodes/dropped", "episodes", "episodes dropped since the run began, for any reason"),
+    Metric(
+        "episodes/superseded",
+        "episodes",
+        "ignored ends of episodes: reported twice, or of an attempt that another one replaced",
+    ),
+    Metric(
+        "episodes/tokens", "tokens", "mean number of tokens that the policy sampled in the episodes of `episodes/turns`"
+    ),
     Metric(
         "tool/<outcome>",
         "calls",
-        "per episode: tool calls by outcome (ok, error, timeout, bad_arguments, unknown_tool)",
+        "tool calls per episode, by outcome (ok, error, timeout, bad_arguments, unknown_tool)",
     ),
-    Metric("turns/length", "turns", "per episode: turns cut by max_tokens"),
+    Metric("turns/length", "turns", "turns per episode that were cut by max_tokens"),
     Metric(
-        "turns/interrupted", "turns", "per episode: turns that were interrupted, and so took more than one engine call"
+        "turns/interrupted",
+        "turns",
+        "turns per episode that were interrupted and therefore took more than one engine call",
     ),
-    Metric("parked", "times", "per episode: number of times it was parked"),
+    Metric("parked", "times", "number of times that an episode was parked, per episode"),
     Metric(
         "no_room_s",
         "s",
-        "per episode: how long its turns waited for room in the engine's memory for keys and values "
-        "(docs/scheduling.md)",
+        "seconds per episode that turns waited for room in the engine's KV memory (docs/scheduling.md)",
     ),
-    Metric("turns/illegal", "turns", "per episode: turns that the environment itself counted as unreadable"),
-    Metric("win_rate/<policy>", "fraction", "wins against this policy of kind `past`; draws count half"),
+    Metric("turns/illegal", "turns", "turns per episode that the environment counted as unreadable"),
+    Metric(
+        "win_rate/<policy>", "fraction", "share of games won against this policy of kind `past`; a draw counts half"
+    ),
     Metric("games/<policy>", "episodes", "games against this policy of kind `past`"),
-    Metric("episodes/decided", "episodes", "games: one seat's reward was above 0, another's below"),
-    Metric("won/<seat>", "fraction", "decided games in which this seat had the largest reward"),
-    Metric("format/episodes", "episodes", "episodes that the other `format/` figures of the step cover"),
+    Metric("episodes/decided", "episodes", "decided games: one seat's reward was above 0, another's below"),
+    Metric("won/<seat>", "fraction", "share of decided games in which this seat had the highest reward"),
+    Metric("format/episodes", "episodes", "episodes that the other `format/` metrics of the step cover"),
     Metric(
         "format/broken_turns",
         "fraction",
-        "turns of the policy that broke the format: cut, illegal, or with a call that fits no tool",
+        "share of turns of the policy that broke the format: cut, illegal, or with a call that matches no tool",
     ),
-    Metric("format/broken_share", "fraction", "episodes with such a turn"),
-    Metric("format/reward_broken", "reward", "mean reward of the episodes with such a turn"),
-    Metric("format/reward_kept", "reward", "mean reward of the episodes without one"),
+    Metric("format/broken_share", "fraction", "share of episodes with a turn that broke the format"),
+    Metric("format/reward_broken", "reward", "mean reward of the episodes with a turn that broke the format"),
+    Metric("format/reward_kept", "reward", "mean reward of the episodes without such a turn"),
     Metric(
         "episodes/timed_out",
         "fraction",
-        "of the episodes that ended since the policy's last step, those ended by `episode_timeout_s`: truncated or "
-        "dropped; absent where none was",
+        "share of the episodes since the policy's last step that `episode_timeout_s` ended, by truncation or "
+        "dropping; absent if there were none",
     ),
     Metric(
         "advantage/variance_ratio",
         "1",
         "with credit.release = 'late' or 'episode': mean square of the advantages of groups completed since the "
-        "policy's last step, over that of leave-one-out over the same whole groups: what training before a group is "
-        "complete costs in variance (docs/scheduling.md)",
+        "policy's last step, divided by that of leave-one-out over the same complete groups; measures the variance "
+        "that training before a group is complete adds (docs/scheduling.md)",
     ),
     Metric(
         "selection_bias/length_ratio",
         "1",
-        "mean tokens of the trained units over those of all, in the order of dispatch: the newest groups of which all "
-        "were trained or dropped, 20 steps' worth of units (docs/scheduling.md)",
+        "mean tokens of the trained units divided by those of all units; covers the newest groups in dispatch "
+        "order whose units were all trained or dropped, as many units as 20 steps consume (docs/scheduling.md)",
     ),
     Metric(
         "selection_bias/seconds_ratio",
@@ -179,22 +200,22 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "selection_bias/reward_shift",
         "deviations",
-        "mean reward of the groups of the trained units minus that of all, over its standard deviation: above 0, what "
-        "is trained is easier",
+        "mean reward of the groups of the trained units minus that of all units, in standard deviations; above 0, "
+        "the trained tasks are easier",
     ),
     Metric(
         "selection_bias/held_share",
         "fraction",
-        "of these units, those neither trained nor dropped when 20 steps' worth of later ones had been",
+        "share of these units that were neither trained nor dropped when 20 steps of later units had been",
     ),
     Metric(
         "selection_bias/overtaken",
         "steps",
-        "the most that a unit of the step was trained after its turn in the order of dispatch",
+        "largest delay of a unit of the step after its turn in the order of dispatch",
     ),
     Metric("gate/acceptance", "fraction", "share of `agent.gate` calls that accepted"),
-    Metric("proposals/made", "proposals", "passed to `ctx.remember` since the policy's previous step"),
-    Metric("proposals/repeated", "fraction", "share of proposals that the run remembered already"),
+    Metric("proposals/made", "proposals", "proposals passed to `ctx.remember` since the policy's previous step"),
+    Metric("proposals/repeated", "fraction", "share of proposals that the run already remembered"),
     Metric(
         "proposals/structure_entropy", "nats", "entropy of the structures of the newest 100 proposals that have one"
     ),
@@ -203,26 +224,29 @@ METRICS: tuple[Metric, ...] = (
         "groups",
         "groups dropped since the policy's last step because their advantages were all 0 (`credit.dynamic_sampling`)",
     ),
-    Metric("pass_rate/groups", "groups", "groups of child episodes that ended, their rewards between 0 and 1"),
+    Metric("pass_rate/groups", "groups", "ended groups of child episodes with rewards between 0 and 1"),
     Metric("pass_rate/frontier", "fraction", "share of these groups with a mean reward p from 0.2 to 0.8"),
     Metric(
         "pass_rate/<range>",
         "fraction",
-        "share of these groups with p in this range: a histogram of p, with bins of their own for 0 and 1",
+        "share of these groups with p in this range, a histogram of p with separate bins for 0 and 1",
     ),
-    Metric("history/<cause>", "turns", "per episode: turns before which the chat template rewrites what was said"),
-    Metric("drift/<cause>", "turns", "per episode: turns whose sampled tokens the template would tokenise differently"),
+    Metric("history/<cause>", "turns", "turns per episode before which the chat template rewrites earlier messages"),
+    Metric(
+        "drift/<cause>", "turns", "turns per episode whose sampled tokens the chat template would tokenize differently"
+    ),
     Metric("step", "steps", "optimizer steps the policy has taken"),
-    Metric("loss", "1", "the step's loss"),
+    Metric("loss", "1", "loss of the step"),
     Metric("grad_norm", "1", "norm of the gradient before clipping"),
     Metric("learning_rate", "1", "learning rate of the step"),
     Metric("entropy", "nats", "mean entropy of the processed distribution per trained token"),
     Metric("kept_mass", "fraction", "mean probability of the kept set under the trainer's full distribution"),
-    Metric("k3", "nats", "k3 estimate of KL(behavior || trainer): staleness and engine mismatch together"),
+    Metric("k3", "nats", "k3 estimate of KL(behavior || trainer), which includes staleness and engine mismatch"),
     Metric(
         "mismatch/k3",
         "nats",
-        "k3 over rows sampled by the very weights that were trained: the mismatch of engine and trainer alone",
+        "k3 over rows sampled by exactly the weights that were trained; measures only the mismatch of engine and "
+        "trainer",
     ),
     Metric("mismatch/difference", "nats", "mean |trainer logprob - behavior logprob| over the rows of `mismatch/k3`"),
     Metric(
@@ -232,29 +256,42 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "seat_k3/<seat>",
         "nats",
-        "k3 over the tokens of one seat, where the policy holds several: KL from the version that sampled them to the "
+        "k3 over the tokens of one seat, if the policy holds several; KL from the version that sampled them to the "
         "one that trains, not to a reference",
     ),
-    Metric("lag_k3/<lag>", "nats", "k3 over the tokens sampled this many steps before (0, 1, 2, 3, 4+)"),
+    Metric("lag_k3/<lag>", "nats", "k3 over the tokens with this lag in steps (0, 1, 2, 3, 4+)"),
     Metric(
         "lag_difference/<lag>", "nats", "mean |trainer logprob - behavior logprob| over the tokens of `lag_k3/<lag>`"
     ),
-    Metric("lag_max_difference/<lag>", "nats", "largest |trainer logprob - behavior logprob| over these tokens"),
-    Metric("lag_tokens/<lag>", "tokens", "number of these tokens; tokens of an earlier lineage have lag 1 or more"),
-    Metric("unrouted_share", "fraction", "forwarded tokens without recorded experts, where routing is replayed"),
+    Metric(
+        "lag_max_difference/<lag>",
+        "nats",
+        "largest |trainer logprob - behavior logprob| over the tokens of `lag_k3/<lag>`",
+    ),
+    Metric(
+        "lag_tokens/<lag>",
+        "tokens",
+        "number of tokens of `lag_k3/<lag>`; tokens of an earlier lineage have lag 1 or more",
+    ),
+    Metric("unrouted_share", "fraction", "share of forwarded tokens without recorded experts, if routing is replayed"),
     Metric("abs_logprob_difference", "nats", "mean |trainer logprob - behavior logprob|"),
-    Metric("mean_ratio", "1", "mean importance ratio trainer / behavior"),
-    Metric("masked_fraction", "fraction", "trained tokens the trust region or the clip left without gradient"),
+    Metric("mean_ratio", "1", "mean importance ratio, trainer / behavior"),
+    Metric(
+        "masked_fraction",
+        "fraction",
+        "share of trained tokens without gradient because of the trust region or the clip",
+    ),
     Metric(
         "truncated_fraction",
         "fraction",
-        "trained tokens that weigh less than their importance ratio: it was capped, or the loss has other weights",
+        "share of trained tokens whose weight is below their importance ratio, because it was capped or the loss "
+        "weights differently",
     ),
     Metric("effective_sample_fraction", "fraction", "(sum of ratios)^2 / (n * sum of squared ratios)"),
-    Metric("reference_kl", "nats", "mean of log pi - log ref of the trained tokens: the distance from the reference"),
-    Metric("skipped_samples", "rows", "rows whose advantages are all 0: consumed, but without a gradient to compute"),
-    Metric("forwarded_tokens", "tokens", "tokens the trainer passed through the model"),
-    Metric("sharing", "1", "row tokens per forwarded token: what sharing common prefixes saved"),
+    Metric("reference_kl", "nats", "mean of log pi - log ref over the trained tokens, the distance from the reference"),
+    Metric("skipped_samples", "rows", "rows whose advantages are all 0, which are consumed without a gradient"),
+    Metric("forwarded_tokens", "tokens", "tokens that the trainer passed through the model"),
+    Metric("sharing", "1", "row tokens per forwarded token, the saving from shared prefixes"),
 )
 
 BROKEN_FORMAT = ("tool/bad_arguments", "tool/unknown_tool", "turns/length", "turns/illegal")

@@ -1,8 +1,8 @@
 """The state of a run for displays, and the two files that carry it to other processes.
 
-`RunState` is computed from the lines of `metrics.jsonl` (a repeated step, as after a resume, replaces the older one) and
-contains the bounds in the configuration. `Status` is a snapshot of the loop, written once a second to `status.json`; the
-run does not depend on that file, and an unreadable one counts as absent.
+`RunState` is computed from the lines of `metrics.jsonl` (a repeated step, as after a resume, replaces the older one)
+and contains the bounds in the configuration. `Status` is a snapshot of the loop, written once a second to
+`status.json`; the run does not depend on that file, and an unreadable one counts as absent.
 """
 
 from __future__ import annotations
@@ -161,8 +161,8 @@ class PolicyState:
     def held_out(self) -> list[tuple[int, float]]:
         """Return step and held-out reward of the evaluations that are comparable with the newest one.
 
-        These are the evaluations on the same number of tasks, which the run's seed draws; a resumed run may evaluate on more or
-        fewer tasks.
+        These are the evaluations on the same number of tasks, which the run's seed draws; a resumed run may evaluate on
+        more or fewer tasks.
         """
         evaluations = [each for each in sorted(self.evaluations.items()) if "evaluation/reward" in each[1]]
         newest = evaluations[-1][1].get("evaluation/tasks") if evaluations else None
