@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
+from torch import nn
 
+from agentrl.core.errors import ModelError
+from agentrl.engines.models import read_model, read_shapes
+from agentrl.learn.memory import AllocationCounter
 from tests.learn_cases import run_config, write_model
 from tests.rank_processes import on_ranks
 from tests.sharding_cases import FUNCTION, alone, case, gradient_error
@@ -117,6 +122,39 @@ def test_an_offloaded_rank_gives_the_files_of_one_that_is_not(results: dict[str,
             assert one["losses"] == other["losses"]
             files = [Path(each["versions"]["policy"]) / "model.safetensors" for each in (one, other)]
             assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def half(parameter: nn.Parameter) -> nn.Parameter:
+    return nn.Parameter(parameter.detach()[: len(parameter) // 2].clone())
+
+
+def test_a_tensor_is_cut_before_the_next_is_read(root: Path) -> None:
+    shapes = sum(each.nbytes for each in read_shapes(root / "qwen3", max_context=64, dtype=torch.bfloat16).parameters())
+    kept: list[nn.Parameter] = []
+
+    def cut(parameter: nn.Parameter) -> nn.Parameter:
+        alive = counted.live - shapes - sum(each.nbytes for each in kept)
+        assert parameter.nbytes <= alive <= parameter.nbytes + 4096, "this tensor, and a few positions"
+        kept.append(half(parameter))
+        return kept[-1]
+
+    with AllocationCounter() as counted:
+        model = read_model(root / "qwen3", dtype=torch.bfloat16, max_context=64, to_sample=False, keep=cut)
+    assert {id(each) for each in model.parameters()} == {id(each) for each in kept}
+    assert model.get_input_embeddings().weight is model.get_output_embeddings().weight, "tied"
+
+
+@pytest.mark.parametrize("fault", ["are missing", "have a wrong shape"])
+def test_shards_of_a_damaged_checkpoint_are_not_made_up(root: Path, tmp_path: Path, fault: str) -> None:
+    shutil.copytree(root / "qwen3", tmp_path / "model")
+    file = tmp_path / "model/model.safetensors"
+    tensors, name = load_file(file), "model.layers.1.mlp.up_proj.weight"
+    tensors[name] = tensors[name][:-1].clone()
+    if fault == "are missing":
+        del tensors[name]
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(ModelError, match=rf"1 weights {fault} \('{name}'\)"):
+        read_model(tmp_path / "model", dtype=torch.bfloat16, max_context=64, to_sample=False, keep=half)
 
 
 def test_groups_that_do_not_divide_the_ranks_are_refused(root: Path) -> None:
