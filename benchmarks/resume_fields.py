@@ -125,6 +125,7 @@ BESIDE: dict[str, dict[str, Any]] = {
     "engine.replicas": {"engine.placement": "process"},
     "credit.advantage_options": {"credit.advantage": "pass_at_k"},
     "engine.vllm": {"engine.kind": "vllm", "sampling.top_p": 1.0},
+    "cluster.min_nodes": {"cluster.address": "auto"},
 }
 """What has to be changed too for the setting to be one."""
 
@@ -132,6 +133,7 @@ NOT_RUN: dict[str, str] = {
     "workers": "episodes would be played in processes of their own, which scripted parts do not reach",
     "sinks": "the sinks are extras, which need not be installed",
     "cluster.address": "there is no cluster",
+    "cluster.min_nodes": "there is no cluster",
     "deterministic": "with `true` the configuration itself is refused, for the run's remote policy",
 }
 """Settings for which `check_unchanged` is asked and nothing is run, and why."""

@@ -29,6 +29,7 @@ from agentrl.app.assemble import Parts, assemble
 from agentrl.app.parts import Adapters, connect_trainer, make_chat_format, make_workers
 from agentrl.app.policies import given_weights, load_weights, pinned_policies
 from agentrl.app.recovery import Code, find_start
+from agentrl.cluster.nodes import wait_for_nodes
 from agentrl.cluster.worker_pool import NAMED, SUSPECTED
 from agentrl.config.resume import Difference
 from agentrl.config.run import RunConfig
@@ -223,6 +224,8 @@ async def supervise(setup: RunSetup) -> Orchestrator:
             observer.watch()
             observer.warn(f"{error}; going on from the newest checkpoint in {wait:g} s")
         await setup.adapters.clock.sleep(wait)
+        if setup.config.cluster.min_nodes:
+            await wait_for_nodes(setup.config, setup.adapters.clock, observer.phase)
 
 
 async def _run_once(setup: RunSetup) -> Orchestrator:

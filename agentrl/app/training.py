@@ -140,7 +140,7 @@ async def run_training(
         for line in split_groups(config, demands_of(config, environment)):
             observer.warn(line)
         if adapters.engine is make_engine:
-            for line in await _device_lines(config, code):
+            for line in await _device_lines(config, code, clock, observer.phase):
                 observer.say(line)
         if chat_format.rewrites:
             what = "goes on in new rows" if chat_format.forks else "is kept as it was sampled"
@@ -170,8 +170,10 @@ async def run_training(
         return _concluded(directory, store, observer, orchestrator, summary)
 
 
-async def _device_lines(config: RunConfig, code: Mapping[str, str]) -> list[str]:
-    """Describe the assignment of devices, and of the nodes of a cluster, which are checked.
+async def _device_lines(
+    config: RunConfig, code: Mapping[str, str], clock: Clock, tell: Callable[[str], None]
+) -> list[str]:
+    """Describe the assignment of devices, and of the nodes of a cluster, which are waited for and checked.
 
     Raises:
         InputError: `cluster.address` does not answer.
@@ -179,10 +181,12 @@ async def _device_lines(config: RunConfig, code: Mapping[str, str]) -> list[str]
     """
     if not config.on_cluster:
         return device_plan(config).lines()
-    from agentrl.cluster.nodes import check_nodes
+    from agentrl.cluster.nodes import check_nodes, wait_for_nodes
     from agentrl.cluster.session import kept_signal_handlers
 
     check_ray()
+    if config.cluster.min_nodes:
+        await wait_for_nodes(config, clock, tell)
     with kept_signal_handlers():
         _, lines = await asyncio.to_thread(check_nodes, config, code)
     return lines

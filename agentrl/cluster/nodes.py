@@ -7,21 +7,23 @@ Does not own: the plan (`config.devices`).
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import importlib.util
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from agentrl.cluster.session import RaySession, brief, on_node, shown
+from agentrl.cluster.session import LOOK_S, RaySession, brief, kept_signal_handlers, on_node, shown
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from agentrl.config.devices import Node, NodePlan
     from agentrl.config.run import RunConfig
+    from agentrl.core.clock import Clock
 
 ANSWER_S = 60.0
 """Timeout for the reports of all nodes, in seconds."""
@@ -95,6 +97,26 @@ def differences(node: str, here: NodeReport, there: NodeReport) -> list[str]:
         elif there.code[module] != digest:
             found.append(f"another version of the module {module}: install the same there")
     return [f"node {node} has {what}" for what in found]
+
+
+async def wait_for_nodes(config: RunConfig, clock: Clock, tell: Callable[[str], None]) -> None:
+    """Wait until the cluster has `cluster.min_nodes`, for as long as that takes.
+
+    Args:
+        config: of the run.
+        clock: times the looks at the cluster.
+        tell: takes what is waited for, whenever that has changed.
+
+    Raises:
+        InputError: nobody answers at the address.
+    """
+    session, told, count = RaySession(config.cluster.address), "", config.cluster.min_nodes
+    with kept_signal_handlers():
+        await asyncio.to_thread(session.start)
+    while len(nodes := await asyncio.to_thread(session.nodes)) < count:
+        if (waiting := f"waiting for nodes: {len(nodes)} of {count} are in the cluster") != told:
+            tell(told := waiting)
+        await clock.sleep(LOOK_S)
 
 
 def check_nodes(config: RunConfig, code: Mapping[str, str]) -> tuple[NodePlan, list[str]]:

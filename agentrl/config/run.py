@@ -534,6 +534,8 @@ def _check_engine(config: RunConfig) -> None:
 
 
 def _check_cluster(config: RunConfig) -> None:
+    if config.cluster.min_nodes and not config.on_cluster:
+        raise ValueError("cluster.min_nodes: there are no nodes without cluster.address; set that, too")
     if config.on_cluster and config.trainer.kind == "in_process":
         raise ValueError(
             "cluster.address places trainer ranks in Ray actors: set trainer.kind = 'ray', or leave it out"

@@ -286,6 +286,9 @@ class ClusterConfig(Section):
     address: Free[str] = ""
     """Address of the cluster. `auto`: the Ray that runs on this machine; or HOST:PORT of its head. The run directory
     stays on this machine. Empty: everything is on this machine, and listens on loopback only."""
+    min_nodes: Free[Annotated[NonNegative, NumberUnit("nodes")]] = 0
+    """Nodes that the run waits for, at its start and again when the machine of a trainer rank was lost. 0: ranks go on
+    with those that are left."""
 
 
 class EvaluationConfig(Section):
