@@ -40,8 +40,6 @@ KIND = Kind(
 )
 RAYLET = "src/ray/raylet/raylet "
 CUT_S = {"cut 5": 5.0, "cut 30": 30.0}
-LEAVES_S = 120.0
-"""Longest time for the processes of a drained node to end."""
 Call = tuple[str, int, str]
 """Episode, attempt, call."""
 
@@ -100,7 +98,7 @@ class ClusterChaos(Chaos):
             print(f"fault {self._killed + 1}: {fault} of host {number}", flush=True)
             self._strike_host(fault, number)
             return True
-        victims = [(number, pid) for number in (1, 2, 3) for pid in self._processes(number, *ROLES[fault])]
+        victims = [(number, pid) for number in (1, 2, 3) for pid in self._hosts.processes(number, *ROLES[fault])]
         if not victims:
             return False
         number, victim = self._rng.choice(victims)
@@ -110,7 +108,7 @@ class ClusterChaos(Chaos):
 
     def _strike_host(self, fault: str, number: int) -> None:
         if fault == "drain":
-            for raylet in self._processes(number, RAYLET):
+            for raylet in self._hosts.processes(number, RAYLET):
                 os.kill(raylet, signal.SIGTERM)
             return
         self._hosts.cut(number)
@@ -120,23 +118,11 @@ class ClusterChaos(Chaos):
             time.sleep(CUT_S[fault])
             self._hosts.plug(number)
 
-    def _processes(self, number: int, *marks: str) -> list[int]:
-        """Processes of a host whose command line contains one of these."""
-        found = []
-        for pid in self._hosts.processes(number):
-            try:
-                command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-            except OSError:
-                continue
-            if any(mark in command for mark in marks):
-                found.append(pid)
-        return found
-
     def _join_again(self) -> None:
         """Start Ray where its node was lost; what else of it is left is killed, as a restart of the machine does."""
         for number in (2, 3):
             self._hosts.plug(number)
-            if not self._processes(number, RAYLET):
+            if not self._hosts.processes(number, RAYLET):
                 self._hosts.kill(number)
                 self._hosts.start_ray([number], hide=self._hosts.directory / "1")
                 self._tally.kills["join"] += 1

@@ -42,6 +42,14 @@ def _run(*command: str) -> None:
     subprocess.run(command, check=True, capture_output=True)
 
 
+def _command(process: int) -> str:
+    """Its command line; empty where it has ended."""
+    try:
+        return Path(f"/proc/{process}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    except OSError:
+        return ""
+
+
 class Hosts:
     """Hosts 1 … n at 10.78.0.1 … 10.78.0.n; their disks lie under `directory`, outside /tmp of each other.
 
@@ -160,13 +168,19 @@ class Hosts:
             )
             assert found.returncode == 0, found.stdout + found.stderr
 
-    def processes(self, number: int) -> list[int]:
-        """Ids of the processes on a host, without the one that holds it open."""
+    def processes(self, number: int, *marks: str) -> list[int]:
+        """Ids of the processes on a host, without the one that holds it open.
+
+        Args:
+            number: of the host.
+            marks: only processes whose command line contains one of these.
+        """
         answer = subprocess.run(
             ["ip", "netns", "pids", self._space(number)], capture_output=True, text=True, check=False
         )
         holder = self._holders[number].pid if number in self._holders else 0
-        return [int(line) for line in answer.stdout.split() if int(line) != holder]
+        found = [int(line) for line in answer.stdout.split() if int(line) != holder]
+        return [each for each in found if not marks or any(mark in _command(each) for mark in marks)]
 
     def cut(self, number: int) -> None:
         """Unplug a host's network."""

@@ -1,0 +1,173 @@
+"""The part of `benchmarks.cluster` about versions on their way to an engine on another host.
+
+`adapter_publish_ms`: from the request to serve an adapter of the calculator until an embedded engine on another host
+serves it; `adapter_publish_over_one_host`: over the same with the engine in a process beside the run, median of
+interleaved pairs. `full_publish_gb_s`: all weights of a model to an engine on another host, kept there and checked;
+`bare_copy_gb_s`: the same bytes over a bare connection, into a file.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+import shutil
+import socket
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from transformers import AutoModelForCausalLM
+
+from agentrl.app.parts import make_engine
+from agentrl.cluster.engine_actors import RayPlacement
+from agentrl.cluster.session import RaySession
+from agentrl.config.devices import Node
+from agentrl.config.load import load
+from agentrl.core.files import sha256_of
+from agentrl.core.machine import Gpu
+from agentrl.core.records import PolicyVersion, WeightsRef
+from agentrl.engines.child_process import EngineProgram
+from agentrl.engines.client import ProcessEngine
+from agentrl.engines.scripted import ScriptedEngine
+from benchmarks.cluster_run import EXAMPLE
+from benchmarks.embedded_engine import random_adapter
+from tests.support.hosts import Hosts, unavailable
+
+START = {"solver": PolicyVersion("solver", 0, 0)}
+PAIRS = 30
+FULL_BYTES, COPIES = 256 << 20, 5
+QUICK = 8
+"""So many times fewer pairs and bytes."""
+COPY_PORT = 7000
+BLOCK = 1 << 20
+
+
+def figures(quick: bool) -> dict[str, float | None]:
+    """See the module."""
+    if reason := unavailable():
+        print(f"not measured: {reason}", flush=True)
+        return {}
+    directory = Path(tempfile.mkdtemp(prefix="agentrl-hosts-", dir="/var/tmp"))
+    try:
+        with Hosts(directory, 2) as hosts:
+            hosts.start_ray([1, 2], hide=directory / "1")
+            program = [sys.executable, "-m", "benchmarks.cluster_weights"]
+            receiving = hosts.start(2, [*program, "receive", hosts.address(2)])
+            found = hosts.run(1, [*program, hosts.address(2), str(QUICK if quick else 1)])
+            receiving.kill()
+            receiving.wait()
+            if found.returncode:
+                raise SystemExit(found.stdout + found.stderr)
+            print(found.stdout, end="", flush=True)
+            measured: dict[str, float | None] = json.loads(found.stdout.splitlines()[-1])
+            return measured
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+async def measure(receiver: str, fewer: int) -> dict[str, float]:
+    """All figures; runs on host 1."""
+    root = Path(tempfile.mkdtemp())
+    there, here = await adapters(root, PAIRS // fewer)
+    full, bare = await whole(root, receiver, FULL_BYTES // fewer)
+    ratio = statistics.median(a / b for a, b in zip(there, here, strict=True))
+    return {
+        "adapter_publish_ms": 1e3 * statistics.median(there),
+        "adapter_publish_over_one_host": ratio,
+        "full_publish_gb_s": full,
+        "bare_copy_gb_s": bare,
+    }
+
+
+async def adapters(root: Path, pairs: int) -> tuple[list[float], list[float]]:
+    """Seconds until adapters are served on another host and on this one, by turns."""
+    elsewhere = load(EXAMPLE, ["--cluster.address=auto"])
+    beside = load(EXAMPLE, ["--engine.placement=process"])
+    model = AutoModelForCausalLM.from_pretrained(elsewhere.model.path)
+    engines = [await make_engine(config, START, print) for config in (elsewhere, beside)]
+    taken: tuple[list[float], list[float]] = ([], [])
+    for step in range(1, pairs + 3):
+        path = root / str(step)
+        version = PolicyVersion("solver", 0, step)
+        weights = WeightsRef(version=version, path=str(path), kind="adapter", sha256=random_adapter(model, path, step))
+        for engine, times in zip(engines, taken, strict=True):
+            begun = time.perf_counter()
+            await engine.serve([weights])
+            times.append(time.perf_counter() - begun)
+    for engine in engines:
+        await engine.close()
+    for name, times in zip(("another host", "this host"), taken, strict=True):
+        print(f"adapters to {name}: {' '.join(f'{1e3 * each:.1f}' for each in times)} ms", flush=True)
+    return taken[0][2:], taken[1][2:]  # without what is set up once
+
+
+class KeepingEngine(ScriptedEngine):
+    """Checks the digest of weights, as real engines do, and does not load them."""
+
+    def __init__(self, *, versions: Mapping[str, PolicyVersion]) -> None:
+        super().__init__([[5]], versions=versions)
+
+    async def load(self, weights: WeightsRef) -> None:
+        """See `ScriptedEngine.load`."""
+        if await asyncio.to_thread(sha256_of, Path(weights.path, "model.safetensors")) != weights.sha256:
+            raise SystemExit("other bytes than were sent")
+
+
+async def whole(root: Path, receiver: str, size: int) -> tuple[float, float]:
+    """Gigabytes a second of all weights to an engine on another host, and of a bare copy there; medians, by turns."""
+
+    def choose(session: RaySession) -> tuple[Node | None, list[Gpu]]:
+        return session.nodes()[-1], []
+
+    placement = RayPlacement(choose, address="auto")
+    program = EngineProgram("benchmarks.cluster_weights:KeepingEngine", {})
+    engine = await ProcessEngine(program, START, placement=placement, tell=print).ready()
+    published, copied = [], []
+    for step in range(1, COPIES + 1):
+        directory = root / f"full-{step}"
+        directory.mkdir()
+        content = os.urandom(BLOCK) * (size // BLOCK)
+        (directory / "model.safetensors").write_bytes(content)
+        digest = hashlib.sha256(content).hexdigest()
+        version = PolicyVersion("solver", 0, step)
+        begun = time.perf_counter()
+        await engine.serve([WeightsRef(version=version, path=str(directory), kind="full", sha256=digest)])
+        published.append(size / (time.perf_counter() - begun) / 1e9)
+        begun = time.perf_counter()
+        await asyncio.to_thread(copy, receiver, directory / "model.safetensors")
+        copied.append(size / (time.perf_counter() - begun) / 1e9)
+        shutil.rmtree(directory)
+    await engine.close()
+    print(f"all weights, {size >> 20} MiB: {published} GB/s, a bare copy {copied} GB/s", flush=True)
+    return statistics.median(published), statistics.median(copied)
+
+
+def copy(receiver: str, file: Path) -> None:
+    """Send a file; returns when it is there."""
+    with socket.create_connection((receiver, COPY_PORT)) as connection, file.open("rb") as content:
+        connection.sendfile(content)
+        connection.shutdown(socket.SHUT_WR)
+        connection.recv(1)
+
+
+def receive(host: str) -> None:
+    """Take files, for ever; runs on host 2."""
+    with socket.create_server((host, COPY_PORT)) as listener:
+        while True:
+            connection, _ = listener.accept()
+            with connection, tempfile.TemporaryFile() as file:
+                while data := connection.recv(BLOCK):
+                    file.write(data)
+                connection.sendall(b"1")
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "receive":
+        receive(sys.argv[2])
+    else:
+        print(json.dumps(asyncio.run(measure(sys.argv[1], int(sys.argv[2])))))
