@@ -78,6 +78,7 @@ def said(log: Path, words: str, process: subprocess.Popen[str]) -> None:
         time.sleep(0.1)
 
 
+@pytest.mark.timeout(1200)  # three nodes of Ray, on a machine that is busy
 def test_one_run_waits_for_three_hosts_uses_them_and_outlives_one(hosts: Hosts, tmp_path: Path) -> None:
     home, log = hosts.directory / "1" / "tmp", tmp_path / "said"
     (home / "run.toml").write_text(SETTINGS)
