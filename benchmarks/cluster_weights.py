@@ -39,6 +39,7 @@ from benchmarks.embedded_engine import random_adapter
 from tests.support.hosts import Hosts, unavailable
 
 START = {"solver": PolicyVersion("solver", 0, 0)}
+LORA = ["--policies.solver.lora.rank=8"]
 PAIRS = 30
 FULL_BYTES, COPIES = 256 << 20, 5
 QUICK = 8
@@ -86,8 +87,8 @@ async def measure(receiver: str, fewer: int) -> dict[str, float]:
 
 async def adapters(root: Path, pairs: int) -> tuple[list[float], list[float]]:
     """Seconds until adapters are served on another host and on this one, by turns."""
-    elsewhere = load(EXAMPLE, ["--cluster.address=auto"])
-    beside = load(EXAMPLE, ["--engine.placement=process"])
+    elsewhere = load(EXAMPLE, [*LORA, "--cluster.address=auto"])
+    beside = load(EXAMPLE, [*LORA, "--engine.placement=process"])
     model = AutoModelForCausalLM.from_pretrained(elsewhere.model.path)
     engines = [await make_engine(config, START, print) for config in (elsewhere, beside)]
     taken: tuple[list[float], list[float]] = ([], [])
