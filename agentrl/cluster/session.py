@@ -321,12 +321,19 @@ def is_drained(node: Node) -> bool:
 
 def on_node(node: Node | None, *, soft: bool = False) -> Any:
     """Return Ray's scheduling strategy for an actor on a node; with `soft`, another node is used if that one is lost.
-    None lets Ray choose."""
+    None lets Ray choose.
+
+    Ray's own soft affinity is not used: it also takes another node while the head knows little of this one.
+    """
     if node is None:
         return None
+    import ray
+
+    if soft and not any(each["Alive"] and each["NodeID"] == node.id for each in ray.nodes()):
+        return "SPREAD"
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    return NodeAffinitySchedulingStrategy(node_id=node.id, soft=soft)
+    return NodeAffinitySchedulingStrategy(node_id=node.id, soft=False)
 
 
 def _in_order(address: str) -> tuple[int, ...] | tuple[str]:

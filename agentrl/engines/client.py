@@ -47,6 +47,8 @@ LOAD_BOUND = 1.25
 """Multiple of the mean load up to which an engine takes conversations that share its cached prefixes."""
 PIECE_BYTES = 4 << 20
 """Number of bytes of a version's file in one message."""
+PIECES = 4
+"""Number of such messages on the way at a time."""
 LOSSES_OF_AN_UPDATE = 2
 """Number of deaths during one update after which the update counts as their cause."""
 
@@ -147,35 +149,51 @@ class Connection:
     async def serve(self, current: Collection[WeightsRef], pinned: Collection[WeightsRef]) -> None:
         """See `agentrl.core.ports.Engine.serve`."""
         wanted = in_order(current, pinned)
-        if self.host:
-            for weights in wanted:
-                await self._send_files(weights)
+        new = [weights for weights in wanted if self.host and weights.sha256 not in self._sent]
+        pieces: list[asyncio.Task[None]] = []
+        try:
+            for weights in new:
+                await self._send_files(weights, pieces)
+        except EngineError:
+            await asyncio.gather(*pieces, return_exceptions=True)
+            raise
         call = self.next_call()
-        await self.ask(call, wire.Serve(call=call, current=list(current), pinned=in_order((), pinned)))
-        self._sent &= {weights.sha256 for weights in wanted}
+        serving = self.ask(call, wire.Serve(call=call, current=list(current), pinned=in_order((), pinned)))
+        # Asked for before the pieces are acknowledged, which would take as long again. What came only in part is
+        # refused by its digest; why it came in part is raised first.
+        for answer in await asyncio.gather(*pieces, serving, return_exceptions=True):
+            if isinstance(answer, BaseException):
+                raise answer
+        self._sent = {weights.sha256 for weights in wanted}
 
-    async def _send_files(self, weights: WeightsRef) -> None:
-        """Send the files of a version that the process lacks, piece by piece.
+    async def _send_files(self, weights: WeightsRef, pieces: list[asyncio.Task[None]]) -> None:
+        """Send the files of a version, piece by piece; add the answers to `pieces`, of which at most `PIECES` are open.
 
         Raises:
-            EngineError: the files cannot be read here, or not stored there.
+            EngineError: the files cannot be read here.
         """
-        if weights.sha256 in self._sent:
-            return
         for name in WEIGHT_FILES[weights.kind]:
             path = Path(weights.path) / name
+            start = 0
             try:
                 with path.open("rb") as file:
                     while data := await asyncio.to_thread(file.read, PIECE_BYTES):
                         call = self.next_call()
-                        await self.ask(call, wire.Piece(call=call, sha256=weights.sha256, name=name, data=data))
+                        piece = wire.Piece(call=call, sha256=weights.sha256, name=name, start=start, data=data)
+                        start += len(data)
+                        pieces.append(asyncio.get_running_loop().create_task(self._send_piece(weights, piece)))
+                        if len(pieces) >= PIECES:
+                            await asyncio.wait({pieces[-PIECES]})
             except OSError as error:
                 raise refusal(weights, f"{path} cannot be read ({error.strerror})") from error
-            except EngineLostError:
-                raise
-            except EngineError as error:
-                raise refusal(weights, f"machine {self.host} cannot keep it: {error}", type(error)) from error
-        self._sent.add(weights.sha256)
+
+    async def _send_piece(self, weights: WeightsRef, piece: wire.Piece) -> None:
+        try:
+            await self.ask(piece.call, piece)
+        except EngineLostError:
+            raise
+        except EngineError as error:
+            raise refusal(weights, f"machine {self.host} cannot keep it: {error}", type(error)) from error
 
     async def drain(self, error: AgentRLError) -> None:
         """Read everything a dead process sent, then fail the calls it did not answer."""

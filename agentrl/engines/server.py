@@ -59,6 +59,8 @@ class ConnectionHandler:
         self._exit_process = exit_process
         self._sessions: dict[int, EngineSession | AgentRLError] = {}
         self.versions = SentVersions()
+        self._keeping = asyncio.Lock()
+        """Held while a piece of a version is written: they are in the order in which they came."""
         self.tasks: dict[int, asyncio.Task[None]] = {}
         """Tasks of calls, keyed by the number of the call."""
 
@@ -151,9 +153,12 @@ class ConnectionHandler:
     async def _control(self, message: wire.Serve | wire.Piece | wire.Score) -> wire.Reply | None:
         match message:
             case wire.Serve():
+                async with self._keeping:  # the pieces before it
+                    pass
                 await self._serve(message)
             case wire.Piece():
-                await asyncio.to_thread(self.versions.append, message)
+                async with self._keeping:
+                    await asyncio.to_thread(self.versions.keep_piece, message)
             case wire.Score():
                 return await self._score(message)
         return None
@@ -180,26 +185,25 @@ class SentVersions:
         self._root = Path(os.environ.get(VARIABLE, "")) / "versions"
         self._known: set[str] = set()
 
-    def append(self, piece: wire.Piece) -> None:
-        """Append bytes to a file.
+    def keep_piece(self, piece: wire.Piece) -> None:
+        """Write bytes of a file; the first begin it anew.
 
         Raises:
             EngineStorageError: writing failed.
-            EngineError: the name does not belong to a version's file.
+            EngineError: the name does not belong to a version's file, or the bytes before are missing.
         """
         names = {name for kind in WEIGHT_FILES.values() for name in kind}
         if piece.name not in names or not piece.sha256.isalnum():
             raise EngineError(f"{piece.name!r} is no file of a version")
         directory = self._root / piece.sha256
         try:
-            if piece.sha256 not in self._known:  # or half of it, from an owner that was interrupted
-                shutil.rmtree(directory, ignore_errors=True)
-                directory.mkdir(parents=True)
-                self._known.add(piece.sha256)
-            with (directory / piece.name).open("ab") as file:
+            directory.mkdir(parents=True, exist_ok=True)
+            self._known.add(piece.sha256)
+            with (directory / piece.name).open("wb" if piece.start == 0 else "ab") as file:
+                if file.tell() != piece.start:
+                    raise EngineError(f"{piece.name} has {file.tell():,} bytes, and {piece.start:,} were sent before")
                 file.write(piece.data)
         except OSError as error:
-            self._known.discard(piece.sha256)
             raise EngineStorageError(
                 f"{socket.gethostname()}: {directory} cannot take a version ({error.strerror}); {MAKE_ROOM}"
             ) from error

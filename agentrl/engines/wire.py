@@ -107,6 +107,8 @@ class Piece(WireMessage, frozen=True):
     call: int
     sha256: str
     name: str
+    start: int
+    """Number of bytes before these."""
     data: bytes
 
 

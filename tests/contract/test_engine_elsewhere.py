@@ -27,13 +27,14 @@ async def made(directory: Path) -> ProcessEngine:
     return await ProcessEngine(program(directory), START, placement=Elsewhere()).ready()
 
 
-def refuse_versions(process_id: int | None) -> None:
-    """Have a process's disk refuse further versions, as a full one does."""
+def refuse_versions(process_id: int | None) -> Path:
+    """Have a process's disk refuse further versions, as a full one does, while a file is there."""
     environment = Path(f"/proc/{process_id}/environ").read_bytes().split(b"\0")
     (private,) = [line.partition(b"=")[2] for line in environment if line.startswith(VARIABLE.encode())]
     versions = Path(os.fsdecode(private), "versions")
     versions.rename(versions.with_name("moved"))
     versions.write_text("no directory can be made here")
+    return versions
 
 
 def test_versions_travel_as_bytes_and_a_second_process_is_sent_them_again(tmp_path: Path) -> None:
@@ -77,11 +78,13 @@ def test_a_machine_that_cannot_keep_a_version_is_named_and_serves_the_one_before
     async def main() -> None:
         engine = await made(tmp_path)
         await engine.serve([written(tmp_path / "1", 1, 10)], ())
-        refuse_versions(engine.supervisor.process_id)
+        refusing = refuse_versions(engine.supervisor.process_id)
         with pytest.raises(EngineStorageError, match=r"solver@0\.2 refused: machine .* cannot keep it: .* make room"):
             await engine.serve([written(tmp_path / "2", 2, 10)], ())
         completion = await engine.open("session", "solver").generate(REQUEST)
         assert [span.version.step for span in completion.spans] == [1]
+        refusing.unlink()
+        await engine.serve([written(tmp_path / "3", 3, 2 * PIECE_BYTES + 17)], ())
         await engine.close()
 
     asyncio.run(main())
