@@ -179,12 +179,12 @@ class Dispatcher:
     """Number of the newest evaluation's first episode."""
     _root_end: OnEnd = field(init=False)
     """Bound method `_end_root`, made once."""
-    roots: dict[str, type[Environment]] = field(init=False)
+    _roots: dict[str, type[Environment]] = field(init=False)
     """Classes of root episodes, keyed by name."""
 
     def __post_init__(self) -> None:
         self._root_end = self._end_root
-        self.roots = {name_of(root): root for root in roots_of(self.environment)}
+        self._roots = {name_of(root): root for root in roots_of(self.environment)}
         self.govern(self.admission)
         self.reservations = Reservations(self.buffer.trainable, self.policy_of)
 
@@ -510,7 +510,7 @@ class Dispatcher:
         if spec.purpose != "train":
             return
         try:
-            root = self.roots.get(spec.environment) if spec.parent_id is None else None
+            root = self._roots.get(spec.environment) if spec.parent_id is None else None
             environment = root or resolve(spec.environment)
             self.reservations.reserve(spec.episode_id, environment, self._group(spec.purpose, spec.episode_id))
         except (EnvironmentDefinitionError, ConfigError):  # edited since it was spawned; its runner reports the error

@@ -37,6 +37,8 @@ from agentrl.core.records import PolicyVersion, StepReport, TrainBatch
 from agentrl.core.text import plural
 from agentrl.credit.advantages import StepAdvantages
 from agentrl.credit.baselines import RoleMeans
+from agentrl.environment.mixture import trained_in
+from agentrl.environment.registry import name_of
 from agentrl.journal.port import JournalStore, StepRow
 from agentrl.observe.run_state import Status
 from agentrl.orchestrator.buffer import EpisodeBuffer, ReadyUnit
@@ -551,9 +553,11 @@ class StepMetrics:
         if len(seats) > 1:
             for seat in seats:
                 metrics[f"reward/{seat}"] = _mean([t.reward or 0.0 for t in trajectories if t.seat == seat])
-        if len(self._dispatcher.roots) > 1:
-            for name, root in self._dispatcher.roots.items():
-                own = [reward for ready, reward in zip(taken, rewards, strict=True) if ready.environment == name]
+        members = trained_in(self._dispatcher.environment)
+        if len(members) > 1:
+            for root in members:
+                units = zip(taken, rewards, strict=True)
+                own = [reward for ready, reward in units if ready.environment == name_of(root)]
                 metrics[f"mixture/share/{root.__name__}"] = len(own) / max(len(taken), 1)
                 if own:
                     metrics[f"mixture/reward/{root.__name__}"] = _mean(own)
