@@ -1,1 +1,3 @@
-"""The simulator: production's loop, buffer, scheduler and credit in virtual time, with emulated engine and trainer."""
+"""The simulator: the production loop, buffer, scheduler and credit in virtual time, with emulated engine and
+trainer.
+"""

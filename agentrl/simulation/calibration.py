@@ -1,9 +1,10 @@
-"""Calibration: a plan from a real run, with the lengths, turns, tools, engines and trainers that its journal records.
+"""Calibration: makes a plan from a real run, with the lengths, turns, tools, engines and trainers in its journal.
 
-Only what the journal holds is used. The speed of engines is fitted to the seconds of turns (`fitted_rates`). A turn
-takes the seconds of its tokens, each as long as a forward pass with all that runs, and those of the contexts computed
-meanwhile, its own and others'. Seconds per token do not fall as more calls run; nothing else is assumed of their curve.
-It is known at powers of two with enough turns, and is continued as straight as between the last two.
+Only data of the journal is used. The speed of engines is fitted to the seconds of turns (`fitted_rates`). A turn takes
+the seconds of its tokens, each as long as a forward pass with all running calls, and the seconds of the contexts
+computed during it, its own and those of others. Seconds per token do not fall as more calls run; nothing else is
+assumed about their curve, which is fitted at powers of two with enough turns and extrapolated linearly beyond the last
+two.
 """
 
 from __future__ import annotations
@@ -30,33 +31,33 @@ if TYPE_CHECKING:
     from agentrl.inspection.reader import RunReader
 
 MOST = 3000
-"""Number of newest episodes that are read."""
+"""Maximum number of newest episodes to read."""
 RANKS = 49
 """Number of values that represent a measured distribution."""
 FILLING = 0.25
-"""Share of the steps, the first ones, that are left out of measured shares."""
+"""Share of the steps, from the start, that measured shares leave out."""
 
 ENOUGH = 10
-"""Turns before a fit means something."""
+"""Minimum number of turns for a fit."""
 
 _NORMAL = NormalDist()
 
 
 class BusyShares(msgspec.Struct, frozen=True):
-    """Shares of the time."""
+    """Shares of time in which engines and trainer were busy."""
 
     engine: float
-    """Seconds in which any call ran."""
+    """Share of the time in which any call ran."""
     trainer: float
     steps_per_hour: float
 
 
 class Calibration(msgspec.Struct, frozen=True, kw_only=True):
-    """Figures of a run that a simulation needs."""
+    """Measurements of a run that a simulation needs."""
 
     plan: Plan
     steps: int
-    """Optimizer steps of the first policy that learns."""
+    """Number of optimizer steps of the first policy that learns."""
     skipped: int
     measured: BusyShares
     """Measured shares of busy time after the skipped steps."""
@@ -76,7 +77,7 @@ class _Seen:
         self.added: list[int] = []
 
     def hear(self, seat: str, bodies: Sequence[TurnEntry]) -> None:
-        """An agent's turns, in order."""
+        """Add an agent's turns, in order."""
         self.tokens[seat].append(float(sum(len(body.token_ids) // 4 for body in bodies)))
         self.turns[seat].append(float(len(bodies)))
         self.prompts.append(len(bodies[0].context_ids) // 4)
@@ -86,10 +87,10 @@ class _Seen:
 
 
 def calibrated(reader: RunReader) -> Calibration:
-    """Read a run.
+    """Read the calibration of a run.
 
     Raises:
-        InputError: too little happened in it.
+        InputError: the run is too short.
     """
     config = reader.info().get("config")
     if not isinstance(config, dict):
@@ -151,7 +152,7 @@ def _policy(policy: Mapping[str, Any], steps: Sequence[tuple[Any, ...]], name: s
 
 
 def _metric(reader: RunReader, policy: str) -> list[float]:
-    """Seconds of each step that neither waiting nor training took: publishing and loading."""
+    """Return the seconds of each step besides waiting and training, which are for publishing and loading."""
     values = {name: dict(reader.metric(name).get(policy, [])) for name in ("step/seconds", "step/waited_s")}
     trained = dict(reader.log.rows("SELECT step, seconds FROM steps WHERE policy = ? AND lineage = 0", policy))
     found = []
@@ -163,7 +164,8 @@ def _metric(reader: RunReader, policy: str) -> list[float]:
 
 
 def _read(reader: RunReader, begin: float, end: float) -> tuple[dict[str, _Seen], list[TimedTurn], float]:
-    """Samples of the newest episodes by environment; all turns since a time, and that time, not before `begin`."""
+    """Return samples of the newest episodes by environment, all turns since a time that is not before `begin`, and that
+    time."""
     seen: dict[str, _Seen] = defaultdict(_Seen)
     turns: list[TimedTurn] = []
     ended = reader.episodes(f"purpose = 'train' and committed_at <= {end!r}", sort="committed_at", limit=MOST)
@@ -184,7 +186,7 @@ def _read(reader: RunReader, begin: float, end: float) -> tuple[dict[str, _Seen]
 
 
 def timed_turn(body: TurnEntry) -> TimedTurn | None:
-    """A turn from the journal, without pauses at its beginning. None: it sampled nothing."""
+    """Return a turn from the journal, without pauses at its beginning; None if it sampled nothing."""
     context = len(body.context_ids) // 4
     turn = TimedTurn(
         start=body.started + sum(pause.seconds for pause in body.pauses),
@@ -197,7 +199,7 @@ def timed_turn(body: TurnEntry) -> TimedTurn | None:
 
 
 def _environments(reader: RunReader, seen: Mapping[str, _Seen]) -> dict[str, Any]:
-    """Environments in order of depth, roots first."""
+    """Return the environments in order of depth, roots first."""
     fan_out: dict[str, Counter[str]] = defaultdict(Counter)
     episodes: Counter[str] = Counter()
     roots: Counter[str] = Counter()
@@ -235,7 +237,8 @@ def _environments(reader: RunReader, seen: Mapping[str, _Seen]) -> dict[str, Any
 
 
 def likeness_of(members: Iterable[tuple[EpisodeSpec, EpisodeHeader]]) -> float:
-    """The correlation of siblings' log-tokens: the mean product of their deviations, over the pairs of all groups."""
+    """Return the correlation of siblings' log-tokens: the mean product of their deviations over the pairs of all
+    groups."""
     logs: dict[tuple[str, str], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for spec, header in members:
         for own in header.trajectories:
@@ -270,7 +273,7 @@ def _tail(values: Sequence[float]) -> dict[str, Any]:
 
 
 def covered(spans: Sequence[tuple[float, float]], begin: float, end: float) -> float:
-    """Share of the time in which any of the spans was."""
+    """Return the share of the time that any of the spans covers."""
     covered, reached = 0.0, begin
     for start, stop in sorted(spans):
         start, stop = max(start, reached), min(stop, end)
@@ -281,27 +284,27 @@ def covered(spans: Sequence[tuple[float, float]], begin: float, end: float) -> f
 
 
 class TimedTurn(NamedTuple):
-    """One engine call."""
+    """Engine call."""
 
     start: float
     stop: float
     tokens: int
     context: int
-    """New tokens of it."""
+    """Number of new tokens in its context."""
     computed: int
-    """Tokens of its whole context that no cache held."""
+    """Number of tokens of its whole context that no cache held."""
 
 
 def fitted_rates(turns: Sequence[TimedTurn], slots: int, replicas: int) -> dict[str, Any]:
-    """Rates of a replica as `[engine]` of a plan has them, by least squares.
+    """Fit the rates of a replica by least squares, in the form of `[engine]` in a plan.
 
-    When each call got a slot is unknown: while `n` calls compete for `slots`, each runs for `slots / n` of the time.
-    Single turns that waited therefore say nothing; all of them count as their mean.
+    The time at which a call got a slot is unknown: while `n` calls compete for `slots`, each is assumed to run for
+    `slots / n` of the time. Single turns that waited are therefore meaningless; only the mean of all is used.
 
     `prefill_rate` is the cost of new context tokens, whether computed, recomputed or served by a cache.
 
     Args:
-        turns: all turns of some period: at least one, each with tokens and a duration.
+        turns: all turns of a period, at least one, each with tokens and a duration.
         slots: slots per replica.
         replicas: number of replicas that share the calls.
     """
@@ -350,7 +353,7 @@ def _ran(turns: Sequence[TimedTurn], slots: int) -> list[tuple[float, float, flo
 
 
 def _computed_during(turns: Sequence[TimedTurn]) -> list[int]:
-    """Tokens of context of all calls that began while each turn lasted, its own included."""
+    """Return for each turn the context tokens of all calls that began during it, including its own."""
     begun = sorted((turn.start, turn.computed) for turn in turns)
     starts = [start for start, _ in begun]
     total = [0, *accumulate(computed for _, computed in begun)]
@@ -358,7 +361,9 @@ def _computed_during(turns: Sequence[TimedTurn]) -> list[int]:
 
 
 def _counts(running: NDArray[Any]) -> list[int]:
-    """Numbers of calls at which seconds per token are fitted: the powers of two that enough turns had about them."""
+    """Return the numbers of calls at which seconds per token are fitted: powers of two with enough turns close to
+    them.
+    """
     import numpy as np
 
     near = Counter(np.rint(np.log2(running)).astype(int).tolist())
@@ -367,7 +372,7 @@ def _counts(running: NDArray[Any]) -> list[int]:
 
 
 def _least_squares(columns: NDArray[Any], seconds: NDArray[Any]) -> list[float]:
-    """Weights of the columns, none below 0."""
+    """Return the weights of the columns, none of them negative."""
     import numpy as np
 
     sizes = np.maximum(np.linalg.norm(columns, axis=0), 1e-9)

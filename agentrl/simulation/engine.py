@@ -5,10 +5,10 @@ so one number (`_advanced`) counts their progress, and a call ends when it has g
 
 1. At most `slots` calls run; the others wait, in order of priority, then of arrival.
 2. The part of a call's context that is no longer in memory is computed first, at `prefill_rate`, for one call after
-   another in the order they began. Nothing else advances meanwhile.
-3. A conversation keeps its KV between turns while memory lasts; the longest idle is evicted first. When running calls
-   exceed the memory, the one that began last waits and recomputes its context later. A single call that exceeds the
-   memory alone continues.
+   another in the order in which they began. No other call advances during that time.
+3. A conversation keeps its KV between turns while memory lasts; the conversation that was idle longest is evicted
+   first. When running calls exceed the memory, the one that began last waits and recomputes its context later. A
+   single call that exceeds the memory alone continues.
 """
 
 from __future__ import annotations
@@ -33,13 +33,14 @@ if TYPE_CHECKING:
     from agentrl.core.records import FinishReason, Float32Array, Int32Array, PolicyVersion, WeightsRef
 
 HEADROOM = 0.05
-"""Share of the memory that is left to what runs when a call begins: else the next tokens would push it out again."""
+"""Share of the memory left free for running calls when a call begins; otherwise their next tokens would evict it at
+once."""
 
 Length = Callable[["GenerateRequest"], int]
-"""Number of tokens a call samples."""
+"""Returns the number of tokens that a call samples."""
 
 Rate = Callable[[int], float]
-"""r(b): tokens per second of each of b calls that run together."""
+"""Returns r(b), the tokens per second of each of b calls that run together."""
 
 
 @dataclass(slots=True, eq=False)
@@ -48,13 +49,13 @@ class _EmulatedCall:
     request: GenerateRequest
     length: int
     context: int
-    """Tokens before the first that it samples."""
+    """Number of tokens before the first sampled token."""
     order: tuple[int, int]
     future: asyncio.Future[None]
     said: float = 0.0
-    """Tokens sampled before it was last taken from a slot."""
+    """Number of tokens sampled before the call was last taken from a slot."""
     began: float | None = None
-    """`_advanced` when it got its slot; None without one."""
+    """Value of `_advanced` when the call got its slot; None without a slot."""
     reason: FinishReason = "stop"
     spans: list[VersionSpan] = field(default_factory=list)
     """Spans of versions before `version`."""
@@ -68,13 +69,13 @@ class EmulatedEngine:
     """See `agentrl.core.ports.Engine`; every policy moves to newer weights between two tokens.
 
     Args:
-        length: of each call.
-        versions: the version each policy begins at.
-        slots: calls that run at once.
-        rate: r(b).
-        kv_tokens: tokens of context that fit, of all conversations together; None: no bound.
-        prefill_rate: tokens of context computed per second.
-        max_context: longest context, completion included; None: no bound.
+        length: returns the number of tokens of a call.
+        versions: first version of each policy.
+        slots: maximum number of concurrent calls.
+        rate: returns r(b).
+        kv_tokens: maximum number of context tokens of all conversations together; None: no bound.
+        prefill_rate: context tokens computed per second.
+        max_context: maximum context including the completion, in tokens; None: no bound.
     """
 
     def __init__(
@@ -112,29 +113,29 @@ class EmulatedEngine:
         self._waiting: list[_EmulatedCall] = []
         self._running: list[_EmulatedCall] = []
         self._ends: list[tuple[float, int, _EmulatedCall, float]] = []
-        """Ends of running calls, on the scale of `_advanced`: (end, arrival, call, its `began`)."""
+        """Ends of running calls, on the scale of `_advanced`: (end, arrival, call, `began` of the call)."""
         self._idle: OrderedDict[EmulatedSession, None] = OrderedDict()
         self._kept = 0.0
-        """Tokens whose keys and values are held, of running and idle conversations."""
+        """Number of tokens of running and idle conversations whose keys and values are held."""
         self._advanced = 0.0
         self._computing: dict[_EmulatedCall, float] = {}
-        """Seconds that the rest of each running call's context takes, in the order in which they began."""
+        """Seconds that the rest of each running call's context takes, in order of their starts."""
         self._computing_seconds = 0.0
-        """Seconds of prefill, over all calls."""
+        """Seconds of prefill of all calls."""
         self._now = 0.0
         self._arrivals = 0
         self._timer: asyncio.TimerHandle | None = None
         self._is_dirty = False
         self.sampled = 0.0
-        """Tokens sampled so far."""
+        """Number of tokens sampled so far."""
         self.slot_seconds = 0.0
-        """Seconds of all slots together in which they had a call."""
+        """Seconds in which slots had a call, summed over slots."""
         self.full_seconds = 0.0
         """Seconds in which the engine was at capacity: a call waited, or contexts were computed. Other seconds count by
         the share of slots in use."""
         self.preemptions = 0
         self.is_waited_for: Callable[[], bool] = lambda: False
-        """Whether calls wait in front of it, for room in its memory."""
+        """Returns whether calls outside the engine wait for room in its memory."""
         self._busy = 0.0
 
     # --- the port -----------------------------------------------------------------------------------------------------
@@ -146,7 +147,7 @@ class EmulatedEngine:
         return EmulatedSession(self, policy, pin)
 
     async def serve(self, current: Collection[WeightsRef], pinned: Collection[WeightsRef] = ()) -> None:
-        """See `agentrl.core.ports.Engine.serve`; no file is read, and all versions can be pinned to."""
+        """See `agentrl.core.ports.Engine.serve`; reads no file, and calls can be pinned to any version."""
         self._advance()
         for weights in current:
             version = weights.version
@@ -159,7 +160,7 @@ class EmulatedEngine:
             self._current[version.policy] = version
 
     async def ping(self) -> None:
-        """See `agentrl.core.ports.Engine.ping`; it computes in the event loop."""
+        """See `agentrl.core.ports.Engine.ping`; the engine computes in the event loop."""
 
     def abort(self, request_id: str) -> None:
         """See `agentrl.core.ports.Engine.abort`."""
@@ -169,7 +170,7 @@ class EmulatedEngine:
                 call.future.set_result(None)
 
     def cut(self, unwanted: Callable[[GenerateRequest], bool]) -> None:
-        """End calls now, as if they had said all they had to."""
+        """End calls now, as if they were complete."""
         self._advance()
         for call in (*self._running, *self._waiting):
             if unwanted(call.request) and not call.future.done():
@@ -179,11 +180,11 @@ class EmulatedEngine:
     async def score(
         self, version: PolicyVersion | str, token_ids: Int32Array, temperature: float = 1.0
     ) -> Float32Array:
-        """Log-probabilities of simulated tokens: -1 each."""
+        """Return a log-probability of -1 for each simulated token."""
         return np.full(len(token_ids), -1.0, np.float32)
 
     def busy_seconds(self) -> float:
-        """Seconds in which anything ran."""
+        """Return the seconds in which any call ran."""
         self._advance()
         return self._busy
 
@@ -193,7 +194,7 @@ class EmulatedEngine:
     # --- calls --------------------------------------------------------------------------------------------------------
 
     def submit(self, session: EmulatedSession, request: GenerateRequest) -> _EmulatedCall:
-        """A call arrives."""
+        """Queue a new call."""
         self._advance()  # until now it did not wait
         self._arrivals += 1
         length = min(self._length(request), request.sampling.max_tokens) - request.sampled_before
@@ -230,7 +231,7 @@ class EmulatedEngine:
         )
 
     def forget(self, session: EmulatedSession) -> None:
-        """A conversation has ended."""
+        """Release the resources of a conversation that has ended."""
         self._kept -= session.kept
         session.kept = 0.0
         self._idle.pop(session, None)
@@ -249,7 +250,7 @@ class EmulatedEngine:
     # --- time ---------------------------------------------------------------------------------------------------------
 
     def _advance(self) -> None:
-        """Bring `_advanced` and what depends on it up to now."""
+        """Update `_advanced` and all values that depend on it to the current time."""
         now = asyncio.get_running_loop().time()
         seconds, self._now = now - self._now, now
         count = len(self._running)
@@ -268,7 +269,7 @@ class EmulatedEngine:
         )
 
     def _compute(self, seconds: float) -> float:
-        """Compute contexts, for so long at most; how long it took."""
+        """Compute contexts for at most the given seconds. Returns the seconds used."""
         left = seconds
         while self._computing and left > 0:
             call = next(iter(self._computing))
@@ -283,7 +284,7 @@ class EmulatedEngine:
         return seconds - left
 
     def _change(self) -> None:
-        """Calls came or went: look at the slots once all that happens now has happened."""
+        """Schedule an update of the slots after all events of the current instant."""
         if not self._is_dirty:
             self._is_dirty = True
             asyncio.get_running_loop().call_soon(self._settle)
@@ -302,7 +303,7 @@ class EmulatedEngine:
             self._timer = asyncio.get_running_loop().call_at(self._next_change(), self._settle)
 
     def _next_change(self) -> float:
-        """The next time at which a call ends or memory fills up with something to evict."""
+        """Return the next time at which a call ends or memory is full while another conversation can be evicted."""
         rate = self._rate(len(self._running))
         seconds = max(self._ends[0][0] - self._advanced, 0.0) / rate
         if self._idle or len(self._running) > 1:  # else whoever outgrows it simply goes on
@@ -324,7 +325,7 @@ class EmulatedEngine:
                 return
 
     def _begin(self, call: _EmulatedCall) -> bool:
-        """Give a call a slot, if its context fits."""
+        """Give a call a slot if its context fits; return whether it does."""
         session, context = call.session, call.context + self._said(call)
         self._idle.pop(session, None)
         new = max(context - session.kept, 0.0)
@@ -347,7 +348,7 @@ class EmulatedEngine:
         return True
 
     def _evict(self) -> None:
-        """Make room when running calls outgrow the memory: evict idle conversations, then preempt the newest call."""
+        """Make room when running calls exceed the memory: evict idle conversations, then preempt the newest call."""
         while self._kept > self._room and (self._idle or len(self._running) > 1):
             if self._idle:
                 self.forget(next(iter(self._idle)))
@@ -359,7 +360,7 @@ class EmulatedEngine:
             self.preemptions += 1
 
     def _take_out(self, call: _EmulatedCall) -> None:
-        """Take the slot back; what its conversation computed stays while there is room."""
+        """Take a call's slot; its conversation keeps its KV while memory lasts."""
         self._running.remove(call)
         assert call.began is not None
         session, grown = call.session, self._advanced - call.began
@@ -378,16 +379,16 @@ class EmulatedEngine:
 
 
 class EmulatedSession:
-    """One conversation."""
+    """Conversation with the emulated engine."""
 
     def __init__(self, engine: EmulatedEngine, policy: str, pin: PolicyVersion | None) -> None:
         self._engine = engine
         self.policy = policy
         self.pin = pin
         self.kept = 0.0
-        """Tokens of it whose keys and values are held."""
+        """Number of tokens of the conversation whose keys and values are held."""
         self.context = 0
-        """Tokens of it, after its newest turn."""
+        """Number of tokens of the conversation after its newest turn."""
         self.is_open = True
 
     async def generate(self, request: GenerateRequest, on_delta: Delta | None = None) -> Completion:
@@ -410,7 +411,7 @@ _FLAT: dict[int, Float32Array] = {}
 
 
 def _tokens(count: int) -> Int32Array:
-    """Dots; shared by all completions of a length."""
+    """Return placeholder token ids, shared by all completions of a length."""
     found = _TEXT.get(count)
     if found is None:
         found = _TEXT[count] = np.full(count, ord("."), np.int32)

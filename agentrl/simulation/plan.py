@@ -1,15 +1,16 @@
-"""The plan of a simulation, read from a TOML file: episodes, hardware, and the settings of a run by production's names.
+"""The plan of a simulation, read from a TOML file: episodes, hardware, and the settings of a run.
 
     agentrl simulate examples/07_simulate.toml
 
-A run's settings go to production unchanged (`Plan.config`), whose checks hold here too. Further bounds limit a plan's
-size: far beyond any real one, and small enough to be simulated in reasonable time.
+The settings of a run have their production names and are passed on unchanged (`Plan.config`), so production's checks
+hold here too. Further bounds limit a plan's size: far beyond any real one, and small enough to be simulated in
+reasonable time.
 
-`Tail` is a distribution by its quantiles. `GPUS` and `MODELS` estimate how fast engines and trainers are, by the
-roofline with the shares of it that are usually reached: decoding a token reads all weights once for the whole batch,
-and each conversation's keys and values, so it is bound by memory; training multiplies, with 6 operations per parameter
-and token, and 2 more as activations are computed again. Measured values (`rates`, `prefill_rate`, `kv_tokens`,
-`step_seconds`) are better and replace the estimates.
+`Tail` is a distribution given by its quantiles. `GPUS` and `MODELS` estimate the speed of engines and trainers by the
+roofline, with the usually reached shares of it: decoding a token reads all weights once for the whole batch, and each
+conversation's keys and values, so memory bandwidth limits it; training is limited by arithmetic, with 6 operations per
+parameter and token, and 2 more because activations are recomputed. Measured values (`rates`, `prefill_rate`,
+`kv_tokens`, `step_seconds`) are better and replace the estimates.
 """
 
 from __future__ import annotations
@@ -32,19 +33,19 @@ from agentrl.core.errors import ConfigError
 from agentrl.rollout.context import MAX_CHILD_DEPTH
 
 MOST = 10_000_000
-"""Tokens, seconds or turns of anything: of a prompt, an episode, a tool, a step. No real plan comes near."""
+"""Maximum tokens, seconds or turns of a prompt, an episode, a tool or a step; far beyond any real plan."""
 Amount = Annotated[float, Field(ge=1e-6, le=MOST)]
-"""Tokens, seconds or turns."""
+"""Number of tokens, seconds or turns."""
 FURTHEST = 3.0
-"""Deviations of a normal variable, up to which the ranks of what was measured are kept."""
+"""Range of the scores of a standard normal variable at which measured quantiles are stored, in deviations."""
 _NORMAL = NormalDist()
 _Z90 = _NORMAL.inv_cdf(0.9)
 SCORES = [_NORMAL.inv_cdf((rank + 0.5) / 200) for rank in range(200)]
-"""Equally likely values of a normal variable."""
+"""Equally likely values of a standard normal variable."""
 
 
 class Tail(Section):
-    """A distribution by its quantiles: of tokens, seconds or turns.
+    """Distribution of tokens, seconds or turns, given by its quantiles.
 
     Example:
         >>> tail = Tail(p50=32, p90=160, cap=1280)
@@ -55,10 +56,11 @@ class Tail(Section):
     p50: Amount
     p90: Amount
     cap: Amount
-    """Longer ones are cut off here."""
+    """Maximum; larger values are cut off."""
     law: Literal["lognormal", "pareto", "measured"] = "lognormal"
     ranks: tuple[Amount, ...] = ()
-    """Quantiles of a `measured` law, up to the cap: at equally spaced scores of a normal variable from -3 to 3."""
+    """Quantiles of a `measured` law, up to the cap: at equally spaced scores of a standard normal variable from -3 to
+    3."""
 
     @model_validator(mode="after")
     def _check_order(self) -> Tail:
@@ -73,7 +75,7 @@ class Tail(Section):
         return self
 
     def value(self, z: float) -> float:
-        """The quantile at which a standard normal variable has the value `z`."""
+        """Return the quantile at which a standard normal variable has the value `z`."""
         if self.law == "lognormal":
             return min(self.p50 * math.exp(math.log(self.p90 / self.p50) / _Z90 * z), self.cap)
         if self.law == "measured":
@@ -88,18 +90,18 @@ class Tail(Section):
 
     @property
     def mean(self) -> float:
-        """The mean."""
+        """Mean of the distribution."""
         return fmean(map(self.value, SCORES))
 
 
 def _pareto_low(alpha: float, cap: float) -> float:
-    """Lower bound of a Pareto distribution that is cut off at `cap` and has median 1."""
+    """Return the lower bound of a Pareto distribution with median 1 that is cut off at `cap`."""
     # 1 - x^a = (1 - (x/cap)^a) / 2  =>  x^a = 1 / (2 - cap^-a)
     return float((2 - cap**-alpha) ** (-1 / alpha))
 
 
 def _pareto_index(p90: float, cap: float) -> float:
-    """The index with which it has this P90, for a median of 1: by bisection."""
+    """Return the index of such a distribution with this P90, by bisection."""
     low, high = 1e-3, 50.0
     while high - low > 1e-9:
         alpha = (low + high) / 2
@@ -110,22 +112,23 @@ def _pareto_index(p90: float, cap: float) -> float:
 
 
 READ_SHARE = 0.6
-"""Share of the memory bandwidth reached in decoding."""
+"""Share of the memory bandwidth that decoding reaches."""
 PREFILL_SHARE = 0.45
-"""Share of the arithmetic reached in prefill."""
+"""Share of the arithmetic throughput that prefill reaches."""
 TRAIN_SHARE = 0.35
-"""Share of the arithmetic reached in training."""
+"""Share of the arithmetic throughput that training reaches."""
 MEMORY_SHARE = 0.9
 """Share of the memory available for weights, keys and values."""
 STEP_SECONDS = 0.003
-"""Seconds per forward pass besides reading weights: launches, sampling, the host."""
+"""Seconds per forward pass besides reading weights, for kernel launches, sampling and the host."""
 
 ModelName = Literal["0.5B", "1.5B", "7B", "14B", "32B", "70B"]
 GpuName = Literal["A100", "H100", "H200", "B200", "L40S"]
 
 
 class Rates:
-    """r(b): tokens per second of each of b calls, from measured points; seconds per token are linear in between.
+    """Rate r(b), the tokens per second of each of b calls, from measured points; seconds per token are linear in
+    between.
 
     Example:
         >>> rates = Rates({1: 50.0, 64: 25.0})
@@ -139,7 +142,7 @@ class Rates:
         self._known: dict[int, float] = {}
 
     def __call__(self, count: int) -> float:
-        """r(b)."""
+        """Return r(b)."""
         found = self._known.get(count)
         if found is None:
             found = self._known[count] = 1.0 / self._at(count)
@@ -156,35 +159,35 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class GpuSpeed:
-    """A GPU's data sheet, for bf16 without sparsity."""
+    """Data of a GPU's data sheet, for bf16 without sparsity."""
 
     memory: float
-    """Bytes."""
+    """Memory in bytes."""
     bandwidth: float
-    """Bytes per second."""
+    """Memory bandwidth in bytes per second."""
     operations: float
-    """Per second."""
+    """Floating-point operations per second."""
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A dense model with grouped-query attention, in bf16."""
+    """Dense model with grouped-query attention, in bf16."""
 
     parameters: float
     kv_bytes: int
     """Bytes of keys and values per token of context."""
 
     def kv_tokens(self, gpu: GpuSpeed, gpus: int) -> int:
-        """Tokens of context that fit beside the weights."""
+        """Return the number of context tokens that fit beside the weights."""
         room = MEMORY_SHARE * gpu.memory * gpus - 2 * self.parameters
         return max(int(room / self.kv_bytes), 0)
 
     def prefill_rate(self, gpu: GpuSpeed, gpus: int) -> float:
-        """Tokens of context computed per second."""
+        """Return the context tokens computed per second."""
         return PREFILL_SHARE * gpu.operations * gpus / (2 * self.parameters)
 
     def rates(self, gpu: GpuSpeed, gpus: int, slots: int, context: float) -> Rates:
-        """r(b) with contexts of so many tokens."""
+        """Return r(b) for contexts of the given length in tokens."""
 
         def rate(count: int) -> float:
             reading = (2 * self.parameters + count * context * self.kv_bytes) / (READ_SHARE * gpu.bandwidth * gpus)
@@ -195,7 +198,7 @@ class Model:
         return Rates({count: rate(count) for count in sorted(counts)})
 
     def train_rate(self, gpu: GpuSpeed, gpus: int) -> float:
-        """Tokens trained per second."""
+        """Return the tokens trained per second."""
         return TRAIN_SHARE * gpu.operations * gpus / (8 * self.parameters)
 
 
@@ -206,7 +209,7 @@ GPUS: Mapping[GpuName, GpuSpeed] = {
     "B200": GpuSpeed(180e9, 7.7e12, 2250e12),
     "L40S": GpuSpeed(48e9, 0.864e12, 362e12),
 }
-"""GPU data; the SXM variant if there are several."""
+"""Data of GPUs, of the SXM variant if there are several."""
 
 MODELS: Mapping[ModelName, Model] = {
     "0.5B": Model(0.49e9, 24 * 2 * 64 * 4),
@@ -216,51 +219,51 @@ MODELS: Mapping[ModelName, Model] = {
     "32B": Model(32.8e9, 64 * 8 * 128 * 4),
     "70B": Model(72.7e9, 80 * 8 * 128 * 4),
 }
-"""Qwen2.5's: parameters, and layers x heads of keys and values x size of a head x 2 (keys, values) x 2 bytes."""
+"""Models of the Qwen2.5 family: parameters, and layers x KV heads x head size x 2 (keys, values) x 2 bytes."""
 
 
 BLOCKS = 24
-"""Blocks of a median turn, at least, if it has so many tokens: lengths are counted in blocks."""
+"""Minimum number of blocks of a median turn, if it has that many tokens; lengths are counted in blocks."""
 MAX_TURNS = 2_000_000
-"""Most turns to simulate until the pipeline is full: they take minutes."""
+"""Maximum number of turns to simulate until the pipeline is full; these take minutes."""
 MAX_EPISODES = 1_000_000
-"""Episodes of a task with all its children, or of a step, at most."""
+"""Maximum number of episodes of a task with all its children, or of a step."""
 MAX_BLOCKS = 1_000_000
-"""Blocks of a conversation, at most."""
+"""Maximum number of blocks of a conversation."""
 Speed = Annotated[float, Field(ge=1e-3, le=1e15)]
 """Tokens per second."""
 Count = Annotated[int, Field(gt=0, le=1_000_000)]
 """Number of GPUs or of calls."""
 Length = Annotated[int, Field(ge=0, le=MOST)]
-"""Tokens."""
+"""Number of tokens."""
 
 
 class SeatPlan(Section):
-    """The turns and tokens of a seat's agent in an episode."""
+    """Turns and tokens of a seat's agent in an episode."""
 
     tokens: Tail
-    """Sampled in the whole episode; its turns are equally long."""
+    """Tokens sampled in the whole episode, in turns of equal length."""
     turns: Tail = Tail(p50=1, p90=1, cap=1)
-    """Episodes with more tokens have more turns."""
+    """Number of turns; episodes with more tokens have more turns."""
 
 
 class EnvironmentPlan(Section):
-    """One kind of episode: its seats take turns one after another, then its children run."""
+    """Environment of one kind of episode: its seats take turns one after another, then its children run."""
 
     seats: Annotated[dict[str, SeatPlan], Field(min_length=1)]
     prompt: Annotated[Length, Field(gt=0)] = 256
     """Prompt tokens of each seat's conversation."""
     tool_seconds: Tail | None = None
-    """Seconds between two turns of a seat; leave it out where tools take no time."""
+    """Seconds between two turns of a seat; absent if tools take no time."""
     tool_tokens: Length = 0
     """Tokens that a tool's answer adds to the conversation."""
     fan_out: dict[str, Positive] = {}
-    """Child episodes that each one starts: a group of their own."""
+    """Number of child episodes that each episode starts, by environment; they form a group."""
     likeness: Share = 0.5
-    """Correlation of the log-lengths of a group's members; half of it all episodes of a task have in common."""
+    """Correlation of the log-lengths of a group's members; half of it is common to all episodes of a task."""
 
     def longest_context(self) -> float:
-        """Tokens of the longest conversation."""
+        """Return the number of tokens of the longest conversation."""
         return self.prompt + max(
             math.ceil(seat.tokens.cap) + math.ceil(seat.turns.cap - 1) * self.tool_tokens
             for seat in self.seats.values()
@@ -268,45 +271,46 @@ class EnvironmentPlan(Section):
 
 
 class PolicyPlan(Section):
-    """See `policies` of a training file."""
+    """Policy settings, as in `policies` of a training file."""
 
     kind: Literal["trained", "frozen"] = "trained"
     step_size: Episodes = 64
     max_staleness: MaybeSteps = 1
     max_lag: MaybeSteps | None = None
     step_seconds: Amount | None = None
-    """Seconds of one of its steps, if not in proportion to `trainer.step_seconds`."""
+    """Seconds of a step of the policy, if not proportional to `trainer.step_seconds`."""
 
 
 class CreditPlan(Section):
-    """See `credit` of a training file."""
+    """Credit settings, as in `credit` of a training file."""
 
     group_size: Episodes = 8
     release: Literal["group", "episode", "late"] = "group"
 
 
 class EnginePlan(Section):
-    """The engines: by the names of model and GPU, or by measured rates."""
+    """Engines, described by model and GPU or by measured rates."""
 
     replicas: Annotated[int, Field(gt=0, le=10_000)] = 1
     slots: Count = 64
-    """Calls that a replica runs at once."""
+    """Maximum number of concurrent calls per replica."""
     model: ModelName | None = None
     """Size of the model, in bf16."""
     gpu: GpuName = "H100"
     gpus: Count = 1
-    """GPUs per replica."""
+    """Number of GPUs per replica."""
     rates: dict[Count, Speed] = {}
-    """Tokens per second of each call, by how many run together; in between, seconds per token are interpolated."""
+    """Tokens per second of each call, by the number of concurrent calls; in between, seconds per token are
+    interpolated."""
     prefill_rate: Speed | None = None
-    """Tokens of context computed per second."""
+    """Context tokens computed per second."""
     kv_tokens: Tokens | None = None
-    """Tokens of context whose keys and values a replica holds."""
+    """Number of context tokens whose keys and values a replica can hold."""
 
     @field_validator("rates", mode="before")
     @classmethod
     def _read_counts(cls, rates: object) -> object:
-        """TOML's keys are text."""
+        """Convert the keys to integers, because TOML's keys are text."""
         if not isinstance(rates, dict):
             return rates
         return {int(key) if isinstance(key, str) and key.isdecimal() else key: rate for key, rate in rates.items()}
@@ -319,23 +323,24 @@ class EnginePlan(Section):
 
 
 class TrainerPlan(Section):
-    """The trainer: by GPUs, or by measured step seconds."""
+    """Trainer, described by GPUs or by measured seconds per step."""
 
     step_seconds: Amount | None = None
-    """Seconds of an optimizer step of the first policy that learns; in proportion for steps of other sizes."""
+    """Seconds of an optimizer step of the first policy that learns; steps of other sizes take proportional times."""
     gpus: Count = 8
-    """The trainer's GPUs, for the duration of a step if `step_seconds` is absent; their kind is that of `[engine]`."""
+    """Number of the trainer's GPUs, from which the duration of a step follows if `step_seconds` is absent; their type
+    is that of `[engine]`."""
     publish_seconds: Annotated[float, Field(ge=0, le=MOST)] = 0.0
     """Seconds between the end of a step and the first token of its version."""
 
 
 class Plan(Section):
-    """A run that is simulated."""
+    """Plan of a simulated run."""
 
     seed: int = 0
     max_in_flight: Episodes = 256
     environments: Annotated[dict[str, EnvironmentPlan], Field(min_length=1)]
-    """The first is the root episode's."""
+    """Environments by name; the first one is that of root episodes."""
     policies: dict[str, PolicyPlan] = {"policy": PolicyPlan()}
     seats: dict[str, str | tuple[str, ...]] = {}
     """Policies by seat, as in a training file."""
@@ -394,7 +399,7 @@ class Plan(Section):
 
     @model_validator(mode="after")
     def _check_memory(self) -> Plan:
-        """An episode that outgrows the memory alone could never end."""
+        """Refuse conversations that exceed a replica's memory alone and so could never end."""
         room = self.kv_tokens
         for name, environment in self.environments.items():
             longest = environment.longest_context()
@@ -412,16 +417,16 @@ class Plan(Section):
 
     @property
     def root(self) -> str:
-        """The kind of a root episode."""
+        """Name of the environment of root episodes."""
         return next(iter(self.environments))
 
     @property
     def trained(self) -> dict[str, PolicyPlan]:
-        """The policies that learn."""
+        """Policies that learn."""
         return {name: policy for name, policy in self.policies.items() if policy.kind == "trained"}
 
     def times(self) -> dict[str, int]:
-        """Episodes of each kind per root episode."""
+        """Return the number of episodes of each environment per root episode."""
         found = dict.fromkeys(self.environments, 0)
         generation = Counter({self.root: 1})
         for _ in range(MAX_CHILD_DEPTH + 1):
@@ -438,48 +443,49 @@ class Plan(Section):
 
     @property
     def grain(self) -> int:
-        """Tokens of a block."""
+        """Number of tokens per block."""
         seats = [seat for environment in self.environments.values() for seat in environment.seats.values()]
         return max(int(min(seat.tokens.p50 / max(seat.turns.p50, 1) for seat in seats) / BLOCKS), 1)
 
     @property
     def filling_steps(self) -> int:
-        """First steps, in which the pipeline fills."""
+        """Number of first steps in which the pipeline fills."""
         return 4 + 2 * max(policy.max_staleness for policy in self.trained.values())
 
     @property
     def model(self) -> Model | None:
-        """The preset."""
+        """Preset of the model; None if rates are given."""
         return MODELS[self.engine.model] if self.engine.model else None
 
     @property
     def gpu(self) -> GpuSpeed:
-        """The preset."""
+        """Preset of the GPU."""
         return GPUS[self.engine.gpu]
 
     @property
     def kv_tokens(self) -> int | None:
-        """Tokens of context that fit a replica; None: no bound."""
+        """Number of context tokens that fit a replica; None without a bound."""
         if self.engine.kv_tokens is not None or self.model is None:
             return self.engine.kv_tokens
         return self.model.kv_tokens(self.gpu, self.engine.gpus)
 
     @property
     def prefill_rate(self) -> float:
-        """Tokens of context a replica computes per second."""
+        """Context tokens that a replica computes per second."""
         if self.engine.prefill_rate is not None or self.model is None:
             return self.engine.prefill_rate or math.inf
         return self.model.prefill_rate(self.gpu, self.engine.gpus)
 
     @property
     def rates(self) -> Rates:
-        """r(b) of a replica."""
+        """Rate r(b) of a replica."""
         if self.engine.rates or self.model is None:
             return Rates(self.engine.rates)
         return self.model.rates(self.gpu, self.engine.gpus, self.engine.slots, self.mean_context())
 
     def mean_context(self) -> float:
-        """Tokens of a running call's context, on average over all sampled tokens: long episodes have most of them."""
+        """Return the mean context of a running call in tokens, over all sampled tokens; long episodes have most of
+        these."""
         total = weight = 0.0
         for name, times in self.times().items():
             environment = self.environments[name]
@@ -492,7 +498,7 @@ class Plan(Section):
         return total / weight
 
     def unit_seconds(self, policy: str) -> float | None:
-        """Seconds its trainer takes for a unit; None: it depends on the tokens."""
+        """Return the seconds that a policy's trainer takes per unit; None if they depend on the tokens."""
         own = self.policies[policy]
         if own.step_seconds is not None:
             return own.step_seconds / own.step_size
@@ -501,19 +507,19 @@ class Plan(Section):
         return self.trainer.step_seconds / next(iter(self.trained.values())).step_size
 
     def train_rate(self) -> float:
-        """Tokens trained per second, where `step_seconds` is not given."""
+        """Return the tokens trained per second if `step_seconds` is absent."""
         return self.model.train_rate(self.gpu, self.trainer.gpus) if self.model is not None else math.inf
 
     def capacity(self) -> float:
-        """Tokens per second of all replicas with all slots taken."""
+        """Return the tokens per second of all replicas with all slots in use."""
         return self.engine.replicas * self.engine.slots * self.rates(self.engine.slots)
 
     def tokens_per_task(self) -> float:
-        """Sampled in a root episode and its children, on average."""
+        """Return the mean number of tokens sampled in a root episode and its children."""
         return self._per_task(lambda environment, seat: seat.tokens.mean)
 
     def turns_per_task(self) -> float:
-        """Mean number of turns of a root episode and its children."""
+        """Return the mean number of turns of a root episode and its children."""
         return self._per_task(lambda environment, seat: max(seat.turns.mean, 1.0))
 
     def _per_task(self, what: Callable[[EnvironmentPlan, SeatPlan], float]) -> float:
@@ -521,12 +527,16 @@ class Plan(Section):
         return sum(times * sum(what(each, seat) for seat in each.seats.values()) for each, times in environments)
 
     def tasks_per_step(self) -> float:
-        """Root episodes that a step of the first policy that learns takes, about; at least a group is played."""
+        """Return the approximate number of root episodes per step of the first policy that learns; at least one
+        group.
+        """
         size = next(iter(self.trained.values())).step_size
         return max(size / sum(self.times().values()), self.credit.group_size)
 
     def least_step_seconds(self) -> float:
-        """A lower bound, in seconds, of a step of the first learning policy: of engines, trainer or tools."""
+        """Return a lower bound on the seconds of a step of the first learning policy, from engines, trainer and
+        tools.
+        """
         first = next(iter(self.trained.values()))
         tasks = first.step_size / sum(self.times().values())
         prompts = self._per_task(lambda environment, seat: environment.prompt)
@@ -582,12 +592,12 @@ def load(path: str | Path, over: Plan | None = None) -> Plan:
     """Read a plan from a TOML file.
 
     Args:
-        path: the file.
-        over: the plan that it changes: what the file does not say stays. A tail is changed as a whole, and so is how
-            fast an engine is where the file names `engine.model`.
+        path: path of the file.
+        over: plan that the file changes; settings absent from the file are kept. A tail is replaced as a whole, and so
+            is the speed of engines if the file contains `engine.model`.
 
     Raises:
-        ConfigError: what does not fit, and where; all problems are listed.
+        ConfigError: the plan is invalid; the message lists all problems with their places.
     """
     data = read_toml(path)
     if over is not None:
@@ -599,7 +609,7 @@ def load(path: str | Path, over: Plan | None = None) -> Plan:
 
 
 def _over(data: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:
-    """Tables laid over tables."""
+    """Merge nested tables; values of `data` take precedence."""
     merged = dict(base)
     for key, value in data.items():
         below = merged.get(key)

@@ -1,7 +1,7 @@
-"""The environments of a simulation: episodes that take the time a plan gives them and do nothing else.
+"""The environments of a simulation: their episodes take the time given by a plan and do nothing else.
 
-An episode's acts depend only on its task and its own random numbers, so every scheduler gets the same jobs.
-The log-length of a turn is a sum of three parts: one common to all episodes of the task, one common to a parent and its
+The acts of an episode depend only on its task and its own random numbers, so every scheduler gets the same jobs. The
+log-length of a turn is a sum of three parts: one common to all episodes of the task, one common to a parent and its
 children, and one of the episode.
 
 A message states its own length and the length of the answer: `LengthFormat` writes that many tokens, the last of which
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class Tasks:
-    """Tasks without an end, each with what its episodes have in common."""
+    """Endless tasks, each with the random numbers that its episodes share."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
@@ -45,14 +45,14 @@ class Tasks:
 
 
 class Planned(Environment):
-    """An episode as its plan says."""
+    """Environment whose episodes follow a plan."""
 
     plan: ClassVar[EnvironmentPlan]
     grain: ClassVar[int]
     children: ClassVar[dict[str, type[Planned]]]
 
     async def run(self, ctx: EpisodeContext) -> None:
-        """The seats take turns; between two turns of a seat its tool runs; then there are children."""
+        """Let the seats take turns, with tool calls between the turns of a seat; then run the children."""
         shared = list(ctx.task.data["shared"])
         if self.children:
             shared.append(ctx.rng.gauss())
@@ -70,7 +70,7 @@ class Planned(Environment):
 
 
 class _Player:
-    """An agent with the lengths of its future turns."""
+    """Agent with the lengths of its future turns."""
 
     def __init__(
         self, agent: Agent, seat: SeatPlan, program: Planned, shared: Sequence[float], rng: random.Random
@@ -85,7 +85,7 @@ class _Player:
         self._context = program.plan.prompt / program.grain
         """Length of the context before the next turn, in blocks."""
         self._told = 0
-        """Blocks of the context that the agent already has."""
+        """Number of blocks of the context that the agent already has."""
 
     async def act(self) -> None:
         """Take the next turn."""
@@ -97,7 +97,9 @@ class _Player:
 
 
 def programs(plan: Plan) -> type[Environment]:
-    """The root environment of a plan. All of them lie in a module of their own, where production looks for children."""
+    """Create the root environment of a plan. All environments are in one module, where production looks for
+    children.
+    """
     digest = hashlib.blake2b(plan.model_dump_json().encode(), digest_size=6).hexdigest()
     name = f"agentrl_simulated_{digest}"
     if name not in sys.modules:
@@ -128,7 +130,7 @@ def programs(plan: Plan) -> type[Environment]:
 
 
 class LengthFormat:
-    """A chat format (see `core.ports.ChatFormat`) in which a message is two lengths, and nothing is said."""
+    """Chat format (see `core.ports.ChatFormat`) in which a message consists of two lengths and has no text."""
 
     stop_token_ids: tuple[int, ...] = ()
     fingerprint = b"lengths"
@@ -147,15 +149,15 @@ class LengthFormat:
     def rewritten(
         self, turns: Sequence[SampledTurn], messages: Sequence[Message], tools: Sequence[ToolSpec]
     ) -> list[int] | None:
-        """See `core.ports.ChatFormat.rewritten`: nothing is rewritten."""
+        """See `core.ports.ChatFormat.rewritten`; nothing is ever rewritten."""
         return None
 
     def parse(self, token_ids: Sequence[int], tools: Sequence[ToolSpec] = ()) -> Message:
-        """Return an empty message: simulated tokens have no text."""
+        """Return an empty message, because simulated tokens have no text."""
         return Message(role="assistant", content="")
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Return "": simulated tokens have no text."""
+        """Return "", because simulated tokens have no text."""
         return ""
 
     def encode(self, text: str) -> list[int]:
@@ -163,10 +165,10 @@ class LengthFormat:
         return []
 
     def drift(self, token_ids: Sequence[int]) -> str | None:
-        """Return None: simulated tokens never drift."""
+        """Return None, because simulated tokens never drift."""
         return None
 
 
 def length_of(request: GenerateRequest) -> int:
-    """Number of blocks of the turn."""
+    """Return the number of blocks of the turn."""
     return int(request.token_ids[-1 - request.sampled_before])

@@ -1,7 +1,7 @@
 """A `Trainer` that learns nothing and records everything: its batches, their order, and its answers.
 
-Owns: step counters, the batches of each step, injected failures and durations. Its weights list the units of all steps
-behind them, in order, in `trained.json`, so a checkpoint shows what it was trained on.
+Owns: step counters, the batches of each step, injected failures and durations. Its weights list the units of all
+previous steps, in order, in `trained.json`, so a checkpoint shows the units it was trained on.
 
 1. Idempotent by step id, as the port requires: a step is applied once, and repeats return its report.
 2. A failed step leaves the counters unchanged; each injected failure happens once.
@@ -34,13 +34,13 @@ class RecordingTrainer:
     """A `Trainer` for tests and simulations.
 
     Args:
-        policies: the policies it trains.
-        clock: measures the durations; required if one is not 0.
+        policies: names of the policies to train.
+        clock: clock for the durations; required if one of them is not 0.
         step_seconds: duration of `forward_backward` on that clock, or a function of the batch.
         publish_seconds: duration of `publish` on that clock.
         failures: errors that `optim_step` raises once, by (policy, step id).
-        steps: steps that each policy has taken before; 0 if absent.
-        versions: directory of published versions; without it, versions exist in name only.
+        steps: number of earlier steps of each policy; 0 if absent.
+        versions: directory of published versions; if None, no files are written.
         disk: the disk that holds versions and checkpoints.
 
     Example:
@@ -64,12 +64,12 @@ class RecordingTrainer:
         if clock is None and (step_seconds or publish_seconds):
             raise ValueError("a duration needs a clock: RecordingTrainer(..., clock=LoopClock())")
         self.batches: list[TrainBatch] = []
-        """Batches of applied steps, in the order they were applied."""
+        """Batches of applied steps, in order of application."""
         self.published: list[WeightsRef] = []
         self.closed = False
         self._clock = clock
         self.step_seconds = step_seconds if callable(step_seconds) else lambda batch: step_seconds
-        """Duration of a step with a batch."""
+        """Returns the duration of a step with a batch, in seconds."""
         self._publish_seconds = publish_seconds
         self._failures = dict(failures or {})
         self._root = versions
@@ -81,10 +81,10 @@ class RecordingTrainer:
         self._reports: dict[str, StepReport] = {}
 
     async def start(self, resume_from: str | None = None) -> tuple[str, ...]:
-        """Start; with `resume_from`, from the counters that `save` wrote there.
+        """Start the trainer; with `resume_from`, read the counters that `save` wrote there.
 
         Raises:
-            TrainerError: the directory holds other policies.
+            TrainerError: the directory contains other policies.
         """
         if resume_from is None:
             return ()
@@ -99,10 +99,10 @@ class RecordingTrainer:
         return ()
 
     async def forward_backward(self, batch: TrainBatch) -> None:
-        """Remember a batch for the step it names; ignored where that step was applied already.
+        """Store a batch for its step; ignored if that step was already applied.
 
         Raises:
-            TrainerError: an unknown policy, or a step that is not the next one.
+            TrainerError: the policy is unknown, or the step is not the next one.
         """
         applied = self._steps_of(batch.policy)
         if batch.step_id <= applied:
@@ -113,11 +113,11 @@ class RecordingTrainer:
         self._accumulated[batch.policy].append(batch)
 
     async def optim_step(self, policy: str, step_id: int) -> StepReport:
-        """Apply the remembered batches; a repeat of the last step returns its report.
+        """Apply the stored batches; a repeat of the last step returns its report.
 
         Raises:
             AgentRLError: the injected failure of this step, the first time.
-            TrainerError: the step is neither the last nor the next one, or there is nothing to apply.
+            TrainerError: the step is neither the last nor the next one, or there is no batch.
         """
         applied = self._steps_of(policy)
         if step_id == applied and policy in self._reports:
@@ -136,11 +136,11 @@ class RecordingTrainer:
         return self._reports[policy]
 
     async def publish(self, policy: str, version: PolicyVersion) -> WeightsRef:
-        """A reference to weights, written where the trainer was told where to.
+        """Return a reference to weights; writes files if the trainer has a directory for versions.
 
         Raises:
             TrainerError: the version is of another policy, not of the current step, or was published before.
-            StorageError: the disk refused.
+            StorageError: the disk failed.
         """
         if version.policy != policy or version.step != self._steps_of(policy):
             raise TrainerError(f"cannot publish {version} of policy {policy} at step {self._steps_of(policy)}")
@@ -153,7 +153,7 @@ class RecordingTrainer:
         return weights
 
     async def save(self, directory: str) -> None:
-        """Write the step counters, and what every policy was trained on, into an empty directory.
+        """Write the step counters and the trained units of every policy to an empty directory.
 
         Raises:
             RunDirectoryError: the directory is not empty.
@@ -201,7 +201,7 @@ class RecordingTrainer:
         )
 
     def _weights(self, version: PolicyVersion) -> WeightsRef:
-        """The version's reference; its file is written as a trainer writes a version."""
+        """Return the reference of a version and write its file as a trainer would."""
         sha256 = hashlib.sha256(str(version).encode()).hexdigest()
         name = f"{version.lineage}.{version.step}"
         if self._root is None:

@@ -1,6 +1,6 @@
 """The report of a simulation: the setting to change, a terminal page, and an SVG of timelines on one time axis.
 
-A knob is a setting that could be changed: `turn` simulates the plan with each at a neighbouring value, and compares.
+A knob is a setting that can be changed: `turn` simulates the plan with each at a neighbouring value and compares.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from agentrl.simulation.run import Measured
 
 FULL = 0.9
-"""Busy for so much of the time, engines or trainer are the bottleneck."""
+"""Share of busy time at which engines or trainer count as the bottleneck."""
 SEEN = 0.05
-"""A share of the time that is worth telling."""
+"""Minimum share of the time that the report mentions."""
 WORTH = 0.03
-"""A change of the throughput that is more than chance."""
+"""Minimum relative change of the throughput that counts as significant."""
 
 
 WIDTH, LEFT, RIGHT = 860, 150, 70
@@ -43,10 +43,10 @@ text { font: 12px "DejaVu Sans", sans-serif; fill: #475467; } .title { font-weig
 
 
 class KnobResult(msgspec.Struct, frozen=True):
-    """A knob, and what the run was like with it turned."""
+    """Knob and the results of the simulation with its other value."""
 
     knob: str
-    """The setting's name."""
+    """Name of the setting."""
     now: Any
     then: Any
     throughput: float
@@ -55,11 +55,11 @@ class KnobResult(msgspec.Struct, frozen=True):
     trainer_busy: float
     token_lag: float
     costs: str
-    """`hardware`, or `learning` where steps are made of other things; else empty."""
+    """Cost of the change: `hardware`, or `learning` if the composition of steps changes; else empty."""
 
 
 class Knob(msgspec.Struct, frozen=True):
-    """A setting and a neighbouring value."""
+    """Setting and a neighbouring value."""
 
     name: str
     now: Any
@@ -69,7 +69,7 @@ class Knob(msgspec.Struct, frozen=True):
 
 
 def knobs(plan: Plan) -> Iterator[Knob]:
-    """The settings that a person can turn, each to its neighbours; what production refuses is left out."""
+    """Yield the settings that a person can change, with each neighbouring value that production accepts."""
     for knob in _knobs(plan):
         if knob.now != knob.then and _is_possible(knob.plan):
             yield knob
@@ -120,7 +120,7 @@ def _knob(plan: Plan, name: str, then: Any, *, costs: str = "") -> Knob:
 
 
 def _changed(plan: Plan, name: str, value: Any) -> Plan:
-    """The plan with another value of a setting; not checked."""
+    """Return the plan with another value of a setting, without validation."""
 
     def put(owner: Any, path: Sequence[str]) -> Any:
         if not path:
@@ -144,17 +144,17 @@ def _is_possible(plan: Plan) -> bool:
 
 
 def check(plan: Plan) -> None:
-    """Refuse what production would refuse when it starts.
+    """Refuse a plan that production would refuse at the start.
 
     Raises:
-        ConfigError: what does not fit, and the mend.
+        ConfigError: the plan is invalid; the message contains the remedy.
     """
     environment: type[Environment] = programs(plan)
     demands_of(plan.config(1), environment)
 
 
 def turn(plan: Plan, base: Measured, measure: Callable[[Plan], Measured]) -> Iterator[KnobResult]:
-    """Simulate every knob turned."""
+    """Simulate the plan with each knob changed."""
     for knob in knobs(plan):
         measured = measure(knob.plan)
         yield KnobResult(
@@ -170,7 +170,7 @@ def turn(plan: Plan, base: Measured, measure: Callable[[Plan], Measured]) -> Ite
 
 
 def bottleneck(measured: Measured) -> str:
-    """The bottleneck of the run, as a sentence."""
+    """Name the bottleneck of the run, as a sentence."""
     busiest, share = max(
         (("the engines", measured.engine_busy), ("the trainer", measured.trainer_busy)), key=lambda pair: pair[1]
     )
@@ -189,7 +189,7 @@ def bottleneck(measured: Measured) -> str:
 
 
 def advice(turned: Sequence[KnobResult]) -> list[str]:
-    """The best change of each kind that is worth making, as sentences."""
+    """Return the best worthwhile change of each kind, as sentences."""
     told = []
     for costs, what in (
         ("", "Turn"),
@@ -213,26 +213,26 @@ def advice(turned: Sequence[KnobResult]) -> list[str]:
 
 
 def _is_less(turned: KnobResult) -> bool:
-    """Whether it is less hardware."""
+    """Whether the change reduces hardware."""
     return bool(turned.then > turned.now) == (turned.knob == "trainer.step_seconds")
 
 
 def shown(value: Any) -> str:
-    """A setting's value."""
+    """Format the value of a setting."""
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def simulation_page(
     name: str, plan: Plan, measured: Measured, turned: Sequence[KnobResult], run: BusyShares | None = None
 ) -> Page:
-    """Assumptions, busy shares, the timeline, and what each knob would bring.
+    """Return a page with assumptions, busy shares, the timeline, and the effect of each knob.
 
     Args:
-        name: of what was simulated.
-        plan: the same.
-        measured: what came out.
-        turned: the knobs.
-        run: what a real run of it was like.
+        name: name of the simulated plan.
+        plan: simulated plan.
+        measured: results of the simulation.
+        turned: results of the knobs.
+        run: busy shares of a real run of the plan.
     """
     page = Page()
     steps = len(measured.step_times)
@@ -270,7 +270,7 @@ def simulation_page(
 
 
 def assumptions(plan: Plan) -> list[tuple[str, str]]:
-    """Rows of label and text: the assumptions of a simulation."""
+    """Return the assumptions of a simulation as rows of label and text."""
     engine, rates = plan.engine, plan.rates
     by = f"{engine.model} on {engine.gpus} × {engine.gpu}, " if engine.model else ""
     speed = f"{rates(1):.3g} tokens/s a call alone, {rates(engine.slots):.3g} among {engine.slots}"
@@ -287,7 +287,7 @@ def assumptions(plan: Plan) -> list[tuple[str, str]]:
 
 
 def results(measured: Measured) -> list[tuple[str, str]]:
-    """Rows of label and text: busy shares, rates, lags and tails."""
+    """Return busy shares, rates, lags and tails as rows of label and text."""
     facts = [
         ("engines", f"{measured.engine_busy:.0%} of their capacity; {measured.slots_busy:.0%} of the slots run"),
         ("trainer", f"{measured.trainer_busy:.0%}"),
@@ -321,11 +321,11 @@ def _knob_row(turned: KnobResult) -> list[str]:
 
 
 def timelines_svg(runs: Sequence[tuple[str, RunTimeline]], *, seconds: float | None = None) -> str:
-    """An SVG document.
+    """Draw timelines as an SVG document.
 
     Args:
-        runs: a title and a timeline each.
-        seconds: how much of them is drawn; None: all of the longest.
+        runs: pairs of title and timeline.
+        seconds: length of the drawn time axis in seconds; None: that of the longest timeline.
     """
     seconds = max(line.seconds for _, line in runs) if seconds is None else seconds
     unit, name = next(
@@ -366,7 +366,7 @@ def _busy(line: RunTimeline, name: str) -> str:
 def _timeline_row(
     label: str, kind: str, shares: Sequence[float], told: str, top: float, line: RunTimeline, seconds: float
 ) -> list[str]:
-    """One row of the SVG: a label, an area over time, and its total."""
+    """Return one row of the SVG: a label, an area over time, and its total."""
     width = _PLOT * line.part / seconds
     shares = shares[: round(seconds / line.part)]
     bottom = top + _ROW
@@ -385,7 +385,7 @@ def _timeline_row(
 
 
 def _axis(length: float, name: str, top: float) -> list[str]:
-    """Four or five round times."""
+    """Return the ticks of the time axis: four or five round times."""
     step = next(s for s in (0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000) if length / s <= 6 or s == 1000)
     parts = [f'<line class="axis" x1="{LEFT}" x2="{LEFT + _PLOT}" y1="{top:.0f}" y2="{top:.0f}"/>']
     for number in range(int(length / step) + 1):

@@ -1,9 +1,9 @@
-"""Runs production's loop in virtual time, with emulated engines and a trainer that only takes time.
+"""Runs the production loop in virtual time, with emulated engines and a trainer that only takes time.
 
 `simulate_run` stops after the given number of steps and returns `Measured`: busy shares, lags of tokens, durations of
 episodes, and whether long and short episodes were trained equally. The first steps, in which the pipeline fills, are
-not measured. `Recorder` holds the records they are measured from, as few as that takes; `RecordingJournal` and
-`RecordingEngine` fill it. The journal keeps nothing else: a simulated week is not written to disk.
+not measured. `Recorder` holds the minimum of records needed for these results; `RecordingJournal` and
+`RecordingEngine` fill it. The journal stores nothing else, so a simulated week is not written to disk.
 """
 
 from __future__ import annotations
@@ -53,29 +53,29 @@ if TYPE_CHECKING:
 PARTS = 72
 """Number of intervals of a timeline."""
 SNAPSHOTS_PER_STEP = 24
-"""Number of times per step, about, at which the simulation records what holds admission back."""
+"""Approximate number of times per step at which the simulation records the reason that holds admission back."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """A simulation: its plan and its length."""
+    """Plan and length of a simulation."""
 
     plan: Plan
     steps: int = 40
-    """Steps of the first policy that learns."""
+    """Number of steps of the first policy that learns."""
     skipped: int = 12
-    """First steps that are not measured."""
+    """Number of first steps that are not measured."""
     is_closed: bool = False
-    """Whether admission stops after the steps and all admitted work is trained, to measure the total time."""
+    """Whether admission stops after the steps and all admitted work is trained on, to measure the total time."""
     alter: Callable[[Orchestrator], None] = lambda orchestrator: None
-    """Puts other parts in production's place, to compare with."""
+    """Replaces parts of the production loop, for comparison."""
 
 
 def simulate_run(scenario: Scenario) -> Measured:
-    """Run a scenario to its last step.
+    """Simulate a scenario to its last step.
 
     Raises:
-        ConfigError: what production refuses.
+        ConfigError: production refuses the plan.
     """
     loop = SimLoop(scenario.plan.seed, max_steps=1 << 40, trace=0)
     began = time.process_time()
@@ -87,7 +87,8 @@ def simulate_run(scenario: Scenario) -> Measured:
 
 @contextmanager
 def _no_collections() -> Iterator[None]:
-    """Within, cyclic garbage is left: 6 KiB an episode, and to look for it takes a fifth of the time."""
+    """Disable cyclic garbage collection within the context: an episode leaves 6 KiB, and collections take a fifth of
+    the time."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -152,7 +153,7 @@ def _engine(plan: Plan, recorder: Recorder, versions: Mapping[str, PolicyVersion
 
 
 def step_seconds(plan: Plan, recorder: Recorder) -> Callable[[TrainBatch], float]:
-    """A function from a batch to the duration of its step."""
+    """Return a function from a batch to the duration of its step, in seconds."""
     rate = plan.train_rate()
 
     def seconds(batch: TrainBatch) -> float:
@@ -165,7 +166,7 @@ def step_seconds(plan: Plan, recorder: Recorder) -> Callable[[TrainBatch], float
 
 
 async def _look(plan: Plan, recorder: Recorder, orchestrator: Orchestrator, kv_budget: KVBudget) -> None:
-    """Note now and then what holds admission back, and how full the engine has been so far."""
+    """Record regularly the reason that holds admission back and the use of the engine."""
     every = plan.least_step_seconds() / SNAPSHOTS_PER_STEP
     while True:
         recorder.record_snapshot(
@@ -175,34 +176,34 @@ async def _look(plan: Plan, recorder: Recorder, orchestrator: Orchestrator, kv_b
 
 
 class _Nobody:
-    """An observer that looks away."""
+    """Observer that ignores all calls."""
 
     def on_step(self, policy: str, step: int, metrics: Mapping[str, float]) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def on_evaluation(self, versions: Mapping[str, PolicyVersion], metrics: Mapping[str, Mapping[str, float]]) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 # --- records while it runs --------------------------------------------------------------------------------------------
 
 
 class Step(NamedTuple):
-    """An optimizer step that was taken."""
+    """Optimizer step of a simulation."""
 
     policy: str
     at: float
     """Time at which the step's version was published, in seconds."""
     seconds: float
     units: tuple[str, ...]
-    """Episodes."""
+    """Ids of the episodes."""
     engine: tuple[float, float, float, float]
-    """Totals over all engines so far: slot seconds in use, capacity seconds in use, seconds in which anything ran, and
+    """Totals over all engines so far: slot seconds in use, capacity seconds in use, seconds in which any call ran, and
     sampled blocks."""
 
 
 class Snapshot(NamedTuple):
-    """The state of the simulation at one moment."""
+    """State of the simulation at one moment."""
 
     at: float
     full_seconds: float
@@ -213,16 +214,16 @@ class Snapshot(NamedTuple):
 
 
 class StartedEpisode(NamedTuple):
-    """An episode."""
+    """Admitted episode."""
 
     environment: str
     at: float
     steps: Mapping[str, int]
-    """Steps each policy had taken."""
+    """Number of steps that each policy had taken at admission."""
 
 
 class Recorder:
-    """Lengths are in blocks of `grain` tokens."""
+    """Records of a simulation. Lengths are in blocks of `grain` tokens."""
 
     def __init__(self, plan: Plan, grain: int) -> None:
         self.plan = plan
@@ -231,24 +232,24 @@ class Recorder:
         self.begun: dict[str, StartedEpisode] = {}
         self.ended: dict[str, float] = {}
         self.lengths: dict[str, int] = {}
-        """Sampled blocks of committed episodes."""
+        """Number of sampled blocks of committed episodes."""
         self.spans: dict[str, Counter[tuple[str, int]]] = defaultdict(Counter)
-        """Tokens sampled, keyed by episode, then by version."""
+        """Number of sampled blocks, keyed by episode, then by version."""
         self.asked: Counter[str] = Counter()
-        """Tokens to sample, by episode, of calls that run or wait for a slot."""
+        """Number of blocks to sample in calls that run or wait for a slot, keyed by episode."""
         self.contexts: Counter[str] = Counter()
         """Length of all conversations of an episode, in blocks, keyed by episode."""
         self.steps: list[Step] = []
         self.snapshots: list[Snapshot] = []
         self.taken: Counter[str] = Counter()
-        """Steps, by policy."""
+        """Number of steps taken, keyed by policy."""
         self.wasted = 0
-        """Sampled for units that were dropped."""
+        """Number of blocks sampled for units that were dropped."""
         self.exceeded = 0.0
-        """Trajectories trained beyond `max_lag`."""
+        """Number of trajectories trained beyond `max_lag`."""
 
     def busy(self) -> tuple[float, float, float, float]:
-        """See `Step.engine`."""
+        """Return the totals over all engines; see `Step.engine`."""
         active = sum(engine.busy_seconds() for engine in self.engines)
         return (
             sum(engine.slot_seconds for engine in self.engines),
@@ -258,17 +259,17 @@ class Recorder:
         )
 
     def record_snapshot(self, held: str | None, *, waits_for_memory: bool) -> None:
-        """Note how things stand."""
+        """Record a snapshot."""
         self.snapshots.append(Snapshot(asyncio.get_running_loop().time(), self.busy()[1], held, waits_for_memory))
 
 
 class NullTurnLog:
-    """A turn log that stores nothing; see `TurnLog`."""
+    """Turn log that stores nothing; see `TurnLog`."""
 
     name = "turns-0.db"
 
     def append(self, entry: JournalEntry) -> None:
-        """Forget an entry."""
+        """Discard an entry."""
 
     async def flush(self) -> None:
         """See `TurnLog.flush`; nothing is stored."""
@@ -281,7 +282,7 @@ class NullTurnLog:
         """See `TurnLog.take_over`; nothing is stored."""
 
     def append_partial(self, entry: JournalEntry) -> None:
-        """Forget it."""
+        """Discard a partial."""
 
     def remove_partials(self, episode_id: str, attempt: int, call_id: str | None = None) -> None:
         """See `TurnLog.remove_partials`; nothing is stored."""
@@ -296,41 +297,41 @@ class NullTurnLog:
 
 
 class NullJournal:
-    """See `JournalStore`; a commit yields once, as a disk would."""
+    """Journal that stores nothing; see `JournalStore`. A commit yields once, as with a disk."""
 
     def __init__(self) -> None:
         self._log = NullTurnLog()
 
     def turn_log(self, worker: str) -> NullTurnLog:
-        """The one partition."""
+        """Return the only turn log."""
         return self._log
 
     def admit(self, *specs: EpisodeSpec) -> None:
-        """Forget it, as all that follows."""
+        """Discard the admission of episodes."""
 
     async def commit_episode(
         self, spec: EpisodeSpec, header: EpisodeHeader, digest: bytes, metrics: Mapping[str, float], detail: str = ""
     ) -> None:
-        """Yield."""
+        """Yield to the loop once."""
         await asyncio.sleep(0)
 
     def record_drop(self, episode_id: str, attempt: int, policy: str, reason: str) -> None:
-        """A unit will not be trained."""
+        """Discard a drop."""
 
     def record_proposal(self, proposal: Proposal) -> None:
-        """A proposal."""
+        """Discard a proposal."""
 
     def record_baselines(self, baselines: BaselineSet) -> None:
-        """The baseline set of a group."""
+        """Discard a baseline set."""
 
     def record_version(self, weights: WeightsRef, parent: PolicyVersion | None) -> None:
-        """A version."""
+        """Discard a version."""
 
     def record_step(self, row: StepRow) -> None:
-        """A step."""
+        """Discard a step."""
 
     def record_metrics(self, policy: str, step: int, values: Mapping[str, Any]) -> None:
-        """Metrics."""
+        """Discard metrics."""
 
     async def prune(self, rule: PruneRule, *, stopped: Callable[[], bool] = lambda: False) -> Pruned:
         """See `JournalStore.prune`; nothing is stored."""
@@ -344,11 +345,11 @@ class NullJournal:
 
 
 class RecordingJournal(NullJournal):
-    """Notes what the loop records, and stops it after the last step.
+    """Journal that passes its records to a `Recorder`, and stops the loop after the last step.
 
     Args:
-        recorder: where.
-        steps: of the first policy that learns; None: the loop ends by itself.
+        recorder: receives the records.
+        steps: number of steps of the first policy that learns; None: the loop ends by itself.
     """
 
     def __init__(self, recorder: Recorder, steps: int | None) -> None:
@@ -359,7 +360,7 @@ class RecordingJournal(NullJournal):
         self.orchestrator: Orchestrator | None = None
 
     def admit(self, *specs: EpisodeSpec) -> None:
-        """Note when."""
+        """Record the time of admission."""
         now, taken = asyncio.get_running_loop().time(), dict(self._recorder.taken)
         for spec in specs:
             name = spec.environment.rpartition(":")[2]
@@ -368,10 +369,10 @@ class RecordingJournal(NullJournal):
     async def commit_episode(
         self, spec: EpisodeSpec, header: EpisodeHeader, digest: bytes, metrics: Mapping[str, float], detail: str = ""
     ) -> None:
-        """Note the length.
+        """Record the length of an episode.
 
         Raises:
-            CheckFailedError: an episode was dropped: nothing here can fail.
+            CheckFailedError: an episode was dropped, although none can fail in a simulation.
         """
         if not header.committed and not self._is_over():
             raise CheckFailedError(f"episode {spec.episode_id} was dropped ({header.drop_reason}): {detail}")
@@ -380,7 +381,7 @@ class RecordingJournal(NullJournal):
         self._recorder.ended[spec.episode_id] = asyncio.get_running_loop().time()
 
     def record_drop(self, episode_id: str, attempt: int, policy: str, reason: str) -> None:
-        """Note what was sampled for nothing."""
+        """Record the tokens sampled in vain."""
         if not self._is_over():
             self._recorder.wasted += self._recorder.lengths[episode_id]
 
@@ -395,7 +396,7 @@ class RecordingJournal(NullJournal):
             self.orchestrator.stop()
 
     def record_metrics(self, policy: str, step: int, values: Mapping[str, Any]) -> None:
-        """Note what a limit on lag did not keep."""
+        """Record the trajectories that exceed a limit on lag."""
         self._recorder.exceeded += values.get("staleness/exceeded", 0.0)
 
     def _is_over(self) -> bool:
@@ -403,20 +404,20 @@ class RecordingJournal(NullJournal):
 
 
 class RecordingEngine(EmulatedEngine):
-    """Notes which versions sampled an episode, and how much it is to say."""
+    """Emulated engine that records the versions that sampled an episode and the remaining length of its calls."""
 
     def __init__(self, recorder: Recorder, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
         self._recorder = recorder
 
     def submit(self, session: EmulatedSession, request: GenerateRequest) -> Any:
-        """Like the base class; records the call."""
+        """See `EmulatedEngine.submit`; records the call."""
         call = super().submit(session, request)
         self._recorder.asked[episode_of(request)] += call.length
         return call
 
     def finish(self, call: Any) -> Any:
-        """Like the base class; records the call."""
+        """See `EmulatedEngine.finish`; records the call."""
         before = call.session.context
         completion = super().finish(call)
         episode = episode_of(call.request)
@@ -430,7 +431,7 @@ class RecordingEngine(EmulatedEngine):
 
 
 def episode_of(request: GenerateRequest) -> str:
-    """The episode of a call, from its request id: episode, attempt and call id."""
+    """Return the episode of a call from its request id, which consists of episode, attempt and call id."""
     return request.request_id.rsplit(".", 2)[0]
 
 
@@ -439,51 +440,52 @@ def episode_of(request: GenerateRequest) -> str:
 
 @dataclass(slots=True, kw_only=True)
 class Measured:
-    """Results of a simulation, over the steps after the skipped ones; lengths in tokens, times in seconds."""
+    """Results of a simulation over the steps after the skipped ones; lengths in tokens, times in seconds."""
 
     seconds: float
     steps_per_hour: Mapping[str, float]
     """Steps per hour of each policy."""
     tokens_per_s: float
-    """Sampled, but for what was wasted."""
+    """Tokens sampled per second, without wasted ones."""
     engine_busy: float
-    """Share of the engines' capacity that was used: all of it while a call waits for a slot or for memory, or contexts
-    are computed."""
+    """Share of the engines' capacity in use; 1 while a call waits for a slot or for memory, or contexts are
+    computed.
+    """
     slots_busy: float
-    """Share of all slots' time in which they had a call."""
+    """Share of all slots' time in which the slots had a call."""
     engine_active: float
-    """Share of the time in which an engine had any call: `engine/busy_share` of a real run."""
+    """Share of the time in which an engine had any call; `engine/busy_share` of a real run."""
     trainer_busy: float
     token_lag: float
     """Mean staleness of the trained tokens."""
     older: float
-    """Share of the trained tokens that were older than `max_staleness`."""
+    """Share of the trained tokens older than `max_staleness`."""
     lag_p99: float
     """99th percentile over trained units of the steps taken between admission and training."""
     lag_max: float
     max_lag_exceeded: int
-    """Trajectories trained beyond `max_lag`, of all steps."""
+    """Number of trajectories trained beyond `max_lag`, over all steps."""
     length_ratio: float
-    """Mean length of trained episodes over that of all that began."""
+    """Mean length of trained episodes divided by that of all episodes that began."""
     waste: float
     """Share of the sampled tokens whose units were dropped."""
     episodes: int
     episode_seconds: Mapping[str, Sequence[float]]
     """Median, P90 and P99 of the seconds from admission to the end, keyed by environment."""
     held: Mapping[str, float]
-    """Share of the time, by what held admission back."""
+    """Share of the time in which admission was held back, by reason."""
     no_room: float
     """Share of the time in which calls waited for room in the engines' memory."""
     preemptions: int
-    """Calls that were pushed out of memory."""
+    """Number of calls evicted from memory."""
     steps_per_bound: float
-    """Steps per second over what engines of full slots or a trainer without any waiting could do."""
+    """Steps per second, divided by the bound for engines with full slots or a trainer that never waits."""
     makespan_over_bound: float
-    """Time over the least that any schedule needs for all that was begun; for closed runs."""
+    """Time divided by a lower bound for any schedule of all work that was begun; for closed runs."""
     timeline: RunTimeline
     step_times: Sequence[float] = field(default_factory=list)
     cpu_seconds: float = 0.0
-    """CPU seconds that the simulation took."""
+    """CPU seconds of the simulation."""
 
 
 def measure(plan: Plan, recorder: Recorder, skipped: int, cpu_seconds: float) -> Measured:
@@ -531,12 +533,12 @@ def measure(plan: Plan, recorder: Recorder, skipped: int, cpu_seconds: float) ->
 
 
 def _kind(recorder: Recorder, episode: str) -> tuple[str, bool]:
-    """An episode's environment, and whether it is a child."""
+    """Return an episode's environment and whether it is a child."""
     return recorder.begun[episode].environment, "~" in episode
 
 
 def _kinds_with(plan: Plan, policy: str) -> set[tuple[str, bool]]:
-    """Kinds of episodes that a policy plays in."""
+    """Return the kinds of episodes in which a policy plays."""
     config = plan.config(1)
     return {
         (name, is_child)
@@ -548,7 +550,7 @@ def _kinds_with(plan: Plan, policy: str) -> set[tuple[str, bool]]:
 
 
 def _lags(recorder: Recorder, window: Sequence[Step]) -> tuple[list[tuple[str, int, int]], list[int]]:
-    """(policy, lag, number) of trained tokens; and for each unit, the steps from admission to training."""
+    """Return the trained tokens as (policy, lag, number), and for each unit the steps from admission to training."""
     counts: Counter[tuple[str, int]] = Counter()
     units = []
     taken = Counter(dict.fromkeys({step.policy for step in recorder.steps}, 0))
@@ -586,7 +588,7 @@ def _held(recorder: Recorder, begin: float, end: float) -> dict[str, float]:
 def _steps_per_second(plan: Plan, recorder: Recorder, units: int) -> float:
     """Return an upper bound on the first policy's steps per second for any schedule that never ends.
 
-    `units` is the number of units of that policy that were begun.
+    `units` is the number of units of that policy that were started.
     """
     size = next(iter(plan.trained.values())).step_size
     work = sum(recorder.asked.values()) * recorder.grain / units * size
@@ -594,8 +596,8 @@ def _steps_per_second(plan: Plan, recorder: Recorder, units: int) -> float:
 
 
 def _least_seconds(plan: Plan, recorder: Recorder, own: Sequence[Step]) -> float:
-    """Return a lower bound on the seconds of any schedule of the work that was begun: the largest of all work through
-    all slots and one step, all steps, and the longest parent and child and one step."""
+    """Return a lower bound on the seconds of any schedule of the started work. It is the largest of three times: all
+    work through all slots plus one step, all steps, and the longest parent and child plus one step."""
     longest: dict[str, int] = {}
     for name, blocks in recorder.asked.items():
         parent = name.partition("~")[0]
@@ -648,7 +650,7 @@ def _timeline(plan: Plan, recorder: Recorder, begin: float, end: float) -> RunTi
 
 
 def _engine_shares(plan: Plan, recorder: Recorder, begin: float, part: float) -> list[float]:
-    """The used share of the engines' capacity in each interval, interpolated between snapshots."""
+    """Return the used share of the engines' capacity in each interval, interpolated between snapshots."""
     looks = recorder.snapshots
     at = 0
     totals = []

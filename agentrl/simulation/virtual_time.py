@@ -1,13 +1,13 @@
 """A seeded event loop with virtual time: one seed, one schedule.
 
-Owns: the order of ready task steps, the clock, the diagnosis when nothing can run. Does no I/O and starts no thread.
+Owns: the order of ready task steps, the clock, the diagnosis of deadlocks. Does no I/O and starts no thread.
 
 1. Ready task steps run in an order drawn from the seed. A plain callback (`call_soon`, a timer) runs before everything
    queued after it, as asyncio documents.
-2. Time stands still while anything is ready, and then jumps to the next timer.
+2. Time stands still while any step is ready, and then jumps to the next timer.
 3. If neither a step nor a timer is left, `DeadlockError` names every waiting task and the line at which it waits.
 4. Equal seeds give equal runs in every process, so sets of tasks and futures iterate in order of creation as well.
-   `asyncio.as_completed` over bare coroutines stays out of reach (a set of coroutines, by address): give it tasks.
+   `asyncio.as_completed` over bare coroutines is not covered (it uses a set ordered by address): pass it tasks.
 
 `simulate` runs a coroutine function under a seed; the pytest fixture `simulated_loop` runs it under many.
 """
@@ -30,7 +30,7 @@ from agentrl.core.ids import stream
 T = TypeVar("T")
 
 SEED_VARIABLE = "AGENTRL_SIM_SEED"
-"""Environment variable that makes the `simulated_loop` fixture run this seed only."""
+"""Environment variable that restricts the `simulated_loop` fixture to one seed."""
 
 _TRACE_LENGTH = 40
 
@@ -54,19 +54,20 @@ _PORTS = {
 
 
 class SimulationError(AgentRLError):
-    """The code under simulation did what a simulation cannot repeat."""
+    """The code under simulation did something that a simulation cannot repeat."""
 
 
 class DeadlockError(SimulationError):
-    """No task can run and no timer is set. The message names each waiting task and the line at which it waits."""
+    """Deadlock: every task waits and no timer is set. The message names each waiting task and the line at which it
+    waits."""
 
 
 class StepLimitError(SimulationError):
-    """The step budget is spent: the code spins, or the budget is too small."""
+    """The budget of steps is spent, because the code spins or the budget is too small."""
 
 
 class _SimTask(asyncio.Task[T]):
-    """A task that hashes by the order of its creation."""
+    """Task that hashes by the order of its creation."""
 
     def __init__(
         self,
@@ -85,7 +86,7 @@ class _SimTask(asyncio.Task[T]):
 
 
 class _SimFuture(asyncio.Future[Any]):
-    """A future that hashes by the order of its creation."""
+    """Future that hashes by the order of its creation."""
 
     def __init__(self, *, loop: asyncio.AbstractEventLoop, serial: int) -> None:
         self.serial = serial
@@ -96,7 +97,7 @@ class _SimFuture(asyncio.Future[Any]):
 
 
 class _Ready:
-    """Ready handles in segments, each of task steps in any order and at most one plain callback that ends it."""
+    """Ready handles in segments: task steps in any order, then at most one plain callback that ends the segment."""
 
     def __init__(self) -> None:
         self._segments: deque[tuple[list[tuple[int, asyncio.Handle]], list[asyncio.Handle]]] = deque()
@@ -133,11 +134,11 @@ class _Ready:
         return handle
 
     def clear(self) -> None:
-        """Forget everything; called by asyncio when the loop closes."""
+        """Remove all handles; called by asyncio when the loop closes."""
         self._segments.clear()
 
     def _put_back(self, steps: list[tuple[int, asyncio.Handle]]) -> None:
-        """Steps whose segment has lost its plain callback join the next one."""
+        """Move the steps of a segment that has lost its plain callback to the next segment."""
         if not steps:
             return
         if self._segments:
@@ -148,7 +149,7 @@ class _Ready:
 
 
 class SimLoop(asyncio.BaseEventLoop):
-    """The loop; usually run through `simulate`.
+    """Seeded event loop with virtual time; usually run through `simulate`.
 
     Example:
         >>> async def main() -> float:
@@ -163,7 +164,7 @@ class SimLoop(asyncio.BaseEventLoop):
     _thread_id: int | None
 
     def __init__(self, seed: int, *, max_steps: int = 2_000_000, trace: int = _TRACE_LENGTH) -> None:
-        """`trace`: how many of the last steps a failure names; 0 saves a tenth of the time."""
+        """Create a loop. `trace` is the number of last steps that a failure names; 0 saves a tenth of the time."""
         super().__init__()
         self.seed = seed
         self.steps = 0
@@ -179,7 +180,7 @@ class SimLoop(asyncio.BaseEventLoop):
         self.set_exception_handler(_keep_failure)
 
     def time(self) -> float:
-        """Virtual seconds since the loop was made."""
+        """Return the virtual seconds since the loop was created."""
         return self._now
 
     def create_task(
@@ -189,24 +190,24 @@ class SimLoop(asyncio.BaseEventLoop):
         name: object = None,
         context: Context | None = None,
     ) -> asyncio.Task[T]:
-        """A task named `task-<n>` in order of creation, unless `name` says otherwise."""
+        """Create a task, named `task-<n>` in order of creation unless `name` is given."""
         self._serial += 1
         label = f"task-{self._serial}" if name is None else str(name)
         return _SimTask(coro, loop=self, name=label, context=context, serial=self._serial)
 
     def create_future(self) -> asyncio.Future[Any]:
-        """A future that belongs to this loop."""
+        """Create a future of this loop."""
         self._serial += 1
         return _SimFuture(loop=self, serial=self._serial)
 
     def note(self) -> str:
-        """The seed and the last steps, oldest first: virtual time, task or callback, and the line at which it
+        """Return the seed and the last steps, oldest first: virtual time, task or callback, and the line at which it
         resumed."""
         lines = [f"simulated with {SEED_VARIABLE}={self.seed}, {self.steps} steps; the last of them:", *self._trace]
         return "\n  ".join(lines)
 
     def raise_failure(self) -> None:
-        """Raise what a callback, or a task nobody awaited, raised since the last call."""
+        """Raise the exception of a callback, or of a task that nothing awaited, since the last call."""
         if self._failures:
             raise self._failures.pop(0)
 
@@ -259,7 +260,7 @@ class SimLoop(asyncio.BaseEventLoop):
     def run_in_executor(  # type: ignore[override]
         self, executor: object, func: Callable[..., Any], *args: Any
     ) -> asyncio.Future[Any]:
-        """Make a blocking call at once, in the loop's own thread: it takes no virtual time."""
+        """Make a blocking call at once in the loop's own thread; it takes no virtual time."""
         answer = self.create_future()
         try:
             answer.set_result(func(*args))
@@ -277,17 +278,17 @@ def simulate(main: Callable[[], Coroutine[Any, Any, T]], *, seed: int, max_steps
 
     Args:
         main: a coroutine function without arguments.
-        seed: which schedule.
-        max_steps: budget of steps, against code that spins.
+        seed: seed of the schedule.
+        max_steps: maximum number of steps, as a guard against code that spins.
 
     Returns:
-        What `main` returned.
+        The result of `main`.
 
     Raises:
-        DeadlockError: nothing can run any more.
+        DeadlockError: no task can run any more.
         StepLimitError: the budget is spent.
         SimulationError: the code used a thread, a socket or a process.
-        BaseException: what `main` raised, or what a callback or a task nobody awaited raised. All carry a note with the
+        BaseException: `main`, a callback, or a task that nothing awaited raised it. All errors carry a note with the
             seed and the last steps.
 
     Example:
@@ -308,7 +309,7 @@ def simulate(main: Callable[[], Coroutine[Any, Any, T]], *, seed: int, max_steps
 
 
 def _keep_failure(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Exception handler: what asyncio would only log becomes a failure of the simulation."""
+    """Record an exception that asyncio would only log as a failure of the simulation; an exception handler."""
     assert isinstance(loop, SimLoop)
     loop._failures.append(context.get("exception") or SimulationError(str(context["message"])))
 
@@ -329,7 +330,7 @@ for _name, _reason in _PORTS.items():
 
 
 def _stepped_task(handle: asyncio.Handle) -> _SimTask[Any] | None:
-    """The task whose step or wake-up `handle` is; None for a plain callback (`task.cancel` among them)."""
+    """Return the task that `handle` runs a step of or wakes up; None for a plain callback, such as `task.cancel`."""
     callback: Any = handle._callback  # type: ignore[attr-defined]
     owner = getattr(callback, "__self__", None)
     if isinstance(owner, _SimTask) and getattr(callback, "__name__", "step") != "cancel":
@@ -343,7 +344,7 @@ def _callback_name(handle: asyncio.Handle) -> object:
 
 
 def _position(task: asyncio.Task[Any]) -> str:
-    """The line at which a task is suspended, the innermost outside asyncio, and what it awaits there."""
+    """Return the innermost line outside asyncio at which a task is suspended, and the object it awaits there."""
     place, inside = "its start", ""
     awaited: Any = task.get_coro()
     while awaited is not None:
