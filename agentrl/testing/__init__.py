@@ -1,6 +1,6 @@
 """Test tools for users: `play` plays one episode with given replies; the pytest plugin adds fixtures.
 
-Names are imported on first use, so the pytest plugin costs nothing until a test uses it.
+Names are imported on first use, so the pytest plugin takes no time until a test uses it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""The environment checker: run an environment with a random policy, kill it at every entry, and compare.
+"""The environment checker: runs an environment with a random policy, kills it at every entry, and compares.
 
-What it proves, on a few tasks: the class is well formed, its tasks are stable and serialisable, its rewards are
-numbers, its own code touches nothing outside, and executing `run()` again over any prefix of its journal gives the same
-episode (transcript, reward, final state of resources), the outside world (effects, external tools, clocks) answering as
-it did. It runs the environment's code; it needs no model and no torch.
+On a few tasks it shows that the class is well formed, its tasks are stable and serializable, its rewards are numbers,
+its own code changes nothing outside, and executing `run()` again over any prefix of its journal yields the same episode
+(transcript, reward, final state of resources) if the outside world (effects, external tools, clocks) answers as before.
+It runs the environment's code; it needs neither a model nor torch.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ from agentrl.testing.format_check import Outcome, format_findings
 from agentrl.testing.side_effects import MODEL_ADVICE, asks_model, observed_side_effects
 
 MAX_CUTS = 64
-"""Prefixes tried per episode; longer journals are cut at evenly spaced entries."""
+"""Maximum number of prefixes tried per episode; longer journals are cut at evenly spaced entries."""
 MOST_GAMES = 4
-"""Episodes per task, at most."""
+"""Maximum number of episodes per task."""
 REPEATED_S = 0.3
-"""Seconds; code that blocks the event loop for longer, twice, is named."""
+"""Seconds; code that blocks the event loop twice for longer than this is reported."""
 _STRAY = re.compile(
     r"\b(?:random\.(?:Random|RandomState|default_rng)\(\)|random\.SystemRandom\("
     r"|(?:time\.(?:time|monotonic|perf_counter)|uuid\.uuid[14]|os\.urandom|secrets\.\w+"
@@ -71,34 +71,36 @@ _PROVED = {
 
 @dataclass(slots=True, kw_only=True)
 class EnvironmentReport:
-    """Findings of the checker."""
+    """Result of the checker."""
 
     environment: str
     findings: list[str] = field(default_factory=list)
-    """Faults, each with its place, for people."""
+    """Faults with their locations, for people."""
     episodes: int = 0
     resumptions: int = 0
     """Number of re-executions of an episode from a prefix of its journal."""
     rewards: list[float] = field(default_factory=list)
     resume_class: ResourceLevel = "replay"
-    """Recovery of episodes: re-executed and compared, restored from snapshots of their resources, or neither."""
+    """Form of recovery: episodes are re-executed and compared, restored from snapshots of their resources, or
+    neither.
+    """
     called: set[str] = field(default_factory=set)
-    """Tools the random policy called."""
+    """Names of the tools that the random policy called."""
     uncalled: list[str] = field(default_factory=list)
-    """Tools that the policy never called; they remain unchecked."""
+    """Names of the tools that the policy never called; they remain unchecked."""
     own_random: bool = False
-    """Whether it was seen, or says, to draw from the global random generators."""
+    """Whether the environment draws from the global random generators, as observed or declared."""
     on_progress: Callable[[str], None] = field(default=lambda part: None, repr=False, compare=False)
     """Receives the name of each part before it is checked."""
 
     @property
     def passed(self) -> bool:
-        """Whether nothing was found."""
+        """Whether the check found no faults."""
         return not self.findings
 
     @property
     def text(self) -> str:
-        """The report for a terminal."""
+        """Return the report for a terminal."""
         if self.findings:
             return "\n".join(
                 [f"{self.environment}: {len(self.findings)} finding(s)", *(f"- {f}" for f in self.findings)]
@@ -128,7 +130,7 @@ def check_environment(
     """Check an environment; never raises because of the environment's behaviour.
 
     Args:
-        environment: a class, a registered name, `module:Class` or a path.
+        environment: class, registered name, `module:Class` or path.
         tasks: tasks to play; default: the first training tasks.
         episodes: number of episodes; more are played until the policy has called every tool.
         seed: seed of the random policy.
@@ -166,7 +168,7 @@ def check_environment(
 
 
 def _check_hash_order(found: type[Environment], report: EnvironmentReport) -> None:
-    """Play a task once more in a process in which strings hash otherwise, as after `--resume`, and compare."""
+    """Play a task again in a process with different string hashes, as after `--resume`, and compare."""
     name = f"{module_of(found)}:{found.__qualname__}"
     task = _tasks(found, 1, report)[0]
     first = asyncio.run(execute(found, _spec(found, task, 0, 0), random_policy(found)))
@@ -195,7 +197,7 @@ def _check_hash_order(found: type[Environment], report: EnvironmentReport) -> No
 
 
 def _play_here(name: str, asked: Path, told: Path) -> None:
-    """Be the other process of `_check_hash_order`."""
+    """Run in the other process of `_check_hash_order`: play the task and write its entries."""
     found = resolve(name)
     task = _tasks(found, 1, EnvironmentReport(environment=name))[0]
     answers = msgspec.msgpack.decode(asked.read_bytes(), type=list[JournalEntry])
@@ -206,7 +208,7 @@ def _play_here(name: str, asked: Path, told: Path) -> None:
 def _games(
     environment: type[Environment], tasks: Sequence[Task], report: EnvironmentReport
 ) -> Iterator[tuple[int, Task]]:
-    """Yield each task once; then again, a few times, while the policy has called some but not all of the tools."""
+    """Yield each task once; then repeat tasks a few times while the policy has called some but not all of the tools."""
     tools = set(environment.tool_table()) if issubclass(environment, ToolEnvironment) else set()
     for number in range(MOST_GAMES * len(tasks)):
         if number >= len(tasks) and (not report.called or tools <= report.called):
@@ -217,7 +219,7 @@ def _games(
 
 @contextlib.contextmanager
 def _missing_awaits(told: list[str]) -> Iterator[None]:
-    """Report coroutines that nobody awaited instead of warning about them; other warnings stay warnings."""
+    """Report coroutines that were never awaited, instead of warning about them; other warnings stay warnings."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", RuntimeWarning)
         yield
@@ -233,13 +235,13 @@ def replay_always(
 ) -> EnvironmentReport:
     """Play episodes in virtual time, under one schedule per seed, and run each again from every entry of its journal.
 
-    What `check_environment` does once as it comes, this does under shuffled schedules, which finds branches that share
-    state without a call between. External tools must be coroutines: a thread cannot be simulated.
+    In contrast to `check_environment`, schedules are shuffled, which reveals branches that share state without a call
+    between. External tools must be coroutines, because a thread cannot be simulated.
 
     Args:
         environment: as for `check_environment`.
         tasks: tasks to play; default: the first training tasks.
-        episodes: how many.
+        episodes: number of episodes.
         schedules: seeds of the simulated loop.
     """
     report = EnvironmentReport(environment=environment if isinstance(environment, str) else environment.__qualname__)
@@ -385,8 +387,8 @@ async def _recall_everything(
     report: EnvironmentReport,
     part: str,
 ) -> str | None:
-    """Begin an episode of an agent from outside again over the first of its replies, then over all; returns the first
-    request that it does not make again."""
+    """Restart an episode of an external agent over the first of its replies, then over all. Returns the first request
+    that the agent does not repeat."""
     if not environment.replay_stable:
         report.resume_class = "pinned"
         return None
@@ -414,7 +416,7 @@ def _has_pinned(entries: Sequence[JournalEntry]) -> bool:
 
 
 def _weaker(known: ResourceLevel, entries: Sequence[JournalEntry]) -> ResourceLevel:
-    """The weakest of the levels an environment was seen to live by."""
+    """Return the weakest resource level that the environment has used."""
     levels = {body.level for entry in entries if isinstance(body := entry.decode(), ResourceEntry)} | {known}
     return "pinned" if "pinned" in levels else "snapshot" if "snapshot" in levels else "replay"
 
@@ -457,12 +459,13 @@ def _differing_call(first: Sequence[JournalEntry], again: Sequence[JournalEntry]
 
 
 def _acts(entries: Sequence[JournalEntry]) -> dict[str, JournalEntry]:
-    """Entries by call id, without the intents of `once` acts, which are not written if their answer is supplied."""
+    """Return the entries by call id, without the intents of `once` acts, which are not written if their answer is
+    supplied."""
     return {entry.call_id: entry for entry in entries if not isinstance(entry.decode(), IntentEntry)}
 
 
 def _result(entry: JournalEntry) -> object:
-    """The observation that the program received; equal on every execution."""
+    """Return the observation that the program received, which is equal on every execution."""
     match entry.decode():
         case ToolEntry(observation=observation):
             return observation
@@ -496,8 +499,8 @@ if __name__ == "__main__":
 
 
 def _stray_lines(environment: type[Environment]) -> str:
-    """Up to three lines of an environment that look like time or unseeded randomness, as a clause; "" if there are
-    none.
+    """Return up to three lines of an environment that seem to use time or unseeded randomness, as a clause; "" if there
+    are none.
 
     Example:
         >>> bool(_STRAY.search("draw = random.Random()")), bool(_STRAY.search("draw = random.Random(3)"))

@@ -1,6 +1,6 @@
-"""Episodes in memory with a scripted policy: `execute` for the checker, over a recorded prefix; `play` for tests.
+"""Plays episodes in memory with a scripted policy: `execute` for the checker, over a recorded prefix; `play` for tests.
 
-`random_policy` is a policy without a model; `play` takes the replies of a test.
+`random_policy` is a policy without a model; `play` uses the replies of a test.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ TIMEOUT_S = 30.0
 RESOURCE_LOST = "resource_lost: "
 """Prefix of the answer of `execute` if re-execution reached a pinned resource."""
 _FIRST_LINE = re.compile(r"\n|<\|")
-"""Ends with the line, or with the message."""
+"""Pattern for the end of the first line or of the message."""
 
 
 class Executed(NamedTuple):
-    """The outcome of an execution."""
+    """Outcome of an execution."""
 
     header: EpisodeHeader
     entries: list[JournalEntry]
@@ -67,7 +67,7 @@ class Executed(NamedTuple):
 
 
 class _StateRunner(EpisodeRunner):
-    """Remembers how the resources of each episode ended."""
+    """Runner that records the final states of each episode's resources."""
 
     def __init__(self, **services: Any) -> None:
         super().__init__(**services)
@@ -87,15 +87,15 @@ async def execute(
     answers: Sequence[JournalEntry] = (),
     max_turns: int = MAX_TURNS,
 ) -> Executed | str:
-    """An episode over a prefix: what came of it, or what went wrong.
+    """Execute an episode over a recorded prefix. Returns its outcome, or a sentence about its failure.
 
     Args:
-        environment: its class.
-        spec: the episode.
-        script: the policy.
-        recorded: the entries before the kill.
-        answers: what the outside world answered after it, and answers again.
-        max_turns: of one agent.
+        environment: class of the environment.
+        spec: spec of the episode.
+        script: policy.
+        recorded: entries before the kill.
+        answers: entries after the kill from which the answers of the outside world are repeated.
+        max_turns: maximum number of turns per agent.
     """
     journal, failures = MemoryJournal(), list[BaseException]()
     engine = ScriptedEngine(script, versions={POLICY: PolicyVersion(POLICY, 0, 0)})
@@ -139,7 +139,7 @@ def settings_of(
     episode_timeout_s: float = TIMEOUT_S,
     on_code_change: OnCodeChange = "try",
 ) -> RolloutSettings:
-    """Sampling settings and limits of episodes in `PlainFormat`."""
+    """Return sampling settings and limits for episodes in `PlainFormat`."""
     return RolloutSettings(
         sampling=SamplingParams(max_tokens=max_tokens, stop_token_ids=(STOP_TOKEN,)),
         limits=EpisodeLimits(max_turns=max_turns, max_tokens=max_tokens, max_context=max_context),
@@ -160,9 +160,10 @@ def wired(
     data_attempts: int = 1,
     runner_type: type[R] = EpisodeRunner,  # type: ignore[assignment]
 ) -> tuple[Dispatcher, R]:
-    """The host, with its worker, and the runner of single episodes of an environment, all played by one policy.
+    """Return the host, with its worker, and the runner of single episodes of an environment; one policy plays all
+    seats.
 
-    `failures` gets what no episode can be blamed for.
+    `failures` receives errors that no episode caused.
     """
     dispatcher = Dispatcher(
         environment=environment,
@@ -194,10 +195,10 @@ def wired(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Played:
-    """The result of an episode."""
+    """Result of an episode."""
 
     reward: float
-    """Summed over all agents."""
+    """Sum of the rewards of all agents."""
     told: tuple[str, ...]
     """Text of the new messages before each turn of the policy."""
     stop_reason: str
@@ -207,9 +208,9 @@ def play(environment: str | type, task: Task, replies: Sequence[str | Mapping[st
     """Play one episode in which the policy gives `replies` in order, for all seats.
 
     Args:
-        environment: a class, a registered name, `module:Class` or a path.
-        task: the task.
-        replies: text, or a tool call as `{"name": …, "arguments": {…}}`.
+        environment: class, registered name, `module:Class` or path.
+        task: task to play.
+        replies: replies in order, each text or a tool call as `{"name": …, "arguments": {…}}`.
         seed: seed of `ctx.rng`.
 
     Raises:
@@ -248,8 +249,9 @@ def _text(reply: str | Mapping[str, Any]) -> str:
 
 
 def random_policy(environment: type[Environment]) -> Script:
-    """A policy that calls tools with arguments of their schemas, takes legal actions it was shown, or says something
-    short.
+    """Return a policy that calls tools with arguments of their schemas, takes legal actions that it was shown, or
+    replies with
+    a short text.
 
     Its reply depends only on the request.
     """

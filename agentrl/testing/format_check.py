@@ -1,7 +1,7 @@
-"""Whether an environment rewards breaking the format: garbage against well-formed chance, on the same tasks.
+"""Checks whether an environment rewards breaking the format: compares unreadable with well-formed random replies.
 
-A policy that earns more by writing what nobody can read than by playing badly learns to write nothing else, and then
-has no gradient left. Owns the two kinds of policy and the comparison; the checker plays the episodes.
+A policy that earns more by unreadable output than by bad moves learns to produce nothing else, and then has no gradient
+left. Owns the two kinds of policy and the comparison; the checker plays the episodes.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from agentrl.engines.scripted import Script
 from agentrl.rollout.byte_formats import STOP_TOKEN
 
 GARBAGE = ("@@ %% zz !!", '<tool_call>{"name": ', "")
-"""Unreadable replies: noise, a call that does not parse, nothing."""
+"""Unreadable replies: noise, a call that cannot be parsed, an empty text."""
 CANDIDATES = (
     *("left", "right", "up", "down", "north", "south", "east", "west", "yes", "no", "stick", "hit", "pass"),
     *(str(number) for number in range(10)),
     *("[0]", "[4]", "a", "b", "c", "hello world"),
 )
-"""Short actions many games know; those an environment counts as illegal are not played."""
+"""Short actions that many games know; those that an environment counts as illegal are not played."""
 TASKS = 16
 REPEATS = 4
-"""Well-formed episodes per task."""
+"""Number of well-formed episodes per task."""
 BUDGET_S = 15.0
-"""Seconds after which no episode is begun: an environment may be slow."""
+"""Seconds after which no further episode is started, because an environment may be slow."""
 
 
 class Outcome(NamedTuple):
-    """The parts of an episode that this check needs."""
+    """Parts of an episode that this check needs."""
 
     reward: float
     broken: bool
-    """Whether a turn broke the format, as the runner and the environment count."""
+    """Whether a turn broke the format, as counted by the runner and the environment."""
 
 
 Play = Callable[[Task, int, Script], Outcome | str]
@@ -45,13 +45,13 @@ Play = Callable[[Task, int, Script], Outcome | str]
 
 
 def format_findings(play: Play, tasks: Sequence[Task], random_policy: Script, *, has_tools: bool) -> list[str]:
-    """Faults in how an environment rewards the format, for people.
+    """Return faults in how an environment rewards the format, for people.
 
     Args:
         play: plays one episode.
-        tasks: the tasks to play; the first 16 count.
-        random_policy: calls tools as they want to be called, or says something short.
-        has_tools: without tools, the texts the environment takes are found out first.
+        tasks: tasks to play; only the first 16 are used.
+        random_policy: calls tools with valid arguments, or replies with a short text.
+        has_tools: whether the environment has tools; otherwise the texts that it accepts are determined first.
     """
     clock = SystemClock()
     end = clock.monotonic() + BUDGET_S
@@ -89,8 +89,8 @@ def format_findings(play: Play, tasks: Sequence[Task], random_policy: Script, *,
 
 
 def _legal_policy(play: Play, task: Task, otherwise: Script) -> Script | str:
-    """A policy that draws among the texts an environment accepts, or `otherwise` if there are none; a sentence on
-    failure."""
+    """Return a policy that draws among the texts an environment accepts, or `otherwise` if there are none; a sentence
+    if an episode failed."""
     legal = []
     for text in CANDIDATES:
         outcome = play(task, 0, _always(text))

@@ -1,10 +1,11 @@
-"""`JournalStore`, `TurnLog` and `RunLog` in memory, with the real ones' suspension points and their failures on demand.
+"""`JournalStore`, `TurnLog` and `RunLog` in memory, with the suspension points of the real ones and failures on demand.
 
-Owns: what was recorded, and how much of it is on disk. What is not flushed is invisible to readers and lost in a crash.
+Owns: the records, and how many of them are on disk. Records that are not flushed are invisible to readers and lost in
+a crash.
 
 1. `flush` and `commit_episode` yield to the loop before they take effect, so that interleavings exist.
-2. A commit puts the entries on disk before itself; one that names entries nobody appended is refused.
-3. Readers are a fold over what is on disk, nothing else.
+2. A commit puts the entries on disk before itself; one that names entries which were never appended is refused.
+3. Readers see only what is on disk.
 """
 
 from __future__ import annotations
@@ -26,21 +27,21 @@ if TYPE_CHECKING:
     from agentrl.journal.port import PruneRule
 
     PartialItem = JournalEntry | tuple[str, int, str | None]
-    """A partial, or the key of those to remove: episode, attempt and call, or all calls."""
+    """A partial, or the key of partials to remove: episode, attempt and call (None: all calls)."""
 
 R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admission:
-    """An episode was admitted."""
+    """Record of an admitted episode."""
 
     spec: EpisodeSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeEnd:
-    """An episode was committed or dropped."""
+    """Record of a committed or dropped episode."""
 
     spec: EpisodeSpec
     header: EpisodeHeader
@@ -51,7 +52,7 @@ class EpisodeEnd:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitDropped:
-    """A committed unit will not be trained."""
+    """Record of a committed unit that will not be trained on."""
 
     episode_id: str
     attempt: int
@@ -61,7 +62,7 @@ class UnitDropped:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Publication:
-    """A version was published."""
+    """Record of a published version."""
 
     weights: WeightsRef
     parent: PolicyVersion | None
@@ -78,7 +79,7 @@ class MetricRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pruning:
-    """The entries of an attempt are given up."""
+    """Record of an attempt whose entries were deleted."""
 
     episode_id: str
     attempt: int
@@ -92,7 +93,7 @@ ControlRecord = (
 
 @dataclass(slots=True)
 class MemoryTurnLog:
-    """The partition of one worker.
+    """Partition of one worker.
 
     Example:
         >>> from agentrl.testing.memory_journal import MemoryJournal
@@ -103,18 +104,18 @@ class MemoryTurnLog:
 
     name: str
     entries: list[JournalEntry] = field(default_factory=list)
-    """Everything appended, in order."""
+    """All appended entries, in order."""
     on_disk: int = 0
     """Number of entries that would survive a crash."""
     failing_flushes: Collection[int] = ()
-    """Calls of `flush`, counted from 1, that raise `StorageError`."""
+    """Numbers of the calls of `flush`, counted from 1, that raise `StorageError`."""
     flushes: int = 0
     partials: list[PartialItem] = field(default_factory=list)
-    """Every partial appended, and the key of every removal, in order."""
+    """Every appended partial, and the key of every removal, in order."""
     partials_on_disk: int = 0
     """Number of partials that would survive a crash."""
     siblings: Mapping[str, MemoryTurnLog] = field(default_factory=dict)
-    """The partitions of its journal, itself among them."""
+    """All partitions of the journal, including this one."""
     _keys: set[tuple[str, int, str]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -124,7 +125,7 @@ class MemoryTurnLog:
         """Queue an entry.
 
         Raises:
-            JournalError: a call of an attempt was journaled before.
+            JournalError: the call was journaled before.
         """
         key = (entry.episode_id, entry.attempt, entry.call_id)
         if key in self._keys:
@@ -133,10 +134,10 @@ class MemoryTurnLog:
         self.entries.append(entry)
 
     async def flush(self) -> None:
-        """Yield, then put everything appended before the call on disk.
+        """Yield, then put all entries appended before the call on disk.
 
         Raises:
-            StorageError: the test asked for it; nothing appended since the last success counts as written.
+            StorageError: the test requested it; entries appended since the last success do not count as written.
         """
         self.flushes += 1
         number, reached, partials = self.flushes, len(self.entries), len(self.partials)
@@ -147,11 +148,11 @@ class MemoryTurnLog:
         self.partials_on_disk = max(self.partials_on_disk, partials)
 
     def read(self, episode_id: str, attempt: int) -> list[JournalEntry]:
-        """Entries on disk of an episode, in the order they were appended."""
+        """Return the entries on disk of an attempt, in the order they were appended."""
         return [e for e in self.entries[: self.on_disk] if e.episode_id == episode_id and e.attempt == attempt]
 
     async def take_over(self, episode_id: str, attempt: int) -> None:
-        """Copy what another partition holds of an attempt, where that is more than is here."""
+        """Copy the entries of an attempt from another partition if it holds more than this one."""
         other = fullest(self.siblings, episode_id, attempt)
         if other is None or other is self:
             return
@@ -163,15 +164,15 @@ class MemoryTurnLog:
         await self.flush()
 
     def append_partial(self, entry: JournalEntry) -> None:
-        """Queue tokens of a turn that has not ended."""
+        """Queue the tokens of a turn that has not ended."""
         self.partials.append(entry)
 
     def remove_partials(self, episode_id: str, attempt: int, call_id: str | None = None) -> None:
-        """Queue the removal of a call's partials, or of all of an attempt."""
+        """Queue the removal of a call's partials, or of all partials of an attempt."""
         self.partials.append((episode_id, attempt, call_id))
 
     def read_partials(self, episode_id: str, attempt: int) -> list[JournalEntry]:
-        """Partials on disk of an episode, in the order they were appended."""
+        """Return the partials on disk of an attempt, in the order they were appended."""
         found: list[JournalEntry] = []
         for item in self.partials[: self.partials_on_disk]:
             if not isinstance(item, tuple):
@@ -182,18 +183,18 @@ class MemoryTurnLog:
         return found
 
     def remove(self, attempts: Collection[tuple[str, int]]) -> None:
-        """Give up what is on disk of some attempts."""
+        """Delete the entries of some attempts from disk."""
         kept = [e for e in self.entries[: self.on_disk] if (e.episode_id, e.attempt) not in attempts]
         self.entries[: self.on_disk] = kept
         self.on_disk = len(kept)
 
     def prefix(self, point: ForkPoint) -> list[JournalEntry]:
-        """The entries before a fork point of this partition."""
+        """Return the entries of this partition before a fork point."""
         return prefix_of(".", point, lambda _, at: self.read(at.episode_id, at.attempt))
 
 
 def fullest(logs: Mapping[str, MemoryTurnLog], episode_id: str, attempt: int) -> MemoryTurnLog | None:
-    """The partition that holds most of an attempt; see `TurnReader.partition_of`."""
+    """Return the partition with the most entries of an attempt; see `TurnReader.partition_of`."""
 
     def held(log: MemoryTurnLog) -> tuple[int, int]:
         return len(log.read(episode_id, attempt)), len(log.read_partials(episode_id, attempt))
@@ -203,12 +204,13 @@ def fullest(logs: Mapping[str, MemoryTurnLog], episode_id: str, attempt: int) ->
 
 
 class MemoryJournal:
-    """A run's journal in memory: `JournalStore` and `RunLog` in one.
+    """Journal of a run in memory: `JournalStore` and `RunLog` in one.
 
     Args:
-        info: the run's identity, as `RunLog.info` gives it back.
-        failing_commits: which calls of `commit_episode`, counted from 1, raise `StorageError` and record nothing.
-        failing_flushes: the same for every turn log's `flush`.
+        info: identity of the run, returned by `RunLog.info`.
+        failing_commits: numbers of the calls of `commit_episode`, counted from 1, that raise `StorageError` and record
+            nothing.
+        failing_flushes: numbers of the calls of `flush` of every turn log that raise `StorageError`.
 
     Example:
         >>> journal = MemoryJournal(failing_commits={3})
@@ -224,7 +226,7 @@ class MemoryJournal:
         failing_flushes: Collection[int] = (),
     ) -> None:
         self.records: list[ControlRecord] = []
-        """The control log: everything recorded, in order."""
+        """All records of the control log, in order."""
         self.turn_logs: dict[str, MemoryTurnLog] = {}
         """Turn logs, keyed by the worker's name."""
         self.closed = False
@@ -238,7 +240,7 @@ class MemoryJournal:
     # --- JournalStore -------------------------------------------------------------------------------------------------
 
     def turn_log(self, worker: str) -> MemoryTurnLog:
-        """The partition of a worker; created if missing."""
+        """Return the partition of a worker; created if missing."""
         if worker not in self.turn_logs:
             self.turn_logs[worker] = MemoryTurnLog(
                 f"turns-{worker}.db", failing_flushes=self._failing_flushes, siblings=self.turn_logs
@@ -246,7 +248,7 @@ class MemoryJournal:
         return self.turn_logs[worker]
 
     def admit(self, *specs: EpisodeSpec) -> None:
-        """Record that episodes were admitted, all of them at once."""
+        """Record the admission of episodes, all at once."""
         self._record(*[Admission(spec=spec) for spec in specs])
 
     async def commit_episode(
@@ -255,7 +257,7 @@ class MemoryJournal:
         """Record a committed or dropped episode once its entries are on disk, and wait for the disk.
 
         Raises:
-            StorageError: the test asked for this commit to fail; nothing is recorded.
+            StorageError: the test requested it; nothing is recorded.
             JournalError: the header names entries that were never appended, or an episode that already ended.
         """
         self._commits += 1
@@ -274,15 +276,15 @@ class MemoryJournal:
         self._on_disk = len(self.records)
 
     def record_drop(self, episode_id: str, attempt: int, policy: str, reason: str) -> None:
-        """Record that a committed unit will not be trained."""
+        """Record that a committed unit will not be trained on."""
         self._record(UnitDropped(episode_id=episode_id, attempt=attempt, policy=policy, reason=reason))
 
     def record_proposal(self, proposal: Proposal) -> None:
-        """Record a proposal that the run is to remember."""
+        """Record a proposal for the run's memory."""
         self._record(proposal)
 
     def record_baselines(self, baselines: BaselineSet) -> None:
-        """Record what a group's members are compared with."""
+        """Record the baselines of a group's members."""
         self._record(baselines)
 
     def record_version(self, weights: WeightsRef, parent: PolicyVersion | None) -> None:
@@ -290,7 +292,7 @@ class MemoryJournal:
         self._record(Publication(weights=weights, parent=parent))
 
     def record_step(self, row: StepRow) -> None:
-        """Record an optimizer step and that its units were consumed by it."""
+        """Record an optimizer step and the units it consumed."""
         self._record(row)
 
     def record_metrics(self, policy: str, step: int, values: Mapping[str, float]) -> None:
@@ -298,7 +300,7 @@ class MemoryJournal:
         self._record(MetricRow(policy=policy, step=step, values=dict(values)))
 
     async def prune(self, rule: PruneRule, *, stopped: Callable[[], bool] = lambda: False) -> Pruned:
-        """Give up what a rule lets go, a partition after the other."""
+        """Delete the entries that a rule releases, one partition after another."""
         given_up = Pruned(rule=str(rule), last=rule.last)
         settled = self._settled(rule)
         for log in self.turn_logs.values():
@@ -311,7 +313,7 @@ class MemoryJournal:
         return given_up
 
     def _settled(self, rule: PruneRule) -> set[tuple[str, int]]:
-        """Attempts none of whose units a checkpoint that is kept makes ready again, fed to no step that is kept."""
+        """Return attempts that no kept checkpoint makes ready again and no kept step consumed."""
         if not rule.sealed:
             return set()
         kept = {
@@ -339,7 +341,7 @@ class MemoryJournal:
         log.remove(attempts)
 
     async def flush(self) -> None:
-        """Yield, then put everything recorded before the call on disk."""
+        """Yield, then put all records made before the call on disk."""
         reached = len(self.records)
         await asyncio.sleep(0)
         self._on_disk = max(self._on_disk, reached)
@@ -354,34 +356,35 @@ class MemoryJournal:
     # --- RunLog -------------------------------------------------------------------------------------------------------
 
     def verify(self) -> None:
-        """Memory does not rot."""
+        """Do nothing, because memory is never damaged."""
 
     def next_number(self, prefix: str) -> int:
-        """The largest number of a root episode with this prefix, plus one."""
+        """Return the largest number of a root episode with this prefix, plus one."""
         known = {r.spec.episode_id for r in self.on_disk() if isinstance(r, Admission)}
         known |= {entry.episode_id for log in self.turn_logs.values() for entry in log.entries[: log.on_disk]}
         numbers = [name.removeprefix(prefix) for name in known if name.startswith(prefix)]
         return max((int(number) for number in numbers if number.isdecimal()), default=-1) + 1
 
     def lost_numbers(self, prefix: str, stop: int) -> list[int]:
-        """Numbers below `stop` of root episodes with this prefix that were never admitted on disk."""
+        """Return the numbers below `stop` of root episodes with this prefix whose admission is not on disk."""
         admitted = {r.spec.episode_id for r in self.on_disk() if isinstance(r, Admission)}
         return [number for number in range(stop) if f"{prefix}{number}" not in admitted]
 
     def published(self, version: PolicyVersion) -> WeightsRef | None:
-        """The published weights of a version."""
+        """Return the published weights of a version."""
         found = (r.weights for r in self.on_disk() if isinstance(r, Publication) and r.weights.version == version)
         return next(found, None)
 
     def ended_children(self, parents: Collection[str]) -> dict[str, EpisodeHeader]:
-        """Headers of the ended children of some episodes, by id."""
+        """Return the headers of the ended children of some episodes, by id."""
         ends = (r.header for r in self.on_disk() if isinstance(r, EpisodeEnd))
         return {header.episode_id: header for header in ends if header.parent_id in parents}
 
     def ready_units(self, consumed_through: Mapping[str, PolicyVersion]) -> Iterator[tuple[EpisodeSpec, EpisodeHeader]]:
-        """Committed training episodes with a unit neither consumed along the surviving lineage nor dropped.
+        """Yield committed training episodes with a unit neither consumed along the surviving lineage nor dropped.
 
-        Units of policies that `consumed_through` does not name are frozen and never ready; without any, all may be.
+        Policies absent from `consumed_through` are frozen, and their units are never ready; if it is empty, all units
+        may be ready.
         """
         resolved = self.resolved_units(consumed_through)
         for record in self.on_disk():
@@ -394,7 +397,7 @@ class MemoryJournal:
                     yield record.spec, header
 
     def members(self, group_ids: Collection[str] | None = None) -> Iterator[tuple[EpisodeSpec, EpisodeHeader]]:
-        """Committed training episodes of some groups, or all."""
+        """Yield the committed training episodes of some groups, or all."""
         for record in self.on_disk():
             if not isinstance(record, EpisodeEnd) or not record.header.committed or record.spec.purpose != "train":
                 continue
@@ -402,8 +405,8 @@ class MemoryJournal:
                 yield record.spec, record.header
 
     def dispatched(self, newest: int | None = None) -> Iterator[tuple[EpisodeSpec, EpisodeHeader | None]]:
-        """The newest training episodes, or all, in order of admission, at their newest attempts, with how they ended;
-        None: not yet."""
+        """Yield the newest training episodes, or all, in order of admission, at their newest attempts, with their
+        headers; None if not ended."""
         specs: dict[str, EpisodeSpec] = {}
         ends: dict[tuple[str, int], EpisodeHeader] = {}
         for record in self.on_disk():
@@ -415,17 +418,17 @@ class MemoryJournal:
             yield spec, ends.get((spec.episode_id, spec.attempt))
 
     def baselines(self) -> dict[str, BaselineSet]:
-        """Baseline sets by group; of two for one group the first holds."""
+        """Return the baseline sets by group; of two for one group, the first one."""
         return {record.group_id: record for record in reversed(self.on_disk()) if isinstance(record, BaselineSet)}
 
     def against(self, policies: Collection[str]) -> Iterator[EpisodeHeader]:
-        """Committed training episodes in which one of these policies acted."""
+        """Yield the committed training episodes in which one of these policies acted."""
         for record in self.on_disk():
             if isinstance(record, EpisodeEnd) and record.header.committed:
                 yield from [record.header] * any(t.policy in policies for t in record.header.trajectories)
 
     def parents(self) -> dict[tuple[str, int], PolicyVersion]:
-        """The version that each (policy, lineage) but the first started from."""
+        """Return the version from which each (policy, lineage) except the first started."""
         return {
             (record.weights.version.policy, record.weights.version.lineage): record.parent
             for record in self.on_disk()
@@ -435,13 +438,13 @@ class MemoryJournal:
         }
 
     def unfinished(self) -> Sequence[EpisodeSpec]:
-        """Training episodes, children included, that have not ended, in the order of admission."""
+        """Return the training episodes that have not ended, including children, in order of admission."""
         return [spec for spec, header in self.dispatched() if header is None]
 
     def proposals(self, newest: int | None = None) -> list[Proposal]:
-        """The newest proposals the run remembers, or all, and those of attempts that have not ended; as told.
+        """Return the newest proposals in the run's memory, or all, and those of attempts that have not ended, in order.
 
-        Nothing is remembered of attempts that were dropped, or that another attempt replaced.
+        Proposals of attempts that were dropped, or that another attempt replaced, are left out.
         """
         made: dict[tuple[str, int, str], Proposal] = {}
         ended: dict[tuple[str, int], EpisodeHeader] = {}
@@ -463,22 +466,22 @@ class MemoryJournal:
         return [p for p in kept if p.number >= oldest or p.made_by[:2] not in ended]
 
     def recorded(self, episode_id: str, attempt: int) -> tuple[list[JournalEntry], list[JournalEntry]]:
-        """Entries and partials on disk of an attempt, in whichever partition they lie."""
+        """Return the entries and partials on disk of an attempt, from any partition."""
         log = fullest(self.turn_logs, episode_id, attempt)
         return ([], []) if log is None else (log.read(episode_id, attempt), log.read_partials(episode_id, attempt))
 
     def highest_lineage(self) -> int:
-        """The largest lineage any published version carries; -1 before the first."""
+        """Return the largest lineage of any published version; -1 before the first."""
         return max((r.weights.version.lineage for r in self.on_disk() if isinstance(r, Publication)), default=-1)
 
     def info(self) -> Mapping[str, Any]:
-        """The run's identity."""
+        """Return the run's identity."""
         return self._info
 
     # --- for tests ----------------------------------------------------------------------------------------------------
 
     def on_disk(self) -> list[ControlRecord]:
-        """The control records a crash would leave."""
+        """Return the control records that would survive a crash."""
         return self.records[: self._on_disk]
 
     def of_kind(self, kind: type[R]) -> list[R]:
@@ -486,7 +489,7 @@ class MemoryJournal:
         return [record for record in self.records if isinstance(record, kind)]
 
     def after_crash(self) -> MemoryJournal:
-        """The journal a new process would open: what was on disk, and no failures to come."""
+        """Return the journal that a new process would open: the records on disk, without further failures."""
         survivor = MemoryJournal(info=self._info)
         survivor.records = self.on_disk()
         survivor._on_disk = len(survivor.records)
@@ -522,7 +525,7 @@ class MemoryJournal:
             )
 
     def pruned(self, episodes: Collection[str]) -> set[tuple[str, int]]:
-        """Attempts of these episodes whose entries were given up."""
+        """Return the attempts of these episodes whose entries were deleted."""
         found = (record for record in self.on_disk() if isinstance(record, Pruning))
         return {(record.episode_id, record.attempt) for record in found if record.episode_id in episodes}
 

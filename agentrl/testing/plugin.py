@@ -1,7 +1,7 @@
-"""The pytest plugin, active wherever agentrl is installed: the fixtures `simulated_loop` and `always_replay`.
+"""The pytest plugin, active wherever agentrl is installed, with the fixtures `simulated_loop` and `always_replay`.
 
-`AGENTRL_SIM_SEED=n` runs seed n alone, with the schedule of the failure that printed it; `AGENTRL_SIM_SEEDS=n` widens
-every test to seeds 0 … n-1.
+`AGENTRL_SIM_SEED=n` runs only seed n, which repeats the schedule of the failure that printed it; `AGENTRL_SIM_SEEDS=n`
+runs every test with seeds 0 … n-1.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ class SimulatedLoop:
         self._is_fixed = is_fixed
 
     def seeds(self, default: int = DEFAULT_SEEDS) -> range:
-        """The seeds to run: those of the environment, else `0 … default-1`."""
+        """Return the seeds to run: those of the environment variables, else `0 … default-1`."""
         return self._seeds if self._is_fixed else range(max(default, len(self._seeds)))
 
     def run(self, main: Callable[[], Coroutine[Any, Any, T]], *, seeds: int = 0, max_steps: int = 2_000_000) -> list[T]:
-        """The results of `main()` under each seed; a failure names its seed.
+        """Return the results of `main()` under each seed; a failure names its seed.
 
         Args:
             main: a coroutine function without arguments, called once per seed.
-            seeds: how many seeds at least, unless the environment names one.
-            max_steps: budget of steps of each.
+            seeds: minimum number of seeds, unless an environment variable sets one seed.
+            max_steps: maximum number of steps per seed.
         """
         from agentrl.simulation.virtual_time import simulate
 
@@ -53,7 +53,7 @@ class SimulatedLoop:
 
 @pytest.fixture
 def simulated_loop() -> SimulatedLoop:
-    """A simulation over the seeds the environment asks for, 10 by default.
+    """Return a simulation over the seeds of the environment variables, 10 by default.
 
     Example:
         >>> def test_transfer(simulated_loop):
@@ -70,7 +70,8 @@ def simulated_loop() -> SimulatedLoop:
 
 @pytest.fixture
 def always_replay(simulated_loop: SimulatedLoop) -> Callable[..., None]:
-    """Plays an environment under simulated schedules and runs it again from every entry; see `replay_always`.
+    """Return a function that plays an environment under simulated schedules and runs it again from every entry; see
+    `replay_always`.
 
     Example:
         >>> def test_my_environment_resumes(always_replay):
@@ -86,7 +87,7 @@ def always_replay(simulated_loop: SimulatedLoop) -> Callable[..., None]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Make the marker known to projects that use `--strict-markers`."""
+    """Register the marker for projects that use `--strict-markers`."""
     config.addinivalue_line("markers", "sim: runs under the simulated loop over many seeds (AGENTRL_SIM_SEEDS widens)")
 
 

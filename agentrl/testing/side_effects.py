@@ -1,7 +1,7 @@
-"""Acts of an environment's own code on the outside world, seen through Python's audit events during a check.
+"""Detects acts of an environment's own code on the outside world during a check, through Python's audit events.
 
-Only code that is run again on re-execution counts: `run()`, tools that are not external, `replay` resources. Effects,
-external tools and other resources may do as they like. C extensions that raise no audit event are not seen.
+Only code that re-execution runs again counts: `run()`, tools that are not external, `replay` resources. Effects,
+external tools and other resources are not restricted. C extensions that raise no audit event are not seen.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _MODEL_CLIENTS = {
     *("google.genai", "google.generativeai", "vllm", "sglang", "aisuite", "instructor", "dspy", "pydantic_ai"),
     *("langchain", "langchain_core", "langchain_openai", "langchain_anthropic", "llama_index"),
 }
-"""Packages that ask a language model."""
+"""Packages that call a language model."""
 _MODEL_WORDS = re.compile(
     rf"^\s*(?:import|from)\s+(?:{'|'.join(map(re.escape, sorted(_MODEL_CLIENTS)))})\b"
     r"|/chat/completions|/v1/(?:completions|messages|responses)\b|/api/(?:generate|chat)\b|:generateContent"
     r"|api\.(?:openai|anthropic|mistral|groq|together|deepseek|cohere)\.",
     re.MULTILINE,
 )
-"""Lines by which code shows that it asks a model itself: an import of a client, or the address of an endpoint."""
+"""Lines of code that call a model directly: an import of a client, or the address of an endpoint."""
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _PYTHON = (os.path.dirname(os.__file__) + os.sep, "<frozen")
 
@@ -58,12 +58,12 @@ MODEL_ADVICE = (
 
 @dataclass(slots=True)
 class Seen:
-    """The acts on the outside world that were seen."""
+    """Observed acts on the outside world."""
 
     source: str
     """Text of the environment's module."""
     findings: dict[tuple[str, str], str] = field(default_factory=dict)
-    """Sentences by event and place."""
+    """Sentences about findings, keyed by event and place."""
     asked_model: bool = False
 
 
@@ -73,7 +73,7 @@ _installed = False
 
 @contextmanager
 def observed_side_effects(environment: type[Environment]) -> Iterator[Seen]:
-    """Within: episodes of an environment are watched, and what they do outside is noted."""
+    """Watch episodes of an environment within the context, and record their acts on the outside world."""
     global _watching, _installed
     if not _installed:
         sys.addaudithook(_hook)  # it cannot be removed, and costs next to nothing while nobody watches
@@ -86,7 +86,7 @@ def observed_side_effects(environment: type[Environment]) -> Iterator[Seen]:
 
 
 def asks_model(source: str) -> bool:
-    """Whether code looks as if it asked a language model itself.
+    """Whether code seems to call a language model directly.
 
     Example:
         >>> asks_model("import openai"), asks_model("url = base + '/chat/completions'"), asks_model("import math")
@@ -114,7 +114,7 @@ def _hook(event: str, arguments: tuple[Any, ...]) -> None:
 
 
 def _is_for_model(frame: FrameType | None, source: str) -> bool:
-    """Whether the environment's part of the stack has a model's client on it, or code that looks like one."""
+    """Whether the environment's part of the stack contains a model's client, or code that seems to be one."""
     while frame is not None and not frame.f_code.co_filename.startswith(_PACKAGE):
         name = str(frame.f_globals.get("__name__"))
         if not _MODEL_CLIENTS.isdisjoint({name.partition(".")[0], ".".join(name.split(".")[:2])}):
@@ -126,7 +126,7 @@ def _is_for_model(frame: FrameType | None, source: str) -> bool:
 
 
 def _act(event: str, arguments: tuple[Any, ...]) -> str | None:
-    """Description of an audit event; None if it changes nothing outside."""
+    """Return a description of an audit event; None if the event changes nothing outside."""
     if event == "open":
         path, mode, flags = arguments
         writes = bool(set(mode) & set("wax+")) if isinstance(mode, str) else bool((flags or 0) & _WRITING)
@@ -144,7 +144,8 @@ def _act(event: str, arguments: tuple[Any, ...]) -> str | None:
 
 
 def _location(frame: FrameType | None) -> str | None:
-    """The nearest code that is neither Python's nor ours; None if there is none: not the environment's doing."""
+    """Return the nearest code that belongs neither to Python nor to agentrl; None if there is none, so the environment
+    did not cause the event."""
     while frame is not None:
         file = frame.f_code.co_filename
         if not file.startswith(_PACKAGE) and (not file.startswith(_PYTHON) or "site-packages" in file):
