@@ -1,0 +1,80 @@
+"""Nodes that are drained: a worker leaves before its machine does, by the command in docs/cluster.md."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from tests.journal_oracle import judge
+from tests.support.hosts import Hosts, unavailable
+
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.e2e,
+    pytest.mark.timeout(1200),
+    pytest.mark.skipif(bool(unavailable()), reason=unavailable()),
+]
+
+SETTINGS = """
+name = "drained"
+directory = "/tmp/runs"
+steps = 8
+workers = 2
+cluster.address = "auto"
+environment.id = "agentrl.environments:calculator"
+model.path = "agentrl.environments:calculator/model"
+policies.solver = { learning_rate = 3e-4, step_size = 8 }
+credit.group_size = 4
+sampling = { max_tokens = 32, max_turns = 4 }
+engine = { slots = 16, max_context = 192 }
+trainer.loss.normalizer = 64
+evaluation.tasks = 0
+"""
+
+
+def drain_command(repository: Path) -> str:
+    """The shell command of the pod's `preStop` hook in docs/cluster.md."""
+    page = (repository / "docs" / "cluster.md").read_text()
+    found = re.search(r"^ *(ray drain-node .*)$", page, re.MULTILINE)
+    assert found is not None
+    return found[1]
+
+
+def plays_episodes(hosts: Hosts, number: int) -> bool:
+    """Whether a worker runs on a host."""
+    ids = ",".join(map(str, hosts.processes(number)))
+    listed = subprocess.run(["ps", "-o", "args=", "-p", ids], capture_output=True, text=True, check=False)
+    return "agentrl.app.worker_host" in listed.stdout
+
+
+def test_a_worker_leaves_its_node_when_that_is_drained(repository: Path) -> None:
+    directory = Path(tempfile.mkdtemp(prefix="agentrl-hosts-", dir="/var/tmp"))
+    said = directory / "said"
+    bin_directory = Path(sys.executable).parent
+    try:
+        with Hosts(directory, 2) as hosts, said.open("w") as lines:
+            hosts.start_ray([1, 2])
+            (directory / "1" / "tmp" / "run.toml").write_text(SETTINGS)
+            command = [sys.executable, "-m", "agentrl.cli", "train", "/tmp/run.toml"]
+            run = hosts.start(1, command, stdout=lines, stderr=subprocess.STDOUT)
+            metrics = directory / "1" / "tmp" / "runs" / "drained" / "metrics.jsonl"
+            while not metrics.exists() or metrics.read_bytes().count(b"\n") < 2:
+                assert run.poll() is None, said.read_text()
+            shell = f"PATH={bin_directory}:$PATH RAY_ADDRESS={hosts.address(1)}:6379; export PATH RAY_ADDRESS; "
+            drained = hosts.run(2, ["bash", "-c", shell + drain_command(repository)])
+            assert drained.returncode == 0, drained.stderr
+            while "worker 1 leaves (its node is drained)" not in said.read_text():
+                assert run.poll() is None, said.read_text()
+            while plays_episodes(hosts, 2):
+                assert run.poll() is None, said.read_text()
+            hosts.kill(2)  # with the engine
+            assert run.wait() == 0, said.read_text()
+            assert judge(directory / "1" / "tmp" / "runs" / "drained") == []
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
