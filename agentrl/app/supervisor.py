@@ -19,14 +19,15 @@ import os
 import signal as signals
 import traceback
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
 from agentrl.app.assemble import Parts, assemble
-from agentrl.app.parts import Adapters, connect_trainer, make_chat_format, make_workers
+from agentrl.app.parts import Adapters, connect_trainer, engines_of, make_chat_format, make_workers
 from agentrl.app.policies import given_weights, load_weights, pinned_policies
 from agentrl.app.recovery import Code, find_start
 from agentrl.cluster.nodes import wait_for_nodes
@@ -45,7 +46,7 @@ from agentrl.core.errors import (
     TrainerLostError,
 )
 from agentrl.core.files import closed_under_us
-from agentrl.core.ports import ChatFormat, Trainer
+from agentrl.core.ports import ChatFormat, HasProcesses, Trainer
 from agentrl.core.records import EpisodeSpec, PolicyVersion
 from agentrl.credit.advantages import Estimator
 from agentrl.environment.base import Environment, TaskSource, described
@@ -53,6 +54,7 @@ from agentrl.environment.containment import end_if_forked, forks_ended
 from agentrl.journal.process import ProcessRecord, record_state
 from agentrl.journal.run_log import SqliteRunLog
 from agentrl.observe.blocked import is_users, watch_loop
+from agentrl.observe.run_state import Status
 from agentrl.orchestrator.checkpoints import CheckpointWriter
 from agentrl.orchestrator.evaluation import HeldOut
 from agentrl.orchestrator.loop import Orchestrator
@@ -274,7 +276,7 @@ async def _run_once(setup: RunSetup) -> Orchestrator:
         parts = _parts(setup, point, opponents, measured, served=served, trainer=trainer, workers=workers)
         orchestrator = assemble(config, setup.environment, parts)
         setup.adapters.assembled(orchestrator)
-        observer.watch(orchestrator.status)
+        observer.watch(partial(_status, orchestrator, [trainer, *engines_of(engine), workers]))
         with (
             _playing(record, directory.path, workers) as ended,
             _interruptible(orchestrator, observer, directory.path, ended),
@@ -288,6 +290,12 @@ async def _run_once(setup: RunSetup) -> Orchestrator:
                     raise TrainerError(f"{error}, while the run was stopping; its newest checkpoint stays") from error
                 raise
         return orchestrator
+
+
+def _status(orchestrator: Orchestrator, parts: Sequence[object]) -> Status:
+    """The status of the loop, with what the processes of the run's parts do."""
+    processes = [status for part in parts if isinstance(part, HasProcesses) for status in part.statuses()]
+    return replace(orchestrator.status(), processes=tuple(processes))
 
 
 def _parts(

@@ -93,6 +93,11 @@ class RayPlacement:
         self._is_elsewhere = bool(address)
         self._session = RaySession(address)
 
+    @property
+    def gpus(self) -> tuple[str, ...]:
+        """See `Placement.gpus`."""
+        return tuple(gpu.id for gpu in self._gpus)
+
     async def start(self, program: EngineProgram) -> ActorChild:
         """See `Placement.start`; also starts Ray if there is none, or a dead one."""
         starting = asyncio.get_running_loop().create_task(asyncio.to_thread(self._start_actor), name="start an actor")

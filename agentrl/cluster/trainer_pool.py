@@ -27,6 +27,7 @@ from agentrl.config.sections import LOSSES
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import AgentRLError, ConfigError, TrainerError, TrainerLostError
 from agentrl.core.functions import FunctionCode, find, is_replaced
+from agentrl.core.records import ProcessStatus
 from agentrl.engines.child_process import visible_gpus
 
 if TYPE_CHECKING:
@@ -43,6 +44,14 @@ PATIENCE_S = 60.0
 LOOK_S = 1.0
 """Seconds between two checks of Ray, because a pending call does not fail when Ray dies."""
 
+DOING = {
+    "forward_backward": "computes a step",
+    "optim_step": "computes a step",
+    "publish": "publishes a version",
+    "send": "publishes a version",
+    "save": "writes a checkpoint",
+}
+"""For people, by the method that ranks run."""
 COME_S = 50.0
 """Timeout for starting the actors of all ranks on the nodes of a cluster, in seconds."""
 PREPARE_S = 600.0
@@ -270,6 +279,8 @@ class RayTrainerPool:
         self._watch: asyncio.Task[None] | None = None
         self._lost: asyncio.Future[str] | None = None
         """Future that receives the name of the dead process when Ray itself dies."""
+        self._method = ""
+        """The method that the ranks run; empty: none."""
         self.process_ids: tuple[int, ...] = ()
         """Process ids of the started ranks, for people and profilers."""
 
@@ -331,6 +342,19 @@ class RayTrainerPool:
         except (OSError, ray.exceptions.RayError) as error:
             raise TrainerLostError(f"Ray died while the trainer's ranks were started: {brief(error)}") from error
 
+    def statuses(self) -> list[ProcessStatus]:
+        """See `HasProcesses.statuses`; all ranks do the same."""
+        gpus = map(self._plan.devices.gpu_of_rank, range(len(self._actors)))
+        return [
+            ProcessStatus(
+                name=f"trainer rank {rank}",
+                node=self._plan.ranks[rank].address if self._plan.ranks else "",
+                gpus=() if gpu is None else (gpu.id,),
+                doing=DOING.get(self._method, "waits"),
+            )
+            for rank, gpu in enumerate(gpus)
+        ]
+
     async def _look_at_ray(self, lost: asyncio.Future[str]) -> None:
         clock = SystemClock()
         while not (dead := self._died()):
@@ -390,7 +414,11 @@ class RayTrainerPool:
                     ray.kill(actor)
 
     async def _all(self, method: str, *arguments: object, limit_s: float | None = None) -> list[Any]:
-        return await self._call(self._actors, method, *arguments, limit_s=limit_s)
+        self._method = method
+        try:
+            return await self._call(self._actors, method, *arguments, limit_s=limit_s)
+        finally:
+            self._method = ""
 
     async def _call(
         self, actors: Sequence[Any], method: str, *arguments: object, limit_s: float | None = None

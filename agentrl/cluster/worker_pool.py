@@ -28,7 +28,7 @@ from agentrl.cluster import worker_wire as wire
 from agentrl.cluster.worker_process import WorkerProcess
 from agentrl.core.clock import ATTEMPTS
 from agentrl.core.errors import AgentRLError, EngineError
-from agentrl.core.records import EpisodeHeader, EpisodeSpec, dropped_header
+from agentrl.core.records import EpisodeHeader, EpisodeSpec, ProcessStatus, dropped_header
 from agentrl.core.text import plural
 
 if TYPE_CHECKING:
@@ -178,6 +178,10 @@ class WorkerPool:
             await self._receiver.close()
         for placement in self.placements:
             await placement.close()
+
+    def statuses(self) -> list[ProcessStatus]:
+        """See `HasProcesses.statuses`."""
+        return [process.status() for process in self.processes]
 
     # --- the port -----------------------------------------------------------------------------------------------------
 

@@ -13,6 +13,8 @@ import msgspec
 from agentrl.cluster import worker_wire as wire
 from agentrl.core.clock import RetryBudget
 from agentrl.core.errors import AgentRLError, EngineLostError, error_named
+from agentrl.core.records import ProcessStatus
+from agentrl.core.text import plural
 from agentrl.engines.child_process import EngineProgram, Supervisor
 from agentrl.engines.wire import receive, send
 
@@ -113,6 +115,16 @@ class WorkerProcess:
             self._tell(f"worker {self._work.number} leaves ({why}): its episodes are parked, and go on elsewhere")
             self.tell(wire.Leave())
             self.is_leaving = True
+
+    def status(self) -> ProcessStatus:
+        """Where it is, and what it does."""
+        doing = "starts" if not self.is_ready else "leaves" if self.is_leaving else "plays"
+        episodes = plural(len(self.episodes), "episode")
+        return ProcessStatus(
+            name=f"worker {self._work.number}",
+            node="" if self._child is None else self._child.host,
+            doing=f"{doing} {episodes}" if doing == "plays" else f"{doing}, with {episodes}",
+        )
 
     async def cancel(self, seconds: float) -> None:
         """Stop all episodes of the process; kill and replace the process if that takes longer than `seconds`."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, runtime_checkable
 
 from agentrl.core.errors import EngineError
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         Int32Array,
         Message,
         PolicyVersion,
+        ProcessStatus,
         Recollection,
         SampledTurn,
         StepReport,
@@ -405,6 +406,15 @@ class Worker(Protocol):
 
 
 # --- observers --------------------------------------------------------------------------------------------------------
+
+
+@runtime_checkable
+class HasProcesses(Protocol):
+    """A part of a run that has processes of its own: workers, engines, trainer ranks."""
+
+    def statuses(self) -> list[ProcessStatus]:
+        """Where its processes are, and what each of them does. Cheap: read every second."""
+        ...
 
 
 class Observer(Protocol):

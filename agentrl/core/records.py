@@ -604,3 +604,17 @@ class StepReport:
     """blake2b over the step's rows, masks, behavior logprobs and advantages, in order."""
     columns: str | None = None
     """File with the step's trainer logprobs, relative to the run directory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessStatus:
+    """A process of a run: where it is and what it does now."""
+
+    name: str
+    """Kind and number, such as `worker 1`."""
+    node: str = ""
+    """Address of its machine in a cluster; empty: the run's own."""
+    gpus: tuple[str, ...] = ()
+    """Ids of its GPUs."""
+    doing: str
+    """For people."""

@@ -116,6 +116,11 @@ class EngineChild(Child, Protocol):
 class Placement(Protocol):
     """Starts an engine's processes, one after another."""
 
+    @property
+    def gpus(self) -> tuple[str, ...]:
+        """Ids of the GPUs that the processes are given; empty: all that there are."""
+        ...
+
     async def start(self, program: EngineProgram) -> EngineChild:
         """Start a process; a cancelled call leaves none behind.
 
@@ -140,6 +145,7 @@ class LocalPlacement:
 
     def __init__(self, log: Path | None = None, *, gpus: Sequence[str] = ()) -> None:
         self._log = log
+        self.gpus = tuple(gpus)
         self._gpus = visible_gpus(gpus) if gpus else {}
 
     async def start(self, program: EngineProgram) -> EngineProcess:

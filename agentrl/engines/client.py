@@ -31,6 +31,7 @@ from agentrl.core.errors import (
 from agentrl.core.files import WEIGHT_FILES
 from agentrl.core.ids import key64
 from agentrl.core.network import SCHEME, Address, connect
+from agentrl.core.records import ProcessStatus
 from agentrl.engines import wire
 from agentrl.engines.child_process import LocalPlacement, Supervisor
 from agentrl.engines.versions import WantedVersions, in_order, refusal, run_to_end
@@ -545,6 +546,12 @@ class ProcessEngine:
     def on_move(self, moved: Callable[[], None]) -> None:
         """See `SharedEngine`."""
         self._moved = moved
+
+    def statuses(self) -> list[ProcessStatus]:
+        """See `HasProcesses.statuses`."""
+        node = "" if self._connection is None else self._connection.host
+        doing = "serves" if self._address else "starts"
+        return [ProcessStatus(name="engine", node=node, gpus=self._placement.gpus, doing=doing)]
 
     # --- sessions ---------------------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from agentrl.core.errors import EngineError, EngineFailedError, EngineLostError, EngineStorageError
+from agentrl.core.ports import HasProcesses
 from agentrl.engines.client import RoutedSession, SharedEngine, pick_replica
 from agentrl.engines.versions import WantedVersions, run_to_end
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Coroutine, Sequence
 
     from agentrl.core.ports import Engine, EngineCapabilities, EngineSession
-    from agentrl.core.records import Float32Array, Int32Array, PolicyVersion, WeightsRef
+    from agentrl.core.records import Float32Array, Int32Array, PolicyVersion, ProcessStatus, WeightsRef
 
 FENCE_S = 30.0
 """Maximum time the other replicas wait for one replica's update to full weights, in seconds."""
@@ -88,6 +89,15 @@ class ReplicatedEngine:
     def engines(self) -> list[Engine]:
         """The replicas."""
         return [replica.engine for replica in self._replicas]
+
+    def statuses(self) -> list[ProcessStatus]:
+        """See `HasProcesses.statuses`."""
+        return [
+            replace(status, name=f"engine {replica.number}", doing="catches up" if replica.is_fenced else status.doing)
+            for replica in self._replicas
+            if isinstance(replica.engine, HasProcesses)
+            for status in replica.engine.statuses()
+        ]
 
     # --- clients in other processes -----------------------------------------------------------------------------------
 

@@ -242,7 +242,7 @@ def run_state(reader: RunReader) -> RunState:
     is_running = state.standing == "running"
     status = read_status(reader.path) or Status(phase="")
     if not is_running:
-        status = replace(status, waits=())
+        status = replace(status, waits=(), processes=())
     try:
         counts = reader.counts()
         state.status = replace(

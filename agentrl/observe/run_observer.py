@@ -23,6 +23,7 @@ from agentrl.observe.run_state import (
     RunPlan,
     RunState,
     Status,
+    bottleneck,
     read_metrics,
     with_engine_share,
     write_status,
@@ -194,7 +195,8 @@ class RunObserver:
             (then, before), self._busy = self._busy, (now, status.engine_busy_s)
             is_measured = now - then > INTERVAL_S / 2
             share = min((status.engine_busy_s - before) / (now - then), 1.0) if is_measured else None
-            self._set_status(with_engine_share(status, share))
+            status = with_engine_share(status, share)
+            self._set_status(replace(status, bottleneck=bottleneck(self.state, status)))
         elif self.state.status is not None:
             self._set_status(self.state.status)
         self._raise_alarms()

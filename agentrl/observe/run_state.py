@@ -23,6 +23,7 @@ import msgspec
 
 from agentrl.core.errors import StorageError
 from agentrl.core.files import open_regular, read_at_most, remedy, replace_file, size_of
+from agentrl.core.records import ProcessStatus
 from agentrl.core.text import plural
 
 if TYPE_CHECKING:
@@ -42,6 +43,8 @@ MAX_POLICIES = 256
 MAX_STATUS_BYTES = 1 << 20
 """Maximum number of bytes read from `status.json`, which may be from anyone."""
 STATUS_FILE = "status.json"
+BUSY = 0.9
+"""Share of the time that the bottleneck of a run is busy."""
 SILENT_S = 15.0
 """Seconds after which a status is out of date; a live run writes one every second."""
 Whole = Annotated[int, msgspec.Meta(ge=-(1 << 53), le=1 << 53)]
@@ -64,6 +67,10 @@ class Status:
     trained: Whole = 0
     dropped: Mapping[str, Whole] = field(default_factory=dict)
     """Number of dropped episodes by reason."""
+    processes: tuple[ProcessStatus, ...] = ()
+    """The run's other processes, and where they are."""
+    bottleneck: str = ""
+    """What the run waits for most, for people; the observer fills it in."""
     engine_busy_s: float = 0.0
     """Seconds that the engine has spent in forward passes since its start."""
     engine_share: float | None = None
@@ -95,7 +102,7 @@ def with_engine_share(status: Status, share: float | None) -> Status:
     """Return the status with the engine's recent busy share, also as text."""
     waits = status.waits
     if share is not None and status.in_flight:
-        if share >= 0.9:
+        if share >= BUSY:
             waits = (
                 *waits,
                 f"engine saturated: busy {share:.0%} of the time with {plural(status.in_flight, 'episode')}",
@@ -212,6 +219,25 @@ class RunState:
             if len(state.steps) > 1:
                 state.waits.append(state.waited - 1)
             state.waited = 0
+
+
+def bottleneck(state: RunState, status: Status) -> str:
+    """What the run waits for most, as its newest steps and the engine's last seconds show; empty before the first step.
+
+    A part that is busy for nine tenths of the time is the bottleneck. Where none is, time passes in tools and
+    environments, or the bounds on staleness and on episodes in flight hold work back.
+    """
+    steps = [policy.last for policy in state.policies.values() if policy.last]
+    if not steps:
+        return ""
+    trainer = sum(values.get("trainer/busy_share", 0.0) for values in steps)
+    measured = status.engine_share
+    engine = max(values.get("engine/busy_share", 0.0) for values in steps) if measured is None else measured
+    shares = f"engines {engine:.0%} busy, trainer {trainer:.0%}"
+    if max(engine, trainer) >= BUSY:
+        return f"{'engines' if engine >= trainer else 'trainer'} ({shares})"
+    held = next((wait for wait in status.waits if wait.startswith("admission waits for ")), "")
+    return f"{held.removeprefix('admission waits for ') or 'tools and environments'} ({shares})"
 
 
 def plan_of(config: Mapping[str, Any]) -> RunPlan:

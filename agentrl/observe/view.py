@@ -15,7 +15,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from agentrl.core.text import safe_line
+from agentrl.core.text import plural, safe_line
 from agentrl.observe.alarms import Alarm, alarms
 from agentrl.observe.metrics import describe
 from agentrl.observe.run_state import SILENT_S
@@ -23,6 +23,7 @@ from agentrl.observe.run_state import SILENT_S
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from agentrl.core.records import ProcessStatus
     from agentrl.observe.run_state import PolicyState, RunState, Status
 
 WIDTH = 100
@@ -31,6 +32,8 @@ PLOT_HEIGHT = 5
 MAX_TEXT = 4000
 """Maximum number of characters shown of one text."""
 MAX_WAITS = 8
+MAX_NODES = 16
+"""Nodes that are shown."""
 MAX_WORDS = 8
 """Maximum number of seats and opponents shown per policy."""
 BY_WORD = (
@@ -208,7 +211,20 @@ def _status(status: Status) -> RenderableType:
     table.add_row("episodes", Text(counts))
     for number, wait in enumerate(status.waits[:MAX_WAITS]):
         table.add_row("waits" if number == 0 else "", Text(plain(wait)))
+    if status.bottleneck:
+        table.add_row("bottleneck", Text(plain(status.bottleneck)))
+    nodes = list(dict.fromkeys(process.node for process in status.processes))
+    for node in nodes[:MAX_NODES]:
+        here = [process for process in status.processes if process.node == node]
+        table.add_row(plain(node) or "this machine", Text(plain(" · ".join(map(_process, here)))))
+    if len(nodes) > MAX_NODES:
+        table.add_row("", Text(f"and {plural(len(nodes) - MAX_NODES, 'node')} more"))
     return table
+
+
+def _process(process: ProcessStatus) -> str:
+    gpus = f" on GPU {', '.join(process.gpus)}" if process.gpus else ""
+    return f"{process.name}{gpus} {process.doing}"
 
 
 def _alarms(found: Sequence[Alarm]) -> RenderableType:

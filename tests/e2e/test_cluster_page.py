@@ -26,7 +26,7 @@ SETTINGS = """
 name = "job"
 steps = 2
 workers = 2
-environment.id = "agentrl.environments:calculator"
+environment.id = "calculator"
 model.path = "agentrl.environments:calculator/model"
 policies.solver = { learning_rate = 3e-4, step_size = 8 }
 credit.group_size = 4

@@ -27,7 +27,7 @@ directory = "/tmp/runs"
 steps = 8
 workers = 2
 cluster.address = "auto"
-environment.id = "agentrl.environments:calculator"
+environment.id = "calculator"
 model.path = "agentrl.environments:calculator/model"
 policies.solver = { learning_rate = 3e-4, step_size = 8 }
 credit.group_size = 4

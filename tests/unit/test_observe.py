@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from agentrl.core.errors import StorageError
-from agentrl.core.records import PolicyVersion
+from agentrl.core.records import PolicyVersion, ProcessStatus
 from agentrl.inspection.reader import RunReader
 from agentrl.inspection.statistics import run_state
 from agentrl.journal.process import ProcessRecord, State, leading, record_state, writer_of
@@ -35,6 +35,7 @@ from agentrl.observe.run_state import (
     RunPlan,
     RunState,
     Status,
+    bottleneck,
     plan_of,
     read_metrics,
     read_status,
@@ -260,10 +261,42 @@ def test_the_engine_is_named_where_it_is_the_bottleneck_and_where_it_starves() -
     assert with_engine_share(Status(phase="training"), 0.0).waits == ()
 
 
+@pytest.mark.parametrize(
+    ("engine", "trainer", "waits", "found"),
+    [
+        (0.95, 0.3, (), "engines (engines 95% busy, trainer 30%)"),
+        (0.4, 0.93, (), "trainer (engines 40% busy, trainer 93%)"),
+        (0.4, 0.3, ("admission is open",), "tools and environments (engines 40% busy, trainer 30%)"),
+        (0.4, 0.3, ("admission waits for max_staleness of p",), "max_staleness of p (engines 40% busy, trainer 30%)"),
+    ],
+)
+def test_the_bottleneck_is_what_is_busy_or_what_holds_work_back(
+    engine: float, trainer: float, waits: tuple[str, ...], found: str
+) -> None:
+    state = RunState(plan=RunPlan(max_staleness={"p": 1}))
+    status = Status(phase="training", engine_share=engine, waits=waits)
+    assert bottleneck(state, status) == ""
+    state.record("p", 1, {"engine/busy_share": 1.0, "trainer/busy_share": trainer})
+    assert bottleneck(state, status) == found
+
+
+def test_the_view_shows_what_each_node_does(tmp_path: Path) -> None:
+    engine = ProcessStatus(name="engine 0", node="10.0.0.2", gpus=("0", "1"), doing="serves")
+    worker = ProcessStatus(name="worker 1", node="10.0.0.2", doing="plays 7 episodes")
+    write_status(tmp_path, Status(phase="training", processes=(engine, worker), bottleneck="engines"))
+    state = RunState(plan=RunPlan(), status=read_status(tmp_path))
+    stream = io.StringIO()
+    Console(file=stream, width=100).print(view(state))
+    assert "10.0.0.2    engine 0 on GPU 0, 1 serves · worker 1 plays 7 episodes" in stream.getvalue()
+    assert "bottleneck  engines" in stream.getvalue()
+
+
 def test_nothing_of_a_run_reaches_the_terminal_as_it_is() -> None:
     hostile = "\x1b[31mred\u202e\n"
     plan = RunPlan(name=hostile, environment=hostile, max_staleness={hostile: 1})
-    state = RunState(plan=plan, status=Status(phase=hostile, waits=(hostile,), dropped={hostile: 1}), problem=hostile)
+    process = ProcessStatus(name=hostile, node=hostile, gpus=(hostile,), doing=hostile)
+    status = Status(phase=hostile, waits=(hostile,), dropped={hostile: 1}, processes=(process,), bottleneck=hostile)
+    state = RunState(plan=plan, status=status, problem=hostile)
     stream = io.StringIO()
     Console(file=stream, width=100).print(view(state, age_s=99.0))
     assert not {"\x1b", "\u202e"} & set(stream.getvalue())

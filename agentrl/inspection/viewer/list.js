@@ -1,6 +1,6 @@
 // The list of episodes: filter, sort, columns, search; a dot for each reward above it.
 
-import { chip, element, problems, replace, status } from "./dom.js";
+import { chip, element, facts, problems, replace, status } from "./dom.js";
 import { clock, number, plural, safeText, seconds, shortName } from "./text.js";
 import { signedBar } from "./colours.js";
 import { address, episodeAddress } from "./routes.js";
@@ -58,6 +58,7 @@ export async function listView(page, { parameters }) {
   return {
     title: "Episodes",
     content: [
+      machines(run),
       bar(run, state, go),
       problem ? element("p", { class: "problem", role: "alert" }, problem) : [
         element("div", { class: "listhead" }, count, columnChoice(run, columns, go)),
@@ -88,6 +89,14 @@ function bar(run, state, go) {
     element("button", { type: "submit" }, "Show"),
     element("nav", { class: "filters", "aria-label": "By status" }, statuses),
   );
+}
+
+/** Which node does what, and what the run waits for most; nothing of a run without processes of its own. */
+function machines(run) {
+  const said = (process) => `${process.name}${process.gpus.length ? ` on GPU ${process.gpus.join(", ")}` : ""} ${process.doing}`;
+  const nodes = [...new Set(run.processes.map((process) => process.node))];
+  const rows = nodes.map((node) => [node || "this machine", run.processes.filter((process) => process.node === node).map(said).join(" · ")]);
+  return rows.length ? element("section", { "aria-label": "Nodes" }, facts([["bottleneck", run.bottleneck], ...rows], "facts nodes")) : [];
 }
 
 function columnChoice(run, columns, go) {

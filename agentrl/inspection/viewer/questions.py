@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from agentrl.core.errors import InputError
+from agentrl.core.records import ProcessStatus
 from agentrl.inspection.comparisons import fork_tree, located
 from agentrl.inspection.conversation import conversation
 from agentrl.inspection.reader import COLUMNS, EPISODES, STATUS, EpisodeLine, RunReader
@@ -23,6 +24,7 @@ from agentrl.inspection.search import matches
 from agentrl.inspection.steps import evaluation_list, step_list, step_view
 from agentrl.inspection.timelines import episode_timeline, run_timeline, timeline_of
 from agentrl.inspection.tokens import TokenRow, episode_tokens
+from agentrl.observe.run_state import read_status
 
 Parameters = Mapping[str, str]
 
@@ -52,6 +54,10 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     """Columns of episodes, with their types: text or number."""
     statuses: dict[str, int]
     """Number of episodes by status; restarted attempts count separately."""
+    processes: list[ProcessStatus]
+    """The run's other processes, while it runs."""
+    bottleneck: str
+    """What it waits for most, for people."""
 
 
 class Pulse(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,12 +96,15 @@ def as_json(value: Any) -> bytes:
 def run_summary(reader: RunReader, statuses: Mapping[str, int]) -> RunSummary:
     """Make the run's summary, with the given numbers of episodes."""
     line = reader.line()
+    status = read_status(reader.path) if reader.standing() == "running" else None
     return RunSummary(
         name=line.name,
         path=line.path,
         purpose=line.purpose,
         columns={name: column.kind for name, column in COLUMNS.items()},
         statuses=dict(statuses),
+        processes=[] if status is None else list(status.processes),
+        bottleneck="" if status is None else status.bottleneck,
     )
 
 
