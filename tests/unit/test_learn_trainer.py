@@ -378,9 +378,19 @@ def test_a_directory_without_a_model_is_refused(tmp_path: Path, episodes: Episod
         started(run_config(tmp_path), tmp_path, episodes)
 
 
-def test_an_adapter_for_modules_the_model_lacks_is_refused(model: Path, tmp_path: Path, episodes: Episodes) -> None:
-    lora = LoraConfig(target_modules=("query_key_value",))
-    with pytest.raises(ConfigError, match="query_key_value"):
+@pytest.mark.parametrize(
+    ("target", "reason"),
+    [
+        pytest.param("query_key_value", "is no layer", id="a module the model lacks"),
+        pytest.param("embed_tokens", "no adapter can be both trained and served", id="embeddings"),
+        pytest.param("lm_head", "no adapter can be both trained and served", id="output projection"),
+    ],
+)
+def test_an_adapter_on_what_cannot_have_one_is_refused(
+    model: Path, tmp_path: Path, episodes: Episodes, target: str, reason: str
+) -> None:
+    lora = LoraConfig(target_modules=(target,))
+    with pytest.raises(ConfigError, match=rf"'{target}' .*{reason}.*those that can: q_proj"):
         started(run_config(model, policies={"policy": PolicyConfig(lora=lora)}), tmp_path, episodes)
 
 
