@@ -134,7 +134,18 @@ class RecordedCalls:
         answers: recorded calls that may be recalled at any time, in no order.
     """
 
-    __slots__ = ("_answers", "_decoded", "_entries", "_keys", "edits", "forked_from", "is_empty", "key")
+    __slots__ = (
+        "_answers",
+        "_decoded",
+        "_entries",
+        "_episode_id",
+        "_keys",
+        "_newest",
+        "edits",
+        "forked_from",
+        "is_empty",
+        "key",
+    )
 
     def __init__(
         self,
@@ -169,6 +180,9 @@ class RecordedCalls:
         """Messages that replace the program's, keyed by call id."""
         self._entries = entries or _NONE
         self._answers = {entry.call_id: entry for entry in answers} or _NONE
+        self._episode_id = episode_id
+        known = self._answers.values()
+        self._newest = max((entry.attempt for entry in known if entry.episode_id == episode_id), default=0)
         self.is_empty = not (self._entries or self._answers or self.edits)
 
     def numbered(self) -> Iterator[str]:
@@ -184,8 +198,9 @@ class RecordedCalls:
         return self._answers.get(call_id)
 
     def answers_left(self) -> list[JournalEntry]:
-        """Return the answers that were not given yet."""
-        return list(self._answers.values())
+        """Return the answers that were not given yet, except those that only attempts before the newest one had."""
+        left = self._answers.values()
+        return [entry for entry in left if entry.episode_id != self._episode_id or entry.attempt == self._newest]
 
     def has_turns(self, seat: str) -> bool:
         """Whether a turn that the agent from outside of a seat asked for has not come back yet."""

@@ -312,11 +312,9 @@ class CallJournal:
         self._recorded.forget_answers()
 
     def unasked_turns(self, seat: str) -> list[TurnEntry]:
-        """Return the recorded turns of a seat's external agent that it has not requested, from the newest attempt,
-        which holds all that were requested in it."""
-        left = self._recorded.answers_left()
-        newest = max((entry.attempt for entry in left), default=0)
-        turns = (entry.decode() for entry in left if entry.attempt == newest)
+        """Return the recorded turns of a seat's external agent that it has not requested: those that a fork inherits,
+        and those of the newest attempt, which holds all that were requested in it."""
+        turns = (entry.decode() for entry in self._recorded.answers_left())
         return [turn for turn in turns if isinstance(turn, TurnEntry) and turn.seat == seat]
 
     def write_again(self, call: Call, body: TurnEntry) -> None:

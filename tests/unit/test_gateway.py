@@ -29,6 +29,7 @@ from agentrl.gateway.calls import ChatReply, ChatRequest, RequestRefusedError
 from agentrl.gateway.server import Conversations, Gateway, OpenSeats
 from agentrl.journal.entries import Begin, JournalEntry, TurnEntry, encode_body
 from agentrl.rollout.byte_formats import STOP_TOKEN
+from agentrl.rollout.call_journal import CallJournal
 from agentrl.testing.check import check_environment
 from agentrl.testing.execution import PARTITION, POLICY, settings_of, wired
 from agentrl.testing.memory_journal import MemoryJournal
@@ -779,3 +780,14 @@ async def _resumed_often(attempt: int) -> EpisodeHeader:
 def test_an_agent_from_outside_survives_as_many_deaths_of_its_process_as_there_are() -> None:
     header = asyncio.run(_resumed_often(40))
     assert (header.drop_reason, header.attempt, header.turns) == (None, 41, 2)
+
+
+def test_turns_that_were_not_requested_are_inherited_or_of_the_newest_attempt() -> None:
+    body = encode_body(next(iter(turns(play(ToolLoop, ["3"])))))
+    of = [("e0", 3), ("f0", 0), ("f0", 1)]
+    entries = [JournalEntry(episode, attempt, f"main:{n}.0", b"", body) for n, (episode, attempt) in enumerate(of)]
+    journal = CallJournal(MemoryJournal().turn_log(PARTITION), "f0", 2, answers=entries)
+    assert len(journal.unasked_turns("main")) == 2
+    journal.open_named("main:2.0", b"")
+    assert len(journal.unasked_turns("main")) == 1
+    assert journal.unasked_turns("other") == []
