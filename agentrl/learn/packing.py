@@ -49,6 +49,13 @@ class MicroBatch:
     kept_ids: Int64Array | None = None  # [sum of kept_counts]
     expert_routing: NDArray[np.int16] | None = None  # [N, layers, top_k], -1: not recorded
 
+    @property
+    def unrouted_tokens(self) -> int:
+        """Number of tokens without recorded routing."""
+        if self.expert_routing is None:
+            return len(self.token_ids)
+        return int((self.expert_routing < 0).any(axis=(1, 2)).sum())
+
 
 def pack(samples: Sequence[TrainingSample], *, max_tokens: int, share: bool = True) -> Iterator[MicroBatch]:
     """Pack samples into micro-batches of at most `max_tokens` tokens (a longer row stands alone).

@@ -484,7 +484,7 @@ class PolicyTrainer:
     ) -> None:
         step.totals["row_tokens"] += sum(len(samples[index].token_ids) for index in _members(packed, used))
         step.totals["forwarded_tokens"] += len(packed.token_ids)
-        step.totals["unrouted_tokens"] += _unrouted(packed)
+        step.totals["unrouted_tokens"] += packed.unrouted_tokens
 
     def optim_step(self, policy: str, step_id: int) -> StepReport:
         """Apply the accumulated gradient; repeating the last applied step id returns its report.
@@ -712,13 +712,6 @@ def _members(batch: MicroBatch, used: Sequence[int]) -> list[int]:
     """Return the indices of the samples in a micro-batch packed from `used`, in its order."""
     changes = np.flatnonzero(np.diff(batch.sample, prepend=-1))
     return [used[int(index)] for index in batch.sample[changes]]
-
-
-def _unrouted(batch: MicroBatch) -> int:
-    """Count the tokens of the batch without recorded routing."""
-    if batch.expert_routing is None:
-        return len(batch.token_ids)
-    return int((batch.expert_routing < 0).any(axis=(1, 2)).sum())
 
 
 _BLANK = TrainingSample(
