@@ -51,7 +51,7 @@ DOING = {
     "send": "publishes a version",
     "save": "writes a checkpoint",
 }
-"""For people, by the method that ranks run."""
+"""Description of a trainer's activity for people, by the method that its ranks run."""
 COME_S = 50.0
 """Timeout for starting the actors of all ranks on the nodes of a cluster, in seconds."""
 PREPARE_S = 600.0

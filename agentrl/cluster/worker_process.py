@@ -117,7 +117,7 @@ class WorkerProcess:
             self.is_leaving = True
 
     def status(self) -> ProcessStatus:
-        """Where it is, and what it does."""
+        """Return the node and the activity of the process."""
         doing = "starts" if not self.is_ready else "leaves" if self.is_leaving else "plays"
         episodes = plural(len(self.episodes), "episode")
         return ProcessStatus(

@@ -410,10 +410,10 @@ class Worker(Protocol):
 
 @runtime_checkable
 class HasProcesses(Protocol):
-    """A part of a run that has processes of its own: workers, engines, trainer ranks."""
+    """A part of a run with separate processes: workers, engines, trainer ranks."""
 
     def statuses(self) -> list[ProcessStatus]:
-        """Where its processes are, and what each of them does. Cheap: read every second."""
+        """Return the node and the activity of each process. Must be cheap, because it is called every second."""
         ...
 
 

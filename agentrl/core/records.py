@@ -613,8 +613,8 @@ class ProcessStatus:
     name: str
     """Kind and number, such as `worker 1`."""
     node: str = ""
-    """Address of its machine in a cluster; empty: the run's own."""
+    """Address of the process's machine in a cluster; empty on the run's host."""
     gpus: tuple[str, ...] = ()
-    """Ids of its GPUs."""
+    """Ids of the process's GPUs."""
     doing: str
-    """For people."""
+    """Activity of the process, for people."""

@@ -68,9 +68,9 @@ class Status:
     dropped: Mapping[str, Whole] = field(default_factory=dict)
     """Number of dropped episodes by reason."""
     processes: tuple[ProcessStatus, ...] = ()
-    """The run's other processes, and where they are."""
+    """Other processes of the run, with their nodes."""
     bottleneck: str = ""
-    """What the run waits for most, for people; the observer fills it in."""
+    """Bottleneck of the run, for people; set by the observer."""
     engine_busy_s: float = 0.0
     """Seconds that the engine has spent in forward passes since its start."""
     engine_share: float | None = None
@@ -222,9 +222,9 @@ class RunState:
 
 
 def bottleneck(state: RunState, status: Status) -> str:
-    """What the run waits for most, as its newest steps and the engine's last seconds show; empty before the first step.
+    """Name the bottleneck of a run from its newest steps and the engine's last seconds; empty before the first step.
 
-    A part that is busy for nine tenths of the time is the bottleneck. Where none is, time passes in tools and
+    A part that is busy for nine tenths of the time is the bottleneck. If there is none, time passes in tools and
     environments, or the bounds on staleness and on episodes in flight hold work back.
     """
     steps = [policy.last for policy in state.policies.values() if policy.last]

@@ -55,9 +55,9 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     statuses: dict[str, int]
     """Number of episodes by status; restarted attempts count separately."""
     processes: list[ProcessStatus]
-    """The run's other processes, while it runs."""
+    """Other processes of the run, while it runs."""
     bottleneck: str
-    """What it waits for most, for people."""
+    """Bottleneck of the run, for people."""
 
 
 class Pulse(msgspec.Struct, frozen=True, kw_only=True):
