@@ -57,7 +57,7 @@ def test_the_batch_script_runs_over_the_nodes_of_a_job(repository: Path) -> None
     commands = directory / "bin"
     commands.mkdir()
     try:
-        with Hosts(directory, 2) as hosts:
+        with Hosts(directory, 2) as hosts, (directory / "said").open("w") as lines:
             holders = " ".join(hosts.entering(number)[2] for number in (1, 2))
             for name, text in {**COMMANDS, "srun": SRUN % holders}.items():
                 (commands / name).write_text(text)
@@ -75,7 +75,7 @@ def test_the_batch_script_runs_over_the_nodes_of_a_job(repository: Path) -> None
                 cwd=directory,
                 env={**os.environ, **environment},
                 stdin=subprocess.DEVNULL,
-                stdout=(directory / "said").open("w"),
+                stdout=lines,
                 stderr=subprocess.STDOUT,
                 check=False,
             )
