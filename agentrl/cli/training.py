@@ -114,7 +114,8 @@ def evaluate(options: argparse.Namespace) -> int:
     journal = options.journal or (_new_run(config, options.model) if _is_address(options.model) else None)
     from agentrl.app.evaluation import evaluate as run_evaluation
 
-    with spinner(f"evaluating on {plural(config.evaluation.tasks, 'task')}", sys.stderr):
+    tasks = sum(count for _, _, count in config.evaluation.splits)
+    with spinner(f"evaluating on {plural(tasks, 'task')}", sys.stderr):
         metrics = run_evaluation(config, _weights(options.policy), journal=journal)
         if options.compare:
             other = _weights(options.compare) if options.compare != ["base"] else None

@@ -52,7 +52,8 @@ class Partition(NamedTuple):
 
     newest: int
     """Largest id; 0 if there are no entries."""
-    count: int
+    entries: int
+    """Number of entries."""
 
 
 class Copy:
@@ -286,7 +287,7 @@ class Mirror:
         if pruned:  # whose ids are used again
             with contextlib.closing(open_to_read(self._run / "journal" / name, "turns", run)) as source:
                 (count,) = source.execute("SELECT count(*) FROM entries WHERE id <= ?", (newest,)).fetchone()
-                newest = newest if count == there.count else 0
+                newest = newest if count == there.entries else 0
         piece: list[Row] = []
         size = 0
         for row in self._entries(name, run, newest):
@@ -387,7 +388,8 @@ def copy_at(place: str, address: str) -> Iterator[Callable[..., Any]]:
     if found is None:
         known = ", ".join(each.address for each in session.nodes())
         raise InputError(f"no node {node} in the cluster at {address}; there are: {known}")
-    actor = ray.remote(num_cpus=0, max_restarts=0, scheduling_strategy=on_node(found))(Copy).remote(path)
+    remote_copy: Any = ray.remote(num_cpus=0, max_restarts=0, scheduling_strategy=on_node(found))(Copy)
+    actor = remote_copy.remote(path)
 
     def call(method: str, *arguments: object) -> Any:
         try:

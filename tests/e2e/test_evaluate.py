@@ -208,6 +208,10 @@ def test_the_command_needs_no_model_where_nobody_samples_here(
     (tmp_path / "bots.py").write_text("def seven(conversation, random):\n    return '7'\n")
     assert main(["evaluate", str(file), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["evaluation/episodes"] == 3
+    assert main(["evaluate", str(file), "--json", "--evaluation.tasks={held_out = 3, train = 2}"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["evaluation/episodes"] == 5
+    assert {"evaluation/split_reward/held_out", "evaluation/split_reward/train"} <= found.keys()
     file.write_text('environment.id = "calculator"\n')
     assert main(["evaluate", str(file)]) == 2
     assert "model.path is needed for policies.policy: the directory of a local" in capsys.readouterr().err
