@@ -143,7 +143,7 @@ class ClusterChaos(Chaos):
         super()._end(directory)
         run, noted = directory / "run", self._noted.pop(directory, {})
         partitions = {(episode, attempt): name for episode, attempt, name in _ended(run)}
-        attempts = dict(partitions)
+        attempts = dict(partitions.keys())
         final: dict[tuple[str, str], bytes] = {}
         for partition in {name for name in partitions.values() if name}:
             for entry, (_, tokens) in _sampled(run, "entries", partition):
