@@ -1,10 +1,15 @@
-"""One run over three hosts that share nothing but TCP: ranks on two, engines on two, workers on all three."""
+"""One run over three hosts that share nothing but TCP: ranks on two, engines on two, workers on all three; one of them
+is lost."""
 
 from __future__ import annotations
 
+import re
 import shutil
+import signal
+import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,9 +26,9 @@ pytestmark = [pytest.mark.ray, pytest.mark.e2e]
 SETTINGS = """
 name = "three"
 directory = "/tmp/runs"
-steps = 3
+steps = 5000
 workers = 3
-cluster.address = "auto"
+cluster = { address = "auto", min_nodes = 3 }
 environment.id = "/tmp/sums.py:Sums"
 model.path = "agentrl.environments:calculator/model"
 policies.solver = { learning_rate = 3e-4, step_size = 8 }
@@ -68,8 +73,16 @@ def test_two_ranks_on_two_hosts_give_the_gradient_of_one(hosts: Hosts) -> None:
     assert gradient_error(hosts.directory / "two", hosts.directory / "one") <= 1e-6
 
 
-def test_one_run_over_three_hosts(hosts: Hosts) -> None:
-    home = hosts.directory / "1" / "tmp"
+def said(log: Path, words: str, process: subprocess.Popen[str]) -> None:
+    """Wait until the run has said something."""
+    while words not in (text := log.read_text()):
+        assert process.poll() is None, text
+        time.sleep(0.1)
+
+
+@pytest.mark.timeout(1200)  # three nodes of Ray, on a machine that is busy
+def test_one_run_waits_for_three_hosts_uses_them_and_outlives_one(hosts: Hosts, tmp_path: Path) -> None:
+    home, log = hosts.directory / "1" / "tmp", tmp_path / "said"
     (home / "run.toml").write_text(SETTINGS)
     (home / "sums.py").write_text(SUMS)  # on no other host
 
@@ -77,10 +90,25 @@ def test_one_run_over_three_hosts(hosts: Hosts) -> None:
     assert refused.returncode == 2
     assert f"cluster.address is '{hosts.address(1)}:6379', and no Ray answers there" in refused.stderr
 
-    hosts.start_ray([1, 2, 3])
-    found = hosts.run(1, command("train", "/tmp/run.toml"))
-    assert found.returncode == 0, found.stdout + found.stderr
-    lines = (found.stdout + found.stderr).splitlines()
+    hosts.start_ray([1, 2], hide=hosts.directory / "1")
+    with log.open("w") as output:
+        process = hosts.start(1, command("train", "/tmp/run.toml"), stdout=output, stderr=output)
+    try:
+        said(log, "waiting for nodes: 2 of 3", process)
+        hosts.start_ray([3], hide=hosts.directory / "1")
+        said(log, "step 1/", process)
+        hosts.cut(3)
+        hosts.kill(3)
+        said(log, "WARNING worker 2 was lost", process)
+        said(log, "WARNING the engine's process was lost", process)
+        later = max(map(int, re.findall(r"step (\d+)/", log.read_text()))) + 8
+        said(log, f"step {later}/", process)
+        process.send_signal(signal.SIGINT)
+        assert process.wait() == 130, log.read_text()
+    finally:
+        process.kill()
+        process.wait()
+    lines = log.read_text().splitlines()
     for number, parts in ((1, "trainer rank 0, worker 0"), (2, "trainer rank 1, engine 1, worker 1")):
         assert any(line.startswith(f"node {hosts.address(number)}") and line.endswith(parts) for line in lines)
     assert f"node {hosts.address(3)}: engine 0, worker 2" in lines
