@@ -16,10 +16,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 _PREPARE = """
-set -e; own=$1
+set -e; own=$1 checkout=$2
+if [[ $checkout == /tmp/* ]]; then mkdir -p "$own$checkout"; mount --bind "$checkout" "$own$checkout"; fi
 mount --bind "$own/run" /run; mount --rbind "$own/tmp" /tmp; mount -t tmpfs -o size=4g shm /dev/shm
 touch /run/ready; exec sleep infinity
 """
+CHECKOUT = Path(__file__).resolve().parents[2]
+"""Is installed on every host: seen there also if it lies in /tmp, of which each has its own."""
 START_S = 120.0
 """Longest time for a Ray node to start."""
 
@@ -93,7 +96,18 @@ class Hosts:
         (own / "run").mkdir(parents=True)
         (own / "tmp" / "home").mkdir(parents=True)
         (own / "tmp").chmod(0o1777)
-        command = ["unshare", "--mount", "--propagation", "private", "bash", "-c", _PREPARE, "_", str(own)]
+        command = [
+            "unshare",
+            "--mount",
+            "--propagation",
+            "private",
+            "bash",
+            "-c",
+            _PREPARE,
+            "_",
+            str(own),
+            str(CHECKOUT),
+        ]
         self._holders[number] = subprocess.Popen(["ip", "netns", "exec", name, *command])
         deadline = time.monotonic() + START_S
         while not (own / "run" / "ready").exists():
