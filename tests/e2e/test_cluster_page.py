@@ -18,6 +18,7 @@ from tests.support.hosts import Hosts, unavailable
 pytestmark = [
     pytest.mark.ray,
     pytest.mark.e2e,
+    pytest.mark.exhaustive,
     pytest.mark.timeout(1200),
     pytest.mark.skipif(bool(unavailable()), reason=unavailable()),
 ]

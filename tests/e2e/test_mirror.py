@@ -81,6 +81,7 @@ def test_a_run_whose_machine_is_lost_goes_on_from_its_mirror(tmp_path: Path) -> 
 
 
 @pytest.mark.ray
+@pytest.mark.exhaustive
 @pytest.mark.skipif(bool(unavailable()), reason=unavailable())
 def test_another_host_goes_on_when_the_run_s_own_is_lost() -> None:
     directory = Path(tempfile.mkdtemp(prefix="agentrl-hosts-", dir="/var/tmp"))
