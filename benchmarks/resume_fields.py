@@ -66,6 +66,9 @@ KINDS: dict[type[Section], str] = {
 """The run has a policy of each kind; each holds the seat of its name."""
 
 SHIPPED_MODEL = package_directory("agentrl.environments.calculator:model")
+REFERENCE = tempfile.TemporaryDirectory(prefix="agentrl-reference-")
+"""Looks like an adapter, which nothing loads here."""
+Path(REFERENCE.name, "adapter_model.safetensors").touch()
 CHANGED: dict[str, Any] = {
     "environment.options": {"split": "other"},
     "environment.selection": {"replay": 0.5},
@@ -74,7 +77,7 @@ CHANGED: dict[str, Any] = {
     "policies.frozen.model": SHIPPED_MODEL,
     "policies.guesser.lora": None,
     "policies.guesser.lora.target_modules": ["q_proj"],
-    "policies.guesser.reference": str(Path(SHIPPED_MODEL).parent),
+    "policies.guesser.reference": REFERENCE.name,
     "policies.guesser.sampling": {"temperature": 0.5},
     "policies.frozen.sampling": {"temperature": 0.5},
     "policies.remote.sampling": {"top_k": 0, "min_p": 0.0, "temperature": 0.5},

@@ -113,11 +113,12 @@ async def _one(reader: RunReader, episode_id: str, attempt: int | None, asked: _
     line = view.summary
     found = Replayed(episode=line.episode, attempt=line.attempt, outcome="not_replayable", calls=0, recorded=0)
     own, inherited = reader.recorded(line)
+    if view.problems:
+        return msgspec.structs.replace(found, recorded=len(own), text="; ".join(view.problems))
     turns = list(standalone([*inherited, *own]))  # of an agent from outside, which asks for them in any order
     own, inherited = ([entry for entry in part if not is_turn(entry)] for part in (own, inherited))
-    if view.problems or not own:
-        problem = "; ".join(view.problems) or "nothing of it was recorded: it was dropped before its first act"
-        return msgspec.structs.replace(found, recorded=len(own), text=problem)
+    if not own:
+        return msgspec.structs.replace(found, text="nothing of it was recorded: it was dropped before its first act")
     if asked.until is not None and asked.until not in {entry.call_id for entry in [*inherited, *own, *turns]}:
         raise InputError(
             f"episode {line.episode} has no call {asked.until!r}; `agentrl episode replay --step` names them"

@@ -13,7 +13,7 @@ import pytest
 from agentrl.core.ports import GenerateRequest, SamplingParams
 from agentrl.core.records import PolicyVersion
 from agentrl.engines.fleet import ReplicatedEngine
-from agentrl.simulation.calibration import SampledTurn, fitted_rates
+from agentrl.simulation.calibration import TimedTurn, fitted_rates
 from agentrl.simulation.engine import EmulatedEngine
 from agentrl.simulation.plan import Rates
 from agentrl.simulation.program import length_of
@@ -32,20 +32,20 @@ def turns_of(
     prefill_rate: float = math.inf,
     conversations: int = 40,
     forgets: bool = False,
-) -> list[SampledTurn]:
+) -> list[TimedTurn]:
     """What conversations that come one after another did, and left in the same order, 120 turns each.
 
     Where an engine `forgets`, all of a context is computed for each turn.
     """
 
-    async def main() -> list[SampledTurn]:
+    async def main() -> list[TimedTurn]:
         versions = {"solver": PolicyVersion("solver", 0, 0)}
         engines = [
             EmulatedEngine(length_of, versions=versions, slots=slots, rate=Rates(MEASURED), prefill_rate=prefill_rate)
             for _ in range(replicas)
         ]
         engine = ReplicatedEngine(engines) if replicas > 1 else engines[0]
-        found: list[SampledTurn] = []
+        found: list[TimedTurn] = []
 
         async def converse(number: int) -> None:
             rng, loop = random.Random(number), asyncio.get_running_loop()
@@ -71,7 +71,7 @@ def turns_of(
                 )
                 said += length
                 computed = said - length if forgets else new
-                found.append(SampledTurn(start, loop.time(), length, new, computed))
+                found.append(TimedTurn(start, loop.time(), length, new, computed))
                 await asyncio.sleep(rng.expovariate(2.0))
 
         await asyncio.gather(*map(converse, range(conversations)))
@@ -80,12 +80,12 @@ def turns_of(
     return simulate(main, seed=0)
 
 
-def rates_of(turns: list[SampledTurn], *, slots: int = 64, replicas: int = 1) -> tuple[Rates, dict[str, Any]]:
+def rates_of(turns: list[TimedTurn], *, slots: int = 64, replicas: int = 1) -> tuple[Rates, dict[str, Any]]:
     found = fitted_rates(turns, slots, replicas)
     return Rates(found["rates"]), found
 
 
-def check(turns: list[SampledTurn], *, slots: int = 64, replicas: int = 1, within: float = 0.1) -> dict[str, Any]:
+def check(turns: list[TimedTurn], *, slots: int = 64, replicas: int = 1, within: float = 0.1) -> dict[str, Any]:
     """Rates are those that were emulated, as far as slots go."""
     found = fitted_rates(turns, slots, replicas)
     rates = Rates(found["rates"])
@@ -130,7 +130,7 @@ def test_one_conversation_tells_one_rate() -> None:
 
 def test_turns_that_are_all_alike_take_what_they_took() -> None:
     """Four at once: what was contexts and what tokens is unknown; where they waited, contexts are left out."""
-    turns = [SampledTurn(10.0 * (n // 4), 10.0 * (n // 4) + 8.0, 100, 50, 50) for n in range(40)]
+    turns = [TimedTurn(10.0 * (n // 4), 10.0 * (n // 4) + 8.0, 100, 50, 50) for n in range(40)]
     found = fitted_rates(turns, slots=4, replicas=1)
     assert 100 / found["rates"][4] + 4 * 50 / found["prefill_rate"] == pytest.approx(8)
     assert fitted_rates(turns, slots=2, replicas=1) == {"rates": {2: pytest.approx(25)}}

@@ -90,7 +90,7 @@ def test_a_planted_difference_is_found_at_its_exact_call(
 
 def test_nothing_is_performed(sample_run: Path, solved: EpisodeLine, tmp_path: Path) -> None:
     canary = tmp_path / "canary"
-    touched = ('"""The archive', f'Path({str(canary)!r}).touch()\n    """The archive')
+    touched = ('"""Return the archive', f'Path({str(canary)!r}).touch()\n    """Return the archive')
     further = (
         'ctx.metric("rounds"',
         f'await ctx.effect("further", lambda: Path({str(canary)!r}).touch())\n        ctx.metric("rounds"',
