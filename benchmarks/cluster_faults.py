@@ -10,12 +10,10 @@ tokens of it that the committed episode does not have were sampled again.
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import sqlite3
 import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
@@ -131,7 +129,7 @@ class ClusterChaos(Chaos):
     # --- tokens that were on disk ---------------------------------------------------------------------------------
 
     def _note(self, directory: Path) -> None:
-        """What the journal has of episodes that have not ended."""
+        """Note the tokens that the journal has of unfinished episodes."""
         ended = {attempt[:2] for attempt in _ended(directory / "run")}
         noted = self._noted[directory]
         for table in ("entries", "partials"):
@@ -204,14 +202,10 @@ def faults_of(count: int, seed: int = 0) -> dict[str, float | None]:
     """The figures after so many faults."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the hosts end with it
     tally = Tally()
-    directory = Path(tempfile.mkdtemp(prefix="agentrl-hosts-", dir="/var/tmp"))
-    try:
-        with Hosts(directory, 3) as hosts:
-            hosts.start_ray([1, 2, 3], hide=directory / "1")
-            chaos = ClusterChaos(hosts, seed, tally)
-            chaos.run(count)
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
+    with Hosts(3) as hosts:
+        hosts.start_ray([1, 2, 3], hide=hosts.directory / "1")
+        chaos = ClusterChaos(hosts, seed, tally)
+        chaos.run(count)
     found = tally.verdict
     errors = found.ledger_errors | tally.violations | set(tally.unexplained)
     for fault in sorted(found.lost | found.twice | errors):

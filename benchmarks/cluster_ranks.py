@@ -7,9 +7,7 @@ all weights. `join_timeout_s`: how long a rank waits for one that cannot come, u
 from __future__ import annotations
 
 import json
-import shutil
 import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -28,15 +26,11 @@ def figures(quick: bool) -> dict[str, float | None]:
     if reason := unavailable():
         print(f"not measured: {reason}", flush=True)
         return {}
-    directory = Path(tempfile.mkdtemp(prefix="agentrl-hosts-", dir="/var/tmp"))
-    try:
-        with Hosts(directory, 2) as hosts:
-            model = write_model(directory / "model")
-            errors = [_error(hosts, str(model), lora=lora) for lora in (True, False)]
-            found = hosts.run(1, [sys.executable, "-m", "benchmarks.cluster_ranks", *map(hosts.address, (1, 2))])
-            waited = json.loads(found.stdout.splitlines()[-1])
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
+    with Hosts(2) as hosts:
+        model = write_model(hosts.directory / "model")
+        errors = [_error(hosts, str(model), lora=lora) for lora in (True, False)]
+        found = hosts.run(1, [sys.executable, "-m", "benchmarks.cluster_ranks", *map(hosts.address, (1, 2))])
+        waited = json.loads(found.stdout.splitlines()[-1])
     return {"gradient_error": max(errors), "join_timeout_s": waited}
 
 

@@ -9,10 +9,8 @@ well although the run directory and the home of host 1 are hidden on the others.
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from collections import defaultdict
 from pathlib import Path
@@ -34,16 +32,12 @@ def figures(quick: bool) -> dict[str, float | None]:
     if reason := unavailable():
         print(f"not measured: {reason}", flush=True)
         return {}
-    directory = Path(tempfile.mkdtemp(prefix="agentrl-hosts-", dir="/var/tmp"))
     settings = [*PARTS, *(QUICK if quick else [])]
-    try:
-        with Hosts(directory, 3) as hosts:
-            one, _ = trained(hosts, "one", [*settings, "--engine.placement=process"])
-            hosts.start_ray([1, 2, 3], hide=directory / "1")
-            three, seen = trained(hosts, "three", [*settings, "--cluster.address=auto"])
-            hidden = not any((directory / number / "tmp" / "runs").exists() for number in "23")
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
+    with Hosts(3) as hosts:
+        one, _ = trained(hosts, "one", [*settings, "--engine.placement=process"])
+        hosts.start_ray([1, 2, 3], hide=hosts.directory / "1")
+        three, seen = trained(hosts, "three", [*settings, "--cluster.address=auto"])
+        hidden = not any((hosts.directory / number / "tmp" / "runs").exists() for number in "23")
     print(f"seen: { {number: sorted(roles) for number, roles in seen.items()} }", flush=True)
     return {
         "hosts_used": sum(roles <= seen[number] for number, roles in PLANNED.items()),

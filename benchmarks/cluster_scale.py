@@ -69,10 +69,10 @@ class HoldingEngine(ScriptedEngine):
 
 
 class Reading(NamedTuple):
-    """Of one moment."""
+    """Counters of the run at one moment."""
 
     cpu_s: float
-    """Of the run's process."""
+    """CPU seconds of the run's process."""
     in_flight: float
     trained: float
 
@@ -87,7 +87,7 @@ class FromSteadyState(Silent):
         """Called at the last step, before which admission must not end."""
         self.readings: list[Reading] = []
         self.memory_kb = 0.0
-        """Of the run's process and its workers, at the last step."""
+        """Resident kilobytes of the run's process and its workers, at the last step."""
 
     def on_step(self, policy: str, step: int, metrics: Mapping[str, float]) -> None:
         """Read."""
@@ -107,7 +107,7 @@ def worker_processes() -> list[int]:
 
 
 class Cost(NamedTuple):
-    """Of a run with so many episodes in flight."""
+    """Cost of an episode in a run with a given number in flight."""
 
     cpu_ms: float
     """CPU milliseconds of the run's process per episode."""

@@ -53,22 +53,18 @@ def figures(quick: bool) -> dict[str, float | None]:
     if reason := unavailable():
         print(f"not measured: {reason}", flush=True)
         return {}
-    directory = Path(tempfile.mkdtemp(prefix="agentrl-hosts-", dir="/var/tmp"))
-    try:
-        with Hosts(directory, 2) as hosts:
-            hosts.start_ray([1, 2], hide=directory / "1")
-            program = [sys.executable, "-m", "benchmarks.cluster_weights"]
-            receiving = hosts.start(2, [*program, "receive", hosts.address(2)])
-            found = hosts.run(1, [*program, hosts.address(2), str(QUICK if quick else 1)])
-            receiving.kill()
-            receiving.wait()
-            if found.returncode:
-                raise SystemExit(found.stdout + found.stderr)
-            print(found.stdout, end="", flush=True)
-            measured: dict[str, float | None] = json.loads(found.stdout.splitlines()[-1])
-            return measured
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
+    with Hosts(2) as hosts:
+        hosts.start_ray([1, 2], hide=hosts.directory / "1")
+        program = [sys.executable, "-m", "benchmarks.cluster_weights"]
+        receiving = hosts.start(2, [*program, "receive", hosts.address(2)])
+        found = hosts.run(1, [*program, hosts.address(2), str(QUICK if quick else 1)])
+        receiving.kill()
+        receiving.wait()
+        if found.returncode:
+            raise SystemExit(found.stdout + found.stderr)
+        print(found.stdout, end="", flush=True)
+        measured: dict[str, float | None] = json.loads(found.stdout.splitlines()[-1])
+        return measured
 
 
 async def measure(receiver: str, fewer: int) -> dict[str, float]:

@@ -118,7 +118,7 @@ def figures(quick: bool) -> dict[str, float | None]:
 
 
 async def _killed_once(directory: Path) -> str:
-    """What is committed of an episode of `Undeclared` whose program is killed at its end, a second after it began."""
+    """Return the detail committed with an episode of `Undeclared` that is killed at its end, after one second."""
     mark = directory / "killed"
     script = f'"$0" -S "$1" "$2"; [ -e {mark} ] || {{ : > {mark}; sleep 1.1; kill -9 $$; }}'
     command = ("sh", "-c", script, sys.executable, str(PROGRAM), "{task.question}")

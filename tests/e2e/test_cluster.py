@@ -4,11 +4,9 @@ is lost."""
 from __future__ import annotations
 
 import re
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -52,12 +50,8 @@ def hosts() -> Iterator[Hosts]:
     """Three hosts; their disks lie outside /tmp, which each of them has its own of."""
     if reason := unavailable():
         pytest.skip(reason)
-    directory = Path(tempfile.mkdtemp(prefix="agentrl-hosts-", dir="/var/tmp"))
-    try:
-        with Hosts(directory, 3) as made:
-            yield made
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
+    with Hosts(3) as made:
+        yield made
 
 
 def command(*arguments: str) -> list[str]:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -51,38 +49,34 @@ COMMANDS = {
 }
 
 
-def test_the_batch_script_runs_over_the_nodes_of_a_job(repository: Path) -> None:
-    directory = Path(tempfile.mkdtemp(prefix="agentrl-hosts-", dir="/var/tmp"))
+def test_the_batch_script_runs_over_the_nodes_of_a_job(repository: Path, tmp_path: Path) -> None:
     page = (repository / "docs" / "cluster.md").read_text()
     (script,) = re.findall(r"```bash\n(#!/bin/bash\n.*?)```", page, re.DOTALL)
-    commands = directory / "bin"
-    commands.mkdir()
-    try:
-        with Hosts(directory, 2) as hosts, (directory / "said").open("w") as lines:
-            holders = " ".join(hosts.entering(number)[2] for number in (1, 2))
-            for name, text in {**COMMANDS, "srun": SRUN % holders}.items():
-                (commands / name).write_text(text)
-                (commands / name).chmod(0o755)
-            (directory / "run.toml").write_text(SETTINGS)
-            path = f"{commands}:{Path(sys.executable).parent}:{os.environ['PATH']}"
-            environment = {
-                "PATH": path,
-                "PYTHONPATH": str(repository),
-                "RUNS": "/tmp/runs",
-                "SLURM_JOB_NODELIST": "h[1-2]",
-            }
-            job = subprocess.run(
-                ["bash", "-c", script],
-                cwd=directory,
-                env={**os.environ, **environment},
-                stdin=subprocess.DEVNULL,
-                stdout=lines,
-                stderr=subprocess.STDOUT,
-                check=False,
-            )
-            said = (directory / "said").read_text()
-            assert job.returncode == 0, said
-            assert f"node {hosts.address(2)}: engine 0, worker 1" in said
-            assert judge(directory / "1" / "tmp" / "runs" / "job") == []
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
+    with Hosts(2) as hosts, (tmp_path / "said").open("w") as lines:
+        commands = hosts.directory / "bin"  # found on the hosts, too
+        commands.mkdir()
+        holders = " ".join(hosts.entering(number)[2] for number in (1, 2))
+        for name, text in {**COMMANDS, "srun": SRUN % holders}.items():
+            (commands / name).write_text(text)
+            (commands / name).chmod(0o755)
+        (hosts.directory / "run.toml").write_text(SETTINGS)
+        path = f"{commands}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+        environment = {
+            "PATH": path,
+            "PYTHONPATH": str(repository),
+            "RUNS": "/tmp/runs",
+            "SLURM_JOB_NODELIST": "h[1-2]",
+        }
+        job = subprocess.run(
+            ["bash", "-c", script],
+            cwd=hosts.directory,
+            env={**os.environ, **environment},
+            stdin=subprocess.DEVNULL,
+            stdout=lines,
+            stderr=subprocess.STDOUT,
+            check=False,
+        )
+        said = (tmp_path / "said").read_text()
+        assert job.returncode == 0, said
+        assert f"node {hosts.address(2)}: engine 0, worker 1" in said
+        assert judge(hosts.directory / "1" / "tmp" / "runs" / "job") == []

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import re
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -60,32 +58,28 @@ def step_of(said: Path) -> int:
     return max(map(int, re.findall(r"step (\d+)/", said.read_text())), default=0)
 
 
-def test_a_worker_leaves_its_node_when_that_is_drained(repository: Path) -> None:
-    directory = Path(tempfile.mkdtemp(prefix="agentrl-hosts-", dir="/var/tmp"))
-    said = directory / "said"
+def test_a_worker_leaves_its_node_when_that_is_drained(repository: Path, tmp_path: Path) -> None:
+    said = tmp_path / "said"
     bin_directory = Path(sys.executable).parent
-    try:
-        with Hosts(directory, 2) as hosts, said.open("w") as lines:
-            hosts.start_ray([1, 2])
-            (directory / "1" / "tmp" / "run.toml").write_text(SETTINGS)
-            command = [sys.executable, "-m", "agentrl.cli", "train", "/tmp/run.toml"]
-            run = hosts.start(1, command, stdout=lines, stderr=subprocess.STDOUT)
-            metrics = directory / "1" / "tmp" / "runs" / "drained" / "metrics.jsonl"
-            while not metrics.exists() or metrics.read_bytes().count(b"\n") < 2:
-                assert run.poll() is None, said.read_text()
-            shell = f"PATH={bin_directory}:$PATH RAY_ADDRESS={hosts.address(1)}:6379; export PATH RAY_ADDRESS; "
-            drained = hosts.run(2, ["bash", "-c", shell + drain_command(repository)])
-            assert drained.returncode == 0, drained.stderr
-            while "worker 1 leaves (its node is drained)" not in said.read_text():
-                assert run.poll() is None, said.read_text()
-            while plays_episodes(hosts, 2):
-                assert run.poll() is None, said.read_text()
-            hosts.kill(2)  # with the engine
-            later = step_of(said) + 4
-            while step_of(said) < later:
-                assert run.poll() is None, said.read_text()
-            run.send_signal(signal.SIGINT)
-            assert run.wait() == 130, said.read_text()
-            assert judge(directory / "1" / "tmp" / "runs" / "drained") == []
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
+    with Hosts(2) as hosts, said.open("w") as lines:
+        hosts.start_ray([1, 2])
+        (hosts.directory / "1" / "tmp" / "run.toml").write_text(SETTINGS)
+        command = [sys.executable, "-m", "agentrl.cli", "train", "/tmp/run.toml"]
+        run = hosts.start(1, command, stdout=lines, stderr=subprocess.STDOUT)
+        metrics = hosts.directory / "1" / "tmp" / "runs" / "drained" / "metrics.jsonl"
+        while not metrics.exists() or metrics.read_bytes().count(b"\n") < 2:
+            assert run.poll() is None, said.read_text()
+        shell = f"PATH={bin_directory}:$PATH RAY_ADDRESS={hosts.address(1)}:6379; export PATH RAY_ADDRESS; "
+        drained = hosts.run(2, ["bash", "-c", shell + drain_command(repository)])
+        assert drained.returncode == 0, drained.stderr
+        while "worker 1 leaves (its node is drained)" not in said.read_text():
+            assert run.poll() is None, said.read_text()
+        while plays_episodes(hosts, 2):
+            assert run.poll() is None, said.read_text()
+        hosts.kill(2)  # with the engine
+        later = step_of(said) + 4
+        while step_of(said) < later:
+            assert run.poll() is None, said.read_text()
+        run.send_signal(signal.SIGINT)
+        assert run.wait() == 130, said.read_text()
+        assert judge(hosts.directory / "1" / "tmp" / "runs" / "drained") == []

@@ -6,7 +6,6 @@ import shutil
 import sqlite3
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -84,33 +83,27 @@ def test_a_run_whose_machine_is_lost_goes_on_from_its_mirror(tmp_path: Path) -> 
 @pytest.mark.exhaustive
 @pytest.mark.skipif(bool(unavailable()), reason=unavailable())
 def test_another_host_goes_on_when_the_run_s_own_is_lost() -> None:
-    directory = Path(tempfile.mkdtemp(prefix="agentrl-hosts-", dir="/var/tmp"))
-    try:
-        with Hosts(directory, 2) as hosts:
-            hosts.start_ray([1, 2])
-            Path(directory, "1", "tmp", "here").mkdir()
-            Path(directory, "2", "tmp", "there").mkdir()
-            run = hosts.start(
-                1, [sys.executable, "-m", *play(Path("/tmp/here"), str(STEPS))], stderr=subprocess.DEVNULL
-            )
-            place = f"--to={hosts.address(2)}:/tmp/there/run"
-            command = [sys.executable, "-m", "agentrl.cli", "run", "mirror", "/tmp/here/run", place, "--every=0.1"]
-            while (
-                not (control := directory / "1/tmp/here/run/journal/control.db").exists()
-                or steps_of(control.parents[1]) < 2
-            ):
-                assert run.poll() is None
-            with hosts.start(1, command, stdout=subprocess.PIPE) as mirror:
-                for _ in range(3):
-                    assert "has what the run wrote until" in mirror.stdout.readline()
-                hosts.kill(1)
-                run.wait()
-            mirrored = steps_of(directory / "2/tmp/there/run")
-            verdict = judge(directory / "2/tmp/there", ended=False)
-            assert not verdict.lost | verdict.twice | verdict.ledger_errors, verdict
-            resumed = hosts.run(2, [sys.executable, "-m", *play(Path("/tmp/there"), str(mirrored + 4), "resume")])
-            assert resumed.returncode == 0, resumed.stderr
-            verdict = judge(directory / "2/tmp/there", ended=True)
-            assert not verdict.lost | verdict.twice | verdict.ledger_errors, verdict
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
+    with Hosts(2) as hosts:
+        hosts.start_ray([1, 2])
+        Path(hosts.directory, "1", "tmp", "here").mkdir()
+        Path(hosts.directory, "2", "tmp", "there").mkdir()
+        run = hosts.start(1, [sys.executable, "-m", *play(Path("/tmp/here"), str(STEPS))], stderr=subprocess.DEVNULL)
+        place = f"--to={hosts.address(2)}:/tmp/there/run"
+        command = [sys.executable, "-m", "agentrl.cli", "run", "mirror", "/tmp/here/run", place, "--every=0.1"]
+        while (
+            not (control := hosts.directory / "1/tmp/here/run/journal/control.db").exists()
+            or steps_of(control.parents[1]) < 2
+        ):
+            assert run.poll() is None
+        with hosts.start(1, command, stdout=subprocess.PIPE) as mirror:
+            for _ in range(3):
+                assert "has what the run wrote until" in mirror.stdout.readline()
+            hosts.kill(1)
+            run.wait()
+        mirrored = steps_of(hosts.directory / "2/tmp/there/run")
+        verdict = judge(hosts.directory / "2/tmp/there", ended=False)
+        assert not verdict.lost | verdict.twice | verdict.ledger_errors, verdict
+        resumed = hosts.run(2, [sys.executable, "-m", *play(Path("/tmp/there"), str(mirrored + 4), "resume")])
+        assert resumed.returncode == 0, resumed.stderr
+        verdict = judge(hosts.directory / "2/tmp/there", ended=True)
+        assert not verdict.lost | verdict.twice | verdict.ledger_errors, verdict

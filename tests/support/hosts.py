@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -54,15 +55,15 @@ def _command(process: int) -> str:
 
 
 class Hosts:
-    """Hosts 1 … n at 10.78.0.1 … 10.78.0.n; their disks lie under `directory`, outside /tmp of each other.
+    """Hosts 1 … n at 10.78.0.1 … 10.78.0.n, with their disks; both are there until the context ends.
 
     Args:
-        directory: for their private directories.
-        count: of hosts.
+        count: number of hosts.
     """
 
-    def __init__(self, directory: Path, count: int) -> None:
-        self.directory = directory
+    def __init__(self, count: int) -> None:
+        self.directory = Path(tempfile.mkdtemp(prefix="agentrl-hosts-", dir="/var/tmp"))
+        """Holds the disk of each host, by its number; outside /tmp, of which each has its own."""
         self.count = count
         self._name = f"a{os.getpid() % 100000}"
         self._holders: dict[int, subprocess.Popen[bytes]] = {}
@@ -123,6 +124,7 @@ class Hosts:
                 self._holders[number].wait()
             subprocess.run(["ip", "netns", "del", self._space(number)], check=False, capture_output=True)
         subprocess.run(["ip", "netns", "del", f"{self._name}b"], check=False, capture_output=True)
+        shutil.rmtree(self.directory, ignore_errors=True)
 
     def _space(self, number: int) -> str:
         return f"{self._name}-{number}"

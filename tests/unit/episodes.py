@@ -30,7 +30,7 @@ class Played:
     metrics: Mapping[str, float]
     """What it counted, as committed."""
     told: str
-    """What was committed of it in words."""
+    """Text of the committed conversation."""
 
 
 @dataclass(frozen=True, kw_only=True)

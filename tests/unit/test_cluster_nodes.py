@@ -1,4 +1,4 @@
-"""What nodes lack is named before a run starts, and every part of a run has its node."""
+"""Names of the packages and files that a node lacks, before a run starts, and the assignment of parts to nodes."""
 
 from __future__ import annotations
 
