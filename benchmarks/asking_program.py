@@ -1,4 +1,4 @@
-"""An agent from outside that is killed: `python asking_program.py QUESTION`; asks three times, with a date in its first
+"""An external agent that is killed: `python asking_program.py QUESTION`; asks three times, with a date in its first
 message, and appends each reply that it gets to the file `ASKING_LOG`."""
 
 import json

@@ -234,7 +234,7 @@ def _look(run: Path, outcome: Outcome) -> None:
     if outcome.act in FATAL:
         dropped = [row[0] for row in rows if row[1] == HOSTILE_TASK and row[2] == "worker_lost"]
         by_name = any(f"{name} (task '{HOSTILE_TASK}') is dropped as worker_lost" in outcome.output for name in dropped)
-        told = [line for line in outcome.output.splitlines() if " ran: " in line or "It ran " in line]
+        told = [line for line in outcome.output.splitlines() if " ran: " in line or "It was running " in line]
         running = any(f"{row[0]} (task '{HOSTILE_TASK}')" in line for row in rows for line in told)
         outcome.is_named = by_name or running or CULPRIT in outcome.output
         if not outcome.is_named:

@@ -1,4 +1,4 @@
-"""Agents from outside: token-exact rows, replies after kills, cost, clients.
+"""External agents: token-exact rows, replies after kills, cost, clients.
 
     python -m benchmarks.outside [--quick] [--part NAME]
 

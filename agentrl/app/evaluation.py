@@ -107,7 +107,7 @@ class Evaluation(dict[str, float]):
         """
         ours, theirs = self._by_task(), other._by_task()
         if ours.keys() != theirs.keys():
-            raise InputError("the two evaluations are of different tasks, so nothing is paired")
+            raise InputError("the two evaluations used different tasks, so their scores cannot be paired")
         differences = [statistics.mean(ours[task]) - statistics.mean(theirs[task]) for task in ours]
         return {
             "difference/reward": statistics.mean(differences),
@@ -157,11 +157,11 @@ def evaluate(
     chosen = environment_of(config, environment)
     splits = [HeldOut("held_out", tasks)] if tasks is not None else held_out(config, chosen)[0]
     if not any(split.tasks for split in splits):
-        raise InputError("there are no tasks to evaluate on: evaluation.tasks is 0")
+        raise InputError("evaluation.tasks is 0, so there are no tasks to evaluate on; set it to 1 or more")
     with tempfile.TemporaryDirectory(prefix="agentrl-evaluate-") as scratch:
         kept = Path(journal) if journal is not None else Path(scratch)
         if (kept / "journal").exists():
-            raise RunDirectoryError(f"{kept} holds a journal already; give evaluate a new directory")
+            raise RunDirectoryError(f"{kept} already contains a journal; give evaluate a new directory")
         attempts = config.evaluation.attempts
         played_tasks = repeated(splits, attempts)
         evaluated = played(config, chosen, given, kept, lambda dispatcher: dispatcher.evaluate(played_tasks, {}))
@@ -171,7 +171,8 @@ def evaluate(
     if dropped:
         why = next((each.detail for each in episodes if each.id == dropped[0].episode_id), "")
         raise CheckFailedError(
-            f"dropped: {len(dropped)} of {plural(len(headers), 'episode')}, so a score over the rest would flatter. "
+            f"dropped: {len(dropped)} of {plural(len(headers), 'episode')}, so a score over the others would be "
+            f"biased. "
             f"{dropped[0].episode_id} was dropped because of {dropped[0].drop_reason}: {why}"
         )
     if journal is not None:
@@ -196,7 +197,7 @@ def find_endpoint(address: str, api_key_env: str) -> RemotePolicy:
     if name or len(found) == 1:
         return policy.model_copy(update={"model": name or found[0]})
     has = f"it has {', '.join(found[:SHOWN_MODELS])}" if found else "it lists none"
-    raise InputError(f"{url}: which model? Write --model {url},NAME; {has}")
+    raise InputError(f"{url}: no model is named; write --model {url},NAME; {has}")
 
 
 async def _models(policy: RemotePolicy) -> list[str]:
@@ -204,7 +205,7 @@ async def _models(policy: RemotePolicy) -> list[str]:
     try:
         return await endpoint.models()
     except EngineLostError as error:
-        raise InputError(f"the endpoint cannot be reached: {error}") from None
+        raise InputError(f"the endpoint is unreachable: {error}") from None
     finally:
         await endpoint.close()
 
@@ -263,11 +264,13 @@ def _by_policy(config: RunConfig, policy: Directory | Mapping[str, Directory] | 
     if isinstance(policy, Mapping):
         unknown = [name for name in policy if name not in config.policies]
         if unknown:
-            raise InputError(f"no policy {unknown[0]!r} to give weights to; there are: {known}")
+            raise InputError(f"no policy {unknown[0]!r} to load weights into; policies: {known}")
         return policy
     names = list(config.trained or config.policies)
     if len(names) > 1:
-        raise InputError(f"{policy} is whose weights? Name the policy, NAME=DIR; there are: {known}")
+        raise InputError(
+            f"{policy} is given without a policy, and the run has several; write NAME=DIR. Policies: {known}"
+        )
     return {names[0]: policy}
 
 

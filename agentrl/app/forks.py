@@ -138,14 +138,12 @@ def find_parent(journal: Path, episode_id: str, attempt: int | None, at: int) ->
     partition, own = _entries(journal, episode_id, attempt)
     begin = decode_entries(own[:1])[0]
     if not isinstance(begin, Begin):
-        raise JournalError(f"{journal}: the entries of episode {episode_id} lack their beginning")
+        raise JournalError(f"{journal}: the first entries of episode {episode_id} are missing; the journal is damaged")
     points = _points(journal, partition, own[0], begin)
     whole = own if begin.fork is None else [*read_prefix(journal, begin.fork), *own]
     turns = [(entry, body) for entry in whole if isinstance(body := entry.decode(), TurnEntry)]
     if not -len(turns) <= at < len(turns):
-        raise InputError(
-            f"episode {episode_id} has {plural(len(turns), 'turn')}, so there is no turn {at} to fork it at"
-        )
+        raise InputError(f"episode {episode_id} has {plural(len(turns), 'turn')}, so it cannot be forked at turn {at}")
     at %= len(turns)
     entry = turns[at][0]
     point = replace(points[entry.episode_id], call_id=entry.call_id)
@@ -165,8 +163,9 @@ def edited(parent: Parent, edit: str | Sequence[Mapping[str, Any]] | None) -> Pa
         reply = {"role": "assistant", "content": edit} if isinstance(edit, str) else dict(edit[-1])
         if reply.keys() != {"role", "content"} or reply["role"] != "assistant" or not isinstance(reply["content"], str):
             raise InputError(
-                "the turn is of an agent from outside, whose requests are its own: edit the reply, as text or as "
-                '[{"role": "assistant", "content": "…"}], with calls as the policy writes them'
+                "the turn belongs to an external agent, whose requests cannot be edited: edit the reply instead, as "
+                "text or as "
+                '[{"role": "assistant", "content": "…"}], with tool calls in the format of the policy'
             )
         return replace(parent, point=replace(parent.point, messages=(reply,)))
     messages = [dict(message) for message in parent.turns[-1].messages]
@@ -215,7 +214,7 @@ def fork_policies(config: RunConfig, parent: Parent, asked: Sequence[str | Path]
         else:
             given[policy] = weights_in(policy, wanted)
         if isinstance(pool := config.policies[policy], OpponentPoolPolicy):
-            raise InputError(f"--policy: {policy} plays past versions of {pool.of}; name one, as {pool.of}@0.5")
+            raise InputError(f"--policy: {policy} plays past versions of {pool.of}; name one, such as {pool.of}@0.5")
         if seat is not None:
             seats[seat] = policy
     left = recorded_weights(parent, [name for name in config.trained if name not in given], leave_out=given)
@@ -293,7 +292,7 @@ def _weights(parent: Parent, version: PolicyVersion) -> WeightsRef | None:
             return weights
     if version.step > 0:
         raise InputError(
-            f"the weights of {version} are not on disk, or no longer; give --policy a directory, such as "
+            f"the weights of {version} are not on disk (or were removed); give --policy a directory, such as "
             "RUN/policies/NAME, or a version that `agentrl step list` shows and `checkpoint.versions` kept"
         )
     return None

@@ -109,17 +109,19 @@ def _snapshot(key: str, path: str, *, download: bool) -> Path:
         raise ModelError(f"{key}: {name} has no revision {revision!r} on the hub") from error
     except RepositoryNotFoundError as error:
         raise ModelError(
-            f"{key}: there is no directory {name} here, and the hub shows no such model: it has another name, or "
-            "needs a token (hf auth login)"
+            f"{key}: there is no directory {name} here, and no such model on the hub: check the name, or log in if the "
+            f"model is private (hf auth login)"
         ) from error
     except LocalEntryNotFoundError as error:
-        raise ModelError(f"{key}: {wanted} is not in huggingface_hub's cache, or not all of it; {fetch}") from error
+        raise ModelError(
+            f"{key}: {wanted} is missing from huggingface_hub's cache, or incomplete there; {fetch}"
+        ) from error
     except (OSError, HFValidationError) as error:
         reason = " ".join(str(error).split())[:300]
         raise ModelError(f"{key}: {wanted} cannot be downloaded ({reason}); {fetch}") from error
     if not any(found.glob("*.safetensors")):
         raise ModelError(
-            f"{found}: {wanted} has no weights as safetensors here, and no others are read, since they are unpickled; "
-            f"convert them (model.save_pretrained), or {fetch}"
+            f"{found}: {wanted} has no safetensors weights here, and other formats are refused because loading them "
+            f"unpickles code; convert them (model.save_pretrained), or {fetch}"
         )
     return found

@@ -214,7 +214,7 @@ def _fitting_context(config: RunConfig) -> int:
     held, limit = _held(plan), _limit(plan)
     if held > limit:
         raise ConfigError(
-            f"nothing fits: with contexts of {few} tokens the run would hold {held >> 20:,} MiB, and it may take "
+            f"not enough memory: with contexts of {few} tokens the run would need {held >> 20:,} MiB, and it may take "
             f"{limit >> 20:,}, which is {USED_SHARE:.0%} of what is free. Set {', or '.join(plan.settings_to_turn())}"
         )
     if bound == few:

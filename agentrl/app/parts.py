@@ -290,8 +290,8 @@ def check_ray() -> None:
     """
     if installed_version("ray") is None:
         raise ConfigError(
-            "engine.placement = 'ray' or cluster.address, and Ray is not installed: "
-            f"{install_command('ray')}, or leave that out"
+            f"engine.placement = 'ray' or cluster.address, and Ray is not installed: {install_command('ray')}, or "
+            f"remove that setting"
         )
 
 
@@ -324,7 +324,7 @@ def make_workers(
     shared = [each for each in engines if isinstance(each, SharedEngine) and each.addresses]
     if len(shared) < len(engines):
         raise ConfigError(
-            f"workers = {config.workers}: the engine takes no calls from other processes (it is in this one, or the "
+            f"workers = {config.workers}: the engine accepts no calls from other processes (it is in this one, or the "
             "path of TMPDIR is too long for a socket); set workers = 1"
         )
     work = Work(
@@ -413,7 +413,7 @@ def check_vllm(config: RunConfig) -> None:
         if numbers < VLLM_FLOOR:
             raise ConfigError(
                 f"engine.kind = 'vllm', and {name} {version} is older than {'.'.join(map(str, VLLM_FLOOR))}, which has "
-                f"holes that an adapter's tokens fall through: {install}"
+                f"known vulnerabilities in serving adapters: {install}"
             )
     check_arguments(config.engine.vllm, on_gpu=bool(gpus()))
 
@@ -485,7 +485,7 @@ def task_source(
     """
     if issubclass(environment, Mixture):
         if tasks is not None:
-            raise InputError("a mixture has the tasks of its members: leave tasks= and held_out= out")
+            raise InputError("a mixture takes its tasks from its members: remove tasks= and held_out=")
         sources = {root.__name__: _source(config, environment, root, split) for root in trained_in(environment)}
         return MixedTasks([MemberTasks.of(*each) for each in sources.items()], environment.rates)
     return _source(config, environment, environment, split, tasks)

@@ -95,9 +95,9 @@ def demands_of(config: RunConfig, environment: type[Environment]) -> Sequence[De
     for root, own in by_root.items():
         if own != demands:
             raise ConfigError(
-                f"a mixture whose groups bring other numbers of units: {first.__name__} "
-                f"{demands[0].units}, {root.__name__} {own[0].units}. Bind their seats to the same policies; "
-                "environments that start children cannot be mixed with others that start fewer"
+                f"the environments of a mixture must produce the same number of units per group, but {first.__name__} "
+                f"produces {demands[0].units} and {root.__name__} {own[0].units}. Bind their seats to the same "
+                f"policies; an environment that spawns child episodes can only be mixed with others that spawn as many"
             )
     _check_held(config, environment, held, seats)
     for name, policy in trained.items():
@@ -144,16 +144,17 @@ def _check_fill(size: int, name: str, policy: PolicyConfig, brought: Sequence[in
     bound = (1 + policy.max_staleness) * policy.step_size
     if most > bound:
         raise ConfigError(
-            f"credit.group_size = {size}: a group brings {plural(most, 'unit')} of {name}, more than may be in flight: "
+            f"credit.group_size = {size}: a group produces {plural(most, 'unit')} of {name}, more than may be in "
+            f"flight: "
             f"(1 + max_staleness) × step_size = {bound}; raise policies.{name}.step_size to {most} or more, or lower "
             "credit.group_size or the fan-out"
         )
     if policy.max_staleness == 0 and whole == most and policy.step_size % most:
         full = policy.step_size - policy.step_size % most
         raise ConfigError(
-            f"policies.{name}.step_size = {policy.step_size} can never be filled: a group brings "
-            f"{plural(most, 'unit')} of {name}, and with max_staleness = 0 no more groups are let in than fit, so "
-            f"every step would be of {full}. Set step_size = {full} or {full + most}, or max_staleness = 1"
+            f"policies.{name}.step_size = {policy.step_size} can never be filled: a group produces "
+            f"{plural(most, 'unit')} of {name}, and with max_staleness = 0 only whole groups that fit are admitted, so "
+            f"every step would have {full}. Set step_size = {full} or {full + most}, or max_staleness = 1"
         )
 
 
@@ -163,10 +164,13 @@ def _check_held(config: RunConfig, environment: type[Environment], held: Collect
         if name not in held:
             raise ConfigError(
                 f"policies.{name} holds no seat of {environment.__name__} ({', '.join(seats)}): bind it in [seats], "
-                "declare the child that seats it in fan_out, or leave it out"
+                f"declare in fan_out the child environment that seats it, or remove the policy"
             )
     if not config.trained:
-        raise ConfigError(f"no seat of {environment.__name__} is held by a policy that learns: every kind is frozen")
+        raise ConfigError(
+            f"no seat of {environment.__name__} is held by a trained policy, so nothing would be learned: bind a "
+            f"policy with kind = 'trained' to one"
+        )
 
 
 def check_capabilities(config: RunConfig, capabilities: EngineCapabilities) -> None:
@@ -185,7 +189,7 @@ def check_capabilities(config: RunConfig, capabilities: EngineCapabilities) -> N
     }
     for what, given in needs.items():
         if not given:
-            raise ConfigError(f"the engine {capabilities.name!r} cannot give what {what} needs")
+            raise ConfigError(f"the engine {capabilities.name!r} does not support {what}")
 
 
 def _check_names(config: RunConfig, environment: type[Environment], known: list[str]) -> None:
@@ -269,7 +273,7 @@ def check_references(config: RunConfig) -> None:
             raise ConfigError(
                 f"policies.{name}.reference: {policy.reference} has another tokenizer than {config.base_of(name)} "
                 f"(token {different!r} is {theirs.get(different, 'missing')} there and {own.get(different, 'missing')} "
-                "here): a reference scores the policy's own tokens; choose one of the same family"
+                f"here), and a reference scores the policy's own tokens: choose a reference of the same model family"
             )
 
 
@@ -370,8 +374,9 @@ def check_same_bases(config: RunConfig, before: object) -> None:
     for base in base_models(config):
         if base.digest and known.get(base.path, "") not in ("", base.digest):
             raise ConfigError(
-                f"{base.path} holds another model than when the run began, and versions and recorded tokens of "
-                f"{', '.join(base.policies)} belong to that one. Put it back, or begin another run with --name"
+                f"{base.path} contains a different model than when the run began, and the versions and recorded tokens "
+                f"of "
+                f"{', '.join(base.policies)} belong to the original. Put it back, or start a new run with --name"
             )
 
 
@@ -394,7 +399,8 @@ def weights_in(policy: str, directory: str | Path) -> WeightsRef:
             return WeightsRef(version=version, path=str(directory), kind=kind, sha256=digest)
     names = " nor ".join(WEIGHT_FILES[kind][0] for kind in kinds)
     raise InputError(
-        f"{directory}: no weights there (neither {names}); give a run's policies/NAME. Another base model is given by "
+        f"{directory}: contains no weights (neither {names}); give a run's policies/NAME. Another base model is given "
+        f"by "
         "model.path, or policies.NAME.model"
     )
 
@@ -426,9 +432,10 @@ def check_base(weights: WeightsRef, base: Path) -> None:
         return  # it does not say; the engine still compares shapes
     if not _is_same_model(Path(said), base):
         raise InputError(
-            f"policies.{weights.version.policy}.path: {weights.path} is an adapter of another base, {said}, and "
-            f"the policy's base model is {base}; give an adapter of this one, or mend base_model_name_or_path in its "
-            "adapter_config.json if the model was only moved"
+            f"policies.{weights.version.policy}.path: {weights.path} is an adapter of a different base model, {said}, "
+            f"and "
+            f"the policy's base model is {base}; give an adapter of that base, or correct base_model_name_or_path in "
+            f"its adapter_config.json if the model was only moved"
         )
 
 

@@ -207,9 +207,9 @@ class Recovery:
                     )
                 if journal.published(self.manifest.versions[name]) is None:
                     raise StorageError(
-                        f"checkpoint {self.manifest.directory} is of {self.manifest.versions[name]}, which the run's "
-                        "journal knows nothing of: checkpoint or journal is another run's, or was altered; put back "
-                        "the one that belongs here"
+                        f"checkpoint {self.manifest.directory} contains {self.manifest.versions[name]}, which the "
+                        f"run's journal does not record: the checkpoint or the journal was altered or belongs to "
+                        f"another run; restore the original"
                     )
                 step = self.manifest.versions[name].step
             first[name] = PolicyVersion(name, lineage if name in config.trained else 0, step)
@@ -368,8 +368,8 @@ def check_not_pruned(log: RunLog, ready: Sequence[tuple[EpisodeSpec, EpisodeHead
     if gone:
         raise StorageError(
             f"{plural(len(gone), 'episode')} ({', '.join(gone[:3])}{' …' if len(gone) > 3 else ''}) would be trained "
-            "again from here, and their tokens were pruned after a newer checkpoint, which is missing: put back what "
-            "was removed from checkpoints/, or begin a new run"
+            f"again from this checkpoint, but their tokens were pruned after a newer one, which is missing: restore "
+            f"what was removed from checkpoints/, or start a new run"
         )
 
 
@@ -527,8 +527,8 @@ def functions_of(config: RunConfig) -> UserFunctions:
     asked = [what for what, is_asked in at_end_of_group.items() if is_asked]
     if asked and estimator.mark.over == "step":
         raise ConfigError(
-            f"{asked[0]}, and credit.advantage = {credit.advantage!r} compares the agents of a step: leave that out, "
-            "or choose an advantage over the group"
+            f"{asked[0]}, and credit.advantage = {credit.advantage!r} compares the agents of a step, so the two cannot "
+            f"be combined: remove the first, or choose an advantage over the group"
         )
     return UserFunctions(codes, estimator)
 
@@ -572,7 +572,8 @@ async def serve_older(
             weights = journal.published(version)
             if weights is None:
                 raise StorageError(
-                    f"version {version}, which episodes to go on with are pinned to, was never published"
+                    f"episodes to resume are pinned to version {version}, which was never published; the journal is "
+                    f"damaged"
                 )
             await served.pin(BATCHES, weights)
     return {

@@ -115,7 +115,7 @@ async def _one(reader: RunReader, episode_id: str, attempt: int | None, asked: _
     own, inherited = reader.recorded(line)
     if view.problems:
         return msgspec.structs.replace(found, recorded=len(own), text="; ".join(view.problems))
-    turns = list(standalone([*inherited, *own]))  # of an agent from outside, which asks for them in any order
+    turns = list(standalone([*inherited, *own]))  # of an external agent, which asks for them in any order
     own, inherited = ([entry for entry in part if not is_turn(entry)] for part in (own, inherited))
     if not own:
         return msgspec.structs.replace(found, text="nothing of it was recorded: it was dropped before its first act")
@@ -341,4 +341,4 @@ class _NoEngine:
     )
 
     def __getattr__(self, name: str) -> Any:
-        raise InputError(f"a replay never samples {name!r}")
+        raise InputError(f"a replay samples nothing, but the episode asked the engine for {name!r}")

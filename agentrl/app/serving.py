@@ -1,7 +1,7 @@
 """`serve`: policies behind a model endpoint on this machine, without training; each conversation is an episode.
 
 The endpoint is the gateway (`gateway/server.py`), with one key for all conversations. A conversation ends after
-`IDLE_S` without a request, or when the server ends.
+`IDLE_S` without a request, or when the server shuts down.
 """
 
 from __future__ import annotations
@@ -58,7 +58,9 @@ class EndpointConversation(Environment):
         """Answer requests until the conversation ends."""
         server = self.server
         if server is None:
-            raise EnvironmentDefinitionError("a conversation of `agentrl serve` cannot be played again")
+            raise EnvironmentDefinitionError(
+                "a conversation of `agentrl serve` cannot be replayed: its requests came from a client"
+            )
         agent = self.agent
         async with ctx.endpoint(
             aliases=agent.aliases, volatile=agent.volatile, ignored_fields=agent.ignored_fields
@@ -121,7 +123,7 @@ class _Server:
     async def _begin(self, name: str) -> OpenSeats:
         """See `Conversations`."""
         if self.ended.is_set() or self._dispatcher is None:
-            raise RequestRefusedError("the server ends", "unavailable")
+            raise RequestRefusedError("the server is shutting down; start the conversation again later", "unavailable")
         loop = asyncio.get_running_loop()
         task = Task(id=f"{name or 'conversation'}-{len(self._episodes)}", data={"name": name} if name else {})
         begun: asyncio.Future[OpenSeats] = loop.create_future()
@@ -131,7 +133,7 @@ class _Server:
         waited: set[asyncio.Future[Any]] = {begun, playing}
         await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
         if not begun.done():
-            raise RequestRefusedError("the conversation could not begin", "unavailable")
+            raise RequestRefusedError("the conversation could not start; see the server's output", "unavailable")
         return begun.result()
 
 
@@ -162,7 +164,7 @@ async def serve(
         StorageError: the address cannot be used.
     """
     if (run / "journal").exists():
-        raise RunDirectoryError(f"{run} holds a journal already; give serve a new directory")
+        raise RunDirectoryError(f"{run} already contains a journal; give serve a new directory")
     config, given = prepared(config, policy)
     environment = environment_of(config)
     agent = environment if issubclass(environment, HarnessEnvironment) else HarnessEnvironment

@@ -133,7 +133,7 @@ def compute_step(reader: RunReader, line: StepLine) -> StepComputed:
             weights, where = kept_weights(reader, started_from)
         loss, grad_norm = trainer.recompute(batch, started_from, weights, between)
     except AgentRLError as error:
-        return msgspec.structs.replace(found, text=f"not computed again: {error}")
+        return msgspec.structs.replace(found, text=f"not recomputed: {error}")
     same = _close(line.loss, loss) and _close(line.grad_norm, grad_norm)
     return msgspec.structs.replace(found, loss_again=loss, grad_norm_again=grad_norm, same=same, text=where)
 
@@ -156,7 +156,7 @@ def kept_weights(reader: RunReader, version: PolicyVersion) -> tuple[WeightsRef 
         if weights is not None and Path(weights.path).is_dir():
             return weights, str(Path(weights.path).relative_to(reader.path))
     raise InputError(
-        f"the weights of {version}, which it started from, are not kept; checkpoint.versions = 0 keeps all of them"
+        f"the step started from {version}, whose weights were not kept; checkpoint.versions = 0 keeps all versions"
     )
 
 
@@ -199,7 +199,7 @@ def _kept_masters(
                 between.append((batch, float(json.loads(rows[0]["metrics"])["learning_rate"])))
                 break
         else:
-            raise JournalError(f"the record of the step that made {version} is gone, or damaged")
+            raise JournalError(f"the record of the step that produced {version} is missing or damaged")
 
 
 def _check_loss(config: RunConfig, reader: RunReader, lineage: int) -> None:
@@ -215,7 +215,8 @@ def _check_loss(config: RunConfig, reader: RunReader, lineage: int) -> None:
     then = next((start.code.get(now.reference) for start in reader.log.starts() if start.lineage == lineage), None)
     if then != now.digest:
         raise InputError(
-            f"the code of the loss {now.reference} is now {now.digest}; the step was taken with {then or 'another'}"
+            f"the code of the loss {now.reference} is now {now.digest}, but the step was taken with "
+            f"{then or 'different code'}"
         )
 
 
@@ -270,7 +271,7 @@ def _units(reader: RunReader, policy: str, lineage: int, step: int) -> Iterator[
     for (episode, attempt), own in credits.items():
         located = checked_rows(reader.log, "episodes", "episode = ? AND attempt = ?", episode, attempt)
         if not located or located[0]["partition"] is None:
-            raise JournalError(f"episode {episode}, attempt {attempt}: its record is gone, or damaged")
+            raise JournalError(f"episode {episode}, attempt {attempt}: its record is missing or damaged")
         where = DataLocation(located[0]["partition"], located[0]["entries"])
         yield Unit(episode_id=episode, attempt=attempt, policy=policy, location=where, credits=tuple(own))
 

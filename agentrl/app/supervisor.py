@@ -199,8 +199,8 @@ def _fault(broken: BaseException, record: ProcessRecord, directory: Path, runnin
     with contextlib.suppress(StorageError):
         msgspec.structs.replace(record, state="failed", fault=what, has_killer=True).write(directory)
     return EnvironmentFaultError(
-        f"{what} while these episodes ran: {running}. Resume with --resume: episodes are then played in worker "
-        "processes, and one that does so again is dropped by name"
+        f"{what} while these episodes ran: {running}. Start again with --resume: episodes are then run in worker "
+        f"processes, and one that does it again is dropped and named"
     )
 
 
@@ -224,7 +224,7 @@ async def supervise(setup: RunSetup) -> Orchestrator:
             if wait is None:
                 raise
             observer.watch()
-            observer.warn(f"{error}; going on from the newest checkpoint in {wait:g} s")
+            observer.warn(f"{error}; resuming from the newest checkpoint in {wait:g} s")
         await setup.adapters.clock.sleep(wait)
         if setup.config.cluster.min_nodes:
             await wait_for_nodes(setup.config, setup.adapters.clock, observer.phase)
@@ -287,7 +287,9 @@ async def _run_once(setup: RunSetup) -> Orchestrator:
                 await orchestrator.run()
             except TrainerLostError as error:
                 if orchestrator.outcome.interrupted:  # nobody wants another start
-                    raise TrainerError(f"{error}, while the run was stopping; its newest checkpoint stays") from error
+                    raise TrainerError(
+                        f"{error}, while the run was stopping; its newest checkpoint is intact"
+                    ) from error
                 raise
         return orchestrator
 
@@ -344,18 +346,27 @@ def _new_record(setup: RunSetup) -> ProcessRecord:
     is_suspicious = bool(suspects) or record.has_killer
     record.workers = max(configured, SUBPROCESS_WORKERS) if is_suspicious and can_be_apart else configured
     if last.is_playing:
-        ended = f"ended: {last.fault}" if last.fault else "died without a word (killed, crashed, or out of memory)"
+        ended = (
+            f"ended: {last.fault}"
+            if last.fault
+            else "died without an error message (killed, crashed, or out of memory)"
+        )
         where = "" if last.workers == 1 else ", in worker processes"
-        setup.observer.warn(f"the process before {ended}. It ran {_named(running)}{where}; they go on where they were")
+        setup.observer.warn(
+            f"the previous process {ended}. It was running {_named(running)}{where}; they continue from where they "
+            f"stopped"
+        )
     if is_suspicious and configured == 1:
         why = (
-            f"{_named(suspects)} got nowhere at {SUSPECTED} such deaths in a row" if suspects else "one may do so again"
+            f"{_named(suspects)} made no progress through {SUSPECTED} such deaths in a row"
+            if suspects
+            else "an episode may break the process again"
         )
         what = (
-            f"episodes are played in {record.workers} worker processes, where one that kills its process is found, "
-            "dropped by name as worker_lost, and kills nothing else"
+            f"episodes are run in {record.workers} worker processes, where one that kills its process is identified "
+            f"and dropped as worker_lost, and the others survive"
             if can_be_apart
-            else "worker processes, which would find it, do not know the chat format that this run was given"
+            else "worker processes would identify it, but they cannot use the chat format that this run was given"
         )
         setup.observer.warn(f"{why}: {what}")
     return record
@@ -371,7 +382,7 @@ def _workers(config: RunConfig, setup: RunSetup, engine: Engine) -> WorkerPool |
     except InputError as error:
         if config.workers == setup.config.workers:
             raise
-        setup.observer.warn(f"no worker processes: {error}. Episodes are played in the process of the run again")
+        setup.observer.warn(f"no worker processes: {error}. Episodes are run in the main process again")
         return None
 
 

@@ -212,7 +212,7 @@ def _concluded(
         known = sorted({name for values in observer.steps for name in values})
         near = difflib.get_close_matches(orchestrator.best.metric, known, 1)
         observer.warn(
-            f"best.metric: {orchestrator.best.metric!r} was never measured of {orchestrator.best.policy}"
+            f"best.metric: {orchestrator.best.metric!r} was never measured for {orchestrator.best.policy}"
             + (f"; did you mean {near[0]!r}?" if near else "; docs/metrics.md lists what is")
         )
     observer.finish(summary)

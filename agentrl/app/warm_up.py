@@ -167,7 +167,7 @@ class _Expert:
         except StopIteration:
             raise CheckFailedError(
                 f"demonstrate() of task {self._task.id!r} ended after {len(self.said)} replies, and the environment "
-                "asked for another; the last one must end the episode"
+                "asked for another; the last reply must end the episode"
             ) from None
         self.said.append(reply)
         text = written(reply)
@@ -262,7 +262,9 @@ class _Played:
         for seed in count(self._config.seed):
             tasks = task_source(self._config.model_copy(update={"seed": seed}), self._environment, "train")
             if not len(tasks):
-                raise InputError(f"{self._environment.__name__}.tasks('train') is empty: nothing to demonstrate on")
+                raise InputError(
+                    f"{self._environment.__name__}.tasks('train') is empty, so there is nothing to demonstrate"
+                )
             for number in range(len(tasks)):
                 yield from _shown(self._environment, tasks[number], seed, self._early)[0]
                 played += 1
@@ -294,13 +296,14 @@ def _read(path: Path, environment: type[Environment]) -> list[Demonstration]:
                         found.append(Demonstration(_messages(json.loads(line)), tools))
                     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
                         raise InputError(
-                            f"{path}:{number}: no conversation ({type(error).__name__}: {str(error)[:200]}); a line is "
+                            f"{path}:{number}: not a conversation ({type(error).__name__}: {str(error)[:200]}); a line "
+                            f"is "
                             '{"messages": [{"role": "user", "content": …}, {"role": "assistant", "content": …}, …]}'
                         ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path}: cannot be read ({error})") from None
     if not found:
-        raise InputError(f"{path}: holds no conversation")
+        raise InputError(f"{path}: contains no conversation")
     return found
 
 
@@ -308,7 +311,9 @@ def _messages(line: Mapping[str, Any]) -> tuple[Message, ...]:
     messages = [_message(message) for message in line["messages"]]
     roles = [message.role for message in messages]
     if "assistant" not in roles[1:] or roles[0] == "assistant":
-        raise ValueError("it must begin with another role than the assistant, which must say something later")
+        raise ValueError(
+            "it must begin with a message that is not the assistant's, and contain an assistant message after it"
+        )
     return tuple(messages[: len(roles) - roles[::-1].index("assistant")])
 
 
@@ -394,7 +399,7 @@ class _Builder:
         if self.sizes.context > MAX_CONTEXT:
             raise InputError(
                 f"a demonstration has {self.sizes.context} tokens, too long for a tiny model (at most {MAX_CONTEXT}): "
-                "bring a real one, `agentrl train … --model DIR`"
+                f"use a real model, `agentrl train … --model DIR`"
             )
         pad, stop = chat.encode("<|pad|>")[0], chat.stop_token_ids[0]
         model = tiny_model.random_model(
@@ -470,7 +475,7 @@ def _held_out(config: RunConfig, environment: type[Environment]) -> list[Task]:
         if len(source):
             drawn = stream("measured", config.seed).sample(range(len(source)), min(MEASURED, len(source)))
             return [source[index] for index in drawn]
-    raise InputError(f"{environment.__name__}.tasks('train') is empty: there is nothing to demonstrate on")
+    raise InputError(f"{environment.__name__}.tasks('train') is empty, so there is nothing to demonstrate")
 
 
 # --- what is left beside it -------------------------------------------------------------------------------------------

@@ -285,8 +285,7 @@ READING = (
                         "--edit",
                         type=Path,
                         metavar="FILE",
-                        help="file with messages that replace those of that turn; of an agent from outside, with its "
-                        "reply",
+                        help="file with messages that replace those of that turn; of an external agent, with its reply",
                     ),
                     _argument(
                         "--policy",

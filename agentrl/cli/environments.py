@@ -77,7 +77,7 @@ def env_check(options: argparse.Namespace) -> int:
 
     functions = [(kind, name) for kind in ("loss", "advantage") if (name := getattr(options, kind)) is not None]
     if not functions and options.id is None:
-        raise InputError("say what to check: an environment, --loss NAME or --advantage NAME")
+        raise InputError("nothing to check: give an environment, --loss NAME or --advantage NAME")
     codes = [_check_function(kind, name, as_json=options.json) for kind, name in functions]
     if options.id is None:
         return max(codes)
@@ -309,17 +309,17 @@ def write_environment(name: str, parent: Path) -> Path:
 def _check_name(name: str) -> None:
     if not _NAME.fullmatch(name) or name.endswith("_"):
         raise InputError(
-            f"{name!r} cannot be the name of a package; write lower-case letters, digits and underscores, "
-            "beginning with a letter, such as word_game"
+            f"{name!r} is not a valid package name; use lower-case letters, digits and underscores, starting with a "
+            f"letter, such as word_game"
         )
     if keyword.iskeyword(name) or keyword.issoftkeyword(name):
-        raise InputError(f"{name!r} is a word of Python; choose another name, such as {name}_game")
+        raise InputError(f"{name!r} is a reserved word in Python; choose another name, such as {name}_game")
     from agentrl.environment.registry import registered
 
     is_module = name in sys.stdlib_module_names or importlib.util.find_spec(name) is not None
     if is_module or name in {spec.id for spec in registered()}:
         kind = "a Python module" if is_module else "an environment"
-        raise InputError(f"{name!r} is {kind} already; choose another name, such as my_{name}")
+        raise InputError(f"{name!r} is already {kind}; choose another name, such as my_{name}")
 
 
 FILES = {

@@ -31,7 +31,7 @@ def episode_list(reader: RunReader, options: argparse.Namespace) -> Answer | Non
     from agentrl.inspection.render import episode_table
 
     if options.limit < 0 or options.offset < 0:
-        raise InputError("--limit and --offset are not negative")
+        raise InputError("--limit and --offset must not be negative")
     columns = [name for name in re.split(r"[,\s]+", options.columns) if name]
     unknown = [name for name in columns if name not in COLUMNS]
     if unknown:
@@ -265,12 +265,12 @@ def chosen(reader: RunReader, options: argparse.Namespace) -> str:
 
 def _episodes(reader: RunReader, options: argparse.Namespace) -> Sequence[tuple[str, int | None]]:
     if options.where is not None and options.id is not None:
-        raise InputError("name an episode, or filter them by --where, not both")
+        raise InputError("give either an episode or --where, not both")
     if options.where is None:
         return [(chosen(reader, options), options.attempt)]
     lines = reader.episodes(options.where, descending=False, limit=options.limit)
     if not lines:
-        raise InputError("--where: no episode passes")
+        raise InputError("--where: no episode matches")
     return [(line.episode, line.attempt) for line in lines]
 
 
@@ -278,7 +278,7 @@ def _adapters(reader: RunReader) -> Adapters | None:
     """Return the sample run's adapters, if this is one: its policies are a script, and its tokens are bytes."""
     config = reader.info().get("config")
     if not isinstance(config, dict):
-        raise InputError(f"{reader.path}: its journal holds no configuration, so it cannot be executed again")
+        raise InputError(f"{reader.path}: its journal contains no configuration, so its episodes cannot be re-executed")
     from agentrl.cli.sample_run import is_sample, sample_adapters
 
     return sample_adapters() if is_sample(config) else None

@@ -157,7 +157,7 @@ def run_timeline(reader: RunReader, options: argparse.Namespace) -> Answer:
     from agentrl.inspection.render import run_timeline_page
 
     if not 1 <= options.parts <= 10_000:
-        raise InputError("--parts is a number from 1 to 10000")
+        raise InputError("--parts must be a number from 1 to 10000")
     line = timelines.run_timeline(reader, options.parts)
     return Answer(line, lambda: run_timeline_page(line))
 
@@ -327,8 +327,8 @@ def run_prune(reader: RunReader, options: argparse.Namespace) -> Answer:
     rule = PruneRule(keep=keep, sealed=sealed(reader.path / "checkpoints"))
     if not rule.sealed:
         raise InputError(
-            f"{reader.path}: there is no checkpoint to resume from, so every episode may be trained again, and nothing "
-            "can be given up"
+            f"{reader.path}: there is no checkpoint to resume from, so every episode may still be needed, and nothing "
+            f"can be pruned"
         )
     if options.dry_run:
         given_up = prune(reader.journal, reader.log, rule, None)
@@ -388,7 +388,7 @@ def run_mirror(options: argparse.Namespace) -> int:
     from agentrl.journal.process import standing
 
     if not 0 < options.every <= 86_400:
-        raise InputError("--every is a number of seconds, at most 86400")
+        raise InputError("--every must be a number of seconds, at most 86400")
     run, clock = find_run(options.run).absolute(), SystemClock()
     with copy_at(options.to, options.address) as call:
         mirror = Mirror(run, call)
@@ -411,7 +411,7 @@ def run_mirror(options: argparse.Namespace) -> int:
 def run_serve(options: argparse.Namespace) -> int:
     """`agentrl run serve [RUN] [--port N]`."""
     if not 0 <= options.port < 65_536:
-        raise InputError("--port is a number from 0 to 65535")
+        raise InputError("--port must be a number from 0 to 65535")
     asyncio.run(_serve(find_run(options.run), options.port, as_json=options.json))
     return 0
 

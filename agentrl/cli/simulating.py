@@ -77,12 +77,10 @@ def _asked(options: argparse.Namespace) -> _Simulation:
     from agentrl.simulation.plan import load
 
     if options.steps is not None and not 2 <= options.steps <= 10_000:
-        raise InputError("--steps is a number from 2 to 10000")
+        raise InputError("--steps must be a number from 2 to 10000")
     if options.run is None:
         if options.file is None:
-            raise InputError(
-                "say what is to be simulated: a TOML file, such as examples/07_simulate.toml, or --from RUN"
-            )
+            raise InputError("nothing to simulate: give a TOML file, such as examples/07_simulate.toml, or --from RUN")
         plan = load(options.file)
         return _Simulation(str(options.file), plan, options.steps or STEPS, plan.filling_steps, None)
     run = _calibrated(options)

@@ -31,7 +31,10 @@ if TYPE_CHECKING:
 def train(options: argparse.Namespace) -> int:
     """`agentrl train FILE [--section.field=value …] [--model DIR] [--resume] [--dry-run]`."""
     if _is_address(options.model):
-        raise InputError(f"--model {options.model}: what an endpoint serves cannot be trained, only evaluated")
+        raise InputError(
+            f"--model {options.model}: a policy behind an endpoint cannot be trained, only evaluated; give the "
+            f"directory of a model"
+        )
     config = _config(options)
     if options.dry_run:
         if options.json:
@@ -85,7 +88,7 @@ def demo(options: argparse.Namespace) -> int:
 
 def _sample(options: argparse.Namespace) -> int:
     if options.overrides or options.dry_run:
-        raise InputError("--journal-only takes no settings: the sample run is fixed")
+        raise InputError("--journal-only takes no settings, because its sample run is fixed; remove them")
     from agentrl.cli.sample_run import write_sample_run
 
     with spinner("writing runs/sample", sys.stderr):
@@ -102,11 +105,13 @@ def evaluate(options: argparse.Namespace) -> int:
     [--journal DIR] [--compare [NAME=]DIR|base]`."""
     if options.compare and _is_address(options.model):
         raise InputError(
-            "--compare gives weights to policies of an engine, and --model names an endpoint: leave one out"
+            "--compare loads weights into an engine, and --model names an endpoint, which has its own: remove one of "
+            "the two"
         )
     if options.policy and _is_address(options.model):
         raise InputError(
-            "--policy gives weights to policies of an engine, and --model names an endpoint: leave one out"
+            "--policy loads weights into an engine, and --model names an endpoint, which has its own: remove one of "
+            "the two"
         )
     if options.tasks is not None:
         options.overrides.append(f"evaluation.tasks={options.tasks}")
@@ -140,10 +145,11 @@ def serve(options: argparse.Namespace) -> int:
     """`agentrl serve FILE [--section.field=value …] [--model URL[,NAME]] [--policy [NAME=]DIR …] [--port N]
     [--host ADDRESS] [--journal DIR]`."""
     if not 0 <= options.port < 65_536:
-        raise InputError("--port is a number from 0 to 65535")
+        raise InputError("--port must be a number from 0 to 65535")
     if options.policy and _is_address(options.model):
         raise InputError(
-            "--policy gives weights to policies of an engine, and --model names an endpoint: leave one out"
+            "--policy loads weights into an engine, and --model names an endpoint, which has its own: remove one of "
+            "the two"
         )
     config = _config(options)
     run = options.journal or _new_run(config, ",serve")
@@ -194,7 +200,7 @@ def _weights(given: Sequence[str]) -> str | dict[str, str] | None:
         return given[0]
     named = [text.partition("=") for text in given]
     if any(not (name and directory) for name, _, directory in named):
-        raise InputError("--policy: write NAME=DIR where there are several")
+        raise InputError("--policy: several policies are given; write NAME=DIR for each")
     return {name: directory for name, _, directory in named} or None
 
 

@@ -186,7 +186,7 @@ class StreamedTurnLog:
         Raises:
             JournalError: always.
         """
-        raise JournalError("a fork cannot be played on another host than the run's")
+        raise JournalError("a fork can only be run on the host of its run")
 
     async def advanced(self) -> list[str]:
         """See `WorkerTurnLog.advanced`; also checks for errors of the disk of the run's host.
@@ -294,7 +294,7 @@ class JournalReceiver:
         """
         await self.supervisor.serving()
         if self._child is None:
-            raise EngineLostError("the journal's receiver is gone")
+            raise EngineLostError("the connection to the journal on the run's host is closed")
         granted = self._grants[worker] = asyncio.get_running_loop().create_future()
         send(self._child.writer, Grant(worker=worker))
         address: str = await granted

@@ -82,14 +82,14 @@ class Copy:
         link = self._link
         sides = [link.with_name(f".{link.name}.{number}") for number in (0, 1)]
         if link.exists() and not link.is_symlink():
-            raise InputError(f"{link} exists and is no mirror; choose another place")
+            raise InputError(f"{link} exists and is not a mirror; choose another path")
         for side in sides:
             if (side / "journal" / LOCK_FILE).exists():
-                raise InputError(f"{link}: this copy was resumed, and is a run of its own; mirror to another place")
+                raise InputError(f"{link}: this copy was resumed and is now a run of its own; mirror to another path")
         if link.is_symlink():
             with contextlib.closing(open_to_read(link / CONTROL, "control")) as control:
                 if (found := meta(control).get("run")) != run:
-                    raise InputError(f"{link}: a mirror of run {found}, not of {run}; choose another place")
+                    raise InputError(f"{link}: this is a mirror of run {found}, not of {run}; choose another path")
         whole = os.path.basename(os.readlink(link)) if link.is_symlink() else ""
         self._side, self._other = sides if whole == sides[1].name else sides[::-1]
         with _disk(link):
@@ -269,8 +269,8 @@ class Mirror:
                 self._insert(name, rows[name])
             return [*left, *(f"journal/{name}" for name in rows)]
         raise StorageError(
-            f"{self._run}: in {TRIES} attempts there was no moment between two versions or checkpoints in which all "
-            "that belongs to the first could be read; the last whole state of the copy stays"
+            f"{self._run}: {TRIES} attempts to read a consistent state failed, because versions or checkpoints were "
+            f"replaced while they were read; the copy's last complete state is intact"
         )
 
     def _partitions(self) -> list[str]:
@@ -377,7 +377,7 @@ def copy_at(place: str, address: str) -> Iterator[Callable[..., Any]]:
         yield lambda method, *arguments: getattr(copy, method)(*arguments)
         return
     if not path.startswith("/"):
-        raise InputError(f"{place}: on another node, the path begins with /")
+        raise InputError(f"{place}: a path on another node must be absolute (start with /)")
     from agentrl.cluster.session import RaySession, brief, on_node
 
     session = RaySession(address)
@@ -399,9 +399,9 @@ def copy_at(place: str, address: str) -> Iterator[Callable[..., Any]]:
                 raise error.cause from None
             raise
         except ray.exceptions.GetTimeoutError:
-            raise StorageError(f"node {node} did not answer within {CALL_S:g} s; what it has stays") from None
+            raise StorageError(f"node {node} did not answer within {CALL_S:g} s; the copy there is intact") from None
         except ray.exceptions.RayError as error:
-            raise StorageError(f"node {node} was lost ({brief(error)}); what it has stays") from error
+            raise StorageError(f"node {node} was lost ({brief(error)}); the copy there is intact") from error
 
     try:
         yield call
@@ -438,6 +438,8 @@ def _disk(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise StorageError(f"{path}: {error.strerror or error}; {remedy(error)}; its last whole state stays") from error
+        raise StorageError(
+            f"{path}: {error.strerror or error}; {remedy(error)}; the copy's last complete state is intact"
+        ) from error
     except sqlite3.Error as error:
-        raise JournalError(f"{path}: the disk refused ({error}); its last whole state stays") from error
+        raise JournalError(f"{path}: cannot be written ({error}); the copy's last complete state is intact") from error

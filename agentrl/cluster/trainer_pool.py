@@ -90,9 +90,9 @@ def refuse_patches() -> None:
         for part, ours in vars(installed).items():
             if not part.startswith("__") and is_replaced(ours, vars(live).get(part)):
                 raise ConfigError(
-                    f"{name}.{part} was replaced in this process, and trainer.kind = 'ray' trains in processes of its "
-                    "own, with the installed one. Set trainer.kind = 'in_process', where the replacement counts, or "
-                    "leave it out"
+                    f"{name}.{part} was replaced in this process, and trainer.kind = 'ray' trains in separate "
+                    f"processes, which use the installed one. Set trainer.kind = 'in_process', where the replacement "
+                    f"takes effect, or remove the replacement"
                 )
 
 
@@ -434,7 +434,7 @@ class RayTrainerPool:
         if self._lost is not None and (self._lost.done() or self._died()):
             raise self._ray_died(method)  # not asked: a call into a dead Ray can block for a minute
         if not self._actors or self._lost is None:
-            raise TrainerError("the trainer pool is not running: it was not started, was closed, or lost a rank")
+            raise TrainerError("the trainer pool is not running: it was never started, was closed, or lost a rank")
         from ray.exceptions import RayError
 
         try:

@@ -338,7 +338,10 @@ class WorkerPool:
         if suspects and isinstance(error, EngineError):
             names = ", ".join(f"{_name_of(each)} {plural(len(each.deaths), 'time')}" for each in suspects[:NAMED])
             more = f" and {len(suspects) - NAMED} more" if len(suspects) > NAMED else ""
-            error = EngineError(f"{error}. With processes that died, and no further since: {names}{more}")
+            error = EngineError(
+                f"{error}. Episodes that were running in processes that died, and have made no progress since: "
+                f"{names}{more}"
+            )
         self._on_failure(error)
 
     def on_message(self, process: WorkerProcess, message: wire.FromWorker) -> None:

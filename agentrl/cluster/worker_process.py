@@ -159,7 +159,7 @@ class WorkerProcess:
     async def welcome(self) -> None:
         """See `Supervised.welcome`."""
         if self._child is None or self._welcomed is None:
-            raise EngineLostError("the worker's process has no connection")
+            raise EngineLostError("the worker's process is not connected")
         work = self._work
         if self._receiver is not None:
             work = msgspec.structs.replace(work, journal=await self._receiver.grant(work.number))
@@ -237,6 +237,6 @@ def _settle(future: asyncio.Future[None] | None) -> None:
 
 
 def _bug(error: Exception) -> AgentRLError:
-    made = AgentRLError(f"a worker's message could not be acted upon ({type(error).__name__}: {error})")
+    made = AgentRLError(f"a worker's message could not be handled ({type(error).__name__}: {error})")
     made.__cause__ = error
     return made

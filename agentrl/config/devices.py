@@ -160,7 +160,8 @@ def plan_devices(config: RunConfig, gpus: Sequence[Gpu], *, ranks: bool = True, 
         if plan.share_of_rank(rank) < CONTEXTS:
             raise ConfigError(
                 f"engine.memory_share = {config.engine.memory_share} leaves {plan.share_of_rank(rank):.0%} of GPU "
-                f"{gpus[held[rank]].id} to trainer rank {rank}, which shares it: lower it, or leave it out"
+                f"{gpus[held[rank]].id} to trainer rank {rank}, which shares that GPU: lower engine.memory_share, or "
+                f"remove it"
             )
     return plan
 
@@ -237,8 +238,8 @@ def plan_nodes(config: RunConfig, nodes: Sequence[Node]) -> NodePlan:
         first = devices.gpu_of_rank(0)
         if first is None or first.node != nodes[0].id:
             raise ConfigError(
-                f"trainer rank 0 writes the run's files, so it computes on the run's host, {nodes[0].address}, which "
-                "has no GPU left for it: start the run on a node that has one"
+                f"trainer rank 0 writes the run's files, so it runs on the run's host, {nodes[0].address}, which has "
+                f"no free GPU for it: start the run on a node that has one"
             )
     placed = [devices.gpu_of_rank(rank) for rank in range(ranks)]
     hosts = [devices.gpus_of_engine(replica) for replica in range(engines)]

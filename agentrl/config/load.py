@@ -119,7 +119,7 @@ def _resolve_path(source: Path, path: str, *, key: str) -> str:
         there = source.parent / path
         return str(there.resolve()) if there.exists() else path
     except OSError as error:
-        raise ConfigError(f"{source}: {key} = {short(path)}: cannot be looked for ({error.strerror})") from error
+        raise ConfigError(f"{source}: {key} = {short(path)}: cannot be read ({error.strerror})") from error
 
 
 def _resolve_code(source: Path, reference: str, *, key: str) -> str:
@@ -156,11 +156,11 @@ def read_toml(path: str | Path) -> dict[str, Any]:
     source = Path(path)
     try:
         if source.exists() and not (source.is_file() or source.is_dir()):
-            raise ConfigError(f"{source}: is no regular file; a TOML file is wanted here, such as train.toml")
+            raise ConfigError(f"{source}: not a regular file; give a TOML file, such as train.toml")
         with source.open("rb") as file:
             content = file.read(MAX_BYTES + 1)
         if len(content) > MAX_BYTES:
-            raise ConfigError(f"{source}: longer than {MAX_BYTES:,} bytes, which no configuration is")
+            raise ConfigError(f"{source}: longer than {MAX_BYTES:,} bytes, which is too much for a configuration")
         return tomllib.loads(content.decode("utf-8-sig"))  # some editors begin a file with a byte order mark
     except FileNotFoundError as error:
         raise ConfigError(f"{source}: there is no such file") from error
@@ -177,9 +177,9 @@ def read_toml(path: str | Path) -> dict[str, Any]:
         hint = "" if source.suffix == ".toml" else "; a TOML file is wanted here, such as train.toml"
         raise ConfigError(f"{where}: not TOML: {_TOML_POSITION.sub('', message)}{hint}") from error
     except RecursionError as error:
-        raise ConfigError(f"{source}: nested deeper than {MAX_DEPTH}, which no configuration is") from error
+        raise ConfigError(f"{source}: nested deeper than {MAX_DEPTH}, which is too much for a configuration") from error
     except ValueError as error:  # `int` reads at most some thousand digits
-        raise ConfigError(f"{source}: holds a number of too many digits") from error
+        raise ConfigError(f"{source}: contains a number with too many digits") from error
 
 
 def _check_plain(data: Mapping[str, Any], source: Path) -> None:
@@ -218,9 +218,7 @@ def _split(override: str) -> tuple[tuple[str, ...], str]:
     name, sign, text = override.lstrip("-").partition("=")
     parts = tuple(name.split("."))
     if not sign or not all(parts):
-        raise ConfigError(
-            f"{override!r}: an override is written section.field=value, for example trainer.loss.name=ppo"
-        )
+        raise ConfigError(f"{override!r}: write an override as section.field=value, for example trainer.loss.name=ppo")
     return parts, text
 
 
@@ -534,6 +532,6 @@ def recorded_config(config: Mapping[str, Any]) -> RunConfig:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(map(str, first["loc"]))
         raise JournalError(
-            f"the configuration in the run's journal cannot be used ({where}: {first['msg']}); it was altered, or is "
-            "of another version of agentrl"
+            f"the configuration in the run's journal cannot be used ({where}: {first['msg']}); it was altered, or was "
+            f"written by another version of agentrl"
         ) from error

@@ -148,9 +148,12 @@ class RemotePolicy(_Sampled, ExternalPolicyConfig):
     def _check_url(cls, url: str) -> str:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f"{url!r} is not the address of an endpoint, such as https://api.example.com/v1")
+            raise ValueError(f"{url!r} is not the URL of an endpoint, such as https://api.example.com/v1")
         if parts.username is not None or parts.password is not None or parts.query:
-            raise ValueError("an address is written into the run's files, so no key belongs in it: use api_key_env")
+            raise ValueError(
+                "the URL contains a key or password, and URLs are written into the run's files: remove it, and use "
+                "api_key_env"
+            )
         return url.rstrip("/")
 
     @model_validator(mode="after")
@@ -158,8 +161,8 @@ class RemotePolicy(_Sampled, ExternalPolicyConfig):
         parts = urlsplit(self.url)
         if self.api_key_env and parts.scheme == "http" and not _is_loopback(parts.hostname or ""):
             raise ValueError(
-                f"api_key_env = {self.api_key_env!r} with {self.url}: anybody on the way could read it. Use https, "
-                "or a tunnel to this machine; or leave api_key_env out, where the endpoint wants none"
+                f"api_key_env = {self.api_key_env!r} with {self.url}: the key would be sent unencrypted. Use https, or "
+                f"a tunnel to this machine; or remove api_key_env if the endpoint needs no key"
             )
         return self
 

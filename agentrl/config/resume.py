@@ -51,9 +51,9 @@ def check_unchanged(before: Mapping[str, Any], now: RunConfig) -> list[Differenc
         mend = " ".join(f"--{each.key}={json.dumps(each.before)}" for each in refused)
         also = " of a deterministic run" if any(each.rule.rule != "refused" for each in refused) else ""
         raise ConfigError(
-            f"{'; '.join(map(str, refused))}: a run is resumed as it was, with environment and model where they were, "
-            f"and docs/configuration.md says which settings may differ{also}; restore what was ({mend}), or change "
-            "--name"
+            f"{'; '.join(map(str, refused))}: a run is resumed with the settings it was started with, and its "
+            f"environment and model in the same place; docs/configuration.md lists the settings that may differ{also}. "
+            f"Restore the original ({mend}), or start a new run with --name"
         )
     return found
 

@@ -57,7 +57,10 @@ class EnvironmentConfig(Section):
             if not 0 <= value <= bounds[name]:
                 raise ValueError(f"{name} = {value}: a number from 0 to {bounds[name]:g} is expected")
         if selection.get("low", 0.0) > selection.get("high", 1.0):
-            raise ValueError(f"low = {selection['low']} is above high = {selection['high']}: no task would be replayed")
+            raise ValueError(
+                f"low = {selection['low']} is above high = {selection['high']}, so no task would be replayed: raise "
+                f"high, or lower low"
+            )
         return selection
 
 

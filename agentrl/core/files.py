@@ -269,7 +269,7 @@ def rename_durably(staging: Path, target: Path, *, disk: Disk = LOCAL, unless_sa
         if not there:
             raise
         if unless_same not in there or disk.digest(target / unless_same) != disk.digest(staging / unless_same):
-            raise FileExistsError(error.errno, "exists with other content", str(target)) from error
+            raise FileExistsError(error.errno, "exists with different content", str(target)) from error
         return
     disk.sync(target.parent)
 

@@ -146,7 +146,7 @@ class FunctionCode:
             if found != self.digest:
                 raise ConfigError(
                     f"{self.reference}: the code installed here ({found}) is not the code that was given "
-                    f"({self.digest}): install the same version everywhere"
+                    f"({self.digest}): install the same version on every machine"
                 )
         return function  # type: ignore[no-any-return]
 
@@ -196,14 +196,14 @@ def describe(function: object, kind: Kind, *, key: str) -> FunctionCode:
         ConfigError: the function is not marked as `kind`, or differs from its definition in the file.
     """
     if not inspect.isfunction(function):
-        raise ConfigError(f"{key}: {function!r} is no function that a module defines with `def`")
+        raise ConfigError(f"{key}: {function!r} is not a function that a module defines with `def`")
     if (found := mark_of(function).kind) != kind:
         raise ConfigError(f"{key}: {function.__qualname__} is marked as {found}; put @agentrl.{kind} above it")
     name, module = function.__qualname__, sys.modules.get(function.__module__)
     if function.__closure__ or not name.isidentifier():
         raise ConfigError(
-            f"{key}: {name} is a closure, a lambda or a method, whose code alone does not say what it computes: write "
-            "it at the top level of a file, and give its numbers as options"
+            f"{key}: {name} is a closure, a lambda or a method, and its code alone does not determine what it "
+            f"computes: define it at the top level of a file, and pass its parameters as options"
         )
     text = _text_of(function, name)
     file = str(Path(inspect.getsourcefile(function) or "").resolve())
@@ -235,7 +235,9 @@ def _text_of(function: Callable[..., Any], where: str) -> str:
     """
     file = inspect.getsourcefile(function)
     if file is None or not Path(file).is_file():
-        raise ConfigError(f"{where} was not defined in a file, so it cannot be recorded or shipped: write it into one")
+        raise ConfigError(
+            f"{where} was not defined in a file, so it cannot be recorded or shipped: define it in a file"
+        )
     return Path(file).read_text(encoding="utf-8")
 
 
@@ -306,9 +308,9 @@ class _Slice:
                 for module in modules:
                     if not _is_installed(module):
                         raise ConfigError(
-                            f"{self.location} imports {module}, which is not installed, so that its code would be "
-                            "neither recorded nor shipped: write what the function needs into its own file, or "
-                            "install the package and give `module:function`"
+                            f"{self.location} imports {module}, which is not an installed package, so its code would "
+                            f"be neither recorded nor shipped: put what the function needs into its own file, or "
+                            f"install the package and give `module:function`"
                         )
 
 
@@ -380,8 +382,8 @@ def _check_live(part: _Slice, live: dict[str, Any], key: str) -> None:
     for name in part.names:
         if is_replaced(defined.get(name), live.get(name)):
             raise ConfigError(
-                f"{key}: {name} is not what {part.location} defines: it was replaced in this process, or the file was "
-                "edited after it was imported. What is recorded and shipped is the file: write the change there"
+                f"{key}: {name} differs from what {part.location} defines: it was replaced in this process, or the "
+                f"file was edited after the import. The file is what is recorded and shipped: make the change there"
             )
 
 

@@ -69,10 +69,13 @@ def gpus() -> tuple[Gpu, ...]:
     try:
         answer = subprocess.run(query, capture_output=True, text=True, timeout=_DRIVER_S, check=False)
     except subprocess.TimeoutExpired:
-        raise InputError(f"{tool} says nothing for {_DRIVER_S} s, so nobody knows which GPUs there are") from None
+        raise InputError(
+            f"{tool} did not answer within {_DRIVER_S} s, so the GPUs of this machine are unknown; repair the NVIDIA "
+            f"driver"
+        ) from None
     if answer.returncode:
         said = (answer.stdout + answer.stderr).strip().splitlines()
-        raise InputError(f"{tool} fails ({said[0] if said else 'it does not say why'}); mend the driver")
+        raise InputError(f"{tool} failed ({said[0] if said else 'without a message'}); repair the NVIDIA driver")
     found = {}
     for line in answer.stdout.strip().splitlines():
         index, uuid, name, total, free = (part.strip() for part in line.split(","))

@@ -50,7 +50,7 @@ class Address(NamedTuple):
         token, _, place = text.removeprefix(SCHEME).partition("@")
         host, _, port = place.rpartition(":")
         if not (text.startswith(SCHEME) and token and host and port.isdecimal()):
-            raise ValueError("not an address of a listener")
+            raise ValueError("not the address of a listener")
         return Address(host.strip("[]"), int(port), token)
 
 
@@ -113,7 +113,7 @@ async def connect(address: Address) -> tuple[asyncio.StreamReader, asyncio.Strea
             writer.write(ours + _proof(address.token, b"client", theirs, ours))
             proof = await reader.readexactly(_NONCE)
             if not hmac.compare_digest(proof, _proof(address.token, b"listener", ours, theirs)):
-                raise ConnectionRefusedError("another listener has this port now")
+                raise ConnectionRefusedError("another listener is using this port now")
         except asyncio.IncompleteReadError:
             writer.close()
             raise ConnectionRefusedError("the listener did not accept the token") from None

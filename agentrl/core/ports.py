@@ -69,7 +69,7 @@ class EngineCapabilities:
 
     def __post_init__(self) -> None:
         if not self.prefill_rate > 0:
-            raise EngineError(f"engine {self.name!r} computes {self.prefill_rate} tokens of context per second")
+            raise EngineError(f"engine {self.name!r} declares prefill_rate = {self.prefill_rate}; it must be above 0")
 
     def share(self, parts: int) -> EngineCapabilities:
         """Return the capabilities of one of `parts` equal shares, whose users do not coordinate."""

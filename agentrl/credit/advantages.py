@@ -172,7 +172,9 @@ def max_rl(group: Group) -> list[float]:
         [3.0, -1.0, -1.0, -1.0]
     """
     if min(group.rewards) < 0:
-        raise ValueError(f"it divides by the mean reward, so none may be negative, and one is {min(group.rewards)}")
+        raise ValueError(
+            f"it divides by the mean reward, so no reward may be negative, but one is {min(group.rewards)}"
+        )
     return [(r - group.mean) / group.mean for r in group.rewards] if group.has_signal else [0.0] * len(group.rewards)
 
 

@@ -114,7 +114,9 @@ def read_means(data: Iterable[Sequence[str | float]]) -> dict[Role, Mean]:
     for policy, environment, seat, total, weight in data:
         mean = Mean(float(total), float(weight))
         if not (abs(mean.total) < float("inf") and 0.0 < mean.weight < float("inf")):
-            raise ValueError(f"a mean of {policy} in seat {seat} is {total} / {weight}")
+            raise ValueError(
+                f"the recorded mean of {policy} in seat {seat} is {total} / {weight}, which is not a finite number"
+            )
         means[Role(str(policy), str(environment), str(seat))] = mean
     return means
 

@@ -440,7 +440,7 @@ class Supervisor:
                 self.losses += 1
                 wait = self._budget.lost()
                 if wait is None:
-                    self._give_up(EngineError(f"{self._name} {how}, {self.losses} times; it is not started again"))
+                    self._give_up(EngineError(f"{self._name} {how}, {self.losses} times; it will not be restarted"))
                     return
                 self._tell(f"{self._name} {how}; it is started again in {wait:g} s")
                 await self._clock.sleep(wait)
@@ -495,7 +495,7 @@ class Supervisor:
             self._give_up(error)
             child.kill()
         except Exception as error:  # noqa: BLE001 - a bug of ours: whoever waits for the child must not wait for ever
-            self._give_up(EngineError(f"{self._name} could not be made ready: {type(error).__name__}: {error}"))
+            self._give_up(EngineError(f"{self._name} could not be initialized: {type(error).__name__}: {error}"))
             child.kill()
 
     def _give_up(self, error: AgentRLError) -> None:

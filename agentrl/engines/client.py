@@ -144,7 +144,9 @@ class Connection:
         finally:
             self._listeners.pop(call, None)
         if not isinstance(reply, wire.Completed):
-            raise EngineError(f"call {request.request_id}: the engine's process answered {type(reply).__name__}")
+            raise EngineError(
+                f"call {request.request_id}: the engine's process sent an unexpected answer ({type(reply).__name__})"
+            )
         return wire.completion_of(reply)
 
     async def serve(self, current: Collection[WeightsRef], pinned: Collection[WeightsRef]) -> None:
@@ -194,7 +196,7 @@ class Connection:
         except EngineLostError:
             raise
         except EngineError as error:
-            raise refusal(weights, f"machine {self.host} cannot keep it: {error}", type(error)) from error
+            raise refusal(weights, f"machine {self.host} cannot store them: {error}", type(error)) from error
 
     async def drain(self, error: AgentRLError) -> None:
         """Read everything a dead process sent, then fail the calls it did not answer."""
@@ -493,7 +495,7 @@ class ProcessEngine:
         """See `Supervised.welcome`: gives a fresh process the versions of its predecessor."""
         connection = self._connection
         if connection is None:
-            raise EngineLostError("the engine's process has no connection")
+            raise EngineLostError("the engine's process is not connected")
         load = wire.Load(
             factory=self._program.factory,
             arguments=dict(self._program.arguments),
@@ -502,7 +504,7 @@ class ProcessEngine:
         )
         loaded = await connection.ask(0, load)
         if not isinstance(loaded, wire.Loaded):
-            raise EngineLostError("the engine's process answered something else")
+            raise EngineLostError("the engine's process sent an unexpected answer")
         self.capabilities = loaded.capabilities
         await self._restore(connection)
         self._is_welcomed = True
@@ -562,7 +564,7 @@ class ProcessEngine:
             raise EngineError(f"no policy {policy!r} in this engine; it serves: {served}")
         if pin is not None and not self._served.has_pin(pin) and pin != self._current(pin.policy):
             lost = [error for weights, error in self._gone.items() if weights.version == pin]
-            why = f"the engine's process had to start again: {lost[0]}" if lost else "pin it by serve(..., pinned)"
+            why = f"the engine's process was restarted: {lost[0]}" if lost else "pin it by serve(..., pinned)"
             raise VersionNotServedError(f"version {pin} is not served here; {why}")
         return RoutedSession(self, session_id, policy, pin)
 
@@ -746,7 +748,7 @@ class EngineClient:
             except (FileNotFoundError, ConnectionRefusedError):  # it is dead; where the next one is will be told
                 self._addresses = tuple(each for each in self._addresses if each != address)
             except OSError as error:
-                raise EngineLostError(f"the engine's process takes no calls ({error.strerror or error})") from error
+                raise EngineLostError(f"the engine's process accepts no calls ({error.strerror or error})") from error
             finally:
                 self._coming[address] -= 1
 

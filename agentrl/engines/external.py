@@ -129,7 +129,7 @@ class NoEngine:
 
     def open(self, session_id: str, policy: str, *, pin: PolicyVersion | None = None) -> EngineSession:
         """Refuse: this engine serves no policy."""
-        raise EngineError(f"{session_id}: no engine serves policy {policy!r}: all policies of the run are external")
+        raise EngineError(f"{session_id}: policy {policy!r} has no engine: all policies of the run are external")
 
     def abort(self, request_id: str) -> None:
         """See `Engine.abort`; no call is ever in flight."""
@@ -137,7 +137,9 @@ class NoEngine:
     async def serve(self, current: Collection[WeightsRef], pinned: Collection[WeightsRef] = ()) -> None:
         """Refuse any version: external policies have no weights."""
         for weights in (*current, *pinned):
-            raise EngineError(f"no engine takes {weights.path}: all policies of the run are external")
+            raise EngineError(
+                f"{weights.path} cannot be loaded: all policies of the run are external, so there is no engine"
+            )
 
     async def ping(self) -> None:
         """See `Engine.ping`; there is no process to fail."""
@@ -146,7 +148,9 @@ class NoEngine:
         self, version: PolicyVersion | str, token_ids: Int32Array, temperature: float = 1.0
     ) -> Float32Array:
         """Refuse: external policies have no weights."""
-        raise EngineError(f"no engine scores tokens of {version}: all policies of the run are external")
+        raise EngineError(
+            f"tokens of {version} cannot be scored: all policies of the run are external, so there is no engine"
+        )
 
     def busy_seconds(self) -> float:
         """Return 0: this engine is never busy."""
@@ -177,9 +181,9 @@ class Bot:
         except Exception as error:
             raise self._failed(where, f"raised {error_words(error)}") from error
         if not isinstance(said, str):
-            raise self._failed(where, f"said {said!r:.200}, which is no text")
+            raise self._failed(where, f"returned {said!r:.200}; it must return text")
         if len(said) > MAX_CHARACTERS:
-            raise self._failed(where, f"said {len(said)} characters; at most {MAX_CHARACTERS} are taken")
+            raise self._failed(where, f"returned {len(said)} characters; at most {MAX_CHARACTERS} are allowed")
         line = json.dumps({"role": "assistant", "content": said}, ensure_ascii=False) + "\n"
         return completion(self.policy, line.encode("utf-8", "replace"), "stop")
 

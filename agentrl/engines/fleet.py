@@ -126,7 +126,7 @@ class ReplicatedEngine:
                 self.replica_lost(replica, error)
             else:
                 return session
-        raise EngineLostError(f"session {session_id}: all replicas of the engine are gone")
+        raise EngineLostError(f"session {session_id}: all replicas of the engine are lost")
 
     def is_available(self, replica: Replica) -> bool:
         """See `client.Router.is_available`."""
@@ -176,7 +176,7 @@ class ReplicatedEngine:
         reasons = [
             f"replica {replica.number}: {replica.failure or replica.refusal or 'behind'}" for replica in self._replicas
         ]
-        return EngineFailedError(f"no replica of the engine serves any more; {'; '.join(reasons)}")
+        return EngineFailedError(f"all replicas of the engine are lost; {'; '.join(reasons)}")
 
     # --- control ----------------------------------------------------------------------------------------------------
 

@@ -94,8 +94,8 @@ def model_dtype(path: str | Path, setting: str, device: torch.device) -> torch.d
             lacking = True
     if lacking:
         raise ModelError(
-            f"{path}: model.dtype = {setting!r} means {dtype_name(dtype)}, in which {device} does not compute; "
-            "set model.dtype to float32"
+            f"{path}: model.dtype = {setting!r} means {dtype_name(dtype)}, which {device} does not support; set "
+            f"model.dtype = 'float32'"
         )
     return dtype
 
@@ -351,9 +351,9 @@ def check_key_selection(config: PretrainedConfig, max_context: int, path: str | 
     for name, value in config.get_text_config().to_dict().items():
         if name.startswith(_SELECTED_KEYS) and type(value) is int and value < max_context:
             raise ModelError(
-                f"{path}: {config.model_type} attends to keys that an indexer selects ({name} = {value}). Which of "
-                "those with equal scores it takes depends on what is forwarded together, so rows cannot be trained "
-                f"with the probabilities they were sampled with; set engine.max_context to at most {value}, where all "
+                f"{path}: {config.model_type} attends only to keys that an indexer selects ({name} = {value}). How it "
+                f"breaks ties depends on the batch, so rows cannot be trained with the probabilities they were sampled "
+                f"with; set engine.max_context to at most {value}, where all "
                 "keys are attended to, or train another model"
             )
 
@@ -361,10 +361,10 @@ def check_key_selection(config: PretrainedConfig, max_context: int, path: str | 
 def _check_directory(path: str | Path) -> None:
     if not (Path(path) / "config.json").is_file():
         raise ModelError(
-            f"{path}: no model here (config.json is missing). Give a local Hugging Face causal LM directory"
+            f"{path}: contains no model (config.json is missing). Give the local directory of a Hugging Face causal LM"
         )
     if (Path(path) / "adapter_config.json").exists():  # transformers would load it too, unpickling adapter_model.bin
-        raise ModelError(f"{path}: holds an adapter (adapter_config.json). Merge it into the model, or move it away")
+        raise ModelError(f"{path}: contains an adapter (adapter_config.json). Merge it into the model, or move it away")
     _check_shards(Path(path))
     _check_sizes(Path(path))
     transformers_logging.disable_progress_bar()
@@ -386,8 +386,8 @@ def _check_sizes(path: Path) -> None:
         for words, most in _MOST:
             if words.search(name) and isinstance(value, int) and value > most:
                 raise ModelError(
-                    f"{path}: config.json says {name} = {str(value)[:30]}, and no model has more than {most:,}: it is "
-                    "damaged, or another's. Copy the directory again"
+                    f"{path}: config.json says {name} = {str(value)[:30]}, but no model has more than {most:,}: the "
+                    f"file is damaged. Copy the directory again"
                 )
 
 
@@ -426,12 +426,13 @@ def _check_report(path: str | Path, report: Mapping[str, Any]) -> None:
     for what, names in wrong.items():
         if names:
             raise ModelError(
-                f"{path}: {len(names)} weights {what} ({first_names(names)}), so the files are not those of "
-                "config.json. Copy the directory again, or save it with model.save_pretrained(directory)"
+                f"{path}: {len(names)} weights {what} ({first_names(names)}), so the files do not belong to "
+                f"config.json. Copy the directory again, or save it with model.save_pretrained(directory)"
             )
     if unused := report["unexpected_keys"]:
         warnings.warn(
-            f"{path}: {len(unused)} tensors are not the model's and are ignored: {first_names(unused)}", stacklevel=3
+            f"{path}: {len(unused)} tensors do not belong to the model and are ignored: {first_names(unused)}",
+            stacklevel=3,
         )
 
 
@@ -523,6 +524,6 @@ def _check_window(config: PretrainedConfig, max_context: int, path: str | Path) 
     window = _window(config)
     if window is not None and max_context > window:
         raise ModelError(
-            f"{path}: the model attends to a window of {window} tokens, which the embedded engine serves only up to "
-            f"that length; set engine.max_context to at most {window}, or engine.kind to vllm"
+            f"{path}: the model attends to a sliding window of {window} tokens, and the embedded engine supports it "
+            f"only up to that length; set engine.max_context to at most {window}, or engine.kind = 'vllm'"
         )

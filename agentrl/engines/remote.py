@@ -76,7 +76,8 @@ class RemoteEndpoint:
             raise ConfigError(f"policies.{self.policy}.api_key_env: the environment has no variable {name}; set it")
         if not self._key.isprintable() or not self._key.isascii():
             raise ConfigError(
-                f"policies.{self.policy}.api_key_env: {name} holds characters that no header can; mend it"
+                f"policies.{self.policy}.api_key_env: {name} contains characters that are not allowed in an HTTP "
+                f"header; correct it"
             )
         if len(self._key) >= SHORTEST_KEY:
             coded = base64.b64encode(self._key.encode()).decode().rstrip("=")
@@ -130,7 +131,9 @@ class RemoteEndpoint:
             line = _line(self._stripped(message))
         except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
             told = self._without_key(repr(error))[:REFUSAL_SHOWN]
-            raise EpisodeError(f"{here}: its answer is no chat completion ({told})", reason="remote_answer") from None
+            raise EpisodeError(
+                f"{here}: its answer is not a chat completion ({told})", reason="remote_answer"
+            ) from None
         most = BYTES_PER_TOKEN * request.sampling.max_tokens + MORE_BYTES
         if len(line) > most:
             told = f"its answer has {len(line)} bytes, too many for the {request.sampling.max_tokens} tokens asked for"
@@ -193,7 +196,8 @@ class RemoteEndpoint:
                 packed = response.headers.get("Content-Encoding", "identity")
                 if packed.lower() != "identity":
                     raise EpisodeError(
-                        f"{here}: it compresses its answers, unasked ({self._without_key(packed)[:REFUSAL_SHOWN]!r})",
+                        f"{here}: it compresses its answers although the request forbids it "
+                        f"({self._without_key(packed)[:REFUSAL_SHOWN]!r})",
                         reason="remote_answer",
                     )
                 return response.status, await _limited(response)
@@ -256,7 +260,7 @@ def _answer(content: bytes) -> tuple[dict[str, Any], Any]:
     if message.get("tool_calls"):
         said["tool_calls"] = message["tool_calls"]
     if not isinstance(said["content"], str):
-        raise ValueError("its content is no text")
+        raise ValueError("its content is not text")
     if counts := usage_of(answer):
         said["usage"] = counts
     return said, choice.get("finish_reason")

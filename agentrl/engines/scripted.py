@@ -151,7 +151,7 @@ class ScriptedEngine:
         if self.closed:
             raise EngineError(f"{where}: the engine is closed")
         if self._lost or life != self.life:
-            raise EngineLostError(f"{where}: the engine is gone, and with it what it held")
+            raise EngineLostError(f"{where}: the engine was lost with all its sessions")
 
     async def wait_to_run(self, request_id: str) -> bool:
         """Wait while the engine is paused; returns False if the call was aborted meanwhile."""
@@ -187,7 +187,7 @@ class ScriptedEngine:
             spans = (VersionSpan(0, len(tokens), version),) if len(tokens) else ()
             return self._completion(request, tokens, reason, spans)
         if request.request_id in self._calls:
-            raise EngineError(f"call {request.request_id}: a call of this id is in flight")
+            raise EngineError(f"call {request.request_id}: a call with this id is already in flight")
         loop = asyncio.get_running_loop()
         follows = self._refresh == "token" and not pinned
         call = _Call(request, tokens, reason, version, follows, on_delta, loop.create_future())
@@ -363,7 +363,7 @@ class ScriptedEngine:
         _let_go(self._waiting.values())
         for call in self._calls.values():
             if not call.future.done():
-                call.future.set_exception(EngineLostError(f"call {call.request.request_id}: the engine is gone"))
+                call.future.set_exception(EngineLostError(f"call {call.request.request_id}: the engine was lost"))
 
     def restore(self) -> None:
         """Return after `lose`, with the same versions."""

@@ -194,18 +194,18 @@ class SentVersions:
         """
         names = {name for kind in WEIGHT_FILES.values() for name in kind}
         if piece.name not in names or not piece.sha256.isalnum():
-            raise EngineError(f"{piece.name!r} is no file of a version")
+            raise EngineError(f"{piece.name!r} is not a file of a version")
         directory = self._root / piece.sha256
         try:
             directory.mkdir(parents=True, exist_ok=True)
             self._known.add(piece.sha256)
             with (directory / piece.name).open("wb" if piece.start == 0 else "ab") as file:
                 if file.tell() != piece.start:
-                    raise EngineError(f"{piece.name} has {file.tell():,} bytes, and {piece.start:,} were sent before")
+                    raise EngineError(f"{piece.name} has {file.tell():,} bytes, but {piece.start:,} were sent")
                 file.write(piece.data)
         except OSError as error:
             raise EngineStorageError(
-                f"{socket.gethostname()}: {directory} cannot take a version ({error.strerror}); {MAKE_ROOM}"
+                f"{socket.gethostname()}: {directory} cannot store a version ({error.strerror}); {MAKE_ROOM}"
             ) from error
 
     def local(self, weights: WeightsRef) -> WeightsRef:
@@ -241,7 +241,7 @@ class ClientHandler(ConnectionHandler):
             case wire.Open() | wire.CloseSession() | wire.Cancel():
                 pass
             case _:
-                raise ValueError(f"a client asks for {type(message).__name__}")
+                raise ValueError(f"a client sent an unexpected message ({type(message).__name__})")
         super().handle(message)
 
     def disconnected(self) -> None:
@@ -334,7 +334,7 @@ async def _make(load: wire.Load) -> Engine:
     except ImportError as error:
         raise EngineCapabilityError(
             f"this engine needs the package {error.name}, which cannot be imported here ({error}); install the extra "
-            "of agentrl that brings it, or set engine.kind to embedded"
+            f"of agentrl that provides it, or set engine.kind = 'embedded'"
         ) from error
     for name in names.split("."):
         factory = getattr(factory, name)

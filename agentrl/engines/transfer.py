@@ -55,7 +55,7 @@ class Offer(wire.WireMessage, frozen=True):
         described = zip(self.names, self.dtype_names, self.shapes, strict=True)
         dtypes = {name: getattr(torch, name, None) for name in set(self.dtype_names)}
         if wrong := [name for name, dtype in dtypes.items() if not isinstance(dtype, torch.dtype)]:
-            raise ValueError(f"{wrong[0]!r} is no dtype")
+            raise ValueError(f"{wrong[0]!r} is not a dtype")
         return {name: torch.empty(shape, dtype=dtypes[dtype], device="meta") for name, dtype, shape in described}
 
 
@@ -110,7 +110,7 @@ class Delivery:
         except (ValueError, msgspec.MsgspecError) as error:
             raise DeliveryError(str(error)) from error
         if not isinstance(message, Ask):
-            raise DeliveryError("the trainer ended the connection")
+            raise DeliveryError("the trainer closed the connection")
         return message
 
     def close(self) -> None:
@@ -266,7 +266,7 @@ class WeightLink:
             self._socket.settimeout(self._recipient.silence_s)
             self._socket.connect(address)
         except OSError as error:
-            raise TrainerError(f"no engine takes weights at {address} ({error.strerror})") from error
+            raise TrainerError(f"no engine accepts weights at {address} ({error.strerror})") from error
         self.directory = Path(self._asked(offer).directory)
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
@@ -301,12 +301,13 @@ class WeightLink:
             what, silence_s = message.method if isinstance(message, Ask) else "offer", self._recipient.silence_s
             raise TrainerError(
                 f"the engine at {self._recipient.address} has not answered {what!r} for {silence_s:g} s "
-                "(engine.silence_timeout_s) and is sent nothing more; once it answers, it loads the published file"
+                f"(engine.silence_timeout_s), so nothing more is sent to it; when it answers again, it loads the "
+                f"published file"
             ) from error
         except (OSError, msgspec.MsgspecError) as error:
-            raise TrainerError(f"the engine left while weights were sent ({error})") from error
+            raise TrainerError(f"the engine closed the connection while weights were sent ({error})") from error
         if said.error:
-            raise TrainerError(f"the engine did not take the weights: {said.error}")
+            raise TrainerError(f"the engine refused the weights: {said.error}")
         return said
 
     def _read(self, size: int) -> bytes:

@@ -404,7 +404,9 @@ class VersionTable(ABC, Generic[LiveT]):
         if known is None or not known.digest:
             await self._load(weights)
         elif known.digest != weights.sha256:
-            raise refusal(weights, "this version is served with other weights; version ids are never reused")
+            raise refusal(
+                weights, "this version is already served with different weights; version ids are never reused"
+            )
         elif self._wanted.is_current(weights) and not self.is_current(known):
             await self._make_current(known)
 
@@ -426,7 +428,7 @@ class VersionTable(ABC, Generic[LiveT]):
 
     def _check_wanted(self, weights: WeightsRef) -> None:
         if weights not in self._wanted.all:
-            raise NotWantedError(f"weights {weights.version} are not wanted any more")
+            raise NotWantedError(f"weights {weights.version} are no longer needed")
 
     async def _wait_for_adapter_slot(self, weights: WeightsRef, adapters: Collection[LiveT]) -> None:
         """Wait until one of the live `adapters`, which fill all slots, may be gone.
@@ -440,7 +442,7 @@ class VersionTable(ABC, Generic[LiveT]):
         if all(each.pinned or self.is_current(each) for each in adapters):
             taken = ", ".join(sorted(str(each.version) for each in adapters))
             raise refusal(
-                weights, f"all {self.places} adapter places are taken by {taken}; unpin one, or raise adapter_slots"
+                weights, f"all {self.places} adapter slots are taken by {taken}; unpin one, or raise adapter_slots"
             )
         await self._change()
         self._check_wanted(weights)
@@ -453,7 +455,7 @@ class VersionTable(ABC, Generic[LiveT]):
 
     def _check_open(self) -> None:
         if self._closed:
-            raise EngineError("the engine ended before the update could be applied")
+            raise EngineError("the engine was closed before the update could be applied")
 
     def wake(self) -> None:
         """Wake updates that wait for a change."""
@@ -512,10 +514,12 @@ class ModelEngine(ABC, Generic[LiveT]):
         if session.closed:
             raise EngineError(f"{where}: the session is closed")
         if session.request is not None or request.request_id in in_flight:
-            raise EngineError(f"{where}: a session has one call at a time, with a request id of its own")
+            raise EngineError(f"{where}: a session allows one call at a time, each with a new request id")
         ids = request.token_ids
         if len(ids) == 0 or int(ids.min()) < 0 or int(ids.max()) >= self._vocabulary:
-            raise EngineError(f"{where}: the context must have tokens, all in [0, {self._vocabulary})")
+            raise EngineError(
+                f"{where}: the context must not be empty, and its token ids must lie in [0, {self._vocabulary})"
+            )
         if not request.sampling.temperature > 0:
             raise EngineError(f"{where}: temperature {request.sampling.temperature} is not above 0")
 

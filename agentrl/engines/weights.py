@@ -83,7 +83,9 @@ def read_weights(weights: WeightsRef, *, beside: bytes = b"") -> WeightFile:
     digest.update(beside)
     if digest.hexdigest() != weights.sha256:
         what = f"{path} and its configuration" if beside else path
-        raise refusal(weights, f"the SHA-256 digest of {what} is {digest.hexdigest()}, {weights.sha256} was published")
+        raise refusal(
+            weights, f"the SHA-256 digest of {what} is {digest.hexdigest()}, but {weights.sha256} was published"
+        )
     try:
         tensors = load_safetensors(content)
     except SafetensorError as error:
@@ -130,7 +132,7 @@ def match_full_weights(
                 raise refusal(weights, f"{name} is missing")
         elif matched[name].shape != tensor.shape:
             have, need = tuple(matched[name].shape), tuple(tensor.shape)
-            raise refusal(weights, f"{name} has shape {have}, the model's is {need}")
+            raise refusal(weights, f"{name} has shape {have}, but the model's is {need}")
     return matched
 
 
@@ -165,7 +167,7 @@ def _convert_layout(weights: WeightsRef, read: Mapping[str, Tensor], model: PreT
                 **({"device_map": "meta"} if is_offer else {}),
             )
     except (ValueError, RuntimeError) as error:
-        raise refusal(weights, f"its tensors are not those of the model ({error})") from error
+        raise refusal(weights, f"its tensors do not match the model ({error})") from error
     wrong = {
         "not those of the model": report["unexpected_keys"],
         "missing": report["missing_keys"],
@@ -214,7 +216,7 @@ def read_adapter(weights: WeightsRef) -> AdapterWeights:
         if not key.startswith(_PEFT_PREFIX) or kind not in ("lora_A", "lora_B"):
             raise refusal(weights, f"{key} is not a LoRA matrix of a linear layer")
         if tensor.ndim != 2:
-            raise refusal(weights, f"{key} has shape {tuple(tensor.shape)}, which is no matrix")
+            raise refusal(weights, f"{key} has shape {tuple(tensor.shape)}, but a matrix is expected")
         halves.setdefault(module, {})[kind] = tensor
     matrices = {}
     for module, pair in halves.items():
@@ -225,9 +227,9 @@ def read_adapter(weights: WeightsRef) -> AdapterWeights:
             raise refusal(weights, f"{module} has shapes {found}, which are not of the configured rank {rank}")
         matrices[module] = (pair["lora_A"], scaled := pair["lora_B"] * scale)
         if not bool(scaled.isfinite().all()):
-            raise refusal(weights, f"{module} has values that are not finite once they are scaled by {scale:g}")
+            raise refusal(weights, f"{module} has values that are not finite when scaled by {scale:g}")
     if not matrices:
-        raise refusal(weights, "it has no matrices")
+        raise refusal(weights, "it contains no LoRA matrices")
     return AdapterWeights(rank=rank, matrices=matrices, canary=read_canary(weights, file))
 
 
@@ -277,10 +279,10 @@ def _decode_config(weights: WeightsRef, content: bytes) -> _AdapterConfig:
         config = msgspec.json.decode(content, type=_AdapterConfig)
         found = msgspec.json.decode(content, type=dict[str, Any])
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise refusal(weights, f"its configuration is not that of a LoRA adapter that is served ({error})") from error
+        raise refusal(weights, f"its configuration is not that of a supported LoRA adapter ({error})") from error
     used = sorted(ascii(key) for key, value in found.items() if value and key not in _HARMLESS)
     if used:
-        raise refusal(weights, f"plain LoRA is served, without {', '.join(used)}")
+        raise refusal(weights, f"only plain LoRA is supported, without {', '.join(used)}")
     return config
 
 
@@ -291,7 +293,7 @@ def check_adapter(weights: WeightsRef, adapter: AdapterWeights, model: PreTraine
         EngineError: a rank, module or shape does not fit.
     """
     if adapter.rank > max_rank:
-        raise refusal(weights, f"its rank is {adapter.rank}, the engine was started for at most {max_rank}")
+        raise refusal(weights, f"its rank is {adapter.rank}, but the engine was started for at most {max_rank}")
     for name, (down, up) in adapter.matrices.items():
         layer = linear_layer(model, name)
         if layer is None:
@@ -299,7 +301,7 @@ def check_adapter(weights: WeightsRef, adapter: AdapterWeights, model: PreTraine
         if down.shape[1] != layer.in_features or up.shape[0] != layer.out_features:
             found = (tuple(down.shape), tuple(up.shape))
             raise refusal(
-                weights, f"{name} has shapes {found}, the layer is {layer.in_features} → {layer.out_features}"
+                weights, f"{name} has shapes {found}, but the layer is {layer.in_features} → {layer.out_features}"
             )
 
 
@@ -388,7 +390,7 @@ def read_canary(weights: WeightsRef, file: WeightFile) -> Canary | None:
     if contexts.ndim != 2 or not (0 < len(contexts) <= _MAX_CONTEXTS and 0 < contexts.shape[1] <= _MAX_LENGTH):
         raise refusal(weights, f"its canary has contexts of shape {contexts.shape}")
     if not 1 < len(tokens) <= _MAX_TOKENS or {logprobs.shape, start.shape} != {(len(contexts), len(tokens))}:
-        raise refusal(weights, f"its canary has {len(tokens)} tokens, or not a log-probability for each")
+        raise refusal(weights, f"its canary has {len(tokens)} tokens and a different number of log-probabilities")
     for ids in (contexts, tokens):
         if int(ids.min()) < 0 or int(ids.max()) > np.iinfo(np.int32).max:
             raise refusal(weights, "its canary has token ids that are negative, or beyond 32 bits")
@@ -437,9 +439,9 @@ def check_answer(
     if own > limits.floor and own > _NEARER * nearest:
         raise refusal(
             weights,
-            f"the engine that loaded it answers its canary as {name} would: the log-probabilities of {answer.size} "
-            f"next tokens differ by {nearest:.2g} nats on average from those of that, by {own:.2g} from those its "
-            "trainer computed. The engine serves other weights than it was given",
+            f"the engine answers its canary check as {name} would: the log-probabilities of {answer.size} "
+            f"next tokens differ by {nearest:.2g} nats on average from those of {name}, and by {own:.2g} from those "
+            f"the trainer computed. The engine serves other weights than those it was given",
         )
     if not own <= limits.tolerance:
         raise _too_far(weights, own, limits.tolerance, dtype)
@@ -457,9 +459,10 @@ def _rounded(seen: float | None) -> _Limits:
 def _too_far(weights: WeightsRef, difference: float, tolerance: float, dtype: torch.dtype) -> EngineError:
     return refusal(
         weights,
-        f"the engine's log-probabilities of its canary differ by {difference:.2g} nats on average from those its "
-        f"trainer computed; with {dtype_name(dtype)} in the engine at most {tolerance:.2g} are taken. Either these are "
-        "not the trainer's weights on the trainer's model, or both compute so differently that no ratio means anything",
+        f"the engine's log-probabilities of its canary tokens differ by {difference:.2g} nats on average from those "
+        f"the trainer computed; with {dtype_name(dtype)} in the engine at most {tolerance:.2g} is allowed. Either the "
+        f"engine has other weights or another model than the trainer, or the two compute so differently that "
+        f"importance ratios mean nothing",
     )
 
 

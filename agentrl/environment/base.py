@@ -500,7 +500,9 @@ def finite_reward(value: object, where: str) -> float:
     try:
         number = float(value)  # type: ignore[arg-type]
     except (OverflowError, TypeError, ValueError) as error:
-        raise RewardError(f"{where}: the reward {type(value).__name__} is no finite real number ({error})") from error
+        raise RewardError(
+            f"{where}: the reward, of type {type(value).__name__}, is not a finite real number ({error})"
+        ) from error
     if not abs(number) <= LARGEST_REWARD:  # NaN is not, either
         raise RewardError(
             f"{where}: the reward is {number:g}; it must be finite and no larger than {LARGEST_REWARD:g} either way, "
@@ -517,7 +519,7 @@ def check_reward_name(name: object, where: str) -> None:
     """
     if not isinstance(name, str) or not (name.isascii() and name.isidentifier()) or len(name) > LONGEST_REWARD_NAME:
         raise RewardError(
-            f"{where}: {reprlib.repr(name)} is no name of a reward; give a Python identifier of at most "
+            f"{where}: {reprlib.repr(name)} is not a valid name for a reward; give a Python identifier of at most "
             f"{LONGEST_REWARD_NAME} characters, such as 'correct'"
         )
 
@@ -538,12 +540,13 @@ def children_of(environment: type[Environment]) -> dict[type[Environment], int]:
         child = getattr(sys.modules.get(environment.__module__), name, None)
         if not (isinstance(child, type) and issubclass(child, Environment)):
             raise EnvironmentDefinitionError(
-                f"{environment.__qualname__}.fan_out names {name!r}, no environment in {environment.__module__}"
+                f"{environment.__qualname__}.fan_out names {name!r}, which is not an environment in "
+                f"{environment.__module__}"
             )
         if count < 1:
             raise EnvironmentDefinitionError(
-                f"{environment.__qualname__}.fan_out says {count} of {name}: how many an episode starts, 1 or more; "
-                "leave it out where it may be none"
+                f"{environment.__qualname__}.fan_out[{name!r}] is {count}; it must be the number of such episodes that "
+                f"one episode starts, 1 or more; remove the entry if there may be none"
             )
         found[child] = count
     return found

@@ -275,7 +275,9 @@ def of_the_episode(error: BaseException, task: asyncio.Task[Any] | None) -> Base
     is_closed = isinstance(error, GeneratorExit) and _current_task() is not task
     if isinstance(error, Exception | asyncio.CancelledError) or is_closed:
         return error
-    ended = EpisodeError(f"run() raised {described(error)}; raise an exception", reason="environment_error")
+    ended = EpisodeError(
+        f"run() raised {described(error)}; raise a subclass of Exception instead", reason="environment_error"
+    )
     ended.__cause__ = error
     return ended
 

@@ -141,7 +141,7 @@ class GameEnvironment(Environment):
         position: Position = await game.call("reset")
         if position["player"] is None:
             raise EnvironmentDefinitionError(
-                f"{type(self).__name__}, task {ctx.task.id!r}: the game is over before the first turn; fix `begin`"
+                f"{type(self).__name__}, task {ctx.task.id!r}: the game is over before the first turn; correct `begin`"
             )
         turns = 0
         limit: LimitReachedError | None = None

@@ -94,7 +94,7 @@ class SeatEnv(gymnasium.Env[str, str]):
         self._wait(self._episode.start())
         if self._episode.asked is None:
             raise EnvironmentDefinitionError(
-                f"{self._environment.__name__}, task {task.id!r}: seat {self._seat!r} never had to act"
+                f"{self._environment.__name__}, task {task.id!r}: seat {self._seat!r} never had a turn"
             )
         return self._observation(), {"task": task.id}
 

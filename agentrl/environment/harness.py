@@ -165,7 +165,7 @@ class HarnessEnvironment(Environment):
                 result, error = result["output"], result["error"]
             if error is not None and limit is None and self.failed_reward is None:
                 raise EpisodeError(
-                    f"the program failed: {error}. Set failed_reward if that is the policy's doing",
+                    f"the program failed: {error}. Set failed_reward if the policy can cause this",
                     reason="environment_error",
                 )
             turns = {seat: ctx.agent(seat).turns for seat in self.seats}
@@ -194,11 +194,11 @@ class HarnessEnvironment(Environment):
             EpisodeError: the program was killed: the episode restarts.
         """
         if not self.command:
-            raise EnvironmentDefinitionError(f"{type(self).__qualname__} needs a `command`, or a `play` of its own")
+            raise EnvironmentDefinitionError(f"{type(self).__qualname__} must define `command`, or override `play`")
         arguments = [_filled(argument, task, endpoint) for argument in self.command]
         if any("\0" in argument or len(argument) > LONGEST_ARGUMENT for argument in arguments):
             raise EpisodeError(
-                f"task {task.id!r} makes an argument of the command that has a NUL, or more than "
+                f"task {task.id!r} gives the command an argument that contains a NUL character, or is longer than "
                 f"{LONGEST_ARGUMENT} characters",
                 reason="environment_error",
             )
@@ -237,7 +237,7 @@ class HarnessEnvironment(Environment):
         if status < 0:
             named = {each.value: each.name for each in signal.Signals}
             raise EpisodeError(
-                f"the program was killed by {named.get(-status, f'signal {-status}')}; it is started again",
+                f"the program was killed by {named.get(-status, f'signal {-status}')}; it is restarted",
                 reason="harness_killed",
                 begin_again=True,
             )
@@ -253,7 +253,7 @@ def _task(line: str, number: int, path: Path) -> tuple[Task, str]:
         data = json.loads(line, parse_constant=_refuse_constant, object_pairs_hook=_without_twins)
         split = data.pop("split", "train")
         if split not in ("train", "held_out"):
-            raise ValueError(f"split is {str(split)[:40]!r}; it is 'train' or 'held_out'")
+            raise ValueError(f"split is {str(split)[:40]!r}; it must be 'train' or 'held_out'")
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise EnvironmentDefinitionError(f"{path}, line {number}: a task is a JSON object ({error})") from error
     return Task(id=str(data.pop("id", f"{path.stem}-{number}")), data=data), split
@@ -277,7 +277,9 @@ def _filled(argument: str, task: Task, endpoint: Endpoint) -> str:
         of, name = found.groups()
         values = {"id": task.id, **task.data} if of == "task" else {"url": endpoint.url, "key": endpoint.key}
         if name not in values:
-            raise EnvironmentDefinitionError(f"command: {found[0]}: there is {', '.join(values)}")
+            raise EnvironmentDefinitionError(
+                f"command: {found[0]} is not a known value; there are: {', '.join(values)}"
+            )
         return str(values[name])
 
     return _FIELD.sub(value, argument)

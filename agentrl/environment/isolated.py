@@ -81,8 +81,8 @@ def isolated(
         found = getattr(found, part, None)
     if found is not factory:
         raise EnvironmentDefinitionError(
-            f"isolated({name or factory!r}): give a function or class at the top level of a module, and what it needs "
-            "as arguments"
+            f"isolated({name or factory!r}): give a function or class defined at the top level of a module, and pass "
+            f"what it needs as arguments"
         )
     module = module_of(factory)
     return lambda: IsolatedObject(module, name, arguments, timeout_s=timeout_s, memory_bytes=memory_bytes)
@@ -127,7 +127,7 @@ class IsolatedObject:
 
     async def _ask(self, message: Any, what: str, *, more_s: float = 0.0) -> Any:
         if self._ended:
-            raise IsolatedError(f"the process of {self._name} is gone: {self._ended}")
+            raise IsolatedError(f"the process of {self._name} has ended: {self._ended}")
         try:
             async with asyncio.timeout(self._timeout_s + more_s):
                 await asyncio.get_running_loop().sock_sendall(self._line, _framed(message))
@@ -151,7 +151,7 @@ class IsolatedObject:
     async def _received(self) -> tuple[str, Any]:
         (length,) = _LENGTH.unpack(await self._exactly(_LENGTH.size))
         if length > _LONGEST_BYTES:
-            raise ValueError(f"a message of {length} bytes; at most {_LONGEST_BYTES} are read")
+            raise ValueError(f"a message of {length} bytes; at most {_LONGEST_BYTES} are allowed")
         return msgspec.msgpack.decode(await self._exactly(length), type=tuple[str, Any])
 
     async def _exactly(self, length: int) -> bytes:

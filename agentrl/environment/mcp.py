@@ -194,7 +194,7 @@ class MCPConnection:
 
         if self.server.stateful and self.has_recalled and self._session is None:
             raise EpisodeError(
-                f"MCP server {self.server.name!r} is stateful and died with its process: the episode begins again",
+                f"MCP server {self.server.name!r} is stateful and died with its process: the episode starts over",
                 reason="resource_lost",
                 begin_again=True,
             )
@@ -403,7 +403,7 @@ def _checked(found: Sequence[dict[str, Any]], wanted: Sequence[str]) -> list[dic
         raise _ListError(f"it lists more than {MAX_TOOLS} tools")
     for name in names:
         if not _NAME.fullmatch(name):
-            raise _ListError(f"a tool's name is {name[:80]!r}; it has 1 to 64 letters, digits, '_' or '-'")
+            raise _ListError(f"a tool's name is {name[:80]!r}; it must have 1 to 64 letters, digits, '_' or '-'")
         if names.count(name) > 1:
             raise _ListError(f"it lists tool {name!r} twice")
     for name in wanted:

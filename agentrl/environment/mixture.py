@@ -91,7 +91,9 @@ class Mixture(Environment):
         Raises:
             EnvironmentDefinitionError: always; episodes are played by a member.
         """
-        raise EnvironmentDefinitionError(f"{type(self).__name__} is a mixture: its members play the episodes")
+        raise EnvironmentDefinitionError(
+            f"{type(self).__name__} is a mixture and plays no episodes itself: its members do"
+        )
 
 
 def mixture(rates: Mapping[type[Environment], float]) -> type[Mixture]:
@@ -107,8 +109,8 @@ def mixture(rates: Mapping[type[Environment], float]) -> type[Mixture]:
     for member, rate in rates.items():
         if members.setdefault(member.__name__, member) is not member:
             raise EnvironmentDefinitionError(
-                f"a mixture of two environments that are called {member.__name__}: seats and options go by that name, "
-                "so give one of the classes another"
+                f"a mixture contains two environments called {member.__name__}: seats and options are looked up by "
+                f"that name, so rename one of the classes"
             )
         if not (math.isfinite(rate) and rate >= 0):
             raise EnvironmentDefinitionError(f"{member.__name__}: its rate is {rate}; give a number of 0 or more")
@@ -168,6 +170,6 @@ def check_split(environment: type[Environment], split: Split) -> None:
     """
     if split not in environment.splits:
         raise ConfigError(
-            f"{environment.__name__} has no split {split!r}; it has {', '.join(environment.splits)} "
-            "(`splits` of the class names further ones)"
+            f"{environment.__name__} has no split {split!r}; it has {', '.join(environment.splits)} (declare more in "
+            f"the class attribute `splits`)"
         )

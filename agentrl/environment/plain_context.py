@@ -151,7 +151,7 @@ class PlainContext(EpisodeContext):
     def agent(self, seat: str, index: int = 0, *, tools: Sequence[ToolSpec] = ()) -> PlainAgent:
         """Return the agent of a seat; `tools` is ignored."""
         if seat not in self._speakers:
-            raise EnvironmentDefinitionError(f"nobody answers for seat {seat!r}; give a callable for it")
+            raise EnvironmentDefinitionError(f"seat {seat!r} has no player; give a callable for it")
         made = PlainAgent(seat, index, self._speakers[seat], self._parse, self.limits)
         return self.agents.setdefault((seat, index), made)
 
@@ -183,7 +183,8 @@ class PlainContext(EpisodeContext):
     ) -> tuple[ChildEpisode, ...]:
         """Refuse: child episodes need an orchestrator."""
         raise EnvironmentDefinitionError(
-            f"{environment.__name__} cannot be spawned here: child episodes need a run of `agentrl.train`"
+            f"{environment.__name__} cannot be spawned here: child episodes need a run of `agentrl.train` or "
+            f"`agentrl.evaluate`"
         )
 
     async def remember(self, key: str, structure: str = "") -> Recollection:
@@ -237,7 +238,7 @@ class PlainContext(EpisodeContext):
         Raises:
             EnvironmentDefinitionError: always.
         """
-        raise EnvironmentDefinitionError("an agent from outside needs a run: a seat played by hand has no endpoint")
+        raise EnvironmentDefinitionError("an external agent needs a run: a seat that a callable plays has no endpoint")
 
     async def sleep(self, seconds: float) -> None:
         """Wait."""

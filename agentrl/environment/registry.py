@@ -231,7 +231,9 @@ def module_of(found: object) -> str:
         return name
     file = getattr(sys.modules.get(name), "__file__", None)
     if file is None:
-        raise EnvironmentDefinitionError(f"{found!r} has no module another process could import: write it into a file")
+        raise EnvironmentDefinitionError(
+            f"{found!r} is not in a module that another process could import: define it in a file"
+        )
     return str(Path(file).resolve())
 
 
@@ -317,7 +319,8 @@ def as_environment(candidate: object, *, where: str) -> type[Environment]:
         if is_trl_class(candidate):
             return adapt_trl(candidate)
         raise EnvironmentDefinitionError(
-            f"environment {where!r}: {candidate.__qualname__} is no agentrl.Environment and has no TRL-style reset()"
+            f"environment {where!r}: {candidate.__qualname__} is not an agentrl.Environment and has no TRL-style "
+            f"reset()"
         )
     missing = sorted(getattr(candidate, "__abstractmethods__", ()))
     if missing:
@@ -422,7 +425,7 @@ class TrlEnvironment(ToolEnvironment):
             ctx.truncate(limit)
         if not hasattr(self.instance, "get_reward"):
             raise EnvironmentDefinitionError(
-                f"{self.wrapped.__qualname__} has no get_reward(): agentrl needs the reward from the class"
+                f"{self.wrapped.__qualname__} has no get_reward(); define it, so that agentrl can ask for the reward"
             )
         value = await _awaited(self.instance.get_reward())
         if value is None:

@@ -57,7 +57,8 @@ class DrawnTasks:
             if task is not None:
                 return task
         raise InputError(
-            f"training task {index}: {MAX_ATTEMPTS:,} draws gave held-out tasks only; hold fewer out, or draw from more"
+            f"training task {index}: all of {MAX_ATTEMPTS:,} draws were held-out tasks; hold out fewer, or draw from "
+            f"more tasks"
         )
 
 
@@ -108,11 +109,12 @@ def learnability(solved: Iterable[ChildResult]) -> float:
     count = len(rewards)
     if count < 2:
         raise EpisodeError(
-            f"{count} of the child episodes were committed; learnability needs two or more", reason="too_few_children"
+            f"only {count} of the child episodes were committed; learnability needs two or more",
+            reason="too_few_children",
         )
     outside = [reward for reward in rewards if not 0.0 <= reward <= 1.0]
     if outside:
-        raise RewardError(f"learnability takes rewards between 0 and 1, and a child episode got {outside[0]}")
+        raise RewardError(f"learnability needs rewards between 0 and 1, but a child episode got {outside[0]}")
     total = math.fsum(rewards)
     pairs = total * (count - total) - math.fsum(reward * (1.0 - reward) for reward in rewards)
     return 4.0 * pairs / (count * (count - 1))

@@ -335,8 +335,8 @@ class ToolEnvironment(Environment):
             for name, tool in tools_of(listed, connection):
                 if name in tools:
                     raise EpisodeError(
-                        f"MCP server {connection.server.name!r}: its tool {name!r} has the name of another tool; "
-                        "leave it out with MCPServer(tools=[…])",
+                        f"MCP server {connection.server.name!r}: another tool is already called {name!r}; select the "
+                        f"server's tools with MCPServer(tools=[…])",
                         reason="environment_error",
                     )
                 tools[name] = tool

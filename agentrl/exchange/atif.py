@@ -370,7 +370,7 @@ def read(source: Path) -> Iterator[ForeignEpisode]:
         files = [source / name for name in top[1] if name.endswith(".json")]
         files = files or [directory / TRIAL for directory, names in tree if TRIAL in names]
     if not files or len(files) > MAX_FILES:
-        raise InputError(f"{source}: {len(files):,} files of trajectories are there")
+        raise InputError(f"{source}: {len(files):,} files of trajectories found; expected from 1 to {MAX_FILES:,}")
     for file in files:
         where = str(file)
         trajectory = decode_json(whole_file(file), _Trajectory, where)
@@ -431,7 +431,7 @@ def _field(extra: dict[str, Any], *names: str) -> Any:
 def _collect(trajectory: _Trajectory, agents: dict[tuple[str, int], ForeignAgent], where: str) -> None:
     """Collect the agent of a trajectory, then the agents of embedded trajectories."""
     if trajectory.schema_version not in VERSIONS:
-        raise InputError(f"{where}: version {trajectory.schema_version[:40]!r}; read are 1.0 to 1.8")
+        raise InputError(f"{where}: version {trajectory.schema_version[:40]!r}; supported are 1.0 to 1.8")
     agent, extra = trajectory.agent, trajectory.agent.extra or {}
     if extra.get("is_program") is not True:
         told = extra.get("index")
@@ -563,4 +563,4 @@ def _seconds(timestamp: str | None, where: str) -> float:
     try:
         return max(datetime.fromisoformat(timestamp).timestamp(), 0.0)
     except (ValueError, OverflowError, OSError) as error:
-        raise InputError(f"{where}: {timestamp[:40]!r} is no time of ISO 8601") from error
+        raise InputError(f"{where}: {timestamp[:40]!r}is not an ISO 8601 time") from error

@@ -70,7 +70,7 @@ def export(
     _check(target, format, force=force)
     selection = Selection(reader, reader.keys(where, among=matches(reader, match) if match else None), [])
     if not selection.keys:
-        raise InputError(f"{reader.path}: no episode passes the filter; `agentrl episode list` shows what there is")
+        raise InputError(f"{reader.path}: no episode matches the filter; `agentrl episode list` shows what there is")
     module, _, function = EXPORTS[format].write.partition(":")
     write = getattr(import_module(module), function)
     try:

@@ -72,7 +72,9 @@ def json_lines(path: Path) -> Iterator[tuple[str, bytes]]:
                 number += 1
                 where = f"{path}, line {number}"
                 if len(line) > MAX_LINE_BYTES:
-                    raise InputError(f"{where}: longer than {MAX_LINE_BYTES >> 20} MiB; cut what its tools wrote")
+                    raise InputError(
+                        f"{where}: longer than {MAX_LINE_BYTES >> 20} MiB; shorten the output of its tools"
+                    )
                 if number == 1:
                     line = line.removeprefix(BOM_UTF8)
                 if line.strip():
@@ -93,7 +95,7 @@ def whole_file(path: Path) -> bytes:
     except OSError as error:
         raise _unreadable(path, error) from error
     if len(content) > MAX_LINE_BYTES:
-        raise InputError(f"{path}: larger than {MAX_LINE_BYTES >> 20} MiB; cut what its tools wrote")
+        raise InputError(f"{path}: larger than {MAX_LINE_BYTES >> 20} MiB; shorten the output of its tools")
     return content.removeprefix(BOM_UTF8)
 
 
@@ -105,7 +107,7 @@ def decode_json(content: bytes, kind: type[T], where: str) -> T:
     """
     values = sum(content.count(mark) for mark in (b",", b"[", b"{"))
     if values > MAX_VALUES:
-        raise InputError(f"{where}: about {values:,} values; at most {MAX_VALUES:,} are read at once")
+        raise InputError(f"{where}: about {values:,} values; at most {MAX_VALUES:,} are allowed")
     if next(islice(_OBJECT.finditer(content), MAX_OBJECTS, None), None) is not None:
         raise InputError(f"{where}: more than {MAX_OBJECTS:,} objects")
     try:
@@ -128,7 +130,7 @@ def storable(value: Any, where: str, depth: int = MAX_DEPTH) -> Any:
         for item in value.values() if isinstance(value, dict) else value:
             storable(item, where, depth - 1)
     elif isinstance(value, int) and not -MAX_INT <= value < MAX_INT:
-        raise InputError(f"{where}: a whole number of {value.bit_length()} bits; at most 64 are kept")
+        raise InputError(f"{where}: a whole number of {value.bit_length()} bits; at most 64 are supported")
     return value
 
 

@@ -35,7 +35,7 @@ def write(selection: Selection, path: Path) -> None:
     if len(selection.keys) > MAX_EPISODES:
         raise InputError(
             f"{len(selection.keys):,} episodes are too many for one page, which holds {MAX_EPISODES:,}: choose some"
-            " with --where, or look at all of them with `agentrl run serve`"
+            " with --where, or browse all of them with `agentrl run serve`"
         )
     index: dict[str, int] = {}
     blocks = [b""]  # the first is the index, which is known at last

@@ -136,7 +136,7 @@ async def _write(directory: Path, episodes: Iterator[ForeignEpisode], info: dict
 def _check_names(played: ForeignEpisode, names: set[str]) -> None:
     """Refuse duplicate ids and names that are too long to show."""
     if played.name in names:
-        raise InputError(f"{played.where}: the id {played.name[:100]!r} is another episode's already")
+        raise InputError(f"{played.where}: the id {played.name[:100]!r} is already used by another episode")
     names.add(played.name)
     seats = [agent.seat for agent in played.agents] + [agent.policy for agent in played.agents]
     for name in (played.name, played.environment, played.task_id, played.group, *seats):
@@ -151,9 +151,9 @@ def _check_values(played: ForeignEpisode) -> None:
         for item in (item for row in agent.rows for item in row):
             storable([call.arguments for call in item.calls] if isinstance(item, ForeignReply) else item, played.where)
         if not all((turn or 0) in range(1 << 31) and abs(value) <= MAX_REWARD for turn, value in agent.rewards):
-            raise InputError(f"{played.where}: a reward of more than {MAX_REWARD:g}, or for a turn that is none")
+            raise InputError(f"{played.where}: a reward of more than {MAX_REWARD:g}, or for a turn that does not exist")
     if played.oldest_step not in range(-1, 1 << 31):
-        raise InputError(f"{played.where}: weights of a step that is none")
+        raise InputError(f"{played.where}: weights of a step that does not exist")
     replies = replies_of(played)
     times = [played.started, played.ended, *(time for reply in replies for time in (reply.started, reply.seconds))]
     times += [call.seconds for reply in replies for call in reply.calls]

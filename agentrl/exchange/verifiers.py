@@ -185,7 +185,7 @@ def read(source: Path) -> Iterator[ForeignEpisode]:
     if (top := next(directories(source), None)) is not None:
         found = [source / name for name in FILES if name in top[1]]
         if not found:
-            raise InputError(f"{source}: neither {' nor '.join(FILES)} is there")
+            raise InputError(f"{source}: contains neither {' nor '.join(FILES)}")
         source = found[0]
     for where, line in json_lines(source):
         shape = decode_json(line, _Shape, where)
@@ -198,7 +198,7 @@ def read(source: Path) -> Iterator[ForeignEpisode]:
         elif bytes(shape.completion):
             yield _rollout(decode_json(line, _Rollout, where), where)
         else:
-            raise InputError(f"{where}: neither an episode, nor a trace, nor a rollout of verifiers: no `traces`")
+            raise InputError(f"{where}: neither an episode, nor a trace, nor a rollout of verifiers (no `traces`)")
 
 
 def _episode(told: _TraceEpisode, where: str) -> ForeignEpisode:

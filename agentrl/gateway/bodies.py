@@ -38,7 +38,7 @@ def unpacked(body: bytes, encoding: str) -> bytes:
         case "zstd":
             found, is_whole = _unpacked_zstd(body)
         case _:
-            raise RequestRefusedError(f"content-encoding {encoding[:40]!r} is not read; use gzip, deflate or zstd")
+            raise RequestRefusedError(f"content-encoding {encoding[:40]!r} is not supported; use gzip, deflate or zstd")
     if len(found) > MAX_BODY_BYTES:
         raise RequestRefusedError(f"the body is longer than {MAX_BODY_BYTES} bytes when it is unpacked", "large")
     if not is_whole:
@@ -52,7 +52,7 @@ def _unpacked_zstd(body: bytes) -> tuple[bytes, bool]:
         zstd = import_module("zstandard")
     except ImportError:
         raise RequestRefusedError(
-            "zstd bodies are read where the package zstandard is installed: `pip install zstandard`, or send gzip"
+            "the package zstandard, which reads zstd bodies, is not installed: `pip install zstandard`, or send gzip"
         ) from None
     try:
         unpacker = zstd.ZstdDecompressor(max_window_size=1 << 27).stream_reader(body)

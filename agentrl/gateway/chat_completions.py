@@ -45,7 +45,7 @@ class ChatCompletions:
         options = body.get("stream_options")
         replies = number(body, "n") or 1
         if replies > MOST_REPLIES:
-            raise RequestRefusedError(f"n is {replies}; at most {MOST_REPLIES} replies are given", "invalid", "n")
+            raise RequestRefusedError(f"n is {replies}; at most {MOST_REPLIES} is supported", "invalid", "n")
         return ChatRequest(
             model=text(body.get("model"), "model"),
             messages=messages(body.get("messages")),
@@ -131,7 +131,7 @@ def messages(value: Any) -> list[Message]:
         )
     if not found or found[-1].role == "assistant":
         raise RequestRefusedError(
-            "messages must end with a message of the user, the system or a tool: a reply cannot be continued",
+            "the last message must have role user, system or tool: a reply of the assistant cannot be continued",
             "invalid",
             "messages",
         )
@@ -153,7 +153,7 @@ def content_text(value: Any, where: str) -> str:
         kind = part.get("type", "text")
         if kind not in ("text", "input_text", "output_text", "refusal"):
             raise RequestRefusedError(
-                f"{where} has a part of type {shown(kind)}; this model reads text", "invalid", where
+                f"{where} has a part of type {shown(kind)}; this model reads text only", "invalid", where
             )
         parts.append(text(part.get("text", part.get("refusal")), f"{where}.text"))
     return "\n".join(parts)
@@ -183,7 +183,7 @@ def arguments_of(written: Any) -> Mapping[str, Any] | str:
 def _call(call: Mapping[str, Any], where: str) -> ToolCall:
     function = call.get("function")
     if not isinstance(function, dict):
-        raise RequestRefusedError(f"{where}.tool_calls has a call of no function", "invalid", where)
+        raise RequestRefusedError(f"{where}.tool_calls has a call without a function", "invalid", where)
     name = text(function.get("name"), f"{where}.tool_calls.function.name")
     return ToolCall(id=str(call.get("id", "")), name=name, arguments=arguments_of(function.get("arguments", "")))
 
@@ -192,11 +192,13 @@ def _tool(tool: Mapping[str, Any]) -> ToolSpec:
     function = tool.get("function")
     if tool.get("type", "function") != "function" or not isinstance(function, dict):
         raise RequestRefusedError(
-            f"a tool of type {shown(tool.get('type'))} is none this model has", "invalid", "tools"
+            f"a tool of type {shown(tool.get('type'))}is not supported; use type 'function'", "invalid", "tools"
         )
     parameters = function.get("parameters") or {"type": "object", "properties": {}}
     if not isinstance(parameters, dict):
-        raise RequestRefusedError(f"tools: parameters are {shown(parameters)}, no JSON schema", "invalid", "tools")
+        raise RequestRefusedError(
+            f"tools: parameters are {shown(parameters)}, which is not a JSON schema", "invalid", "tools"
+        )
     return ToolSpec(
         name=text(function.get("name"), "tools.function.name"),
         description=text(function.get("description") or "", "tools.function.description"),

@@ -127,7 +127,7 @@ def _messages(body: Mapping[str, Any]) -> list[Message]:
             case other:
                 raise RequestRefusedError(f"messages[{n}].role is {shown(other)}", "invalid", where)
     if not found or found[-1].role == "assistant":
-        raise RequestRefusedError("messages must end with one of the user: a reply cannot be continued")
+        raise RequestRefusedError("the last message must have role user: a reply of the assistant cannot be continued")
     return found
 
 
@@ -142,7 +142,9 @@ def _said(blocks: Sequence[Mapping[str, Any]], where: str) -> Message:
             case "tool_use":
                 given = block.get("input")
                 if not isinstance(given, dict):
-                    raise RequestRefusedError(f"{where}: input is {shown(given)}, no object", "invalid", where)
+                    raise RequestRefusedError(
+                        f"{where}: input is {shown(given)}, which is not an object", "invalid", where
+                    )
                 arguments = given[MALFORMED] if set(given) == {MALFORMED} else given
                 name = text(block.get("name"), where)
                 calls.append(ToolCall(id=text(block.get("id"), where), name=name, arguments=arguments))
@@ -179,7 +181,9 @@ def _text(value: Any, where: str) -> str:
     for block in objects(value, where):
         if block.get("type") != "text":
             kind = shown(block.get("type"))
-            raise RequestRefusedError(f"{where} has a block of type {kind}; this model reads text", "invalid", where)
+            raise RequestRefusedError(
+                f"{where} has a block of type {kind}; this model reads text only", "invalid", where
+            )
         found.append(text(block.get("text"), where))
     return "\n".join(found)
 
@@ -188,7 +192,9 @@ def _tool(tool: Mapping[str, Any]) -> ToolSpec:
     schema = tool.get("input_schema")
     if not isinstance(schema, dict):
         raise RequestRefusedError(
-            f"a tool of type {shown(tool.get('type'))} is none this model has", "invalid", "tools"
+            f"a tool of type {shown(tool.get('type'))} is not supported; give a tool with an input_schema",
+            "invalid",
+            "tools",
         )
     description = text(tool.get("description") or "", "tools.description")
     return ToolSpec(name=text(tool.get("name"), "tools.name"), description=description, parameters=schema)

@@ -37,7 +37,10 @@ class Responses:
         for name in _STATE:
             if body.get(name):
                 raise RequestRefusedError(
-                    f"{name}: nothing is kept between requests; send the whole conversation in `input`", "invalid", name
+                    f"{name} is not supported, because nothing is stored between requests; send the whole conversation "
+                    f"in `input`",
+                    "invalid",
+                    name,
                 )
         demands = {name: body[name] for name in _DEMANDS if body.get(name) is not None}
         written = body.get("text")
@@ -135,9 +138,14 @@ def _messages(body: Mapping[str, Any]) -> list[Message]:
             case "reasoning":
                 pass  # the tokens that were sampled hold it
             case other:
-                raise RequestRefusedError(f"{where} is of type {shown(other)}, which is not read", "invalid", where)
+                raise RequestRefusedError(
+                    f"{where} is of type {shown(other)}, which is not supported", "invalid", where
+                )
     if not found or found[-1].role == "assistant":
-        raise RequestRefusedError("input must end with a message or the output of a tool: a reply cannot be continued")
+        raise RequestRefusedError(
+            "the last item of input must be a message or the output of a tool: a reply of the assistant cannot be "
+            "continued"
+        )
     return found
 
 
@@ -184,10 +192,14 @@ def _named(space: str, tool: Mapping[str, Any]) -> str:
 def _tool(tool: Mapping[str, Any], space: str) -> ToolSpec:
     kind = tool.get("type")
     if kind not in ("function", "custom"):
-        raise RequestRefusedError(f"a tool of type {shown(kind)} is none this model has", "invalid", "tools")
+        raise RequestRefusedError(
+            f"a tool of type {shown(kind)} is not supported; use type 'function' or 'custom'", "invalid", "tools"
+        )
     parameters = _CUSTOM if kind == "custom" else tool.get("parameters") or {"type": "object", "properties": {}}
     if not isinstance(parameters, dict):
-        raise RequestRefusedError(f"tools: parameters are {shown(parameters)}, no JSON schema", "invalid", "tools")
+        raise RequestRefusedError(
+            f"tools: parameters are {shown(parameters)}, which is not a JSON schema", "invalid", "tools"
+        )
     description = text(tool.get("description") or "", "tools.description")
     return ToolSpec(name=_named(space, tool), description=description, parameters=parameters)
 

@@ -145,7 +145,8 @@ class Conversations:
     async def _find_named(self, name: str) -> OpenSeats:
         if not _NAME.fullmatch(name):
             raise RequestRefusedError(
-                "the name of a conversation, behind the colon of the key, has 1 to 64 letters, digits, '.', '_' or '-'",
+                "the name of a conversation, after the colon in the key, must have 1 to 64 letters, digits, '.', '_' "
+                "or '-'",
                 "key",
             )
         async with self._beginning:
@@ -155,7 +156,9 @@ class Conversations:
 
     async def _begin_one(self, name: str) -> OpenSeats:
         if len(self._open) + self._in_start >= MOST_CONVERSATIONS:
-            raise RequestRefusedError(f"{MOST_CONVERSATIONS} conversations are open already", "unavailable")
+            raise RequestRefusedError(
+                f"{MOST_CONVERSATIONS} conversations are already open; close one, or try again later", "unavailable"
+            )
         self._in_start += 1
         try:
             opened = await self._begin(name)
@@ -339,7 +342,7 @@ class Gateway:
         own = (f"{self._host}:{self._port}", f"localhost:{self._port}")
         if (self._host == HOST and request.host not in own) or "Origin" in request.headers:
             raise RequestRefusedError(
-                "the gateway answers programs of this machine, under its own address", "forbidden"
+                "the gateway answers only programs on this machine that use its own address", "forbidden"
             )
 
     def _admit(self, request: web.Request, in_address: str | None) -> tuple[OpenSeats | None, str | None, str]:
@@ -391,7 +394,9 @@ class Gateway:
         call = _call_of(opened, digest, request)
         if call is None:
             if len(opened.running) >= MOST_CALLS:
-                raise RequestRefusedError(f"{MOST_CALLS} calls of this episode wait already", "unavailable")
+                raise RequestRefusedError(
+                    f"{MOST_CALLS} calls of this episode are already waiting; try again later", "unavailable"
+                )
             call = _PendingReply(asyncio.get_running_loop().create_task(_replies(opened, seat, chat)))
             opened.asked += 1
             opened.running.add(call.task)
@@ -443,7 +448,9 @@ def seat_of(seats: Mapping[str, Seat], model: str, limited_to: str | None = None
             "model",
         )
     if limited_to not in (None, seat.seat):
-        raise RequestRefusedError(f"the key admits to {limited_to!r}, and the model is {shown(model)}", "forbidden")
+        raise RequestRefusedError(
+            f"the key is valid only for {limited_to!r}, but the request names {shown(model)}", "forbidden"
+        )
     return seat
 
 
@@ -528,7 +535,7 @@ def _refused(error: BaseException) -> RequestRefusedError:
         return error
     if isinstance(error, asyncio.CancelledError):
         return RequestRefusedError("the episode has ended", "key")
-    return RequestRefusedError("the episode cannot go on", "unavailable")
+    return RequestRefusedError("the episode cannot continue", "unavailable")
 
 
 async def _body(request: web.Request) -> bytes:

@@ -63,7 +63,7 @@ def located(reader: RunReader, name: str) -> Iterator[tuple[RunReader, str]]:
     try:
         forks = RunReader(reader.path / FORKS)
     except InputError as error:
-        raise InputError(f"{reader.path}: no episode {name!r}: nothing of this run was forked") from error
+        raise InputError(f"{reader.path}: no episode {name!r}: this run has no forks") from error
     try:
         yield forks, name.removeprefix(f"{FORKS}/")
     finally:
@@ -311,7 +311,7 @@ def compare_episodes(reader: RunReader, a: str | None, b: str | None) -> Episode
                 return difference(left, left_id, right, right_id)
         begin = next((body for _, body in left.episode(left_id).entries if isinstance(body, Begin)), None)
         if begin is None or begin.fork is None:
-            raise InputError(f"{a} is no fork: name the episode to compare it with")
+            raise InputError(f"{a} is not a fork: name the episode to compare it with")
         parent = RunReader(Path(os.path.normpath(left.journal / begin.fork.journal)))
         try:
             return difference(left, left_id, parent, begin.fork.episode_id, b_attempt=begin.fork.attempt)

@@ -116,8 +116,8 @@ def check_types(log: SqliteRunLog) -> None:
         found = log.rows(f"SELECT {first}, coalesce({named}) FROM {table} WHERE {' OR '.join(odd.values())} LIMIT 1")
         for key, name in found:
             raise JournalError(
-                f"{log.path.name}: `{name}` of {str(key)[:100]!r} in `{table}` is of another type than a run writes "
-                "there; the record was altered or is damaged"
+                f"{log.path.name}: `{name}` of {str(key)[:100]!r} in `{table}` has the wrong type; the record was "
+                f"altered or is damaged"
             )
 
 

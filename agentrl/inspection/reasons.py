@@ -100,7 +100,7 @@ def _attempts(reader: RunReader, line: EpisodeLine, detail: str, problems: list[
     others = ", ".join(str(row["attempt"]) for row in rows if row["attempt"] != line.attempt)
     what = f"attempt {line.attempt} of {len(rows)} (the others: {others}): an attempt that fails is begun again"
     if detail and line.drop_reason is None:
-        what += f"; its agent from outside did not ask as before: {detail}"
+        what += f"; its external agent did not ask as before: {detail}"
     return [Reason("attempt", what)]
 
 

@@ -62,7 +62,7 @@ def matches(reader: RunReader, text: str) -> set[str]:
         return {name for (name,) in connection.execute(statement, (question,))}
     except DAMAGE as error:
         raise InputError(
-            f"{reader.path / FILE}: the index cannot be used ({error}); remove it, and search again"
+            f"{reader.path / FILE}: the index cannot be read ({error}); remove it and search again"
         ) from error
     finally:
         connection.close()
@@ -75,14 +75,14 @@ def _question(text: str) -> str:
         terms += [part] if number % 2 else part.split()
     quoted = ['"' + term.replace("\0", " ") + '"' for term in terms if any(map(str.isalnum, term))]
     if not quoted:
-        raise InputError("--match: give words to look for")
+        raise InputError("--match: give words to search for")
     return " ".join(quoted)
 
 
 def _open(path: Path) -> sqlite3.Connection:
     """Open the index; rebuild it if it is absent or out of date."""
     if path.is_symlink():
-        raise InputError(f"{path}: a link, which is not followed; remove it, and search again")
+        raise InputError(f"{path}: a symbolic link, which is not followed; remove it and search again")
     for attempt in range(2):
         connection = None
         try:
@@ -101,10 +101,11 @@ def _open(path: Path) -> sqlite3.Connection:
                 connection.close()
             if attempt or "readonly" in str(error) or "unable to open" in str(error):
                 raise InputError(
-                    f"{path}: the search index cannot be made there ({error}); copy the run to a place you may write"
+                    f"{path}: the search index cannot be created ({error}); copy the run to a directory that you may "
+                    f"write"
                 ) from error
         path.unlink(missing_ok=True)
-    raise InputError(f"{path}: the search index cannot be made there; remove the file")
+    raise InputError(f"{path}: the search index cannot be created; remove the file")
 
 
 def _schema(connection: sqlite3.Connection) -> set[str]:
@@ -124,7 +125,7 @@ def _expected() -> set[str]:
         return _schema(connection)
     except sqlite3.OperationalError as error:
         raise InputError(
-            f"--match needs SQLite with FTS5, and this Python's ({sqlite3.sqlite_version}) has none ({error}); "
+            f"--match needs SQLite with FTS5, and this Python's ({sqlite3.sqlite_version}) lacks it ({error}); "
             "filter by columns with --where"
         ) from error
     finally:

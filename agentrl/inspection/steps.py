@@ -99,9 +99,7 @@ def step_list(reader: RunReader, policy: str | None = None) -> list[StepLine]:
     if policy is not None and not rows:
         learning = [name for (name,) in reader.log.rows("SELECT DISTINCT policy FROM versions ORDER BY policy")]
         if learning and policy not in learning:
-            raise InputError(
-                f"{reader.path}: no policy {policy!r} learns here; what learns: {', '.join(map(str, learning))}"
-            )
+            raise InputError(f"{reader.path}: no trained policy {policy!r}; there are: {', '.join(map(str, learning))}")
     rewards = {
         (name, lineage, step): (reward, units)
         for name, lineage, step, reward, units in reader.log.rows(
@@ -125,7 +123,7 @@ def step_view(reader: RunReader, step: int, policy: str | None = None, lineage: 
     lines = [line for line in step_list(reader, policy) if line.step == step and lineage in (None, line.lineage)]
     policies = sorted({line.policy for line in lines})
     if len(policies) > 1:
-        raise InputError(f"{' and '.join(policies)} both took a step {step}; name one with --policy")
+        raise InputError(f"{' and '.join(policies)} both have a step {step}; name one with --policy")
     if not lines:
         raise InputError(f"{reader.path}: there is no such step {step}; `agentrl step list {reader.path}` shows them")
     line = max(lines, key=lambda found: found.lineage)

@@ -84,7 +84,7 @@ def step_rows(run: Path, name: Any) -> list[RowColumns]:
     """
     path = run / str(name)
     if not isinstance(name, str) or not path.resolve().is_relative_to(run.resolve()):
-        raise JournalError(f"the record of a step places its columns in {str(name)[:200]!r}, which is not in the run")
+        raise JournalError(f"the record of a step refers to columns in {str(name)[:200]!r}, which is outside the run")
     try:
         with open_regular(path) as file:
             size = int.from_bytes(file.read(8), "little")
@@ -95,10 +95,10 @@ def step_rows(run: Path, name: Any) -> list[RowColumns]:
         return _rows(described, columns)
     except OSError as error:
         raise pruned_file(run, name) or JournalError(
-            f"{path}: cannot be read ({error.strerror}); the step's columns are gone"
+            f"{path}: cannot be read ({error.strerror}); the step's columns are lost"
         ) from error
     except (msgspec.MsgspecError, ValueError, KeyError, TypeError, RecursionError, IndexError) as error:
-        raise JournalError(f"{path}: not the columns of a step ({error}); it is damaged") from error
+        raise JournalError(f"{path}: not the columns of a step ({error}); the file is damaged") from error
 
 
 def _rows(described: list[tuple[str, int]], columns: dict[str, Any]) -> list[RowColumns]:

@@ -68,7 +68,9 @@ def _tokens(text: str) -> list[tuple[str, str]]:
     while at < end:
         match = _TOKEN.match(text, at)
         if match is None:
-            raise InputError(f"--where: cannot read {text[at : at + 20].strip()!r}; write column operator value")
+            raise InputError(
+                f"--where: cannot read {text[at : at + 20].strip()!r}; write a condition as `column operator value`"
+            )
         tokens.append((str(match.lastgroup), match[str(match.lastgroup)]))
         at = match.end()
     return tokens
@@ -143,7 +145,7 @@ class _Parser:
             try:
                 self._values.append(float(text))
             except ValueError as error:
-                raise InputError(f"--where: {name} is compared with a number, not with {text!r}") from error
+                raise InputError(f"--where: {name} must be compared with a number, not with {text!r}") from error
         else:
             self._values.append(text)
         return f"({column.sql}) {_OPERATORS[operator]} ?"

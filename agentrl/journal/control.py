@@ -342,7 +342,7 @@ def read_baselines(row: Sequence[Any]) -> BaselineSet:
         return BaselineSet(row[0], _FINISHERS.decode(row[1]), _EARLIER.decode(row[2]))
     except (msgspec.MsgspecError, TypeError, ValueError, RecursionError) as error:
         raise JournalError(
-            f"group {row[0]}: what its members are compared with cannot be read ({error}); the journal is damaged"
+            f"group {row[0]}: the baselines of its members cannot be read ({error}); the journal is damaged"
         ) from error
 
 
@@ -435,8 +435,8 @@ def verify_tables(connection: sqlite3.Connection, path: Path) -> None:
             raise database_error(path, error) from error
     for policy, lineage, step in all_rows(connection, path, _STEPS_WITH_HOLES):
         raise JournalError(
-            f"{path}: of the units that step {step} of {policy} (lineage {lineage}) was fed, records are missing: they "
-            "would be trained again; restore the file from a copy"
+            f"{path}: records of units that step {step} of {policy} (lineage {lineage}) trained on are missing, so "
+            f"they would be trained again; restore the file from a copy"
         )
 
 

@@ -249,7 +249,7 @@ class ProcessRecord(msgspec.Struct, kw_only=True):
             replace_file(path, msgspec.json.encode(self))
         except OSError as error:
             raise StorageError(
-                f"{path}: cannot be written ({error.strerror}); make room or permission there"
+                f"{path}: cannot be written ({error.strerror}); check the free space and the permissions there"
             ) from error
 
     @property

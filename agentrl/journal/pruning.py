@@ -276,11 +276,11 @@ def _prune_files(
         except FileNotFoundError:
             continue
         except OSError as error:
-            raise StorageError(f"{run / name}: cannot be removed ({error.strerror}); mend the disk") from error
+            raise StorageError(f"{run / name}: cannot be removed ({error.strerror}); check the disk") from error
 
 
 def _refused(path: Path, error: sqlite3.Error) -> StorageError:
     return StorageError(
-        f"{path}: could not be pruned ({error}). What was committed before is safe. Free space or mend the disk, then "
-        "start again with --resume"
+        f"{path}: could not be pruned ({error}). What was committed before is safe. Free space or repair the disk, "
+        f"then start again with --resume"
     )

@@ -223,7 +223,7 @@ def prefix_of(journal: str, point: ForkPoint, read: ReadAttempt, *, depth: int =
     begin = decode_entries(entries[:1])[0]
     calls = [entry.call_id for entry in entries]
     if not isinstance(begin, Begin) or point.call_id not in calls:
-        raise JournalError(f"a fork refers to call {point.call_id} of {name}, which is not there")
+        raise JournalError(f"a fork refers to call {point.call_id} of {name}, which does not exist")
     own = entries[: calls.index(point.call_id)]
     return own if begin.fork is None else [*prefix_of(where, begin.fork, read, depth=depth + 1), *own]
 

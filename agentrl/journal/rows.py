@@ -85,10 +85,10 @@ def _row(turns: Sequence[TurnEntry]) -> Row:
     at = 0
     for turn in turns:
         if turn.parent_context not in (0, at):
-            raise EntriesError(f"{_name(turn)} continues a row of {turn.parent_context} tokens, but {at} are here")
+            raise EntriesError(f"{_name(turn)} continues a row of {turn.parent_context} tokens, but the row has {at}")
         if turn.temperature != turns[0].temperature:
             raise EntriesError(
-                f"{_name(turn)} was sampled at another temperature than its row; give it a row of its own"
+                f"{_name(turn)} was sampled at another temperature than the rest of its row; the journal is damaged"
             )
         try:
             context = np.frombuffer(turn.context_ids, dtype="<i4")

@@ -140,7 +140,7 @@ class ControlLogReader:
         if not path.exists():
             ((lost,),) = self.rows("SELECT count(*) FROM episodes WHERE partition = ?", name)
             if lost:
-                raise JournalError(f"{path} is missing, and {lost} committed episodes lie in it; put it back")
+                raise JournalError(f"{path} is missing, and it contains {lost} committed episodes; restore it")
 
     def next_number(self, prefix: str) -> int:
         """Return one more than the largest number of a root episode `<prefix><number>` in admissions or turn logs.
@@ -190,7 +190,10 @@ class ControlLogReader:
             if version.lineage < 0:
                 return WeightsRef(version=version, path=path, kind=kind, sha256=sha256)
             if not here.resolve().is_relative_to(root.resolve()):
-                raise JournalError(f"{self.path}: the weights of {version} lie outside the run, in {here.resolve()}")
+                raise JournalError(
+                    f"{self.path}: the weights of {version} are outside the run, in {here.resolve()}; the record was "
+                    f"altered"
+                )
             return WeightsRef(version=version, path=str(here), kind=kind, sha256=sha256)
         return None
 
@@ -287,7 +290,9 @@ class ControlLogReader:
         statement = f"SELECT {_ADMISSION} FROM json_each(?) asked JOIN admissions a ON {_ASKED.format('a')}"
         found = {(row[0], row[1]): row for row in self.rows(statement, json.dumps(keys))}
         if len(found) < len(keys):
-            raise JournalError(f"{self.path}: an index names admissions that are not there; restore it from a copy")
+            raise JournalError(
+                f"{self.path}: an index refers to admissions that do not exist; restore the file from a copy"
+            )
         return [read_spec(found[key[0], key[1]]) for key in keys]
 
     def _ended(
@@ -380,8 +385,8 @@ class ControlLogReader:
                 return line
             if parent_lineage >= lineage:
                 raise JournalError(
-                    f"{self.path}: version {version.policy}@{lineage}.{first} names no lineage it began from; "
-                    "the versions table was altered or is damaged"
+                    f"{self.path}: version {version.policy}@{lineage}.{first} has no parent lineage; the versions "
+                    f"table was altered or is damaged"
                 )
             line.append((lineage, parent_step, last))
             lineage, last = parent_lineage, parent_step
@@ -530,7 +535,7 @@ def _check_is_there(connection: sqlite3.Connection, partition: Path, episode_id:
     rows = all_rows(connection, partition, statement, episode_id)
     if not rows:
         raise JournalError(
-            f"{partition}: its index names an episode {episode_id[:100]!r} of which it has no entry; the file is "
+            f"{partition}: its index names an episode {episode_id[:100]!r} without entries; the file is "
             "damaged, restore it from a copy"
         )
     verified_entry(partition, rows[0])

@@ -107,7 +107,9 @@ def private_directory(directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         LOCAL.sync(directory.parent)
     except OSError as error:
-        raise StorageError(f"{directory}: cannot be made ({error.strerror}); choose another run directory") from error
+        raise StorageError(
+            f"{directory}: cannot be created ({error.strerror}); choose another run directory"
+        ) from error
 
 
 def open_to_write(path: Path, kind: Kind, identity: dict[str, str], *, run: str | None = None) -> sqlite3.Connection:
@@ -189,8 +191,8 @@ def _refuse_links(*places: Path) -> None:
     for place in places:
         if place.is_symlink():
             raise JournalError(
-                f"{place}: a symbolic link, which may lead to another run's journal; a journal is opened only where it "
-                "lies. Put the directory or file itself there; the run's directory as a whole may be a link"
+                f"{place}: this is a symbolic link, which may lead to another run's journal. Put the directory or file "
+                f"itself there; only the run's directory as a whole may be a link"
             )
 
 
@@ -257,7 +259,8 @@ def _check(connection: sqlite3.Connection, path: Path, kind: Kind, run: str | No
         )
     if schema != set(_STATEMENTS[kind]) or values.get("kind") != kind:
         raise JournalError(
-            f"{path}: not the tables of a {kind} database of format {FORMAT}; it was altered or is damaged"
+            f"{path}: the tables are not those of a {kind} database of format {FORMAT}; the file was altered or is "
+            f"damaged"
         )
     if run is not None and values.get("run") != run:
         raise JournalError(
@@ -274,7 +277,7 @@ def database_error(
         return JournalError(f"{path}: cannot be read (Permission denied); let your user read it")
     if getattr(error, "sqlite_errorcode", 0) & 0xFF in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR):
         # a reader, too, needs room: for the index of the write-ahead log
-        return JournalError(f"{path}: the disk refused ({error}); free space or mend the disk, then try again")
+        return JournalError(f"{path}: the disk failed ({error}); free space or repair the disk, then try again")
     return damage(f"{path}: cannot be read ({error}); it is damaged, or not a database of agentrl")
 
 

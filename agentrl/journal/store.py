@@ -97,8 +97,8 @@ def check_entry(entry: JournalEntry) -> None:
     """
     if len(entry.body) > MAX_VALUE_BYTES:
         raise EpisodeError(
-            f"episode {entry.episode_id}, call {entry.call_id}: an entry of {len(entry.body)} bytes; "
-            f"at most {MAX_VALUE_BYTES} fit. Shorten the observation or the value",
+            f"episode {entry.episode_id}, call {entry.call_id}: an entry of {len(entry.body)} bytes; at most "
+            f"{MAX_VALUE_BYTES} are allowed. Shorten the observation or the value",
             reason="too_large",
         )
 
@@ -115,7 +115,9 @@ class SqliteTurnLog:
             StorageError: the file cannot be created.
         """
         if not is_safe_name(worker):
-            raise InputError(f"worker {worker!r}: a name has up to 64 letters, digits, dots, dashes and underscores")
+            raise InputError(
+                f"worker {worker!r}: a name may have up to 64 letters, digits, dots, dashes and underscores"
+            )
         self.name = f"turns-{worker}.db"
         path = directory / self.name
         self.database = Database(path, open_to_write(path, "turns", {"run": run}, run=run), order=0)

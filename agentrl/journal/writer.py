@@ -62,7 +62,7 @@ class Database:
     def check_not_moved(self) -> None:
         """Raise `FileNotFoundError` if the file was moved: SQLite would continue to write to it."""
         if _identity(self.path) != self._identity:
-            raise FileNotFoundError(f"{self.path}: it was moved, removed or replaced while it was written to")
+            raise FileNotFoundError(f"{self.path}: the file was moved, removed or replaced while it was being written")
 
 
 class GroupCommitWriter:

@@ -253,8 +253,8 @@ class PolicyModel:
         read = read_weights(weights).tensors if self._adapter is None else read_matrices(weights)
         if self.has_masters or any(tensor.dtype != torch.float32 for tensor in read.values()):
             raise ModelError(
-                f"{weights.path}: rounded when it was published, so what was trained is not kept bit for bit; take the "
-                "weights of a checkpoint, which are float32"
+                f"{weights.path}: rounded when it was published, so it differs from the trained weights; use the "
+                f"weights of a checkpoint, which are float32"
             )
         if self._adapter is None:
             state = dict(self.model.state_dict())
@@ -262,7 +262,7 @@ class PolicyModel:
         else:
             state = self._own_tensors()
             if {name: tensor.shape for name, tensor in read.items()} != {name: state[name].shape for name in state}:
-                raise ModelError(f"{weights.path}: an adapter of other modules, or of another rank")
+                raise ModelError(f"{weights.path}: an adapter of different modules, or of a different rank")
         with torch.no_grad():
             for name, tensor in read.items():
                 state[name].copy_(tensor)
@@ -355,7 +355,7 @@ def _load_reference(
             adapted: Any = peft.PeftModel.from_pretrained(model, str(path))
             merged = adapted.merge_and_unload()
         except (ValueError, RuntimeError, OSError, TypeError) as error:
-            raise ModelError(f"{path}: is no adapter of {base} ({error})") from error
+            raise ModelError(f"{path}: is not an adapter of {base} ({error})") from error
         model = merged
     model.requires_grad_(False)
     shared = shares_prefixes(model, config.engine.max_context)
@@ -465,7 +465,7 @@ def _recompute_layers(model: PreTrainedModel, replay: RoutingReplay | None) -> N
         model.gradient_checkpointing_enable(settings)
     except ValueError as error:
         raise ModelError(
-            f"{type(model).__name__} cannot recompute its layers ({error}); set trainer.recompute to false"
+            f"{type(model).__name__} cannot recompute its layers ({error}); set trainer.recompute = false"
         ) from error
     module: nn.Module = model
     for layer in module.modules():
@@ -530,8 +530,8 @@ def _targets(key: str, lora: LoraConfig, can: Sequence[str], model: PreTrainedMo
     kind, known = type(model).__name__, [name for name, _ in model.named_modules()]
     if not can:
         raise ConfigError(
-            f"{key}: {kind} has no linear layers that an adapter can be trained and served on. Leave the section out, "
-            "and all weights are trained"
+            f"{key}: {kind} has no linear layers on which an adapter can be trained and served. Remove the section to "
+            f"train all weights"
         )
     wanted = {
         target: [name for name in known if name == target or name.endswith(f".{target}")]
@@ -543,7 +543,7 @@ def _targets(key: str, lora: LoraConfig, can: Sequence[str], model: PreTrainedMo
             what = f"is {strange[0]}, on which no adapter can be both trained and served" if found else "is no layer"
             raise ConfigError(
                 f"{key}.target_modules: {target!r} {what} of {kind}; those that can: "
-                f"{', '.join(dict.fromkeys(map(_last, can)))}. Leave target_modules out for all of them"
+                f"{', '.join(dict.fromkeys(map(_last, can)))}. Remove target_modules to adapt all of them"
             )
     chosen = {name for found in wanted.values() for name in found}
     if not wanted:

@@ -43,7 +43,8 @@ class RoutingReplay:
         if not names:
             raise ModelError(
                 f"engine.capture_routing: {type(model).__name__} has no router that reports its experts, so there is "
-                "no routing to replay. Use a mixture-of-experts model such as Qwen3-MoE or Mixtral, or set it to false"
+                "no routing to replay. Use a mixture-of-experts model such as Qwen3-MoE or Mixtral,or set "
+                "capture_routing = false"
             )
         self._experts: Tensor | None = None  # [tokens, routers, top_k], of the pass in progress
         self.top_k = 0
@@ -142,7 +143,7 @@ def _check(forward: Callable[..., Any], name: str, model: PreTrainedModel) -> in
 
 def _unknown(name: str, model: PreTrainedModel, seen: str) -> ModelError:
     return ModelError(
-        f"engine.capture_routing: the router {name} of {type(model).__name__} does not choose its experts by one top-k "
-        f"({seen}), so a recorded choice cannot be replayed in training. Set capture_routing = false; the ratios then "
-        "carry the difference in routing"
+        f"engine.capture_routing: the router {name} of {type(model).__name__} does not select its experts by one top-k "
+        f"({seen}), so a recorded selection cannot be replayed in training. Set capture_routing = false; importance "
+        f"ratios then include the difference in routing"
     )

@@ -49,7 +49,7 @@ class ShardedForward(nn.Module):
         self.model: Any = model
         dtypes = {parameter.dtype for parameter in self.model.parameters()}
         if masters and len(dtypes) > 1:
-            raise _refused(model, f"it has parameters in {', '.join(sorted(map(str, dtypes)))}")
+            raise _refused(model, f"it has parameters of several dtypes, {', '.join(sorted(map(str, dtypes)))}")
         policy = MixedPrecisionPolicy()
         if masters and dtypes != {torch.float32}:
             policy = MixedPrecisionPolicy(

@@ -161,8 +161,8 @@ def load_checkpoint(directory: Path, parameters: Parameters, optimizer: torch.op
             found = {f"{name}|{moment}": each for name, own in named for moment, each in own.items()}
             if _shapes(weights) != _shapes(parameters) or (made and _shapes(moments) != _shapes(found)):
                 raise TrainerError(
-                    f"the checkpoint in {directory} holds other weights than the configuration trains; "
-                    "resume with the model and the policy sections the run was started with"
+                    f"the checkpoint in {directory} contains other weights than the configuration trains; resume with "
+                    f"the model and policy sections that the run was started with"
                 )
             for name, parameter in parameters.items():
                 _read_into(parameter, weights, name)
@@ -242,7 +242,7 @@ class Publisher:
                 rename_durably(staging, directory, unless_same=name)
             except FileExistsError as error:
                 raise TrainerError(
-                    f"version {version} exists in {directory} with other weights; ids are never reused"
+                    f"version {version} exists in {directory} with different weights; version ids are never reused"
                 ) from error
         digest = sha256_of(*(directory / each for each in WEIGHT_FILES[model.kind]))
         return WeightsRef(version=version, path=str(directory), kind=model.kind, sha256=digest)
@@ -259,7 +259,7 @@ class Publisher:
             except TrainerError:
                 raise
             except Exception as error:  # vLLM's and nccl's own are of many kinds, and the other ranks wait
-                raise TrainerError(f"{version} was not sent: {type(error).__name__}: {error}") from error
+                raise TrainerError(f"{version} was not sent to the engines: {type(error).__name__}: {error}") from error
 
     def _write(
         self,
@@ -383,8 +383,8 @@ class CanaryMaker:
         logprobs = self._logprobs(model) if model.parameters else self._start_logprobs
         if not np.isfinite(logprobs).all():
             raise TrainerError(
-                "the weights that are to be published give log-probabilities that are not finite: training has "
-                "diverged; resume from an older checkpoint with a smaller learning rate"
+                "the weights to be published produce log-probabilities that are not finite: training has diverged; "
+                "resume from an older checkpoint with a smaller learning rate"
             )
         return Canary(
             contexts=self._contexts,

@@ -197,9 +197,9 @@ class PolicyTrainer:
         for name, policy in self._config.trained.items():
             if self._loss.needs_reference and models[name].kind == "full" and not policy.reference:
                 raise ConfigError(
-                    f"the loss {self._loss.name} with trainer.loss.kl = {self._config.trainer.loss.kl} reads "
-                    f"log-probabilities of a reference, and policies.{name} trains all weights, so there is no base "
-                    f"under an adapter: set policies.{name}.reference, or choose a loss without one and kl = 0"
+                    f"the loss {self._loss.name} with trainer.loss.kl = {self._config.trainer.loss.kl} needs a "
+                    f"reference model, and policies.{name} trains all weights, so there is no frozen base to serve as "
+                    f"one: set policies.{name}.reference, or choose a loss without a reference and kl = 0"
                 )
             if self._loss.name == "distillation" and not policy.reference:
                 raise ConfigError(f"trainer.loss.name = 'distillation' needs a teacher: set policies.{name}.reference")
@@ -237,8 +237,8 @@ class PolicyTrainer:
         units = [unit for unit in batch.units if (unit.episode_id, unit.attempt) not in step.units]
         if step.units and units and self._sees_step:
             raise TrainerError(
-                f"policy {batch.policy!r}: the loss {self._loss.name}, or the mean over sequences, sees a whole "
-                f"step at once, and step {batch.step_id} was begun without some of its units"
+                f"policy {batch.policy!r}: the loss {self._loss.name}, or the mean over sequences, needs all units of "
+                f"a step at once, and step {batch.step_id} was started without some of them"
             )
         samples = self._read_share(units)
         if samples is None:
@@ -509,7 +509,7 @@ class PolicyTrainer:
             where = f"; the first such loss was in episode {step.suspect}" if step.suspect is not None else ""
             raise NonFiniteError(
                 f"policy {policy!r}, step {step_id}: loss {total['loss']}, gradient norm {grad_norm}{where}. "
-                "The step was skipped and the weights are as before; look at the episode's recorded logprobs and reward"
+                "The step was skipped and the weights are as before; inspect the episode's recorded logprobs and reward"
             )
         columns, merged = self._write_columns(learner, step)  # before the weights change: this may fail
         if step.units:  # else there is nothing to learn from, and momentum alone must not move the weights
@@ -675,7 +675,7 @@ class PolicyTrainer:
         """
         for name, learner in self._learners.items():
             if learner.open is not None:
-                raise TrainerError(f"policy {name!r}: step {learner.open.step_id} is in progress; apply it first")
+                raise TrainerError(f"policy {name!r}: step {learner.open.step_id} is in progress; finish it first")
             from_first(self._ranks, partial(self._save, learner, directory / name))
 
     def _save(self, learner: _Learner, directory: Path) -> bytes:
@@ -688,7 +688,7 @@ class PolicyTrainer:
         learner = self._learners.get(policy)
         if learner is None:
             known = ", ".join(sorted(self._learners)) or "none before start"
-            raise TrainerError(f"no policy {policy!r} learns here; those that do: {known}")
+            raise TrainerError(f"no trained policy {policy!r}; there are: {known}")
         return learner
 
 

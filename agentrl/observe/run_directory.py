@@ -87,8 +87,8 @@ class RunDirectory:
                 LOCAL.sync(made)
         except OSError as error:
             raise StorageError(
-                f"cannot make the run directory {path}: {error.strerror or error}; make room or permission there, or "
-                "choose another place with --directory=DIR"
+                f"cannot create the run directory {path}: {error.strerror or error}; check the free space and the "
+                f"permissions there, or choose another place with --directory=DIR"
             ) from error
         return cls(path)
 
@@ -101,7 +101,7 @@ class RunDirectory:
         """
         directory = cls(path)
         if not (directory.journal.is_dir() or (path / "config.json").is_file()):
-            raise RunDirectoryError(f"nothing to resume: {path} holds no run; start it without --resume")
+            raise RunDirectoryError(f"nothing to resume: {path} contains no run; start without --resume")
         return directory
 
     @staticmethod

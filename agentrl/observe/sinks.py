@@ -96,8 +96,8 @@ class _LoggingSink(_Named):
                 self._run = module.init(project="agentrl", name=name, config=dict(config), **options)
             except Exception as error:  # foreign code; most often nobody is logged in, or there is no network
                 raise ConfigError(
-                    f"sinks: {module.__name__} cannot start ({type(error).__name__}: {error}); mend that, or leave it "
-                    "out of `sinks`"
+                    f"sinks: {module.__name__} cannot start ({type(error).__name__}: {error}); correct that, or remove "
+                    f"it from `sinks`"
                 ) from error
 
     def close(self) -> None:
@@ -171,7 +171,7 @@ def _import(module: str, package: str) -> Any:
     except ImportError as error:
         raise ConfigError(
             f"sinks: {package!r} needs a package that is not installed ({error}); install it with "
-            f"`{install_command(package)}`, or leave it out of `sinks`"
+            f"`{install_command(package)}`, or remove it from `sinks`"
         ) from error
 
 

@@ -113,8 +113,8 @@ class CheckpointWriter:
                 await self._disk.run_in_thread(seal)
         except FileExistsError as error:
             raise StorageError(
-                f"checkpoint {target}: something has this name already, and it is not touched; move it away and resume "
-                "the run"
+                f"checkpoint {target}: something with this name exists already and is not overwritten; move it away "
+                f"and resume the run"
             ) from error
         except OSError as error:
             raise StorageError(
@@ -226,9 +226,7 @@ def _verified(directory: Path, disk: Disk) -> Manifest:
         except OSError as error:
             raise StorageError(f"checkpoint {directory}: {name!r} cannot be read ({error.strerror})") from error
         if found != digest:
-            raise StorageError(
-                f"checkpoint {directory}: {name!r} is not the file that was saved: its digest is another"
-            )
+            raise StorageError(f"checkpoint {directory}: {name!r} is not the file that was saved: its digest differs")
     return manifest
 
 
@@ -251,14 +249,14 @@ def _read(directory: Path, disk: Disk) -> tuple[Manifest, Mapping[str, str]]:
     try:
         content = json.loads(disk.read(directory / "manifest.json", limit=MAX_MANIFEST_BYTES))
         if content["format"] != FORMAT:
-            raise ValueError(f"its format is {content['format']!r}, and this version reads {FORMAT}")
+            raise ValueError(f"its format is {content['format']!r}, but this version of agentrl reads {FORMAT}")
         files = {name: (int(size), str(digest)) for name, (size, digest) in content["files"].items()}
         sizes = disk.files(directory)
         for name, (size, _) in files.items():
             if name not in sizes:  # so no name leads out of the checkpoint, or through a link
                 raise ValueError(f"{name!r} is not one of its regular files")
             if sizes[name] != size:
-                raise ValueError(f"{name!r} has {sizes[name]} bytes, and {size} were saved")
+                raise ValueError(f"{name!r} has {sizes[name]} bytes, but {size} were saved")
         versions = {
             policy: PolicyVersion(policy, int(lineage), int(step))
             for policy, (lineage, step) in content["versions"].items()
@@ -275,7 +273,7 @@ def _read(directory: Path, disk: Disk) -> tuple[Manifest, Mapping[str, str]]:
     except KeyError as error:
         raise StorageError(f"checkpoint {directory}: its manifest has no {error}") from error
     except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        raise StorageError(f"checkpoint {directory}: its manifest does not hold ({error})") from error
+        raise StorageError(f"checkpoint {directory}: its manifest is invalid ({error})") from error
     manifest = Manifest(
         directory=directory, versions=versions, role_means=role_means, measured=measured, opponents=opponents
     )
@@ -404,7 +402,7 @@ class JournalRetention:
 
     def _forecast(self, used: int, steps_left: int) -> None:
         told = f"journal and step columns take {_mib(used)} of journal.budget_mib = {self._budget // MIB}"
-        advice = "raise it, or give up more with journal.keep (docs/operations.md, Disk)"
+        advice = "raise it, or prune more with journal.keep (docs/operations.md, Disk)"
         if used > NEARLY_FULL * self._budget and "full" not in self._warned:
             self._warned |= {"full", "growth"}
             self._warn(f"{told}; {advice}")
@@ -416,8 +414,8 @@ class JournalRetention:
             self._warned.add("growth")
             steps = max(int((self._budget - used) / growth), 0)
             self._warn(
-                f"{told}, and {_mib(growth)} more with each step: it is used up in about {plural(steps, 'step')}, and "
-                f"the run has {steps_left} to go; {advice}"
+                f"{told}, and each step adds {_mib(growth)}: the budget will be used up in about "
+                f"{plural(steps, 'step')}, and the run has {steps_left} left; {advice}"
             )
 
     async def check_pruned(self) -> None:
@@ -431,7 +429,7 @@ class JournalRetention:
         if used > self._budget:
             raise StorageError(
                 f"journal and step columns take {_mib(used)}, more than journal.budget_mib = {self._budget // MIB}, "
-                f"and journal.keep = {self._keep} gives up no more of them. A checkpoint was written, so nothing is "
+                f"and journal.keep = {self._keep} prunes no more of them. A checkpoint was written, so nothing is "
                 "lost: raise the budget or lower journal.keep, then start again with --resume"
             )
 

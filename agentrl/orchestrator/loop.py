@@ -351,7 +351,7 @@ class Orchestrator:
         await self.signal.wait_for(lambda: self._finished() or self.scheduler.is_starved(self.demand()) is not None)
         if not self._finished():
             raise CheckFailedError(
-                f"no units can come any more for {self.scheduler.is_starved(self.demand())}: its seats never act, or "
+                f"policy {self.scheduler.is_starved(self.demand())} will get no more units: its seats never act, or "
                 f"are never rewarded. Last dropped episode: {self.dispatcher.worker.last_failure or 'none'}"
             )
 

@@ -114,7 +114,7 @@ class Phases:
             if step < steps:
                 return rounds, number
             step -= steps
-        raise AssertionError("what is left of a division is smaller than the divisor")
+        raise AssertionError("the remainder must be smaller than the divisor")
 
     def is_over(self, policy: str) -> bool:
         """Whether a policy has taken all its steps."""

@@ -269,8 +269,8 @@ class TurnSampler:
         if self._kept_version is not None:
             raise EpisodeError(
                 f"the conversation of {self._name} was sampled by {self._kept_version} and must stay on it "
-                "(engine.refresh = 'episode'), but has lost its place in the engine, which serves newer weights now: "
-                f"its episode begins again ({error})",
+                f"(engine.refresh = 'episode'), but the engine has lost it and now serves newer weights: its episode "
+                f"starts over ({error})",
                 reason="version_gone",
                 begin_again=True,
             ) from error
@@ -409,8 +409,8 @@ class LiveAgent(TurnSampler, Agent):
         settings = self._settings
         if settings.is_external or settings.sampling.is_filtered or sampled.expert_routing is not None:
             raise EpisodeError(
-                f"{self._name}: a reply can be given to a policy that learns, without top_k, top_p and min_p, which "
-                "would leave out tokens of it, and without engine.capture_routing",
+                f"{self._name}: a demonstrated reply needs a trained policy without top_k, top_p and min_p, which "
+                f"could exclude some of its tokens, and without engine.capture_routing",
                 reason="environment_error",
             )
         chat_format = settings.chat_format
@@ -458,7 +458,9 @@ class LiveAgent(TurnSampler, Agent):
             return
         number = finite_reward(value, where if name == REWARD else f"{where}, {name!r}")
         if turn is not None and turn not in range(len(self._turns)):
-            raise RewardError(f"{where}: a reward for turn {turn!r}, and there are {len(self._turns)}, counted from 0")
+            raise RewardError(
+                f"{where}: a reward for turn {turn!r}, but there are {len(self._turns)} turns, counted from 0"
+            )
         weight = self._weight(name, where)
         given = self._episode.journal.reward(RewardEntry(self.seat, self.index, number, turn, name, weight))
         self.rewards = (*self.rewards, given.weighted)
@@ -475,7 +477,8 @@ class LiveAgent(TurnSampler, Agent):
         weights = self._episode.services.settings.reward_weights
         if weights and name not in weights:
             raise RewardError(
-                f"{where}: the reward {name!r} has no weight: credit.reward_weights has {', '.join(sorted(weights))}"
+                f"{where}: the reward {name!r} has no weight; add it to credit.reward_weights, which has "
+                f"{', '.join(sorted(weights))}"
             )
         return weights.get(name, 1.0)
 
@@ -541,7 +544,8 @@ class LiveAgent(TurnSampler, Agent):
         limit = self._settings.limits.max_context
         if not self._turns:
             raise EpisodeError(
-                f"the first prompt of {self.seat!r} has at least {tokens} tokens, the context {limit}; "
+                f"the first prompt of {self.seat!r} has at least {tokens} tokens, but the context is limited to "
+                f"{limit}; "
                 "raise engine.max_context",
                 reason="prompt_too_long",
             )
@@ -724,7 +728,7 @@ def _valid(message: object) -> Message:
     """
     if not isinstance(message, Message):
         raise EnvironmentDefinitionError(
-            f"act() and restart() take messages, such as agentrl.user('…'), not {type(message).__name__}"
+            f"act() and restart() need messages, such as agentrl.user('…'), not {type(message).__name__}"
         )
     content = message.content if message.content.isascii() else valid_unicode(message.content)
     return message if content == message.content else dataclasses.replace(message, content=content)

@@ -203,7 +203,7 @@ class RecordedCalls:
         return [entry for entry in left if entry.episode_id != self._episode_id or entry.attempt == self._newest]
 
     def has_turns(self, seat: str) -> bool:
-        """Whether a turn that the agent from outside of a seat asked for has not come back yet."""
+        """Whether a turn that the external agent of a seat asked for has not come back yet."""
         return any(call_id.startswith(f"{seat}:") for call_id in self._entries)
 
     def forget_answers(self) -> None:

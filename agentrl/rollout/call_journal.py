@@ -250,12 +250,12 @@ class CallJournal:
         if self._ended:
             raise UnstructuredConcurrencyError(
                 f"ctx or an agent of episode {self._episode_id} was used after its run() had returned. Act and reward "
-                "before run() returns; keep nothing of an episode beyond its end"
+                "before run() returns; do not keep ctx or an agent beyond the end of the episode"
             )
         if branch.memoised is not None:
             raise UnstructuredConcurrencyError(
-                f"ctx or an agent of episode {self._episode_id} was used inside {branch.memoised}, which is not run "
-                "again on re-execution. Use it before or after"
+                f"ctx or an agent of episode {self._episode_id} was used inside {branch.memoised},which is not run "
+                f"again on re-execution. Use them before or after it"
             )
         if self._stopped:
             raise asyncio.CancelledError
@@ -289,7 +289,9 @@ class CallJournal:
             asyncio.CancelledError: the episode was stopped.
         """
         if self._ended:
-            raise UnstructuredConcurrencyError(f"episode {self._episode_id}, call {call_id}: it ended meanwhile")
+            raise UnstructuredConcurrencyError(
+                f"episode {self._episode_id}, call {call_id}: the episode ended while the call was waiting"
+            )
         if self._stopped:
             raise asyncio.CancelledError
         inherited = self._recorded.get(call_id)
@@ -304,7 +306,7 @@ class CallJournal:
         self._recorded.remove(call.call_id)
 
     def inherits_turns(self, seat: str) -> bool:
-        """Whether the agent from outside of a seat has not asked yet for all that a fork inherits."""
+        """Whether the external agent of a seat has not asked yet for all that a fork inherits."""
         return self._recorded.has_turns(seat)
 
     def forget_answers(self) -> None:
@@ -426,7 +428,9 @@ class CallJournal:
             EngineError, GlobalRandomError: the episode has failed.
         """
         if self._ended:
-            raise UnstructuredConcurrencyError(f"episode {self._episode_id}, call {call.call_id}: it ended meanwhile")
+            raise UnstructuredConcurrencyError(
+                f"episode {self._episode_id}, call {call.call_id}: the episode ended while the call was waiting"
+            )
         if self.failure is not None:
             raise self.failure  # what the program does after a failure is not recorded
         if self._cancelled:

@@ -165,13 +165,13 @@ class TemplateFormat:
         if not directory.is_dir():
             name = str(model_dir) if _HUB_NAME.fullmatch(str(model_dir)) else "ORGANISATION/NAME"
             raise ModelError(
-                f"there is no model directory {directory}, and agentrl downloads nothing; a model of the Hugging Face "
-                f"hub comes by `hf download {name} --local-dir DIR`, and is named by that DIR"
+                f"there is no model directory {directory}, and agentrl downloads nothing here; fetch a model from the "
+                f"Hugging Face hub with `hf download {name} --local-dir DIR`, and give that DIR"
             )
         path = directory / "tokenizer.json"
         if not path.is_file():
             raise ModelError(
-                f"{directory} has no tokenizer.json. Point to a local Hugging Face model directory, or write the file "
+                f"{directory} has no tokenizer.json. Give a local Hugging Face model directory, or write the file "
                 "with `AutoTokenizer.from_pretrained(DIR, use_fast=True).save_pretrained(DIR)`"
             )
         try:
@@ -455,23 +455,23 @@ class TemplateFormat:
         rendered = self._render_text([("user", "one  two\n\nthree 456."), ("assistant", "seven"), ("user", "é {8}")])
         if self._encode_pieces(self._control.split(rendered)) != self.encode(rendered):
             raise ModelError(
-                f"{self._directory}: the tokenizer does not treat the text between two special tokens on its own, so "
-                "messages could not be kept apart from the template's control tokens"
+                f"{self._directory}: the tokenizer does not tokenize the text between two special tokens "
+                f"independently, so messages could not be separated from the template's control tokens"
             )
 
     def _render_text(self, turns: Sequence[tuple[Role, str]], *, prompt: bool = True) -> str:
         rendered = self._template.render([_value(role, content) for role, content in turns], [], prompt=prompt)
         if len(rendered) > _MAX_PROBE_CHARACTERS:
             raise ModelError(
-                f"{self._directory}: the chat template makes {len(rendered)} characters of a few words; at most "
-                f"{_MAX_PROBE_CHARACTERS} are taken"
+                f"{self._directory}: the chat template makes {len(rendered)} characters out of a few words; at most "
+                f"{_MAX_PROBE_CHARACTERS} are allowed"
             )
         return rendered
 
     def _checked_rendering(self, rendered: str) -> str:
         """Return `rendered`, after a check that the template has kept the stand-in."""
         if PROBE not in rendered:
-            raise ModelError(f"{self._directory}: the chat template leaves out what an assistant said")
+            raise ModelError(f"{self._directory}: the chat template omits the content of assistant messages")
         return rendered
 
     def _find_closing(self) -> int:
@@ -486,7 +486,7 @@ class TemplateFormat:
                 break
         raise ModelError(
             f"{self._directory}: the chat template does not close an assistant turn with a special token of the "
-            "tokenizer, so a sampled turn could not be told from what follows it"
+            "tokenizer, so the end of a sampled turn could not be recognized"
         )
 
     def _find_call_closing(self, configured: Collection[int]) -> int:
@@ -519,7 +519,8 @@ class TemplateFormat:
         asked = [Message(role="user", content="one")]
         if self.forks and self.rewritten([SampledTurn(asked, self.encode("two"))], asked, ()) is None:
             raise ModelError(
-                f"{self._directory}: model.history = 'fork': the chat template leaves out what an assistant said; set "
+                f"{self._directory}: model.history = 'fork': the chat template omits the content of assistant "
+                f"messages; set "
                 "'keep'"
             )
 
@@ -575,8 +576,8 @@ class TemplateFormat:
         self._arguments_as_text = False
         if "probe" in written:
             raise ModelError(
-                f"{self._directory}: the chat template writes tool calls in a form that is not known here. Set "
-                f"model.reply_format to one that reads what the model writes (or to any, if it calls no tools): {known}"
+                f"{self._directory}: the chat template writes tool calls in an unknown format. Set model.reply_format "
+                f"to one that parses the model's calls (or to any, if it calls no tools): {known}"
             )
         return REPLY_FORMATS["hermes"]
 
@@ -598,13 +599,13 @@ def _check_vocabulary(directory: Path, tokenizer: Tokenizer) -> None:
     mend = "Copy tokenizer.json and config.json from one model again, or resize the model's embeddings"
     if beyond:
         raise ModelError(
-            f"{directory}: the tokenizer has {len(tokens)} tokens, and the model's embeddings {rows} rows: token "
+            f"{directory}: the tokenizer has {len(tokens)} tokens, but the model's embeddings have {rows} rows: token "
             f"{beyond[0]} has none. {mend}"
         )
     if rows - len(tokens) > max(_SPARE_ROWS, rows // 10):
         raise ModelError(
             f"{directory}: the tokenizer has only {len(tokens)} tokens for {rows} rows of the model's embeddings, so "
-            f"it is another model's. {mend}"
+            f"it belongs to another model. {mend}"
         )
 
 

@@ -147,7 +147,7 @@ def _to_json(
 
 def _strftime(format: str) -> str:
     if len(format) > _MAX_DATE_FORMAT:
-        raise SecurityError("strftime_now takes a short format")
+        raise SecurityError("strftime_now accepts only a short format")
     return TEMPLATE_DATE.strftime(format)
 
 
@@ -200,13 +200,13 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         """Charge `size` bytes to this rendering's budget for built values."""
         self._budget -= size
         if self._budget < 0:
-            raise SecurityError("it builds too much text: more than any conversation needs")
+            raise SecurityError("it builds more text than any conversation needs")
 
     def read(self, value: Any, times: int = 1) -> Any:
         """Return `value`, which will be searched, and charge its size to this rendering's budget for reading."""
         self._readable -= times * self.size(value, self._readable // times)
         if self._readable < 0:
-            raise SecurityError("it compares and searches too much: more than any conversation needs")
+            raise SecurityError("it compares and searches more than any conversation needs")
         return value
 
     def size(self, value: Any, most: int | None = None) -> int:
@@ -254,7 +254,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
     def built(self, value: Any) -> Any:
         if _bits(value) > _MAX_BITS:
-            raise SecurityError(f"an integer has more than {_MAX_BITS} bits, and is too large")
+            raise SecurityError(f"an integer has more than {_MAX_BITS} bits")
         # a tuple can be hashed, which looks through all it holds
         self.charge(self.size(value) if isinstance(value, tuple) else _shallow_bytes(value))
         if isinstance(value, dict):
@@ -279,7 +279,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
             self._charge_method(function.__name__, owner, args, kwargs)
         elif isinstance(owner, int | float | complex | bytes | Collection | type):
             if isinstance(owner, range) or function.__name__ not in _CONTAINER_METHODS:
-                raise SecurityError(f"the method {function.__name__} is not to be had in a chat template")
+                raise SecurityError(f"the method {function.__name__} is not available in a chat template")
             self.read([owner if function.__name__ in ("count", "index") else None, *args])
         elif owner is not None or isinstance(function, type):
             self.read(args)
@@ -287,7 +287,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
     def _charge_method(self, name: str, text: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if name not in _STRING_METHODS:
-            raise SecurityError(f"str.{name} is not to be had in a chat template")
+            raise SecurityError(f"str.{name} is not available in a chat template")
         given = (*args, *kwargs.values())
         if hasattr(text, "__html__"):  # it escapes what it is given
             self.charge(_ESCAPED_BYTES * (self.size(text) + self.size(given)))
@@ -314,7 +314,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         if operator == "%" and isinstance(left, str):
-            raise SecurityError("text is not formatted with % in a chat template; write it with ~")
+            raise SecurityError("text cannot be formatted with % in a chat template; join it with ~")
         bits = 0
         if operator == "**":
             bits = _bits(left) * right if isinstance(right, int) else 0
@@ -353,7 +353,7 @@ class _Charged(NodeTransformer):
 
     def visit_Const(self, node: Const) -> Node:
         if _bits(node.value) > _MAX_BITS:
-            raise SecurityError(f"an integer has more than {_MAX_BITS} bits, and is too large")
+            raise SecurityError(f"an integer has more than {_MAX_BITS} bits")
         return node
 
     def visit_Tuple(self, node: Tuple) -> Node:
@@ -680,7 +680,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError, MemoryError) as error:
         raise ModelError(f"{path} is not readable JSON: {error}") from error
     if not isinstance(value, dict):
-        raise ModelError(f"{path} holds no JSON object")
+        raise ModelError(f"{path} does not contain a JSON object")
     return value
 
 
@@ -716,7 +716,8 @@ def _template_source(directory: Path, config: Mapping[str, Any]) -> str:
     if not isinstance(template, str):
         raise ModelError(
             f"{directory} has no chat template, neither chat_template.jinja nor one in tokenizer_config.json. "
-            "Use an instruction-tuned model, or put the template its tokens were trained with into chat_template.jinja"
+            "Use an instruction-tuned model, or put the template that the model was trained with into "
+            "chat_template.jinja"
         )
     return template
 

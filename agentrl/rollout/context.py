@@ -271,8 +271,8 @@ class LiveContext(EpisodeContext):
             said = f"declares {declared}" if declared is not None else f"declares none (so at most {MAX_UNDECLARED})"
             before = f" after {spawned} before" if spawned else ""
             raise EpisodeError(
-                f"{parent} {said} of {name} in fan_out, and ctx.spawn asked for {n}{before}: none of these was "
-                f"started. Declare as many as an episode starts in all: fan_out = {{{name!r}: {asked}}}",
+                f"{parent} {said} of {name} in fan_out, but ctx.spawn asked for {n}{before}: none of them was started. "
+                f"Declare the total that one episode starts: fan_out = {{{name!r}: {asked}}}",
                 reason="fan_out",
             )
 
@@ -539,7 +539,7 @@ async def retry_infrastructure(episode: LiveEpisode, guarantee: Guarantee, perfo
 
 def out_of_reach(what: str, error: str) -> LimitReachedError:
     """Make the limit of an effect whose infrastructure fails repeatedly, which is attributed to the policy."""
-    return LimitReachedError(f"{what} failed again and again: {error}", stop_reason="infrastructure")
+    return LimitReachedError(f"{what} failed repeatedly: {error}", stop_reason="infrastructure")
 
 
 async def may_perform(episode: LiveEpisode, call: Call, what: str, guarantee: Guarantee) -> bool:
@@ -555,9 +555,9 @@ async def may_perform(episode: LiveEpisode, call: Call, what: str, guarantee: Gu
 def unknown_effect(episode: LiveEpisode, call: Call, what: str) -> EpisodeError:
     """Make the error of a `once` effect that an earlier process began, and whose outcome is unknown."""
     return EpisodeError(
-        f"episode {episode.spec.episode_id}, call {call.call_id}: {what} must happen once at most, and the process "
-        "ended while it was performed: whether it happened is not known. Give `reconcile=` a function that finds out, "
-        "or make it idempotent",
+        f"episode {episode.spec.episode_id}, call {call.call_id}: {what} must happen at most once, and the process "
+        f"ended while it was in progress, so whether it happened is unknown. Give `reconcile=` a function that finds "
+        f"out, or make the effect idempotent",
         reason="unknown_effect",
     )
 
@@ -716,7 +716,7 @@ class LiveResource(Resource):
     def _lost(self, call: Call) -> None:
         raise EpisodeError(
             f"episode {self._episode.spec.episode_id}, call {call.call_id}: {self.name} is pinned and died with its "
-            "process, so the episode cannot go on from its journal",
+            f"process, so the episode cannot be resumed from its journal",
             reason="resource_lost",
             begin_again=True,
         )

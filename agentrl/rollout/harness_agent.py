@@ -119,7 +119,7 @@ class HarnessAgent(LiveAgent):
         super().__init__(episode, seat, 0, ())
         if self._settings.chat_format.forks:
             raise EnvironmentDefinitionError(
-                f"seat {seat!r} is held by an agent from outside, which sends its own history: model.history = 'keep'"
+                f"seat {seat!r} is held by an external agent, which sends its own history: set model.history = 'keep'"
             )
         self._tree = TokenTree(self._settings.chat_format, volatile)
         self._samplers: dict[int, RowSampler] = {}
@@ -135,11 +135,16 @@ class HarnessAgent(LiveAgent):
 
     async def act(self, *messages: Message, max_tokens: int | None = None, reply: str | None = None) -> NoReturn:
         """Refuse: the gateway requests the turns of the seat."""
-        raise EnvironmentDefinitionError(f"the turns of seat {self.seat!r} are asked for through ctx.endpoint()")
+        raise EnvironmentDefinitionError(
+            f"the turns of seat {self.seat!r} are requested through ctx.endpoint(); act() is not available"
+        )
 
     def restart(self, *messages: Message) -> NoReturn:
         """Refuse; see `act`."""
-        raise EnvironmentDefinitionError(f"the rows of seat {self.seat!r} are its client's: see ctx.endpoint()")
+        raise EnvironmentDefinitionError(
+            f"the rows of seat {self.seat!r} are determined by its client through ctx.endpoint(); restart() is not "
+            f"available"
+        )
 
     def continues(self, request: ChatRequest) -> bool:
         """See `gateway.calls.Seat.continues`."""
@@ -371,15 +376,17 @@ class HarnessAgent(LiveAgent):
             honoured = own.get(name) or _OFF.get(name, ())
             if name in self._ignored or value in honoured or (name == "tool_choice" and not request.tools):
                 continue
-            has = f"the run has {shown(honoured[0])}" if honoured else "no run has it"
+            has = f"the run uses {shown(honoured[0])}" if honoured else "no run supports it"
             raise RequestRefusedError(
-                f"{name} is {shown(value)}, and {has}: leave it out of the request, or name {name!r} in the "
-                "environment's ignored_fields",
+                f"{name} is {shown(value)}, but {has}: remove it from the request, or add {name!r} to the "
+                f"environment's ignored_fields",
                 "invalid",
                 name,
             )
         if request.stop and self._episode.services.engine.capabilities.expert_routing:
-            raise RequestRefusedError("stop: a run that records expert routing cannot end a reply at a text")
+            raise RequestRefusedError(
+                "stop: a run that records expert routing cannot end a reply at a stop string; remove it"
+            )
 
     def _check_limits(self, limits: EpisodeLimits, replies: int = 1) -> None:
         """Refuse turns beyond the limits.
@@ -473,25 +480,28 @@ async def opened_endpoint(
     is_replay = spec.purpose == "replay"
     if is_replay and not recall:
         raise EpisodeError(
-            f"episode {spec.episode_id}: its program does harm if it runs again (replay_stable = False)",
+            f"episode {spec.episode_id}: its program must not run again (replay_stable = False), so the episode cannot "
+            f"be replayed",
             reason="resource_lost",
         )
     if journal.is_resumed and not is_replay:
         raise EpisodeError(
-            f"episode {spec.episode_id}: its agent from outside died with its process; the episode begins again, with "
-            "the same replies to the same requests",
+            f"episode {spec.episode_id}: its external agent died with its process; the episode starts over, with the "
+            f"same replies to the same requests",
             reason="harness_lost",
             begin_again=True,
         )
     if agents:
-        raise EnvironmentDefinitionError("ctx.endpoint() was called after ctx.agent(): its seats have no agents yet")
+        raise EnvironmentDefinitionError(
+            "ctx.endpoint() was called after ctx.agent(); call it first, before any seat has an agent"
+        )
     try:
         patterns = [re.compile(pattern) for pattern in volatile]
     except re.error as error:
-        raise EnvironmentDefinitionError(f"volatile: {error.pattern!r} is no regular expression: {error}") from error
+        raise EnvironmentDefinitionError(f"volatile: {error.pattern!r} is not a regular expression: {error}") from error
     strangers = sorted(set(aliases.values()) - set(spec.seats))
     if strangers:
-        raise EnvironmentDefinitionError(f"aliases name {strangers[0]!r}, no seat of {spec.environment}")
+        raise EnvironmentDefinitionError(f"aliases name {strangers[0]!r}, which is not a seat of {spec.environment}")
     if not recall:
         journal.forget_answers()
     seats = {seat: HarnessAgent(episode, seat, patterns, ignored_fields) for seat in spec.seats}
@@ -502,7 +512,7 @@ async def opened_endpoint(
         if unasked := journal.unasked_turns(seat):
             if is_replay:
                 then = f"the journal holds {describe_entry(unasked[0])}"
-                journal.mismatch(f"turn {unasked[0].turn}", then, "the agent from outside does not ask for it now")
+                journal.mismatch(f"turn {unasked[0].turn}", then, "the external agent does not ask for it now")
             episode.note = episode.note or agent.difference
 
 

@@ -123,7 +123,7 @@ class ReplayJournal(CallJournal):
             RecordEndedError: the journal holds no more entries.
         """
         if difference:
-            self.mismatch(call.call_id, "the agent from outside asks something else", difference)
+            self.mismatch(call.call_id, "the external agent asks something else", difference)
         self._end_at(call, "a turn that it did not ask for then")
 
     def reward(self, body: RewardEntry) -> RewardEntry:
@@ -143,7 +143,7 @@ class ReplayJournal(CallJournal):
         self.reached += 1
         self._on_call(call_id, describe_entry(body))
         if call_id == self._until:
-            stopped = ReplayStoppedError(f"stopped at call {call_id}, as asked")
+            stopped = ReplayStoppedError(f"stopped at call {call_id}, as requested")
             self.fail(stopped)
             raise stopped
 

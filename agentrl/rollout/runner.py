@@ -241,7 +241,7 @@ class EpisodeRunner:
             await self._log.take_over(spec.episode_id, spec.attempt)
             return self._log.read(spec.episode_id, spec.attempt)
         except JournalError as error:
-            raise EpisodeError(f"it cannot go on: {error}", reason="journal_damaged") from None
+            raise EpisodeError(f"it cannot continue: {error}", reason="journal_damaged") from None
 
     async def recalled(self, spec: EpisodeSpec, since: int) -> tuple[int, list[JournalEntry]]:
         """Return the turns of earlier attempts that external agents requested, each with its whole context; a later
@@ -316,7 +316,8 @@ class EpisodeRunner:
         policy = self._services.settings.on_code_change
         if journal.code_hash_then != code_hash and policy != "try":
             raise EpisodeError(
-                f"episode {spec.episode_id} was recorded by other code ({journal.code_hash_then}) than there is now "
+                f"episode {spec.episode_id} was recorded with different code ({journal.code_hash_then}) than there is "
+                f"now "
                 f"({code_hash}), and environment.on_code_change is {policy!r}",
                 reason="code_changed",
                 begin_again=policy == "restart",
@@ -349,8 +350,8 @@ class EpisodeRunner:
             needs_masks = own.sampling.is_filtered and not own.is_external and spec.purpose == "train"
             if needs_masks and not services.engine.capabilities.sampling_mask:
                 raise EpisodeError(
-                    f"episode {spec.episode_id} was sampled through top_k, top_p or min_p, and the run's engine does "
-                    "not record any more what they keep",
+                    f"episode {spec.episode_id} was sampled with top_k, top_p or min_p, and the run's engine does not "
+                    f"record which tokens they keep",
                     reason="settings_changed",
                     begin_again=True,
                 )
@@ -391,7 +392,9 @@ def _ended_with(error: BaseException, journal: CallJournal, limit: TimeLimit) ->
         if limit.has_given_up and not journal.is_stopped:
             return None
         if not limit.is_cancelled:
-            ended = EpisodeError("run() raised CancelledError, and nobody had cancelled it", reason="environment_error")
+            ended = EpisodeError(
+                "run() raised CancelledError, but nothing had cancelled it", reason="environment_error"
+            )
             ended.__cause__ = error
             return ended
     return of_the_episode(error, limit.task)

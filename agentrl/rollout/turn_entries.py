@@ -57,7 +57,7 @@ def decode_message(data: Mapping[str, Any]) -> Message:
             {**data, "tool_calls": [{"id": "", **call} for call in calls]} if calls else dict(data), Message
         )
     except (msgspec.ValidationError, TypeError, AttributeError) as error:
-        raise JournalError(f"a message that was edited in cannot be read ({error})") from error
+        raise JournalError(f"an edited message cannot be read ({error})") from error
 
 
 def completion_of(entry: TurnEntry) -> Completion:

@@ -32,7 +32,7 @@ from agentrl.rollout.runner import EpisodeRunner
 
 MAX_ATTEMPTS = 8
 """Maximum number of attempts of an episode over all restarts of a run, if they end through no fault of its environment:
-a resource died with its process, or the code changed. Attempts whose agent from outside died with its process do not
+a resource died with its process, or the code changed. Attempts whose external agent died with its process do not
 count: it begins again with the same replies, and a process dies once."""
 
 MAX_STRAYS = 3

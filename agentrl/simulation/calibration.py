@@ -94,18 +94,18 @@ def calibrated(reader: RunReader) -> Calibration:
     """
     config = reader.info().get("config")
     if not isinstance(config, dict):
-        raise InputError(f"{reader.path}: is no training run, so there is nothing to calibrate with")
+        raise InputError(f"{reader.path}: not a training run, so it cannot be used for calibration")
     trained = [name for name, policy in config["policies"].items() if policy["kind"] == "trained"]
     rows = reader.log.rows("SELECT policy, seconds, fed, stepped_at FROM steps ORDER BY stepped_at")
     own = [at for policy, _, _, at in rows if policy == trained[0]]
     if len(own) < 4:
-        raise InputError(f"{reader.path}: too few steps to calibrate with: {len(own)}")
+        raise InputError(f"{reader.path}: {len(own)} steps are too few for calibration")
     skipped = max(int(len(own) * FILLING), 1)
     begin, end = own[skipped - 1], own[-1]
     window = [row for row in rows if begin < row[3] <= end]
     seen, turns, since = _read(reader, begin, end)
     if len(turns) < 20:
-        raise InputError(f"{reader.path}: {len(turns)} turns after the first steps are too few to calibrate with")
+        raise InputError(f"{reader.path}: {len(turns)} turns after the first steps are too few for calibration")
     published = [value for value in _metric(reader, trained[0]) if value > 0]
     plan = read_mapping(
         {

@@ -65,11 +65,11 @@ class Tail(Section):
     @model_validator(mode="after")
     def _check_order(self) -> Tail:
         if not self.p50 <= self.p90 <= self.cap:
-            raise ValueError(f"p50 = {self.p50:g}, p90 = {self.p90:g}, cap = {self.cap:g} do not grow")
+            raise ValueError(f"p50 = {self.p50:g}, p90 = {self.p90:g}, cap = {self.cap:g} must be ascending")
         if self.law == "pareto" and not self.p50 < self.p90 < self.cap:
             raise ValueError("law = 'pareto' needs p50 < p90 < cap")
         if (self.law == "measured") != (len(self.ranks) > 1) or list(self.ranks) != sorted(self.ranks):
-            raise ValueError("law = 'measured' and ranks, two or more that grow, belong together")
+            raise ValueError("law = 'measured' needs ranks, at least two and ascending; other laws take none")
         if self.ranks and self.ranks[-1] > self.cap:
             raise ValueError(f"ranks end at {self.ranks[-1]:g}, beyond cap = {self.cap:g}")
         return self
@@ -318,7 +318,9 @@ class EnginePlan(Section):
     @model_validator(mode="after")
     def _check_known(self) -> EnginePlan:
         if not self.rates and self.model is None:
-            raise ValueError("say how fast it is: model = '7B' and gpu = 'H100', or rates = { 1 = 80, 64 = 30 }")
+            raise ValueError(
+                "the engine's speed is missing: give model = '7B' and gpu = 'H100', or rates = { 1 = 80, 64 = 30 }"
+            )
         return self
 
 
@@ -359,7 +361,9 @@ class Plan(Section):
         root = next(iter(self.environments))
         for name in self.environments:
             if name != root and not any(name in other.fan_out for other in self.environments.values()):
-                raise ValueError(f"environments.{name} has no parent: name it in the fan_out of {root!r}")
+                raise ValueError(
+                    f"environments.{name} is spawned by no environment: name it in the fan_out of {root!r}"
+                )
         episodes = sum(self.times().values())
         if episodes > MAX_EPISODES:
             raise ValueError(f"fan_out: a task comes to {episodes:,} episodes; at most {MAX_EPISODES:,}")
@@ -368,7 +372,9 @@ class Plan(Section):
     @model_validator(mode="after")
     def _check_learners(self) -> Plan:
         if not self.trained:
-            raise ValueError("policies: none of them learns, so there are no steps to simulate: kind = 'trained'")
+            raise ValueError(
+                "policies: none is trained, so there are no steps to simulate; set kind = 'trained' for one"
+            )
         return self
 
     @model_validator(mode="after")
@@ -380,8 +386,9 @@ class Plan(Section):
         turns = self.filling_steps * self.tasks_per_step() * self.turns_per_task()
         if turns > MAX_TURNS:
             raise ValueError(
-                f"{turns:,.0f} turns are to be simulated until the pipeline is full ({self.filling_steps} steps), at "
-                f"most {MAX_TURNS:,} can be: lower step_size, max_staleness, fan_out, credit.group_size or turns"
+                f"{turns:,.0f} turns would have to be simulated until the pipeline is full ({self.filling_steps} "
+                f"steps), but at most {MAX_TURNS:,} can be: lower step_size, max_staleness, fan_out, credit.group_size "
+                f"or turns"
             )
         return self
 
@@ -406,7 +413,8 @@ class Plan(Section):
             if room is not None and longest > room:
                 raise ValueError(
                     f"environments.{name}: a conversation may have {longest:,.0f} tokens (prompt, tokens.cap, answers "
-                    f"of tools), and a replica holds keys and values of {room:,}: an episode could never end. Lower "
+                    f"of tools), but the KV cache of a replica has room for {room:,}: an episode could never finish. "
+                    f"Lower "
                     "the caps, or raise engine.gpus or engine.kv_tokens"
                 )
         if self.trainer.step_seconds is None and self.engine.model is None:

@@ -215,7 +215,7 @@ class SimLoop(asyncio.BaseEventLoop):
         self._drop_cancelled_timers()
         if self.steps >= self._max_steps:
             spent, self._max_steps = self._max_steps, 2 * self._max_steps  # as much again, to clean up
-            raise StepLimitError(f"{spent} steps taken by t={self._now:g}: is something spinning?")
+            raise StepLimitError(f"{spent} steps taken by t={self._now:g}; a task probably loops without waiting")
         if not self._ready:
             if not self._scheduled:
                 if self._stopping:
@@ -270,7 +270,9 @@ class SimLoop(asyncio.BaseEventLoop):
 
     def _write_to_self(self) -> None:
         if threading.get_ident() != self._thread_id:
-            raise SimulationError("another thread called into the simulated loop: its timing cannot be repeated")
+            raise SimulationError(
+                "another thread called into the simulated loop, so its timing would not be reproducible"
+            )
 
 
 def simulate(main: Callable[[], Coroutine[Any, Any, T]], *, seed: int, max_steps: int = 2_000_000) -> T:

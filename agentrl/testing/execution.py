@@ -224,7 +224,7 @@ def play(environment: str | type, task: Task, replies: Sequence[str | Mapping[st
         nonlocal asked
         asked += 1
         if asked > len(remaining):
-            raise CheckFailedError(f"the environment asked for reply {asked}, but only {len(remaining)} are given")
+            raise CheckFailedError(f"the environment asked for reply {asked}, but only {len(remaining)} were given")
         return [*remaining[asked - 1].encode(), STOP_TOKEN]
 
     spec = EpisodeSpec(

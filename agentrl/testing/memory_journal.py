@@ -129,7 +129,7 @@ class MemoryTurnLog:
         """
         key = (entry.episode_id, entry.attempt, entry.call_id)
         if key in self._keys:
-            raise JournalError(f"episode {key[0]} attempt {key[1]}: call {key[2]} is journaled twice")
+            raise JournalError(f"episode {key[0]} attempt {key[1]}: call {key[2]} was journaled twice")
         self._keys.add(key)
         self.entries.append(entry)
 
@@ -510,7 +510,7 @@ class MemoryJournal:
 
     def _record(self, *records: ControlRecord) -> None:
         if self.closed:
-            raise JournalError(f"the journal is closed; refused: {records}")
+            raise JournalError(f"the journal is closed; refused records: {records}")
         self.records.extend(records)
 
     def _check_entries(self, header: EpisodeHeader) -> None:

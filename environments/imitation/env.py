@@ -71,7 +71,7 @@ class Imitation(agentrl.Environment):
         else:
             found = list(_of_file(Path(path)))
         if not found:
-            raise InputError(f"{path} holds no conversation" + (f" with {where}" if where else ""))
+            raise InputError(f"{path} contains no conversation" + (f" with {where}" if where else ""))
         return [agentrl.Task(id=name, data={"messages": messages, "tools_of": tools_of}) for name, messages in found]
 
 
@@ -103,7 +103,7 @@ def _checked(line: Any, where: str) -> list[dict[str, str]]:
         known = isinstance(message, dict) and message.get("role") in ROLES
         if not known or not isinstance(message.get("content"), str) or message.get("tool_calls"):
             raise InputError(
-                f'{where}: no conversation; a line is {{"messages": [{{"role": "user", "content": …}}, …]}}, with '
+                f'{where}: not a conversation; a line is {{"messages": [{{"role": "user", "content": …}}, …]}}, with '
                 "calls of tools written in the content, as the model writes them"
             )
     said = [{"role": message["role"], "content": message["content"]} for message in messages]

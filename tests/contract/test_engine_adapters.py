@@ -329,7 +329,7 @@ def test_an_update_that_waits_fails_when_the_engine_closes(zoo: ModelZoo, tmp_pa
         engine = load_engine(zoo, refresh="episode", adapter_slots=2)
         _, updating = await waiting_update(engine, zoo, tmp_path)
         await engine.close()
-        with pytest.raises(EngineError, match="the engine ended"):
+        with pytest.raises(EngineError, match="the engine was closed"):
             await updating
         with pytest.raises(EngineError, match="closed"):
             await engine.serve([zoo.full(version(4))])
@@ -351,7 +351,7 @@ def test_an_update_whose_files_are_being_read_fails_when_the_engine_closes(
         updating = asyncio.ensure_future(engine.serve([weights]))
         await asyncio.sleep(0)
         await engine.close()
-        with pytest.raises(EngineError, match="the engine ended"):
+        with pytest.raises(EngineError, match="the engine was closed"):
             await updating
 
     asyncio.run(main())
@@ -368,7 +368,7 @@ def test_whenever_the_engine_closes_an_update_is_applied_or_told_so(zoo: ModelZo
             await asyncio.sleep(0)
         await engine.close()
         (failure,) = await asyncio.gather(updating, return_exceptions=True)
-        assert failure is None or (isinstance(failure, EngineError) and "the engine ended" in str(failure))
+        assert failure is None or (isinstance(failure, EngineError) and "the engine was closed" in str(failure))
         with pytest.raises(EngineError, match="the engine is closed"):
             await engine.score("solver", prompt(4))
 

@@ -170,15 +170,15 @@ FAULTS: dict[str, dict[str, tuple[dict[str, Any], str]]] = {
     "adapter": {
         "never delivered": ({"fault": never_delivered}, "as the model the run began with would"),
         "the version before": ({"served_step": 1}, r"as solver@0\.1 would"),
-        "half an update": ({"fault": half}, "those its trainer computed"),
-        "another base": ({"base": 3}, "those its trainer computed"),
-        "eight bits": ({"fault": in_eight_bits}, "those its trainer computed"),
+        "half an update": ({"fault": half}, "those the trainer computed"),
+        "another base": ({"base": 3}, "those the trainer computed"),
+        "eight bits": ({"fault": in_eight_bits}, "those the trainer computed"),
     },
     "full": {
         "the version before": ({"served_step": 1}, r"as solver@0\.1 would"),
-        "half an update": ({"fault": half}, "those its trainer computed"),
-        "another base": ({"base": 3}, "those its trainer computed"),
-        "eight bits": ({"fault": in_eight_bits}, "those its trainer computed"),
+        "half an update": ({"fault": half}, "those the trainer computed"),
+        "another base": ({"base": 3}, "those the trainer computed"),
+        "eight bits": ({"fault": in_eight_bits}, "those the trainer computed"),
         "another dtype": ({"dtype": torch.float32}, "in float32, and the engine computes in bfloat16"),
     },
 }

@@ -273,7 +273,7 @@ def test_deltas_add_up_to_what_was_sampled(zoo: ModelZoo) -> None:
 @pytest.mark.parametrize(
     ("ids", "sampling", "message"),
     [
-        ([], {}, "must have tokens"),
+        ([], {}, "context"),
         ([5, VOCABULARY], {}, "all in"),
         ([-1], {}, "all in"),
         ([5], {"temperature": 0.0}, "temperature"),

@@ -255,7 +255,7 @@ def test_a_bug_in_making_a_process_ready_is_raised_by_who_waits_for_it() -> None
             "the process", Unwelcome(), budget=RetryBudget(5), silence_s=300, clock=NoWaiting(), tell=lambda line: None
         )
         async with asyncio.timeout(200):
-            with pytest.raises(EngineError, match="could not be made ready: KeyError: 'a bug'"):
+            with pytest.raises(EngineError, match="KeyError: 'a bug'"):
                 await supervisor.serving()
             await supervisor.stop()
         assert supervisor.process_id is None
@@ -306,9 +306,9 @@ def test_a_process_that_dies_again_and_again_is_given_up_and_an_answer_starts_th
             kill(engine)
             while engine.supervisor.process_id == process:
                 await asyncio.sleep(0.01)
-        with pytest.raises(EngineError, match=r"died \(SIGKILL\), 6 times; it is not started again"):
+        with pytest.raises(EngineError, match=r"died \(SIGKILL\), 6 times"):
             await session.generate(request("s", prompt(3)))
-        with pytest.raises(EngineError, match="not started again"):
+        with pytest.raises(EngineError, match="not be restarted"):
             await engine.serve([weights_of(1)])
         await engine.close()
 
@@ -402,7 +402,7 @@ def test_what_a_dead_child_had_started_is_ended_too() -> None:
         supervisor = Supervisor(
             "a child", child, budget=RetryBudget(1), silence_s=300, clock=NoWaiting(), tell=lambda line: None
         )
-        with pytest.raises(EngineError, match="not started again"):
+        with pytest.raises(EngineError, match="not be restarted"):
             await supervisor.serving()
         await supervisor.stop()
         for watch in child.watches:

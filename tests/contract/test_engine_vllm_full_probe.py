@@ -34,7 +34,7 @@ def test_weights_that_are_others_are_found_by_their_probe_and_what_they_sampled_
             engine.open("s", "solver").generate(request("a", context, max_tokens=300), on_delta)
         )
         await in_flight(engine)
-        for seed, message in ((3, "those its trainer computed"), (1, r"as solver@0\.1 would")):
+        for seed, message in ((3, "those the trainer computed"), (1, r"as solver@0\.1 would")):
             other = write_full(tmp_path / f"other{seed}", version(2), tensors_of(zoo, seed), canary=second)
             with pytest.raises(EngineError, match=rf"solver@0\.2 refused: .*{message}"):
                 await engine.serve([other])
@@ -63,11 +63,11 @@ def mixed(zoo: ModelZoo) -> dict[str, Any]:
 
 FAULTS: dict[str, tuple[Callable[[ModelZoo], dict[str, Any]], str]] = {
     "never delivered": (lambda zoo: tensors_of(zoo, 1), r"as solver@0\.1 would"),
-    "half an update": (mixed, "those its trainer computed"),
-    "another base": (lambda zoo: tensors_of(zoo, 3), "those its trainer computed"),
+    "half an update": (mixed, "those the trainer computed"),
+    "another base": (lambda zoo: tensors_of(zoo, 3), "those the trainer computed"),
     "rounded to eight bits": (
         lambda zoo: {name: each.to(torch.float8_e4m3fn).float() for name, each in tensors_of(zoo, 2).items()},
-        "those its trainer computed",
+        "those the trainer computed",
     ),
     "another dtype": (
         lambda zoo: {name: each.bfloat16() for name, each in tensors_of(zoo, 2).items()},

@@ -74,7 +74,7 @@ def test_an_adapter_that_is_another_is_found_by_its_probe_and_what_it_sampled_is
         while not calls.heard:
             await asyncio.sleep(0.01)
         for message, weights in (
-            ("those its trainer computed", publish_adapter(zoo, tmp_path / "3", 3, seed=2, served_seed=3)),
+            ("those the trainer computed", publish_adapter(zoo, tmp_path / "3", 3, seed=2, served_seed=3)),
             ("as the model the run began with", publish_adapter(zoo, tmp_path / "4", 4, seed=4, served=vanished)),
             (r"as solver@0\.1 would", right),
         ):

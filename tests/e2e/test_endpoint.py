@@ -197,9 +197,9 @@ def test_what_cannot_be_evaluated_is_refused_before_anything_is_written(
         nowhere = f"http://127.0.0.1:{unused.getsockname()[1]}/v1,large"
         for arguments, told in {
             ("--model", nowhere): "the endpoint cannot be reached",
-            ("--model", "http://"): "not the address of an endpoint",
-            ("--model", "https://user:pass@example.com/v1"): "no key belongs in it",
-            ("--model", "http://example.com/v1,m", "--api-key-env", "A"): "anybody on the way could read it",
+            ("--model", "http://"): "is not the URL",
+            ("--model", "https://user:pass@example.com/v1"): "use api_key_env",
+            ("--model", "http://example.com/v1,m", "--api-key-env", "A"): "Use https",
             ("--model", nowhere, "--api-key-env", "NOT_SET"): "no variable NOT_SET; set it",
             ("--model", nowhere, "--policy", "x"): "leave one out",
         }.items():
@@ -226,7 +226,7 @@ def test_people_read_the_rates_and_where_the_episodes_are(file: Path, capsys: py
         (lambda _: error(400, "this model does not support tools", "x"), "status 400.*does not support tools"),
         (lambda _: error(429, f"quota of {KEY} exceeded", "insufficient_quota"), "status 429.*quota of … exceeded"),
         (lambda _: web.Response(status=500), "status 500"),
-        (lambda _: web.json_response({"choices": []}), "its answer is no chat completion"),
+        (lambda _: web.json_response({"choices": []}), "not a chat completion"),
     ],
 )
 def test_an_endpoint_that_does_not_answer_is_named_with_its_words_and_without_the_key(

@@ -101,11 +101,11 @@ def test_each_policy_is_served_from_the_weights_given_for_it(base: Path, indiffe
 
 def test_weights_are_refused_before_anything_is_sampled(base: Path, indifferent: Path, tmp_path: Path) -> None:
     config = config_of(base)
-    with pytest.raises(InputError, match="whose weights"):
+    with pytest.raises(InputError, match="NAME=DIR"):
         agentrl.evaluate(config, indifferent, environment=Pair)
-    with pytest.raises(InputError, match="no policy 'third' to give weights to; there are: first, second"):
+    with pytest.raises(InputError, match=r"no policy 'third' .*: first, second"):
         agentrl.evaluate(config, {"third": indifferent}, environment=Pair)
-    with pytest.raises(InputError, match="no weights there"):
+    with pytest.raises(InputError, match="no weights"):
         agentrl.evaluate(config, {"first": tmp_path}, environment=Pair)
     (tmp_path / "adapter_model.safetensors").touch()
     (tmp_path / "adapter_config.json").write_text('{"r": "many"}')
@@ -126,7 +126,7 @@ def test_the_command_takes_one_directory_or_names(
     assert main([*given, "solver=indifferent"]) == 0
     capsys.readouterr()
     assert main([*given, "indifferent", "--policy", "solver=indifferent"]) == 2
-    assert "write NAME=DIR where there are several" in capsys.readouterr().err
+    assert "write NAME=DIR" in capsys.readouterr().err
 
 
 class Helped(agentrl.ToolEnvironment):

@@ -1,4 +1,4 @@
-"""Episodes of agents from outside, executed again from the command line: a coroutine and a child process."""
+"""Episodes of external agents, executed again from the command line: a coroutine and a child process."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_a_replay_runs_the_program_again_and_samples_nothing(
     ("environment", "file", "change", "told"),
     [
         ("Loop", "envs.py", ("branch {branch}", "part {branch}"), r"content: '2 * 1, branch 0', now '2 * 1, part 0'"),
-        ("Loop", "envs.py", ("in range(2)", "in range(1)"), "the agent from outside does not ask for it now"),
+        ("Loop", "envs.py", ("in range(2)", "in range(1)"), "the external agent does not ask for it now"),
         ("Loop", "envs.py", ("in range(2)", "in range(3)"), "a turn that it did not ask for then"),
         ("Program", "program.py", ("And twice ", "And also "), "content: 'And twice 2?', now 'And also 2?'"),
         ("Program", "program.py", ('open("answer', 'sys.exit(3) # open("answer'), "the program failed: exit status 3"),
@@ -196,4 +196,4 @@ def test_only_a_reply_can_be_changed(endpoint: ChatEndpoint, capsys: pytest.Capt
     Path("edit.json").write_text('[{"role": "user", "content": "Well?"}]')
     command = ["episode", "fork", run, "--at", "0", "--edit", "edit.json", "--environment", "envs.py:Program"]
     assert main(command) == 2
-    assert "whose requests are its own: edit the reply" in capsys.readouterr().err
+    assert "edit the reply" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The examples of agents from outside: 09, a loop over the openai client, and 10, mini-swe-agent."""
+"""The examples of external agents: 09, a loop over the openai client, and 10, mini-swe-agent."""
 
 from __future__ import annotations
 

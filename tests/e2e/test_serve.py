@@ -175,4 +175,4 @@ def test_what_cannot_be_served_is_refused(directory: Path) -> None:
     command = [sys.executable, "-m", "agentrl.cli", "serve", "run.toml", "--port", "70000"]
     ended = subprocess.run(command, cwd=directory, capture_output=True, text=True)
     assert ended.returncode == 2
-    assert "--port is a number" in ended.stderr
+    assert "--port must be a number" in ended.stderr

@@ -73,7 +73,7 @@ def reader_acts(reader: RunReader, episode: str) -> list[Any]:
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("", "holds no conversation"),
+        ("", "contains no conversation"),
         ("{", "cannot be read"),
         ('{"messages": [{"role": "assistant", "content": "x"}]}', "must say something, after another role"),
         ('{"messages": [{"role": "user", "content": 3}]}', "no conversation; a line is"),

@@ -298,7 +298,7 @@ def test_what_cannot_be_forked_is_said(tmp_path: Path) -> None:
     Walk.level = "snapshot"
     run = tmp_path / "run"
     within(run, lambda world: world.play(Walk))
-    with pytest.raises(InputError, match="has 4 turns, so there is no turn 4"):
+    with pytest.raises(InputError, match=r"has 4 turns, .* turn 4"):
         find_parent(run / "journal", "e0", None, 4)
     with pytest.raises(InputError, match="no episode e9"):
         find_parent(run / "journal", "e9", None, 0)

@@ -137,11 +137,10 @@ def test_a_group_larger_than_the_bound_on_what_is_in_flight_is_refused() -> None
 
 
 def test_a_step_that_no_fan_out_can_fill_is_refused() -> None:
-    assert refused(Ask, step_size=30, max_staleness=0) == (
-        "policies.guesser.step_size = 30 can never be filled: a group brings 12 units of guesser, and with "
-        "max_staleness = 0 no more groups are let in than fit, so every step would be of 24. Set step_size = 24 or 36, "
-        "or max_staleness = 1"
-    )
+    told = refused(Ask, step_size=30, max_staleness=0)
+    assert told.startswith("policies.guesser.step_size = 30 ")
+    assert "12 units of guesser" in told
+    assert "step_size = 24 or 36, or max_staleness = 1" in told
     for step_size, staleness in ((36, 0), (30, 1)):
         demands_of(config_for(step_size=step_size, max_staleness=staleness), Ask)
 
@@ -165,7 +164,7 @@ class Nobody(Ask):
 
 def test_a_fan_out_of_none_is_refused() -> None:
     Nobody.__module__ = Ask.__module__
-    assert "Nobody.fan_out says 0 of Guess: how many an episode starts, 1 or more" in refused(Nobody)
+    assert "Nobody.fan_out['Guess'] is 0;" in refused(Nobody)
 
 
 class Fewer(Ask):

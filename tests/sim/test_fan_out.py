@@ -244,7 +244,7 @@ def test_children_beyond_the_declared_are_refused_where_they_are_asked_for(fan_o
     dropped = {end.spec.task.id: end.detail for end in ends if end.header.drop_reason == "fan_out"}
     assert dropped.keys() == ({"digit-5"} if fan_out else {"digit-2", "digit-5"})
     said = "Greedy declares 4 of Solve" if fan_out else "Greedy declares none (so at most 256) of Solve"
-    assert f"{said} in fan_out, and ctx.spawn asked for 10000 after 3 before: none of these was" in dropped["digit-5"]
+    assert f"{said} in fan_out, but ctx.spawn asked for 10000 after 3 before" in dropped["digit-5"]
     admitted = [admission.spec.parent_id for admission in run.journal.of_kind(Admission)]
     assert max(Counter(parent for parent in admitted if parent is not None).values()) == bound
     assert all(end.header.attempt == 0 for end in ends), "another attempt would ask for as many"
@@ -274,7 +274,7 @@ def test_children_that_were_started_stay_where_less_is_declared_now() -> None:
 def test_the_checker_says_that_children_are_more_than_declared() -> None:
     tasks = [Task(id="greedy", data={"digit": "10"})]
     report = agentrl.check_environment(Greedy, tasks=tasks)
-    assert "Greedy declares 4 of Solve in fan_out, and ctx.spawn asked for 10 after 3 before" in report.text
+    assert "Greedy declares 4 of Solve in fan_out, but ctx.spawn asked for 10 after 3 before" in report.text
     assert "a child episode was dropped: Greedy declares 4" in agentrl.check_environment(Parent, tasks=tasks).text
 
 

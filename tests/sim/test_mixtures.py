@@ -192,15 +192,15 @@ def test_the_tasks_to_evaluate_on_are_drawn_from_the_whole_list_by_the_seed() ->
 def test_what_a_mixture_cannot_be_is_refused_by_name() -> None:
     with pytest.raises(EnvironmentDefinitionError, match="rates are all 0"):
         mixture({Digits: 0.0})
-    with pytest.raises(EnvironmentDefinitionError, match="two environments that are called Easy"):
+    with pytest.raises(EnvironmentDefinitionError, match=r"two environments .* Easy"):
         mixture({Easy: 1.0, type("Easy", (Guess,), {}): 1.0})
     with pytest.raises(ConfigError, match=r"environment.options.count.*for each class name \(Digits, Easy\)"):
         task_source(config(options={"count": 3}), BOTH, "train")
     with pytest.raises(ConfigError, match="Digits has no split 'hard'; it has train, held_out"):
         held_out(config_for(environment={"id": "unused"}, evaluation={"tasks": {"hard": 3}}), Digits)
-    with pytest.raises(ConfigError, match="other numbers of units: Ask"):
+    with pytest.raises(ConfigError, match=r"number of units .* Ask"):
         demands_of(config(), mixture({Ask: 1.0, Digits: 1.0}))
-    with pytest.raises(InputError, match="leave tasks= and held_out= out"):
+    with pytest.raises(InputError, match="tasks= and held_out="):
         task_source(config(), BOTH, "train", TASKS)
     with pytest.raises(ValueError, match="name of a split is expected"):
         config_for(evaluation={"tasks": {"Easy@": 3}})

@@ -421,7 +421,7 @@ def test_a_replica_that_failed_for_good_is_left_out_and_when_none_is_left_all_he
         engines[1].lose()
         with pytest.raises(EngineLostError):
             await waiting
-        why = "no replica of the engine serves any more; replica 0: it is not started again; replica 1: it is not"
+        why = "all replicas of the engine are lost; replica 0: it is not started again; replica 1: it is not"
         with pytest.raises(EngineFailedError, match=why):
             await sessions[0].generate(request("c", context(0)))
         with pytest.raises(EngineFailedError, match=why):

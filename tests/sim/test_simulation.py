@@ -205,7 +205,7 @@ def test_it_says_what_it_holds_and_how_fast_it_computes() -> None:
 
 
 def test_a_context_that_outgrows_the_memory_alone_is_refused() -> None:
-    with pytest.raises(EngineError, match="an episode could outgrow the engine alone"):
+    with pytest.raises(EngineError, match="KV cache"):
         engine(kv_tokens=100, max_context=300)
 
 

@@ -305,8 +305,7 @@ def test_the_end_of_the_processes_names_the_episodes_that_were_with_them(simulat
                 process.kill()
             await asyncio.sleep(STARTS_S + 1.0)
         told = str(at.failure)
-        assert "it is not started again. With processes that died, and no further since: " in told
-        assert re.search(r"no further since: e\d \(task 'e\d'\) \d times?", told)
+        assert re.search(r"processes that died.*: e\d \(task 'e\d'\) \d times?", told)
         await at.pool.close()
 
     simulated_loop.run(main, seeds=SEEDS)

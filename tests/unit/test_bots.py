@@ -110,7 +110,7 @@ def test_a_bot_may_wait() -> None:
 
 @pytest.mark.parametrize(
     ("bot", "told"),
-    [("broken", r"the bot raised KeyError: 'A card\.'"), ("wordless", "the bot said 7, which is no text")],
+    [("broken", r"the bot raised KeyError: 'A card\.'"), ("wordless", "the bot returned 7;")],
 )
 def test_a_bot_that_fails_ends_the_episode_by_name(bot: str, told: str) -> None:
     with pytest.raises(CheckFailedError, match=rf"episode and seat e\d+\.0:dealer\.0, policy 'dealer': {told}"):

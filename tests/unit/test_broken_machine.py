@@ -35,7 +35,9 @@ def test_what_the_machine_refuses_is_no_bug(
 ) -> None:
     monkeypatch.setattr("agentrl.cli.runs.run_list", _fails(OSError(number, os.strerror(number), "runs\x1b[2J")))
     assert main(["run", "list"]) == 74
-    assert capsys.readouterr().err == (f"agentrl: runs\\x1b[2J: {os.strerror(number)}; make room or permission there\n")
+    assert capsys.readouterr().err == (
+        f"agentrl: runs\\x1b[2J: {os.strerror(number)}; check the free space and the permissions there\n"
+    )
 
 
 def test_code_that_ends_the_program_is_told_and_no_success(

@@ -337,7 +337,7 @@ def test_a_tokenizer_of_another_model_is_refused_with_both_sizes(tmp_path: Path)
         (tmp_path / "config.json").write_text(json.dumps({"text_config": {"vocab_size": rows}}))
         TemplateFormat.load(tmp_path)
     for rows, complaint in (
-        (last - 1, rf"has {tokens} tokens, and the model's embeddings {last - 1} rows: token {last - 1} has none"),
+        (last - 1, rf"has {tokens} tokens, but the model's embeddings have {last - 1} rows: token {last - 1} has none"),
         (tokens + 3000, rf"has only {tokens} tokens for {tokens + 3000} rows"),
     ):
         (tmp_path / "config.json").write_text(json.dumps({"vocab_size": rows}))

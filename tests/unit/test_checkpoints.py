@@ -47,7 +47,7 @@ def test_the_newest_whole_checkpoint_is_found_and_each_newer_one_is_told(tmp_pat
     assert manifest.directory == first
     assert rejected == [
         f"checkpoint {third}: 'manifest.json' cannot be read (No such file or directory)",
-        f"checkpoint {second}: 'recording_trainer.json' is not the file that was saved: its digest is another",
+        f"checkpoint {second}: 'recording_trainer.json' is not the file that was saved: its digest differs",
     ]
     (first / "recording_trainer.json").unlink()
     manifest, rejected = newest(tmp_path)
@@ -68,7 +68,7 @@ def test_a_name_that_is_taken_is_not_blamed_on_the_disk(tmp_path: Path) -> None:
     taken = tmp_path / "step_000001-0" / "mine"
     taken.mkdir(parents=True)
     (taken / "notes").write_text("keep me")
-    with pytest.raises(StorageError, match=r"step_000001-0: .*name already.*move it away"):
+    with pytest.raises(StorageError, match=r"step_000001-0: .*exists already.*move it away"):
         write(tmp_path, 1)
     assert (taken / "notes").read_text() == "keep me"
     assert [path.name for path in tmp_path.iterdir()] == ["step_000001-0"]
@@ -84,7 +84,7 @@ def test_a_name_that_is_taken_is_not_blamed_on_the_disk(tmp_path: Path) -> None:
         ({"": [0, ""]}, "not one of its regular files"),
         ({"device": [0, ""]}, "not one of its regular files"),
         ({"away/secret": [6, ""]}, "not one of its regular files"),
-        ({"recording_trainer.json": [1, ""]}, "bytes, and 1 were saved"),
+        ({"recording_trainer.json": [1, ""]}, "bytes, but 1 were saved"),
         ({"missing": [1, ""]}, "'missing' is not one of its regular files"),
         ({"recording_trainer.json": ["many", ""]}, "does not hold"),
         ({"recording_trainer.json": [1e400, ""]}, "does not hold"),

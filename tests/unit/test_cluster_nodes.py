@@ -116,7 +116,7 @@ def test_with_gpus_ranks_and_engines_go_where_they_are() -> None:
 
 def test_a_run_s_host_without_a_gpu_and_a_cluster_with_too_few_are_refused() -> None:
     nodes = [NODES[0], *(node._replace(gpus=1) for node in NODES[1:])]
-    with pytest.raises(ConfigError, match=r"computes on the run's host, 10.0.0.1, which has no GPU left"):
+    with pytest.raises(ConfigError, match=r"the run's host, 10.0.0.1, which has no free GPU"):
         plan_nodes(configuration(engine={"kind": "vllm"}), nodes)
     with pytest.raises(ConfigError, match=r"do not fit on the 2 GPUs of the Ray cluster"):
         plan_nodes(configuration(engine={"kind": "vllm", "replicas": 3}), nodes)

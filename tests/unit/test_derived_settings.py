@@ -94,15 +94,15 @@ def test_a_memory_that_nothing_fits_into_is_refused(
     repository: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     free(monkeypatch, 1 << 20)
-    with pytest.raises(ConfigError, match=r"nothing fits: .*256 tokens.*MiB.*engine.slots"):
+    with pytest.raises(ConfigError, match=r"not enough memory: .*256 tokens.*MiB.*engine.slots"):
         sized(configured(repository), {})
     file = tmp_path / "train.toml"
     file.write_text(f'[environment]\nid = "calculator"\n[model]\npath = "{repository}/environments/calculator/model"\n')
     assert main(["doctor", str(file), "--json"]) == 1
     report = json.loads(capsys.readouterr().out)["sections"]["memory"]
-    assert any("nothing fits" in check["found"] for check in report)
+    assert any("not enough memory" in check["found"] for check in report)
     assert main(["train", str(file), f"--directory={tmp_path}"]) == 2
-    assert "nothing fits" in capsys.readouterr().err
+    assert "not enough memory" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
 

@@ -64,7 +64,7 @@ def test_a_module_and_a_file_are_found(tmp_path: Path) -> None:
         ("environments.calculator:Nothing", "has no 'Nothing'"),
         ("no.such.module:X", "cannot import no.such.module"),
         ("nowhere/env.py", "does not exist"),
-        ("agentrl.core.records:Task", "is no agentrl.Environment"),
+        ("agentrl.core.records:Task", "is not an agentrl.Environment"),
         ("agentrl.core.ids:call_id", "not a class"),
     ],
 )

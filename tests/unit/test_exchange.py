@@ -87,7 +87,7 @@ def test_nothing_is_left_of_an_export_that_fails(
 ) -> None:
     command = ["run", "export", str(sample_run), "--to", "jsonl", "--out", str(tmp_path / "out.jsonl")]
     assert main([*command, "--where", "reward > 1000"]) == 2
-    assert "no episode passes" in capsys.readouterr().err
+    assert "no episode matches" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 

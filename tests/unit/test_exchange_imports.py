@@ -230,7 +230,7 @@ REFUSED = [
     ("larger number", f'{{"id": "x", "traces": [], "task": {{"data": {{"a": {"9" * 5000}}}}}}}', "line 2: "),
     ("many values", '{"id": "x", "traces": [' + "[]," * 2_000_000 + "[]]}", "values; at most"),
     ("no id", '{"traces": []}', "no id"),
-    ("same id", episode("one"), "another episode's already"),
+    ("same id", episode("one"), "already used by another episode"),
     ("long id", episode("x" * 400), "a name of 400 characters"),
     (
         "a message before itself",
@@ -246,7 +246,7 @@ REFUSED = [
         "a reward",
     ),
     ("before all times", episode("x", traces=[{"timing": {"start": -1e308, "agent": {"end": 1.7e308}}}]), "a time"),
-    ("large step", episode("x", run={"work": {"policy": {"start": 2**63, "end": 1}}}), "a step that is none"),
+    ("large step", episode("x", run={"work": {"policy": {"start": 2**63, "end": 1}}}), "a step that does not exist"),
     ("shared text", episode("x", traces=[branches([{"text": "x" * 1000}, {"text": "y"}])]), "40,000 branches"),
     ("shared call", episode("x", traces=[branches("", {"arguments": "x" * 1000})]), "40,000 branches"),
     ("half a character", '{"id": "\\ud800", "traces": []}', "line 2: "),
@@ -286,7 +286,10 @@ def test_bytes_that_are_no_text_and_lines_without_end_are_refused(
         ({"schema_version": "ATIF-v9"}, "version 'ATIF-v9'"),
         ({"steps": [{"step_id": 2, "source": "user", "message": "x"}]}, "step 1 has the id 2"),
         ({"steps": [{"step_id": 1, "source": "robot", "message": "x"}]}, "Invalid enum"),
-        ({"steps": [{"step_id": 1, "source": "agent", "message": "x", "timestamp": "soon"}]}, "no time of ISO 8601"),
+        (
+            {"steps": [{"step_id": 1, "source": "agent", "message": "x", "timestamp": "soon"}]},
+            "'soon' is not an ISO 8601 time",
+        ),
         (
             {
                 "steps": [
@@ -296,7 +299,7 @@ def test_bytes_that_are_no_text_and_lines_without_end_are_refused(
             "more than 32 bits",
         ),
         ({"agent": {"name": "x" * 999}}, "a name of 999 characters"),
-        ({"extra": {"reward_parts": {"terminus[0]": [[2**70, 1.0]]}}}, "a turn that is none"),
+        ({"extra": {"reward_parts": {"terminus[0]": [[2**70, 1.0]]}}}, "a turn that does not exist"),
     ],
 )
 def test_a_trajectory_that_is_none_is_named(changes: dict[str, Any], why: str, tmp_path: Path) -> None:

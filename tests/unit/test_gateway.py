@@ -1,4 +1,4 @@
-"""Agents from outside: what they ask, what they get, and what the journal holds of it."""
+"""External agents: what they ask, what they get, and what the journal holds of it."""
 
 from __future__ import annotations
 
@@ -752,7 +752,11 @@ def test_conversations_that_begin_count_as_open(monkeypatch: pytest.MonkeyPatch)
         conversations._open[0].asked = 1
         return [*map(str, found[1:]), conversations._in_start]
 
-    assert asyncio.run(asked()) == ["it could not begin", *["2 conversations are open already"] * 2, 0]
+    assert asyncio.run(asked()) == [
+        "it could not begin",
+        *["2 conversations are already open; close one, or try again later"] * 2,
+        0,
+    ]
 
 
 async def _resumed_often(attempt: int) -> EpisodeHeader:

@@ -41,16 +41,16 @@ def with_value(key: str, value: str) -> bytes:
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        pytest.param(with_value("lora_alpha", "NaN"), "not that of a LoRA adapter", id="nan"),
-        pytest.param(with_value("lora_alpha", "1e999"), "not that of a LoRA adapter", id="infinite"),
-        pytest.param(with_value("lora_alpha", "1e308"), "not finite once they are scaled", id="too large"),
+        pytest.param(with_value("lora_alpha", "NaN"), "not that of a supported LoRA adapter", id="nan"),
+        pytest.param(with_value("lora_alpha", "1e999"), "not that of a supported LoRA adapter", id="infinite"),
+        pytest.param(with_value("lora_alpha", "1e308"), "not finite when scaled", id="too large"),
         pytest.param(with_value("r", "0"), r"int.*>= 1.*\$\.r", id="no rank"),
         pytest.param(with_value("r", "4.5"), r"\$\.r", id="broken rank"),
         pytest.param(b'{"peft_type": "LORA", "lora_alpha": 8}', "`r`", id="missing rank"),
-        pytest.param(b"[]", "not that of a LoRA adapter", id="list"),
-        pytest.param(b"\xff{}", "not that of a LoRA adapter", id="no text"),
-        pytest.param(b"[" * 60_000, "not that of a LoRA adapter", id="deep"),
-        pytest.param(with_value("task_type", "[" * 60_000), "not that of a LoRA adapter", id="deep inside"),
+        pytest.param(b"[]", "not that of a supported LoRA adapter", id="list"),
+        pytest.param(b"\xff{}", "not that of a supported LoRA adapter", id="no text"),
+        pytest.param(b"[" * 60_000, "not that of a supported LoRA adapter", id="deep"),
+        pytest.param(with_value("task_type", "[" * 60_000), "not that of a supported LoRA adapter", id="deep inside"),
         pytest.param(b" " * 200_000, "longer than", id="long"),
         pytest.param(with_value("bias", '"all"'), r"\$\.bias", id="bias"),
         pytest.param(with_value("init_lora_weights", '"pissa"'), "pissa", id="changes the base"),
@@ -66,9 +66,9 @@ def test_a_configuration_that_is_not_plain_lora_is_refused(tmp_path: Path, confi
 @pytest.mark.parametrize(
     ("tensors", "reason"),
     [
-        pytest.param({}, "no matrices", id="empty"),
-        pytest.param({A: torch.ones(4, 6, 1), B: MATRICES[B]}, "no matrix", id="three dimensions"),
-        pytest.param({A: torch.tensor(1.0), B: MATRICES[B]}, "no matrix", id="no dimension"),
+        pytest.param({}, "no LoRA matrices", id="empty"),
+        pytest.param({A: torch.ones(4, 6, 1), B: MATRICES[B]}, "a matrix is expected", id="three dimensions"),
+        pytest.param({A: torch.tensor(1.0), B: MATRICES[B]}, "a matrix is expected", id="no dimension"),
     ],
 )
 def test_tensors_that_are_not_plain_lora_are_refused(tmp_path: Path, tensors: Any, reason: str) -> None:

@@ -225,7 +225,7 @@ def test_who_breaks_the_loop_ends_the_run_with_the_names_of_the_episodes(
     assert "(task 'digit-5')" in str(caught.value)
     assert caught.value.exit_code == 1
     assert play(tmp_path, break_it, resume=True, quiet=False).metrics[-1]["step"] == 6
-    assert re.search(rf"WARNING the process before ended: .*{told}", capsys.readouterr().err)
+    assert re.search(rf"WARNING .*{told}", capsys.readouterr().err)
 
 
 def die_in(directory: Path, *, resume: bool, by: Callable[[], None]) -> int:
@@ -268,8 +268,8 @@ def test_a_process_that_was_killed_is_told_of_with_its_episodes_and_two_are_susp
     assert "digit-5" in suspects
     play(tmp_path, nothing, resume=True, quiet=False)
     told = capsys.readouterr().err
-    assert re.search(r"the process before died without a word .*It ran .*\(task 'digit-5'\)", told)
-    assert "got nowhere at 2 such deaths in a row: worker processes, which would find it, do not know" in told
+    assert re.search(r"WARNING .* died .*\(task 'digit-5'\)", told)
+    assert re.search(r"\(task 'digit-5'\).* 2 such deaths in a row: .*worker processes.* chat format", told)
     last = ProcessRecord.read(tmp_path / "run")
     assert (last.state, last.is_playing, last.has_killer) == ("finished", False, False)
 

@@ -146,7 +146,7 @@ SLOW = {
 @pytest.mark.parametrize("name", SLOW)
 def test_a_template_that_computes_too_long_is_refused(tmp_path: Path, name: str) -> None:
     directory = write_model(tmp_path, SLOW[name], QWEN_SPECIAL)
-    with pytest.raises(ModelError, match=r"builds too much|compares and searches|loop rounds|too large"):
+    with pytest.raises(ModelError, match=r"builds more|compares and searches|loop rounds|too large|bits"):
         ChatTemplate(directory).render([], [], prompt=True)
 
 

@@ -72,7 +72,7 @@ def test_what_is_not_there_is_told_with_what_to_download_and_where(cache: Path, 
 def test_weights_that_would_be_unpickled_are_refused(cache: Path) -> None:
     for file in (cache / "snapshots" / NEW).glob("*.safetensors"):
         file.rename(file.with_name("pytorch_model.bin"))
-    with pytest.raises(ModelError, match="no weights as safetensors"):
+    with pytest.raises(ModelError, match="no safetensors weights"):
         with_local_model(named(), {})
 
 

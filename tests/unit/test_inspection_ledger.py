@@ -131,7 +131,7 @@ def test_a_partition_that_is_missing_is_named(run: Path, capsys: pytest.CaptureF
     for path in (run / "journal").glob("turns-w0.db*"):
         path.unlink()
     assert main(["run", "ledger", str(run)]) == 1
-    assert "turns-w0.db is missing, and 5 committed episodes lie in it" in " ".join(capsys.readouterr().out.split())
+    assert "turns-w0.db is missing, and it contains 5 committed episodes" in " ".join(capsys.readouterr().out.split())
 
 
 def test_entries_that_are_missing_are_named(run: Path) -> None:

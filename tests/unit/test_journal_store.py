@@ -334,7 +334,7 @@ def test_a_step_that_was_fed_nothing_is_whole_and_one_that_lacks_its_last_record
         connection.execute("DELETE FROM step_units WHERE step = 2 AND position = 1")
     connection.close()
     log = SqliteRunLog(tmp_path)
-    with pytest.raises(JournalError, match=r"of the units that step 2 of policy .* records are missing"):
+    with pytest.raises(JournalError, match=r"units that step 2 of policy .* missing"):
         log.verify()
     log.close()
 

@@ -250,7 +250,7 @@ def test_two_adapters_on_one_base_do_not_touch_each_other(model: Path, tmp_path:
 def test_a_frozen_policy_takes_no_steps(model: Path, tmp_path: Path, episodes: Episodes) -> None:
     policies = {"policy": FrozenPolicy(kind="frozen"), "other": PolicyConfig(lora=LORA)}
     trainer = started(run_config(model, policies=policies), tmp_path, episodes)
-    with pytest.raises(TrainerError, match="no policy 'policy' learns here; those that do: other"):
+    with pytest.raises(TrainerError, match="policy 'policy'; there are: other"):
         trainer.forward_backward(episodes.batch())
 
 

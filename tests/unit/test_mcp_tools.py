@@ -223,7 +223,7 @@ def test_its_children_end_with_the_episode(shop: MCPServer, pids: Path) -> None:
 TOOL = {"name": "a", "description": "", "inputSchema": OBJECT}
 LIES: dict[str, tuple[Any, str, str]] = {
     "twice": ([TOOL, TOOL], "pass", "it lists tool 'a' twice"),
-    "clash": ([TOOL | {"name": "own"}], "pass", "its tool 'own' has the name of another tool"),
+    "clash": ([TOOL | {"name": "own"}], "pass", "'own'"),
     "name": ([TOOL | {"name": "a b"}], "pass", "a tool's name is 'a b'"),
     "schema": ([TOOL | {"inputSchema": {"type": "object", "properties": 7}}], "pass", "ValidationError"),
     "type": ([TOOL | {"inputSchema": {"type": "object", "properties": {"a": {"type": "odd"}}}}], "pass", "is none: "),

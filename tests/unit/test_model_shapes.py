@@ -64,7 +64,7 @@ def test_a_window_bounds_the_embedded_engine_only_and_positions_bound_all(model:
     config = read_shapes(model, max_context=64).config
     assert config.get_text_config().vocab_size == 97
     assert kv_bytes_per_token(config) == 2 * 1 * 16 * 2 * 4
-    with pytest.raises(ModelError, match=r"attends to a window of 16 tokens.*engine.kind to vllm"):
+    with pytest.raises(ModelError, match=r"window of 16 tokens.*engine.kind = 'vllm'"):
         load_model(str(model), max_context=17, dtype=torch.float32, device="cpu")
     with pytest.raises(ModelError, match="max_context is 65, but the model has 64 positions"):
         read_shapes(model, max_context=65)
@@ -204,7 +204,7 @@ def test_the_check_at_start_sees_what_only_long_rows_show() -> None:
         with pytest.raises(ModelError, match=rf"rows of {lengths} tokens together, differ.*max_context to at most 32"):
             shares_prefixes(model, 128)
         check_slots(model, "here", max_context=32)
-        with pytest.raises(ModelError, match="other logits over slots than alone"):
+        with pytest.raises(ModelError, match="different logits"):
             check_slots(model, "here", max_context=128)
 
 
@@ -212,5 +212,5 @@ def test_attention_in_chunks_is_refused_over_slots_beyond_a_chunk() -> None:
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(_MODELS["llama4 chunks"](), dtype=torch.float32).eval()
     check_slots(model, "here", max_context=16)
-    with pytest.raises(ModelError, match=r"other logits over slots than alone|cannot run in the embedded engine"):
+    with pytest.raises(ModelError, match=r"different logits|cannot run in the embedded engine"):
         check_slots(model, "here", max_context=64)

@@ -176,10 +176,10 @@ def test_overload_and_broken_connections_are_tried_again(monkeypatch: pytest.Mon
         ),
         (401, "x" * (REFUSAL_SHOWN - 3) + KEY, "status 401: x+"),
         (200, "x" * (MAX_ANSWER_BYTES + 1), "status 200: more than 4194304 bytes"),
-        (200, "<html>", "its answer is no chat completion"),
-        (200, json.dumps({"choices": [{"message": None}]}), "its answer is no chat completion"),
-        (200, json.dumps({"choices": ["text"]}), "its answer is no chat completion"),
-        (200, json.dumps({"choices": [{"message": {"content": 7}}]}), "its content is no text"),
+        (200, "<html>", "its answer is not a chat completion"),
+        (200, json.dumps({"choices": [{"message": None}]}), "its answer is not a chat completion"),
+        (200, json.dumps({"choices": ["text"]}), "its answer is not a chat completion"),
+        (200, json.dumps({"choices": [{"message": {"content": 7}}]}), "its content is not text"),
         (302, "", "status 302"),
     ],
 )
@@ -307,7 +307,7 @@ def test_no_more_requests_than_allowed_are_made_at_once(monkeypatch: pytest.Monk
 @pytest.mark.parametrize("url", ["http://judge.example/v1", "http://10.0.0.7:8000/v1", "http://localhost.example/v1"])
 def test_a_key_is_not_sent_in_the_clear(url: str) -> None:
     judge = {"kind": "remote", "url": url, "model": "m", "api_key_env": "JUDGE_KEY"}
-    with pytest.raises(ValueError, match=r"policies\.judge\.remote[\s\S]*anybody on the way could read it"):
+    with pytest.raises(ValueError, match=r"policies\.judge\.remote[\s\S]*Use https"):
         config_for(policies={"guesser": {}, "judge": judge})
     config_for(policies={"guesser": {}, "judge": {**judge, "api_key_env": ""}})
     for near in ("http://localhost:1/v1", "http://127.0.0.1:1/v1", "http://[::1]:1/v1", "https://judge.example/v1"):
@@ -472,9 +472,13 @@ RAW = {
     "a header without end": (b"HTTP/1.1 200 OK\r\nX: " + b"x" * 100_000, EngineLostError, "here"),
     "a false length": (HEAD + b"Content-Length: 99999\r\n\r\n{", EngineLostError, "here"),
     "broken chunks": (HEAD + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n", EngineLostError, "here"),
-    "nesting": (HEAD + b"Connection: close\r\n\r\n" + b"[" * 100_000, EpisodeError, "no chat completion"),
-    "a number without end": (HEAD + b"Connection: close\r\n\r\n" + b"9" * 100_000, EpisodeError, "no chat completion"),
-    "a list": (HEAD + b"Connection: close\r\n\r\n[]", EpisodeError, "no chat completion"),
+    "nesting": (HEAD + b"Connection: close\r\n\r\n" + b"[" * 100_000, EpisodeError, "not a chat completion"),
+    "a number without end": (
+        HEAD + b"Connection: close\r\n\r\n" + b"9" * 100_000,
+        EpisodeError,
+        "not a chat completion",
+    ),
+    "a list": (HEAD + b"Connection: close\r\n\r\n[]", EpisodeError, "not a chat completion"),
     "more than was asked for": (
         HEAD + b'Connection: close\r\n\r\n{"choices": [{"message": {"content": "' + b"x" * (1 << 17) + b'"}}]}',
         EpisodeError,

@@ -304,7 +304,7 @@ def test_who_has_not_acted_yet_plays_with_the_weights_of_that_time(copied: Path)
         ("juhu@0.1", "no policy 'juhu'"),
         ("solver@0.99", "solver@0.99 are not on disk"),
         ("checker=solver@7.7", "solver@7.7 are not on disk"),
-        ("nowhere", "no weights there"),
+        ("nowhere", "contains no weights"),
     ],
 )
 def test_players_there_are_not_are_refused(sample_run: Path, solved: EpisodeLine, asked: str, told: str) -> None:
@@ -362,7 +362,7 @@ def test_what_every_step_was_fed_is_made_again_bit_for_bit(
     [
         ("UPDATE step_units SET advantage = advantage + 1", "does not match its checksum"),
         ("DELETE FROM step_units WHERE position = 0", "rows of"),
-        ("UPDATE episodes SET partition = NULL", "its record is gone, or damaged"),
+        ("UPDATE episodes SET partition = NULL", "its record is missing"),
     ],
 )
 def test_a_step_whose_records_changed_is_told_apart(

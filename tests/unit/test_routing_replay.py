@@ -200,7 +200,7 @@ def test_what_cannot_be_replayed_is_refused(tmp_path: Path) -> None:
         topk_group=2, first_k_dense_replace=0, kv_lora_rank=8, q_lora_rank=8, qk_rope_head_dim=8, v_head_dim=8,
         qk_nope_head_dim=8,
     )  # fmt: skip
-    with pytest.raises(ModelError, match=r"does not choose its experts by one top-k \(3 top-k selections\)"):
+    with pytest.raises(ModelError, match=r"one top-k \(3 top-k selections\)"):
         RoutingReplay(transformers.DeepseekV3ForCausalLM(grouped))
     model = loaded(tmp_path / "moe")
     (sample, _) = routed_samples(2)

@@ -43,7 +43,7 @@ def test_a_policy_of_parent_and_children_brings_the_units_of_both() -> None:
 
 
 def test_a_group_that_could_never_be_let_in_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"a group brings 8 units of policy, .* step_size = 6"):
+    with pytest.raises(ConfigError, match=r"a group produces 8 units of policy, .* step_size = 6"):
         units(Plan, policies={"policy": {"step_size": 3}})
 
 

@@ -69,7 +69,7 @@ def test_a_function_is_its_slice_of_the_file(tmp_path: Path) -> None:
         (user_functions.unmarked, "put @agentrl.loss or @agentrl.advantage above it"),
         (user_functions.centred, "is marked as advantage"),
         (user_functions.closure(2.0), "is a closure"),
-        (3, "is no function"),
+        (3, "is not a function"),
     ],
 )
 def test_what_cannot_be_recorded_is_refused(function: object, reason: str) -> None:
@@ -80,7 +80,7 @@ def test_what_cannot_be_recorded_is_refused(function: object, reason: str) -> No
 @pytest.mark.parametrize(("name", "value"), [("side", lambda advantages: advantages), ("TEMPERATURE", 2.0)])
 def test_what_was_patched_by_hand_is_refused(name: str, value: object, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(user_functions, name, value)
-    with pytest.raises(ConfigError, match=f"{name} is not what .* defines"):
+    with pytest.raises(ConfigError, match=f"{name} differs from what .* defines"):
         describe(user_functions.sapo, "loss", key="loss")
 
 
@@ -188,7 +188,7 @@ def test_an_advantage_that_breaks_a_promise_is_refused(credit: dict[str, Any], r
 def test_an_advantage_over_the_step_takes_no_credit_by_turn(advantage: str) -> None:
     credit = {"advantage": advantage, "turn_credit": "to_go"}
     config = RunConfig.model_validate({"environment": {"id": "x"}, "model": {"path": "m"}, "credit": credit})
-    with pytest.raises(ConfigError, match=r"compares the turns of a group, and .* leave that out"):
+    with pytest.raises(ConfigError, match=r"compares the turns of a group, and .* remove the first"):
         functions_of(config)
 
 

@@ -143,7 +143,7 @@ def test_questions_are_answered_for_episodes_and_forks(sample_run: Path) -> None
 @pytest.mark.parametrize(
     ("question", "parameters", "says"),
     [
-        ("nothing", {}, "is no question"),
+        ("nothing", {}, "unknown question"),
         ("conversation", {"episode": "../../etc"}, "no episode"),
         ("conversation", {"episode": "forks/../e1"}, "no episode"),
         ("conversation", {"episode": "e1", "attempt": "many"}, "attempt is a number"),

@@ -108,7 +108,7 @@ def test_no_path_leads_to_a_file(sample_run: Path) -> None:
             status, found, _ = await ask(f"/ask/conversation?episode={episode}")
             assert (status, "no episode" in found["error"]) == (400, True), episode
         status, found, _ = await ask("/ask/nothing")
-        assert (status, "is no question" in found["error"]) == (400, True)
+        assert (status, "unknown question" in found["error"]) == (400, True)
 
     served(sample_run, use)
 

@@ -184,7 +184,7 @@ def test_conversations_are_read_from_a_file(tmp_path: Path) -> None:
         ("{", r"shown.jsonl:2: no conversation \(JSONDecodeError"),
         ("[]", "no conversation"),
         ('{"messages": []}', "no conversation"),
-        ('{"messages": [{"role": "assistant", "content": "7"}]}', "begin with another role than the assistant"),
+        ('{"messages": [{"role": "assistant", "content": "7"}]}', "it must begin with"),
         ('{"messages": [{"role": "user", "content": [7]}]}', "content of list"),
         ("[" * 100_000, "no conversation"),
     ],
@@ -207,7 +207,7 @@ def test_a_long_line_that_is_no_conversation_is_not_quoted_whole(tmp_path: Path)
 
 def test_a_file_without_conversations_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text("\n")
-    with pytest.raises(InputError, match="holds no conversation"):
+    with pytest.raises(InputError, match="contains no conversation"):
         module._read(tmp_path / "empty.jsonl", Doubling)
     with pytest.raises(InputError, match="cannot be read"):
         module._read(tmp_path / "none.jsonl", Doubling)

@@ -108,9 +108,9 @@ def test_an_engine_that_refuses_is_heard_and_one_that_is_gone_is_named(tmp_path:
     tensors = {"a": torch.zeros(2)}
     with Engine(tmp_path) as engine:
         engine.refused = "it is another model"
-        with pytest.raises(TrainerError, match="did not take the weights: it is another model"):
+        with pytest.raises(TrainerError, match="refused the weights: it is another model"):
             Outbox(FileSender).send(source(tensors), VERSION, recipient(engine.address))
-    with pytest.raises(TrainerError, match=r"no engine takes weights at .*/gone"):
+    with pytest.raises(TrainerError, match=r"no engine accepts weights at .*/gone"):
         Outbox(FileSender).send(source(tensors), VERSION, recipient(str(tmp_path / "gone")))
 
 
@@ -217,7 +217,7 @@ def check_sent(engine: Engine, directory: Path, errors: Sequence[Sequence[str]])
     assert all(torch.equal(engine.received[name], tensor) for name, tensor in published.items())
     for moved, gone in errors:
         assert "policy@0.1 is not sent" in moved
-        assert "no engine takes weights" in gone
+        assert "no engine accepts weights" in gone
 
 
 def test_a_trainer_sends_what_it_published_and_nothing_else(repository: Path, tmp_path: Path) -> None:

@@ -67,7 +67,10 @@ class RoutingTap:
             getattr(model.config, "num_experts", None) or getattr(model.config, "num_local_experts", None) or 0
         )
         if experts > _MOST_EXPERTS:
-            raise EngineCapabilityError(f"engine.capture_routing: {experts} experts do not fit a byte (at most 256)")
+            raise EngineCapabilityError(
+                f"engine.capture_routing: {experts} experts are too many: routing is recorded in one byte per expert "
+                f"(at most 256)"
+            )
         self._recording = False
         self._chosen: list[Tensor] = []
         self._shape = (slots, capacity + 1)

@@ -204,7 +204,8 @@ class EmbeddedEngine(ModelEngine[Serving]):
         """
         if adapter_slots == 0 and (needing := needs_adapters(refresh)):
             raise EngineCapabilityError(
-                f"engine.refresh = {needing!r} needs adapters side by side; set adapter_slots, or refresh token or turn"
+                f"engine.refresh = {needing!r} needs several adapters at once; set adapter_slots, or refresh = 'token' "
+                f"or 'turn'"
             )
         torch.set_num_threads(threads)
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -548,7 +549,7 @@ class EmbeddedVersions(VersionTable[Serving]):
         if refresh in ("episode", "lazy"):
             raise refusal(
                 weights,
-                f"refresh {refresh!r} needs adapters; with full weights set engine.refresh to auto, token or turn",
+                f"engine.refresh = {refresh!r} needs adapters; with full weights set it to 'auto', 'token' or 'turn'",
             )
         file = await asyncio.to_thread(read_weights, weights)
         read = await asyncio.to_thread(match_full_weights, weights, file.tensors, base.state, base.model)
@@ -599,7 +600,7 @@ class EmbeddedVersions(VersionTable[Serving]):
     async def _load_adapter(self, weights: WeightsRef) -> None:
         adapter = await asyncio.to_thread(read_adapter, weights)
         if self.places == 0:
-            raise refusal(weights, "the engine was started without places for adapters (adapter_slots = 0)")
+            raise refusal(weights, "the engine was started without slots for adapters (adapter_slots = 0)")
         bank = self._bank()
         bank.check(weights, adapter)
         canary = self._of_the_model(weights, adapter.canary)

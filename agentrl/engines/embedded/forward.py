@@ -378,8 +378,8 @@ def check_slots(model: PreTrainedModel, path: str, *, max_context: int) -> None:
         raise ModelError(f"{path}: {type(model).__name__} cannot run in the embedded engine ({error!r})") from error
     if not difference < 1e-2:
         raise ModelError(
-            f"{path}: {type(model).__name__} gives other logits over slots than alone (by {difference:.2g} of their "
-            "spread); its attention or cache is of a kind that the embedded engine does not support"
+            f"{path}: {type(model).__name__} computes different logits in a batch of slots than alone (by "
+            f"{difference:.2g} of their spread); the embedded engine does not support its kind of attention or cache"
         )
 
 
@@ -431,8 +431,8 @@ def check_rows(model: PreTrainedModel, path: str, *, slots: int) -> None:
     alone = _fixed_logits(model, company)[slots // 2]
     if not (bool((reference == reference[0]).all()) and bool((alone == reference[0]).all())):
         raise EngineCapabilityError(
-            f"{path}: on this machine a row's logits depend on its place among the {slots} slots, so that a run cannot "
-            "be repeated bit for bit; try another engine.slots (a multiple of 16), or set deterministic = false"
+            f"{path}: on this machine the logits of a row depend on which of the {slots} slots it is in, so a run "
+            f"cannot be repeated bit for bit; try another engine.slots (a multiple of 16), or set deterministic = false"
         )
 
 

@@ -148,11 +148,12 @@ class VllmEngine(ModelEngine[VllmVersion]):
         if adapters == 0 and len(versions) > 1:
             raise EngineCapabilityError(
                 f"vLLM serves full weights of one policy, not of {', '.join(sorted(versions))}; give the policies a "
-                "lora section, or set engine.kind to embedded"
+                f"lora section, or set engine.kind = 'embedded'"
             )
         if adapters == 0 and (needing := needs_adapters(settings.refresh)):
             raise EngineCapabilityError(
-                f"engine.refresh = {needing!r} needs adapters side by side; with full weights set it to token or turn"
+                f"engine.refresh = {needing!r} needs several adapters at once; with full weights set it to 'token' or "
+                f"'turn'"
             )
         shapes = shapes_to_serve(model_path, settings)
         self.capabilities = EngineCapabilities(
@@ -248,7 +249,7 @@ class VllmEngine(ModelEngine[VllmVersion]):
         try:
             rate = await prefill_rate(llm)
         except EngineDeadError as error:
-            raise EngineLostError(f"vLLM died while it was measured on {model_path}") from error
+            raise EngineLostError(f"vLLM died while its memory for {model_path} was measured") from error
         return cls(llm, model_path, versions=versions, settings=settings, prefill_rate=rate)
 
     # --- sessions -----------------------------------------------------------------------------------------------------
@@ -268,8 +269,8 @@ class VllmEngine(ModelEngine[VllmVersion]):
         self._check_call(session, request, self._calls)
         if request.sampling.is_filtered:
             raise EngineCapabilityError(
-                f"call {request.request_id} of session {session.session_id}: top_k, top_p and min_p need the kept "
-                "sets, which vLLM does not return here; leave them off, or set engine.kind to embedded"
+                f"call {request.request_id} of session {session.session_id}: top_k, top_p and min_p need the set of "
+                f"tokens that the filter kept, which vLLM does not return; remove them, or set engine.kind = 'embedded'"
             )
         if self._samples_nothing(request):
             return empty_completion(len(request.token_ids), "length")
@@ -357,7 +358,7 @@ class VllmEngine(ModelEngine[VllmVersion]):
                 is_aborted = True
                 await self._llm.abort(call.name)
         if reason is None:
-            raise EngineLostError(f"call {request.request_id}: vLLM ended it without giving a reason")
+            raise EngineLostError(f"call {request.request_id}: vLLM ended the call without a reason")
         if reason == "abort" and not call.ending:
             call.deliver()
         return reason
@@ -423,7 +424,7 @@ class VllmEngine(ModelEngine[VllmVersion]):
     ) -> Float32Array:
         """See `agentrl.core.ports.Engine.score`; vLLM scores at temperature 1."""
         if temperature != 1.0:
-            raise EngineCapabilityError(f"vLLM scores tokens at temperature 1, not {temperature}")
+            raise EngineCapabilityError(f"vLLM scores tokens only at temperature 1, not {temperature}")
         versions = self.versions
         while True:
             await versions.may_sample(version if isinstance(version, str) else version.policy, lambda: self._closed)
@@ -460,4 +461,4 @@ def _reason(chosen: CompletionOutput, request: GenerateRequest) -> FinishReason:
     match chosen.finish_reason:
         case "stop" | "length" | "abort" as reason:
             return reason
-    raise EngineError(f"call {request.request_id}: vLLM ended it with {chosen.finish_reason!r}")
+    raise EngineError(f"call {request.request_id}: vLLM ended the call with {chosen.finish_reason!r}")

@@ -153,7 +153,7 @@ def _memory(shapes: PreTrainedModel, settings: VllmSettings, *, kv_memory: int) 
     is_given = kv_memory or (settings.memory_share and not on_gpu)
     if is_given and kv_memory < (blocks + 1) * block:  # vLLM would say so in its log only
         raise EngineCapabilityError(
-            f"the memory for keys and values is {max(kv_memory, 0) >> 20} MiB, one context of {max_context} tokens "
+            f"the KV cache has {max(kv_memory, 0) >> 20} MiB, but one context of {max_context} tokens "
             f"needs {-(-(blocks + 1) * block >> 20)}; lower engine.max_context, or raise engine.memory_share"
         )
     if on_gpu:

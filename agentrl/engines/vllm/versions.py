@@ -173,7 +173,7 @@ class VllmVersions(VersionTable[VllmVersion]):
         while policy in self.held and not (self._closed or is_ending()):
             await self._change()
         if self._control.lost:
-            raise EngineLostError("vLLM could not go back to the version before a failed update")
+            raise EngineLostError("vLLM could not return to the previous version after a failed update")
 
     # --- updates ------------------------------------------------------------------------------------------------------
 
@@ -195,7 +195,7 @@ class VllmVersions(VersionTable[VllmVersion]):
 
     async def _load_adapter(self, weights: WeightsRef) -> None:
         if self.places == 0:
-            raise refusal(weights, "the engine was started without places for adapters (adapter_slots = 0)")
+            raise refusal(weights, "the engine was started without slots for adapters (adapter_slots = 0)")
         number = next(self._numbers)
         copy = Path(self._copies.name) / str(number)
         try:
@@ -309,9 +309,13 @@ class VllmVersions(VersionTable[VllmVersion]):
 
     async def _load_full(self, weights: WeightsRef) -> None:
         if self.places:
-            raise refusal(weights, "vLLM was started for adapters; it serves full weights where no policy has a lora")
+            raise refusal(
+                weights, "vLLM was started for adapters; it serves full weights only if no policy has a lora section"
+            )
         if not self._wanted.is_current(weights) or any(each.pinned for each in self.live.values()):
-            raise refusal(weights, "vLLM serves one full version at a time, so no other can be pinned; use lora")
+            raise refusal(
+                weights, "vLLM serves one version of full weights at a time, so no other can be pinned; use lora"
+            )
         policy, copy = weights.version.policy, Path(self._copies.name) / str(next(self._numbers))
         delivery, canary = await self._offered(weights, copy)
         try:
@@ -356,7 +360,7 @@ class VllmVersions(VersionTable[VllmVersion]):
         try:
             tensors = offer.tensors()
         except ValueError as error:
-            raise refusal(weights, f"what its trainer offers makes no sense ({error})") from error
+            raise refusal(weights, f"its trainer's offer of weights is invalid ({error})") from error
         return self._check_full(weights, WeightFile(tensors, read_metadata(weights)))
 
     def _copy_full(self, weights: WeightsRef, copy: Path) -> Canary | None:
@@ -424,7 +428,7 @@ class VllmVersions(VersionTable[VllmVersion]):
         except Exception as error:
             self._control.lost = True
             raise EngineLostError(
-                f"weights {weights.version}: {reason}, and vLLM cannot go back to {old.version} ({error})"
+                f"weights {weights.version}: {reason}, and vLLM cannot return to {old.version} ({error})"
             ) from error
 
     # --- control ------------------------------------------------------------------------------------------------------

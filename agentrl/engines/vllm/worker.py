@@ -115,7 +115,7 @@ class Weights(WeightTransferEngine[TransferInit, TransferUpdate]):
 
     def _receive_sent(self, info: dict[str, Any]) -> None:
         if self._sent is None:
-            raise ValueError("the trainer has not said what weights come over")
+            raise ValueError("the trainer has not announced the weights it sends")
         if self._over == "ipc":
             handles = {gpu: shared_handle(handle) for gpu, handle in info["ipc_handles"].items()}
             info = {**info, "ipc_handles": handles}

@@ -80,7 +80,7 @@ def answer(reader: RunReader, question: str, parameters: Parameters) -> bytes:
     """
     ask = QUESTIONS.get(question)
     if ask is None:
-        raise InputError(f"{question!r} is no question; there are: {', '.join(QUESTIONS)}")
+        raise InputError(f"unknown question {question!r}; there are: {', '.join(QUESTIONS)}")
     return as_json(ask(reader, parameters))
 
 
@@ -221,9 +221,9 @@ def _number(parameters: Parameters, name: str, otherwise: int | None = None) -> 
     try:
         number = int(text)
     except ValueError as error:
-        raise InputError(f"{name} is a number, not {text[:100]!r}") from error
+        raise InputError(f"{name} must be a number, not {text[:100]!r}") from error
     if not -1 <= number < EXACT:
-        raise InputError(f"{name} is a number from 0, not {number}")
+        raise InputError(f"{name} must be 0 or more, not {number}")
     return number
 
 

@@ -100,9 +100,9 @@ def _application(reader: RunReader, thread: ThreadPoolExecutor, token: str) -> w
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
         """Refuse requests without this server's address and name."""
         if not _is_own(request):
-            response: web.StreamResponse = _refusal(403, "this server answers under its own address only")
+            response: web.StreamResponse = _refusal(403, "this server answers only requests to its own address")
         elif request.method != "GET":
-            response = _refusal(405, "this server only shows")
+            response = _refusal(405, "this server is read-only: use GET")
         else:
             try:
                 response = await handler(request)
@@ -118,7 +118,7 @@ def _application(reader: RunReader, thread: ThreadPoolExecutor, token: str) -> w
     async def ask(request: web.Request) -> web.StreamResponse:
         given = request.headers.get("Authorization", "")
         if not hmac.compare_digest(given.encode("utf-8", "surrogateescape"), f"Bearer {token}".encode()):
-            return _refusal(401, "this needs the token: open the address that `agentrl run serve` printed")
+            return _refusal(401, "the token is missing: open the address that `agentrl run serve` printed")
         question, parameters = request.match_info["question"], dict(request.query)
         try:
             found = await asyncio.get_running_loop().run_in_executor(thread, answer, reader, question, parameters)
