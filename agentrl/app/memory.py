@@ -61,6 +61,21 @@ class MemoryPart:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GpuNeed:
+    """Minimum memory that a trainer rank or a vLLM needs on one GPU, and its share."""
+
+    user: str
+    gpu: str
+    """Number of the GPU."""
+    needed: int
+    """Needed bytes."""
+    allowed: int
+    """Bytes of the share in the device plan."""
+    setting: str
+    """Settings that reduce the need."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
     """A run's peak memory, and the memory available."""
 
@@ -70,6 +85,8 @@ class MemoryPlan:
     """Free bytes on the devices of the run."""
     offloaded: MemoryPlan | None = None
     """Main memory of a run that computes on GPUs with `trainer.sharding` "offload"; None: nothing is offloaded."""
+    of_rank: tuple[MemoryPart, ...] = ()
+    """Those of `parts` that a trainer rank holds on its GPU; empty without GPUs."""
 
     @property
     def total(self) -> int:
@@ -98,7 +115,8 @@ def memory_plan(config: RunConfig) -> MemoryPlan:
         ConfigError: an adapter targets a layer that cannot be both trained and served.
     """
     devices = device_plan(config)
-    parts = _trainer(config, on_gpu=bool(devices.gpus))
+    trainer = _trainer(config, on_gpu=bool(devices.gpus))
+    parts = list(trainer)
     for number, base in enumerate(config.bases):
         own = _engine(base, devices, number * config.engine.replicas)
         parts += own if len(config.bases) == 1 else [_of_base(part, base_name(base.model.path)) for part in own]
@@ -108,27 +126,17 @@ def memory_plan(config: RunConfig) -> MemoryPlan:
         there = tuple(part for part in parts if not part.offloaded)
         elsewhere = tuple(part for part in parts if part.offloaded)
         offloaded = MemoryPlan(parts=elsewhere, free=memory().free) if elsewhere else None
-        return MemoryPlan(parts=there, free=free, offloaded=offloaded)
+        of_rank = tuple(part for part in trainer if not part.offloaded)
+        return MemoryPlan(parts=there, free=free, offloaded=offloaded, of_rank=of_rank)
     return MemoryPlan(parts=(*parts, *_programs(parts)), free=memory().free)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GpuNeed:
-    """Minimum memory that a trainer rank or a vLLM needs on one GPU, and its share."""
-
-    user: str
-    gpu: str
-    """Number of the GPU."""
-    needed: int
-    """Needed bytes."""
-    allowed: int
-    """Bytes of the share in the device plan."""
-    setting: str
-    """Settings that reduce the need."""
-
-
-def gpu_needs(config: RunConfig) -> list[GpuNeed]:
+def gpu_needs(config: RunConfig, plan: MemoryPlan) -> list[GpuNeed]:
     """Return the needs of a run's trainer ranks and vLLMs, GPU by GPU; empty without GPUs.
+
+    Args:
+        config: configuration of the run.
+        plan: its memory; to predict it again would compute another step of each model.
 
     Raises:
         ModelError: the directory holds no model that can be trained and served.
@@ -138,7 +146,7 @@ def gpu_needs(config: RunConfig) -> list[GpuNeed]:
     if not devices.gpus or not config.bases:
         return []
     needs = []
-    trainer = [part for part in _trainer(config, on_gpu=True) if not part.offloaded]
+    trainer = plan.of_rank
     for rank, at in enumerate(devices.ranks):
         allowed = int(devices.share_of_rank(rank) * devices.gpus[at].memory.total)
         settings = "; or ".join(part.setting for part in sorted(trainer, key=lambda part: -part.bytes))

@@ -324,7 +324,8 @@ def memory_of(config: RunConfig) -> list[Check]:
 
     try:
         chosen = sized(with_local_model(config, {}, download=False), {})
-        checks, found = _gpu_checks(chosen), memory_plan(chosen)
+        found = memory_plan(chosen)
+        checks = _gpu_checks(chosen, found)
     except InputError as error:
         return [Check(name="model", found=str(error), level="missing")]
     checks += _plan_checks(found)
@@ -346,7 +347,7 @@ def _plan_checks(plan: MemoryPlan, where: str = "") -> list[Check]:
     return [*checks, Check(name="together", found=f"{text}: it does not fit", level="missing", fix=fix)]
 
 
-def _gpu_checks(config: RunConfig) -> list[Check]:
+def _gpu_checks(config: RunConfig, plan: MemoryPlan) -> list[Check]:
     """Show the device plan of a run, and check that each process fits its share of a GPU."""
     from agentrl.app.memory import gpu_needs
     from agentrl.app.parts import device_plan
@@ -355,7 +356,7 @@ def _gpu_checks(config: RunConfig) -> list[Check]:
     checks = [Check(name="devices", found=line) for line in devices.lines()]
     if config.engine.kind == "vllm":
         checks += [Check(name="devices", found=line, level="missing") for line in devices.taken()]
-    for need in gpu_needs(config):
+    for need in gpu_needs(config, plan):
         text = f"{_gibibytes(need.needed):>10}  needed of the {_gibibytes(need.allowed)} it may take"
         name = f"{need.user} on GPU {need.gpu}"
         if need.needed <= need.allowed:

@@ -8,7 +8,7 @@ one GPU, `nccl` between two, `file` elsewhere, by files in the engine's private 
 Owns `Inbox` and `Delivery`, the engine's ends; `WeightLink` (vLLM's `VLLMWeightSyncClient`) and `Outbox`, the trainer's
 ends; and `FileSender`. Imports nothing heavy: the senders for `ipc` and `nccl` are in `vllm/senders.py`.
 Invariant: if no weights are sent, because the trainer has moved on, is dead or is on another machine, the engine loads
-the published file with the same weights; an engine that hangs delays a trainer by at most `engine.silence_timeout_s`.
+the published file with the same weights; each end waits for the other for at most `engine.silence_timeout_s`.
 """
 
 from __future__ import annotations
@@ -43,6 +43,8 @@ class Offer(wire.WireMessage, frozen=True):
     names: list[str]
     dtype_names: list[str]
     shapes: list[list[int]]
+    silence_s: float
+    """Seconds without a call after which the trainer counts as hung."""
 
     def tensors(self) -> dict[str, Tensor]:
         """Return tensors without data, by name.
@@ -80,7 +82,7 @@ _SAID = msgspec.msgpack.Decoder(Said)
 
 
 class DeliveryError(Exception):
-    """The trainer's end of a connection is gone, or sent an invalid message."""
+    """The trainer's end of a connection is gone, hangs, or sent an invalid message."""
 
 
 # --- the engine's end -------------------------------------------------------------------------------------------------
@@ -102,11 +104,14 @@ class Delivery:
         """Return the next call of the trainer.
 
         Raises:
-            DeliveryError: there will be no further call.
+            DeliveryError: there will be no further call, or none has come for `Offer.silence_s`.
         """
         try:
-            body = await wire.receive(self._reader)
+            async with asyncio.timeout(self.offer.silence_s):
+                body = await wire.receive(self._reader)
             message = None if body is None else _ASKED.decode(body)
+        except TimeoutError as error:
+            raise DeliveryError(f"the trainer has sent nothing for {self.offer.silence_s:g} s") from error
         except (ValueError, msgspec.MsgspecError) as error:
             raise DeliveryError(str(error)) from error
         if not isinstance(message, Ask):
@@ -196,7 +201,7 @@ class Recipient:
     processes: int
     """Number of processes that hold the engine's model."""
     silence_s: float
-    """Seconds without an answer after which the engine counts as hung."""
+    """Seconds without a message after which either end takes the other for hung."""
 
 
 @runtime_checkable
@@ -233,14 +238,15 @@ class Source:
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         return self.tensors
 
-    def offer(self, version: PolicyVersion) -> Offer:
-        """Make the offer of a version with these tensors."""
+    def offer(self, version: PolicyVersion, silence_s: float) -> Offer:
+        """Make the offer of a version with these tensors; for `silence_s`, see `Offer`."""
         described = self.layout.values()
         return Offer(
             version=version,
             names=list(self.layout),
             dtype_names=[str(tensor.dtype).removeprefix("torch.") for tensor in described],
             shapes=[list(tensor.shape) for tensor in described],
+            silence_s=silence_s,
         )
 
 
@@ -377,7 +383,7 @@ class Outbox:
             self._senders.pop(address)[1].shutdown()
         link, sender = self._senders.pop(recipient.address, (WeightLink(recipient), None))
         try:
-            link.offer(source.offer(version))
+            link.offer(source.offer(version, recipient.silence_s))
             sender = sender or self._make(recipient, link, source)
             sender.source = source
             sender.send_weights()

@@ -24,6 +24,7 @@ from typing import Any, ClassVar
 from agentrl.core.errors import AgentRLError, EnvironmentDefinitionError, RewardError
 from agentrl.core.records import Message, Task
 from agentrl.environment.base import Environment, EpisodeContext, LimitReachedError, Split, TaskSource, user
+from agentrl.environment.harness import HarnessEnvironment
 from agentrl.environment.mixture import mixture
 from agentrl.environment.tools import BoundTool, ToolEnvironment, ToolEpisode, bind_tools, run_tool
 
@@ -344,7 +345,12 @@ def _malformed(candidate: type[Environment]) -> str:
         return ".run must be `async def run(self, ctx)`"
     if not isinstance(inspect.getattr_static(candidate, "tasks"), classmethod | staticmethod):
         return ".tasks must be a class method: write @classmethod above `def tasks(cls, split, *, seed=0)`"
-    if issubclass(candidate, ToolEnvironment) and inspect.iscoroutinefunction(candidate.reward):
+    if issubclass(candidate, HarnessEnvironment) and not inspect.iscoroutinefunction(candidate.play):
+        return (
+            ".play must be `async def play(self, task, endpoint)`; one that is not asynchronous goes into a thread: "
+            "`return await asyncio.to_thread(agent, …)`"
+        )
+    if issubclass(candidate, ToolEnvironment | HarnessEnvironment) and inspect.iscoroutinefunction(candidate.reward):
         return ".reward must be a plain `def reward(self, task, episode)`; to await something, override `run`"
     worst = getattr(candidate, "illegal_reward", 0.0)  # of games: nothing would be below NaN, and nothing above it
     if not (isinstance(worst, int | float) and math.isfinite(worst)):

@@ -11,6 +11,8 @@ from agentrl.gateway.calls import RequestRefusedError
 
 MAX_BODY_BYTES = 8 << 20
 """Maximum bytes of a body, before and after decompression: two million tokens of text. Parsing blocks all episodes."""
+MAX_WAITING_BYTES = 64 << 20
+"""Maximum bytes of all bodies together that one attempt's clients are sending, until they are parsed."""
 MAX_BRACKETS = 1 << 18
 """Maximum number of opening brackets and braces in a body, including those in texts: each may be an object to make."""
 MAX_SEPARATORS = 1 << 20

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from agentrl.core.records import Message, ToolSpec
 
 RefusalKind = Literal["invalid", "key", "forbidden", "model", "context", "limit", "large", "unavailable"]
+MOST_STOPS = 64
+"""Maximum number of stop texts of a request: each is looked for in every reply."""
 STATUS: Mapping[RefusalKind, int] = {
     "invalid": 400,
     "key": 401,
@@ -191,13 +193,15 @@ def stop_texts(value: Any, where: str) -> tuple[str, ...]:
     """Return the stop texts in a body: one, a list or none.
 
     Raises:
-        RequestRefusedError: the value is something else.
+        RequestRefusedError: the value is something else, or there are too many.
     """
     if value is None:
         return ()
     listed = [value] if isinstance(value, str) else value
     if not isinstance(listed, list) or not all(isinstance(item, str) for item in listed):
         raise RequestRefusedError(f"{where} must be text or a list of texts, not {shown(value)}", "invalid", where)
+    if len(listed) > MOST_STOPS:
+        raise RequestRefusedError(f"{where} has {len(listed)} texts; at most {MOST_STOPS} are read", "invalid", where)
     return tuple(item for item in listed if item)
 
 

@@ -145,7 +145,7 @@ def _said(blocks: Sequence[Mapping[str, Any]], where: str) -> Message:
                     raise RequestRefusedError(
                         f"{where}: input is {shown(given)}, which is not an object", "invalid", where
                     )
-                arguments = given[MALFORMED] if set(given) == {MALFORMED} else given
+                arguments = text(given[MALFORMED], where) if set(given) == {MALFORMED} else given
                 name = text(block.get("name"), where)
                 calls.append(ToolCall(id=text(block.get("id"), where), name=name, arguments=arguments))
             case "thinking" | "redacted_thinking":

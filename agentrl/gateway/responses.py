@@ -9,7 +9,6 @@ sends back in place of the summarised items.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from agentrl.core.records import Message, Role, ToolCall, ToolSpec
@@ -109,38 +108,19 @@ def _messages(body: Mapping[str, Any]) -> list[Message]:
     given = body.get("input")
     items = [{"role": "user", "content": given}] if isinstance(given, str) else objects(given, "input")
     found: list[Message] = []
-    names: dict[str, str] = {}
+    said = _Said()
     if body.get("instructions"):
         found.append(Message(role="system", content=text(body["instructions"], "instructions")))
     for n, item in enumerate(items):
         where = f"input[{n}]"
-        match item.get("type", "message"):
-            case "message" if item.get("role") == "assistant":
-                _say(found, content=content_text(item.get("content"), where))
-            case "message":
-                role = _ROLES.get(str(item.get("role")))
-                if role is None:
-                    raise RequestRefusedError(f"{where}.role is {shown(item.get('role'))}", "invalid", where)
-                found.append(Message(role=role, content=content_text(item.get("content"), where)))
-            case "function_call" | "custom_tool_call" as kind:
-                call = _call(item, kind, where)
-                names[call.id] = call.name
-                _say(found, call=call)
-            case "function_call_output" | "custom_tool_call_output":
-                answered = text(item.get("call_id"), f"{where}.call_id")
-                content = content_text(item.get("output"), f"{where}.output")
-                found.append(Message(role="tool", content=content, tool_call_id=answered, name=names.get(answered)))
-            case "compaction" | "compaction_summary":
-                summary = text(item.get("encrypted_content"), f"{where}.encrypted_content")
-                found.append(Message(role="user", content=summary))
-            case "compaction_trigger" if n == len(items) - 1:
-                found.append(Message(role="user", content=_COMPACT))
-            case "reasoning":
-                pass  # the tokens that were sampled hold it
-            case other:
-                raise RequestRefusedError(
-                    f"{where} is of type {shown(other)}, which is not supported", "invalid", where
-                )
+        if said.read(item, where):
+            continue
+        found += said.end()
+        if item.get("type") == "compaction_trigger" and n == len(items) - 1:
+            found.append(Message(role="user", content=_COMPACT))
+        else:
+            found.append(_told(item, where, said.names))
+    found += said.end()
     if not found or found[-1].role == "assistant":
         raise RequestRefusedError(
             "the last item of input must be a message or the output of a tool: a reply of the assistant cannot be "
@@ -149,18 +129,59 @@ def _messages(body: Mapping[str, Any]) -> list[Message]:
     return found
 
 
+def _told(item: Mapping[str, Any], where: str, names: Mapping[str, str]) -> Message:
+    """Read an item that is no part of a message of the model; `names` are those of called tools, keyed by call."""
+    match item.get("type", "message"):
+        case "message":
+            role = _ROLES.get(str(item.get("role")))
+            if role is None:
+                raise RequestRefusedError(f"{where}.role is {shown(item.get('role'))}", "invalid", where)
+            return Message(role=role, content=content_text(item.get("content"), where))
+        case "function_call_output" | "custom_tool_call_output":
+            answered = text(item.get("call_id"), f"{where}.call_id")
+            content = content_text(item.get("output"), f"{where}.output")
+            return Message(role="tool", content=content, tool_call_id=answered, name=names.get(answered))
+        case "compaction" | "compaction_summary":
+            return Message(role="user", content=text(item.get("encrypted_content"), f"{where}.encrypted_content"))
+        case other:
+            raise RequestRefusedError(f"{where} is of type {shown(other)}, which is not supported", "invalid", where)
+
+
 def _compacts(items: Any) -> bool:
     """Whether a request asks for a summary."""
     return isinstance(items, list) and bool(items) and items[-1].get("type") == "compaction_trigger"
 
 
-def _say(found: list[Message], *, content: str = "", call: ToolCall | None = None) -> None:
-    """Add an item to the model's message that is being read."""
-    if not found or found[-1].role != "assistant":
-        found.append(Message(role="assistant", content=""))
-    said = found[-1]
-    text_so_far = f"{said.content}\n{content}" if said.content and content else said.content or content
-    found[-1] = replace(said, content=text_so_far, tool_calls=(*said.tool_calls, *(() if call is None else (call,))))
+class _Said:
+    """Collects the items of each message of the model."""
+
+    def __init__(self) -> None:
+        self.names: dict[str, str] = {}
+        """Names of the called tools, keyed by call."""
+        self._texts: list[str] = []
+        self._calls: list[ToolCall] = []
+
+    def read(self, item: Mapping[str, Any], where: str) -> bool:
+        """Read an item; returns whether it is part of a message of the model."""
+        match item.get("type", "message"):
+            case "message" if item.get("role") == "assistant":
+                self._texts.append(content_text(item.get("content"), where))
+            case "function_call" | "custom_tool_call" as kind:
+                call = _call(item, kind, where)
+                self.names[call.id] = call.name
+                self._calls.append(call)
+            case "reasoning":
+                pass  # the tokens that were sampled hold it
+            case _:
+                return False
+        return True
+
+    def end(self) -> Iterator[Message]:
+        """Yield the message of the items since the last call, if there are any."""
+        if self._texts or self._calls:
+            content = "\n".join(filter(None, self._texts))
+            yield Message(role="assistant", content=content, tool_calls=tuple(self._calls))
+            self._texts, self._calls = [], []
 
 
 def _call(item: Mapping[str, Any], kind: str, where: str) -> ToolCall:

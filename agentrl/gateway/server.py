@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import functools
 import hashlib
 import json
 import re
@@ -43,6 +44,12 @@ KEYLESS_S = 10.0
 """Seconds after which a connection without a key is closed; at most twice as long."""
 KEYLESS_SHARE = 4
 """Divisor of the process's limit on open files that gives the maximum number of connections without a key."""
+ATTEMPT_SHARE = 2
+"""Divisor of that limit that gives the maximum number of connections of one attempt."""
+OTHER_SHARE = 4
+"""Divisor of that limit that gives the number of open files that are left to the rest of the process."""
+IDLE_S = 75.0
+"""Seconds without a request after which a connection is closed."""
 MOST_CALLS = 1024
 """Maximum number of waiting calls of one attempt."""
 MOST_CONVERSATIONS = 1024
@@ -77,6 +84,10 @@ class OpenSeats:
     running: set[asyncio.Task[Any]] = field(default_factory=set)
     answering: set[asyncio.Transport] = field(default_factory=set)
     """Connections whose request is being read or answered."""
+    connections: set[web.RequestHandler] = field(default_factory=set)
+    """Connections that have shown a key of the attempt."""
+    body_bytes: int = 0
+    """Bytes of the bodies that clients are sending."""
 
     @property
     def root_url(self) -> str:
@@ -107,6 +118,8 @@ class Conversations:
     def __init__(self, models: Sequence[str], begin: Callable[[str], Awaitable[OpenSeats]]) -> None:
         self.key = new_key()
         self.models = models
+        self.body_bytes = 0
+        """See `OpenSeats.body_bytes`; of all conversations."""
         self._begin = begin
         self._open: list[OpenSeats] = []
         self._named: dict[str, OpenSeats] = {}
@@ -250,9 +263,11 @@ class Gateway:
     async def _start(self) -> None:
         from aiohttp import web
 
-        application, loop = web.Application(client_max_size=bodies.MAX_BODY_BYTES), asyncio.get_running_loop()
+        application, loop = web.Application(), asyncio.get_running_loop()
         application.router.add_route("*", "/{path:.*}", self._answer)
-        runner = web.AppRunner(application, access_log=None, handler_cancellation=True, auto_decompress=False)
+        runner = web.AppRunner(
+            application, access_log=None, handler_cancellation=True, auto_decompress=False, keepalive_timeout=IDLE_S
+        )
         await runner.setup()
         try:
             self._listening = await loop.create_server(self._accept, self._host, self._wanted_port)
@@ -276,12 +291,13 @@ class Gateway:
         self._clients.clear()
 
     def _accept(self) -> asyncio.BaseProtocol:
-        """Make the protocol of a new connection; it is refused if too many without a key are open."""
+        """Make the protocol of a new connection; it is refused if too many are open, with a key or without."""
         runner = self._runner
         if runner is None or runner.server is None:
             return _Refused()
-        most = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // KEYLESS_SHARE
-        return _Refused() if len(runner.server.connections) - len(self._clients) > most else runner.server()
+        files, count = _file_limit(), len(runner.server.connections)
+        is_full = count > files - files // OTHER_SHARE or count - len(self._clients) > files // KEYLESS_SHARE
+        return _Refused() if is_full else runner.server()
 
     async def _close_keyless(self) -> None:
         """Close connections that show no key in time: they could use up all sockets of the process."""
@@ -316,7 +332,7 @@ class Gateway:
                     f"{', '.join(f'POST {known}' for known in _PROTOCOLS)}",
                     "model",
                 )
-            body = await _body(request)
+            body = await _body(request, opened or self._conversations)
             chat, digest = protocol.read(bodies.parsed(body)), _digest(path, body)
             if opened is None:
                 opened = await self._find_conversation(request, conversation, chat, digest)
@@ -333,8 +349,21 @@ class Gateway:
                 opened.answering.discard(request.transport)
 
     def _note_answering(self, request: web.Request, opened: OpenSeats | None) -> None:
+        """Note that a connection has shown a key.
+
+        Raises:
+            RequestRefusedError: too many connections of the attempt are open; this one is closed.
+        """
         self._clients.add(request.protocol)
-        if opened is not None and request.transport is not None:
+        if opened is None:
+            return
+        opened.connections.add(request.protocol)
+        if len(opened.connections) > (most := _file_limit() // ATTEMPT_SHARE):
+            opened.connections.intersection_update(_connections(self._runner))
+            if len(opened.connections) > most:
+                request.protocol.close()
+                raise RequestRefusedError(f"{most} connections of this episode are open already", "unavailable")
+        if request.transport is not None:
             opened.answering.add(request.transport)
 
     def _check_own(self, request: web.Request) -> None:
@@ -400,10 +429,11 @@ class Gateway:
             call = _PendingReply(asyncio.get_running_loop().create_task(_replies(opened, seat, chat)))
             opened.asked += 1
             opened.running.add(call.task)
-            call.task.add_done_callback(opened.running.discard)
             opened.calls.setdefault(digest, []).append(call)
-            if key := request.headers.get("Idempotency-Key", ""):
+            key = request.headers.get("Idempotency-Key", "")
+            if key:
                 opened.by_idempotency_key[digest, key] = call
+            call.task.add_done_callback(functools.partial(_forget_if_refused, opened, digest, key, call))
         call.clients += 1
         try:
             response = await _hand_over(request, protocol, chat, call.task)
@@ -422,6 +452,11 @@ class _Refused(asyncio.Protocol):
         """Close the connection."""
         assert isinstance(transport, asyncio.Transport)
         transport.abort()
+
+
+def _file_limit() -> int:
+    """Return the maximum number of open files of this process."""
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 def _connections(runner: web.AppRunner | None) -> list[web.RequestHandler]:
@@ -472,6 +507,16 @@ def _forget(opened: OpenSeats, digest: bytes, call: _PendingReply) -> None:
         same.remove(call)
     if not same:
         opened.calls.pop(digest, None)
+
+
+def _forget_if_refused(
+    opened: OpenSeats, digest: bytes, key: str, call: _PendingReply, task: asyncio.Task[Sequence[ChatReply]]
+) -> None:
+    """Forget a call that ended without replies: refused requests, with all they hold, would add up without end."""
+    opened.running.discard(task)
+    if task.cancelled() or task.exception() is not None:
+        _forget(opened, digest, call)
+        opened.by_idempotency_key.pop((digest, key), None)
 
 
 async def _replies(opened: OpenSeats, seat: Seat, chat: ChatRequest) -> Sequence[ChatReply]:
@@ -538,19 +583,27 @@ def _refused(error: BaseException) -> RequestRefusedError:
     return RequestRefusedError("the episode cannot continue", "unavailable")
 
 
-async def _body(request: web.Request) -> bytes:
-    """Read and decode the body of a request.
+async def _body(request: web.Request, owner: OpenSeats | Conversations | None) -> bytes:
+    """Read and decode the body of a request; `owner` counts the bytes of the bodies that are being read.
 
     Raises:
-        RequestRefusedError: the body is too long, or does not fit its encoding.
+        RequestRefusedError: the body is too long, does not fit its encoding, or comes beside too many others.
     """
-    from aiohttp import web
-
+    assert owner is not None
+    body = bytearray()
     try:
-        body = await request.read()
-    except web.HTTPRequestEntityTooLarge:
-        raise RequestRefusedError(f"the body is longer than {bodies.MAX_BODY_BYTES} bytes", "large") from None
-    return bodies.unpacked(body, request.headers.get("Content-Encoding", ""))
+        async for part in request.content.iter_any():
+            if len(body) + len(part) > bodies.MAX_BODY_BYTES:
+                raise RequestRefusedError(f"the body is longer than {bodies.MAX_BODY_BYTES} bytes", "large")
+            if owner.body_bytes + len(part) > bodies.MAX_WAITING_BYTES:
+                raise RequestRefusedError(
+                    f"bodies of {bodies.MAX_WAITING_BYTES} bytes are being sent already", "unavailable"
+                )
+            owner.body_bytes += len(part)
+            body += part
+    finally:
+        owner.body_bytes -= len(body)
+    return bodies.unpacked(bytes(body), request.headers.get("Content-Encoding", ""))
 
 
 def _models(names: Sequence[str]) -> dict[str, Any]:

@@ -86,6 +86,17 @@ class Begin(msgspec.Struct, frozen=True, array_like=True, tag="begin"):
     """First attempt whose replies an external agent may get again; earlier ones ended in an error."""
 
 
+class RequestEntry(msgspec.Struct, frozen=True, array_like=True):
+    """What an external agent asked for besides messages; an attempt that asks otherwise is told the difference."""
+
+    max_tokens: int
+    """Maximum number of tokens in the reply, after the run's own limit."""
+    stop: tuple[str, ...]
+    """Texts that end the reply."""
+    tools: str | None = None
+    """Tools as JSON text; None: those of the row's first turn."""
+
+
 class TurnEntry(msgspec.Struct, frozen=True, array_like=True, tag="turn"):
     """One engine call of an agent: the context tokens that were new, and the reply.
 
@@ -127,6 +138,8 @@ class TurnEntry(msgspec.Struct, frozen=True, array_like=True, tag="turn"):
     """Policy whose versions `spans` names, if that is not `policy`: a past version of it held the seat."""
     pauses: tuple[Pause, ...] = ()
     """Waits in this process; those in an earlier process that died are unknown."""
+    request: RequestEntry | None = None
+    """Request of an external agent; None: `run()` asked for the turn."""
 
 
 class ToolEntry(msgspec.Struct, frozen=True, array_like=True, tag="tool"):

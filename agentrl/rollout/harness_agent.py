@@ -35,12 +35,12 @@ from agentrl.core.reply_formats import json_value
 from agentrl.core.text import plural
 from agentrl.environment.base import Endpoint, LimitReachedError
 from agentrl.gateway.calls import ChatReply, ChatRequest, RequestRefusedError, shown
-from agentrl.journal.entries import TurnEntry, asked_hash, encode_body
+from agentrl.journal.entries import RequestEntry, TurnEntry, asked_hash, encode_body
 from agentrl.rollout.agent import CHARACTERS_PER_TOKEN, LiveAgent, TurnSampler
 from agentrl.rollout.branches import describe_entry, shortened
 from agentrl.rollout.byte_formats import JsonFormat
 from agentrl.rollout.template_history import shared_length
-from agentrl.rollout.token_tree import TokenTree
+from agentrl.rollout.token_tree import TokenTree, tools_text
 from agentrl.rollout.turn_entries import completion_of, message_data, slice_of
 
 if TYPE_CHECKING:
@@ -152,6 +152,7 @@ class HarnessAgent(LiveAgent):
 
     def count_tokens(self, request: ChatRequest) -> int:
         """See `gateway.calls.Seat.count_tokens`; an estimate for a remote policy."""
+        self._check_length(request)
         placed = self._find_row(request)
         length = len(placed.row.tokens)
         self._tree.withdraw(placed, forget=True)
@@ -167,6 +168,7 @@ class HarnessAgent(LiveAgent):
         self._check_demands(request)
         sampling = self._sampling(request.max_tokens)
         self._check_limits(self._settings.limits)
+        self._check_length(request)
         path = self._tree.identity(request.messages, request.tools)
         asked = asked_hash(path, sampling.max_tokens.to_bytes(4, "little"), *map(_encoded, request.stop))
         call_id = f"{self.seat}:{asked.hex()}.{self._asked[asked]}"
@@ -176,7 +178,7 @@ class HarnessAgent(LiveAgent):
         try:
             await self._wait_for_inherited(call)
             if isinstance(call.recorded, TurnEntry):
-                return self._recall(request, call, call.recorded)
+                return self._recall(request, call, call.recorded, sampling)
             reply = await self._sample_new(request, call, sampling)
         finally:
             self._in_progress -= 1
@@ -202,7 +204,7 @@ class HarnessAgent(LiveAgent):
         self._answered_one.clear()
         await self._answered_one.wait()
 
-    def _recall(self, request: ChatRequest, call: Call, recorded: TurnEntry) -> ChatReply:
+    def _recall(self, request: ChatRequest, call: Call, recorded: TurnEntry, sampling: SamplingParams) -> ChatReply:
         """Return the reply of an earlier attempt, whose entry holds its whole context."""
         context = np.frombuffer(recorded.context_ids, dtype="<i4")
         if call.is_inherited:
@@ -217,6 +219,7 @@ class HarnessAgent(LiveAgent):
             context_ids=placed.context_ids,
             parent_context=placed.before,
             messages=tuple(message_data(message) for message in _new(request, placed)),
+            request=_request_entry(request, placed, sampling),
         )
         self._episode.journal.write_again(call, entry)
         self._episode.partials.turn_recorded(call)
@@ -248,7 +251,7 @@ class HarnessAgent(LiveAgent):
             sampler = self._samplers[placed.row.number] = RowSampler(self._episode, self.seat, placed.row.number)
         started = clock.monotonic()
         try:
-            self._note_difference(call, _new(request, placed))
+            self._note_difference(call, _new(request, placed), _request_entry(request, placed, sampling, whole=True))
             if len(placed.row.tokens) >= self._settings.limits.max_context:
                 self._refuse_context(len(placed.row.tokens))
             with self._episode.time_limit_paused():
@@ -262,6 +265,7 @@ class HarnessAgent(LiveAgent):
                 clock.monotonic() - started,
                 sampler.pauses,
             )
+            entry = msgspec.structs.replace(entry, request=_request_entry(request, placed, sampling))
             self._write(call, entry)
         except EngineError as error:
             self._episode.journal.fail(error)
@@ -282,11 +286,11 @@ class HarnessAgent(LiveAgent):
         sampled = await sampler.sample(call, placed.context(), one)
         return _said_instead(str(edits[-1]["content"]), sampled, self._settings.chat_format)
 
-    def _note_difference(self, call: Call, messages: Sequence[Message]) -> None:
+    def _note_difference(self, call: Call, messages: Sequence[Message], request: RequestEntry) -> None:
         """Note how a request that is not recorded differs from the recorded ones; a replay ends there."""
         journal = self._episode.journal
         if not self.difference and (unasked := journal.unasked_turns(self.seat)):
-            self.difference = differing_request(unasked, [message_data(message) for message in messages])
+            self.difference = differing_request(unasked, [message_data(message) for message in messages], request)
         journal.check_new(call, self.difference)
 
     def _replied(
@@ -343,17 +347,24 @@ class HarnessAgent(LiveAgent):
             cached_tokens=completion.cached_tokens,
         )
 
+    def _check_length(self, request: ChatRequest) -> None:
+        """Refuse a request whose texts cannot fit the context, before anything looks through them.
+
+        Raises:
+            RequestRefusedError: the request does not fit the context.
+        """
+        characters = CHARACTERS_PER_TOKEN * (len(request.messages) + len(request.tools))  # each is one token at least
+        characters += sum(map(_characters, request.messages))
+        characters += sum(len(tool.name) + len(tool.description) + len(str(tool.parameters)) for tool in request.tools)
+        if characters > CHARACTERS_PER_TOKEN * self._settings.limits.max_context:
+            self._refuse_context(characters // CHARACTERS_PER_TOKEN)
+
     def _find_row(self, request: ChatRequest) -> RowPlacement:
         """Find or begin the row of a request.
 
         Raises:
-            RequestRefusedError: the request does not fit the context, or the chat template refuses it.
+            RequestRefusedError: the chat template refuses the request.
         """
-        characters = sum(len(message.content) + _called(message) for message in request.messages)
-        characters += CHARACTERS_PER_TOKEN * len(request.messages)  # each is one token at least
-        characters += sum(len(tool.description) + len(str(tool.parameters)) for tool in request.tools)
-        if characters > CHARACTERS_PER_TOKEN * self._settings.limits.max_context:
-            self._refuse_context(characters // CHARACTERS_PER_TOKEN)
         try:
             return self._tree.find_row(request.messages, request.tools)
         except ModelError as error:
@@ -417,11 +428,14 @@ class HarnessAgent(LiveAgent):
         if self._settings.is_external:
             return completion  # its tokens are a line of JSON, whose text is cut where it is handed over
         decode, ids = self._settings.chat_format.decode, completion.token_ids.tolist()
-        if not any(stop in decode(ids) for stop in stops):
+
+        def holds_stop(count: int) -> bool:
+            text = decode(ids[:count])
+            return any(stop in text for stop in stops)
+
+        if not (stops and holds_stop(len(ids))):
             return completion
-        end = (
-            bisect_left(range(1, len(ids) + 1), True, key=lambda n: any(stop in decode(ids[:n]) for stop in stops)) + 1
-        )
+        end = bisect_left(range(1, len(ids) + 1), True, key=holds_stop) + 1
         mask = completion.sampling_mask
         if mask is not None:
             counts = mask.counts[:end]
@@ -562,22 +576,30 @@ class LiveEndpoint(Endpoint):
             await asyncio.wait({running})
 
 
-def differing_request(recorded: Sequence[TurnEntry], asked: Sequence[Mapping[str, Any]]) -> str:
+def differing_request(recorded: Sequence[TurnEntry], asked: Sequence[Mapping[str, Any]], request: RequestEntry) -> str:
     """Name the part of a request that differs from the recorded one, with both values.
 
     Args:
         recorded: recorded turns; the one most similar to the request is compared.
         asked: the request's new messages.
+        request: what else it asks for, with its tools.
     """
     then = max(recorded, key=lambda turn: shared_length(str(turn.messages), str(tuple(asked))))
     where = f"turn {then.turn} of seat {then.seat!r}"
+    before = then.request or request
+    if before.tools is not None and before.tools != request.tools:
+        return f"{where}, tools: {_two_values(before.tools, request.tools)}; {_REMEDY}"
     for n, (was, came) in enumerate(zip(then.messages, asked, strict=False)):
         for field in sorted(was.keys() | came.keys()):
             if was.get(field) != came.get(field):
                 return f"{where}, new message {n}, {field}: {_two_values(was.get(field), came.get(field))}; {_REMEDY}"
     if len(then.messages) != len(asked):
         return f"{where}, number of new messages: {len(then.messages)}, now {len(asked)}; {_REMEDY}"
-    return f"{where}: its tools, max_tokens, stop, or an earlier message; {_REMEDY}"
+    if before.max_tokens != request.max_tokens:
+        return f"{where}, max_tokens: {before.max_tokens}, now {request.max_tokens}; {_REMEDY}"
+    if before.stop != request.stop:
+        return f"{where}, stop: {shortened(before.stop)}, now {shortened(request.stop)}; {_REMEDY}"
+    return f"{where}: an earlier message; {_REMEDY}"
 
 
 def _two_values(was: object, came: object) -> str:
@@ -612,14 +634,21 @@ def is_turn(entry: JournalEntry) -> bool:
 
 
 def standalone(entries: Iterable[JournalEntry]) -> Iterator[JournalEntry]:
-    """Yield the turns that external agents requested in one attempt, in order, each with its whole context."""
+    """Yield the turns that external agents requested in one attempt, in order, each with its whole context and its
+    tools."""
     rows: dict[tuple[str, int], bytes] = {}
+    tools: dict[tuple[str, int], str] = {}
     for entry in filter(is_turn, entries):
         body = entry.decode()
         assert isinstance(body, TurnEntry)
         context = rows.get((body.seat, body.row), b"")[: 4 * body.parent_context] + body.context_ids
         rows[body.seat, body.row] = context + body.token_ids
-        body = msgspec.structs.replace(body, context_ids=context, parent_context=0)
+        request = body.request
+        if request is not None:
+            if request.tools is not None:
+                tools[body.seat, body.row] = request.tools
+            request = msgspec.structs.replace(request, tools=tools.get((body.seat, body.row)))
+        body = msgspec.structs.replace(body, context_ids=context, parent_context=0, request=request)
         yield msgspec.structs.replace(entry, body=encode_body(body))
 
 
@@ -627,13 +656,22 @@ async def _awaited(program: Awaitable[Any]) -> Any:
     return await program
 
 
-def _called(message: Message) -> int:
-    """Characters of a message's calls, or about that."""
-    return sum(len(call.name) + len(str(call.arguments)) for call in message.tool_calls)
+def _characters(message: Message) -> int:
+    """Characters of a message and its calls, or about that."""
+    calls = sum(len(call.id) + len(call.name) + len(str(call.arguments)) for call in message.tool_calls)
+    return len(message.content) + len(message.name or "") + len(message.tool_call_id or "") + calls
 
 
 def _new(request: ChatRequest, placed: RowPlacement) -> Sequence[Message]:
     return request.messages[len(request.messages) - placed.new_messages :]
+
+
+def _request_entry(
+    request: ChatRequest, placed: RowPlacement, sampling: SamplingParams, *, whole: bool = False
+) -> RequestEntry:
+    """Return what a request asks for besides messages; with its tools if `whole`, or if it begins a row."""
+    tools = tools_text(request.tools) if whole or not placed.before else None
+    return RequestEntry(max_tokens=sampling.max_tokens, stop=tuple(request.stop), tools=tools)
 
 
 def _finish_reason(completion: Completion, message: Message, stop_text: str | None) -> Any:

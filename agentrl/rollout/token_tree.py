@@ -251,9 +251,14 @@ def _arguments(arguments: object) -> str:
         return str(arguments)
 
 
-def _tools_digest(tools: Sequence[ToolSpec]) -> bytes:
+def tools_text(tools: Sequence[ToolSpec]) -> str:
+    """Write tools as JSON text; equal for tools that get the same row."""
     said = [(tool.name, tool.description, tool.parameters) for tool in tools]
-    return hashlib.blake2b(json.dumps(said, sort_keys=True, default=dict).encode(), digest_size=16).digest()
+    return json.dumps(said, sort_keys=True, default=dict)
+
+
+def _tools_digest(tools: Sequence[ToolSpec]) -> bytes:
+    return hashlib.blake2b(tools_text(tools).encode(), digest_size=16).digest()
 
 
 def _paths(start: bytes, said: Sequence[bytes]) -> list[bytes]:

@@ -393,7 +393,7 @@ async def _recall_everything(
         report.resume_class = "pinned"
         return None
     recalled = list(standalone(first.entries))
-    turns = {entry.call_id: body for entry in first.entries if isinstance(body := entry.decode(), TurnEntry)}
+    turns = {entry.call_id: body for entry in recalled if isinstance(body := entry.decode(), TurnEntry)}
     for count in sorted({min(1, len(recalled)), len(recalled)}):
         report.on_progress(f"{part}begun again with {plural(count, 'recorded reply', 'recorded replies')}")
         following = dataclasses.replace(spec, attempt=1)
@@ -401,13 +401,17 @@ async def _recall_everything(
         report.resumptions += 1
         if isinstance(again, str):
             return f"begun again with {plural(count, 'recorded reply', 'recorded replies')}: {again}"
-        asked = {entry.call_id: body for entry in again.entries if isinstance(body := entry.decode(), TurnEntry)}
+        asked = {
+            entry.call_id: body for entry in standalone(again.entries) if isinstance(body := entry.decode(), TurnEntry)
+        }
         missing = [body for call_id, body in turns.items() if call_id not in asked][:count]
         if missing and len(missing) > len(turns) - count:
             new = [body for call_id, body in asked.items() if call_id not in turns and body.seat == missing[0].seat]
             if not new:
                 return f"begun again, it does not ask for turn {missing[0].turn} of seat {missing[0].seat!r}"
-            return f"begun again, it asks something else: {differing_request(missing[:1], new[0].messages)}"
+            assert new[0].request is not None
+            difference = differing_request(missing[:1], new[0].messages, new[0].request)
+            return f"begun again, it asks something else: {difference}"
     return None
 
 

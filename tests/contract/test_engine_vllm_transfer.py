@@ -214,7 +214,7 @@ def test_broadcasts_are_met_by_an_id_and_no_port() -> None:
     assert (taken.master_address, taken.rank_offset, taken.world_size, taken.packed) == (None, 1, 5, True)
     assert taken.packed_buffer_size_bytes == found.packed_buffer_size_bytes
     described = source.metadata()
-    offer = source.offer(version(1))
+    offer = source.offer(version(1), 60.0)
     assert [(each.name, each.dtype, each.shape) for each in described] == [
         ("a.weight", torch.bfloat16, (4, 2)),
         ("b.bias", torch.float32, (3,)),

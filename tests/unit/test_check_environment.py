@@ -164,6 +164,18 @@ class TasksOfAnInstance(Adder):
         return []
 
 
+class NotAsyncAgent(agentrl.HarnessEnvironment):
+    """An agent from outside that is not asynchronous."""
+
+    seats = ("main",)
+
+    def play(self, task, endpoint):
+        return None
+
+    def reward(self, task, episode):
+        return 0.0
+
+
 class AwaitedReward(Adder):
     """`reward` is a coroutine."""
 
@@ -311,6 +323,7 @@ def test_effects_are_not_repeated() -> None:
         (NotAsync, "NotAsync.run must be `async def run(self, ctx)`"),
         (TasksOfAnInstance, "write @classmethod above"),
         (AwaitedReward, "AwaitedReward.reward must be a plain `def"),
+        (NotAsyncAgent, "NotAsyncAgent.play must be `async def play(self, task, endpoint)`"),
         (WithLevel, "__init__ wants level, but is called without arguments"),
         (WithoutQuestion, "task 't' has no 'question' in its data (it has 'prompt'): give it one, or override prompt"),
         (PlainText, "such as agentrl.user('…'), not str"),

@@ -29,6 +29,7 @@ def set_ups(repository: Path) -> dict[str, str]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)  # an expiry inside `main` would be reported by it, as an internal error
 @pytest.mark.parametrize(
     "model",
     [
@@ -49,7 +50,9 @@ def test_doctor_accepts_and_explains_a_set_up(
     card = Memory(size * 10**9, size * 10**9)
     monkeypatch.setattr(parts, "gpus", lambda: tuple(Gpu(str(at), "card", card) for at in range(count)))
     code = main(["doctor", str(file), "--json"])
-    sections = json.loads(capsys.readouterr().out)["sections"]
+    printed = capsys.readouterr()
+    assert printed.out, printed.err
+    sections = json.loads(printed.out)["sections"]
     checks = [check for title in ("memory", f"{file} will use") for check in sections[title]]
     assert not [check for check in checks if check["level"] == "missing"], checks
     assert code == 0

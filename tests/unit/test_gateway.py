@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import gzip
 import itertools
 import json
 import re
@@ -24,9 +22,8 @@ from agentrl.core.ports import GenerateRequest
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, ForkPoint, PolicyVersion, SeatBinding
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.environment.registry import name_of
-from agentrl.gateway import bodies
-from agentrl.gateway.calls import ChatReply, ChatRequest, RequestRefusedError
-from agentrl.gateway.server import Conversations, Gateway, OpenSeats
+from agentrl.gateway.calls import ChatRequest, RequestRefusedError
+from agentrl.gateway.server import Conversations, OpenSeats
 from agentrl.journal.entries import Begin, JournalEntry, TurnEntry, encode_body
 from agentrl.rollout.byte_formats import STOP_TOKEN
 from agentrl.rollout.call_journal import CallJournal
@@ -193,6 +190,9 @@ class Refused(Loop):
         ({"n": 1000}, 400, "n is 1000"),
         ({"messages": [user("a" * 5000)]}, 400, "context"),
         ({"messages": [user("")] * 5000}, 400, "context"),
+        ({"messages": [{"role": "tool", "content": "", "tool_call_id": "a" * 300_000}]}, 400, "context"),
+        ({"tools": [{"function": {"name": "a" * 300_000}}]}, 400, "context"),
+        ({"tools": [{"function": {"name": "a"}}] * 5000}, 400, "context"),
         (
             {"messages": [user("a")], "tools": [{"function": {"name": "a", "description": "b" * 300_000}}]},
             400,
@@ -349,61 +349,6 @@ def test_an_idempotency_key_is_of_one_request() -> None:
     assert Reusing.said == ["secret of main", "of small"]
 
 
-class HeldSeat:
-    """A seat that nobody asks."""
-
-    seat = "main"
-
-    async def reply(self, request: ChatRequest) -> ChatReply:
-        raise AssertionError
-
-    def count_tokens(self, request: ChatRequest) -> int:
-        raise AssertionError
-
-
-def test_connections_without_a_key_are_closed_and_those_with_one_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agentrl.gateway.server.KEYLESS_S", 0.2)
-
-    async def held() -> bytes:
-        gateway = Gateway()
-        async with gateway.open({"main": HeldSeat()}, {}) as opened:
-            port = int(opened.root_url.rpartition(":")[2])
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            head = f"GET /v1/models HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nx-api-key: {opened.key}\r\n\r\n".encode()
-            writer.write(head)
-            assert await reader.readuntil(b"}]") != b""
-            for sent in (b"", b"GET / HTTP/1.1\r\nHost: ", head.replace(opened.key.encode(), b"sk-no")):
-                keyless, sender = await asyncio.open_connection("127.0.0.1", port)
-                sender.write(sent)
-                async with asyncio.timeout(20):
-                    await keyless.read()  # until it is closed
-                sender.close()
-            await asyncio.sleep(0.6)
-            writer.write(head)
-            answer = await reader.readuntil(b"200 OK")
-            writer.close()
-            return answer
-
-    assert b"200 OK" in asyncio.run(held())
-
-
-def test_connections_without_a_key_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agentrl.gateway.server.KEYLESS_SHARE", 1 << 40)
-
-    async def refused() -> None:
-        async with Gateway().open({"main": HeldSeat()}, {}) as opened:
-            port = int(opened.root_url.rpartition(":")[2])
-            _, first = await asyncio.open_connection("127.0.0.1", port)
-            reader, second = await asyncio.open_connection("127.0.0.1", port)
-            async with asyncio.timeout(20):
-                with contextlib.suppress(ConnectionResetError):
-                    assert await reader.read() == b""
-            for writer in (first, second):
-                writer.close()
-
-    asyncio.run(refused())
-
-
 class Several(Loop):
     """Asks for more replies at once than the episode has turns left."""
 
@@ -416,78 +361,6 @@ class Several(Loop):
 def test_all_replies_of_a_request_are_given_or_none_is_sampled() -> None:
     header = play(Several, ["one"] * 50).header
     assert (header.turns, header.stop_reason) == (0, "max_turns")
-
-
-def test_a_client_of_an_episode_that_ended_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agentrl.gateway.server.KEEPALIVE_S", 0.1)
-    seat = HeldSeat()
-
-    async def held() -> bytes:
-        gateway = Gateway()
-        async with gateway.open({"other": seat}, {}):
-            async with gateway.open({"main": seat}, {}) as ended:
-                port = int(ended.root_url.rpartition(":")[2])
-                reader, writer = await asyncio.open_connection("127.0.0.1", port)
-                head = f"POST /v1/messages HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nx-api-key: {ended.key}\r\n"
-                writer.write(f"{head}Content-Length: 100\r\n\r\n{{".encode())
-                while not ended.answering:
-                    await asyncio.sleep(0.01)
-            async with asyncio.timeout(10):
-                try:
-                    return await reader.read()
-                except ConnectionResetError:
-                    return b""
-                finally:
-                    writer.close()
-
-    assert asyncio.run(held()) == b""
-
-
-def test_a_key_is_void_once_its_episode_has_ended() -> None:
-    seat = HeldSeat()
-
-    async def asked() -> tuple[int, str]:
-        gateway = Gateway()
-        async with gateway.open({"other": seat}, {}):
-            async with gateway.open({"main": seat}, {}) as ended:
-                pass
-            headers = {"x-api-key": ended.key}
-            body = {"model": "main", "messages": [user("a")]}
-            async with aiohttp.ClientSession(headers=headers) as client:
-                response = await client.post(f"{ended.url}/chat/completions", json=body)
-                return response.status, (await response.json())["error"]["message"]
-
-    status, message = asyncio.run(asked())
-    assert (status, "keys end with their episode" in message) == (401, True)
-
-
-class Enormous(Loop):
-    """Sends 50 MB, and then asks in the ordinary way."""
-
-    answers: ClassVar[list[tuple[int, str]]] = []
-
-    async def loop(self, client: aiohttp.ClientSession, endpoint: agentrl.Endpoint) -> Any:
-        port = int(endpoint.url.rpartition(":")[2].partition("/")[0])
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nx-api-key: {endpoint.key}\r\n"
-        writer.write(f"{head}Content-Length: {50 << 20}\r\n\r\n".encode())
-        try:
-            for _ in range(50):
-                writer.write(b" " * (1 << 20))
-                await writer.drain()
-        except ConnectionError:
-            pass  # it is refused before the last byte
-        first = await reader.readline()
-        writer.close()
-        self.answers.append((int(first.split()[1]), ""))
-        status, reply = await ask(client, endpoint, [user("a")])
-        self.answers.append((status, reply["choices"][0]["message"]["content"]))
-
-
-def test_a_body_of_50_mb_is_refused_and_holds_up_nobody() -> None:
-    Enormous.answers.clear()
-    play(Enormous, ["yes"])
-    assert Enormous.answers == [(413, ""), (200, "yes")]
 
 
 class Limited(Loop):
@@ -607,32 +480,6 @@ def test_the_checker_begins_programs_again_and_names_what_they_ask_otherwise() -
     assert check_environment(type("Declared", (Unstable,), {"replay_stable": False, "__module__": __name__})).passed
 
 
-@pytest.mark.parametrize(
-    ("body", "encoding"),
-    [
-        (b"[" * 100_000, ""),
-        (b'{"a":' * 80 + b"1" + b"}" * 80, ""),
-        (b'{"a": "\xff"}', ""),
-        (b"[]", ""),
-        (b'{"a": NaN}', ""),
-        (b'{"a": [' + b"{}," * 300_000 + b"1]}", ""),
-        (b'{"a": [' + b"1," * 1_100_000 + b"1]}", ""),
-        (gzip.compress(b" " * (bodies.MAX_BODY_BYTES + 1), mtime=0), "gzip"),
-        (gzip.compress(b"{}", mtime=0)[:-4], "gzip"),  # with a time, names of tests would differ between processes
-        (b"{}", "gzip"),
-        (b"{}", "br"),
-        (b"{}", "zstd"),
-    ],
-)
-def test_hostile_bodies_are_refused(body: bytes, encoding: str) -> None:
-    with pytest.raises(RequestRefusedError):
-        bodies.parsed(bodies.unpacked(body, encoding))
-
-
-def test_a_packed_body_is_read() -> None:
-    assert bodies.parsed(bodies.unpacked(gzip.compress(b'{"a": 1}'), "gzip")) == {"a": 1}
-
-
 async def _forked(
     environment: type[agentrl.Environment], at: int
 ) -> tuple[list[list[int]], EpisodeHeader, list[TurnEntry]]:
@@ -728,6 +575,37 @@ def test_an_attempt_that_asks_otherwise_than_the_one_before_says_where() -> None
     played = play(Departing, ["one", "two"])
     assert (played.header.attempt, played.header.reward, len(played.seen)) == (1, 1.0, 2)
     assert "turn 0 of seat 'main', new message 0, content: 'Today is Monday.', now 'Today is Tuesday.'" in played.told
+
+
+class Otherwise(Departing):
+    """Asks the same in other words: another limit, stop text or tool."""
+
+    asked: ClassVar[list[Mapping[str, Any]]] = []
+
+    async def loop(self, client: aiohttp.ClientSession, endpoint: agentrl.Endpoint) -> Any:
+        end, more = self.ends.pop(0), self.asked.pop(0)
+        _, first = await ask(client, endpoint, [user("a")], tools=TOOLS)
+        history = [user("a"), first["choices"][0]["message"], user("b")]
+        await ask(client, endpoint, history, **{"tools": TOOLS, **more})
+        if end == "Monday":
+            raise EpisodeError("killed", reason="harness_killed", begin_again=True)
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "told"),
+    [
+        ({"max_tokens": 20}, {"max_tokens": 30}, "turn 1 of seat 'main', max_tokens: 20, now 30;"),
+        ({"stop": ["one"]}, {"stop": "two"}, "turn 1 of seat 'main', stop: ('one',), now ('two',);"),
+        ({}, {"tools": [{"function": {"name": "sum"}}]}, """turn 1 of seat 'main', tools: '[["add", "", {"""),
+    ],
+)
+def test_what_is_asked_otherwise_than_in_messages_is_told_with_both_values(
+    first: Mapping[str, Any], then: Mapping[str, Any], told: str
+) -> None:
+    Otherwise.ends, Otherwise.asked = ["Monday", "Tuesday"], [first, then]
+    played = play(Otherwise, ["one", "two", "three"])
+    assert (played.header.attempt, played.header.reward, len(played.seen)) == (1, 1.0, 3)
+    assert told in played.told
 
 
 def test_conversations_that_begin_count_as_open(monkeypatch: pytest.MonkeyPatch) -> None:

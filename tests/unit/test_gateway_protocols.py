@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -20,6 +21,8 @@ from tests.unit.episodes import Played, play
 from tests.unit.test_gateway import CALL, Loop, turns
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import aiohttp
 
 PARAMETERS = {"type": "object", "properties": {"a": {}, "b": {}}}
@@ -188,6 +191,18 @@ def test_a_reply_that_a_client_sends_back_is_known(protocol: ChatProtocol) -> No
         (Messages(), {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "{"}]}),
         (Messages(), {"messages": [{"role": "user", "content": "a"}], "max_tokens": "many"}),
         (Messages(), {"messages": [7]}),
+        (
+            Messages(),
+            {
+                "messages": [
+                    {
+                        "role": "assistant",
+                        "content": [{"type": "tool_use", "id": "a", "name": "b", "input": {"malformed_arguments": 7}}],
+                    },
+                    {"role": "user", "content": "a"},
+                ]
+            },
+        ),
         (Responses(), {"input": "a", "previous_response_id": "resp_1"}),
         (Responses(), {"input": "a", "background": True}),
         (Responses(), {"input": "a", "tools": [{"type": "web_search"}]}),
@@ -200,6 +215,7 @@ def test_a_reply_that_a_client_sends_back_is_known(protocol: ChatProtocol) -> No
         (ChatCompletions(), {"messages": [{"role": "user", "content": {"text": "a"}}]}),
         (ChatCompletions(), {"messages": [{"role": "user", "content": "a"}], "tools": [{"type": "retrieval"}]}),
         (ChatCompletions(), {"messages": [{"role": "user", "content": "a"}], "stop": [1]}),
+        (ChatCompletions(), {"messages": [{"role": "user", "content": "a"}], "stop": ["a"] * 65}),
     ],
 )
 def test_what_cannot_be_read_is_refused_in_the_form_of_its_protocol(protocol: ChatProtocol, body: Any) -> None:
@@ -207,6 +223,23 @@ def test_what_cannot_be_read_is_refused_in_the_form_of_its_protocol(protocol: Ch
         protocol.read({"model": "m", **body})
     assert refused.value.status == 400
     assert str(refused.value) in json.dumps(protocol.refusal(refused.value), ensure_ascii=False)
+
+
+@pytest.mark.parametrize(
+    "item", [{"type": "function_call", "call_id": "", "name": ""}, {"role": "assistant", "content": "abcdefgh"}]
+)
+def test_items_of_one_message_are_read_in_linear_time(item: Mapping[str, Any]) -> None:
+    """Reading blocks all episodes of a worker; 8 MiB hold a quarter of a million items."""
+
+    def seconds(count: int) -> float:
+        body = {"model": "m", "input": [item] * count + [{"role": "user", "content": "a"}]}
+        began = time.process_time()
+        said, _ = Responses().read(body).messages
+        assert (len(said.tool_calls) or said.content.count("abcdefgh")) == count
+        return time.process_time() - began
+
+    seconds(100)
+    assert seconds(40_000) < 10 * max(seconds(10_000), 0.01)
 
 
 def test_a_custom_tool_is_a_function_of_one_text() -> None:

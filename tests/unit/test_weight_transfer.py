@@ -143,12 +143,34 @@ def test_an_engine_that_hangs_holds_up_no_trainer(tmp_path: Path, answers: int) 
             thread.join()
 
 
+def test_a_trainer_that_hangs_holds_up_no_engine(tmp_path: Path) -> None:
+    """It offers weights, and then says nothing, with its connection open."""
+
+    async def main() -> None:
+        inbox, listens = Inbox(), asyncio.Event()
+        address = str(tmp_path / "weights")
+        await inbox.listen(address, lambda number, version, address: listens.set())
+        asking = asyncio.ensure_future(inbox.ask(VERSION))
+        await listens.wait()
+        _, writer = await asyncio.open_unix_connection(address)
+        writer.write(wire.frame(source({"a": torch.zeros(2)}).offer(VERSION, 0.2)))
+        delivery = await asking
+        assert delivery is not None
+        with pytest.raises(transfer.DeliveryError, match=r"sent nothing for 0\.2 s"):
+            await delivery.asked()
+        delivery.close()
+        writer.close()
+        inbox.close()
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize(
     "said",
     [
         b"\x00" * 40,
         wire.frame(Ask(method="start", info={})),
-        wire.frame(Offer(version=VERSION._replace(step=9), names=[], dtype_names=[], shapes=[])),
+        wire.frame(Offer(version=VERSION._replace(step=9), names=[], dtype_names=[], shapes=[], silence_s=1.0)),
     ],
 )
 def test_who_offers_something_else_is_disconnected(tmp_path: Path, said: bytes) -> None:
@@ -175,7 +197,7 @@ def test_who_offers_something_else_is_disconnected(tmp_path: Path, said: bytes) 
 )
 def test_an_offer_of_no_tensors_is_refused(dtypes: list[str], shapes: list[list[int]]) -> None:
     with pytest.raises((ValueError, RuntimeError)):
-        Offer(version=VERSION, names=["a"], dtype_names=dtypes, shapes=shapes).tensors()
+        Offer(version=VERSION, names=["a"], dtype_names=dtypes, shapes=shapes, silence_s=1.0).tensors()
 
 
 def test_an_offer_in_the_hub_s_layout_is_compared_with_the_model(tmp_path: Path) -> None:
@@ -184,7 +206,7 @@ def test_an_offer_in_the_hub_s_layout_is_compared_with_the_model(tmp_path: Path)
     tensors = load_file(zoo.directory(seed=1) / "model.safetensors")
     model = read_shapes(str(zoo.directory(seed=1)), max_context=64, dtype=torch.float32)
     weights = WeightsRef(version=VERSION, path="unused", kind="full", sha256="")
-    offered = source(tensors).offer(VERSION).tensors()
+    offered = source(tensors).offer(VERSION, 60.0).tensors()
     matched = match_full_weights(weights, offered, model.state_dict(), model)
     assert {name: each.shape for name, each in matched.items()} == {
         name: each.shape for name, each in model.state_dict().items()
