@@ -78,11 +78,11 @@ _EPISODE = (_RUN, _ID, _ATTEMPT)
 _ENVIRONMENT = _argument(
     "--environment",
     metavar="REF",
-    help="the code to run, such as path/to/env.py:Class; required if the journal's environment is not installed",
+    help="code to run, such as path/to/env.py:Class; required if the journal's environment is not installed",
 )
 _PLAYED = (
     *_EPISODE,
-    _argument("--where", help="every episode that passes this filter, instead of one"),
+    _argument("--where", help="every episode that matches this filter, instead of one"),
     _argument("--limit", type=_whole, default=100_000, help="at most this many of them"),
     _ENVIRONMENT,
 )
@@ -125,7 +125,7 @@ READING = (
                     _RUN,
                     _argument("--to", required=True, choices=list(EXPORTS), help=_format_help(EXPORTS)),
                     _argument("--out", type=Path, metavar="PATH", help="output path; default: in the run's directory"),
-                    _argument("--where", default="", help="only episodes that pass this filter"),
+                    _argument("--where", default="", help="only episodes that match this filter"),
                     _argument("--match", default="", help="only episodes that contain all these words"),
                     _argument("--force", action="store_true", help="replace an existing file"),
                 ),
@@ -143,7 +143,7 @@ READING = (
             ),
             Verb(
                 "mirror",
-                "keep a copy of a run on another disk or node while it is written, to be resumed there",
+                "keep a copy of a running run on another disk or node, from which it can be resumed",
                 "runs:run_mirror",
                 (
                     _RUN,
@@ -156,11 +156,11 @@ READING = (
             ),
             Verb(
                 "import",
-                "make a run from episodes that another tool wrote",
+                "create a run from episodes that another tool wrote",
                 "runs:run_import",
                 (
                     _argument("source", type=Path, help="file or directory"),
-                    _argument("run", type=Path, help="directory of the run to make"),
+                    _argument("run", type=Path, help="directory of the new run"),
                     _argument(
                         "--from", dest="format", required=True, choices=list(IMPORTS), help=_format_help(IMPORTS)
                     ),
@@ -176,7 +176,7 @@ READING = (
             ),
             Verb(
                 "prune",
-                "delete old tokens and step columns of a run that is not running; rewards, credits and steps stay",
+                "delete old tokens and step columns of a stopped run; rewards, credits and steps are kept",
                 "runs:run_prune",
                 (
                     _RUN,
@@ -237,7 +237,7 @@ READING = (
             ),
             Verb(
                 "why",
-                "explain an episode: its waits, its end, its reward, and the step that trained it",
+                "explain an episode: why it waited and ended, its reward, and the step that trained on it",
                 "episodes:episode_why",
                 _EPISODE,
             ),
@@ -254,7 +254,7 @@ READING = (
             ),
             Verb(
                 "replay",
-                "execute an episode again over its journal; exit code 1 if it departs, with the place and the reason",
+                "re-execute an episode over its journal; exit code 1 if it departs, with the place and the reason",
                 "episodes:episode_replay",
                 (
                     *_PLAYED,
@@ -265,7 +265,7 @@ READING = (
             ),
             Verb(
                 "rescore",
-                "compute an episode's rewards again with the present code; exit code 1 if anything else differs",
+                "recompute an episode's rewards with the current code; exit code 1 if anything else differs",
                 "episodes:episode_rescore",
                 _PLAYED,
                 reads=False,
@@ -285,15 +285,15 @@ READING = (
                         "--edit",
                         type=Path,
                         metavar="FILE",
-                        help="file with messages that replace those of that turn; of an external agent, with its reply",
+                        help="file with messages to replace those of that turn; for an external agent, with its reply",
                     ),
                     _argument(
                         "--policy",
                         action="append",
                         default=[],
                         metavar="[SEAT=]WHO",
-                        help="other policies: a directory of weights, a version (solver@0.5), another policy in a "
-                        "seat (checker=solver); may be given several times",
+                        help="policies to use instead: a directory of weights, a version (solver@0.5), or another "
+                        "policy in a seat (checker=solver); may be given several times",
                     ),
                 ),
                 reads=False,
@@ -312,7 +312,7 @@ READING = (
                 "steps:step_show",
                 (
                     _argument("run", help="directory or name of a run"),
-                    _argument("step", type=_whole, help="step number: the step of the version it made"),
+                    _argument("step", type=_whole, help="step number: that of the version it produced"),
                     _POLICY,
                     _LINEAGE,
                 ),
@@ -341,7 +341,9 @@ READING = (
 def parser() -> argparse.ArgumentParser:
     """Make the whole command line, once per process: argparse looks up every help text in the file system."""
     top = argparse.ArgumentParser(
-        prog="agentrl", description="RL of language-model agents whose unit is the episode.", allow_abbrev=False
+        prog="agentrl",
+        description="Reinforcement learning of language-model agents; its unit is the episode.",
+        allow_abbrev=False,
     )
     top.add_argument(
         "--version", action="store_const", dest="command", const="doctor:version", help="print the version"
@@ -361,7 +363,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _add_doctor(commands: Subparsers[argparse.ArgumentParser]) -> None:
-    text = "report what this machine has, what a run will use and hold in memory, and what is missing"
+    text = "report what this machine has, which resources a run will use, and what is missing"
     parser = _add_command(commands, "doctor", text, "doctor:doctor")
     parser.add_argument("file", type=Path, nargs="?", help=f"{_FILE}; default: the demo's")
     parser.set_defaults(takes_overrides=True)
@@ -403,14 +405,14 @@ def _add_evaluate(commands: Subparsers[argparse.ArgumentParser]) -> None:
         action="append",
         default=[],
         metavar="[NAME=]DIR|base",
-        help="other weights to play the same tasks with the same seeds, or `base` for the base model: the difference "
-        "is shown with its 95 %% interval, task by task",
+        help="other weights, or `base` for the base model, to evaluate on the same tasks with the same seeds; shows "
+        "the paired difference with its 95 %% interval",
     )
     parser.add_argument("--tasks", type=_whole, help="number of held-out tasks, instead of evaluation.tasks")
 
 
 def _add_serve(commands: Subparsers[argparse.ArgumentParser]) -> None:
-    text = "put a model endpoint on this machine in front of policies, for evaluation by hand; Ctrl-C ends it"
+    text = "serve policies through a model endpoint on this machine, for evaluation by hand; Ctrl-C ends it"
     parser = _add_command(commands, "serve", text, "training:serve")
     _add_endpoint_options(parser)
     parser.add_argument("--port", type=_whole, default=0, help="port to listen on; default: any free one")
@@ -461,7 +463,7 @@ def _add_demo(commands: Subparsers[argparse.ArgumentParser]) -> None:
 
 
 def _add_simulate(commands: Subparsers[argparse.ArgumentParser]) -> None:
-    text = "predict how busy engines and trainer would be with given episodes, and which setting to change"
+    text = "predict how busy engines and trainer will be for given episodes, and which setting to change"
     parser = _add_command(commands, "simulate", text, "simulating:simulate")
     parser.add_argument("file", type=Path, nargs="?", help="TOML file, such as examples/07_simulate.toml")
     parser.add_argument(
@@ -469,7 +471,7 @@ def _add_simulate(commands: Subparsers[argparse.ArgumentParser]) -> None:
     )
     parser.add_argument("--steps", type=_whole, help="number of measured steps; default 12, or as many as the run has")
     parser.add_argument("--as-is", action="store_true", help="simulate only the given settings, in a tenth of the time")
-    parser.add_argument("--timeline", type=Path, metavar="FILE.svg", help="draw when each part was busy")
+    parser.add_argument("--timeline", type=Path, metavar="FILE.svg", help="write a chart of when each part was busy")
 
 
 def _add_reading(commands: Subparsers[argparse.ArgumentParser], noun: Noun) -> None:
@@ -496,12 +498,12 @@ def _add_env(commands: Subparsers[argparse.ArgumentParser]) -> None:
     )
     verbs = noun.add_subparsers(title="commands", metavar="COMMAND")
     _add_command(verbs, "list", "list the installed environments", "environments:env_list", reads=True)
-    text = "check that an environment can be trained on, or with a loss or an advantage of one's own"
+    text = "check that an environment, or your own loss or advantage, can be used for training"
     parser = _add_command(verbs, "check", text, "environments:env_check")
     parser.add_argument("id", nargs="?", help="registered name, module:Class, or path/to/env.py:Class")
-    text = "call it on made-up steps: shape, finite gradients, purity, splitting; NAME: module:name or FILE.py:name"
+    text = "call the loss on synthetic steps: shape, finite gradients, purity; NAME: module:name or FILE.py:name"
     parser.add_argument("--loss", metavar="NAME", help=text)
-    parser.add_argument("--advantage", metavar="NAME", help="call it on made-up groups")
+    parser.add_argument("--advantage", metavar="NAME", help="call the advantage on synthetic groups")
     text = (
         "build a tiny model that knows an environment's words and tools, from demonstrations, in minutes on two cores"
     )
@@ -511,12 +513,12 @@ def _add_env(commands: Subparsers[argparse.ArgumentParser]) -> None:
     text = "conversations to learn from, one JSON object per line; default: the environment's `demonstrate`"
     parser.add_argument("--demonstrations", type=Path, metavar="FILE.jsonl", help=text)
     parser.add_argument("--steps", type=_whole, default=600, help="most supervised steps (default 600)")
-    text = "of the demonstrations that answer too early, so that something is left to learn by reward (default 0.5)"
+    text = "of the demonstrations that answer too early, so that reward has something left to teach (default 0.5)"
     parser.add_argument("--early", type=float, default=0.5, metavar="SHARE", help=f"share {text}")
     text = "stop once the held-out reward is this share of the way to the demonstrations' (default 0.8)"
     parser.add_argument("--until", type=float, default=0.8, metavar="SHARE", help=text)
     parser.add_argument(
-        "--seed", type=_whole, default=0, help="seed of tasks, weights and everything drawn (default 0)"
+        "--seed", type=_whole, default=0, help="seed of tasks, weights and all random draws (default 0)"
     )
     parser = _add_command(
         verbs, "new", "write a new environment, with its tests and a configuration", "environments:env_new"

@@ -84,7 +84,7 @@ def doctor(options: argparse.Namespace) -> int:
                 sys.stdout.write(f"    {'':<25} → {safe_line(check.fix)}\n")
     command = "agentrl demo" if options.file is None else f"agentrl train {options.file}"
     ready = (
-        f"ready: try `{safe_line(command)}`" if not missing else f"not ready: {len(missing)} thing(s) marked ✗ to mend"
+        f"ready: try `{safe_line(command)}`" if not missing else f"not ready: {len(missing)} problem(s) marked ✗ to fix"
     )
     sys.stdout.write(f"{ready}\n")
     return 1 if missing else 0
@@ -95,7 +95,7 @@ def _run(probe: Callable[[], list[Check]]) -> list[Check]:
         return probe()
     except Exception as error:  # noqa: BLE001 - a probe that fails must not hide what the others found
         name = getattr(probe, "func", probe).__name__
-        return [Check(name=name, found=f"cannot be told ({type(error).__name__}: {error})", level="note")]
+        return [Check(name=name, found=f"unknown ({type(error).__name__}: {error})", level="note")]
 
 
 def version(options: argparse.Namespace) -> int:
@@ -159,8 +159,8 @@ def disk() -> list[Check]:
     try:
         temporary = Path(tempfile.gettempdir())
     except FileNotFoundError:
-        found = "there is no directory for them that can be written"
-        fix = "set TMPDIR=DIR, to one that can"
+        found = "no writable directory for them"
+        fix = "set TMPDIR=DIR to a writable one"
         return [*checks, Check(name="disk for temporary files", found=found, level="missing", fix=fix)]
     return [*checks, _disk_space("disk for temporary files", temporary, needed=0.5, setting="TMPDIR=DIR")]
 
@@ -234,9 +234,9 @@ def _works(package: str, code: str, *, extra: str, instead: str) -> list[Check]:
         words = answer.stdout.strip()
         if answer.returncode == 0 and words:
             return [Check(name=f"{package} works", found=f"yes, {words.splitlines()[-1][:200]}")]
-        reason = (answer.stderr.strip().splitlines() or [f"it ended without a word (exit code {answer.returncode})"])[
-            -1
-        ]
+        reason = (
+            answer.stderr.strip().splitlines() or [f"it ended without a message (exit code {answer.returncode})"]
+        )[-1]
     except subprocess.TimeoutExpired:
         pass
     fix = f"{install_command(extra)} --force-reinstall{instead}"
@@ -247,7 +247,7 @@ def _disk_space(name: str, place: Path, *, needed: float, setting: str) -> Check
     free = shutil.disk_usage(place).free / GIB
     fix = "" if free > needed else f"free {needed:g} GiB there, or set {setting}"
     if not os.access(place, os.W_OK):
-        fix = f"go where you may write, or set {setting}"
+        fix = f"change to a directory you may write to, or set {setting}"
     return Check(name=name, found=f"{free:.1f} GiB free at {place}", level="missing" if fix else "ok", fix=fix)
 
 
@@ -314,7 +314,7 @@ def _engine_process(config: RunConfig) -> str:
 
     if in_ray_actors(config):
         return "in a Ray actor"
-    return "in this process" if config.engine_in_process else "in a process of its own"
+    return "in this process" if config.engine_in_process else "in a separate process"
 
 
 def memory_of(config: RunConfig) -> list[Check]:
@@ -357,7 +357,7 @@ def _gpu_checks(config: RunConfig, plan: MemoryPlan) -> list[Check]:
     if config.engine.kind == "vllm":
         checks += [Check(name="devices", found=line, level="missing") for line in devices.taken()]
     for need in gpu_needs(config, plan):
-        text = f"{_gibibytes(need.needed):>10}  needed of the {_gibibytes(need.allowed)} it may take"
+        text = f"{_gibibytes(need.needed):>10}  needed of {_gibibytes(need.allowed)} allowed"
         name = f"{need.user} on GPU {need.gpu}"
         if need.needed <= need.allowed:
             checks.append(Check(name=name, found=text))

@@ -89,7 +89,7 @@ def env_check(options: argparse.Namespace) -> int:
 
     with contextlib.closing(progress):
         answer, problem = run_in_subprocess(check)
-    passed, resume_class, text = answer or (False, None, f"{options.id}: the check came to no end: {problem}")
+    passed, resume_class, text = answer or (False, None, f"{options.id}: the check did not finish: {problem}")
     if options.json:
         print_json({"id": options.id, "passed": passed, "class": resume_class, "text": text})
     else:
@@ -110,7 +110,7 @@ def _check_function(kind: str, name: str, *, as_json: bool) -> int:
         return not report.findings, report.text
 
     answer, problem = run_in_subprocess(check)
-    passed, text = answer or (False, f"{kind} {name}: the check came to no end: {problem}")
+    passed, text = answer or (False, f"{kind} {name}: the check did not finish: {problem}")
     if as_json:
         print_json({kind: name, "passed": passed, "text": text})
     else:

@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if options.reads:  # the reader of our output has seen enough
             return 0
-        _say("agentrl: the output was closed before the command had ended, and the command with it\n")
+        _say("agentrl: the command was ended, because its output was closed\n")
         return StorageError.exit_code
     except BaseException as error:  # the last resort, told in one line
         if isinstance(error, SystemExit) and options.takes_overrides is None:  # the parser's, which has said why
@@ -79,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _report_unexpected(error: BaseException) -> int:
     """Report an unexpected error on one line; returns the exit code."""
     if isinstance(error, SystemExit):
-        _say(f"agentrl: the program was told to end (exit code {error.code}) by {_raised_at(error)}\n")
+        _say(f"agentrl: the program was ended (exit code {error.code}) by {_raised_at(error)}\n")
         return CheckFailedError.exit_code
     if type(error).__name__ == "CancelledError" or "Event loop stopped before" in error_words(error):
         _say(
@@ -89,8 +89,8 @@ def _report_unexpected(error: BaseException) -> int:
         return CheckFailedError.exit_code
     if isinstance(error, OSError) and error.errno == errno.EBADF:
         _say(
-            "agentrl: a file or connection of this process was closed under it, by an environment or a library of its: "
-            "look for os.close and os.closerange there\n"
+            "agentrl: an environment, or a library it uses, closed a file or connection of this process: look for "
+            "os.close and os.closerange there\n"
         )
         return CheckFailedError.exit_code
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
@@ -98,7 +98,7 @@ def _report_unexpected(error: BaseException) -> int:
         return InputError.exit_code
     if isinstance(error, OSError) and error.errno in _MACHINE:
         where = safe_line(str(error.filename or "a file"))
-        _say(f"agentrl: {where}: {error.strerror}; make room or permission there\n")
+        _say(f"agentrl: {where}: {error.strerror}; check the free space and the permissions there\n")
         return StorageError.exit_code
     return _report_bug(error)
 
@@ -149,7 +149,7 @@ def _write_traceback() -> str:
         with os.fdopen(descriptor, "w", encoding="utf-8", errors="backslashreplace") as file:
             file.write(traceback.format_exc())
     except OSError as error:
-        return f"The traceback could not be kept ({error.strerror})."
+        return f"The traceback could not be written ({error.strerror})."
     return f"The traceback is in {path}"
 
 
@@ -158,7 +158,7 @@ def _overrides(rest: Sequence[str], *, wanted: bool) -> list[str]:
         if not wanted or not argument.startswith("--") or "=" not in argument:
             hint = "; see --help"
             if wanted:
-                hint = "; a field of the configuration is set by --section.field=value, in one word"
+                hint = "; set a configuration field with --section.field=value, as one argument"
                 hint += f": {argument}=VALUE" if argument.startswith("--") else ""
             raise InputError(f"unknown argument {argument!r}{hint}")
     return list(rest)

@@ -47,7 +47,7 @@ def simulate(options: argparse.Namespace) -> int:
         count = sum(1 for _ in knobs(asked.plan))
         for number, each in enumerate(turn(asked.plan, measured, lambda plan: _measured(plan, asked)), start=1):
             turned.append(each)
-            _tell(f"knob {number} of {count}: {each.knob}")
+            _tell(f"setting {number} of {count}: {each.knob}")
         _tell("")
     if options.timeline is not None:
         _write(options, asked.name, measured)

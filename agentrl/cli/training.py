@@ -96,7 +96,7 @@ def _sample(options: argparse.Namespace) -> int:
     if options.json:
         print_json({"path": path})
     else:
-        sys.stdout.write(f"{safe_line(path)}: look at it with `agentrl episode list {safe_line(path)}`\n")
+        sys.stdout.write(f"{safe_line(path)}: view it with `agentrl episode list {safe_line(path)}`\n")
     return 0
 
 
@@ -135,9 +135,7 @@ def evaluate(options: argparse.Namespace) -> int:
     for name, value in metrics.items():
         sys.stdout.write(f"{name:<{width}}  {value:.4g}\n")
     if journal is not None:
-        sys.stdout.write(
-            f"{safe_line(str(journal))}: look at it with `agentrl episode list {safe_line(str(journal))}`\n"
-        )
+        sys.stdout.write(f"{safe_line(str(journal))}: view it with `agentrl episode list {safe_line(str(journal))}`\n")
     return 0
 
 
@@ -167,7 +165,7 @@ def serve(options: argparse.Namespace) -> int:
             f"models: {', '.join(map(safe_line, address.models))}\n"
             f"OPENAI_BASE_URL={address.url}\nANTHROPIC_BASE_URL={address.root_url}\n"
             f"OPENAI_API_KEY={address.key}\nANTHROPIC_API_KEY={address.key}\n"
-            f"Each conversation is an episode of {safe_line(str(run))}; {address.key[:5]}…:NAME as the key names it. "
+            f"Each conversation is an episode of {safe_line(str(run))}; the key {address.key[:5]}…:NAME names it. "
             "Ctrl-C ends this.\n"
         )
         sys.stdout.flush()

@@ -107,56 +107,64 @@ STARVED_RATIO = 5
 """Factor by which this number must exceed that during the policy's last steps; before its first step, multiplied by
 `STARVED_STEPS`."""
 MEANINGS = {
-    "illegal_output": f"{BROKEN_SHARE:.0%} of the turns or more break the format in each of {WINDOW} steps, and no "
-    "fewer at their end",
+    "illegal_output": f"{BROKEN_SHARE:.0%} or more of the turns break the format in each of {WINDOW} steps, and the "
+    "share is not falling",
     "format_pays": "over the whole run, episodes that break the format earn more than those that keep it, by "
     f"{FORMAT_ERRORS:g} standard errors and {FORMAT_MARGIN:.0%} of the rewards' spread (at least {FORMAT_EPISODES} of "
     f"each, over {WINDOW} steps)",
-    "alone": f"{ZERO_SHARE:.0%} of the units of {WINDOW} steps have no advantage, {ALONE_SHARE:.0%} for want "
-    "of other episodes to be compared with",
-    "collapse": f"{ZERO_SHARE:.0%} of the units of {WINDOW} steps have no advantage, the reward is below its best, the "
-    f"entropy below {LOW_ENTROPY:g} nats",
-    "no_signal": "the same, and the reward has never differed; before that many steps: all of at least "
-    f"{MIN_EPISODES} held-out episodes before training got the same reward, and no step has taught anything yet",
-    "nothing_to_learn": "the same, at the best reward so far",
-    "staleness": f"the mean lag of {WINDOW} steps is above max_staleness by a quarter of it, at least by 0.25 steps",
-    "max_lag": f"trained tokens older than max_lag in the last {WINDOW} steps, though begun in this attempt of the run",
-    "off_policy": f"k3 above {K3_BOUND:g} nats per token over {WINDOW} steps, of all tokens or of one seat's",
-    "engine_mismatch": f"k3 above {MISMATCH_BOUND:g} nats per token sampled by the very weights that were trained: the "
-    f"newest {MISMATCH_TOKENS} of them, from {MISMATCH_STEPS[0]} steps or more of the last {MISMATCH_STEPS[1]}",
+    "alone": f"{ZERO_SHARE:.0%} of the units of {WINDOW} steps have zero advantage, {ALONE_SHARE:.0%} because there is "
+    "no other episode to compare them with",
+    "collapse": f"{ZERO_SHARE:.0%} of the units of {WINDOW} steps have zero advantage, the reward is below its best, "
+    "and the entropy below {LOW_ENTROPY:g} nats",
+    "no_signal": f"{ZERO_SHARE:.0%} of the units of {WINDOW} steps have zero advantage, and the reward has never "
+    "changed; before that many steps: all of at least {MIN_EPISODES} held-out episodes before training got the same "
+    "reward, and every unit so far had zero advantage",
+    "nothing_to_learn": "{ZERO_SHARE:.0%} of the units of {WINDOW} steps have zero advantage, at the best reward so "
+    "far",
+    "staleness": f"the mean lag of {WINDOW} steps exceeds max_staleness by more than a quarter of it, and by more than "
+    "0.25 steps",
+    "max_lag": f"the last {WINDOW} steps trained on tokens older than max_lag, although their episodes began in this "
+    "attempt of the run",
+    "off_policy": f"k3 above {K3_BOUND:g} nats per token over {WINDOW} steps, for all tokens or for those of one seat",
+    "engine_mismatch": f"k3 above {MISMATCH_BOUND:g} nats per token for tokens sampled by exactly the weights that "
+    "were trained: at least the newest {MISMATCH_TOKENS}, from {MISMATCH_STEPS[0]} or more of the last "
+    "{MISMATCH_STEPS[1]} steps",
     "selection_bias": f"over {LENGTH_STEPS} steps, trained units are {SELECTION_BIAS_BOUND:.0%} shorter or longer, in "
-    "tokens or seconds, than all that were dispatched, or their groups' rewards differ by "
-    f"{SELECTION_BIAS_BOUND:g} standard deviations, or {SELECTION_BIAS_BOUND:.0%} are held back",
+    "tokens or seconds, than all dispatched units, or the rewards of their groups differ by {SELECTION_BIAS_BOUND:g} "
+    "standard deviations, or {SELECTION_BIAS_BOUND:.0%} of the units wait too long",
     "dropped_by_time": f"{TIME_SHARE:.0%} of the episodes that ended, at least {TIME_EPISODES}, were dropped because "
     "their program hung (`episode_timeout`)",
     "dropped": f"{DROPPED_SHARE:.0%} of the episodes that ended, at least {MIN_EPISODES}, were dropped for one reason",
-    "off_frontier": f"where an environment proposes (it uses a gate, or the memory): of at least {MIN_PROPOSALS} "
-    f"proposals of {WINDOW} steps, less than {FRONTIER_SHARE:.0%} got a mean reward between 0.2 and 0.8 in attempts",
-    "proposals_repeat": f"{REPEATED_SHARE:.0%} of the proposals of {WINDOW} steps, at least {MIN_PROPOSALS}, were made "
-    "before",
-    "proposals_alike": f"the entropy of their structures is below {STRUCTURE_ENTROPY:g} nats in each of {WINDOW} steps",
-    "gate_closed": f"less than {GATE_SHARE:.0%} pass the gate in each of {WINDOW} steps",
-    "loses_to_past": f"over {WINDOW} steps, a policy gets less than {LOSING_RATE:.0%} of the games against its past "
-    f"versions, {LOSING_ERRORS:g} standard errors less than before (at least {MIN_GAMES} games in both)",
+    "off_frontier": f"in environments with proposals (`agent.gate`, `ctx.remember`): of at least {MIN_PROPOSALS} "
+    "proposals of {WINDOW} steps, less than {FRONTIER_SHARE:.0%} got a mean reward between 0.2 and 0.8 from the "
+    "attempts at them",
+    "proposals_repeat": f"{REPEATED_SHARE:.0%} of the proposals of {WINDOW} steps, at least {MIN_PROPOSALS}, had been "
+    "made before",
+    "proposals_alike": f"the entropy of the proposals' structures is below {STRUCTURE_ENTROPY:g} nats in each of "
+    "{WINDOW} steps",
+    "gate_closed": f"less than {GATE_SHARE:.0%} of the proposals pass the gate in each of {WINDOW} steps",
+    "loses_to_past": f"over {WINDOW} steps, a policy wins less than {LOSING_RATE:.0%} of the games against its past "
+    "versions, and {LOSING_ERRORS:g} standard errors less than before (at least {MIN_GAMES} games in both)",
     "one_seat_wins": f"over {WINDOW} steps, {SEAT_SHARE:.0%} of the decided games (rewards above and below 0), at "
-    f"least {MIN_GAMES}, go to one seat",
-    "starved": f"a policy without phases takes no step while the others take {STARVED_STEPS}, and {STARVED_RATIO} "
-    f"times as many as during any of its last {WINDOW}; before its first step: {STARVED_STEPS * STARVED_RATIO}",
+    f"least {MIN_GAMES}, are won by one seat",
+    "starved": f"a policy without phases takes no step while the others take {STARVED_STEPS} steps, and "
+    "{STARVED_RATIO} times as many as between any two of its last {WINDOW} steps; before its first step: "
+    "{STARVED_STEPS * STARVED_RATIO} steps",
 }
 """Condition that raises each alarm, listed in docs/metrics.md."""
 EXPECTED_DROPS = {"run_ended", "frozen", "no_signal"}
 
 ADVICE_ON_DROPS = {
     "environment_error": "run `agentrl env check`; `agentrl episode show` of a dropped one gives the exception",
-    "episode_timeout": "see with `agentrl episode show` where `run()` hangs, and go through ctx there (a tool, an "
-    "effect), which then ends as truncated; or raise episode_timeout_s",
+    "episode_timeout": "find out with `agentrl episode show` where `run()` hangs, and make that call a tool or an "
+    "effect, so that the episode ends as truncated; or raise episode_timeout_s",
     "fan_out": "declare in `fan_out` as many child episodes as an episode starts in all, or start fewer",
     "prompt_too_long": "raise engine.max_context or shorten the first prompt",
     "no_reward": "give every agent a reward on every path through `run()`, or set `truncated_reward`",
-    "too_few_children": "see with `agentrl episode list` why child episodes were dropped; start more of them",
-    "bad_reward": "return a finite number from `reward`; for a turn, one that has been",
+    "too_few_children": "find out with `agentrl episode list` why child episodes were dropped, or start more of them",
+    "bad_reward": "return a finite number from `reward`; give turn rewards only for turns that have been taken",
     "nondeterminism": "run `agentrl env check`: randomness, time or the outside world bypasses `ctx`",
-    "untrainable": "`agentrl episode show` of a dropped one says what of its entries is damaged or does not fit",
+    "untrainable": "`agentrl episode show` of a dropped one names the entries that are damaged or inconsistent",
     "nonfinite_gradient": "lower the learning rate; look at k3 and grad_norm before the first of them",
 }
 
@@ -202,9 +210,10 @@ def _format_pays(policy: PolicyState) -> Iterator[Alarm]:
         yield Alarm(
             "format_pays",
             policy.name,
-            f"episodes that break the format earn {mean_broken:.3f} on average, those that keep it {mean_kept:.3f}, "
-            f"over {sum(counts):.0f} episodes: breaking it is what will be learned",
-            "reward a broken format below every legal end (`illegal_reward`, a penalty in `reward`), then start anew",
+            f"episodes that break the format earn {mean_broken:.3f} on average, and those that keep it "
+            f"{mean_kept:.3f}, over {sum(counts):.0f} episodes: the policy will learn to break it",
+            "reward a broken format below every legal end (`illegal_reward`, a penalty in `reward`), then start a new "
+            "run",
         )
 
 
@@ -232,9 +241,9 @@ def _illegal_output(policy: PolicyState, window: Sequence[Values]) -> Iterator[A
         policy.name,
         f"{mean_of(shares):.0%} of the turns of the last {len(window)} steps break the format"
         + (f" (of all turns: {what})" if what else ""),
-        "see one with `agentrl episode show`; resume from an earlier checkpoint with a lower learning rate and "
-        "trainer.entropy_bonus = 0.02; where it was so from the start, a base model that knows the format, or "
-        "a larger sampling.max_tokens if turns end by length",
+        "look at one with `agentrl episode show`; resume from an earlier checkpoint with a lower learning rate and "
+        "trainer.entropy_bonus = 0.02; if it has been so from the start, a base model that knows the format, or a "
+        "larger sampling.max_tokens if turns end by length",
     )
 
 
@@ -246,7 +255,7 @@ def _nothing_taught(policy: PolicyState, window: Sequence[Values]) -> Iterator[A
         yield Alarm(
             "alone",
             policy.name,
-            f"{alone:.0%} of the units of the last {len(window)} steps have nothing to be compared with",
+            f"{alone:.0%} of the units of the last {len(window)} steps have no other episode to compare them with",
             "`ctx.spawn` with n = 2 or more: children of one call are compared with each other; or "
             "credit.advantage = 'role_mean', which compares with what the policy used to get in that seat",
         )
@@ -256,12 +265,15 @@ def _nothing_taught(policy: PolicyState, window: Sequence[Values]) -> Iterator[A
     spread, now = max(history) - min(history), mean_of(rewards)
     entropy = values_of(window, "entropy")
     tail = f", entropy {mean_of(entropy):.3f} nats per token" if entropy else ""
-    text = f"{mean_of(zero):.0%} of the units of the last {len(window)} steps have no advantage: every group agrees"
+    text = (
+        f"{mean_of(zero):.0%} of the units of the last {len(window)} steps have zero advantage, since the rewards "
+        "within each group are equal"
+    )
     if spread < 1e-9:
         yield Alarm(
             "no_signal",
             policy.name,
-            f"{text} on reward {now:.3f}, as since the start{tail}",
+            f"{text}, at reward {now:.3f} since the start{tail}",
             "easier tasks, a larger credit.group_size, a higher sampling.temperature, or a reward for partial success",
         )
     elif now < best - 0.1 * spread and (not entropy or mean_of(entropy) < LOW_ENTROPY):
@@ -275,8 +287,8 @@ def _nothing_taught(policy: PolicyState, window: Sequence[Values]) -> Iterator[A
         yield Alarm(
             "nothing_to_learn",
             policy.name,
-            f"{text} at reward {now:.3f}, the best so far{tail}",
-            "stop here, or go on with harder tasks: these are solved as well as this reward can tell",
+            f"{text}, at reward {now:.3f}, the best so far{tail}",
+            "stop here, or continue with harder tasks: this reward cannot measure further improvement on these",
         )
 
 
@@ -317,8 +329,8 @@ def _max_lag(policy: PolicyState, window: Sequence[Values]) -> Iterator[Alarm]:
             policy.name,
             f"{exceeded:.0f} trajectories of the last {len(window)} steps were older than max_lag; the "
             f"oldest was {largest:.0f} steps old",
-            "admission did not know of them: declare all child episodes in `fan_out`; see with `agentrl episode why` "
-            "whether they began again",
+            "admission did not count them: declare all child episodes in `fan_out`; find out with `agentrl episode "
+            "why` whether they started over",
         )
 
 
@@ -338,12 +350,12 @@ def _mismatch(policy: PolicyState, window: Sequence[Values]) -> Iterator[Alarm]:
         yield Alarm(
             "engine_mismatch",
             policy.name,
-            f"engine and trainer disagree by k3 = {total / tokens:.3f} nats per token (at most {largest:.2f}) about "
-            f"tokens that the trained weights themselves had sampled (healthy: below {MISMATCH_BOUND:g})",
+            f"engine and trainer disagree by k3 = {total / tokens:.3f} nats per token (at most {largest:.2f}) on "
+            f"tokens that exactly the trained weights sampled (healthy: below {MISMATCH_BOUND:g})",
             "if mismatch/k3 is far lower, engine.refresh = 'token', or 'lazy' with adapters; "
             "engine.capture_routing = true for a mixture of "
-            "experts; the same dtype and attention on both sides; a kept_mass of 1 with sampling filters: kept sets "
-            "were lost; none of these: the engine serves other weights than it records, resume from a checkpoint",
+            "experts; the same dtype and attention on both sides; if kept_mass is 1 with sampling filters, the kept "
+            "sets were lost; otherwise the engine serves other weights than it records: resume from a checkpoint",
         )
     elif k3 > K3_BOUND or max(seats.values(), default=0.0) > K3_BOUND:
         name = max(seats, key=lambda seat: seats[seat], default="")
@@ -373,16 +385,17 @@ def _selection_bias(policy: PolicyState) -> Iterator[Alarm]:
         yield Alarm(
             "selection_bias",
             policy.name,
-            f"what was trained is {', '.join(off)} than all that was dispatched with it: the steps see a part of it",
-            "something drops units, or holds units back, that are not like the others; `agentrl run ledger` counts by "
-            "reason. End long episodes with a reward (`truncated_reward`) rather than with episode_timeout_s",
+            f"trained units are {', '.join(off)} than all units dispatched with them, so the steps train on a biased "
+            f"part",
+            "units unlike the others are dropped or wait too long; `agentrl run ledger` counts drops by reason. End "
+            "long episodes with a reward (`truncated_reward`) rather than with episode_timeout_s",
         )
     elif len(held) == LENGTH_STEPS and held[-1] > SELECTION_BIAS_BOUND:
         yield Alarm(
             "selection_bias",
             policy.name,
-            f"{held[-1]:.0%} of what was dispatched was still not trained {LENGTH_STEPS} steps later",
-            "see what they wait for with `agentrl episode timeline`; a larger step_size, or a shorter "
+            f"{held[-1]:.0%} of the dispatched units were still not trained {LENGTH_STEPS} steps later",
+            "find out with `agentrl episode timeline` what they wait for; a larger step_size, or a shorter "
             "environment.tool_timeout_s or sampling.max_turns, if they are that long",
         )
 
@@ -394,8 +407,8 @@ def _dropped(reasons: Mapping[str, int], others: int) -> Iterator[Alarm]:
         yield Alarm(
             "dropped_by_time",
             "",
-            f"{by_time:,} of {ended:,} episodes that ended were dropped because their program hung: if what hangs "
-            "depends on what a policy says, the gradient leaves it out",
+            f"{by_time:,} of {ended:,} episodes that ended were dropped because their program hung: if that depends on "
+            f"what a policy says, the gradient is biased",
             ADVICE_ON_DROPS["episode_timeout"],
         )
     for reason, count in sorted(reasons.items(), key=lambda item: -item[1]):
@@ -430,7 +443,7 @@ def _proposals(window: Sequence[Values]) -> Iterator[Alarm]:
         yield Alarm(
             "gate_closed",
             "",
-            f"{mean_of(gate):.0%} of what was proposed in the last {WINDOW} steps passed the gate",
+            f"{mean_of(gate):.0%} of the proposals of the last {WINDOW} steps passed the gate",
             "a base model that makes valid proposals, a penalty below every reward behind the gate, or a rule it can "
             "learn in steps",
         )
@@ -438,9 +451,9 @@ def _proposals(window: Sequence[Values]) -> Iterator[Alarm]:
         yield Alarm(
             "proposals_alike",
             "",
-            f"the structures of the newest proposals have an entropy of {mean_of(entropy):.2f} nats: most are alike",
-            "trainer.entropy_bonus = 0.04, a penalty on the `share` that `ctx.remember` gives, or a checkpoint from "
-            "before the fall",
+            f"the structures of the newest proposals have an entropy of {mean_of(entropy):.2f} nats: most are the same",
+            "trainer.entropy_bonus = 0.04, a penalty on the `share` that `ctx.remember` returns, or a checkpoint from "
+            "before the entropy fell",
         )
     made = total(window, "proposals/made")
     repeated = weighted(window, "proposals/repeated", "proposals/made")
@@ -461,8 +474,8 @@ def _proposals(window: Sequence[Values]) -> Iterator[Alarm]:
         yield Alarm(
             "off_frontier",
             "",
-            f"{frontier:.0%} of the {groups:,.0f} proposals of the last {WINDOW} steps are solved by some and not by "
-            f"others; {everybody:.0%} by everybody, {nobody:.0%} by nobody",
+            f"{frontier:.0%} of the {groups:,.0f} proposals of the last {WINDOW} steps are solved by some attempts and "
+            f"not by others; {everybody:.0%} by all, {nobody:.0%} by none",
             "a solver that learns more slowly than the proposer (a larger step_size, a smaller learning_rate) and "
             "stops before it does (`steps`); the versions that best.metric = 'pass_rate/frontier' keeps"
             if easy
@@ -482,8 +495,8 @@ def _one_seat_wins(window: Sequence[Values]) -> Iterator[Alarm]:
         "",
         f"seat {name.removeprefix('won/')} wins {shares[name]:.0%} of the {games:,.0f} decided games of the last "
         f"{WINDOW} steps: there is little to learn from",
-        "credit.advantage = \"role_mean\", so that a side's advantage is nobody's credit; both policies on both sides "
-        "(lists under [seats]); an opponent of like strength: a policy of kind 'past', or a game with a handicap",
+        'credit.advantage = "role_mean", which cancels a side\'s built-in advantage; both policies on both sides '
+        "(lists under [seats]); an opponent of similar strength: a policy of kind 'past', or a game with a handicap",
     )
 
 
@@ -500,9 +513,9 @@ def _loses_to_pool(policy: PolicyState, opponent: str) -> Iterator[Alarm]:
         yield Alarm(
             "loses_to_past",
             policy.name,
-            f"against its past versions ({opponent}) it gets {now:.2f} of {games:,.0f} games in the last {WINDOW} "
-            f"steps, {then:.2f} before: it unlearns, or goes in circles",
-            "see which with `agentrl run winrates`; go on from the checkpoint that won most, with a lower learning "
+            f"against its past versions ({opponent}) it wins {now:.2f} of {games:,.0f} games in the last {WINDOW} "
+            f"steps, {then:.2f} before: it is forgetting, or going in circles",
+            "see which with `agentrl run winrates`; resume from the checkpoint that won most, with a lower learning "
             f"rate or a larger step_size; more groups against {opponent} in [seats], more versions (size), choose = "
             "'prioritised'",
         )
@@ -519,7 +532,7 @@ def _starved(policy: PolicyState, state: RunState) -> Iterator[Alarm]:
             "starved",
             policy.name,
             f"the other policies took {policy.waited} steps since its step {policy.step}: it gets no units",
-            "see in `agentrl run ledger` what becomes of its units; proposals that the gate refuses start no children "
+            "see in `agentrl run ledger` what happens to its units; proposals that the gate refuses start no children "
             "(gate/acceptance), and a seat that never acts or is never rewarded has no unit; a smaller step_size; a "
             "larger max_staleness of the policy that admission waits for",
         )

@@ -215,7 +215,7 @@ def test_people_read_the_rates_and_where_the_episodes_are(file: Path, capsys: py
         assert main(["evaluate", str(file), "--model", endpoint.url]) == 0
     output = capsys.readouterr().out
     assert re.search(r"evaluation/pass_at/1 +0\.75\n", output)
-    assert "runs/tried-endpoint: look at it with `agentrl episode list runs/tried-endpoint`" in output
+    assert "runs/tried-endpoint: view it with `agentrl episode list runs/tried-endpoint`" in output
 
 
 @pytest.mark.parametrize(

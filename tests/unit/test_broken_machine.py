@@ -45,7 +45,7 @@ def test_code_that_ends_the_program_is_told_and_no_success(
 ) -> None:
     monkeypatch.setattr("agentrl.cli.training.demo", _fails(SystemExit(0)))
     assert main(["demo"]) == 1
-    assert capsys.readouterr().err.startswith("agentrl: the program was told to end (exit code 0) by ")
+    assert capsys.readouterr().err.startswith("agentrl: the program was ended (exit code 0) by ")
 
 
 def test_an_unexpected_error_is_told_where_no_traceback_can_be_kept(
@@ -56,7 +56,7 @@ def test_an_unexpected_error_is_told_where_no_traceback_can_be_kept(
     assert main(["run", "list"]) == 70
     first, second = capsys.readouterr().err.splitlines()
     assert first == "agentrl: internal error: ExceptionGroup: several (1 sub-exception)"
-    assert second.endswith("The traceback could not be kept (No such file or directory).")
+    assert second.endswith("The traceback could not be written (No such file or directory).")
 
 
 def test_the_doctor_asks_for_a_place_for_temporary_files(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,7 +68,7 @@ def test_the_doctor_asks_for_a_place_for_temporary_files(monkeypatch: pytest.Mon
     assert (check.name, check.level, check.fix) == (
         "disk for temporary files",
         "missing",
-        "set TMPDIR=DIR, to one that can",
+        "set TMPDIR=DIR to a writable one",
     )
 
 
@@ -87,8 +87,8 @@ def test_commands_from_a_directory_that_is_gone(
 @pytest.mark.parametrize(
     ("body", "told"),
     [
-        ("import sys; sys.exit(0)", "no: it ended without a word (exit code 0)"),
-        ("import os; os.kill(os.getpid(), 9)", "no: it ended without a word (exit code -9)"),
+        ("import sys; sys.exit(0)", "no: it ended without a message (exit code 0)"),
+        ("import os; os.kill(os.getpid(), 9)", "no: it ended without a message (exit code -9)"),
         ("raise OSError('libray.so is missing')", "no: OSError: libray.so is missing"),
         ("__version__ = '2'", "yes, 2"),
         ("print('noise'); __version__ = '2'", "yes, 2"),
@@ -152,7 +152,9 @@ def test_a_descriptor_that_was_closed_under_us_is_no_bug_of_ours(
 ) -> None:
     monkeypatch.setattr("agentrl.cli.training.demo", _fails(OSError(errno.EBADF, os.strerror(errno.EBADF))))
     assert main(["demo"]) == 1
-    assert capsys.readouterr().err.startswith("agentrl: a file or connection of this process was closed under it")
+    assert capsys.readouterr().err.startswith(
+        "agentrl: an environment, or a library it uses, closed a file or connection"
+    )
 
 
 def test_a_vllm_that_is_too_old_is_refused_and_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

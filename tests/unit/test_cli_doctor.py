@@ -45,10 +45,10 @@ def test_a_probe_that_fails_hides_no_other_and_what_is_missing_is_exit_code_1(
     assert main(["doctor"]) == 1
     said = capsys.readouterr().out
     assert "failing" in said
-    assert "cannot be told (PermissionError: /proc/meminfo is hidden)" in said
+    assert "unknown (PermissionError: /proc/meminfo is hidden)" in said
     assert "→ pip install '.[train]'" in said
     assert "Python" in said
-    assert "not ready: 1 thing(s)" in said
+    assert "not ready: 1 problem(s)" in said
 
 
 def test_a_file_that_hides_a_library_is_named(

@@ -110,7 +110,7 @@ def test_an_environment_that_ends_the_process_does_not_pass_the_check(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ends = {
-        "ends": ("os._exit(0)", "the check came to no end"),
+        "ends": ("os._exit(0)", "the check did not finish"),
         "leaves": ("raise SystemExit(0)", "SystemExit: 0"),
     }
     for name, (end, told) in ends.items():
