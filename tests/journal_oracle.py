@@ -30,7 +30,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-Row = dict[str, Any]
+from tests.journal_credit import COMPARED, Credit, Row, advantages, agent_of, by_state
+
 Attempt = tuple[str, int]
 """Episode and attempt."""
 Version = tuple[str, int, int]
@@ -78,6 +79,8 @@ class Turn(NamedTuple):
     """Its part of `tokens`."""
     parent_context: int
     versions: tuple[Version, ...]
+    state: bytes
+    """Hash of its anchor state."""
 
 
 class Recorded:
@@ -277,7 +280,8 @@ class _Judge:
                 self.say("entries", f"{where}: {len(counts)} sampling masks of {count} tokens")
         versions = tuple((weights_of, lineage, step) for _, _, lineage, step in spans)
         counted = count if any(logprobs) else _tokens_of_endpoint(body[11], count)
-        own.turns.append(Turn(seat, index, row, number, len(context) // 4, count, counted, parent_context, versions))
+        lengths = (len(context) // 4, count, counted, parent_context)
+        own.turns.append(Turn(seat, index, row, number, *lengths, versions, _state(body)))
 
     # --- entries ------------------------------------------------------------------------------------------------------
 
@@ -328,6 +332,9 @@ class _Judge:
                 (own.kinds["cancel"] or own.kinds["limit"]) and told <= oldest
             ):  # a call that was cut counts too
                 self.say("entries", f"{key}: {agent} has oldest weights {told}, and its spans {oldest}")
+            states = b"".join(turn.state for turn in sorted(agents[agent], key=lambda turn: turn.number))
+            if row["turn_states"] not in (None, states):
+                self.say("entries", f"{key}: {agent} has states {row['turn_states'].hex()}, its turns {states.hex()}")
             self.judge_rewards(key, agent, row, [given[2:] for given in own.rewards if given[:2] == agent])
         rewards = [row["reward"] for row in rows if row["reward"] is not None]
         if episode["reward"] != (sum(rewards) if rewards else None):
@@ -585,7 +592,7 @@ class _Judge:
     def judge_credit(self) -> None:
         credit: Mapping[str, Any] = self.config.get("credit") or {}
         estimator = credit.get("advantage", "leave_one_out")
-        if estimator not in ("leave_one_out", "group_mean", "group_std", "role_mean", "none"):
+        if estimator not in ("leave_one_out", "group_mean", "group_std", "role_mean", "none", "gigpo"):
             return  # a function that the page does not give
         committed = {
             (row["episode"], row["attempt"]): row
@@ -594,9 +601,14 @@ class _Judge:
         }
         if estimator == "role_mean":
             expected = self.role_means(committed, 0.95)
+        elif estimator == "gigpo":
+            options = credit.get("advantage_options", {})
+            compared = [by_state(members, **options) for members in self.compared(committed).values()]
+            by_agent = {agent: own for group in compared for agent, own in group.items()}
+            expected = _Expected(lambda row: by_agent.get(agent_of(row)))
         elif estimator == "none":
             expected = _Expected(lambda row: (row["reward"], 0.0, None))
-        elif estimator not in _COMPARED:  # a function of the user's: only the sum can be recomputed
+        elif estimator not in COMPARED:  # a function of the user's: only the sum can be recomputed
             expected = _Expected(
                 lambda row: (
                     row["advantage"],
@@ -629,18 +641,18 @@ class _Judge:
             episodes = [row["episode"] for row in members]
             rewards = [row["reward"] for row in members]
             turn_rewards = [json.loads(row["turn_rewards"] or "[]") for row in members]
-            whole = _advantages(estimator, rewards, episodes)
+            whole = advantages(estimator, rewards, episodes)
             by_turn: list[list[float]] | None = None
             if to_go and any(turn_rewards):
                 by_turn = []
                 for now in range(max(turn + 1 for given in turn_rewards for turn, _ in given) + 1):
                     paid = [math.fsum(value for turn, value in given if turn < now) for given in turn_rewards]
                     left = [reward - before for reward, before in zip(rewards, paid, strict=True)]
-                    by_turn.append([value for value, _ in _advantages(estimator, left, episodes)])
+                    by_turn.append([value for value, _ in advantages(estimator, left, episodes)])
             for number, (row, (value, baseline)) in enumerate(zip(members, whole, strict=True)):
                 turns = None if by_turn is None else [each[number] for each in by_turn]
-                found[_agent(row)] = (value, baseline, turns)
-        return _Expected(lambda row: found.get(_agent(row)))
+                found[agent_of(row)] = (value, baseline, turns)
+        return _Expected(lambda row: found.get(agent_of(row)))
 
     def first_finishers(self, committed: Mapping[Attempt, Row]) -> _Expected:
         compared = self.compared(committed)
@@ -691,11 +703,11 @@ class _Judge:
                     role = (policy, environment, each["seat"])
                     total, weight = before.get(role, (0.0, 0.0))
                     baseline = total / weight if weight else each["reward"]
-                    found[(*version, *_agent(each))] = (each["reward"] - baseline, baseline, None)
+                    found[(*version, *agent_of(each))] = (each["reward"] - baseline, baseline, None)
                     total, weight = means.get(role, (0.0, 0.0))
                     means[role] = (decay * total + each["reward"], decay * weight + 1.0)
             after[version] = means
-        return _Expected(lambda row: found.get((*_version(row), *_agent(row))))
+        return _Expected(lambda row: found.get((*_version(row), *agent_of(row))))
 
 
 def _row_digest(turns: Iterable[list[Any]], credit: Row) -> bytes:
@@ -719,35 +731,17 @@ def _row_digest(turns: Iterable[list[Any]], credit: Row) -> bytes:
     return digest.digest()
 
 
-Credit = tuple[float, float, "list[float] | None"]
-"""Advantage, baseline, advantages by turn."""
-
-
 class _Expected(NamedTuple):
     of: Callable[[Row], Credit | None]
     """Of a row of `step_units`; None where nothing can be said."""
 
 
-_COMPARED = ("leave_one_out", "group_mean", "group_std")
-"""Estimators that `_advantages` computes."""
-
-
-def _advantages(estimator: str, rewards: Sequence[float], episodes: Sequence[str]) -> list[tuple[float, float]]:
-    """(advantage, baseline) of rewards that are compared with each other."""
-    if len(set(episodes)) < 2 or len(set(rewards)) < 2:
-        return [(0.0, reward) for reward in rewards]
-    total, count = math.fsum(rewards), len(rewards)
-    if estimator == "leave_one_out":
-        own: dict[str, list[float]] = defaultdict(list)
-        for episode, reward in zip(episodes, rewards, strict=True):
-            own[episode].append(reward)
-        means = {name: (total - math.fsum(given)) / (count - len(given)) for name, given in own.items()}
-        return [(reward - means[name], means[name]) for name, reward in zip(episodes, rewards, strict=True)]
-    mean = total / count
-    scale = 1.0
-    if estimator == "group_std":
-        scale = math.sqrt(math.fsum((reward - mean) ** 2 for reward in rewards) / (count - 1)) + 1e-6
-    return [((reward - mean) / scale, mean) for reward in rewards]
+def _state(body: Sequence[Any]) -> bytes:
+    """The hash of a turn's anchor state."""
+    said = body[28] if len(body) > 28 else None
+    parts = [said] if said is not None else [part for each in body[12] for part in (each["role"], each["content"])]
+    framed = b"".join(len(part.encode()).to_bytes(4, "little") + part.encode() for part in parts)
+    return hashlib.blake2b(framed, digest_size=8).digest()
 
 
 def _same(told: Iterable[Any], found: Iterable[Any], within: float) -> bool:
@@ -762,10 +756,6 @@ def _same(told: Iterable[Any], found: Iterable[Any], within: float) -> bool:
         elif not math.isclose(one, other, rel_tol=1e-9, abs_tol=within):
             return False
     return True
-
-
-def _agent(row: Row) -> tuple[str, int, str, int]:
-    return row["episode"], row["attempt"], row["seat"], row["agent"]
 
 
 def _version(row: Row) -> Version:

@@ -217,6 +217,7 @@ def rollout_settings(config: RunConfig, chat_format: ChatFormat, max_context: in
         max_staleness={name: policy.max_staleness for name, policy in config.trained.items()},
         on_code_change=config.environment.on_code_change,
         reward_weights=config.credit.reward_weights,
+        compares_turns=config.credit.compares_turns,
     )
 
 

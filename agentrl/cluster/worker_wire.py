@@ -25,7 +25,9 @@ from agentrl.core.records import (
 )
 from agentrl.engines.wire import WireMessage
 
-Spoken = tuple[str, int, str, float | None, int, int, int, tuple[tuple[int, float], ...], tuple[tuple[str, float], ...]]
+Spoken = tuple[
+    str, int, str, float | None, int, int, int, tuple[tuple[int, float], ...], tuple[tuple[str, float], ...], bytes
+]
 """Fields of a `TrajectoryHeader`, in order."""
 
 
@@ -245,7 +247,10 @@ def ended_of(
         tokens=header.tokens,
         seconds=header.seconds,
         trajectories=tuple(
-            (t.seat, t.index, t.policy, t.reward, t.tokens, t.oldest_step, t.lineage, t.turn_rewards, t.named_rewards)
+            (
+                *(t.seat, t.index, t.policy, t.reward, t.tokens, t.oldest_step, t.lineage),
+                *(t.turn_rewards, t.named_rewards, t.turn_states),
+            )
             for t in header.trajectories
         ),
         measured_against=header.measured_against,

@@ -360,6 +360,11 @@ def _check_credit(config: RunConfig) -> None:
             "credit.turn_credit = 'to_go' compares the turns of a group: set credit.advantage = 'leave_one_out', "
             "or turn_credit = 'sum'"
         )
+    if credit.turn_credit == "to_go" and credit.advantage == "gigpo":
+        raise ValueError(
+            "credit.advantage = 'gigpo' credits each turn with the discounted rewards from that turn on: set "
+            "credit.turn_credit = 'sum'"
+        )
     if credit.dynamic_sampling and (credit.advantage in ALONE or credit.release != "group"):
         raise ValueError(
             "credit.dynamic_sampling drops whole groups in which nobody differs: set credit.release = 'group' and an "

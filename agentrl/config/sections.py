@@ -181,7 +181,7 @@ LOSSES = (
 """Names of the built-in losses (`learn.losses`)."""
 ADVANTAGES = (
     *("leave_one_out", "group_mean", "group_std", "role_mean", "none"),
-    *("max_rl", "pass_at_k", "best_of_n", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gdpo"),
+    *("max_rl", "pass_at_k", "best_of_n", "gigpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gdpo"),
 )
 """Names of the built-in advantage estimators (`credit.advantages`)."""
 
@@ -215,6 +215,11 @@ class CreditConfig(Section):
     turn_credit: Free[Literal["sum", "to_go"]] = "sum"
     """Tokens credited with the reward of `agent.reward(x, turn=…)`. `sum`: the agent's whole trajectory. `to_go`: that
     turn and the turns before it; each turn is compared with what the rest of the group earned from that turn on."""
+
+    @property
+    def compares_turns(self) -> bool:
+        """Whether the advantage may compare the states of turns: `gigpo`, and functions of the user's."""
+        return self.advantage == "gigpo" or self.advantage not in ADVANTAGES
 
 
 class LossConfig(Section):

@@ -324,6 +324,10 @@ class Trajectory:
     turn_rewards: Mapping[int, float] = field(default_factory=dict)
 
 
+STATE_BYTES = 8
+"""Size of the hash of an anchor state."""
+
+
 @dataclass(frozen=True, slots=True)
 class TrajectoryHeader:
     """One agent's trajectory on the control path, without token data."""
@@ -341,6 +345,13 @@ class TrajectoryHeader:
     """Part of `reward` that was given for single turns: (turn, reward), in order."""
     named_rewards: tuple[tuple[str, float], ...] = ()
     """Sum of the rewards under each name before weights, sorted by name; empty if no reward had a name."""
+    turn_states: bytes = b""
+    """Hashes of the anchor states of the turns, one after another; empty unless `credit.advantage` compares turns."""
+
+    @property
+    def states(self) -> tuple[bytes, ...]:
+        """Hash of the anchor state of each turn, in order."""
+        return tuple(self.turn_states[at : at + STATE_BYTES] for at in range(0, len(self.turn_states), STATE_BYTES))
 
 
 class DataLocation(NamedTuple):

@@ -147,7 +147,13 @@ class Agent(ABC):
     index: int
 
     @abstractmethod
-    async def act(self, *messages: Message, max_tokens: int | None = None, reply: str | None = None) -> Turn:
+    async def act(
+        self,
+        *messages: Message,
+        max_tokens: int | None = None,
+        reply: str | None = None,
+        state: str | None = None,
+    ) -> Turn:
         """Append messages to the conversation and return the policy's answer.
 
         Args:
@@ -155,6 +161,8 @@ class Agent(ABC):
             max_tokens: longest answer.
             reply: an answer as the policy would write it, which it is trained on in place of one that it samples: a
                 demonstration. Its recorded probability is 1.
+            state: the environment's state before the turn, as text, such as a board. Turns of a group with equal states
+                are compared by `credit.advantage = "gigpo"`; None: with equal new messages.
 
         Raises:
             LimitReachedError: the agent has no turn or no context left.

@@ -66,8 +66,14 @@ class PlainAgent(Agent):
         self._messages: list[Message] = []
         self._pending: tuple[Message, ...] = ()
 
-    async def act(self, *messages: Message, max_tokens: int | None = None, reply: str | None = None) -> Turn:
-        """Ask the callable, unless a reply is given; `max_tokens` has no effect on it."""
+    async def act(
+        self,
+        *messages: Message,
+        max_tokens: int | None = None,
+        reply: str | None = None,
+        state: str | None = None,
+    ) -> Turn:
+        """Ask the callable, unless a reply is given; `max_tokens` and `state` have no effect on it."""
         if len(self._turns) >= self._limits.max_turns:
             raise LimitReachedError(f"agent {self.seat!r} has no turn left", stop_reason="max_turns")
         new, self._pending = (*self._pending, *messages), ()

@@ -14,6 +14,7 @@ import msgspec
 
 from agentrl.core.errors import InputError, JournalError
 from agentrl.core.records import (
+    STATE_BYTES,
     BaselineSet,
     DataLocation,
     EarlierMean,
@@ -132,7 +133,9 @@ EPISODE_COLUMNS = (
     " drop_reason turns tokens seconds partition entries digest metrics detail committed_at"
     " measured_against"
 )
-TRAJECTORY_COLUMNS = "episode attempt seat agent policy reward tokens oldest_step lineage turn_rewards named_rewards"
+TRAJECTORY_COLUMNS = (
+    "episode attempt seat agent policy reward tokens oldest_step lineage turn_rewards named_rewards turn_states"
+)
 
 
 # --- to rows ----------------------------------------------------------------------------------------------------------
@@ -223,7 +226,8 @@ def trajectory_rows(header: EpisodeHeader) -> Iterable[Sequence[Any]]:
         reward = None if unit.reward is None else float(unit.reward)
         key = (header.episode_id, header.attempt, unit.seat, unit.index)
         parts = [_JSON.encode(given).decode() if given else None for given in (unit.turn_rewards, unit.named_rewards)]
-        yield (*key, unit.policy, reward, unit.tokens, unit.oldest_step, unit.lineage, *parts)
+        sampled = (unit.tokens, unit.oldest_step, unit.lineage)
+        yield (*key, unit.policy, reward, *sampled, *parts, unit.turn_states or None)
 
 
 def baselines_row(baselines: BaselineSet) -> Sequence[Any]:
@@ -313,7 +317,8 @@ def read_header(row: Sequence[Any], trajectories: Iterable[Sequence[Any]]) -> Ep
     units = []
     for trajectory in trajectories:
         _verify("trajectories", trajectory)
-        units.append(TrajectoryHeader(*(*trajectory[2:9], *_read_reward_parts(trajectory))))
+        parts = _read_reward_parts(trajectory)
+        units.append(TrajectoryHeader(*(*trajectory[2:9], *parts, _read_turn_states(trajectory))))
     return EpisodeHeader(
         episode_id=row[0],
         attempt=row[1],
@@ -372,6 +377,17 @@ def _read_reward_parts(
             f"episode {trajectory[0]}: the rewards of {trajectory[2]} by turn or name cannot be read ({error}); the "
             "journal is damaged"
         ) from error
+
+
+def _read_turn_states(trajectory: Sequence[Any]) -> bytes:
+    states = trajectory[11]
+    if states is None:
+        return b""
+    if not isinstance(states, bytes) or len(states) % STATE_BYTES:
+        raise JournalError(
+            f"episode {trajectory[0]}: the states of {trajectory[2]} by turn cannot be read; the journal is damaged"
+        )
+    return states
 
 
 CHECKED = (

@@ -27,6 +27,8 @@ from agentrl.core.records import REWARD, ForkPoint
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from agentrl.core.records import Message
+
 FORMAT = 0
 """Journal format; 0 until the first release. Another value is refused by name."""
 
@@ -140,6 +142,8 @@ class TurnEntry(msgspec.Struct, frozen=True, array_like=True, tag="turn"):
     """Waits in this process; those in an earlier process that died are unknown."""
     request: RequestEntry | None = None
     """Request of an external agent; None: `run()` asked for the turn."""
+    state: str | None = None
+    """State of the environment before the turn, if the program said it; see `Agent.act`."""
 
 
 class ToolEntry(msgspec.Struct, frozen=True, array_like=True, tag="tool"):
@@ -357,6 +361,17 @@ def asked_hash(*parts: bytes) -> bytes:
     for part in parts:
         framed += len(part).to_bytes(4, "little") + part
     return hashlib.blake2b(framed, digest_size=8).digest()
+
+
+def state_hash(state: str | None, messages: Iterable[Message]) -> bytes:
+    """Hash the anchor state of a turn, in `STATE_BYTES`: the state that the program said, else the role and content of
+    each of the turn's new messages.
+    """
+    if state is not None:
+        return asked_hash(state.encode())
+    return asked_hash(
+        *[part.encode("utf-8", "replace") for message in messages for part in (message.role, message.content)]
+    )
 
 
 def entry_checksum(episode_id: str, attempt: int, call_id: str, asked: bytes, body: bytes) -> int:

@@ -52,8 +52,8 @@ _CONTROL = (
     " measured_against TEXT, checksum INTEGER NOT NULL, PRIMARY KEY (episode, attempt)) WITHOUT ROWID",
     "CREATE TABLE trajectories (episode TEXT NOT NULL, attempt INTEGER NOT NULL, seat TEXT NOT NULL,"
     " agent INTEGER NOT NULL, policy TEXT NOT NULL, reward REAL, tokens INTEGER NOT NULL, oldest_step INTEGER NOT NULL,"
-    " lineage INTEGER NOT NULL, turn_rewards TEXT, named_rewards TEXT, checksum INTEGER NOT NULL,"
-    " PRIMARY KEY (episode, attempt, seat, agent)) WITHOUT ROWID",
+    " lineage INTEGER NOT NULL, turn_rewards TEXT, named_rewards TEXT, turn_states BLOB,"
+    " checksum INTEGER NOT NULL, PRIMARY KEY (episode, attempt, seat, agent)) WITHOUT ROWID",
     "CREATE TABLE unit_drops (episode TEXT NOT NULL, attempt INTEGER NOT NULL, policy TEXT NOT NULL,"
     " reason TEXT NOT NULL, dropped_at REAL NOT NULL, checksum INTEGER NOT NULL,"
     " PRIMARY KEY (episode, attempt, policy)) WITHOUT ROWID",

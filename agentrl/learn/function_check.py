@@ -293,13 +293,14 @@ def _groups(over_step: bool) -> Iterator[tuple[str, Group]]:
             groups=groups,
             named_rewards=named,
             turn_rewards=turns,
+            turn_states=() if over_step else tuple((b"start", draw.randbytes(1), b"end") for _ in rewards),
             tokens=() if over_step else tuple(draw.randrange(1, 100) for _ in rewards),
         )
         yield name, group
 
 
 def _reordered(group: Group, order: Sequence[int]) -> Group:
-    columns = ("rewards", "episodes", "groups", "named_rewards", "turn_rewards", "tokens")
+    columns = ("rewards", "episodes", "groups", "named_rewards", "turn_rewards", "turn_states", "tokens")
     given = {name: values for name in columns if (values := getattr(group, name))}
     turned: Any = {name: tuple(values[at] for at in order) for name, values in given.items()}
     return replace(group, **turned)

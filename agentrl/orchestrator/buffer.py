@@ -230,6 +230,7 @@ class WholeGroups:
                 episodes=tuple(episode_id for episode_id, _ in members),
                 turn_rewards=tuple(trajectory.turn_rewards for _, trajectory in members),
                 named_rewards=tuple(trajectory.named_rewards for _, trajectory in members),
+                turn_states=tuple(trajectory.states for _, trajectory in members),
                 tokens=tuple(trajectory.tokens for _, trajectory in members),
                 weights=self._weights,
                 groups=(spec.group_id,) * len(members),

@@ -48,7 +48,7 @@ from agentrl.core.records import (
 )
 from agentrl.core.text import plural
 from agentrl.environment.base import Agent, LimitReachedError, check_reward_name, finite_reward, valid_unicode
-from agentrl.journal.entries import Pause, RewardEntry, Span, TurnEntry, asked_hash
+from agentrl.journal.entries import Pause, RewardEntry, Span, TurnEntry, asked_hash, state_hash
 from agentrl.observe.metrics import GATE_PASSED, GATE_REFUSED
 from agentrl.rollout.branches import shortened
 from agentrl.rollout.byte_formats import JsonFormat
@@ -321,6 +321,7 @@ class LiveAgent(TurnSampler, Agent):
         "_pending",
         "_rows",
         "_turn_rewards",
+        "_turn_states",
         "_turns",
         "counts",
         "rewards",
@@ -333,6 +334,8 @@ class LiveAgent(TurnSampler, Agent):
         self._rows = TokenRows(self._settings.chat_format, tools)
         self._turns: list[Turn] = []
         self._turn_rewards: dict[int, float] | None = None
+        self._turn_states = b""
+        """See `TrajectoryHeader.turn_states`."""
         self._named_rewards: dict[str, float] | None = None
         self._messages: list[Message] = []
         self._pending: tuple[Message, ...] = ()
@@ -349,7 +352,13 @@ class LiveAgent(TurnSampler, Agent):
         """The conversation so far."""
         return self._messages
 
-    async def act(self, *messages: Message, max_tokens: int | None = None, reply: str | None = None) -> Turn:
+    async def act(
+        self,
+        *messages: Message,
+        max_tokens: int | None = None,
+        reply: str | None = None,
+        state: str | None = None,
+    ) -> Turn:
         """Sample a turn, take the given reply for one, or recall it from the journal."""
         services = self._episode.services
         limits = self._settings.limits
@@ -362,7 +371,7 @@ class LiveAgent(TurnSampler, Agent):
         if not journal.is_new:
             messages = tuple(map(decode_message, journal.fork_edits())) or messages
         sampling = self._sampling(max_tokens if reply is None else 1)
-        given = () if reply is None else (b"reply", valid_unicode(reply).encode())
+        state, given = _given(reply, state)
         asked = asked_hash(sampling.max_tokens.to_bytes(4, "little"), *self._rows.question(messages), *given)
         known = None if journal.is_new else journal.peek(asked)
         if isinstance(known, TurnEntry):
@@ -396,8 +405,11 @@ class LiveAgent(TurnSampler, Agent):
                 raise
             sampled = completion.token_ids.tolist()
             seconds = services.clock.monotonic() - started
-            self._write(call, self.entry(messages, self._rows.row, context, before, completion, seconds, self.pauses))
-        return self._answered(call, messages, completion, sampled)
+            self._write(
+                call,
+                self.entry(messages, self._rows.row, context, before, completion, seconds, self.pauses, state),
+            )
+        return self._answered(call, messages, completion, sampled, state)
 
     def _demonstrated(self, reply: str, sampled: Completion) -> Completion:
         """A given reply as a turn, in place of the token that was sampled to learn the version that acts.
@@ -441,6 +453,11 @@ class LiveAgent(TurnSampler, Agent):
         for cause in rewrites_of(self._settings.chat_format.rewrites, self._messages, messages):
             self._episode.metric(f"history/{cause}", 1.0, self)
         return context
+
+    def _note_state(self, state: str | None, messages: Sequence[Message]) -> None:
+        """Note the anchor state of a turn that is in the journal, if the run's advantage compares turns."""
+        if self._episode.services.settings.compares_turns:
+            self._turn_states += state_hash(state, messages)
 
     def restart(self, *messages: Message) -> None:
         """Begin a new row; the messages are sent with the next `act`."""
@@ -510,6 +527,7 @@ class LiveAgent(TurnSampler, Agent):
             lineage=oldest.lineage if oldest else 0,
             turn_rewards=tuple(sorted(self._turn_rewards.items())) if self._turn_rewards else (),
             named_rewards=tuple(sorted(named.items())) if named.keys() - {REWARD} else (),
+            turn_states=self._turn_states,
         )
 
     def _tokens_of(self, completion: Completion) -> int:
@@ -520,7 +538,12 @@ class LiveAgent(TurnSampler, Agent):
         return chat_format.usage(completion.token_ids.tolist()).get("completion_tokens", own)
 
     def _answered(
-        self, call: Call, messages: Sequence[Message], completion: Completion, sampled: Sequence[int]
+        self,
+        call: Call,
+        messages: Sequence[Message],
+        completion: Completion,
+        sampled: Sequence[int],
+        state: str | None,
     ) -> Turn:
         """Append a completion to the conversation and return it as a turn."""
         if completion.finish_reason == "length":
@@ -532,6 +555,7 @@ class LiveAgent(TurnSampler, Agent):
         message = self._settings.chat_format.parse(sampled, self._rows.tools)
         self._rows.answer(completion)
         self._sampled += self._tokens_of(completion)
+        self._note_state(state, messages)
         self._messages.extend(messages)
         self._messages.append(message)
         turn = Turn(text=message.content, message=message, completion=completion)
@@ -569,6 +593,7 @@ class LiveAgent(TurnSampler, Agent):
         completion: Completion,
         seconds: float,
         pauses: tuple[Pause, ...],
+        state: str | None = None,
     ) -> TurnEntry:
         """Make the journal entry of the agent's next turn.
 
@@ -580,6 +605,7 @@ class LiveAgent(TurnSampler, Agent):
             completion: the sampled completion.
             seconds: duration of the turn.
             pauses: pauses of the turn.
+            state: the environment's state before the turn, if the program said it.
         """
         chat_format, sampled = self._settings.chat_format, completion.token_ids.tolist()
         drift = chat_format.drift(sampled)
@@ -613,6 +639,7 @@ class LiveAgent(TurnSampler, Agent):
             routing_breaks=completion.routing_breaks,
             weights_of="" if self._weights_of == self.policy else self._weights_of,
             pauses=pauses,
+            state=state,
         )
 
     def _write(self, call: Call, entry: TurnEntry) -> None:
@@ -732,6 +759,21 @@ def _valid(message: object) -> Message:
         )
     content = message.content if message.content.isascii() else valid_unicode(message.content)
     return message if content == message.content else dataclasses.replace(message, content=content)
+
+
+def _given(reply: str | None, state: object) -> tuple[str | None, tuple[bytes, ...]]:
+    """Return a turn's state as the journal can hold it, and the parts of the turn's hash for its reply and its state.
+
+    Raises:
+        EnvironmentDefinitionError: the state is not text.
+    """
+    given = () if reply is None else (b"reply", valid_unicode(reply).encode())
+    if state is None:
+        return None, given
+    if not isinstance(state, str):
+        raise EnvironmentDefinitionError(f"act() takes its state as text, not as {type(state).__name__}")
+    state = valid_unicode(state)
+    return state, (*given, b"state", state.encode())
 
 
 def _age(version: PolicyVersion) -> tuple[int, int]:

@@ -98,6 +98,8 @@ class RolloutSettings:
     on_code_change: OnCodeChange = "try"
     reward_weights: Mapping[str, float] = field(default_factory=dict)
     """Weight of each named reward; if empty, each weighs 1."""
+    compares_turns: bool = False
+    """Whether the headers of episodes have the states of their turns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -133,7 +133,13 @@ class HarnessAgent(LiveAgent):
         """First request that is not recorded, and its difference from a recorded one that was not requested yet; empty
         if all were."""
 
-    async def act(self, *messages: Message, max_tokens: int | None = None, reply: str | None = None) -> NoReturn:
+    async def act(
+        self,
+        *messages: Message,
+        max_tokens: int | None = None,
+        reply: str | None = None,
+        state: str | None = None,
+    ) -> NoReturn:
         """Refuse: the gateway requests the turns of the seat."""
         raise EnvironmentDefinitionError(
             f"the turns of seat {self.seat!r} are requested through ctx.endpoint(); act() is not available"
@@ -329,7 +335,9 @@ class HarnessAgent(LiveAgent):
         if self._episode.limit is not None:
             self._episode.limit.restart()
         self._sampled += completion_tokens
-        self._messages.extend(_new(request, placed))
+        new = _new(request, placed)
+        self._note_state(None, new)
+        self._messages.extend(new)
         self._messages.append(message)
         self._turns.append(Turn(text=message.content, message=message, completion=completion))
         self._answered_one.set()

@@ -127,14 +127,14 @@ def test_units_are_ready_until_they_are_consumed_or_dropped(on_journal: OnJourna
     on_journal(scenario)
 
 
-def test_turn_rewards_come_back_with_their_trajectories(on_journal: OnJournal) -> None:
+def test_the_rewards_and_states_of_turns_come_back_with_their_trajectories(on_journal: OnJournal) -> None:
     async def scenario(journal: AnyJournal) -> None:
         spec = make_spec("e0")
         journal.admit(spec)
         log = journal.turn_log("w0")
         log.append(entry(spec, 0))
         plain = make_episode_header(spec, location=DataLocation(log.name, 1))
-        rewarded = replace(plain.trajectories[0], turn_rewards=((0, 0.1), (2, -1.5)))
+        rewarded = replace(plain.trajectories[0], turn_rewards=((0, 0.1), (2, -1.5)), turn_states=bytes(24))
         header = replace(plain, trajectories=(rewarded,))
         await journal.commit_episode(spec, header, b"d" * 16, {})
         assert [found for _, found in journal.members({spec.group_id})] == [header]

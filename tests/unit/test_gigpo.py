@@ -1,0 +1,251 @@
+"""GiGPO: turns of a group that met the same state are compared, also in a run that lost its trainer."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sqlite3
+import statistics
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+import agentrl
+from agentrl.app.parts import Adapters
+from agentrl.app.training import run_training
+from agentrl.cluster.worker_wire import Ended, ended_of, header_of
+from agentrl.config.run import RunConfig
+from agentrl.core.errors import EnvironmentDefinitionError, InputError
+from agentrl.core.ports import Engine, GenerateRequest, Trainer
+from agentrl.core.records import PolicyVersion
+from agentrl.credit.advantages import Group, gigpo, make_estimator
+from agentrl.engines.scripted import ScriptedEngine
+from agentrl.journal.entries import TurnEntry, state_hash
+from agentrl.learn.function_check import check_advantage
+from agentrl.rollout.byte_formats import STOP_TOKEN, PlainFormat
+from agentrl.simulation.recording_trainer import RecordingTrainer
+from tests.journal_oracle import judge
+from tests.sim.small_run import TASKS, config_for
+from tests.support.builders import make_episode_header, make_spec
+from tests.unit.episodes import play
+from tests.unit.test_supervisor import Lives, NoWaiting
+
+A, B, C, D = b"a", b"b", b"c", b"d"
+
+
+def test_turns_are_compared_as_in_the_paper() -> None:
+    """By hand from Eq. 3, 6, 7 and 8, divided by 1 or by std (n - 1) + 1e-6, as verl-agent's `mean_norm` and
+    `mean_std_norm`.
+    """
+    group = Group(
+        rewards=(3.5, 2.0, 0.0),
+        episodes=("e0", "e1", "e2"),
+        turn_rewards=(((0, 2.0), (2, 0.5)), (), ()),
+        turn_states=((A, B, A), (A, C), (A,)),
+    )
+    # The last turn of the first agent has .5 of its own and 1 for the episode: G = [2 + .25 · 1.5, .5 · 1.5, 1.5].
+    of_episodes = [3.5 - 5.5 / 3, 2.0 - 5.5 / 3, 0.0 - 5.5 / 3]
+    in_a = [2.375, 1.5, 1.0, 0.0]
+    mean = sum(in_a) / 4
+    found = gigpo(group, discount=0.5, step_weight=2.0)
+    assert found[0] == pytest.approx(
+        [of_episodes[0] + 2 * (2.375 - mean), of_episodes[0], of_episodes[0] + 2 * (1.5 - mean)]
+    )
+    assert found[1] == pytest.approx([of_episodes[1] + 2 * (1.0 - mean), of_episodes[1]])
+    assert found[2] == pytest.approx([of_episodes[2] + 2 * (0.0 - mean)])
+    scale, scale_a = statistics.stdev((3.5, 2.0, 0.0)) + 1e-6, statistics.stdev(in_a) + 1e-6
+    scaled = gigpo(group, discount=0.5, step_weight=2.0, divide_by_std=True)
+    assert scaled[0][0] == pytest.approx(of_episodes[0] / scale + 2 * (2.375 - mean) / scale_a)
+    assert scaled[0][1] == pytest.approx(of_episodes[0] / scale)
+    assert scaled[2] == pytest.approx([of_episodes[2] / scale + 2 * (0.0 - mean) / scale_a])
+
+
+@settings(deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(-4, 4),
+            st.lists(st.tuples(st.sampled_from([A, B, C, D]), st.integers(-4, 4)), min_size=1, max_size=5),
+        ),
+        min_size=2,
+        max_size=5,
+    ),
+    st.sampled_from([0.0, 0.5, 0.95, 1.0]),
+    st.sampled_from([0.0, 1.0, 3.0]),
+)
+def test_it_is_the_naive_loop(
+    played: list[tuple[int, list[tuple[bytes, int]]]], discount: float, weight: float
+) -> None:
+    group = Group(
+        rewards=tuple(float(own + sum(paid for _, paid in turns)) for own, turns in played),
+        episodes=tuple(f"e{at}" for at in range(len(played))),
+        turn_rewards=tuple(tuple((t, float(paid)) for t, (_, paid) in enumerate(turns)) for _, turns in played),
+        turn_states=tuple(tuple(state for state, _ in turns) for _, turns in played),
+    )
+    returns = []
+    for own, turns in played:
+        rewards = [paid for _, paid in turns]
+        rewards[-1] += own
+        returns.append([sum(discount ** (k - t) * rewards[k] for k in range(t, len(turns))) for t in range(len(turns))])
+    whole = [own + sum(paid for _, paid in turns) for own, turns in played]
+    found = gigpo(group, discount=discount, step_weight=weight)
+    for i, (_, turns) in enumerate(played):
+        assert len(found[i]) == len(turns)
+        for t, (state, _) in enumerate(turns):
+            same = [
+                returns[j][k] for j, (_, others) in enumerate(played) for k, (s, _) in enumerate(others) if s == state
+            ]
+            expected = whole[i] - sum(whole) / len(whole) + weight * (returns[i][t] - sum(same) / len(same))
+            assert found[i][t] == pytest.approx(expected, abs=1e-9)
+
+
+def test_without_states_it_is_the_mean_of_the_group() -> None:
+    """As after a resume that changed the advantage: the episodes played before have no states."""
+    group = Group(rewards=(1.0, 0.0), episodes=("a", "b"), turn_states=((), (A, A)))
+    assert gigpo(group, discount=1.0) == [[0.5], [-0.5, -0.5]]
+    assert gigpo(replace(group, turn_states=())) == [[0.5], [-0.5]]
+
+
+def test_a_discount_of_none_is_refused_by_name() -> None:
+    estimator = make_estimator("gigpo", {"discount": 1.5})
+    with pytest.raises(InputError, match=r"gigpo raised ValueError: discount = 1\.5: it must be from 0 to 1"):
+        estimator(Group(rewards=(1.0, 0.0), episodes=("a", "b")))
+
+
+@pytest.mark.parametrize(
+    ("credit", "reason"),
+    [
+        ({"turn_credit": "to_go"}, "credits each turn with the discounted rewards"),
+        ({"release": "late"}, "only a baseline that leaves out the member itself"),
+        ({"release": "episode"}, "only a baseline that leaves out the member itself"),
+        ({"group_size": 1}, "nothing to be compared with"),
+    ],
+)
+def test_what_breaks_a_promise_is_refused(credit: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValidationError, match=reason):
+        config_for(credit={"group_size": 4, "advantage": "gigpo", **credit})
+
+
+def test_the_check_passes() -> None:
+    assert not check_advantage("gigpo").findings
+
+
+class Corridor(agentrl.Environment):
+    """Walk to the end of a corridor; what is said names the turn, so that only the state is equal between episodes."""
+
+    seats = ("guesser",)
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        walker, place = ctx.agent("guesser"), 0
+        for step in range(6):
+            turn = await walker.act(agentrl.user(f"Turn {step}."), state=f"at {place}")
+            place = max(0, place + (1 if int(turn.text[-1:]) % 2 else -1))
+            if place == 2:
+                walker.reward(1.0)
+                return
+        walker.reward(0.0)
+
+
+def walk(request: GenerateRequest, policy: str, version: PolicyVersion) -> list[int]:
+    return [ord(str(request.seed % 10)), STOP_TOKEN]
+
+
+def train(directory: Path, **changes: Any) -> Path:
+    async def engine(config: RunConfig, versions: Mapping[str, PolicyVersion], *rest: object) -> Engine:
+        return ScriptedEngine(walk, versions=versions)
+
+    def trainer(config: RunConfig, *rest: Any) -> Trainer:
+        return RecordingTrainer(list(config.trained), versions=rest[0] / "versions")
+
+    config = config_for(name="run", directory=str(directory), **changes)
+    adapters = Adapters(engine=engine, trainer=trainer, chat_format=lambda config: PlainFormat(), clock=NoWaiting())
+    asyncio.run(run_training(config, Corridor, tasks=TASKS, quiet=True, adapters=adapters))
+    return directory / "run"
+
+
+def rows(run: Path, query: str) -> list[tuple[Any, ...]]:
+    connection = sqlite3.connect(run / "journal" / "control.db")
+    found = connection.execute(query).fetchall()
+    connection.close()
+    return found
+
+
+def test_the_state_that_the_program_says_is_compared(tmp_path: Path) -> None:
+    run = train(tmp_path, credit={"group_size": 4, "advantage": "gigpo", "advantage_options": {"discount": 0.5}})
+    assert judge(run, ended=True) == []
+    states = {
+        blob[at : at + 8]
+        for (blob,) in rows(run, "SELECT turn_states FROM trajectories")
+        for at in range(0, len(blob), 8)
+    }
+    assert states == {state_hash(f"at {place}", ()) for place in (0, 1)}
+    apart = [json.loads(text) for (text,) in rows(run, "SELECT turn_advantages FROM step_units")]
+    assert any(len({round(value, 9) for value in turns}) > 1 for turns in apart), "turns have credit of their own"
+
+
+def test_other_advantages_keep_no_states(tmp_path: Path) -> None:
+    run = train(tmp_path)
+    assert rows(run, "SELECT DISTINCT turn_states FROM trajectories") == [(None,)]
+    assert judge(run, ended=True) == []
+
+
+def test_a_run_that_lost_its_trainer_gives_the_same_credit(tmp_path: Path) -> None:
+    """The second reader computes every advantage of both lineages again, from entries alone."""
+    lives = Lives(losses=[3])
+    lives.run(tmp_path, advantage="gigpo")
+    assert len(lives.trainers) == 2
+    assert judge(tmp_path / "run", ended=True) == []
+    taken = {
+        lineage: [
+            json.loads(text)
+            for (text,) in rows(tmp_path / "run", f"SELECT turn_advantages FROM step_units WHERE lineage = {lineage}")
+        ]
+        for lineage in (0, 1)
+    }
+    for turns_of_units in taken.values():
+        assert any(len(set(turns)) > 1 for turns in turns_of_units)
+
+
+@pytest.mark.damages_journal
+def test_an_altered_state_is_named(tmp_path: Path) -> None:
+    run = train(tmp_path, steps=1, credit={"group_size": 4, "advantage": "gigpo"})
+    connection = sqlite3.connect(run / "journal" / "control.db")
+    with connection:
+        connection.execute("UPDATE trajectories SET turn_states = zeroblob(length(turn_states))")
+    connection.close()
+    said = " ".join(judge(run, ended=True))
+    assert "checksum" in said
+    assert "states 00" in said
+
+
+def test_the_states_of_an_episode_come_back_from_a_worker() -> None:
+    spec = make_spec("e0")
+    plain = make_episode_header(spec)
+    header = replace(plain, trajectories=(replace(plain.trajectories[0], turn_states=bytes(range(24))),))
+    sent = msgspec.msgpack.decode(msgspec.msgpack.encode(ended_of(1, header)), type=Ended)
+    assert header.location is not None
+    found = header_of(spec, sent, header.location.partition)
+    assert found == header
+    assert found.trajectories[0].states == (bytes(range(8)), bytes(range(8, 16)), bytes(range(16, 24)))
+
+
+def test_a_state_is_text_and_stands_in_the_entry() -> None:
+    class Says(agentrl.Environment):
+        seats = ("player",)
+        state: Any = "board\ud800"
+
+        async def run(self, ctx: agentrl.EpisodeContext) -> None:
+            await ctx.agent("player").act(agentrl.user("Your move."), state=self.state)
+
+    played = play(Says, ["x"])
+    assert [entry.state for entry in played.entries if isinstance(entry, TurnEntry)] == ["board?"]
+    Says.state = 7
+    with pytest.raises(EnvironmentDefinitionError, match="act\\(\\) takes its state as text, not as int"):
+        play(Says, ["x"])
