@@ -739,7 +739,8 @@ class _Expected(NamedTuple):
 def _state(body: Sequence[Any]) -> bytes:
     """The hash of a turn's anchor state."""
     said = body[28] if len(body) > 28 else None
-    parts = [said] if said is not None else [part for each in body[12] for part in (each["role"], each["content"])]
+    own = [each for each in body[12] if each["role"] != "system"]
+    parts = [said] if said is not None else [part for each in own for part in (each["role"], each["content"])]
     framed = b"".join(len(part.encode()).to_bytes(4, "little") + part.encode() for part in parts)
     return hashlib.blake2b(framed, digest_size=8).digest()
 

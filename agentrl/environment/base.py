@@ -162,7 +162,7 @@ class Agent(ABC):
             reply: an answer as the policy would write it, which it is trained on in place of one that it samples: a
                 demonstration. Its recorded probability is 1.
             state: the environment's state before the turn, as text, such as a board. Turns of a group with equal states
-                are compared by `credit.advantage = "gigpo"`; None: with equal new messages.
+                are compared by `credit.advantage = "gigpo"`; None: with equal new messages, system messages left out.
 
         Raises:
             LimitReachedError: the agent has no turn or no context left.

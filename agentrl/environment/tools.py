@@ -285,6 +285,11 @@ class ToolEnvironment(Environment):
             )
         return str(task.data["question"])
 
+    def anchor_state(self) -> str | None:
+        """Return the environment's state before a turn, as text, for advantages that compare turns in equal states; see
+        `Agent.act`. None: what was said since the agent's last turn."""
+        return None
+
     @abstractmethod
     def reward(self, task: Task, episode: ToolEpisode) -> float | Mapping[str, float]:
         """Return a finite reward for the whole episode, or named rewards, which `credit.reward_weights` weights."""
@@ -310,7 +315,7 @@ class ToolEnvironment(Environment):
             observations: list[Message] = [user(self.prompt(ctx.task))]
             try:
                 while observations:
-                    turn = await agent.act(*observations)
+                    turn = await agent.act(*observations, state=self.anchor_state())
                     observations = [await run_tool(ctx, self, tools, call) for call in turn.tool_calls]
             except LimitReachedError as limit:
                 ctx.truncate(limit)

@@ -365,13 +365,12 @@ def asked_hash(*parts: bytes) -> bytes:
 
 def state_hash(state: str | None, messages: Iterable[Message]) -> bytes:
     """Hash the anchor state of a turn, in `STATE_BYTES`: the state that the program said, else the role and content of
-    each of the turn's new messages.
+    each of the turn's new messages but system messages, which only the first turn has.
     """
     if state is not None:
         return asked_hash(state.encode())
-    return asked_hash(
-        *[part.encode("utf-8", "replace") for message in messages for part in (message.role, message.content)]
-    )
+    said = [part for message in messages if message.role != "system" for part in (message.role, message.content)]
+    return asked_hash(*[part.encode("utf-8", "replace") for part in said])
 
 
 def entry_checksum(episode_id: str, attempt: int, call_id: str, asked: bytes, body: bytes) -> int:

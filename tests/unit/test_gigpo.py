@@ -236,6 +236,36 @@ def test_the_states_of_an_episode_come_back_from_a_worker() -> None:
     assert found.trajectories[0].states == (bytes(range(8)), bytes(range(8, 16)), bytes(range(16, 24)))
 
 
+def test_without_a_state_it_is_what_the_environment_said() -> None:
+    """A way back to the start is the start, although only the first turn has the instructions."""
+    first = state_hash(None, [agentrl.system("Walk."), agentrl.user("a room")])
+    assert first == state_hash(None, [agentrl.user("a room")])
+    assert first != state_hash(None, [agentrl.user("a room"), agentrl.user("")])
+    assert first != state_hash("a room", [agentrl.user("a room")])
+
+
+def test_a_tool_environment_says_its_state() -> None:
+    class Doors(agentrl.ToolEnvironment):
+        opened = 0
+
+        def anchor_state(self) -> str:
+            return f"{self.opened} open"
+
+        @agentrl.tool
+        def open_door(self) -> str:
+            """Open a door."""
+            self.opened += 1
+            return "It opens."
+
+        def reward(self, task: agentrl.Task, episode: agentrl.ToolEpisode) -> float:
+            return float(self.opened)
+
+    call = '<tool_call>{"name": "open_door", "arguments": {}}</tool_call>'
+    played = play(Doors, [call, call, "done"])
+    states = [entry.state for entry in played.entries if isinstance(entry, TurnEntry)]
+    assert states == ["0 open", "1 open", "2 open"]
+
+
 def test_a_state_is_text_and_stands_in_the_entry() -> None:
     class Says(agentrl.Environment):
         seats = ("player",)
