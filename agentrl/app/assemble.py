@@ -227,7 +227,8 @@ def _release(config: RunConfig, parts: Parts) -> ReleasePolicy:
         if estimator is None or estimator.mark.over == "step":
             function = ADVANTAGES["none" if estimator is not None else credit.advantage]
             return WholeGroups(trainable, function, to_go=credit.turn_credit == "to_go")
-        # The order of ends, and so what had ended when a group was admitted, is no part of a deterministic run.
+        # A deterministic run must not depend on the order in which episodes end, and so not on the history that this
+        # gives.
         history = None if config.deterministic else parts.resume_state.history
         return WholeGroups(
             trainable,

@@ -215,7 +215,7 @@ def engines_of(engine: Engine) -> Sequence[Engine]:
 def connect_trainer(config: RunConfig, engine: Engine, trainer: Trainer) -> None:
     """Let the run's engines receive full weights from its trainer, each over the transport of the device plan."""
     if config.on_cluster or not isinstance(trainer, SendsWeights):
-        return  # engines on other machines are sent a version's files
+        return  # engines on other machines receive a version's files over the network
     plan, number, section = device_plan(config), 0, config.engine
     for fleet in engines_of(engine):
         for each in fleet.engines if isinstance(fleet, ReplicatedEngine) else [fleet]:
@@ -384,7 +384,7 @@ def _sources_of(environment: type[Environment]) -> dict[str, str]:
 
 
 def _absolute(config: RunConfig) -> str:
-    return str(Path(config.model.path).absolute())  # an actor's working directory is another
+    return str(Path(config.model.path).absolute())  # an actor has a different working directory
 
 
 def _with_absolute_bases(config: RunConfig) -> dict[str, Any]:

@@ -266,7 +266,7 @@ def check_references(config: RunConfig) -> None:
                 "of a model, or of an adapter such as another run's policies/NAME"
             )
         if not policy.reference or not file.is_file():
-            continue  # the weights of a run, which have the tokenizer of their base
+            continue  # weights that a run published use the tokenizer of their base model
         theirs, own = _numbered_tokens(file), _numbered_tokens(Path(config.base_of(name)) / "tokenizer.json")
         unequal = [token for token in {**theirs, **own} if own.get(token) != theirs.get(token)]
         different = min(unequal, key=lambda token: own.get(token, len(own)), default=None)
@@ -283,7 +283,7 @@ def _numbered_tokens(file: Path) -> Mapping[str, int]:
 
     try:
         numbers: dict[str, int] = Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=True)
-    except Exception as error:  # tokenizers raises nothing narrower
+    except Exception as error:  # tokenizers raises plain Exception
         raise InputError(f"{file} cannot be read: {error}") from error
     return numbers
 
@@ -387,7 +387,7 @@ def weights_in(policy: str, directory: str | Path) -> WeightsRef:
     Raises:
         InputError: the directory has no weights.
     """
-    directory = Path(directory).resolve()  # `policies/NAME` is a link, which will point elsewhere
+    directory = Path(directory).resolve()  # `policies/NAME` is a link whose target changes with each version
     kinds: tuple[Literal["full", "adapter"], ...] = ("full", "adapter")
     for kind in kinds:
         files = [directory / name for name in WEIGHT_FILES[kind]]
@@ -430,7 +430,7 @@ def check_base(weights: WeightsRef, base: Path) -> None:
     """
     said = _adapter_config(Path(weights.path)).get("base_model_name_or_path")
     if not isinstance(said, str) or not said:
-        return  # it does not say; the engine still compares shapes
+        return  # the adapter does not name its base; the engine still compares shapes
     if not _is_same_model(Path(said), base):
         raise InputError(
             f"policies.{weights.version.policy}.path: {weights.path} is an adapter of a different base model, {said}, "
@@ -465,7 +465,7 @@ def adapter_slots_needed(config: RunConfig) -> int:
     for pool in config.of_kind(OpponentPoolPolicy).values():
         of = config.policies[pool.of]
         if isinstance(of, PolicyConfig) and of.lora is not None:
-            slots += pool.size + SPARE  # one that is played against no more, until its episodes have ended
+            slots += pool.size + SPARE  # a removed opponent keeps its slot until its episodes have ended
     return slots + SPARE if slots else 0
 
 

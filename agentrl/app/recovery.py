@@ -349,7 +349,8 @@ def results_of(
     groups: dict[str, tuple[EpisodeSpec, list[EpisodeHeader]]] = {}
     for spec, header in members:
         if spec.parent_id is None and spec.group_id not in open_groups:
-            _, headers = groups.pop(spec.group_id, (spec, []))  # so that groups stay in the order in which they ended
+            # Removing and adding again keeps groups in the order in which they ended.
+            _, headers = groups.pop(spec.group_id, (spec, []))
             groups[spec.group_id] = spec, [*headers, header]
     return [
         GroupResult.of(ids.root_number(spec.episode_id) // group_size, spec.task, headers)
@@ -488,7 +489,7 @@ class Code(NamedTuple):
                 program = load_function(bot.id, f"policies.{name}.id")
                 files[_file_of(program)] = code_digest(inspect.getsource(inspect.getmodule(program) or program))
             except (OSError, TypeError):
-                continue  # it has no source
+                continue  # the child has no source of its own
         return Code(files, environments)
 
 
@@ -607,7 +608,7 @@ async def _serve_older_opponents(
             continue
         try:
             await table.pin(holder_of_pool(name), weights)
-        except EngineError:  # deleted since, as after a rollback: the others will do
+        except EngineError:  # deleted since then, as after a rollback: the remaining opponents suffice
             continue
         served.append(version)
     return served

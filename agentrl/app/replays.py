@@ -115,7 +115,7 @@ async def _one(reader: RunReader, episode_id: str, attempt: int | None, asked: _
     own, inherited = reader.recorded(line)
     if view.problems:
         return msgspec.structs.replace(found, recorded=len(own), text="; ".join(view.problems))
-    turns = list(standalone([*inherited, *own]))  # of an external agent, which asks for them in any order
+    turns = list(standalone([*inherited, *own]))  # turns of an external agent, which may request them in any order
     own, inherited = ([entry for entry in part if not is_turn(entry)] for part in (own, inherited))
     if not own:
         return msgspec.structs.replace(found, text="nothing of it was recorded: it was dropped before its first act")
@@ -209,7 +209,7 @@ async def _run(
 def _failed(reason: str, text: str, line: EpisodeLine) -> tuple[Outcome, str | None, str, None]:
     if (
         line.drop_reason == reason or line.status == "repeated"
-    ):  # how an attempt failed that was begun again, is not kept
+    ):  # the failure of an attempt that was started over is not recorded
         return "identical", None, f"it fails as it failed then: {text}", None
     then = line.drop_reason or line.stop_reason or "still running"
     return "departed", None, f"it fails now ({text}), and was {then} then", None
@@ -275,7 +275,7 @@ def environment_to_run(
     """
     if given is not None:
         own = name.rpartition(":")[2].rpartition(".")[2]
-        beside = getattr(sys.modules.get(given.__module__), own, None)  # a child's, of the same module
+        beside = getattr(sys.modules.get(given.__module__), own, None)  # a child environment of the same module
         return beside if isinstance(beside, type) and own != given.__name__ else given
     found = loaded(name)
     if found is not None:
@@ -299,7 +299,7 @@ def _how_to_name(name: str, recorded: Mapping[str, str], code_hash: str, command
     """Describe the refusal of code that only a journal names, with the command that names it."""
     name = name[:MAX_SHOWN]
     location, _, qualname = name.rpartition(":")
-    if location == "__main__":  # children that nobody declared are of the same file
+    if location == "__main__":  # undeclared child environments are in the same file
         location = next((r.rpartition(":")[0] for n, r in recorded.items() if n.startswith("__main__:")), location)
     elif name in recorded:
         location, _, qualname = recorded[name][:MAX_SHOWN].rpartition(":")

@@ -103,7 +103,7 @@ class _Server:
         """Keep the seats of an episode open until its conversation ends; returns the reason."""
         opened = self.gateway.seats_of(endpoint.key)
         begun = self._beginning.pop(task.id, None)
-        if begun is None:  # its engine was lost, and nobody waits for the second attempt
+        if begun is None:  # the engine was lost, and no client waits for the second attempt
             self.conversations.close(opened)
             return "its client was told that it failed"
         begun.set_result(opened)

@@ -283,7 +283,7 @@ def _in_order(reader: RunReader, columns: str | None, fed: Iterator[TrainingSamp
         return rows
     try:
         order = [(row.episode, row.row) for row in step_rows(reader.path, columns)]
-    except JournalError:  # the order of the record is that of a single rank
+    except JournalError:  # the record's order is the one in which a single rank packs the rows
         return rows
     places = {key: place for place, key in reversed(list(enumerate(order)))}
     return sorted(rows, key=lambda row: places.get((row.episode_id, row.row_index), len(places)))

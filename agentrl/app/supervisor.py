@@ -140,13 +140,13 @@ def run_in_shared_loop(main: Coroutine[Any, Any, T], directory: Path) -> T:
             signals.getsignal(signals.SIGINT) is signals.default_int_handler
         )
         record = ProcessRecord.read(directory)
-        running = _running_now(directory)  # some will end while the run is finished
+        running = _running_now(directory)  # some episodes end while the run shuts down, so list them now
         _finish(runner.get_loop(), task)
         if is_ctrl_c or not record.is_of_this_process or not record.is_playing or record.workers > 1:
             raise broken
         raise _fault(broken, record, directory, running) from broken
     finally:
-        with contextlib.suppress(OSError):  # its descriptors were closed under it
+        with contextlib.suppress(OSError):  # an environment may have closed the log's descriptors
             runner.close()
 
 
@@ -167,7 +167,7 @@ def _finish(loop: asyncio.AbstractEventLoop, task: asyncio.Task[Any]) -> None:
     """Cancel the run in a loop that foreign code broke, and let it close its resources."""
     if not task.done() and not task.cancelling():
         task.cancel()
-    for _ in range(NAMED):  # whoever stopped the loop may do so again
+    for _ in range(NAMED):  # the task that stopped the loop may stop it again
         if task.done():
             break
         with contextlib.suppress(BaseException):
@@ -286,7 +286,7 @@ async def _run_once(setup: RunSetup) -> Orchestrator:
             try:
                 await orchestrator.run()
             except TrainerLostError as error:
-                if orchestrator.outcome.interrupted:  # nobody wants another start
+                if orchestrator.outcome.interrupted:  # the user asked to stop, so do not restart
                     raise TrainerError(
                         f"{error}, while the run was stopping; its newest checkpoint is intact"
                     ) from error
@@ -342,7 +342,8 @@ def _new_record(setup: RunSetup) -> ProcessRecord:
     record = last.next(store)
     running = last.running(store.unfinished)
     suspects = [spec for spec in running if record.deaths(spec) >= SUSPECTED]
-    can_be_apart = setup.adapters.chat_format is make_chat_format  # worker processes make that one themselves
+    # Worker processes can build only this format themselves.
+    can_be_apart = setup.adapters.chat_format is make_chat_format
     is_suspicious = bool(suspects) or record.has_killer
     record.workers = max(configured, SUBPROCESS_WORKERS) if is_suspicious and can_be_apart else configured
     if last.is_playing:
@@ -394,13 +395,14 @@ def _playing(record: ProcessRecord, run: Path, workers: WorkerPool | None) -> It
     def end(fault: str = "") -> None:
         record.is_playing, record.fault = bool(fault), fault
         record.has_killer |= workers is not None and bool(workers.killers)
-        with contextlib.suppress(StorageError):  # at worst a death is counted that was none
+        with contextlib.suppress(StorageError):  # at worst, one death too many is counted
             record.write(run)
 
     record.write(run)
     try:
         yield end
-    except asyncio.CancelledError:  # nobody cancels a run: `run_in_shared_loop` finds out who did
+    except asyncio.CancelledError:
+        # agentrl never cancels a run, so an environment did: `run_in_shared_loop` finds out which
         raise
     except BaseException as error:
         is_ours = isinstance(error, AgentRLError) and not closed_under_us(error)
@@ -435,7 +437,7 @@ def _interruptible(
 
 
 def _record_stop(run: Path) -> None:
-    with contextlib.suppress(StorageError):  # at worst the run counts as killed
+    with contextlib.suppress(StorageError):  # at worst, the run is counted as killed
         record_state(run, "stopped")
 
 

@@ -97,7 +97,7 @@ def train(  # noqa: PLR0913 - what a run is given, all but the first by name
         advantage=None if advantage is None else describe(advantage, "advantage", key="advantage").reference,
     )
     chosen = environment_of(config, environment)
-    demands_of(config, chosen)  # refuses what could never start, before anything is loaded
+    demands_of(config, chosen)  # refuse impossible settings before anything is loaded
     before = RunDirectory.config(Path(config.directory) / config.name) if resume else {}
     config = sized(with_local_model(config, before), before)
     run = run_training(config, chosen, tasks=tasks, held_out=held_out, observers=observers, resume=resume, quiet=quiet)
@@ -117,11 +117,11 @@ async def run_training(
 ) -> Run:
     """Run `train` in a running event loop, with adapters of the caller's choice."""
     adapters = adapters or Adapters()
-    functions = functions_of(config)  # refuses what could never run
+    functions = functions_of(config)  # refuse unusable functions
     clock = adapters.clock
     started = clock.monotonic()
     chat_format = adapters.chat_format(config)
-    own_formats(config)  # refuses tokenizers that cannot be used, before weights are loaded
+    own_formats(config)  # refuse unusable tokenizers before weights are loaded
     check_references(config)
     source = await asyncio.to_thread(task_source, config, environment, "train", tasks)
     held_out_splits, available = await asyncio.to_thread(held_out_source, config, environment, held_out)

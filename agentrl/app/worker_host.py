@@ -208,7 +208,8 @@ def tell_failure(writer: asyncio.StreamWriter, error: BaseException) -> None:
         send(writer, wire.WorkerFailed(kind=type(error).__name__, message=str(error)))
         return
     send(writer, wire.WorkerFailed(kind="AgentRLError", message=error_words(error)))
-    with contextlib.suppress(OSError):  # a bug: the run hears the message only; the error stream may lie on a full disk
+    # The run gets only the message of a bug, so print its traceback; a full disk must not raise another error.
+    with contextlib.suppress(OSError):
         traceback.print_exception(error)
 
 
@@ -309,7 +310,7 @@ async def _serve(connection: socket.socket) -> None:
     give_files(work.sources)
     loop = asyncio.get_running_loop()
 
-    def tell(line: str) -> None:  # from a thread, too
+    def tell(line: str) -> None:  # threads may call this
         loop.call_soon_threadsafe(send, writer, wire.LogLine(line=f"worker {work.number}: {line}"))
 
     alive = loop.create_task(_tell_alive(writer))
@@ -367,7 +368,7 @@ async def _tell_advanced(host: WorkerHost) -> None:
 
 def main() -> None:
     """Serve the inherited connection until it ends."""
-    faulthandler.enable()  # a crash writes its line of Python to workers.log
+    faulthandler.enable()  # a native crash writes its Python stack to workers.log
     descriptor, parent = map(int, sys.argv[1:])
     die_with(parent)
     with asyncio.Runner(loop_factory=SteadyLoop) as runner:
@@ -379,7 +380,7 @@ def main() -> None:
 
 async def _serve_and_leave(connection: socket.socket) -> None:
     await _serve(connection)
-    os._exit(0)  # the episodes in flight belong to nobody any more
+    os._exit(0)  # episodes in flight have lost their owner, so exit without finishing them
 
 
 if __name__ == "__main__":

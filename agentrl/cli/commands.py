@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from agentrl.exchange.formats import EXPORTS, IMPORTS, ExportFormat, ImportFormat
 
-Subparsers = argparse._SubParsersAction  # the type has no public name
+Subparsers = argparse._SubParsersAction  # argparse has no public name for this type
 
 EPISODE_COLUMNS = (
     "episode, attempt, status, purpose, environment, task, group, parent, seats, policies, oldest_step, lineage, "

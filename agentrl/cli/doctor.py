@@ -225,7 +225,7 @@ def _works(package: str, code: str, *, extra: str, instead: str) -> list[Check]:
     """Run `code` in a subprocess, because a library may crash; no check if the package is not installed."""
     if _version(package) is None:
         return []
-    command = [sys.executable, "-P", "-c", code]  # -P: a file of that name in the working directory is not the library
+    command = [sys.executable, "-P", "-c", code]  # -P: do not import a file of that name from the working directory
     reason = f"it took longer than {_IMPORT_S} s"
     try:
         answer = subprocess.run(

@@ -163,25 +163,25 @@ def _answer(call: Callable[[], Any], writing: int, life: int) -> NoReturn:
     os.setpgid(0, 0)
     threading.Thread(target=_end_with_parent, args=(life,), daemon=True).start()
     faulthandler.register(signal.SIGUSR1, writing, all_threads=False)
-    with contextlib.suppress(OSError, ValueError):  # streams without a file, in tests
+    with contextlib.suppress(OSError, ValueError):  # in tests, streams have no file descriptor
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    encode = json.JSONEncoder().encode  # what the code does to `json` is not our concern
+    encode = json.JSONEncoder().encode  # made before the code under test can patch `json`
     try:
         answer: tuple[Any, str] = (call(), "")
     except BaseException as error:  # noqa: BLE001 - foreign code: whatever it raises is the answer
         frame = traceback.extract_tb(error.__traceback__)[-1]
         what = f"{type(error).__name__}: {error}".removesuffix(": ")
         answer = (None, f"it was ended by {what} ({frame.filename}:{frame.lineno}, in {frame.name})")
-    sys.stdout.flush()  # what the child printed goes to standard error, before the parent ends it
+    sys.stdout.flush()  # flush the child's output before the parent kills it
     content = encode(answer).encode() + b"\n"
-    while content and os.getpid() == me:  # a process that the code forked has nothing to say
+    while content and os.getpid() == me:  # a process that the code forked must not answer
         content = content[os.write(writing, content) :]
     os._exit(0)
 
 
 def _end_with_parent(life: int) -> None:
-    os.read(life, 1)  # nothing is ever written: it returns when the parent's end is closed
+    os.read(life, 1)  # nothing is ever written, so this returns when the parent closes its end
     os.killpg(0, signal.SIGKILL)
 
 
@@ -190,7 +190,7 @@ def _read(child: int, reading: int, longest_s: float) -> tuple[int | None, bytes
     clock, content = SystemClock(), b""
     deadline = clock.monotonic() + longest_s
     while clock.monotonic() < deadline:
-        ended, status = os.waitpid(child, os.WNOHANG)  # asked first: what it wrote before is in the pipe
+        ended, status = os.waitpid(child, os.WNOHANG)  # wait first: output written before the exit is then in the pipe
         while select.select([reading], [], [], 0.0 if ended else _POLL_S)[0] and (part := os.read(reading, 1 << 16)):
             content += part
             if content.endswith(b"\n"):

@@ -293,7 +293,7 @@ def _edit(path: Path) -> str | Sequence[Mapping[str, Any]]:
     if len(text) > MAX_EDIT_BYTES:
         raise InputError(f"{path}: longer than {MAX_EDIT_BYTES} bytes")
     if path.suffix != ".json":
-        return text.removesuffix("\n")  # an editor's
+        return text.removesuffix("\n")  # editors add a final newline
     try:
         messages = json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         try:
             options, rest = parser().parse_known_args(arguments)
-        except SystemExit:  # help was printed; what it could not write is told here, not at the interpreter's end
+        except SystemExit:  # help was printed: report a failed write here, not when the interpreter exits
             sys.stdout.flush()
             raise
         options.overrides = _overrides(rest, wanted=options.takes_overrides)
@@ -66,12 +66,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return INTERRUPTED
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if options.reads:  # the reader of our output has seen enough
+        if options.reads:  # the reader closed our output, for example `| head`
             return 0
         _say("agentrl: the command was ended, because its output was closed\n")
         return StorageError.exit_code
-    except BaseException as error:  # the last resort, told in one line
-        if isinstance(error, SystemExit) and options.takes_overrides is None:  # the parser's, which has said why
+    except BaseException as error:  # last resort: report the error in one line
+        # Raised by the parser, which has printed the reason.
+        if isinstance(error, SystemExit) and options.takes_overrides is None:
             raise
         return _report_unexpected(error)
 
@@ -130,7 +131,7 @@ def _prepare_streams() -> None:
 
 
 def _say(text: str) -> None:
-    with contextlib.suppress(OSError):  # whoever read the errors may have gone too
+    with contextlib.suppress(OSError):  # the reader of the error stream may be gone as well
         sys.stderr.write(text)
         sys.stderr.flush()
 

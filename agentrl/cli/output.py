@@ -52,7 +52,7 @@ def print_text(renderable: RenderableType) -> None:
 
     class OpenConsole(Console):
         def on_broken_pipe(self) -> None:
-            raise BrokenPipeError  # rich would leave with 1; `main` knows what it means for the command
+            raise BrokenPipeError  # rich would exit with 1; `main` maps the error to the command's exit code
 
     console = OpenConsole(soft_wrap=True) if sys.stdout.isatty() else OpenConsole(width=160, soft_wrap=True)
     console.print(renderable, highlight=False)
@@ -79,7 +79,8 @@ def follow(
     seen: set[Hashable] = set()
     with contextlib.suppress(KeyboardInterrupt):
         while True:
-            has_ended = reader.standing() != "running" or ended()  # asked first: what came before is then on disk
+            # Check first: items written before the end are then on disk.
+            has_ended = reader.standing() != "running" or ended()
             new = [item for item in ask() if key(item) not in seen]
             seen.update(map(key, new))
             if options.json:

@@ -125,7 +125,7 @@ def find_run(name: str | None) -> Path:
 def _is_run(path: Path) -> bool:
     try:
         return (path / "journal").is_dir()
-    except OSError:  # of another user, say
+    except OSError:  # such as a directory of another user
         return False
 
 
@@ -421,7 +421,7 @@ async def _serve(run: Path, port: int, *, as_json: bool) -> None:
 
     ended, loop = asyncio.Event(), asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, ended.set)  # also where a shell in the background ignores Ctrl-C
+        loop.add_signal_handler(number, ended.set)  # also if a background shell ignores Ctrl-C
     async with serving(run, port) as served:
         if as_json:
             print_json_line({"address": served.address, "run": str(run)})

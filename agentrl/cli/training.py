@@ -44,8 +44,8 @@ def train(options: argparse.Namespace) -> int:
         return 0
     from agentrl.app.training import train as run_training
 
-    with contextlib.suppress(ValueError, OSError):  # of a stream without a descriptor
-        faulthandler.enable()  # a crash in native code tells which line of Python called it
+    with contextlib.suppress(ValueError, OSError):  # raised for streams without a descriptor
+        faulthandler.enable()  # a crash in native code then prints the Python stack
     try:
         run = run_training(config, resume=options.resume)
     except KeyboardInterrupt:
@@ -157,7 +157,7 @@ def serve(options: argparse.Namespace) -> int:
     def on_open(address: EndpointAddress, end: Callable[[], None]) -> None:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, end)  # also where a shell in the background ignores Ctrl-C
+            loop.add_signal_handler(number, end)  # also if a background shell ignores Ctrl-C
         if options.json:
             print_json_line({**dataclasses.asdict(address), "path": str(run)})
             return

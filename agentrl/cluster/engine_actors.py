@@ -50,7 +50,7 @@ class EngineActor:
         """Send bytes to the process; return when it has accepted most of them."""
         writer = self._process.writer
         writer.write(data)
-        with contextlib.suppress(ConnectionError):  # it is dead, which `wait` tells
+        with contextlib.suppress(ConnectionError):  # the process is dead, which `wait` reports
             await writer.drain()
 
     async def read(self) -> bytes:
@@ -105,7 +105,7 @@ class RayPlacement:
             try:
                 await asyncio.shield(starting)
             except asyncio.CancelledError:
-                await asyncio.wait({starting})  # nobody else would end what it starts
+                await asyncio.wait({starting})  # otherwise nothing would end the process that is being started
                 self._end_started(starting)
                 raise
         import ray
@@ -122,7 +122,7 @@ class RayPlacement:
             raise OSError(f"in a Ray actor: {brief(error)}") from error
         except asyncio.CancelledError:
             if not dead():
-                ray.kill(actor)  # and with it the process
+                ray.kill(actor)  # which also kills its process
             raise
         if not self._is_elsewhere:
             return ActorChild(actor, process_id, dead)
@@ -134,7 +134,7 @@ class RayPlacement:
             return
         actor, dead = starting.result()
         if not dead():
-            import ray  # not before: Ray reads its environment, which a session sets, when it is imported
+            import ray  # imported late: at import, Ray reads environment variables that the session sets
 
             ray.kill(actor)
 
@@ -277,7 +277,7 @@ async def _call(dead: Callable[[], str], method: Any, *arguments: object) -> Any
         RayError: the actor died.
         OSError: Ray died.
     """
-    if died := dead():  # a call into a dead Ray, or a node that was cut off, can block for minutes
+    if died := dead():  # check first: a call into a dead Ray, or to an unreachable node, can block for minutes
         raise OSError(f"Ray's {died} died")
     future = asyncio.wrap_future(method.remote(*arguments).future())
     try:

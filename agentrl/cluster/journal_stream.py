@@ -226,7 +226,9 @@ class StreamedTurnLog:
             sys.stderr.write(
                 "agentrl: the connection to the journal on the run's host ended, and this worker with it\n"
             )
-        os._exit(1)  # what it goes on to play would be lost; the run starts another process, which reads what was kept
+        # Further entries would be lost, so exit: the run starts another process, which resumes from the entries
+        # received.
+        os._exit(1)
 
 
 class StreamedJournal:

@@ -103,7 +103,8 @@ class Copy:
         with _disk(self._link):
             for name, stamp in wanted.items():
                 path, other = self._inside(name), self._other / name
-                path.unlink(missing_ok=True)  # never written to: the other directory may have the same file
+                # Unlink rather than write: the other directory may have a hard link to the same file.
+                path.unlink(missing_ok=True)
                 if other.is_file() and _stamp(other) == stamp:
                     path.parent.mkdir(parents=True, exist_ok=True)
                     os.link(other, path)
@@ -133,7 +134,7 @@ class Copy:
         """Sync a file that is written completely."""
         size, changed = stamp
         path = self._inside(name)
-        self.write(name, 0, b"")  # an empty file is one, too
+        self.write(name, 0, b"")  # an empty file has no pieces but must exist
         with _disk(path):
             os.truncate(path, size)
             LOCAL.sync(path)
@@ -284,7 +285,7 @@ class Mirror:
         """Send the entries that the copy lacks. Returns the largest id."""
         there = Partition(*self._call("partition", name, run, pruned))
         newest = there.newest
-        if pruned:  # whose ids are used again
+        if pruned:  # pruned row ids are reused
             with contextlib.closing(open_to_read(self._run / "journal" / name, "turns", run)) as source:
                 (count,) = source.execute("SELECT count(*) FROM entries WHERE id <= ?", (newest,)).fetchone()
                 newest = newest if count == there.entries else 0
@@ -319,7 +320,7 @@ class Mirror:
                 for name in self._call("reuse", new) if folder in WHOLE else new:
                     self._send(name, self._run / name)
                     had[name] = wanted[name]
-            except FileNotFoundError:  # a checkpoint or a version was removed meanwhile
+            except FileNotFoundError:  # a checkpoint or version was removed during the copy
                 continue
             return list(wanted)
 
@@ -328,7 +329,7 @@ class Mirror:
             yield from (path for path in self._run.glob("*.json*") if path.is_file() and not path.is_symlink())
             return
         for name in LOCAL.files(self._run / folder):
-            if not any(part.startswith(".") for part in Path(name).parts):  # being written
+            if not any(part.startswith(".") for part in Path(name).parts):  # hidden directories are still being written
                 yield self._run / folder / name
 
     def _send(self, name: str, path: Path) -> None:

@@ -48,11 +48,11 @@ _LONGEST_TEMPORARY = 40
 107 characters."""
 
 _LOCAL_ENVIRONMENT = {
-    # Makes Ray take 127.0.0.1 for this node, as it does on a desktop: otherwise its servers listen on every interface.
+    # Makes Ray use 127.0.0.1 for this node, as it does on desktops; otherwise its servers listen on every interface.
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_enable_metrics_collection": "0",
-    # A call that comes after the session has ended fails; by default it would start another Ray, open to everyone.
+    # Makes calls after the end of the session fail; by default they would start another Ray that listens everywhere.
     "RAY_ENABLE_AUTO_CONNECT": "0",
 }
 
@@ -76,7 +76,7 @@ def kept_signal_handlers() -> Iterator[None]:
         if threading.current_thread() is threading.main_thread():
             for number, handler in handlers.items():
                 signal.signal(number, handler)
-                signal.siginterrupt(number, False)  # as asyncio sets it
+                signal.siginterrupt(number, False)  # restores the setting that asyncio makes
 
 
 def brief(error: BaseException) -> str:
@@ -106,7 +106,8 @@ def check_answers(address: str) -> None:
     host, _, port = address.rpartition(":")
     if address == "auto":
         return
-    if not port.isdecimal():  # among them `local`, with which Ray would start another one that listens everywhere
+    # Refuses `local`, among others, for which Ray would start a cluster that listens everywhere.
+    if not port.isdecimal():
         raise InputError(f"cluster.address = {shown(address)!r}: give 'auto', or HOST:PORT of the head")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=ANSWERS_S).close()
@@ -174,7 +175,7 @@ class _LocalRay:
             )
         except (OSError, RuntimeError):
             raise
-        except Exception as error:  # a Ray that was not ready in time raises no narrower one
+        except Exception as error:  # Ray raises a plain Exception when it is not ready in time
             raise RuntimeError(str(error)) from error
         atexit.register(self.end)
         _quieten()
@@ -304,7 +305,7 @@ class _NodeWatch:
         import ray
 
         while not self._pause.wait(LOOK_S):
-            with contextlib.suppress(Exception):  # while nobody is attached, or the head does not answer
+            with contextlib.suppress(Exception):  # fails while no driver is attached, or if the head does not answer
                 self._left = {str(node["NodeID"]) for node in ray.nodes() if not node["Alive"]}
                 self.drained = set(ray._private.state.state.get_draining_nodes())
 
@@ -349,7 +350,7 @@ def _quieten() -> None:
     # process after a minute, and nobody ever reads what went wrong.
     if sys.excepthook is ray._private.worker.custom_excepthook:
         sys.excepthook = ray._private.worker.normal_excepthook
-    # Ray prints a page on our standard output when one of its processes dies; we say it in a line.
+    # Ray prints a page on our standard output when one of its processes dies; agentrl reports it in one line.
     ray._private.worker.print_to_stdstream = lambda data, ignore_prefix: None
 
 

@@ -84,7 +84,7 @@ def refuse_patches() -> None:
     for name in LEARNING:
         live = sys.modules.get(name)
         if live is None or live.__spec__ is None or live.__spec__.loader is None:
-            continue  # nobody imported it here, so nobody replaced anything in it
+            continue  # a module that was not imported here cannot have been patched
         installed = importlib.util.module_from_spec(live.__spec__)
         live.__spec__.loader.exec_module(installed)
         for part, ours in vars(installed).items():
@@ -145,7 +145,7 @@ class TrainerRank:
         self._config, self._loss, self._memory_share = config, loss, memory_share
         self._rank, self._addresses = rank, addresses
         self._files = files
-        # A rank elsewhere keeps here what a checkpoint has for it; nothing of it counts.
+        # A rank on another host unpacks its checkpoint files here; they are temporary.
         self._private = None if files is None else tempfile.TemporaryDirectory(prefix=f"agentrl-{os.getpid()}-rank-")
         self._directory = Path(run_directory if self._private is None else self._private.name)
 
@@ -319,7 +319,7 @@ class RayTrainerPool:
         try:
             plan = self._plan = self._session.plan(self._config)
             self._died = self._session.watch(*plan.ranks)
-            # No restarts and no retries: a rank that died takes its group's state with it.
+            # No restarts and no retries: the death of a rank destroys the state of its group.
             rank_class: Any = ray.remote(num_cpus=0, max_restarts=0, max_task_retries=0)(TrainerRank)
             if any(node != plan.nodes[0] for node in plan.ranks):
                 files_class: Any = ray.remote(num_cpus=0, max_restarts=0, max_task_retries=0)(RunFiles)
@@ -409,7 +409,7 @@ class RayTrainerPool:
 
             actors, self._actors = [*self._actors, *([self._files] if self._files is not None else [])], []
             self._files = None
-            if not self._session.dead():  # else they die with it
+            if not self._session.dead():  # if Ray is dead, the ranks die with it
                 for actor in actors:
                     ray.kill(actor)
 
@@ -432,14 +432,14 @@ class RayTrainerPool:
             TrainerError: a rank failed, or the pool was not started; the group has ended.
         """
         if self._lost is not None and (self._lost.done() or self._died()):
-            raise self._ray_died(method)  # not asked: a call into a dead Ray can block for a minute
+            raise self._ray_died(method)  # do not ask Ray: a call into a dead Ray can block for a minute
         if not self._actors or self._lost is None:
             raise TrainerError("the trainer pool is not running: it was never started, was closed, or lost a rank")
         from ray.exceptions import RayError
 
         try:
             futures = [asyncio.wrap_future(_result(getattr(actor, method).remote(*arguments))) for actor in actors]
-        except (OSError, RayError) as error:  # an argument that Ray's store of objects, which is gone, should have held
+        except (OSError, RayError) as error:  # an argument was in Ray's object store, which is lost
             await asyncio.to_thread(self._kill_actors)
             raise TrainerLostError(f"Ray died in {method}, and the trainer's ranks with it: {brief(error)}") from error
         for future in futures:
@@ -447,7 +447,7 @@ class RayTrainerPool:
         pending = set(futures)
         loop = asyncio.get_running_loop()
         until = None if limit_s is None else loop.time() + limit_s
-        # The first failure is acted upon: the other ranks may wait in a collective for the one that failed.
+        # Act on the first failure: the other ranks may be waiting in a collective for the one that failed.
         while pending and not self._lost.done() and not any(_failed(future) for future in futures):
             left = None if until is None else until - loop.time()
             if left is not None and left <= 0:
@@ -478,7 +478,7 @@ class RayTrainerPool:
 
     def _ray_died(self, method: str) -> TrainerLostError:
         lost = self._lost
-        # The watch leaves the dead session, which then no longer tells.
+        # The watch detaches from a dead session, so its result must be read first.
         dead = lost.result() if lost is not None and lost.done() else self._died()
         return TrainerLostError(f"Ray's {dead} died (in {method}), and the trainer's ranks with it")
 
@@ -503,7 +503,8 @@ class RayTrainerPool:
             raise TrainerLostError(
                 f"trainer rank {self._named(rank)} died in {method}: {brief(error)}. {stopped}"
             ) from error
-        if isinstance(error, RayError) and not isinstance(error, RayTaskError):  # a node, an object, Ray itself
+        # A node, an object or Ray itself was lost.
+        if isinstance(error, RayError) and not isinstance(error, RayTaskError):
             raise TrainerLostError(
                 f"trainer rank {self._named(rank)} was lost in {method}: {brief(error)}. {stopped}"
             ) from error

@@ -212,7 +212,7 @@ class WorkerPool:
         for placed in parked[:count]:
             placed.is_parked, placed.deadline = False, float("inf")
             if placed.process is None:
-                placed.deaths.clear()  # it had no chance to get on
+                placed.deaths.clear()  # it could make no progress while it waited, so these deaths do not count
             else:
                 if placed.is_suspect:
                     placed.process.suspects.add(placed.number)
@@ -309,7 +309,7 @@ class WorkerPool:
         self._deaths += 1
         left = self._leave(process, *sorted(process.episodes))
         for placed in left:
-            if not placed.is_parked and not process.is_leaving:  # those could not get on
+            if not placed.is_parked and not process.is_leaving:  # parked episodes could not have made progress
                 placed.deaths.add(self._deaths)
             placed.resume = True
         if self._is_cancelling:
@@ -327,10 +327,10 @@ class WorkerPool:
             for each in self.processes:
                 each.suspects = {number for number in each.suspects if self._episodes[number].is_suspect}
             self._commit(killer, dropped_header(killer.spec, "worker_lost"), b"", {}, detail, {})
-            process.supervisor.achieved()  # the cause of its deaths is gone
+            process.supervisor.achieved()  # the cause of its deaths has been dropped, so start counting anew
         for placed in left:
             self._assign(placed)
-        self._fill()  # with those that are no suspects any more
+        self._fill()  # assigns episodes that are no longer suspects
 
     def failed(self, error: AgentRLError) -> None:
         """See `worker_process.Owner`; names the episodes that were with processes when they died."""
@@ -348,9 +348,9 @@ class WorkerPool:
         """See `worker_process.Owner`."""
         placed = self._episodes.get(getattr(message, "number", 0))
         if placed is None or placed.process is not process:
-            return  # it was cancelled, or replaced
+            return  # the episode was cancelled or replaced
         if self._is_cancelling and not isinstance(message, wire.Ended):
-            return  # nothing new begins
+            return  # a failed pool starts nothing new
         match message:
             case wire.Ended():
                 self._leave(process, placed.number)
@@ -433,7 +433,7 @@ class WorkerPool:
             placed.on_end(header)
             parent = self._queue.get(self._numbers.get(placed.spec.parent_id or "", 0))
             if parent is not None and not self._can_wait(parent):
-                parent.deaths.clear()  # it had no chance to get on
+                parent.deaths.clear()  # it could make no progress while it waited, so these deaths do not count
                 self._fill()
             if not self._episodes:
                 self._idle.set()

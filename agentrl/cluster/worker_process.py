@@ -143,7 +143,7 @@ class WorkerProcess:
         """End the process permanently. Idempotent."""
         self._minding.cancel()
         if self._child is not None:
-            self._child.writer.close()  # it closes its partition, and leaves
+            self._child.writer.close()  # end of file makes the child close its partition and exit
         await self.supervisor.stop(CLOSE_S if self.is_ready else 0.0)
 
     # --- its life -----------------------------------------------------------------------------------------------------
@@ -171,16 +171,17 @@ class WorkerProcess:
     async def died(self, how: str) -> None:
         """See `Supervised.died`."""
         if self._receiver is not None:
-            self._receiver.revoke(self._work.number)  # before its episodes go on elsewhere: it may live on, cut off
+            # Revoke before its episodes continue elsewhere: the process may still be alive but unreachable.
+            self._receiver.revoke(self._work.number)
         if self._reading is not None:
             await asyncio.wait({self._reading})
         if self._child is not None:
             self._child.writer.close()
         self._child, self.is_ready = None, False
-        self._welcomed = None  # who waits for it is not welcomed, and is no longer waiting: the supervisor sees to that
+        self._welcomed = None  # the supervisor has already ended the wait for this welcome
         _settle(self._cancelled)
         if self.is_leaving:
-            self.supervisor.achieved()  # an end that was asked for is no loss
+            self.supervisor.achieved()  # a requested exit does not count as a loss
         self._owner.lost(self)
         self.is_leaving = False
         self._minding.cancel()

@@ -135,7 +135,8 @@ def plan_devices(config: RunConfig, gpus: Sequence[Gpu], *, ranks: bool = True, 
     may_share = not any(free.keys())
     blocks: list[tuple[int, ...]] = []
     for _ in range(wanted):
-        node = max(reversed(free), key=lambda name: len(free[name]))  # of equals the last: rank 0 is on the first
+        # Of nodes with equally many GPUs, take the last: rank 0 is on the first.
+        node = max(reversed(free), key=lambda name: len(free[name]))
         if len(free[node]) < each:
             break
         blocks.append(tuple(free[node][-each:]))

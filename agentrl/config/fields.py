@@ -52,7 +52,7 @@ PerEpisode = Annotated[T, OnResume("per episode", of_deterministic=False)]
 Fixed = Annotated[T, OnResume("refused")]
 """Identifies the run; may not differ on resume."""
 
-# Upper bounds lie far above any machine's capacity: they catch slips, such as bytes instead of MiB.
+# Upper bounds are far above any machine's capacity; they catch slips such as bytes instead of MiB.
 NonNegative = Annotated[int, Field(ge=0, le=10**9)]
 Positive = Annotated[int, Field(gt=0, le=10**6)]
 Rate = Annotated[float, Field(gt=0)]
@@ -96,7 +96,7 @@ def package_directory(path: str) -> str:
         spec = importlib.util.find_spec(package)
     except (ImportError, ValueError):
         spec = None
-    except BaseException as error:  # importing the package's parents runs foreign code
+    except BaseException as error:  # importing the parent packages runs third-party code
         if isinstance(error, KeyboardInterrupt):
             raise
         raise ValueError(f"the package {package!r} cannot be imported: {type(error).__name__}: {error}") from error

@@ -161,7 +161,7 @@ def read_toml(path: str | Path) -> dict[str, Any]:
             content = file.read(MAX_BYTES + 1)
         if len(content) > MAX_BYTES:
             raise ConfigError(f"{source}: longer than {MAX_BYTES:,} bytes, which is too much for a configuration")
-        return tomllib.loads(content.decode("utf-8-sig"))  # some editors begin a file with a byte order mark
+        return tomllib.loads(content.decode("utf-8-sig"))  # some editors write a byte order mark
     except FileNotFoundError as error:
         raise ConfigError(f"{source}: there is no such file") from error
     except UnicodeDecodeError as error:
@@ -178,7 +178,7 @@ def read_toml(path: str | Path) -> dict[str, Any]:
         raise ConfigError(f"{where}: not TOML: {_TOML_POSITION.sub('', message)}{hint}") from error
     except RecursionError as error:
         raise ConfigError(f"{source}: nested deeper than {MAX_DEPTH}, which is too much for a configuration") from error
-    except ValueError as error:  # `int` reads at most some thousand digits
+    except ValueError as error:  # `int` refuses more than some thousand digits
         raise ConfigError(f"{source}: contains a number with too many digits") from error
 
 
@@ -228,7 +228,7 @@ def _value(text: str) -> Any:
     except (ValueError, RecursionError):
         pass
     with suppress(ValueError, RecursionError):
-        written = tomllib.loads(f"value = {text}")["value"]  # as it is written in a file
+        written = tomllib.loads(f"value = {text}")["value"]  # parse the value as TOML
         if isinstance(written, dict | int | float):
             return written
     return text
@@ -440,7 +440,7 @@ def _locate(location: Sequence[str | int], top: type[BaseModel]) -> _Location:
     for part in map(str, location):
         annotation = _bare(annotation)
         members, named = sections_in(annotation)
-        if len(_union_members(annotation)) > 1:  # the member that pydantic tried
+        if len(_union_members(annotation)) > 1:  # pydantic adds the union member that it tried to the path
             kinds, annotation = members, next((member for member in members if part in _tags(member)), None)
             continue
         path.append(part)

@@ -190,7 +190,7 @@ class RunConfig(Section):
         """Return when conversations move to newer weights, for a policy served by the run's engine."""
         section = self.policies[policy]
         if not isinstance(section, PolicyConfig):
-            return "token"  # no newer weights ever come
+            return "token"  # without trained policies, no newer weights arrive
         if self.engine.refresh == "auto":
             return "token" if section.lora is None else "lazy"
         return "token" if self.engine.refresh == "token_keep_kv" else self.engine.refresh

@@ -40,7 +40,8 @@ def open_regular(path: Path) -> BufferedReader:
     Raises:
         OSError: it is missing, a symbolic link, a device, a pipe or a directory, or may not be read.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)  # a pipe must not wait
+    # O_NONBLOCK: opening a pipe must not wait for a writer.
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise OSError(0, "not a regular file")
@@ -217,7 +218,7 @@ class LocalDisk:
 
     async def run_in_thread(self, work: Callable[[], T]) -> T:
         """See `Disk.run_in_thread`."""
-        import asyncio  # a third of what a command that only reads would load
+        import asyncio  # imported late: asyncio would be a third of the modules that a reading command loads
 
         return await asyncio.to_thread(work)
 

@@ -362,7 +362,7 @@ def _execute(part: _Slice, digest: str) -> dict[str, Any]:
     loader = _SliceLoader(part)
     module = importlib.util.module_from_spec(ModuleSpec(f"agentrl_function_{digest}", loader))
     module.__dict__["__file__"] = part.location
-    if not part.location.endswith(".py"):  # an installed module, whose relative imports work
+    if not part.location.endswith(".py"):  # import an installed module by name, so that its relative imports work
         module.__dict__["__package__"] = part.location.rpartition(".")[0]
     sys.modules[module.__name__] = module
     try:

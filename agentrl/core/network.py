@@ -159,7 +159,7 @@ def interface_of(address: str) -> str:
 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
         for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # one without an address
+            with contextlib.suppress(OSError):  # raised for an interface without an address
                 found = fcntl.ioctl(asked.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
                 if socket.inet_ntoa(found[20:24]) == address:
                     return name

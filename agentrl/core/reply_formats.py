@@ -64,7 +64,7 @@ def _finite(text: str) -> float:
 
 def _int64(text: str) -> int:
     value = int(text)
-    if not -(2**63) <= value < 2**63:  # the journal's encoding, as most tools, has no larger ones
+    if not -(2**63) <= value < 2**63:  # the journal's encoding is limited to 64-bit integers
         raise ValueError(f"{text} is out of range")
     return value
 
@@ -370,7 +370,8 @@ def _tagged(name: str, pairs: Iterator[tuple[str, str]], tools: Sequence[ToolSpe
     properties, arguments = _properties(name, tools), dict[str, Any]()
     try:
         for key, value in pairs:
-            key, is_told, kind = key.strip().partition('" string="')  # DeepSeek says whether it is text
+            # DeepSeek's format declares whether the value is a string.
+            key, is_told, kind = key.strip().partition('" string="')
             if key in arguments:
                 return name, None
             arguments[key] = value if kind == "true" else _typed(value, None if is_told else properties.get(key))

@@ -6,12 +6,13 @@ import re
 
 _UNSAFE = re.compile(
     "["
-    "\x00-\x08\x0b-\x1f\x7f-\x9f"  # C0 but tab and newline, DEL, C1
+    "\x00-\x08\x0b-\x1f\x7f-\x9f"  # C0 except tab and newline, DEL, C1
     "\u00ad\u034f\u0600-\u0605\u061c\u06dd\u070f\u0890\u0891\u08e2\u115f\u1160\u17b4\u17b5\u180b-\u180f"
-    "\u200b-\u200f\u2028-\u202e\u2060-\u206f\u3164\ufeff\uffa0\ufff0-\ufffb"  # bidirectional, zero width, separators
-    "\ud800-\udfff"  # surrogates, which no stream can encode
+    # Bidirectional controls, zero-width characters, separators.
+    "\u200b-\u200f\u2028-\u202e\u2060-\u206f\u3164\ufeff\uffa0\ufff0-\ufffb"
+    "\ud800-\udfff"  # surrogates, which UTF-8 streams cannot encode
     "\U000110bd\U000110cd\U00013430-\U0001345f\U0001bca0-\U0001bca3\U0001d173-\U0001d17a"
-    "\U000e0000-\U000e0fff"  # tags
+    "\U000e0000-\U000e0fff"  # tag characters
     "]"
 )
 

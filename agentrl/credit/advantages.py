@@ -156,7 +156,7 @@ class Group:
             >>> Group(rewards=(1.5, 0.5), episodes=("a", "b"), named_rewards=given).by_name()
             {'format': (0.5, 0.0), 'reward': (0.0, 0.5), 'right': (1.0, 0.0)}
         """
-        weight = self.weights.get(REWARD, 1.0)  # is in `rewards` already
+        weight = self.weights.get(REWARD, 1.0)  # the unnamed reward is already included in `rewards`
         given = [
             dict(named) or {REWARD: reward / weight if weight else 0.0}
             for named, reward in zip(self.named_rewards or ((),) * len(self.rewards), self.rewards, strict=True)

@@ -168,7 +168,7 @@ class LocalPlacement:
         ours, theirs = socket.socketpair()
         files = PrivateFiles()
         command = [sys.executable, "-m", program.host, str(theirs.fileno()), str(os.getpid())]
-        # it imports what this process would, and nothing that only lies in the working directory
+        # the child must import the same modules as this process, and none from the working directory alone
         paths = os.pathsep.join(map(os.path.abspath, sys.path))
         environment = {
             **os.environ,
@@ -189,7 +189,7 @@ class LocalPlacement:
                 start_new_session=True,
             )
             reader, writer = await asyncio.open_connection(sock=ours)
-        except BaseException:  # a start that is cancelled, too
+        except BaseException:  # also if the start is cancelled
             ours.close()
             if process is not None:
                 with contextlib.suppress(ProcessLookupError):
@@ -227,7 +227,7 @@ class ChildProcess:
         if not self._how:
             code = await self._process.wait()
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)  # what it had started
+                os.killpg(self._process.pid, signal.SIGKILL)  # also kill processes that it started
             self._how = f"died ({_cause(code)})"
         return self._how
 
@@ -283,7 +283,8 @@ class PrivateFiles:
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         (made / _MARK).touch()
         self.path = made.with_name(made.name.removeprefix("new-"))
-        made.rename(self.path)  # only now others may take it for a leftover, and it is locked
+        # The final name appears only once the directory is locked, so cleanups never take it for a leftover.
+        made.rename(self.path)
 
     def remove(self) -> None:
         """Remove the directory after the child's death. Idempotent."""
@@ -304,15 +305,15 @@ def _disk() -> Path:
 
 def _remove(path: Path) -> None:
     for pattern in (f"{path.name}-*", f"sem.{path.name}-*"):
-        for each in _SHARED_MEMORY.glob(pattern):  # wherever its directory is
-            with contextlib.suppress(OSError):  # not ours: shared memory is everybody's, and so are its names
+        for each in _SHARED_MEMORY.glob(pattern):  # shared memory outlives the directory, wherever that was
+            with contextlib.suppress(OSError):  # segments with such names may belong to other users
                 each.unlink()
     shutil.rmtree(path, ignore_errors=True)
 
 
 def _remove_leftovers() -> None:
     for path in (*_SHARED_MEMORY.glob(f"{_PREFIX}*"), *_disk().glob(f"{_PREFIX}*")):
-        with contextlib.suppress(OSError):  # no directory, gone already, another's, or in use
+        with contextlib.suppress(OSError):  # not a directory, already gone, owned by another user, or in use
             _remove_leftover(path)
 
 

@@ -212,7 +212,7 @@ class Connection:
                 future.set_exception(self._ended.with_traceback(None))
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
-        why = ""  # the process closes it when it dies
+        why = ""  # the process closes the connection when it dies
         try:
             while (body := await wire.receive(reader)) is not None:
                 reply = wire.REPLIES.decode(body)
@@ -233,7 +233,7 @@ class Connection:
             case wire.Loaded():
                 self._settle(0, reply)
             case wire.WeightsWanted():
-                pass  # for the owner
+                pass  # the message is for the owner
             case _:
                 self._settle(reply.call, reply)
 
@@ -342,7 +342,7 @@ class RoutedSession(Generic[ReplicaT]):
             replica, session = await self._opened(request)
             try:
                 completion = await session.generate(request, on_delta)
-            except EngineFailedError as error:  # nothing was sampled: another replica does it
+            except EngineFailedError as error:  # nothing was sampled, so another replica can take the call
                 self._close_session()
                 self._router.replica_lost(replica, error)
             except EngineLostError as error:
@@ -357,7 +357,8 @@ class RoutedSession(Generic[ReplicaT]):
     async def _opened(self, request: GenerateRequest) -> tuple[ReplicaT, EngineSession]:
         """Return the conversation's replica, and its session there."""
         if self._replica is not None and not self._router.is_available(self._replica):
-            self._close_session()  # before waiting for another: a replica may need what the session holds
+            # Close before waiting for another replica, which may need the KV cache that the session holds.
+            self._close_session()
         if self._replica is None or self._session is None:
             replica = await self._router.pick(self._policy, request.token_ids)
             if self._closed:
@@ -477,7 +478,7 @@ class ProcessEngine:
             case wire.Completed():
                 self.supervisor.achieved()
             case wire.Busy() if self._connection is not None and reply.seconds > self._connection.busy:
-                self.supervisor.achieved()  # perhaps for another client
+                self.supervisor.achieved()  # another client may have loaded them
             case wire.WeightsWanted():
                 task = asyncio.get_running_loop().create_task(self._send_weights(reply, self._connection))
                 self._sending.add(task)
@@ -486,7 +487,7 @@ class ProcessEngine:
     async def _send_weights(self, wanted: wire.WeightsWanted, connection: Connection | None) -> None:
         """Make the trainer send weights that the process asked for; otherwise the process loads the published file."""
         if self.deliver is not None:
-            with contextlib.suppress(AgentRLError):  # a trainer that is lost is told by whoever trains
+            with contextlib.suppress(AgentRLError):  # the trainer's own caller reports a lost trainer
                 await self.deliver(wanted.version, wanted.address)
         if connection is not None:
             connection.send(wire.NotSent(number=wanted.number))
@@ -745,7 +746,8 @@ class EngineClient:
             self._coming[address] += 1
             try:
                 return await self._open_connection(address)
-            except (FileNotFoundError, ConnectionRefusedError):  # it is dead; where the next one is will be told
+            except (FileNotFoundError, ConnectionRefusedError):
+                # this process is dead; its successor's address will be announced
                 self._addresses = tuple(each for each in self._addresses if each != address)
             except OSError as error:
                 raise EngineLostError(f"the engine's process accepts no calls ({error.strerror or error})") from error

@@ -121,7 +121,7 @@ class ReplicatedEngine:
         session = RoutedSession(self, session_id, policy, pin)
         for replica in sorted(self._living(), key=lambda each: each.is_fenced):
             try:
-                replica.open(session_id, policy, pin=pin).close()  # refused here, if at all
+                replica.open(session_id, policy, pin=pin).close()  # errors must surface here, not at the first call
             except EngineLostError as error:
                 self.replica_lost(replica, error)
             else:
@@ -148,7 +148,7 @@ class ReplicatedEngine:
         """See `client.Router.replica_lost`: fences the replica until it answers again, or for good."""
         if isinstance(error, EngineFailedError):
             if replica.failure is None and not self._closed:
-                replica.failure, replica.is_fenced = error, False  # fenced or not, this is told
+                replica.failure, replica.is_fenced = error, False  # record the failure even if the replica was fenced
                 self._fence(replica, f"it has failed for good: {error}")
         elif not replica.is_lost and replica.failure is None:
             replica.is_lost = True
@@ -202,7 +202,7 @@ class ReplicatedEngine:
         def end(ended: asyncio.Task[None]) -> None:
             self._forwarded.discard(ended)
             if not ended.cancelled():
-                ended.exception()  # what is wrong with the replica is heard by the task that follows
+                ended.exception()  # mark as retrieved: the next task reports the replica's failure
 
         task.add_done_callback(end)
 

@@ -60,7 +60,7 @@ _LOAD_ERRORS = (
     ArithmeticError,
     AssertionError,
     ImportError,
-    RuntimeError,  # and RecursionError
+    RuntimeError,  # includes RecursionError
     MemoryError,
     SafetensorError,
     StrictDataclassError,
@@ -165,7 +165,7 @@ def read_model(
                 local_files_only=True,
                 use_safetensors=True,
                 trust_remote_code=False,
-                ignore_mismatched_sizes=True,  # so that they are in the report
+                ignore_mismatched_sizes=True,  # mismatches then appear in the loading report
                 output_loading_info=True,
             )
     except _LOAD_ERRORS as error:
@@ -234,7 +234,7 @@ def read_shapes(path: str | Path, *, max_context: int, dtype: torch.dtype | None
     except _LOAD_ERRORS as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise ModelError(f"{path}: config.json describes no causal LM ({reason})") from error
-    _check_positions(config, max_context, path, stretched=False)  # vLLM does not stretch them
+    _check_positions(config, max_context, path, stretched=False)  # vLLM does not apply position scaling here
     return model
 
 
@@ -250,7 +250,7 @@ def in_float32(model: PreTrainedModel, widened: Callable[[Tensor], Tensor] = Ten
 
     def widen(unit: nn.Module, *_: object) -> None:
         restore(unit)
-        with torch.inference_mode(False):  # else the weights would be of a kind that cannot take part in training
+        with torch.inference_mode(False):  # tensors made in inference mode cannot be trained
             for module in unit.modules() if isinstance(unit, GradientCheckpointingLayer) else (unit,):
                 for name, parameter in module._parameters.items():
                     if parameter is not None:
@@ -295,7 +295,7 @@ def computable(model: PreTrainedModel) -> Iterator[None]:
         return
     modules: list[nn.Module] = list(model.modules())
     stored = [dict(tensors) for module in modules for tensors in (module._parameters, module._buffers)]
-    made: dict[Tensor, Tensor] = {}  # tied parameters stay tied
+    made: dict[Tensor, Tensor] = {}  # keeps tied parameters tied
     with FakeTensorMode(allow_non_fake_inputs=True):
         for tensor in {each: None for tensors in stored for each in tensors.values() if each is not None}:
             empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
@@ -363,7 +363,8 @@ def _check_directory(path: str | Path) -> None:
         raise ModelError(
             f"{path}: contains no model (config.json is missing). Give the local directory of a Hugging Face causal LM"
         )
-    if (Path(path) / "adapter_config.json").exists():  # transformers would load it too, unpickling adapter_model.bin
+    # Transformers would load the adapter too, and unpickle adapter_model.bin.
+    if (Path(path) / "adapter_config.json").exists():
         raise ModelError(f"{path}: contains an adapter (adapter_config.json). Merge it into the model, or move it away")
     _check_shards(Path(path))
     _check_sizes(Path(path))
@@ -379,7 +380,7 @@ def _check_sizes(path: Path) -> None:
     """
     try:
         config = json.loads((path / "config.json").read_bytes())
-    except (OSError, ValueError, RecursionError):  # transformers, which reads it next, says what is wrong
+    except (OSError, ValueError, RecursionError):  # transformers reads the file next and reports the error
         return
     parts = [config, *config.values()] if isinstance(config, dict) else []
     for name, value in itertools.chain.from_iterable(part.items() for part in parts if isinstance(part, dict)):

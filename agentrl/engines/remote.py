@@ -181,7 +181,7 @@ class RemoteEndpoint:
     ) -> tuple[int, bytes | None]:
         """Return status and body of an answer; the body is None if it is too long."""
         if self._client is None:
-            # A small compressed answer may be a large one: none is asked for, and none is read.
+            # A small compressed answer may expand to a huge one, so compression is neither requested nor accepted.
             self._client = aiohttp.ClientSession(
                 timeout=aiohttp.ClientTimeout(total=self.config.timeout_s),
                 connector=aiohttp.TCPConnector(limit=0),
@@ -204,11 +204,13 @@ class RemoteEndpoint:
         except TimeoutError:
             raise EngineLostError(f"{here}: no answer within {self.config.timeout_s:g} s") from None
         except aiohttp.ClientError as error:
-            raise EngineLostError(f"{here}: {type(error).__name__}") from None  # its text may quote what was sent
+            # The error's text may quote the request, which contains the key.
+            raise EngineLostError(f"{here}: {type(error).__name__}") from None
 
     def _body(self, request: GenerateRequest) -> dict[str, Any]:
         said = bytes(request.token_ids.tolist()).decode()
-        lines = [json.loads(line) for line in said.split("\n")[:-1]]  # `splitlines` would cut inside of messages too
+        # `splitlines` would also split at separators inside messages.
+        lines = [json.loads(line) for line in said.split("\n")[:-1]]
         sampling = request.sampling
         body: dict[str, Any] = {
             "model": self.config.model,

@@ -228,7 +228,7 @@ class ScriptedEngine:
         known = self._constant.get(count)
         if known is None:
             known = self._constant[count] = np.full(count, -1.0, np.float32)
-            known.flags.writeable = False  # shared by all completions of this length
+            known.flags.writeable = False  # the array is shared by all completions of this length
         return known
 
     # --- calls that take time -----------------------------------------------------------------------------------------
@@ -260,7 +260,7 @@ class ScriptedEngine:
         call.timer.cancel()
         call.timer = None
         call.ran += asyncio.get_running_loop().time() - call.since
-        spent = call.ran - self._per_call + 1e-9  # the sum of many small waits is not exact
+        spent = call.ran - self._per_call + 1e-9  # tolerance for the rounding of many small waits
         if spent >= 0:
             due = len(call.tokens) if self._per_token == 0 else math.floor(spent / self._per_token)
             call.said = min(max(due, call.said), len(call.tokens))

@@ -115,7 +115,8 @@ class ConnectionHandler:
         task = asyncio.get_running_loop().create_task(self._answer(call, work))
         self.tasks[call] = task
         task.add_done_callback(lambda _: self.tasks.pop(call, None))
-        task.add_done_callback(lambda _: work.close())  # which was never begun, where the call was cancelled before
+        # A coroutine that was cancelled before it started must be closed.
+        task.add_done_callback(lambda _: work.close())
 
     async def _answer(self, call: int, work: Coroutine[Any, Any, wire.Reply | None]) -> None:
         try:
@@ -153,7 +154,7 @@ class ConnectionHandler:
     async def _control(self, message: wire.Serve | wire.Piece | wire.Score) -> wire.Reply | None:
         match message:
             case wire.Serve():
-                async with self._keeping:  # the pieces before it
+                async with self._keeping:  # waits for the preceding pieces
                     pass
                 await self._serve(message)
             case wire.Piece():
@@ -276,7 +277,8 @@ class EngineServer:
         address = f"{private}/clients"
         if private is None or len(address) > LONGEST_ADDRESS:
             return ""
-        await asyncio.start_unix_server(self._receive, address)  # in a directory that only this user can enter
+        # The socket is in a directory that only this user can enter.
+        await asyncio.start_unix_server(self._receive, address)
         return address
 
     async def _receive(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -286,7 +288,7 @@ class EngineServer:
             while (body := await wire.receive(reader)) is not None:
                 client.handle(wire.REQUESTS.decode(body))
         except (ValueError, msgspec.MsgspecError) as error:
-            with contextlib.suppress(OSError):  # the disk it lies on may be full
+            with contextlib.suppress(OSError):  # the disk may be full
                 sys.stderr.write(f"agentrl: the engine disconnected a client: {error}\n")
         finally:
             client.disconnected()
@@ -322,7 +324,8 @@ class EngineServer:
 def _failed(call: int, error: Exception) -> wire.Failed:
     if isinstance(error, AgentRLError):
         return wire.Failed(call=call, kind=type(error).__name__, message=str(error))
-    with contextlib.suppress(OSError):  # a bug: the client hears the message only; the disk may be full
+    # The client gets only the message of a bug, so print its traceback; the disk may be full.
+    with contextlib.suppress(OSError):
         traceback.print_exception(error)
     return wire.Failed(call=call, kind="EngineError", message=f"{type(error).__name__}: {error}")
 
@@ -374,7 +377,7 @@ def main() -> None:
 
 async def _serve_and_exit(connection: socket.socket) -> None:
     await _serve(connection)
-    os._exit(0)  # a forward pass in progress is nobody's any more, and neither are the calls that wait for it
+    os._exit(0)  # no client is left for the forward pass in progress, nor for the waiting calls
 
 
 if __name__ == "__main__":

@@ -448,7 +448,7 @@ class VersionTable(ABC, Generic[LiveT]):
         self._check_wanted(weights)
 
     async def _change(self) -> None:
-        self._check_open()  # it may have ended while files were read, and then nothing changes any more
+        self._check_open()  # the engine may have been closed while files were read
         self._changed.clear()
         await self._changed.wait()
         self._check_open()

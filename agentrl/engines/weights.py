@@ -95,7 +95,7 @@ def read_weights(weights: WeightsRef, *, beside: bytes = b"") -> WeightFile:
             raise refusal(weights, f"{key} has dtype {tensor.dtype}; float32, bfloat16 or float16 is needed")
         if not bool(torch.isfinite(tensor).all()):
             raise refusal(weights, f"{key} has values that are not finite")
-    header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])  # which safetensors has checked
+    header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])  # safetensors has validated the header
     return WeightFile(tensors, header.get("__metadata__") or {})
 
 
@@ -162,7 +162,7 @@ def _convert_layout(weights: WeightsRef, read: Mapping[str, Tensor], model: PreT
                 config=model.config,
                 state_dict=dict(read),
                 dtype=torch.float32,
-                ignore_mismatched_sizes=True,  # so that they are in the report
+                ignore_mismatched_sizes=True,  # mismatches then appear in the loading report
                 output_loading_info=True,
                 **({"device_map": "meta"} if is_offer else {}),
             )

@@ -500,10 +500,11 @@ def finite_reward(value: object, where: str) -> float:
         RewardError: the value is None, a string, another object that converts to a float, NaN, or larger than
             `LARGEST_REWARD` in either direction.
     """
-    numpy = sys.modules.get("numpy")  # whoever has a number of numpy has imported it
+    numpy = sys.modules.get("numpy")  # a numpy value exists only if numpy was imported
     is_number = isinstance(value, Real) or (numpy is not None and isinstance(value, numpy.floating | numpy.bool_))
-    if not is_number or (numpy is not None and isinstance(value, numpy.timedelta64)):  # which calls itself an integer
-        shown = reprlib.repr(value)  # short, whatever the object says of itself
+    # Timedelta64 claims to be an integer.
+    if not is_number or (numpy is not None and isinstance(value, numpy.timedelta64)):
+        shown = reprlib.repr(value)  # bounds the length of any object's repr
         raise RewardError(f"{where}: the reward is {shown} ({type(value).__name__}); it must be a finite number")
     try:
         number = float(value)  # type: ignore[arg-type]
@@ -511,7 +512,7 @@ def finite_reward(value: object, where: str) -> float:
         raise RewardError(
             f"{where}: the reward, of type {type(value).__name__}, is not a finite real number ({error})"
         ) from error
-    if not abs(number) <= LARGEST_REWARD:  # NaN is not, either
+    if not abs(number) <= LARGEST_REWARD:  # also true for NaN
         raise RewardError(
             f"{where}: the reward is {number:g}; it must be finite and no larger than {LARGEST_REWARD:g} either way, "
             "since one such reward would decide the whole step: scale rewards to about 1"

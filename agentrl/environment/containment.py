@@ -141,7 +141,7 @@ def _generator_states() -> tuple[object, ...]:
     from numpy.random.mtrand import get_bit_generator
 
     whole = get_bit_generator().state
-    # Some generators hand out numbers that they keep beside their state (Philox four, others half a word).
+    # Some generators buffer numbers beside their state (Philox four, others half a word).
     numpy = [value for part in (whole, whole["state"]) for value in part.values() if value is not whole["state"]]
     return random.getstate(), [value.tobytes() if isinstance(value, ndarray) else value for value in numpy]
 
@@ -212,7 +212,7 @@ class Steps:
         begin, self._begin = self._begin, _nothing
         try:
             awaitable = begin()
-        except StopIteration as error:  # it is no return from the steps
+        except StopIteration as error:  # StopIteration here does not mean that the coroutine returned
             raise RuntimeError("the program raised StopIteration") from error
         return (awaitable if hasattr(awaitable, "__await__") else _awaited(awaitable)).__await__()
 
@@ -229,7 +229,8 @@ class Steps:
     def resume_guard(self) -> None:
         """Resume the guard within the step."""
         self._is_suspended = False
-        if self._guard is not None and not self._is_abandoned:  # else no step runs: the code is only being closed
+        # Otherwise no step runs, and the coroutine is only being closed.
+        if self._guard is not None and not self._is_abandoned:
             self._guard.enter()
 
     def end_step(self) -> bool:
@@ -238,7 +239,7 @@ class Steps:
             end_if_forked()
         if self._guard is None or self._is_suspended or not self._guard.exit():
             return False
-        self._is_suspended = True  # once is enough
+        self._is_suspended = True  # report it only once
         if self._on_draw is not None:
             self._on_draw()
         return True

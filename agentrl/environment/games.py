@@ -134,7 +134,7 @@ class GameEnvironment(Environment):
             self.close()
         for seat, value in zip(self.seats, values, strict=True):
             agent = ctx.agent(seat)
-            if agent.turns:  # who was never asked has nothing to be rewarded for
+            if agent.turns:  # an agent without turns gets no reward
                 agent.reward(value)
 
     async def _play(self, ctx: EpisodeContext, game: Resource) -> GameEpisode:

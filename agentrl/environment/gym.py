@@ -188,7 +188,7 @@ class SeededGame:
                 shown = environment.illegal_text + self._observation
                 return {"legal": False, "observation": shown, "terminated": False, "truncated": False}
             observation, reward, terminated, truncated, info = environment.env.step(action)
-            # The observation of an end is asked of nobody, and some games cannot show it.
+            # No agent sees the final observation, and some games cannot render it.
             self._observation = "" if terminated or truncated else self._rendered(observation, info)
         return {
             "legal": True,

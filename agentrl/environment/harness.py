@@ -48,9 +48,9 @@ VOLATILE = (
     r"\b[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}\b",
     r"/tmp/[\w./-]+",
     r"/dev/shm/[\w./-]+",
-    r"agentrl-harness-\w+",  # the working directory of a command, also where a program spells its path otherwise
-    r"Chunk ID: [0-9a-f]{6}\nWall time: [0-9.]+ seconds",  # Codex, before what a command wrote
-    r"x-anthropic-billing-header: [^\n]*",  # Claude Code
+    r"agentrl-harness-\w+",  # the working directory of a command, in any spelling of its path
+    r"Chunk ID: [0-9a-f]{6}\nWall time: [0-9.]+ seconds",  # Codex writes this before the output of a command
+    r"x-anthropic-billing-header: [^\n]*",  # Claude Code writes this
 )
 """Patterns of dates, UUIDs, temporary paths, and text that single clients add."""
 _FIELD = re.compile(r"\{(task|endpoint)\.(\w+)\}")
@@ -206,7 +206,8 @@ class HarnessEnvironment(Environment):
         self._directory = Path(tempfile.mkdtemp(prefix=PREFIX))
         self._lock = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
-        end, output_end = os.pipe()  # of our own: asyncio's would be waited for, until a process that left closes it
+        # Not asyncio's pipe, whose end is awaited until every detached process has closed it.
+        end, output_end = os.pipe()
         try:
             process = await asyncio.create_subprocess_exec(
                 *(argument.encode("utf-8", "replace") for argument in arguments),
@@ -231,7 +232,7 @@ class HarnessEnvironment(Environment):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             await process.wait()
-            await asyncio.wait({reading}, timeout=1.0)  # a process that left the group may hold the pipe open
+            await asyncio.wait({reading}, timeout=1.0)  # a detached process may hold the pipe open
             reading.cancel()
             await asyncio.wait({reading})
         if status < 0:

@@ -97,11 +97,11 @@ class IsolatedObject:
         self._name = name.rpartition(".")[2]
         self._timeout_s = timeout_s
         self._ended = ""
-        # Asked of the global state, which is the resource's own while it is made.
+        # The seed comes from the global random state, which belongs to the resource while it is made.
         self._first: Any = [name, list(arguments), random.getrandbits(64), memory_bytes]
-        # In a context of its own: no act of an environment's on the outside world, since it ends with the object.
+        # In a context of its own, since this does not count as an effect of the environment: it ends with the object.
         self._line = contextvars.Context().run(lambda: _server_of(module).fork())
-        self._end = weakref.finalize(self, self._line.close)  # which its server takes for its end
+        self._end = weakref.finalize(self, self._line.close)  # the server ends when its connection closes
         self._one_at_a_time = asyncio.Lock()
 
     def __getattr__(self, method: str) -> Callable[..., Any]:
@@ -177,7 +177,8 @@ class _ServerProcess:
         self._line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         command = [sys.executable, "-m", "agentrl.environment.isolated", str(theirs.fileno()), module]
         command.append(str(os.getpid()))
-        # At every start of a run: the same order of sets, the same imports, and none from the working directory alone.
+        # Every start of a run gets the same set order and the same imports, none of them from the working directory
+        # alone.
         paths = os.pathsep.join(map(os.path.abspath, sys.path))
         environment = {**os.environ, "PYTHONHASHSEED": "0", "PYTHONPATH": paths, "PYTHONSAFEPATH": "1"}
         with theirs:
@@ -199,7 +200,7 @@ class _ServerProcess:
         """Fork a child; returns the socket to it."""
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
-        with theirs, contextlib.suppress(OSError):  # it died meanwhile: the line is closed, and the first call says so
+        with theirs, contextlib.suppress(OSError):  # the process died in between; the first call reports it
             socket.send_fds(self._line, [b"+"], [theirs.fileno()])
         return ours
 
@@ -213,11 +214,11 @@ def _server_of(module: str) -> _ServerProcess:
 
 
 def _end(process: subprocess.Popen[bytes], line: socket.socket) -> None:
-    line.close()  # which is what it ends by, and its children with it
+    line.close()  # closing the connection ends the server and its children
     for end in (process.terminate, process.kill):
         try:
             process.wait(timeout=_LONGEST_END_S)
-        except subprocess.TimeoutExpired:  # a process that was forked from this one holds the line, too
+        except subprocess.TimeoutExpired:  # a fork of this process may hold the connection open, too
             end()
     process.wait()
 
@@ -248,7 +249,7 @@ class _ForkServer:
         self._by_line: dict[int, int] = {}
         try:
             self._module = load_module(module)
-            with GlobalRandom(0).swapped_in():  # imports numpy, so that no child has to
+            with GlobalRandom(0).swapped_in():  # imports numpy once, before children are forked
                 pass
         except BaseException as error:  # noqa: BLE001 - foreign code: whatever it raises is told to whom it concerns
             self._problem = valid_unicode(f"{module} cannot be imported there: {type(error).__name__}: {error}")
@@ -291,11 +292,11 @@ class _ForkServer:
         self._children[watch] = _Child(process, line)
         self._by_line[line.fileno()] = watch
         self._poll.register(watch, select.POLLIN)
-        self._poll.register(line, 0)  # when its other end is closed, and nothing else
+        self._poll.register(line, 0)  # reports only that the other end was closed
 
     def _reap(self, watch: int) -> None:
         child = self._children.pop(watch)
-        _kill(child.process)  # and what it has left in its group
+        _kill(child.process)  # also kills what it left in its process group
         _, status = os.waitpid(child.process, 0)
         self._poll.unregister(watch)
         os.close(watch)
@@ -384,7 +385,7 @@ def _exactly(stream: Any, length: int) -> bytes:
     while len(content) < length:
         part = stream.read(length - len(content))
         if not part:
-            os._exit(0)  # nobody asks any more
+            os._exit(0)  # the client is gone
         content += part
     return content
 

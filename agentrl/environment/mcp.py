@@ -200,7 +200,8 @@ class MCPConnection:
             )
         try:
             params = types.CallToolRequestParams(name=name, arguments=dict(arguments))
-            # Not `call_tool`, which checks results against a schema of the server's: it could take for ever.
+            # Not `call_tool`, which validates results against the server's schema, and a hostile schema could take
+            # forever.
             result = await (await self._open()).send_request(types.CallToolRequest(params=params), types.CallToolResult)
         except asyncio.CancelledError:
             raise
@@ -217,7 +218,7 @@ class MCPConnection:
         if self._holding is not None:
             self._holding.cancel()
             _, late = await asyncio.wait({self._holding}, timeout=CLOSE_S)
-            if late:  # an HTTP server that does not answer the end of its session
+            if late:  # an HTTP server may not answer the end of its session
                 self._holding.cancel()
                 await asyncio.wait(late)
 
@@ -237,7 +238,8 @@ class MCPConnection:
         try:
             async with AsyncExitStack() as stack:
                 if self.server.url:
-                    client = await stack.enter_async_context(  # which follows no redirects: its headers may be keys
+                    # Follows no redirects, because its headers may contain keys.
+                    client = await stack.enter_async_context(
                         httpx2.AsyncClient(
                             headers={**self.server.headers, "Accept-Encoding": "identity"},
                             timeout=httpx2.Timeout(START_S, read=None),
@@ -276,7 +278,8 @@ class MCPConnection:
                 length = 0
                 async for part in self._stream:
                     length += len(part)
-                    if not is_stream and length > MAX_LINE_BYTES:  # the library bounds each event of a stream
+                    # The library limits the size of each event in a stream.
+                    if not is_stream and length > MAX_LINE_BYTES:
                         connection._ended = f"the server wrote an answer of more than {MAX_LINE_BYTES:,} bytes"
                     connection._count(len(part))
                     if connection._ended:
@@ -333,7 +336,7 @@ class MCPConnection:
                 stream.close()
             process._transport.close()  # type: ignore[attr-defined] # a process that left the group may hold a pipe
             while not all(task.done() for task in tasks) or process.returncode is None:
-                with contextlib.suppress(asyncio.CancelledError):  # else its end would come after that of the loop
+                with contextlib.suppress(asyncio.CancelledError):  # otherwise it would end after the event loop
                     await asyncio.wait(tasks)
                     await process.wait()
 
@@ -354,13 +357,14 @@ class MCPConnection:
                 self._count(len(line))
                 if self._ended:
                     return
-                with contextlib.suppress(ValueError, RecursionError):  # what is no message is a line of its log
+                # Lines that are not messages belong to the server's log.
+                with contextlib.suppress(ValueError, RecursionError):
                     message = types.jsonrpc_message_adapter.validate_json(line, by_name=False)
                     await to_session.send(SessionMessage(message))
             await asyncio.wait({reading_errors}, timeout=LAST_WORD_S)
             said = errors.decode("utf-8", "replace").strip()
             self._ended = f"the server has ended{f': {said}' if said else ''}"
-        except ValueError:  # of `readline`
+        except ValueError:  # raised by `readline` for a line that is too long
             self._ended = f"the server wrote a line of more than {MAX_LINE_BYTES:,} bytes"
         finally:
             to_session.close()
@@ -413,7 +417,8 @@ def _checked(found: Sequence[dict[str, Any]], wanted: Sequence[str]) -> list[dic
         if len(json.dumps(tool)) > MAX_SCHEMA_CHARACTERS:
             raise _ListError(f"tool {tool['name']!r} is described in more than {MAX_SCHEMA_CHARACTERS:,} characters")
         try:
-            # Formats are not checked: among them are patterns, and a hostile one takes minutes to compile.
+            # Formats are not checked, because they include regular expressions, and a hostile one takes minutes to
+            # compile.
             jsonschema.Draft202012Validator.check_schema(tool["parameters"], format_checker=None)
         except jsonschema.SchemaError as error:
             raise _ListError(f"the schema of tool {tool['name']!r} is none: {error.message[:300]}") from None
@@ -444,7 +449,7 @@ def _checked_here(schema: Any) -> Any:
     if "properties" in schema:
         part["properties"] = {name: _checked_here(each) for name, each in schema["properties"].items()}
     if "patternProperties" in schema:
-        part.pop("additionalProperties", None)  # which are those that no pattern matches
+        part.pop("additionalProperties", None)  # "additional" properties are those that no pattern matches
     return part
 
 

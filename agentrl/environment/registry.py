@@ -299,7 +299,7 @@ def _load_file(path: Path) -> Any:
     sys.modules[name] = module
     folder = str(path.resolve().parent)
     if folder not in sys.path:
-        sys.path.append(folder)  # a file may import its neighbours
+        sys.path.append(folder)  # a file may import modules beside it
     try:
         module_spec.loader.exec_module(module)
     except BaseException:
@@ -352,7 +352,7 @@ def _malformed(candidate: type[Environment]) -> str:
         )
     if issubclass(candidate, ToolEnvironment | HarnessEnvironment) and inspect.iscoroutinefunction(candidate.reward):
         return ".reward must be a plain `def reward(self, task, episode)`; to await something, override `run`"
-    worst = getattr(candidate, "illegal_reward", 0.0)  # of games: nothing would be below NaN, and nothing above it
+    worst = getattr(candidate, "illegal_reward", 0.0)  # for games: comparisons with NaN would always be false
     if not (isinstance(worst, int | float) and math.isfinite(worst)):
         return f".illegal_reward is {worst!r}; it must be a finite number, below the reward of every legal end"
     parameters = inspect.signature(candidate).parameters.values()
@@ -377,7 +377,7 @@ class TrlEnvironment(ToolEnvironment):
     the observation `reset` returns is appended to it.
     """
 
-    own_random = True  # such classes draw from the global random generators as they like
+    own_random = True  # such classes may draw from the global random generators
     wrapped: ClassVar[type]
 
     instance: Any

@@ -221,7 +221,7 @@ def _message_step(message: dict[str, Any]) -> dict[str, Any]:
         "message": _text(message.get("content")),
     }
     if step["source"] == "agent":
-        step["llm_call_count"] = 0  # it stands in the context, and no policy said it here
+        step["llm_call_count"] = 0  # the message is part of the context, and was not sampled at this step
     others = {name: value for name, value in message.items() if name != "content"}
     if others != {"role": step["source"]} and others != {}:
         step["extra"] = others

@@ -316,7 +316,7 @@ def encoded(value: Any) -> bytes:
     """Encode a journaled value as JSON, with null for numbers that JSON lacks."""
     try:
         return msgspec.json.encode(value)
-    except (TypeError, UnicodeEncodeError):  # keys that are no text, half a character: rare
+    except (TypeError, UnicodeEncodeError):  # rare: keys that are not text, or lone surrogates
         return msgspec.json.encode(_plain(msgspec.to_builtins(value)))
 
 

@@ -94,9 +94,9 @@ def _settle(built: Path, target: Path, format: str, *, force: bool) -> None:
         if force:
             os.replace(built, target)
         else:
-            os.link(built, target)  # which, unlike a rename, replaces nothing
+            os.link(built, target)  # unlike a rename, a link never replaces a file
         LOCAL.sync(target.parent)
-    except FileExistsError:  # it came meanwhile
+    except FileExistsError:  # created by someone else in the meantime
         _check(target, format)
 
 
@@ -109,6 +109,6 @@ def _check(target: Path, format: str, *, force: bool = False) -> None:
     is_file = target.is_symlink() or target.is_file()
     may_replace = is_file and not EXPORTS[format].is_directory
     if not (force and may_replace):
-        removable = is_file or target.is_dir()  # and no device
+        removable = is_file or target.is_dir()  # never remove a device
         mend = "use --force to replace it, or " if may_replace else "remove it, or " if removable else ""
         raise InputError(f"{target}: exists; {mend}name another place with --out")

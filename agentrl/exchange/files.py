@@ -114,7 +114,7 @@ def decode_json(content: bytes, kind: type[T], where: str) -> T:
         return msgspec.json.decode(content, type=kind)
     except msgspec.ValidationError as error:
         raise InputError(f"{where}: {error}") from error
-    except (ValueError, RecursionError) as error:  # UnicodeDecodeError among them
+    except (ValueError, RecursionError) as error:  # includes UnicodeDecodeError
         raise InputError(f"{where}: not readable as JSON ({error})") from error
 
 
@@ -147,7 +147,8 @@ def building(target: Path) -> Iterator[Path]:
     """
     with contextlib.ExitStack() as until_built:
         target.parent.mkdir(exist_ok=True)
-        with _locked(target.parent):  # nobody takes it for a dead one's before it is locked
+        # Holds the parent's lock, so that cleanups do not take it for a leftover before it is locked.
+        with _locked(target.parent):
             _remove_those_of_the_dead(target.parent)
             directory = until_built.enter_context(staged(target.with_name(_NAME + secrets.token_hex(8))))
             until_built.enter_context(_locked(directory))
@@ -156,7 +157,8 @@ def building(target: Path) -> Iterator[Path]:
 
 def _remove_those_of_the_dead(parent: Path) -> None:
     for directory in parent.glob(f"{STAGING}{_NAME}*"):
-        with contextlib.suppress(OSError), _locked(directory, os.O_NOFOLLOW, fcntl.LOCK_NB):  # a link, or in use
+        # Raised for a link, or if it is in use.
+        with contextlib.suppress(OSError), _locked(directory, os.O_NOFOLLOW, fcntl.LOCK_NB):
             shutil.rmtree(directory, ignore_errors=True)
 
 

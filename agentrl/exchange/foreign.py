@@ -326,7 +326,7 @@ def call_of(call: Any) -> ForeignCall:
 def _parsed(text: str) -> Any:
     try:
         return storable(msgspec.json.decode(text), "")
-    except (ValueError, RecursionError, InputError):  # as the model wrote it, then
+    except (ValueError, RecursionError, InputError):  # keep it as the model wrote it
         return None
 
 
@@ -342,7 +342,7 @@ def with_observations(row: MessageRow) -> MessageRow:
                 answers.append(following)
             item = msgspec.structs.replace(item, calls=_answered(item.calls, answers))
             if place + 1 + len(answers) == len(row) and len(answers) <= len(item.calls):
-                return [*answered, item]  # nobody was told any more: the calls have it
+                return [*answered, item]  # the item has no message of its own: the calls contain it
         answered.append(item)
     return answered
 

@@ -38,7 +38,7 @@ def write(selection: Selection, path: Path) -> None:
             " with --where, or browse all of them with `agentrl run serve`"
         )
     index: dict[str, int] = {}
-    blocks = [b""]  # the first is the index, which is known at last
+    blocks = [b""]  # the first block is the index, which is filled in last
     for name, value in _answers(selection):
         index[name] = len(blocks)
         blocks.append(_packed(value))

@@ -73,13 +73,13 @@ def import_run(source: Path, format: str, target: Path) -> Imported:
             if not told["episodes"]:
                 raise InputError(f"{source}: it contains no episode")
             rename_durably(built, target)
-    except FileExistsError as error:  # created meanwhile
+    except FileExistsError as error:  # created in the meantime
         raise InputError(taken) from error
     except RecursionError as error:
         raise InputError(f"{source}: values nested deeper than can be read") from error
     except (OSError, StorageError) as error:
         why, mend = "the disk is full, or refuses", "free space or mend it, then import again"
-        if isinstance(error, OSError):  # the journal's own message speaks of resuming a run
+        if isinstance(error, OSError):  # the journal's own message is about resuming a run
             why, mend = error.strerror or str(error), remedy(error)
         raise StorageError(f"{target}: the run cannot be written ({why}); {mend}") from error
     counts = {name: told.pop(name) for name in ("episodes", "turns")}

@@ -31,7 +31,7 @@ def unpacked(body: bytes, encoding: str) -> bytes:
         case "" | "identity":
             return body
         case "gzip" | "x-gzip" | "deflate":
-            unpacker = zlib.decompressobj(47)  # both headers
+            unpacker = zlib.decompressobj(47)  # 32 + 15: accepts gzip and zlib headers
             try:
                 found = unpacker.decompress(body, MAX_BODY_BYTES + 1)
             except zlib.error as error:

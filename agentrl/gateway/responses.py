@@ -171,7 +171,7 @@ class _Said:
                 self.names[call.id] = call.name
                 self._calls.append(call)
             case "reasoning":
-                pass  # the tokens that were sampled hold it
+                pass  # reasoning is contained in the sampled tokens
             case _:
                 return False
         return True

@@ -147,7 +147,7 @@ class Conversations:
         for opened in reversed(self._open):
             is_unused = not opened.asked and not any(opened is each for each in self._named.values())
             if is_unused or is_waited_for(opened) or seat_of(opened.seats, chat.model).continues(chat):
-                return opened  # unused: begun to count the tokens of a first request
+                return opened  # reuse a conversation that was opened only to count the tokens of its first request
         return await self._begin_one("")
 
     def close(self, opened: OpenSeats) -> None:
@@ -245,7 +245,8 @@ class Gateway:
             StorageError: the address cannot be used.
         """
         async with self._starting:
-            if self._runner is None:  # in a context of its own: the server is no part of the episode that is first
+            # In a context of its own, since the server is not part of the episode that starts it.
+            if self._runner is None:
                 await asyncio.get_running_loop().create_task(self._start(), context=contextvars.Context())
             self._listeners += 1
         try:
@@ -286,7 +287,7 @@ class Gateway:
         self._watch.cancel()
         for client in _connections(runner):
             if client.transport is not None:
-                client.transport.abort()  # nobody is waited for, who may never read what was answered
+                client.transport.abort()  # do not wait for a client that may never read the answer
         await runner.cleanup()
         self._clients.clear()
 
@@ -343,7 +344,7 @@ class Gateway:
         except RequestRefusedError as refused:
             return _json(refused.status, (protocol.refusal if protocol else openai_refusal)(refused))
         except ConnectionResetError:
-            return _json(499, {})  # its client went away, and nobody reads this
+            return _json(499, {})  # the client disconnected, so the answer is not read
         finally:
             if opened is not None and request.transport is not None:
                 opened.answering.discard(request.transport)
@@ -524,7 +525,7 @@ async def _replies(opened: OpenSeats, seat: Seat, chat: ChatRequest) -> Sequence
     try:
         if chat.n == 1:
             return [await seat.reply(chat)]
-        seat.check(chat)  # all or none: replies that no client gets would be trained
+        seat.check(chat)  # all or none: otherwise replies that no client received would be trained on
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(seat.reply(chat)) for _ in range(chat.n)]
         return [task.result() for task in tasks]
@@ -532,7 +533,7 @@ async def _replies(opened: OpenSeats, seat: Seat, chat: ChatRequest) -> Sequence
         cause = error.exceptions[0] if isinstance(error, BaseExceptionGroup) else error
         if not isinstance(cause, RequestRefusedError | asyncio.CancelledError) and not opened.failure.done():
             opened.failure.set_exception(cause)
-            opened.failure.exception()  # its owner may have ended meanwhile
+            opened.failure.exception()  # mark as retrieved: its owner may have ended
         raise cause from None
 
 

@@ -108,7 +108,7 @@ class _Forks(NamedTuple):
 
 
 def _grow(tree: list[Fork], parent: str, depth: int, whole: _Forks) -> None:
-    for episode in whole.below.pop(parent, []):  # popped: references that go round in a circle come to an end
+    for episode in whole.below.pop(parent, []):  # pop, so that circular references terminate
         if episode in whole.lines:
             point = whole.points[episode]
             version = whole.versions[episode]
@@ -137,7 +137,7 @@ def _points(forks: RunReader) -> tuple[dict[str, ForkPoint], dict[str, int]]:
         try:
             spec = read_spec(row)
         except JournalError:
-            continue  # `episode list` names it
+            continue  # `episode list` reports the damaged episode
         if spec.fork is not None:
             points[spec.episode_id], attempts[spec.episode_id] = spec.fork, spec.attempt
     return points, attempts

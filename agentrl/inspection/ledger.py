@@ -157,7 +157,8 @@ class _Counting:
             " WHERE purpose = 'train' AND drop_reason IS NULL AND partition IS NOT NULL"
         ):
             partitions.setdefault(str(name), {})[episode, attempt] = entries
-        versions = _Versions(log)  # read after the episodes: of a run being written it has all that those name
+        # Read after the episodes, so that it has every version they name even while the run is written.
+        versions = _Versions(log)
         total, before = sum(map(len, partitions.values())), 0
         for name, expected in sorted(partitions.items()):
             path = log.path.parent / name
@@ -198,7 +199,8 @@ class _Counting:
     def _name_missing(self, log: SqliteRunLog, name: str, expected: Mapping[Key, int], left: Mapping[Key, int]) -> None:
         """Report the episodes with missing entries, unless they were pruned."""
         missing = {key: count for key, count in left.items() if count}
-        pruned = log.pruned({episode for episode, _ in missing})  # asked after: a run records what it prunes before
+        # Read afterwards: a run records what it prunes before pruning.
+        pruned = log.pruned({episode for episode, _ in missing})
         for (episode, attempt), count in missing.items():
             there = expected[episode, attempt] - count
             if there or (episode, attempt) not in pruned:
@@ -210,7 +212,7 @@ class _Counting:
         consumed: Counter[tuple[Key, str]] = Counter()
         for policy, version in self._through.items():
             for lineage, first, last in log.surviving(version):
-                rows = log.rows(  # a unit's trajectories are fed to a step once each
+                rows = log.rows(  # each trajectory of a unit is one row of a step
                     "SELECT episode, attempt, max(times) FROM (SELECT episode, attempt, step, count(*) AS times"
                     " FROM step_units WHERE policy = ? AND lineage = ? AND step > ? AND step <= ?"
                     " GROUP BY episode, attempt, step, seat, agent) GROUP BY episode, attempt, step",

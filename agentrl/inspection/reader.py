@@ -492,7 +492,8 @@ class RunReader:
                 " GROUP BY policy, lineage, step, episode, attempt) GROUP BY step ORDER BY step"
             )
             for line in reversed(self.log.surviving(PolicyVersion(policy, lineage, step))):
-                marks = {line[0]: said.get(line[0], "resumed")} if line[0] else {}  # of the first step of the lineage
+                # Marks the first step of the lineage.
+                marks = {line[0]: said.get(line[0], "resumed")} if line[0] else {}
                 rows = self.log.rows(statement, policy, *line)
                 points += [converted(CurvePoint, (*row, marks.pop(row[1], ""))) for row in rows]
         return points

@@ -169,7 +169,8 @@ def _end(view: ConversationView) -> list[Reason]:
             f"{line.stop_reason}, after {plural(line.turns or 0, 'turn')} and {plural(line.tokens or 0, 'token')}",
         )
     ]
-    if line.stop_reason != "completed" and line.purpose != "import":  # whose reasons are not ours
+    # Stop reasons of imported runs belong to other tools.
+    if line.stop_reason != "completed" and line.purpose != "import":
         found[0] = Reason("ended", f"{found[0].text}: a limit cut it short", "raise the limit, or shorten the episode")
     short = [act for act in turns if act.finish_reason == "length"]
     if short:

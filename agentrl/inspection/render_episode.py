@@ -104,7 +104,7 @@ def summary_page(view: ConversationView) -> Page:
         what = f"{agent.policy}, reward {reward}{made}, {plural(agent.tokens, 'token')}"
         if agent.oldest_step < 0:
             what += ", oldest weights unknown"
-        elif line.oldest_step is not None:  # else no policy of the episode learns
+        elif line.oldest_step is not None:  # otherwise no policy of the episode is trained
             what += f", oldest weights {agent.lineage}.{agent.oldest_step}"
         facts.append((name, what))
     if view.measured_against:
@@ -240,7 +240,7 @@ def reasons_page(episode: str, found: Sequence[Reason]) -> Page:
 
 
 def _column(place: float, width: int) -> int:
-    return int(min(max(0.0, place), width))  # in this order: of what is no number, too
+    return int(min(max(0.0, place), width))  # in this order, so that NaN becomes 0
 
 
 def timeline_page(line: EpisodeTimeline, *, width: int = 80) -> Page:

@@ -91,7 +91,7 @@ def _open(path: Path) -> sqlite3.Connection:
             if _schema(connection) == _expected():
                 return connection
             if not _schema(connection):
-                connection.execute("PRAGMA synchronous = OFF")  # it can be made again at any time
+                connection.execute("PRAGMA synchronous = OFF")  # the index can be rebuilt at any time
                 for statement in _TABLES:
                     connection.execute(statement)
                 return connection
@@ -162,7 +162,8 @@ def _add(index: sqlite3.Connection, path: Path, rows: list[Any], last: int) -> N
         room = (1 << _SHIFT) - 1 - entries
         words += [((number << _SHIFT) + entries + place, text) for place, text in enumerate(texts[:room])]
         index.execute("UPDATE episodes SET entries = ? WHERE number = ?", (entries + len(texts[:room]), number))
-    index.executemany("INSERT INTO words (rowid, text) VALUES (?, ?)", sorted(words))  # FTS5 is fast in order only
+    # FTS5 is fast only for ascending row ids.
+    index.executemany("INSERT INTO words (rowid, text) VALUES (?, ?)", sorted(words))
     index.execute("INSERT OR REPLACE INTO partitions VALUES (?, ?)", (path.name, last))
     index.execute("COMMIT")
 

@@ -196,7 +196,7 @@ def run_win_rates(reader: RunReader) -> list[WinRate]:
     """Return the results against past versions, by the learner's step and the opponent's version."""
     try:
         config = msgspec.convert(reader.info().get("config"), _Opponents)
-    except msgspec.ValidationError:  # of an evaluation, or of nobody's
+    except msgspec.ValidationError:  # an evaluation's configuration, or one that agentrl did not write
         return []
     found = []
     for name, policy in config.policies.items():

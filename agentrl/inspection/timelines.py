@@ -210,12 +210,12 @@ def filled(
     whole, shares = 0.0, []
     for index in range(parts):
         whole += change[index]
-        shares.append(max(whole + edges[index], 0.0) / part)  # sums and differences of floats end just below 0
+        shares.append(max(whole + edges[index], 0.0) / part)  # rounding can give a value just below 0
     return shares
 
 
 def _part(at: float, parts: int, part: float) -> int:
-    return int(min(max(0.0, at / part), parts - 1))  # in this order: of an infinite time, too
+    return int(min(max(0.0, at / part), parts - 1))  # in this order, so that infinite times are handled
 
 
 def _ends(reader: RunReader, condition: str, began: float, parts: int, part: float) -> list[int]:
@@ -246,4 +246,5 @@ def _engine(reader: RunReader, began: float, parts: int, part: float) -> list[fl
     spans = [(at - began - values["seconds"], at - began) for (_, _, at, _), values in whole.items()]
     known = filled(spans, parts, part)
     busy = filled(spans, parts, part, [values["share"] for values in whole.values()])
-    return [share / of if of > 0.01 else None for share, of in zip(busy, known, strict=True)]  # less is rounding
+    # Smaller values are rounding errors.
+    return [share / of if of > 0.01 else None for share, of in zip(busy, known, strict=True)]

@@ -70,7 +70,7 @@ class ControlTable:
 
     def _with_checksum(self, row: Sequence[Any]) -> Sequence[Any]:
         encoded = _ENCODER.encode(row)
-        if _NEGATIVE_ZERO in encoded:  # which comes back as 0.0 from SQLite
+        if _NEGATIVE_ZERO in encoded:  # SQLite returns -0.0 as 0.0
             row = [(value or 0.0) if isinstance(value, float) else value for value in row]
             encoded = _ENCODER.encode(row)
         return (*row, zlib.crc32(encoded, self._table_checksum))

@@ -348,7 +348,7 @@ def is_writer_dead(run: Path) -> bool:
         status = Path(f"/proc/{holder}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError as error:
         return isinstance(error, FileNotFoundError | ProcessLookupError)
-    return status.rpartition(")")[2].split()[:1] in (["Z"], ["X"])  # it has ended, and its parent has not looked yet
+    return status.rpartition(")")[2].split()[:1] in (["Z"], ["X"])  # a zombie: ended, but not yet reaped by its parent
 
 
 def _machine() -> str:

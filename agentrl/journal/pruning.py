@@ -95,7 +95,7 @@ def prune(
             except sqlite3.OperationalError as error:
                 if getattr(error, "sqlite_errorcode", 0) & 0xFF != sqlite3.SQLITE_BUSY:
                     raise _refused(path, error) from error
-                # its writer was busy for longer than we wait: the next pruning goes on here
+                # Its writer was busy for too long: the next pruning continues here.
             except DAMAGE as error:
                 raise database_error(path, error) from error
     _prune_files(journal.parent, settled, record, given_up, stopped)
@@ -139,16 +139,16 @@ class _Settled:
             " SELECT a.episode, a.attempt FROM json_each(?) asked JOIN admissions a ON a.episode = asked.value"
             " LEFT JOIN episodes e ON e.episode = a.episode AND e.attempt = a.attempt"
             " WHERE a.purpose = 'train'"
-            # ended, or replaced
+            # The attempt has ended or was replaced.
             " AND (e.episode IS NOT NULL OR EXISTS"
             " (SELECT 1 FROM admissions b WHERE b.episode = a.episode AND b.attempt > a.attempt))"
-            # no unit of it can be ready again
+            # None of its units can become ready again.
             " AND NOT EXISTS (SELECT 1 FROM trajectories t WHERE t.episode = a.episode AND t.attempt = a.attempt"
             f" AND e.drop_reason IS NULL AND t.policy IN (SELECT policy FROM trained) AND{UNRESOLVED})"
-            # no step that is kept was fed it
+            # No kept step trained on it.
             " AND NOT EXISTS (SELECT 1 FROM step_units s LEFT JOIN cut c ON c.policy = s.policy"
             " WHERE s.episode = a.episode AND s.attempt = a.attempt AND s.step > coalesce(c.step, 0))"
-            # what no step was fed is as old as the steps that may go
+            # Attempts that no step trained on must be as old as the steps that may be pruned.
             " AND (EXISTS (SELECT 1 FROM step_units s WHERE s.episode = a.episode AND s.attempt = a.attempt)"
             " OR coalesce(e.committed_at, a.admitted_at) < ?)"
         )
@@ -218,8 +218,9 @@ def _batches(connection: sqlite3.Connection, settled: _Settled) -> Iterator[dict
 
 def _remove(connection: sqlite3.Connection, attempts: Sequence[AttemptKey]) -> None:
     """Delete the data of some attempts from a partition, in one transaction."""
-    connection.execute("PRAGMA secure_delete = OFF")  # what is removed need not be overwritten
-    connection.execute("PRAGMA synchronous = NORMAL")  # nor be gone for good: the next pruning removes it again
+    connection.execute("PRAGMA secure_delete = OFF")  # deleted content need not be overwritten
+    # Losing a deletion in a crash is harmless: the next pruning repeats it.
+    connection.execute("PRAGMA synchronous = NORMAL")
     began = _CLOCK.monotonic()
     connection.execute("BEGIN IMMEDIATE")
     try:
@@ -243,7 +244,7 @@ def _give_back(connection: sqlite3.Connection, stopped: Callable[[], bool]) -> N
         connection.execute(f"PRAGMA incremental_vacuum({VACUUM_PAGES})").fetchall()
         _leave_to_others(began)
         ((left,),) = connection.execute("PRAGMA freelist_count").fetchall()
-        if left >= free:  # a file of before incremental vacuum: its free pages are used again, and stay
+        if left >= free:  # a file created before incremental vacuum keeps its free pages and reuses them
             break
     connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
 
@@ -260,9 +261,9 @@ def _prune_files(
     there = {}
     for name in settled.files():
         if not isinstance(name, str) or "\0" in name:
-            continue  # no file's name
+            continue  # not a valid file name
         path = run / name
-        if path.resolve().is_relative_to(root):  # a record names nothing else; one that was altered must not
+        if path.resolve().is_relative_to(root):  # an altered record must not name a file outside the run
             with suppress(FileNotFoundError, NotADirectoryError):
                 there[name] = path.lstat().st_size
     given_up.files += len(there)

@@ -110,7 +110,7 @@ class TurnReader:
             for row in connection.execute(_SELECT_PARTIALS, (episode_id, attempt)):
                 with suppress(JournalError):
                     found.append(verified_entry(path, row))
-        except DAMAGE:  # a damaged page: the rows before it are good
+        except DAMAGE:  # rows before a damaged page are still valid
             return found
         return found
 
@@ -176,7 +176,7 @@ class TurnReader:
             raise database_error(path, error, damage=EntriesError) from error
 
     def _open(self, partition: str) -> tuple[Path, sqlite3.Connection]:
-        if not isinstance(partition, str) or not is_safe_name(partition):  # a row may hold any type
+        if not isinstance(partition, str) or not is_safe_name(partition):  # SQLite columns may hold values of any type
             raise JournalError(
                 f"{partition!r} is not the name of a turn partition; the record that names it is damaged"
             )

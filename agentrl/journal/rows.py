@@ -145,7 +145,7 @@ def _routing(turns: Sequence[TurnEntry], length: int) -> tuple[RoutingSpan, ...]
         return ()
     latest = np.full((length, *recorded[0].routing_shape[1:]), -1, dtype=np.int16)
     spans: list[RoutingSpan] = []
-    first, reached = 0, 0  # the first token of the present span; positions below `reached` have predicted a token
+    first, reached = 0, 0  # first token of the current span; positions below `reached` have predicted a token
     for turn in recorded:
         for start, part in _routing_parts(turn):
             stop = start + len(part)

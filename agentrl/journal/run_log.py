@@ -168,7 +168,7 @@ class ControlLogReader:
         below = f"{_IS_ROOT} AND {_NUMBER} < ?"
         values = (*_root(prefix)[1:], len(prefix) + 1, stop)
         ((known,),) = self.rows(f"SELECT count(DISTINCT episode) FROM admissions WHERE {below}", *values)
-        if known == stop:  # as nearly always: then nothing is listed
+        if known == stop:  # the usual case, in which nothing needs to be listed
             return []
         rows = self.rows(f"SELECT DISTINCT episode FROM admissions WHERE {below}", *values)
         admitted = {int(name.removeprefix(prefix)) for (name,) in rows}
@@ -372,7 +372,7 @@ class ControlLogReader:
             )
             found = self.rows(statement, version.policy, lineage, last)
             if not found and not line and not self._has_steps(version.policy, lineage):
-                return [(lineage, -1, last)]  # killed before its first version was on disk: nothing was consumed
+                return [(lineage, -1, last)]  # killed before its first version was on disk, so nothing was consumed
             if not found:
                 raise JournalError(
                     f"{self.path}: version {version.policy}@{lineage}.{last} was never published in this run"
@@ -380,7 +380,7 @@ class ControlLogReader:
             first, parent_lineage, parent_step = found[0]
             self._check_numbers(version.policy, first, *([] if parent_lineage is None else found[0][1:]))
             if parent_lineage is None or (parent_lineage == lineage == 0 and parent_step < first):
-                # lineage 0 begins with the base model, recorded or not
+                # Lineage 0 begins with the base model, even if that is not recorded.
                 line.append((lineage, -1, last))
                 return line
             if parent_lineage >= lineage:

@@ -159,7 +159,7 @@ def open_to_read(path: Path, kind: Kind, run: str | None = None) -> sqlite3.Conn
     except sqlite3.OperationalError as error:
         if wal.exists() and wal.stat().st_size:
             raise database_error(path, error) from error
-        try:  # a directory we may not write, and nothing in the log: the file alone is the whole database
+        try:  # the directory is read-only and the log is empty, so the file alone is the whole database
             connection = _connect_to_read(uri + "&immutable=1")
         except DAMAGE as second:
             raise database_error(path, second) from second
@@ -210,7 +210,7 @@ def _connect_to_read(uri: str) -> sqlite3.Connection:
 
 
 def _text(value: bytes) -> str:
-    return value.decode("utf-8", "replace")  # damaged text is found by its row's checksum, not by an error of the query
+    return value.decode("utf-8", "replace")  # the row's checksum detects damaged text; a query must not fail on it
 
 
 def _harden(connection: sqlite3.Connection) -> None:
@@ -234,7 +234,8 @@ def _make(path: Path, kind: Kind, values: dict[str, str]) -> None:
     connection = _connect_to_write(partial)
     try:
         _harden(connection)
-        connection.execute("PRAGMA auto_vacuum = INCREMENTAL")  # so that pruning gives space back; before any table
+        # Lets pruning return space; must be set before any table is created.
+        connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute("BEGIN IMMEDIATE")
         for statement in _STATEMENTS[kind]:
@@ -242,7 +243,7 @@ def _make(path: Path, kind: Kind, values: dict[str, str]) -> None:
         connection.executemany("INSERT INTO meta VALUES (?, ?)", list(values.items()))
         connection.execute("COMMIT")
     finally:
-        connection.close()  # which folds the write-ahead log into the file, and syncs it
+        connection.close()  # closing merges the write-ahead log into the file and syncs it
     partial.rename(path)
     LOCAL.sync(path.parent)
 
@@ -273,10 +274,10 @@ def database_error(
 ) -> JournalError:
     """Make the error of a failure to read `path`; it is `damage` if neither the disk nor a permission caused the
     failure."""
-    if path.exists() and not os.access(path, os.R_OK):  # which SQLite does not say
+    if path.exists() and not os.access(path, os.R_OK):  # SQLite does not report missing permissions
         return JournalError(f"{path}: cannot be read (Permission denied); let your user read it")
     if getattr(error, "sqlite_errorcode", 0) & 0xFF in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR):
-        # a reader, too, needs room: for the index of the write-ahead log
+        # Readers need disk space too, for the index of the write-ahead log.
         return JournalError(f"{path}: the disk failed ({error}); free space or repair the disk, then try again")
     return damage(f"{path}: cannot be read ({error}); it is damaged, or not a database of agentrl")
 

@@ -151,7 +151,7 @@ class SqliteTurnLog:
         for entry in self._reader.read(other, episode_id, attempt)[len(self.read(episode_id, attempt)) :]:
             self.append(entry)
         self.remove_partials(episode_id, attempt)
-        await self.flush()  # the old ones are gone before the others come: a removal ends its round
+        await self.flush()  # flush so that the old rows are removed before new ones arrive
         for partial in self._reader.partials(other, episode_id, attempt):
             self.append_partial(partial)
         await self.flush()
@@ -337,7 +337,7 @@ class SqliteJournal(ControlLogReader):
         for log in self._turn_logs.values():
             log.close_reader()
         self._turns.close()
-        # Before the writer: the last connection to leave folds the write-ahead log into the database.
+        # Closed before the writer, because the last connection to close merges the write-ahead log into the database.
         self.connection.close()
         try:
             await self._writer.close()
@@ -372,7 +372,7 @@ class WorkerTurnLog(SqliteTurnLog):
 
     async def take_over(self, episode_id: str, attempt: int) -> None:
         """See `TurnLog.take_over`."""
-        self._taken_over.discard(episode_id)  # what is copied is not new
+        self._taken_over.discard(episode_id)  # its entries are copies, not new ones
         await super().take_over(episode_id, attempt)
         self._taken_over.add(episode_id)
 

@@ -107,7 +107,7 @@ class GroupCommitWriter:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[None] = loop.create_future()
         self._queue.append(Waiter(loop, future))
-        if not self._urgent.is_set():  # setting it takes a lock, and a thousand callers may wait for the same round
+        if not self._urgent.is_set():  # setting takes a lock, and a thousand callers may wait for the same round
             self._urgent.set()
         try:
             await future
@@ -160,7 +160,7 @@ class GroupCommitWriter:
         except BaseException as error:
             self._failure = f"the journal's writer failed: {type(error).__name__}: {error}; this is a bug of agentrl"
             raise
-        finally:  # whatever happened, nobody waits for ever
+        finally:  # wake all waiters whatever happened
             self._resolve(waiters)
 
     def _resolve(self, waiters: Sequence[Waiter]) -> None:
@@ -218,7 +218,7 @@ def insert_rows(connection: sqlite3.Connection, insert: str, width: int, rows: S
             connection.execute(statement, [value for row in rows[start : start + _CHUNK] for value in row])
     rest = rows[whole:]
     size = 1
-    while rest:  # powers of two, so that few statements are ever prepared
+    while rest:  # batches are powers of two, so that few distinct statements are prepared
         if len(rest) & size:
             statement = insert + ",".join([placeholders] * size)
             connection.execute(statement, [value for row in rest[:size] for value in row])

@@ -122,7 +122,7 @@ class Tree:
 
     def _make_block_mask(self, window: int | None) -> BlockMask:
         until, position = self._until, self._position
-        # A tensor, so that all windows and none are one kernel.
+        # A tensor, so that one kernel serves every window size, and none.
         before = torch.full_like(position, -1) if window is None else position - window
 
         def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -214,7 +214,8 @@ def flex_tree_attention(
 
 @cache
 def _compiled_flex() -> Any:
-    # A whole graph: beyond torch's limit of compilations it is an error, not attention that holds all scores.
+    # fullgraph: exceeding torch's limit of recompilations is an error, instead of a fallback that materializes all
+    # scores.
     return torch.compile(flex_attention, dynamic=True, fullgraph=True)
 
 

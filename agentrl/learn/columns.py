@@ -140,7 +140,8 @@ class MergedColumns:
         """
         partial = path.with_name(f".{path.name}.{os.getpid()}")
         with writing(path):
-            for folder in (path.parent.parent, path.parent):  # and no more: a run that was moved does not come back
+            # Only these two, so that a run that was moved is not created again.
+            for folder in (path.parent.parent, path.parent):
                 folder.mkdir(exist_ok=True)
             try:
                 partial.write_bytes(save(self.columns, metadata={"rows": json.dumps(self.rows)}))

@@ -62,7 +62,7 @@ def trainer_memory(config: RunConfig) -> TrainerMemory:
     models = load_models(config, torch.device("meta"))
     shards = shard_count(config, 1 if config.trains_in_process else config.trainer.workers)
     weights, trained = _held(config, models)
-    if shards > 1:  # the float32 shards of a model all of whose weights are trained are its masters
+    if shards > 1:  # if all weights are trained, the float32 shards are the masters
         weights -= sum(_bytes(model.model.parameters()) for model in models.values() if model.has_masters)
     return TrainerMemory(
         shards=shards,

@@ -194,7 +194,7 @@ class PolicyModel:
 
     def _own_tensors(self) -> dict[str, Tensor]:
         """Return the tensors that make up a version, those with large elements first; not copies."""
-        if self._adapter is not None:  # PEFT's own way goes through the adapters of all policies
+        if self._adapter is not None:  # PEFT's own method would touch the adapters of all policies
             mark = f".{self._adapter}."
             own = self.parameters | self._computed
             return {f"base_model.model.{name.replace(mark, '.')}": tensor for name, tensor in own.items()}
@@ -202,7 +202,7 @@ class PolicyModel:
         seen: set[int] = set()
         for name, tensor in self.model.state_dict(keep_vars=True).items():
             place = id(tensor) if isinstance(tensor, DTensor) else tensor.data_ptr()
-            if place not in seen:  # else it is tied to one that is already in
+            if place not in seen:  # otherwise it is tied to a parameter that is already included
                 seen.add(place)
                 state[name] = tensor.detach()
         return dict(sorted(state.items(), key=lambda item: -item[1].element_size()))
@@ -347,7 +347,7 @@ def _load_reference(
     directory = base if is_adapter else path
     dtype = model_dtype(directory, config.model.dtype, device)
     offload = mesh is not None and config.trainer.sharding == "offload"
-    if offload or (mesh is not None and is_adapter):  # which is merged into whole weights
+    if offload or (mesh is not None and is_adapter):  # an adapter is merged into the whole weights
         device = torch.device("cpu")
     model = _load(directory, device, dtype, config.engine.max_context, None if is_adapter else mesh)
     if is_adapter and model.device.type != "meta":
@@ -378,7 +378,7 @@ def _load_on_base(config: RunConfig, device: torch.device, mesh: DeviceMesh | No
         base = _load(path, device, dtype, config.engine.max_context, mesh)
         replay = _replay(base, config)
         matrices = _matrices(base)
-        with in_float32(base, _widened):  # shards are gathered there
+        with in_float32(base, _widened):  # shards are gathered in float32
             can = _adaptable(base)
         shared = shares_prefixes(base, config.engine.max_context)
         base.requires_grad_(False)
@@ -388,7 +388,7 @@ def _load_on_base(config: RunConfig, device: torch.device, mesh: DeviceMesh | No
         for index, (name, lora) in enumerate(adapted.items()):
             targets = _targets(f"policies.{name}.lora", lora, can, base)
             described[name] = f"{name}: {_described(lora, targets, matrices)}"
-            # Names of our own: PEFT matches them as substrings, so a policy called "a" would claim every adapter.
+            # Generated names, because PEFT matches names as substrings: a policy called "a" would match every adapter.
             adapters[name] = f"adapter{index}x"
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(key64(config.seed, name, "adapter") >> 1)
@@ -457,7 +457,7 @@ def _recompute_layers(model: PreTrainedModel, replay: RoutingReplay | None) -> N
     Raises:
         ModelError: the architecture does not support it.
     """
-    # Nothing is random, so no random state has to be put back.
+    # Layers draw no random numbers, so no random state has to be restored.
     settings: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
     if replay is not None:
         settings["context_fn"] = replay.contexts
@@ -470,7 +470,8 @@ def _recompute_layers(model: PreTrainedModel, replay: RoutingReplay | None) -> N
     module: nn.Module = model
     for layer in module.modules():
         if isinstance(layer, GradientCheckpointingLayer):
-            layer.training = True  # of the layer alone: transformers asks it, and its parts have no dropout
+            # Only on the layer itself: transformers reads the flag there, and the layer's parts have no dropout.
+            layer.training = True
 
 
 @torch.no_grad()
@@ -508,7 +509,7 @@ def _adaptable(model: PreTrainedModel) -> list[str]:
         asked = peft.LoraConfig(target_modules=[last])
         try:
             convert_peft_config_for_transformers(asked, model, None)
-        except ValueError:  # it would adapt the experts' tensors, and misses the names of the others
+        except ValueError:  # PEFT tried to adapt the experts' tensors, or did not find the other names
             mistaken[last] = True
         else:
             mistaken[last] = set(asked.target_modules or ()) != {last}
@@ -618,7 +619,7 @@ def shares_prefixes(model: PreTrainedModel, max_context: int) -> bool:
     own = "sdpa" if model._supports_sdpa else "eager"
     special = special_lengths(model.config, max_context)
     around = [row for length in special for row in (length - 1, min(length + 5, max_context))]
-    rows = _check_rows(model, [12, 13, 15, *around])  # of several lengths: else no row is padded, and no mask is tried
+    rows = _check_rows(model, [12, 13, 15, *around])  # several lengths, so that padding and masks are tested
     differences: dict[bool, float] = {}
     with torch.no_grad(), in_float32(model, _widened):
         model.set_attn_implementation(own)

@@ -84,11 +84,11 @@ class _PackedRow:
         self.index = index
         self.sample = sample
         self.positions = positions
-        # The last trained token is a target only: nothing is predicted from it.
+        # The last trained token is only a target; nothing is predicted from it.
         self.length = int(self.positions[-1]) if len(self.positions) else 0
         signature = sample.token_ids[: self.length].astype(">i4").view(np.uint8).reshape(self.length, 4)
         if sample.expert_routing is not None:
-            # A prefix computed through other experts is another prefix.
+            # Prefixes with different recorded experts cannot be shared.
             routing = np.ascontiguousarray(sample.expert_routing[: self.length], np.int16).view(np.uint8)
             signature = np.concatenate([signature, routing.reshape(self.length, -1)], axis=1)
         self.signature = signature  # [length, width], uint8

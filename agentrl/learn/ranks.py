@@ -44,7 +44,7 @@ def equal_shares(count: int, ranks: int) -> list[range]:
 def balanced_shares(sizes: Sequence[int], ranks: int) -> list[range]:
     """Split items into contiguous ranges, one per rank, with the smallest possible largest sum of sizes."""
     low, high = max(sizes, default=0), sum(sizes)
-    while low < high:  # the smallest limit under which the ranks suffice
+    while low < high:  # finds the smallest limit for which the ranks suffice
         limit = (low + high) // 2
         low, high = (low, limit) if len(_filled(sizes, limit)) <= ranks else (limit + 1, high)
     shares = _filled(sizes, high)
@@ -70,7 +70,7 @@ def whole(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """
     if not isinstance(tensor, DTensor):
         return tensor
-    if not any(placement.is_shard() for placement in tensor.placements):  # a sum, such as a norm
+    if not any(placement.is_shard() for placement in tensor.placements):  # a partial sum, such as a norm
         return tensor.full_tensor()
     mesh, dimension = tensor.device_mesh, _sharded_dimension(tensor)
     result = torch.empty(tensor.shape, dtype=dtype or tensor.dtype, device=tensor.device)
@@ -79,7 +79,7 @@ def whole(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         rows = result[_rows_of(len(tensor), rank, size)]
         if rank == mesh.get_local_rank(dimension):
             rows.copy_(tensor.to_local())
-        if rows.numel():  # as bytes: not every backend knows every dtype
+        if rows.numel():  # sent as bytes, because not every backend supports every dtype
             dist.broadcast(rows.view(-1).view(torch.uint8), group=mesh.get_group(dimension), group_src=rank)
     return result
 
@@ -217,7 +217,7 @@ def serve_rendezvous(host: str) -> tuple[Rendezvous, TCPStore]:
     """Serve the store of a group on one address of this machine and a free port, as rank 0."""
     listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     port = listener.getsockname()[1]
-    # Given a listening socket, the store listens at that address alone, and owns it.
+    # Given a listening socket, the store listens only at that address, and owns the socket.
     store = TCPStore(
         host, port, is_master=True, wait_for_workers=False, timeout=JOIN_TIMEOUT, master_listen_fd=listener.detach()
     )
@@ -255,7 +255,7 @@ class ProcessGroup:
             torch.cuda.set_device(device)
         interface = interface_of(addresses[rank])
         os.environ.update(GLOO_SOCKET_IFNAME=interface, NCCL_SOCKET_IFNAME=interface)
-        # Shards that are offloaded to main memory are gathered there.
+        # Offloaded shards are gathered in main memory, so a CPU backend is needed too.
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         present = [f"present/{each}" for each in range(size)]
         try:
@@ -264,7 +264,7 @@ class ProcessGroup:
             store.set(present[rank], addresses[rank])
             store.wait(present, JOIN_TIMEOUT)
             dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
-        except RuntimeError as error:  # those of torch.distributed are
+        except RuntimeError as error:  # torch.distributed raises RuntimeErrors
             seconds = JOIN_TIMEOUT.total_seconds()
             absent = self._absent(store, present)
             if not absent:
@@ -279,7 +279,7 @@ class ProcessGroup:
     def _absent(store: TCPStore | None, present: Sequence[str]) -> list[int]:
         try:
             return [rank for rank, key in enumerate(present) if store is not None and not store.check([key])]
-        except RuntimeError:  # the store is gone, too
+        except RuntimeError:  # the store may be gone as well
             return []
 
     def sum(self, tensors: Sequence[Tensor]) -> None:

@@ -52,7 +52,8 @@ class RoutingReplay:
             router = model.get_submodule(name)
             forward = router.forward
             self.top_k = _check(forward, name, model)
-            # On the instance: the class serves other models too. PEFT's wrappers call the module, and so this.
+            # Patches the instance, because other models use the class too. PEFT's wrappers call the module, and so this
+            # method.
             router.forward = self._replaying(forward, layer)
         self.layers = len(names)
 

@@ -64,10 +64,11 @@ class ShardedForward(nn.Module):
                         if not isinstance(parameter, DTensor):
                             parameter.data = parameter.data.float()
                 sharded: Any = fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=place)
-                # Ranks divide nothing: the loss is divided by the constant of the whole step.
+                # Gradients are summed, not averaged, over ranks: the loss is already divided by the normalizer of the
+                # whole step.
                 sharded.set_gradient_divide_factor(1.0)
                 sharded.set_force_sum_reduction_for_comms(True)
-                # An expert that no token of this rank reached has a gradient on another one.
+                # An expert that got no token on this rank may have a gradient on another rank.
                 sharded.set_reduce_scatter_unused_params(True, recurse=False)
         except (AssertionError, NotImplementedError, RuntimeError, ValueError) as error:
             raise _refused(model, str(error)) from error
@@ -78,7 +79,7 @@ class ShardedForward(nn.Module):
 
     def forward(self, *arguments: Any, **settings: Any) -> HeadOutput:
         """See `forward.token_logprobs`; calls it with the model and these arguments."""
-        # Not views: FSDP hangs its hooks on what is returned.
+        # Clones, because FSDP attaches hooks to the returned tensors and cannot do so for views.
         return HeadOutput(*(column.clone() for column in token_logprobs(self.model, *arguments, **settings)))
 
     def __call__(self, *arguments: Any, **settings: Any) -> HeadOutput:
@@ -86,7 +87,7 @@ class ShardedForward(nn.Module):
         output: HeadOutput = super().__call__(*arguments, **settings)
         if not torch.is_grad_enabled():
             root: Any = self
-            root.reshard()  # else the weights of the root stay whole, and as they are, until a backward pass
+            root.reshard()  # otherwise the root's weights stay gathered and outdated until a backward pass
         return output
 
 
@@ -99,7 +100,7 @@ def _without_data(model: nn.Module) -> dict[str, nn.Parameter]:
         parameter: nn.Parameter(
             torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"), requires_grad=parameter.requires_grad
         )
-        for parameter in shards.values()  # tied ones stay tied
+        for parameter in shards.values()  # keeps tied parameters tied
     }
     for name, parameter in shards.items():
         path, _, last = name.rpartition(".")

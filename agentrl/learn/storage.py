@@ -258,7 +258,7 @@ class Publisher:
                 self._outbox.send(Source(model.published_layout(), tensors), version, recipient)
             except TrainerError:
                 raise
-            except Exception as error:  # vLLM's and nccl's own are of many kinds, and the other ranks wait
+            except Exception as error:  # vLLM and NCCL raise many types, and the other ranks are waiting
                 raise TrainerError(f"{version} was not sent to the engines: {type(error).__name__}: {error}") from error
 
     def _write(
@@ -299,7 +299,7 @@ class Publisher:
             target.parent.mkdir(parents=True, exist_ok=True)
             try:
                 os.link(file, target)
-            except OSError:  # a file system without hard links
+            except OSError:  # the file system has no hard links
                 shutil.copyfile(file, target)
 
 
@@ -351,7 +351,7 @@ def _write_tensors(
             found, tensor = next(tensors)
             assert (name, expected.shape, expected.dtype) == (found, tensor.shape, tensor.dtype)
             file.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-            del tensor  # before the next is gathered
+            del tensor  # free it before the next tensor is gathered
 
 
 class CanaryMaker:
@@ -369,7 +369,8 @@ class CanaryMaker:
         def drawn(kind: str, count: int) -> Int32Array:
             return np.array([key64("probe", kind, at) % vocabulary for at in range(count)], np.int32)
 
-        # Likely tokens hardly move with the weights; those drawn from the whole vocabulary do.
+        # Tokens are drawn from the whole vocabulary, because the probabilities of likely tokens hardly change with the
+        # weights.
         self._contexts = drawn("contexts", _CONTEXTS * length).reshape(_CONTEXTS, length)
         self._token_ids = drawn("tokens", _TOKENS)
         self._start_logprobs = self._logprobs(model)

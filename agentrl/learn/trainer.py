@@ -92,7 +92,7 @@ class _Learner:
             list(model.parameters.values()),
             lr=policy.learning_rate,
             betas=_BETAS,
-            weight_decay=0.0,  # RL starts from weights worth keeping
+            weight_decay=0.0,  # RL fine-tunes weights that should not decay
             fused=True,
         )
 
@@ -249,7 +249,7 @@ class PolicyTrainer:
             self._accumulate(learner, step, samples, normaliser=batch.normaliser)
             complete = True
         finally:
-            if not complete:  # half a batch's gradient must never be applied
+            if not complete:  # a partial gradient must never be applied
                 learner.discard()
         step.seconds += self._clock.monotonic() - started
 
@@ -270,7 +270,7 @@ class PolicyTrainer:
         try:
             found.update(zip(places, read_samples([units[place] for place in places], self._read), strict=True))
             counted = json.dumps([sum(map(self._forwarded_tokens, found[place])) for place in places]).encode()
-        finally:  # the others wait for this, whatever happened
+        finally:  # the other ranks are waiting, even after an error
             every = self._ranks.gather(counted)
         if not all(every):
             return None
@@ -511,8 +511,8 @@ class PolicyTrainer:
                 f"policy {policy!r}, step {step_id}: loss {total['loss']}, gradient norm {grad_norm}{where}. "
                 "The step was skipped and the weights are as before; inspect the episode's recorded logprobs and reward"
             )
-        columns, merged = self._write_columns(learner, step)  # before the weights change: this may fail
-        if step.units:  # else there is nothing to learn from, and momentum alone must not move the weights
+        columns, merged = self._write_columns(learner, step)  # write before the weights change, because this may fail
+        if step.units:  # without units there is no gradient, and momentum alone must not move the weights
             learner.apply(learner.rate(step_id))
         report = StepReport(
             step_id=step_id,
@@ -538,7 +538,7 @@ class PolicyTrainer:
         """Sum the token sums over all ranks, and clip the gradient; returns the sums and the norm before clipping."""
         gradients = learner.gradients()
         totals = torch.tensor([step.totals[name] for name in _TOTALS], dtype=torch.float64)
-        if not learner.model.sharded:  # else every backward pass has added them up
+        if not learner.model.sharded:  # FSDP has already summed gradients in every backward pass
             self._ranks.sum(gradients)
         self._ranks.sum([totals])
         norm = torch.nn.utils.clip_grad_norm_(learner.model.parameters.values(), learner.max_grad_norm)
@@ -559,7 +559,7 @@ class PolicyTrainer:
             return b""
 
         try:
-            from_first(self._ranks, write)  # no rank steps unless all do
+            from_first(self._ranks, write)  # no rank steps unless rank 0 has written the columns
         except StorageError:
             learner.discard()
             raise

@@ -424,7 +424,8 @@ def _dropped(reasons: Mapping[str, int], others: int) -> Iterator[Alarm]:
 
 def _coevolution_alarms(state: RunState) -> Iterator[Alarm]:
     """Yield alarms about proposals, games and starving policies, those of the whole run first."""
-    for policy in sorted(state.policies.values(), key=lambda policy: -policy.step)[:1]:  # metrics of the whole run
+    # The policy with the most steps has the newest metrics of the whole run.
+    for policy in sorted(state.policies.values(), key=lambda policy: -policy.step)[:1]:
         window = newest(policy)
         yield from _proposals(window)
         yield from _one_seat_wins(window)
@@ -508,7 +509,7 @@ def _loses_to_pool(policy: PolicyState, opponent: str) -> Iterator[Alarm]:
     if min(games, earlier) < MIN_GAMES:
         return
     now, then = weighted(window, rate, played), weighted(before, rate, played)
-    error = 0.5 * math.sqrt(1.0 / games + 1.0 / earlier)  # of shares, at most
+    error = 0.5 * math.sqrt(1.0 / games + 1.0 / earlier)  # upper bound on the standard error of a share
     if now < LOSING_RATE and then - now > LOSING_ERRORS * error:
         yield Alarm(
             "loses_to_past",

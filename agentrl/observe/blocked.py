@@ -153,7 +153,7 @@ def _user_frames(innermost: FrameType) -> list[FrameType]:
     frame: FrameType | None = innermost
     while (
         frame is not None and frame.f_globals.get("__name__") != "asyncio.base_events"
-    ):  # further out is the code that runs the loop
+    ):  # outer frames belong to the code that runs the loop
         if is_users(frame.f_code.co_filename):
             frames.append(frame)
         frame = frame.f_back

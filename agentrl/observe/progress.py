@@ -196,7 +196,7 @@ class ProgressLine:
             self._write("\r\x1b[2K")
 
     def _write(self, text: str) -> None:
-        with suppress(OSError, ValueError):  # whoever closed the stream wants to see nothing
+        with suppress(OSError, ValueError):  # the stream was closed, so there is nobody to tell
             self._stream.write(text)
             self._stream.flush()
 

@@ -63,7 +63,7 @@ class RunDirectory:
         for directory in (self.journal, self.steps):
             for folder, _, names in os.walk(directory):
                 for name in names:
-                    with contextlib.suppress(OSError):  # removed meanwhile
+                    with contextlib.suppress(OSError):  # it may have been removed in the meantime
                         total += os.lstat(os.path.join(folder, name)).st_size
         return total
 

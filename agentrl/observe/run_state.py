@@ -211,7 +211,8 @@ class RunState:
             state.evaluations[step] = known
         else:
             for measured in (state.steps, state.evaluations):
-                while measured and next(reversed(measured)) >= step:  # taken again: what came after it is void
+                # The step was taken again after a rollback, so later values are void.
+                while measured and next(reversed(measured)) >= step:
                     measured.popitem()
             state.steps[step] = known
             for other in self.policies.values():
@@ -340,7 +341,8 @@ def open_lines(path: Path) -> FileIO:
         size = os.fstat(descriptor).st_size
         if size and os.pread(descriptor, 1, size - 1) != b"\n":
             os.write(descriptor, b"\n")
-        return os.fdopen(descriptor, "ab", buffering=0)  # nothing stays behind that a full disk refused
+        # Unbuffered: a line that a full disk refused must not be written later.
+        return os.fdopen(descriptor, "ab", buffering=0)
     except BaseException:
         os.close(descriptor)
         raise
@@ -354,7 +356,7 @@ def write_line(file: FileIO, record: Mapping[str, Any]) -> None:
     """
     line = (json.dumps(record) + "\n").encode()
     written = file.write(line)
-    if written != len(line):  # a full disk takes the beginning, and refuses only the next call
+    if written != len(line):  # a full disk accepts the beginning of a line, and fails only at the next write
         file.truncate(file.seek(0, os.SEEK_END) - (written or 0))
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

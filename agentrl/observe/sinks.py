@@ -90,11 +90,11 @@ class _LoggingSink(_Named):
 
     def __init__(self, module: Any, options: Mapping[str, Any], config: Mapping[str, Any]) -> None:
         super().__init__(config)
-        with contextlib.redirect_stdout(sys.stderr):  # the output stream is for our results
+        with contextlib.redirect_stdout(sys.stderr):  # standard output is reserved for results
             name = str(config.get("name", "run"))
             try:
                 self._run = module.init(project="agentrl", name=name, config=dict(config), **options)
-            except Exception as error:  # foreign code; most often nobody is logged in, or there is no network
+            except Exception as error:  # third-party code; usually the user is not logged in, or there is no network
                 raise ConfigError(
                     f"sinks: {module.__name__} cannot start ({type(error).__name__}: {error}); correct that, or remove "
                     f"it from `sinks`"
@@ -148,7 +148,8 @@ def prometheus(name: str, latest: Mapping[str, Mapping[str, float]]) -> str:
             known = describe(metric)
             described.setdefault(key, f"{known.meaning} ({known.unit})" if known else metric)
             labels = f'run="{_label(name)}",policy="{_label(policy)}"'
-            metrics.setdefault(key, {}).setdefault(labels, value)  # a series twice would cost the whole file
+            # Prometheus rejects a file in which a series occurs twice.
+            metrics.setdefault(key, {}).setdefault(labels, value)
     lines = []
     for key, samples in sorted(metrics.items()):
         lines += [f"# HELP {key} {_escaped(described[key])}", f"# TYPE {key} gauge"]

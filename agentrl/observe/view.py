@@ -61,11 +61,11 @@ def view(state: RunState, *, width: int = WIDTH, age_s: float | None = None) -> 
     width = max(60, min(width, WIDTH))
     found = alarms(state)
     parts: list[RenderableType] = [_heading(state, width, age_s)]
-    if found:  # above the rest: a short terminal cuts the end
+    if found:  # placed first, because a short terminal cuts off the end
         parts.append(_alarms(found))
     several = len(state.policies) > 1
     for policy in state.policies.values():
-        if not state.plan.steps and not policy.steps:  # an evaluation
+        if not state.plan.steps and not policy.steps:  # the run is an evaluation
             parts.append(_figures(policy, width, several=several))
             continue
         parts.append(_progress(state, policy, width, several=several))

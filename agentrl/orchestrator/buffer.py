@@ -219,7 +219,8 @@ class WholeGroups:
             return (), {}
         compared: dict[tuple[str, str], list[tuple[str, TrajectoryHeader]]] = {}
         for header in sorted(group.headers, key=lambda header: ids.order_key(header.episode_id)):
-            for trajectory in rewarded_trajectories(header, self._trainable):  # in this order, since sums depend on it
+            # Keep this order, because floating-point sums depend on it.
+            for trajectory in rewarded_trajectories(header, self._trainable):
                 key = (trajectory.policy, trajectory.seat)
                 compared.setdefault(key, []).append((header.episode_id, trajectory))
         earlier = {(policy, seat): mean for policy, seat, mean in group.earlier}
@@ -398,7 +399,8 @@ def history_of(members: Iterable[tuple[EpisodeSpec, EpisodeHeader]], open_groups
         tasks[spec.episode_id] = spec.task.id
         if spec.group_id in open_groups:
             continue
-        rewards = groups.pop(spec.group_id, [])  # so that groups stay in the order in which they ended
+        # Removing and adding again keeps groups in the order in which they ended.
+        rewards = groups.pop(spec.group_id, [])
         for own in rewarded_trajectories(header, {own.policy for own in header.trajectories}):
             rewards.append(Rewarded(Role(own.policy, spec.environment, own.seat), own.reward or 0.0))
         groups[spec.group_id] = rewards

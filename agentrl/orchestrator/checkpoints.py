@@ -91,7 +91,7 @@ class CheckpointWriter:
         Raises:
             StorageError: writing failed; earlier checkpoints are untouched.
         """
-        # The sum of steps grows with every policy's, so no two cuts of a lineage share a name.
+        # The sum of steps grows with every policy's step, so checkpoints of a lineage have distinct names.
         step = sum(version.step for version in versions.values())
         lineage = max(version.lineage for version in versions.values())
         target = self._directory / f"step_{step:06d}-{lineage}"
@@ -253,7 +253,7 @@ def _read(directory: Path, disk: Disk) -> tuple[Manifest, Mapping[str, str]]:
         files = {name: (int(size), str(digest)) for name, (size, digest) in content["files"].items()}
         sizes = disk.files(directory)
         for name, (size, _) in files.items():
-            if name not in sizes:  # so no name leads out of the checkpoint, or through a link
+            if name not in sizes:  # this also refuses names that lead out of the checkpoint or through a link
                 raise ValueError(f"{name!r} is not one of its regular files")
             if sizes[name] != size:
                 raise ValueError(f"{name!r} has {sizes[name]} bytes, but {size} were saved")

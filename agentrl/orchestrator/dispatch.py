@@ -513,7 +513,8 @@ class Dispatcher:
             root = self._roots.get(spec.environment) if spec.parent_id is None else None
             environment = root or resolve(spec.environment)
             self.reservations.reserve(spec.episode_id, environment, self._group(spec.purpose, spec.episode_id))
-        except (EnvironmentDefinitionError, ConfigError):  # edited since it was spawned; its runner reports the error
+        except (EnvironmentDefinitionError, ConfigError):
+            # the code was edited since the child was spawned; its runner reports the error
             self.reservations.cancel(spec.episode_id)
 
     def _record(self, drops: Sequence[UnitDrop]) -> None:
@@ -591,7 +592,7 @@ class Reservations:
         if parent is None or spawn_call in parent.calls:
             return
         if not parent.calls:
-            parent = self._parents[parent_id] = replace(parent)  # until then it may be that of its siblings too
+            parent = self._parents[parent_id] = replace(parent)  # copy on write: siblings may share the parent's record
         parent.calls = (*parent.calls, spawn_call)
         parent.spawned = {**parent.spawned, environment: parent.spawned.get(environment, 0) + count}
         most = self._most.setdefault(parent.environment, Counter())

@@ -329,7 +329,8 @@ class Orchestrator:
         if self.roles is not None:
             self.roles.commit_step(policy)
         await self.versions.make_current(weights)
-        self.buffer.consume(taken)  # not before: it makes room for episodes, which are to begin with the new version
+        # Consume only now: it frees capacity for episodes, which should begin with the new version.
+        self.buffer.consume(taken)
         metrics = self._metrics.of_step(report, taken, waited)
         metrics |= {"run/lineage": float(version.lineage), "run/code_changes": float(self.code_changes)}
         self.board.advance(version)
@@ -425,7 +426,8 @@ class Orchestrator:
         return self._stopping
 
     def _finished(self) -> bool:
-        self.ended_early = self.ended_early or self.best.why_stop()  # for good: a later value may be another
+        # Keep the first reason, because later values may not meet the condition any more.
+        self.ended_early = self.ended_early or self.best.why_stop()
         if self._stopping or self.ended_early is not None:
             return True
         return all(map(self.scheduler.phases.is_over, self.board.trainable))
@@ -542,7 +544,7 @@ class StepMetrics:
                 "advantage/zero_share": _mean([float(not ready.has_signal) for ready in taken]),
                 "advantage/alone_share": _mean([float(ready.is_alone) for ready in taken]),
             }
-            if limit is not None:  # tokens of previous attempts do not count: a rollback trains them again
+            if limit is not None:  # tokens of previous attempts do not count, because a rollback trains on them again
                 is_own = [trajectory.lineage == lineage for trajectory in trajectories]
                 metrics["staleness/exceeded"] = float(
                     sum(lag > limit for lag, own in zip(lags, is_own, strict=True) if own)

@@ -285,7 +285,7 @@ class SelectionBias:
         if own is None:
             return
         acted = [trajectory for trajectory in header.trajectories if trajectory.policy == policy]
-        own.seconds = header.seconds or None  # 0: it was stopped from outside
+        own.seconds = header.seconds or None  # 0 if the episode was cancelled
         if acted:
             rewards = [trajectory.reward for trajectory in acted if trajectory.reward is not None]
             own.tokens = float(sum(trajectory.tokens for trajectory in acted))
@@ -385,7 +385,7 @@ def selection_bias_from_journal(
                     spec.episode_id, trained=resolved[policy, spec.episode_id] in AS_TRAINED
                 )
     for bias in found.values():
-        bias.metrics()  # discards what belongs to steps of previous attempts
+        bias.metrics()  # discards values of steps of previous attempts
     return found
 
 

@@ -202,7 +202,8 @@ class ServedVersions:
         try:
             await self._serve()
         except EngineError:
-            if pins.pop(weights.version, None) is not None and before is not None:  # else unpinned meanwhile
+            # Otherwise it was unpinned in the meantime.
+            if pins.pop(weights.version, None) is not None and before is not None:
                 pins[weights.version] = before
             raise
 
@@ -218,7 +219,7 @@ class ServedVersions:
     def _unpinned(self, task: asyncio.Task[None]) -> None:
         self._unpinning.discard(task)
         if not task.cancelled():
-            task.exception()  # whoever samples, or serves the next version, hears what is wrong with the engine
+            task.exception()  # mark as retrieved: the next call or version reports the engine's failure
 
     def pinned_by(self, holder: str) -> list[PolicyVersion]:
         """Return the versions that a holder pins, in the order of pinning."""

@@ -151,7 +151,7 @@ class TurnSampler:
                     await self._wait_while_parked(turn, call)
                 if reservation is not None and not reservation.reserve(len(context) + turn.sampled, context):
                     await self._wait_for_kv(turn, reservation, priority)
-                    continue  # it may have been parked meanwhile
+                    continue  # the episode may have been parked in the meantime
                 try:
                     request = self._request(turn, call, context, sampling, priority)
                     self._in_flight = request.request_id
@@ -188,7 +188,8 @@ class TurnSampler:
             EpisodeError: a logprob is NaN or infinite.
         """
         logprobs = completion.logprobs
-        if not (math.isfinite(logprobs.dot(logprobs)) or np.isfinite(logprobs).all()):  # the first is five times faster
+        # The dot product is five times faster than `isfinite`.
+        if not (math.isfinite(logprobs.dot(logprobs)) or np.isfinite(logprobs).all()):
             raise EpisodeError(
                 f"the engine returned a non-finite logprob for {self._name}, call {call.call_id}",
                 reason="nonfinite_logprob",
@@ -255,7 +256,7 @@ class TurnSampler:
             request_id=f"{spec.episode_id}.{spec.attempt}.{call.call_id}",
             token_ids=context,
             sampling=sampling,
-            seed=key64(spec.seed, spec.attempt, call.call_id),  # the same on every execution of the attempt
+            seed=key64(spec.seed, spec.attempt, call.call_id),  # the same seed on every execution of the attempt
             sampled_before=sampled,
             priority=priority,
         )
@@ -377,7 +378,7 @@ class LiveAgent(TurnSampler, Agent):
         if isinstance(known, TurnEntry):
             context = known.context_ids
             self._rows.ask_again(context, messages, known.row)
-        elif known is not None:  # it fitted when it was recorded: a smaller context of now bounds only new calls
+        elif known is not None:  # a recorded call fitted then; a context limit lowered since bounds only new calls
             context = self._rows.ask(messages)
         else:
             context = self._ask(messages, limits.max_context)
@@ -393,7 +394,7 @@ class LiveAgent(TurnSampler, Agent):
             started = services.clock.monotonic()
             if journal.is_over_time:
                 journal.refuse_for_time(call)
-            # The time limit is paused while the run's engine samples, but not while a bot or an endpoint does.
+            # The time limit pauses while the run's engine samples, but not while a bot or an endpoint does.
             limit = None if self._settings.is_external else self._episode.limit
             try:
                 with Performing(journal, call, "a turn", limit):
@@ -430,7 +431,7 @@ class LiveAgent(TurnSampler, Agent):
         tokens = np.array(written if written[-1:] and written[-1] in stop else [*written, stop[0]], np.int32)
         if len(self._rows) + len(tokens) > settings.limits.max_context:
             self._full(len(self._rows) + len(tokens))
-        self.close()  # the engine has the sampled token in its keys and values
+        self.close()  # close the session, because its KV cache contains the sampled token
         return Completion(
             token_ids=tokens,
             logprobs=np.zeros(len(tokens), np.float32),

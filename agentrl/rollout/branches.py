@@ -350,7 +350,8 @@ class ReplayOrder:
         if self._waiting is _NOBODY:
             self._waiting = {}
         self._waiting[branch] = (number, due)
-        branch.is_blocked = branch.task is None or not branch.task.cancelling()  # a cancellation is about to wake it
+        # A task that is being cancelled will wake, so it is not blocked.
+        branch.is_blocked = branch.task is None or not branch.task.cancelling()
         self.look()
         try:
             await due

@@ -80,7 +80,7 @@ def current_branch() -> Branch:
     branch = _branch.get(None)
     try:
         task = asyncio.current_task()
-    except RuntimeError:  # in a thread of a tool
+    except RuntimeError:  # raised in a tool's thread
         task = None
     if branch is None or branch.owner is not task:
         who = "a callback" if task is None else f"the task {getattr(task.get_coro(), '__qualname__', task.get_name())}"
@@ -226,7 +226,7 @@ class CallJournal:
         """Whether an earlier execution of the attempt left entries."""
         self.is_new = self._recorded.is_empty
         """Whether every call is new: nothing was recorded before."""
-        stray = ReplayMismatchError if self.is_new else self._stray  # nothing recorded can stray
+        stray = ReplayMismatchError if self.is_new else self._stray  # a new attempt has nothing recorded to depart from
         self._order = ReplayOrder(self._recorded.numbered(), stray)
         for entry in own:
             self._count(entry)
@@ -432,7 +432,7 @@ class CallJournal:
                 f"episode {self._episode_id}, call {call.call_id}: the episode ended while the call was waiting"
             )
         if self.failure is not None:
-            raise self.failure  # what the program does after a failure is not recorded
+            raise self.failure  # calls after a failure are not recorded
         if self._cancelled:
             self.settle()
         if not self.is_new:
@@ -589,7 +589,7 @@ class CallJournal:
         task = asyncio.current_task()
         if self._is_cutting and task is not None:
             task.uncancel()
-            self._is_cutting = branch.path != ids.ROOT_BRANCH  # the root is the last to hear of it
+            self._is_cutting = branch.path != ids.ROOT_BRANCH  # the root branch is the last to be cancelled
             return True
         return False
 

@@ -176,7 +176,7 @@ class TemplateFormat:
             )
         try:
             tokenizer = Tokenizer.from_file(str(path))
-        except Exception as error:  # tokenizers raises nothing narrower
+        except Exception as error:  # tokenizers raises plain Exception
             raise ModelError(f"{path} cannot be read: {error}") from error
         _check_vocabulary(directory, tokenizer)
         tokenizer.no_truncation()
@@ -245,7 +245,7 @@ class TemplateFormat:
         for n, reply in enumerate(replies):
             frame, mark, rendered = rendered.partition(_mark("s", n))
             if not mark:
-                return None  # the template leaves out what was sampled: the model keeps seeing it
+                return None  # the template omits what was sampled; keep the sampled tokens in the context
             frame, thought, _ = frame.partition(_mark("t", n))
             if thought and self._history_marks is not None:
                 frame = frame.rpartition(self._history_marks[0])[0] + self._thinking_opening
@@ -325,7 +325,7 @@ class TemplateFormat:
         ending = self._endings.get(ids[-1]) if len(shown) == len(ids) - 1 else None
         if ending is None:
             return self.decode(shown)
-        return self.decode(ids).removesuffix(ending)  # which is decoded anyway, for the journal
+        return self.decode(ids).removesuffix(ending)  # the journal needs the decoded text anyway
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of text as the template would tokenise it; control tokens are recognised."""

@@ -223,7 +223,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
             elif isinstance(item, int | float | None):
                 total += _ITEM_BYTES + _bits(item)
             elif isinstance(item, Namespace):
-                waiting.append(item._Namespace__attrs)  # printed with all it holds
+                waiting.append(item._Namespace__attrs)  # a namespace is printed with all its attributes
                 total += _ITEM_BYTES
             elif isinstance(item, Mapping):
                 total += _ITEM_BYTES
@@ -255,7 +255,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
     def built(self, value: Any) -> Any:
         if _bits(value) > _MAX_BITS:
             raise SecurityError(f"an integer has more than {_MAX_BITS} bits")
-        # a tuple can be hashed, which looks through all it holds
+        # Hashing a tuple visits everything in it.
         self.charge(self.size(value) if isinstance(value, tuple) else _shallow_bytes(value))
         if isinstance(value, dict):
             self.read([key for key in value if isinstance(key, tuple)])
@@ -289,7 +289,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         if name not in _STRING_METHODS:
             raise SecurityError(f"str.{name} is not available in a chat template")
         given = (*args, *kwargs.values())
-        if hasattr(text, "__html__"):  # it escapes what it is given
+        if hasattr(text, "__html__"):  # Markup escapes its arguments
             self.charge(_ESCAPED_BYTES * (self.size(text) + self.size(given)))
         if name == "replace":
             self.charge_replaced(text, *given)
@@ -323,7 +323,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         size = 0
         if operator == "*":
             size = max(_repeated(left, right), _repeated(right, left))
-        if hasattr(left, "__html__") or hasattr(right, "__html__"):  # escapes the other
+        if hasattr(left, "__html__") or hasattr(right, "__html__"):  # Markup escapes the other operand
             self.charge(_ESCAPED_BYTES * (self.size(left) + self.size(right)))
         if size > _MAX_OPERAND or max(bits, _bits(left), _bits(right)) > _MAX_BITS:
             raise SecurityError(f"the result of {operator} is too large")
@@ -420,7 +420,7 @@ def _charging(sandbox: _Sandbox, name: str, function: Callable[..., Any]) -> Cal
     @pass_context
     def charged(context: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(value, Iterator):
-            value = list(sandbox.counted(value))  # what `map` gives, for example
+            value = list(sandbox.counted(value))  # such as the generator that `map` returns
         given = (*args, *kwargs.values())
         sandbox.charge(_ITEM_BYTES * len(given))
         if name in _SORTING_FILTERS:
@@ -556,7 +556,7 @@ class ChatTemplate:
             rendered = self._template.render(
                 messages=messages, tools=tools or None, documents=None, add_generation_prompt=prompt, **self._tokens
             )
-        except Exception as error:  # a template can make jinja2 raise anything: `truncate` asserts, for example
+        except Exception as error:  # a template can make jinja2 raise anything: `truncate` uses assert, for example
             roles = ", ".join(str(message["role"]) for message in messages)
             raise ModelError(
                 f"{self._directory}: the chat template cannot render a conversation ({roles}): "
@@ -567,7 +567,7 @@ class ChatTemplate:
 
 def _pattern(token: AddedToken) -> str:
     space = r"\s*"
-    # from the beginning of the space only: else a long one is read anew from each of its characters
+    # Match only from the start of the white space; otherwise a long run is scanned again from each of its characters.
     left, right = rf"(?:(?<!\s){space})?" if token.strips_left else "", space if token.strips_right else ""
     return f"{left}({re.escape(token.literal)}){right}"
 

@@ -176,7 +176,7 @@ class LiveContext(EpisodeContext):
             entry = ToolEntry(name, asked, observation, outcome, external, seconds)
             journal.write(opened, entry)
             return self._observed(opened, entry)
-        await journal.reach(opened)  # the tool may have made calls of its own
+        await journal.reach(opened)  # the tool may have made journaled calls
         recorded = journal.recall(opened, ToolEntry)
         assert recorded is not None
         if recorded.observation != observation:
@@ -237,7 +237,7 @@ class LiveContext(EpisodeContext):
             raise EpisodeError(f"child episodes nest deeper than {MAX_CHILD_DEPTH}", reason="environment_error")
         opened = self._journal.open()
         recorded = self._journal.recall(opened, SpawnEntry)
-        if recorded is None:  # else they were admitted, whatever is declared now
+        if recorded is None:  # recorded children were admitted before, whatever is declared now
             self._check_fan_out(environment, n)
         self._spawned = {**self._spawned, environment.__name__: self._spawned.get(environment.__name__, 0) + n}
         if not isinstance(task, Task):
@@ -407,7 +407,8 @@ class LiveChild(ChildEpisode):
                     versions=versions,
                 )
             )
-        with Performing(journal, opened, limit=self._parent.limit):  # the child has a limit of its own
+        # The parent's time limit pauses, because the child has its own.
+        with Performing(journal, opened, limit=self._parent.limit):
             result = await asyncio.shield(self._result)
         at = {policy: (version.lineage, version.step) for policy, version in result.versions.items()}
         journal.write(opened, GatherEntry(result.episode_id, result.drop_reason, dict(result.rewards), at))
@@ -441,7 +442,7 @@ async def _observe(
         return valid_unicode(str(result)), "ok"
     except ToolCallError as error:
         return f"error: {error}", error.outcome
-    except EffectError as error:  # of an effect that the tool performed: as if the tool itself had raised it
+    except EffectError as error:  # an effect inside the tool failed: treat it as an error of the tool
         return f"error: {error.error}", "error"
     except (EpisodeError, LimitReachedError):
         raise
@@ -450,7 +451,8 @@ async def _observe(
             raise
         return f"error: {error_text(error)}", "error"
     except Exception as error:  # noqa: BLE001 - a tool is foreign code, and its error is the policy's observation
-        if isinstance(error, TimeoutError) and timer is not None and timer.expired():  # a tool may raise one of its own
+        # A tool may itself raise TimeoutError.
+        if isinstance(error, TimeoutError) and timer is not None and timer.expired():
             setting = "environment.tool_timeout_s or @tool" if own_s is None else "its @tool"
             return f"error: timed out after {limit_s:g} s ({setting}(timeout_s=…))", "timeout"
         return valid_unicode(f"error: {error_words(error)}"[:2000]), "error"
@@ -503,7 +505,7 @@ async def remember(episode: LiveEpisode, key: str, structure: str) -> Recollecti
     call = journal.open(asked, lambda: f"whether a proposal of structure {structure!r} is remembered")
     await journal.reach(call)
     entry = journal.recall(call, EffectEntry)
-    with Performing(journal, call):  # also where it is recorded: the run may have died before it had noted it
+    with Performing(journal, call):  # also during replay: the run may have died before it had stored it
         found = await episode.services.host.remember(episode.spec, call.call_id, digest, structure)
     if entry is None:
         journal.write(call, EffectEntry("remember", "idempotent", list(found), None, 0.0))
@@ -579,8 +581,8 @@ async def _outcome(
         happened, value = await _awaited(reconcile())
     try:
         return journaled(value if happened else await _awaited(function()), what), None
-    except AgentRLError:  # InfrastructureError among them
-        raise  # ours, not the outside world's: storage, an engine, a result that cannot be journaled
+    except AgentRLError:  # includes InfrastructureError
+        raise  # errors of agentrl itself (storage, engine, unserializable result), not of the outside world
     except Exception as error:  # noqa: BLE001 - foreign code: whatever it raises is what happened
         return None, error_text(error)
 
@@ -749,7 +751,7 @@ class _Threads(Executor):
 
     def submit(self, call: Callable[..., T], /, *arguments: Any, **named: Any) -> Future[T]:
         answer: Future[T] = Future()
-        answer.set_running_or_notify_cancel()  # a running call cannot be cancelled, only no longer waited for
+        answer.set_running_or_notify_cancel()  # a running call cannot be cancelled; it is only no longer awaited
 
         def run() -> None:
             try:

@@ -220,7 +220,7 @@ class LiveEpisode:
                 version.step + bounds.get(version.policy, 0)
                 for agent in self.agents
                 for version in agent.versions()
-                if version.policy == agent.policy  # an opponent's may be as old as it likes
+                if version.policy == agent.policy  # the age of an opponent's version does not matter
             ),
             default=float("inf"),
         )

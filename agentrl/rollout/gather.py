@@ -33,7 +33,7 @@ async def gather(journal: CallJournal, awaitables: Sequence[Awaitable[Any]]) -> 
     if journal.is_stopped and cancelled:
         raise asyncio.CancelledError
     if cancelled and gathering.is_answered and journal.cut(branch):
-        cancelled = False  # its branches' acts have ended by the clock, as they will on re-execution
+        cancelled = False  # its branches have finished their calls, as they will have on re-execution
     if isinstance(gathering.error, ReplayMismatchError):
         raise gathering.error
     await journal.reach(call, cancelled=cancelled)
@@ -97,7 +97,7 @@ class _Gathering:
             try:
                 await asyncio.wait(running)
             except asyncio.CancelledError:
-                cancelled = True  # once more: they are ending already
+                cancelled = True  # a second cancellation: the branches are already ending
         self._end()
         return cancelled
 
@@ -109,7 +109,7 @@ class _Gathering:
             if own.owner is None and inspect.iscoroutine(awaitable):
                 awaitable.close()
             if not task.cancelled():
-                task.exception()  # asked for: the first of them is raised, the rest belong to nobody
+                task.exception()  # mark as retrieved: only the first error is raised
 
     async def _run(self, index: int, awaitable: Awaitable[Any]) -> Any:
         own = self._branches[index]

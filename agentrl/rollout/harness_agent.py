@@ -288,7 +288,7 @@ class HarnessAgent(LiveAgent):
         edits = self._episode.journal.edits_at(call.call_id)
         if not edits:
             return self._cut(await sampler.sample(call, placed.context(), sampling), stops)
-        one = dataclasses.replace(sampling, max_tokens=1)  # tells the version that holds the seat
+        one = dataclasses.replace(sampling, max_tokens=1)  # one sampled token reveals which version plays the seat
         sampled = await sampler.sample(call, placed.context(), one)
         return _said_instead(str(edits[-1]["content"]), sampled, self._settings.chat_format)
 
@@ -317,7 +317,7 @@ class HarnessAgent(LiveAgent):
         except LimitReachedError as limit:
             message, refused = Message(role="assistant", content=""), limit
         calls = message.tool_calls
-        if isinstance(chat_format, JsonFormat):  # its endpoint knows the calls by the ids that it gave them
+        if isinstance(chat_format, JsonFormat):  # an endpoint identifies calls by the ids that it assigned
             text = message.content
             prompt_tokens = chat_format.usage(sampled).get("prompt_tokens", prompt_tokens)
         else:
@@ -361,7 +361,8 @@ class HarnessAgent(LiveAgent):
         Raises:
             RequestRefusedError: the request does not fit the context.
         """
-        characters = CHARACTERS_PER_TOKEN * (len(request.messages) + len(request.tools))  # each is one token at least
+        # Each message and tool has at least one token.
+        characters = CHARACTERS_PER_TOKEN * (len(request.messages) + len(request.tools))
         characters += sum(map(_characters, request.messages))
         characters += sum(len(tool.name) + len(tool.description) + len(str(tool.parameters)) for tool in request.tools)
         if characters > CHARACTERS_PER_TOKEN * self._settings.limits.max_context:
@@ -434,7 +435,7 @@ class HarnessAgent(LiveAgent):
         The result has no closing token, like one that a limit ended.
         """
         if self._settings.is_external:
-            return completion  # its tokens are a line of JSON, whose text is cut where it is handed over
+            return completion  # its tokens are a line of JSON; the text is cut when the reply is returned
         decode, ids = self._settings.chat_format.decode, completion.token_ids.tolist()
 
         def holds_stop(count: int) -> bool:
@@ -628,7 +629,7 @@ def _said_instead(text: str, sampled: Completion, chat_format: ChatFormat) -> Co
         token_ids.append(stops[0])
     return Completion(
         token_ids=np.array(token_ids, dtype=np.int32),
-        logprobs=np.zeros(len(token_ids), dtype=np.float32),  # nothing else could come
+        logprobs=np.zeros(len(token_ids), dtype=np.float32),  # the tokens were not sampled
         finish_reason="stop",
         spans=(VersionSpan(0, len(token_ids), sampled.spans[-1].version),),
         prompt_tokens=sampled.prompt_tokens,

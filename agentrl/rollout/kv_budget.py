@@ -189,7 +189,7 @@ class KVBudget:
         """Admit waiting calls as far as they fit; try again when the next idle reservation becomes evictable."""
         while self._waiting:
             _, _, reservation, admitted = self._waiting[0]
-            if not admitted.done():  # else it waits no more
+            if not admitted.done():  # otherwise it no longer waits
                 if not self._make_space(reservation):
                     break
                 self._hold(reservation, reservation.tokens)

@@ -125,7 +125,7 @@ class EpisodeRunner:
         episode, journal, branch = context.episode, context.episode.journal, current_branch()
         try:
             try:
-                # The program, within its time limit; in this coroutine, since each further one takes 300 bytes.
+                # Runs the program within its time limit; inline, because each further coroutine takes 300 bytes.
                 limit = episode.limit = TimeLimit(
                     episode, self._services.settings.episode_timeout_s, on_stuck or _nobody
                 )
@@ -142,7 +142,8 @@ class EpisodeRunner:
                     limit.end()
                 _check_end(environment, journal, limit)
                 if limit.is_cancelled:
-                    await asyncio.sleep(0)  # it cancelled its task and returned: no commit may come before that arrives
+                    # The program may have cancelled its own task before it returned; let that arrive before the commit.
+                    await asyncio.sleep(0)
                 stop_reason: StopReason = context.stop_reason or "completed"
             except LimitReachedError as reached:
                 stop_reason = reached.stop_reason
@@ -191,7 +192,8 @@ class EpisodeRunner:
 
     def _header(self, context: LiveContext, stop_reason: StopReason, seconds: float) -> EpisodeHeader:
         spec, agents = context.episode.spec, sorted(context.agents, key=lambda agent: (agent.seat, agent.index))
-        # By seat and index, as the journal gives them back: a step's rows are in one order at every start of a run.
+        # Sorted by seat and index, as the journal returns them, so that the rows of a step have the same order after a
+        # resume.
         trajectories = tuple(agent.header() for agent in agents if agent.turns)
         return EpisodeHeader(
             episode_id=spec.episode_id,
@@ -256,7 +258,7 @@ class EpisodeRunner:
             try:
                 entries = await self.recorded(dataclasses.replace(spec, attempt=attempt))
             except EpisodeError:
-                continue  # damaged: what is not recalled is sampled again
+                continue  # damaged entries are not reused; their turns are sampled again
             begin = entries[0].decode() if entries else None
             if isinstance(begin, Begin) and begin.recalls_from > since:
                 since, found = begin.recalls_from, {}
@@ -307,7 +309,7 @@ class EpisodeRunner:
                 group_size=spec.group_size,
                 parent_id=spec.parent_id,
                 fork=spec.fork,
-                # A fork's recorded part may have them, and can do without them only where it drew nothing.
+                # The prefix of a fork may have drawn from the global generators.
                 own_random=environment.own_random or spec.fork is not None,
                 settings=settings if journal.forked_from is None else _inherited(settings, journal.forked_from, spec),
                 recalls_from=recalls_from,
@@ -406,9 +408,9 @@ def _check_end(environment: type[Environment], journal: CallJournal, limit: Time
         environment.own_random = True
     if journal.failure is not None:
         raise journal.failure
-    if journal.is_stopped:  # the program swallowed its cancellation: it will be resumed where it was
+    if journal.is_stopped:  # the program swallowed its cancellation; it is resumed from its journal later
         raise asyncio.CancelledError
-    if limit.has_given_up:  # also where the program swallowed the cancellation and returned
+    if limit.has_given_up:  # also if the program swallowed the cancellation and returned
         raise EpisodeError(limit.explanation, reason="episode_timeout")
 
 

@@ -59,7 +59,7 @@ def rewrite_causes(
     if "strftime_now" in template.source:
         found.add("date")
     if "history" in found:
-        found -= {"tools", "tool_results"}  # which then show it, too
+        found -= {"tools", "tool_results"}  # "history" already covers rewrites that depend on tools
     return tuple(cause for cause in get_args(RewriteCause) if cause in found)
 
 

@@ -74,7 +74,7 @@ class AsyncioWorker:
         self._on_failure = on_failure
         self._tasks: dict[asyncio.Task[None], tuple[EpisodeSpec, OnEnd]] = {}
         """Running attempts and their end callbacks, keyed by task."""
-        self._on_end, self._on_stuck = self._ended, self._stuck  # made once, and not for each episode
+        self._on_end, self._on_stuck = self._ended, self._stuck  # bound once, not for each episode
         self._is_cancelling = False
         self._strays = Counter[str]()
         """Number of cancellations by code that does not own the episode's task, keyed by episode."""
@@ -128,10 +128,11 @@ class AsyncioWorker:
         self._runner.parking.forget(task.get_name())
         known = self._tasks.pop(task, None)
         if known is None:
-            task.cancelled() or task.exception()  # it was left behind: nobody wants to know
+            task.cancelled() or task.exception()  # mark as retrieved: the task was abandoned
         elif task.cancelled():
-            # With all tasks cancelled the event loop ends, and would not run what is started now. Listing them takes
-            # long where there are many, so `cancel`, which ends thousands, does not ask.
+            # When all tasks are cancelled, the event loop ends and would not run a task that is started now. Listing
+            # tasks takes
+            # long if there are many, so `cancel`, which ends thousands, skips the check.
             if not self._is_cancelling and not all(other.cancelling() for other in asyncio.all_tasks()):
                 spec, on_end = known
                 self._start(spec, on_end, self._resume_stray(spec, on_end))
@@ -168,7 +169,7 @@ class AsyncioWorker:
         on_end(await self._runner.drop(spec, "episode_timeout", detail, 0.0))
 
     async def _read_recorded(self, spec: EpisodeSpec) -> Sequence[JournalEntry]:
-        async with self._reading:  # one episode at a time, and the loop runs others in between
+        async with self._reading:  # reads one episode at a time; the event loop runs others in between
             recorded = await self._runner.recorded(spec)
             await asyncio.sleep(0)
         return recorded
@@ -224,7 +225,7 @@ class AsyncioWorker:
             spec = _next_attempt(spec)
             self._tasks[task] = (spec, on_end)
             self._runner.host.readmit(spec)
-        if task in self._tasks:  # else it was left behind, perhaps committing
+        if task in self._tasks:  # otherwise it was abandoned, perhaps while committing
             on_end(header)
 
     def _environment(self, name: str) -> type[Environment]:

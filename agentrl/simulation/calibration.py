@@ -322,7 +322,7 @@ def fitted_rates(turns: Sequence[TimedTurn], slots: int, replicas: int) -> dict[
     waited = share < 1 - 1e-9
     if waited.any():
         rows[waited] = rows[waited].mean(axis=0)
-    if (~waited).sum() < ENOUGH:  # what contexts cost cannot be told from what tokens do
+    if (~waited).sum() < ENOUGH:  # the cost of contexts cannot be separated from that of tokens
         rows[:, -2] = 0.0
     *steps, context = _least_squares(rows[:, :-1], rows[:, -1])
     points = zip(counts, accumulate(steps), strict=True)

@@ -195,7 +195,7 @@ class EmulatedEngine:
 
     def submit(self, session: EmulatedSession, request: GenerateRequest) -> _EmulatedCall:
         """Queue a new call."""
-        self._advance()  # until now it did not wait
+        self._advance()  # advance to now, when it begins to wait
         self._arrivals += 1
         length = min(self._length(request), request.sampling.max_tokens) - request.sampled_before
         call = _EmulatedCall(
@@ -306,15 +306,15 @@ class EmulatedEngine:
         """Return the next time at which a call ends or memory is full while another conversation can be evicted."""
         rate = self._rate(len(self._running))
         seconds = max(self._ends[0][0] - self._advanced, 0.0) / rate
-        if self._idle or len(self._running) > 1:  # else whoever outgrows it simply goes on
+        if self._idle or len(self._running) > 1:  # a single call may exceed the memory and continue
             seconds = min(seconds, max(self._room - self._kept, 0.0) / (rate * len(self._running)) + 1e-6)
         at = self._now + self._computing_seconds + seconds
-        return max(at, math.nextafter(self._now, math.inf))  # so little may be lost in the sum
+        return max(at, math.nextafter(self._now, math.inf))  # a tiny interval may vanish in the floating-point sum
 
     def _end_those_that_are_due(self) -> None:
         while self._ends:
             end, _, call, began = self._ends[0]
-            if call.began != began:  # it was taken out meanwhile
+            if call.began != began:  # the call was removed in the meantime
                 heapq.heappop(self._ends)
             elif end <= self._advanced + 1e-6:
                 heapq.heappop(self._ends)
@@ -334,7 +334,7 @@ class EmulatedEngine:
             self.forget(next(iter(self._idle)))
         if self._kept + new > limit and self._running:
             if session.kept:
-                self._idle[session] = None  # it waits, and may lose what it has
+                self._idle[session] = None  # an idle session may lose its KV cache
             return False
         self._kept += new
         session.kept += new
@@ -367,7 +367,7 @@ class EmulatedEngine:
         call.said, call.began = float(self._said(call)), None
         now = call.context + call.said
         seconds = self._computing.pop(call, 0.0)
-        if seconds > 0:  # it was aborted before its context was there
+        if seconds > 0:  # the call was aborted during prefill
             self._computing_seconds = self._computing_seconds - seconds if self._computing else 0.0
             now -= seconds * self._prefill_rate
         self._kept += now - session.kept - grown

@@ -586,7 +586,8 @@ class Plan(Section):
                     "policies": policies,
                     "seats": self.seats,
                     "credit": self.credit.model_dump(),
-                    "trainer": {"loss": {"normalizer": 1}},  # nothing is learned, and every release accepts a constant
+                    # Nothing is learned, and a constant is valid for every release.
+                    "trainer": {"loss": {"normalizer": 1}},
                     "sampling": {"max_tokens": 10**8, "max_turns": 10**6},
                     "checkpoint": {"every": 0, "versions": 0},
                     "evaluation": {"tasks": 0},

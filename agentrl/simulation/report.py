@@ -88,7 +88,7 @@ def _knobs(plan: Plan) -> Iterator[Knob]:
     for factor in (2.0, 0.5):
         size = plan.policies[first].step_size
         made = _knob(plan, f"policies.{first}.step_size", int(size * factor), costs="learning")
-        if plan.trainer.step_seconds is not None:  # as long per unit as before
+        if plan.trainer.step_seconds is not None:  # keeps the time per unit
             made = msgspec.structs.replace(
                 made, plan=_changed(made.plan, "trainer.step_seconds", plan.trainer.step_seconds * factor)
             )

@@ -425,7 +425,7 @@ class RecordingEngine(EmulatedEngine):
         by_version = self._recorder.spans[episode]
         for span in completion.spans:
             by_version[span.version.policy, span.version.step] += span.stop - span.start
-        if call.reason == "abort":  # what it still lacks is asked for again
+        if call.reason == "abort":  # an aborted call requests its remaining tokens again
             self._recorder.asked[episode] -= call.length - len(completion.token_ids)
         return completion
 

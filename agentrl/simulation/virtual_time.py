@@ -78,7 +78,7 @@ class _SimTask(asyncio.Task[T]):
         context: Context | None,
         serial: int,
     ) -> None:
-        self.serial = serial  # first: registering the task hashes it
+        self.serial = serial  # set first, because registering the task hashes it
         super().__init__(coro, loop=loop, name=name, context=context)
 
     def __hash__(self) -> int:
@@ -214,7 +214,7 @@ class SimLoop(asyncio.BaseEventLoop):
     def _run_once(self) -> None:
         self._drop_cancelled_timers()
         if self.steps >= self._max_steps:
-            spent, self._max_steps = self._max_steps, 2 * self._max_steps  # as much again, to clean up
+            spent, self._max_steps = self._max_steps, 2 * self._max_steps  # allow as many steps again for cleanup
             raise StepLimitError(f"{spent} steps taken by t={self._now:g}; a task probably loops without waiting")
         if not self._ready:
             if not self._scheduled:

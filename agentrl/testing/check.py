@@ -150,12 +150,12 @@ def check_environment(
     chosen = list(tasks) if tasks is not None else _tasks(found, max(episodes, FORMAT_TASKS), report)
     is_harness = issubclass(found, HarnessEnvironment)
     with asyncio.Runner() as shared:
-        run = shared.run if is_harness else asyncio.run  # clients keep connections, which belong to a loop
+        run = shared.run if is_harness else asyncio.run  # clients keep connections, which belong to an event loop
         for number, task in _games(found, chosen[:episodes], report):
-            told: list[str] = []  # by the watch on the loop, some of it only when the loop is closed
+            told: list[str] = []  # problems that the loop's monitor reports, some only when the loop is closed
             with _missing_awaits(told):
                 run(_check_episode(found, task, number, seed, report, told))
-                gc.collect()  # an error that nobody awaited is told when its task is collected
+                gc.collect()  # an error that was never retrieved is reported when its task is collected
             report.findings[:0] = [f"task {task.id!r}: {text}" for text in told]
             if not report.passed:
                 break
@@ -173,7 +173,7 @@ def _check_hash_order(found: type[Environment], report: EnvironmentReport) -> No
     task = _tasks(found, 1, report)[0]
     first = asyncio.run(execute(found, _spec(found, task, 0, 0), random_policy(found)))
     if isinstance(first, str):
-        return  # it was said before, of the same task
+        return  # it was reported before, for the same task
     seed = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
     with tempfile.TemporaryDirectory(prefix="agentrl-check-") as scratch:
         asked, told = Path(scratch, "answers"), Path(scratch, "entries")
@@ -182,11 +182,11 @@ def _check_hash_order(found: type[Environment], report: EnvironmentReport) -> No
         environ = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
         subprocess.run(command, env=environ, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, check=False)
         if not told.exists():
-            return  # it ended its process, which is nothing of hashes
+            return  # the process ended, which has another cause than hash order
         try:
             again = msgspec.msgpack.decode(told.read_bytes(), type=str | list[JournalEntry])
         except msgspec.MsgspecError:
-            return  # it ended its process while that wrote
+            return  # the process ended while the first run was recorded
     problem = again if isinstance(again, str) else _differing_call(first.entries, again)
     if problem:
         report.findings.append(
@@ -323,7 +323,7 @@ async def _check_episode(
         first = await execute(environment, spec, script)
     report.findings += [f"task {task.id!r}: {text}" for text in seen.findings.values()]
     if seen.asked_model:
-        told.clear()  # the loop was blocked by the model's answer, and that call is not to be awaited but replaced
+        told.clear()  # the blocking call was the model's own answer, which must be replaced, not awaited
     if isinstance(first, str):
         asks = asks_model(seen.source) and not seen.findings and not issubclass(environment, HarnessEnvironment)
         hint = f". By its imports or addresses {MODEL_ADVICE}" if asks else ""
@@ -337,7 +337,7 @@ async def _check_episode(
             f"task {task.id!r}: seat {unrewarded[0]!r} acted but was given no reward; call agent.reward(…) in run()"
         )
     report.rewards.append(first.header.reward or 0.0)
-    if told:  # what blocks would block once more for every entry
+    if told:  # a blocking environment would block again for every entry
         return
     part = f"episode {number + 1}, task {task.id!r}: "
     if issubclass(environment, HarnessEnvironment):
@@ -370,7 +370,7 @@ async def resume_everywhere(
         if isinstance(again, str):
             problem, remedy = again, ""
             if RESOURCE_LOST in again and _has_pinned(entries[:cut]):
-                continue  # as declared: the episode begins again
+                continue  # as declared, the episode starts over
         else:
             problem, remedy = _difference(first, again) or "", f". {REMEDY}{_stray_lines(environment)}"
         if problem:

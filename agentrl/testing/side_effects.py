@@ -76,7 +76,7 @@ def observed_side_effects(environment: type[Environment]) -> Iterator[Seen]:
     """Watch episodes of an environment within the context, and record their acts on the outside world."""
     global _watching, _installed
     if not _installed:
-        sys.addaudithook(_hook)  # it cannot be removed, and costs next to nothing while nobody watches
+        sys.addaudithook(_hook)  # an audit hook cannot be removed, but costs almost nothing while inactive
         _installed = True
     _watching = Seen(environment.source())
     try:

@@ -152,7 +152,7 @@ class BankLinear(nn.Module):
         self.base = base
         self.down = base.weight.new_zeros(0, base.in_features)
         self.up = base.weight.new_zeros(0, base.out_features)
-        self._plain = (base.weight, base.bias, bank)  # in a tuple: reached at once, and registered only once
+        self._plain = (base.weight, base.bias, bank)  # in a tuple, so that torch does not register the parameters twice
         self._live = self._apart = (self.down.t(), self.up)
 
     def narrow(self, columns: slice | Tensor, rank: int) -> None:

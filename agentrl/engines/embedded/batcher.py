@@ -275,7 +275,8 @@ class Batcher:
 
     def _begin(self, call: ActiveRequest, resolve: Callable[[EmbeddedSession], Serving]) -> None:
         request, table = call.request, self._table
-        serving = resolve(call.session)  # before a slot is taken: a lease depends on the KV still being there
+        # Resolve before a slot is taken: a lease is valid only while its KV cache is intact.
+        serving = resolve(call.session)
         slot = table.assign_slot(call.session)
         mine = table.computed_by[slot] is serving
         reused = self._columns.common_prefix(slot, request.token_ids) if mine else 0

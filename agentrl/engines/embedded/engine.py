@@ -439,7 +439,7 @@ class EmbeddedEngine(ModelEngine[Serving]):
         task = self._loop_task
         if task is not None:
             await asyncio.wait([task])
-        async with self.between_passes:  # a swap that has begun is finished
+        async with self.between_passes:  # let a swap that has begun finish
             self._worker.shutdown()
 
 
@@ -660,7 +660,7 @@ class EmbeddedVersions(VersionTable[Serving]):
         if is_current:
             self._promote(new)
         else:
-            self.settle(new)  # nobody may want it any more
+            self.settle(new)  # the version may no longer be needed
 
     def _of_the_model(self, weights: WeightsRef, canary: Canary | None) -> Canary | None:
         if canary is not None:

@@ -405,7 +405,7 @@ def _largest_difference(
             logits = runner.logits(one)
         for slot, context in enumerate(contexts):
             plain = _plain_logits(model, context[: columns.computed[slot]])
-            # NumPy's, since that of Python drops a NaN.
+            # NumPy's maximum, because Python's max ignores NaN.
             largest = float(np.maximum(largest, float((logits[slot] - plain).abs().max() / plain.std())))
     return largest
 

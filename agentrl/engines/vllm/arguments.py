@@ -160,7 +160,7 @@ def _type_problem(value: Any, annotation: str) -> str:
         field: Any = (annotation, ...)
         accepted = create_model("EngineArgument", __module__=__name__, value=field)
         accepted.model_rebuild()
-    except (PydanticUserError, PydanticUndefinedAnnotation, TypeError):  # a class of vLLM's own, which vLLM checks
+    except (PydanticUserError, PydanticUndefinedAnnotation, TypeError):  # a class of vLLM, which vLLM validates itself
         return ""
     given = set(value) if annotation.startswith("set[") and isinstance(value, list) else value
     try:

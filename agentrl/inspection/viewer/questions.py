@@ -89,7 +89,7 @@ def as_json(value: Any) -> bytes:
     plain = _exact(msgspec.to_builtins(value, builtin_types=(bytes,)))
     try:
         return msgspec.json.encode(plain)
-    except UnicodeEncodeError:  # half a character: JavaScript holds it, and the page shows it as an escape
+    except UnicodeEncodeError:  # a lone surrogate: JavaScript accepts it, and the page shows it as an escape
         return json.dumps(plain).encode()
 
 

@@ -66,7 +66,8 @@ async def serving(run: str | Path, port: int = 0) -> AsyncIterator[RunningServer
     token = secrets.token_urlsafe(32)
     thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="viewer")
     loop = asyncio.get_running_loop()
-    reader = await loop.run_in_executor(thread, RunReader, run)  # SQLite's connections stay in their thread
+    # SQLite connections must be used in the thread that opened them.
+    reader = await loop.run_in_executor(thread, RunReader, run)
     runner = web.AppRunner(_application(reader, thread, token), access_log=None)
     try:
         await runner.setup()
@@ -81,7 +82,7 @@ async def serving(run: str | Path, port: int = 0) -> AsyncIterator[RunningServer
     finally:
         for client in runner.server.connections if runner.server is not None else ():
             if client.transport is not None:
-                client.transport.abort()  # nobody is waited for, who may never read what was answered
+                client.transport.abort()  # do not wait for a client that may never read the answer
         await runner.cleanup()
         await loop.run_in_executor(thread, reader.close)
         thread.shutdown()
