@@ -119,7 +119,7 @@ def _messages(body: Mapping[str, Any]) -> list[Message]:
         if item.get("type") == "compaction_trigger" and n == len(items) - 1:
             found.append(Message(role="user", content=_COMPACT))
         else:
-            found.append(_told(item, where, said.names))
+            found.append(_input_message(item, where, said.names))
     found += said.end()
     if not found or found[-1].role == "assistant":
         raise RequestRefusedError(
@@ -129,7 +129,7 @@ def _messages(body: Mapping[str, Any]) -> list[Message]:
     return found
 
 
-def _told(item: Mapping[str, Any], where: str, names: Mapping[str, str]) -> Message:
+def _input_message(item: Mapping[str, Any], where: str, names: Mapping[str, str]) -> Message:
     """Read an item that is no part of a message of the model; `names` are those of called tools, keyed by call."""
     match item.get("type", "message"):
         case "message":
