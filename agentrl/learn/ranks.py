@@ -134,7 +134,7 @@ def _rows_of(length: int, rank: int, ranks: int) -> slice:
 
 
 @contextmanager
-def to_the_end(items: Iterable[T]) -> Iterator[Iterator[T]]:
+def exhaust_on_exit(items: Iterable[T]) -> Iterator[Iterator[T]]:
     """Iterate to the end even if the block fails, because the other ranks do: all must make the same collective
     calls.
     """

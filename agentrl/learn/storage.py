@@ -39,7 +39,7 @@ from agentrl.engines.models import dtype_name
 from agentrl.engines.transfer import FileSender, Outbox, Recipient, Source, WeightLink
 from agentrl.engines.versions import Canary
 from agentrl.learn.packing import pack
-from agentrl.learn.ranks import gathered, local, own_rows, to_the_end
+from agentrl.learn.ranks import exhaust_on_exit, gathered, local, own_rows
 
 if TYPE_CHECKING:
     from agentrl.core.records import Float32Array, Int32Array
@@ -130,7 +130,7 @@ def save_checkpoint(
     """
     moments = _moments(parameters, optimizer)
     rng = {"torch_cpu": torch.get_rng_state().numpy().tobytes().hex()}
-    with to_the_end(chain(gathered(parameters), gathered(moments))) as tensors:
+    with exhaust_on_exit(chain(gathered(parameters), gathered(moments))) as tensors:
         if not writes:
             return
         with writing(directory):
@@ -233,7 +233,7 @@ class Publisher:
         directory = self._root / version.policy / f"{version.lineage}.{version.step}"
         name = FULL_FILE if model.adapter_config() is None else ADAPTER_FILE
         with (
-            to_the_end(model.published()) as tensors,
+            exhaust_on_exit(model.published()) as tensors,
             writing(directory),
             staged(directory, depth=2) as staging,
         ):
@@ -253,7 +253,7 @@ class Publisher:
         Raises:
             TrainerError: the engine did not accept them.
         """
-        with to_the_end(model.published()) as tensors:
+        with exhaust_on_exit(model.published()) as tensors:
             try:
                 self._outbox.send(Source(model.published_layout(), tensors), version, recipient)
             except TrainerError:
