@@ -262,7 +262,7 @@ async def _awaited(value: Any) -> Any:
     return await value
 
 
-def of_the_episode(error: BaseException, task: asyncio.Task[Any] | None) -> BaseException:
+def as_episode_error(error: BaseException, task: asyncio.Task[Any] | None) -> BaseException:
     """Convert an error of an environment's program to one that ends only its episode.
 
     Cancellations stay as they are. A `KeyboardInterrupt` is converted too: Ctrl-C is a signal, which the run handles

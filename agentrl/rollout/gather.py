@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from agentrl.core import ids
 from agentrl.core.errors import GlobalRandomError, ReplayMismatchError
-from agentrl.environment.containment import of_the_episode
+from agentrl.environment.containment import as_episode_error
 from agentrl.journal.entries import OrderEntry
 from agentrl.rollout.call_journal import begin_branch, current_branch
 
@@ -127,7 +127,7 @@ class _Gathering:
         except asyncio.CancelledError:
             raise
         except BaseException as raised:  # noqa: BLE001 - foreign code: raised again below
-            error = of_the_episode(raised, own.task)
+            error = as_episode_error(raised, own.task)
             if self.error is None:
                 self.error = error
             raise error  # noqa: B904 - it is the same one, or has it as its cause

@@ -30,7 +30,7 @@ from agentrl.core.records import (
     dropped_header,
 )
 from agentrl.environment.base import Environment, LimitReachedError, valid_unicode
-from agentrl.environment.containment import of_the_episode
+from agentrl.environment.containment import as_episode_error
 from agentrl.gateway.server import Gateway
 from agentrl.journal.entries import Begin, JournalEntry, PlayedUnder, code_digest
 from agentrl.journal.port import TurnLog
@@ -399,7 +399,7 @@ def _ended_with(error: BaseException, journal: CallJournal, limit: TimeLimit) ->
             )
             ended.__cause__ = error
             return ended
-    return of_the_episode(error, limit.task)
+    return as_episode_error(error, limit.task)
 
 
 def _check_end(environment: type[Environment], journal: CallJournal, limit: TimeLimit) -> None:
