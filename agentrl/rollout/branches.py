@@ -414,7 +414,7 @@ def shortened(value: object) -> str:
     return text if len(text) <= CHARACTERS else f"{text[: CHARACTERS - 1]}…"
 
 
-def on_one_line(text: str) -> str:
+def printable_excerpt(text: str) -> str:
     """Escape unprintable characters of a text, and cut it to twice `CHARACTERS`."""
     shown = valid_unicode(text)[: 2 * CHARACTERS]
     return "".join(character if character.isprintable() else repr(character)[1:-1] for character in shown)

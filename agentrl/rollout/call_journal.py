@@ -55,7 +55,7 @@ from agentrl.rollout.branches import (
     RecordedCalls,
     ReplayOrder,
     describe_entry,
-    on_one_line,
+    printable_excerpt,
     replay_mismatch,
 )
 
@@ -274,7 +274,7 @@ class CallJournal:
             return Call(call_id, asked, None, branch, number)
         body = self._recorded.body(entry)
         if entry.asked != asked:
-            now = "something else" if describe is None else on_one_line(describe())
+            now = "something else" if describe is None else printable_excerpt(describe())
             self.mismatch(call_id, f"the journal holds {describe_entry(body)}", f"the code now asks {now}")
         return Call(call_id, asked, body, branch, number)
 
