@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from agentrl.core.ports import Delta, GenerateRequest
     from agentrl.core.records import FinishReason
     from agentrl.engines.embedded.capture import KeptSetRecorder, RoutingTap
-    from agentrl.engines.embedded.forward import ServedModel, Serving
+    from agentrl.engines.embedded.forward import EmbeddedVersion, ServedModel
     from agentrl.engines.embedded.slots import SlotCache, SlotColumns, Slots
 
 _WORTH_SHARING = 8
@@ -45,7 +45,7 @@ _LONG_IDLE_SECONDS = 1.0
 
 
 @dataclass(slots=True, eq=False)
-class EmbeddedSession(Session["Serving"]):
+class EmbeddedSession(Session["EmbeddedVersion"]):
     """One conversation, and its slot while it has one. Made by `EmbeddedEngine.open`."""
 
     slot: int = -1
@@ -68,7 +68,7 @@ class ActiveRequest:
     """Arrival number."""
     due: int = 0
     """Place in the queue: the arrival number, shifted by the priority."""
-    serving: Serving | None = None
+    serving: EmbeddedVersion | None = None
     """Version that samples the call now; None while it waits for a slot."""
     ending: bool = False
     """Whether the call was aborted or cancelled, so that it ends before the next pass."""
@@ -139,7 +139,7 @@ class SlotTable:
         self._free = list(range(slots))
         self._idle: OrderedDict[int, tuple[EmbeddedSession, float]] = OrderedDict()
         self._clock = clock
-        self.computed_by: list[Serving | None] = [None] * slots
+        self.computed_by: list[EmbeddedVersion | None] = [None] * slots
         """Version that computed all keys and values of each slot; None if the slot is empty or mixed."""
 
     def has_slot(self, *, patient: bool) -> bool:
@@ -230,7 +230,7 @@ class Batcher:
             heapq.heapify(self._waiting)
         return ending + [call for call in self.running.values() if call.ending]
 
-    def admit(self, held: Collection[str], resolve: Callable[[EmbeddedSession], Serving]) -> None:
+    def admit(self, held: Collection[str], resolve: Callable[[EmbeddedSession], EmbeddedVersion]) -> None:
         """Give slots to waiting calls in queue order; calls of `held` policies keep waiting.
 
         Conversations that hold a slot continue in it. While at least half of the slots are busy, others wait for a slot
@@ -253,7 +253,7 @@ class Batcher:
     def _seat_waiting(
         self,
         held: Collection[str],
-        resolve: Callable[[EmbeddedSession], Serving],
+        resolve: Callable[[EmbeddedSession], EmbeddedVersion],
         *,
         patient: bool = True,
         most: int | None = None,
@@ -273,7 +273,7 @@ class Batcher:
         for call in aside:
             heapq.heappush(self._waiting, call)
 
-    def _begin(self, call: ActiveRequest, resolve: Callable[[EmbeddedSession], Serving]) -> None:
+    def _begin(self, call: ActiveRequest, resolve: Callable[[EmbeddedSession], EmbeddedVersion]) -> None:
         request, table = call.request, self._table
         # Resolve before a slot is taken: a lease is valid only while its KV cache is intact.
         serving = resolve(call.session)
@@ -298,7 +298,7 @@ class Batcher:
         self._table.mark_idle(call.session)
         self._layout = None
 
-    def switch(self, call: ActiveRequest, serving: Serving, *, keep_kv: bool) -> None:
+    def switch(self, call: ActiveRequest, serving: EmbeddedVersion, *, keep_kv: bool) -> None:
         """Sample a running call with `serving` from its next token on.
 
         With `keep_kv` the call continues over the KV of older weights; otherwise the KV is recomputed. A call that has
@@ -358,7 +358,7 @@ class Batcher:
         was computed at once, nor on the other rows. A resumed conversation continues bit-identically.
         """
         slots = np.arange(self._cache.slots)
-        groups: dict[tuple[int, int], tuple[Serving, NDArray[np.int64]]] = {}
+        groups: dict[tuple[int, int], tuple[EmbeddedVersion, NDArray[np.int64]]] = {}
         for slot in self.running:
             serving = self._serving(slot)
             _, counts = groups.setdefault((id(serving.served), serving.adapter), (serving, np.zeros_like(slots)))
@@ -392,7 +392,7 @@ class Batcher:
             for slots in groups.values()
         ]
 
-    def _serving(self, slot: int) -> Serving:
+    def _serving(self, slot: int) -> EmbeddedVersion:
         serving = self.running[slot].serving
         assert serving is not None, "a running call has a version"
         return serving

@@ -44,10 +44,10 @@ from agentrl.engines.embedded.batcher import ActiveRequest, Batcher, EmbeddedSes
 from agentrl.engines.embedded.capture import KeptSetRecorder, RoutingTap
 from agentrl.engines.embedded.forward import (
     BASE,
+    EmbeddedVersion,
     Pass,
     PassRunner,
     ServedModel,
-    Serving,
     check_memory,
     check_rows,
     check_slots,
@@ -104,7 +104,7 @@ class EmbeddedSettings:
     fixed_shapes: bool
 
 
-class EmbeddedEngine(ModelEngine[Serving]):
+class EmbeddedEngine(ModelEngine[EmbeddedVersion]):
     """See `agentrl.core.ports.Engine`. Make one with `load`; it belongs to one event loop.
 
     Its KV memory is one row per slot regardless of length, so it reports no `kv_tokens`: a conversation keeps its row
@@ -365,7 +365,7 @@ class EmbeddedEngine(ModelEngine[Serving]):
         finally:
             self._wake.set()
 
-    def switch_calls(self, old: Serving, new: Serving) -> None:
+    def switch_calls(self, old: EmbeddedVersion, new: EmbeddedVersion) -> None:
         """Continue the calls that `old` samples under `new`; called between two passes."""
         for call in list(self._batcher.running.values()):
             if call.serving is old and call.session.pin is None:
@@ -404,14 +404,14 @@ class EmbeddedEngine(ModelEngine[Serving]):
             one = self._alone(serving, np.array([len(ids)]))
             return await loop.run_in_executor(self._worker, self._runner.score, one, ids, temperature)
 
-    async def answer(self, serving: Serving, canary: Canary) -> Float32Array:
+    async def answer(self, serving: EmbeddedVersion, canary: Canary) -> Float32Array:
         """Compute the log-probabilities, `[m, n]`, that a version gives to a canary; between two passes."""
         contexts, tokens = canary.contexts.astype(np.int64), canary.token_ids.astype(np.int64)
         one = self._alone(serving, np.full(len(contexts), contexts.shape[1]))
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._worker, self._runner.next_logprobs, one, contexts, tokens)
 
-    def _alone(self, serving: Serving, counts: NDArray[np.int64]) -> Pass:
+    def _alone(self, serving: EmbeddedVersion, counts: NDArray[np.int64]) -> Pass:
         """Make a pass of one version over rows without slots."""
         served, nowhere = serving.served, np.zeros(len(counts), np.int64)
         adapters = np.full(len(counts), serving.adapter)
@@ -443,7 +443,7 @@ class EmbeddedEngine(ModelEngine[Serving]):
             self._worker.shutdown()
 
 
-class EmbeddedVersions(VersionTable[Serving]):
+class EmbeddedVersions(VersionTable[EmbeddedVersion]):
     """The versions of one embedded engine; updates are applied one after another, between its passes.
 
     Args:
@@ -470,11 +470,11 @@ class EmbeddedVersions(VersionTable[Serving]):
         self._spare: ServedModel | None = None
         self.paused = False
         for version in versions:
-            self.live[version] = self.current[version.policy] = Serving(version=version, served=base)
+            self.live[version] = self.current[version.policy] = EmbeddedVersion(version=version, served=base)
 
     # --- copies and places --------------------------------------------------------------------------------------------
 
-    def _servings_of(self, served: ServedModel) -> list[Serving]:
+    def _servings_of(self, served: ServedModel) -> list[EmbeddedVersion]:
         """Return the live versions that a model copy serves."""
         return [serving for serving in self.live.values() if serving.served is served]
 
@@ -511,7 +511,7 @@ class EmbeddedVersions(VersionTable[Serving]):
             self.base.bank = AdapterBank(self.base.model, places=self.places, max_rank=self._max_rank)
         return self.base.bank
 
-    def settle(self, serving: Serving) -> None:
+    def settle(self, serving: EmbeddedVersion) -> None:
         """See `VersionTable.settle`; base weights cost nothing to keep while their copy exists."""
         self.wake()
         if serving.held or serving.calls or self.is_current(serving) or not self.is_live(serving):
@@ -529,12 +529,12 @@ class EmbeddedVersions(VersionTable[Serving]):
     async def _load(self, weights: WeightsRef) -> None:
         await (self._load_full(weights) if weights.kind == "full" else self._load_adapter(weights))
 
-    async def _make_current(self, serving: Serving) -> None:
+    async def _make_current(self, serving: EmbeddedVersion) -> None:
         self._engine.interrupt()
         async with self._engine.between_passes:
             self._promote(serving)
 
-    def _promote(self, new: Serving) -> None:
+    def _promote(self, new: EmbeddedVersion) -> None:
         """Make a version with loaded weights current; call it between two passes."""
         policy = new.version.policy
         old = self.of_policy(policy)
@@ -650,10 +650,12 @@ class EmbeddedVersions(VersionTable[Serving]):
 
     def _serving(
         self, weights: WeightsRef, canary: Canary | None, served: ServedModel, *, adapter: int = BASE
-    ) -> Serving:
-        return Serving(version=weights.version, digest=weights.sha256, canary=canary, served=served, adapter=adapter)
+    ) -> EmbeddedVersion:
+        return EmbeddedVersion(
+            version=weights.version, digest=weights.sha256, canary=canary, served=served, adapter=adapter
+        )
 
-    def _add(self, new: Serving, *, is_current: bool) -> None:
+    def _add(self, new: EmbeddedVersion, *, is_current: bool) -> None:
         """Add a version with loaded weights to the live ones; call it between two passes."""
         new.pinned = self._wanted.has_pin(new.version)
         self.live[new.version] = new
@@ -667,7 +669,7 @@ class EmbeddedVersions(VersionTable[Serving]):
             canary.check_vocabulary(weights, int(self.base.model.config.vocab_size))
         return canary
 
-    async def _check_answer(self, weights: WeightsRef, new: Serving, *replaced: Serving) -> None:
+    async def _check_answer(self, weights: WeightsRef, new: EmbeddedVersion, *replaced: EmbeddedVersion) -> None:
         """Run the canary check, between the same two passes, before any call samples from the version.
 
         Raises:

@@ -125,7 +125,7 @@ class ServedModel:
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Serving(LiveVersion):
+class EmbeddedVersion(LiveVersion):
     """A version the embedded engine can sample from."""
 
     served: ServedModel
