@@ -46,8 +46,8 @@ from agentrl.rollout.branches import REMEDY, shortened
 from agentrl.rollout.harness_agent import differing_request, standalone
 from agentrl.simulation.virtual_time import simulate
 from agentrl.testing.execution import POLICY, RESOURCE_LOST, Executed, execute, random_policy
-from agentrl.testing.format_check import TASKS as FORMAT_TASKS
-from agentrl.testing.format_check import Outcome, format_findings
+from agentrl.testing.format_reward_check import TASKS as FORMAT_TASKS
+from agentrl.testing.format_reward_check import Outcome, format_findings
 from agentrl.testing.side_effects import MODEL_ADVICE, asks_model, observed_side_effects
 
 MAX_CUTS = 64
