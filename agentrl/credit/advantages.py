@@ -340,7 +340,7 @@ ADVANTAGES: dict[str, AdvantageFunction] = {
 """Estimators that need the rewards alone, keyed by the name in `credit.advantage`; `role_mean` gets its baseline at the
 step (`baselines.RoleMeans`)."""
 
-OF_GROUPS: dict[str, tuple[Callable[..., list[float]], Mark]] = {
+OF_GROUPS: dict[str, tuple[Callable[..., Sequence[float] | Sequence[Sequence[float]]], Mark]] = {
     "max_rl": (max_rl, Mark("advantage")),
     "pass_at_k": (pass_at_k, Mark("advantage")),
     "best_of_n": (best_of_n, Mark("advantage")),
