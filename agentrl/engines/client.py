@@ -37,7 +37,7 @@ from agentrl.engines.child_process import LocalPlacement, Supervisor
 from agentrl.engines.versions import WantedVersions, in_order, refusal, run_to_end
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+    from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 
     from agentrl.core.clock import Clock
     from agentrl.core.ports import Delta, EngineCapabilities, EngineSession, GenerateRequest
@@ -172,23 +172,23 @@ class Connection:
     async def _send_files(self, weights: WeightsRef, pieces: list[asyncio.Task[None]]) -> None:
         """Send the files of a version, piece by piece; add the answers to `pieces`, of which at most `PIECES` are open.
 
+        Files that fit into one message's size are on the way together, with the request that follows them: over Ray
+        each write is acknowledged before the next one leaves.
+
         Raises:
             EngineError: the files cannot be read here.
         """
-        for name in WEIGHT_FILES[weights.kind]:
-            path = Path(weights.path) / name
-            start = 0
+        reading, is_last = _read_pieces(weights), False
+        while not is_last:
             try:
-                with path.open("rb") as file:
-                    while data := await asyncio.to_thread(file.read, PIECE_BYTES):
-                        call = self.next_call()
-                        piece = wire.Piece(call=call, sha256=weights.sha256, name=name, start=start, data=data)
-                        start += len(data)
-                        pieces.append(asyncio.get_running_loop().create_task(self._send_piece(weights, piece)))
-                        if len(pieces) >= PIECES:
-                            await asyncio.wait({pieces[-PIECES]})
+                read, is_last = await asyncio.to_thread(next, reading)
             except OSError as error:
-                raise refusal(weights, f"{path} cannot be read ({error.strerror})") from error
+                raise refusal(weights, f"{error.filename or weights.path} cannot be read ({error.strerror})") from error
+            for name, start, data in read:
+                piece = wire.Piece(call=self.next_call(), sha256=weights.sha256, name=name, start=start, data=data)
+                pieces.append(asyncio.get_running_loop().create_task(self._send_piece(weights, piece)))
+            if not is_last and len(pieces) >= PIECES:
+                await asyncio.wait({pieces[-PIECES]})
 
     async def _send_piece(self, weights: WeightsRef, piece: wire.Piece) -> None:
         try:
@@ -257,6 +257,28 @@ class Connection:
             future.set_exception(result)
         else:
             future.set_result(result)
+
+
+def _read_pieces(weights: WeightsRef) -> Iterator[tuple[list[tuple[str, int, bytes]], bool]]:
+    """Yield lists of (file name, bytes before, bytes) of a version, each of at most `PIECE_BYTES`, and whether a list
+    is the last.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    read: list[tuple[str, int, bytes]] = []
+    room = PIECE_BYTES
+    for name in WEIGHT_FILES[weights.kind]:
+        start = 0
+        with (Path(weights.path) / name).open("rb") as file:
+            while data := file.read(room or PIECE_BYTES):
+                if not room:
+                    yield read, False
+                    read, room = [], PIECE_BYTES
+                read.append((name, start, data))
+                start += len(data)
+                room -= len(data)
+    yield read, True
 
 
 class ConnectionSession:

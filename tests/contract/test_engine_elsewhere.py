@@ -10,12 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from agentrl.core.errors import EngineError, EngineStorageError
+from agentrl.core.errors import EngineError, EngineLostError, EngineStorageError
 from agentrl.core.network import SCHEME, Address
 from agentrl.core.ports import GenerateRequest, SamplingParams
 from agentrl.core.records import PolicyVersion
+from agentrl.engines import wire
 from agentrl.engines.child_process import VARIABLE
-from agentrl.engines.client import PIECE_BYTES, EngineClient, ProcessEngine
+from agentrl.engines.client import PIECE_BYTES, Connection, EngineClient, ProcessEngine
 from tests.contract.elsewhere import START, Elsewhere, program, written
 
 REQUEST = GenerateRequest(
@@ -58,6 +59,43 @@ def test_versions_travel_as_bytes_and_a_second_process_is_sent_them_again(tmp_pa
         with pytest.raises(EngineError, match=r"solver.* refused: .*adapter_config.json cannot be read"):
             await engine.serve([gone], ())
         await engine.close()
+
+    asyncio.run(main())
+
+
+class RayWriter:
+    """Passes on together what is written in one iteration of the event loop, as the writer of a Ray actor does."""
+
+    def __init__(self) -> None:
+        self.sent: list[list[str]] = []
+        self._written: list[str] = []
+
+    def write(self, data: bytes) -> None:
+        if not self._written:
+            asyncio.get_running_loop().call_soon(self._send)
+        self._written.append(type(wire.REQUESTS.decode(data[wire.HEAD_BYTES :])).__name__)
+
+    def _send(self) -> None:
+        self.sent.append(self._written)
+        self._written = []
+
+    def close(self) -> None:
+        pass
+
+
+def test_an_adapter_and_the_request_to_serve_it_take_one_round_trip(tmp_path: Path) -> None:
+    async def main() -> None:
+        writer, reader = RayWriter(), asyncio.StreamReader()
+        connection = Connection(reader, writer, on_message=lambda reply: None, on_end=lambda why: None)
+        connection.host = "another"
+        serving = asyncio.create_task(connection.serve([written(tmp_path / "1", 1, 1000)], ()))
+        while not writer.sent:
+            await asyncio.sleep(0.01)
+        assert writer.sent == [["Piece", "Piece", "Serve"]]
+        reader.feed_eof()
+        await connection.drain(EngineLostError("it is over"))
+        with pytest.raises(EngineLostError):
+            await serving
 
     asyncio.run(main())
 
