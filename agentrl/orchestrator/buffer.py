@@ -13,7 +13,7 @@ every call.
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple, Protocol
@@ -450,8 +450,8 @@ class EpisodeBuffer:
         """Number of units trained in this attempt of the run, by policy."""
         self._begun: dict[str, dict[str, int]] = {policy: {} for policy in self.trainable}
         """Value of `_consumed` when an outstanding unit began, keyed by policy and episode."""
-        self._beginnings: dict[str, Counter[int]] = {policy: Counter() for policy in self.trainable}
-        """Number of outstanding units that began at each value of `_consumed`, keyed by policy."""
+        self._beginnings: dict[str, OrderedDict[int, int]] = {policy: OrderedDict() for policy in self.trainable}
+        """Number of outstanding units that began at each value of `_consumed`, smallest first, keyed by policy."""
         self._unresolved: dict[str, set[str]] = {}
         self._trained: set[str] = set()
         self.ledger = Ledger()
@@ -474,7 +474,7 @@ class EpisodeBuffer:
         for policy in self.policies_of(spec):
             self._in_flight[policy] += 1
             self._begun[policy][spec.episode_id] = began = self._consumed[policy]
-            self._beginnings[policy][began] += 1
+            self._beginnings[policy][began] = self._beginnings[policy].get(began, 0) + 1
             if policy in self.selection_bias:
                 self.selection_bias[policy].record_admission(spec)
 
@@ -588,7 +588,7 @@ class EpisodeBuffer:
     def overtaken(self, policy: str) -> int:
         """Return the number of units trained since the oldest outstanding one began."""
         beginnings = self._beginnings[policy]
-        return self._consumed[policy] - min(beginnings) if beginnings else 0
+        return self._consumed[policy] - next(iter(beginnings)) if beginnings else 0
 
     def late(self, policy: str) -> int:
         """Return the number of units of running episodes whose group has released other members."""

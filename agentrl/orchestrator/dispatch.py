@@ -161,6 +161,8 @@ class Dispatcher:
     fail: Callable[[CheckFailedError], None] = field(init=False)
     """Callback that ends the run; set with the worker."""
     _running: dict[str, EpisodeSpec] = field(default_factory=dict)
+    _pins: Counter[PolicyVersion] = field(default_factory=Counter)
+    """Number of training episodes in flight that are pinned to each version."""
     _held: list[EpisodeSpec] = field(default_factory=list)
     """Episodes of a previous attempt that cannot continue yet."""
     _children: dict[str, dict[str, EpisodeHeader]] = field(default_factory=dict)
@@ -202,9 +204,9 @@ class Dispatcher:
         """Return the ids of the training episodes in flight, children included."""
         return (name for name, spec in self._running.items() if spec.purpose == "train")
 
-    def pinned(self) -> set[PolicyVersion]:
+    def pinned(self) -> Collection[PolicyVersion]:
         """Return the versions to which training episodes in flight are pinned, children included."""
-        return {pin for spec in self._running.values() if spec.purpose == "train" for pin in spec.pins.values()}
+        return self._pins.keys()
 
     def admit_group(self, task: Task, held_by: str = "") -> None:
         """Start a root group: `group_size` episodes of one task. `held_by` is `EpisodeSpec.held_by`."""
@@ -258,7 +260,7 @@ class Dispatcher:
             if resumable is None:
                 self._held.append(spec)
             else:
-                self._running[spec.episode_id] = resumable
+                self._set_running(resumable)
                 self.worker.submit(resumable, partial(self._end, resumable, None), resume=True)
 
     def spawn(
@@ -337,7 +339,7 @@ class Dispatcher:
         self.store.admit(spec)
         self.memory.forget(spec.episode_id)
         self._reserve(spec)
-        self._running[spec.episode_id] = spec
+        self._set_running(spec)
 
     async def evaluate(self, tasks: Sequence[Task], pins: Mapping[str, PolicyVersion]) -> list[EpisodeHeader]:
         """Run each task once, outside buffer and ledger; `pins` fixes policies at versions. Children come last.
@@ -366,6 +368,7 @@ class Dispatcher:
         """Stop every episode in flight; training episodes are dropped with `reason`."""
         await self.worker.cancel()
         running, self._running = self._running, {}
+        self._pins.clear()
         headers = []
         for spec in running.values():
             if spec.purpose != "train":
@@ -468,7 +471,7 @@ class Dispatcher:
         if running is None or running.attempt != header.attempt:
             self.buffer.counts.count_superseded()
             return
-        del self._running[spec.episode_id]
+        self._remove_running(spec.episode_id)
         self._resumed.discard(spec.episode_id)
         self._children.pop(spec.episode_id, None)
         self.reservations.cancel(spec.episode_id)
@@ -504,7 +507,23 @@ class Dispatcher:
         if spec.purpose == "train":
             self.buffer.admit(spec)
         self._reserve(spec)
+        self._set_running(spec)
+
+    def _set_running(self, spec: EpisodeSpec) -> None:
+        """Note that an episode is in flight with this spec, which replaces that of an earlier attempt."""
+        self._remove_running(spec.episode_id)
         self._running[spec.episode_id] = spec
+        if spec.purpose == "train":
+            self._pins.update(spec.pins.values())
+
+    def _remove_running(self, episode_id: str) -> None:
+        spec = self._running.pop(episode_id, None)
+        if spec is None or spec.purpose != "train":
+            return
+        for pin in spec.pins.values():
+            self._pins[pin] -= 1
+            if not self._pins[pin]:
+                del self._pins[pin]
 
     def _reserve(self, spec: EpisodeSpec) -> None:
         if spec.purpose != "train":

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import pstdev
@@ -259,8 +259,9 @@ class SelectionBias:
 
     def __init__(self, step_size: int) -> None:
         self._step_size = step_size
-        self._groups: dict[str, _DispatchedGroup] = {}
-        """Groups that are not settled yet, in order of dispatch."""
+        self._groups: OrderedDict[str, _DispatchedGroup] = OrderedDict()
+        """Groups that are not settled yet, in order of dispatch. In a `dict`, finding the first takes longer the more
+        were removed before it."""
         self._group_of: dict[str, str] = {}
         self._dispatched = 0
         self._left = 0
