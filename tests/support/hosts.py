@@ -191,12 +191,25 @@ class Hosts:
             number: of the host.
             marks: only processes whose command line contains one of these.
         """
+        found = self._all_processes(number)
+        return [each for each in found if not marks or any(mark in _command(each) for mark in marks)]
+
+    def roles(self, number: int, marks: Mapping[str, Sequence[str]]) -> set[str]:
+        """The roles of which a process runs on a host.
+
+        Args:
+            number: of the host.
+            marks: texts by role, of which the command line of each of its processes contains one.
+        """
+        commands = list(map(_command, self._all_processes(number)))
+        return {role for role, own in marks.items() if any(mark in each for mark in own for each in commands)}
+
+    def _all_processes(self, number: int) -> list[int]:
         answer = subprocess.run(
             ["ip", "netns", "pids", self._space(number)], capture_output=True, text=True, check=False
         )
         holder = self._holders[number].pid if number in self._holders else 0
-        found = [int(line) for line in answer.stdout.split() if int(line) != holder]
-        return [each for each in found if not marks or any(mark in _command(each) for mark in marks)]
+        return [int(line) for line in answer.stdout.split() if int(line) != holder]
 
     def cut(self, number: int) -> None:
         """Unplug a host's network."""
