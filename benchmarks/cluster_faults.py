@@ -1,8 +1,9 @@
 """The part of `benchmarks.cluster` about losses: a run over three hosts, of which processes and machines are lost.
 
 A fault is the death of a worker, an engine or a rank, of a whole host (its network ends before its processes do, as if
-its power had failed), a network that is cut for 5 or 30 s, or a node that is drained by SIGTERM. A host that lost its
-Ray node joins again after the run has got on without it. After each fault, and at the end of each run, both oracles of
+its power had failed), a network that is cut for 5 or 30 s, a node that is drained by SIGTERM, or a fourth host that
+joins, after it was lost where it was there. A host that lost its Ray node joins again after the run has got on without
+it. After each fault, and at the end of each run, both oracles of
 `benchmarks.chaos` judge the run directory. Before each fault, what the journal has of unfinished episodes is noted;
 tokens of it that the committed episode does not have were sampled again.
 """
@@ -27,17 +28,19 @@ from agentrl.journal.entries import JournalEntry, Partial, TurnEntry
 from benchmarks.chaos import ROLES, Chaos, Kind, Tally
 from tests.support.hosts import Hosts, unavailable
 
-FAULTS, QUICK_FAULTS = 60, 7
+FAULTS, QUICK_FAULTS = 60, 8
 KIND = Kind(
     "cluster",
     60,
-    {"worker": 10, "engine": 10, "rank": 8, "host": 12, "cut 5": 8, "cut 30": 7, "drain": 5},
+    {"worker": 10, "engine": 10, "rank": 8, "host": 12, "cut 5": 8, "cut 30": 7, "drain": 5, "join": 5},
     calm_s=3.0,
     start_s=0.0,
     after_progress=True,
 )
 RAYLET = "src/ray/raylet/raylet "
 CUT_S = {"cut 5": 5.0, "cut 30": 30.0}
+JOINS = 4
+"""The host that joins while a run goes on; the others are there at its start."""
 Call = tuple[str, int, str]
 """Episode, attempt, call."""
 
@@ -91,12 +94,21 @@ class ClusterChaos(Chaos):
 
     def _strike(self, fault: str) -> bool:
         """Bring a fault about; False where there is nothing of that kind now."""
+        if fault == "join":
+            print(f"fault {self._killed + 1}: host {JOINS} joins", flush=True)
+            self._hosts.cut(JOINS)
+            self._hosts.kill(JOINS)
+            self._hosts.plug(JOINS)
+            self._start_ray(JOINS)
+            return True
         if fault in CUT_S or fault in ("host", "drain"):
             number = self._rng.choice([2, 3])
             print(f"fault {self._killed + 1}: {fault} of host {number}", flush=True)
             self._strike_host(fault, number)
             return True
-        victims = [(number, pid) for number in (1, 2, 3) for pid in self._hosts.processes(number, *ROLES[fault])]
+        victims = [
+            (number, pid) for number in range(1, JOINS + 1) for pid in self._hosts.processes(number, *ROLES[fault])
+        ]
         if not victims:
             return False
         number, victim = self._rng.choice(victims)
@@ -122,9 +134,12 @@ class ClusterChaos(Chaos):
             self._hosts.plug(number)
             if not self._hosts.processes(number, RAYLET):
                 self._hosts.kill(number)
-                self._hosts.start_ray([number], hide=self._hosts.directory / "1")
-                self._tally.kills["join"] += 1
+                self._start_ray(number)
+                self._tally.kills["join again"] += 1
                 print(f"  host {number} has joined again", flush=True)
+
+    def _start_ray(self, number: int) -> None:
+        self._hosts.start_ray([number], hide=self._hosts.directory / "1")
 
     # --- tokens that were on disk ---------------------------------------------------------------------------------
 
@@ -202,7 +217,7 @@ def faults_of(count: int, seed: int = 0) -> dict[str, float | None]:
     """The figures after so many faults."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the hosts end with it
     tally = Tally()
-    with Hosts(3) as hosts:
+    with Hosts(JOINS) as hosts:
         hosts.start_ray([1, 2, 3], hide=hosts.directory / "1")
         chaos = ClusterChaos(hosts, seed, tally)
         chaos.run(count)

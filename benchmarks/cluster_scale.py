@@ -91,6 +91,8 @@ class FromSteadyState(Silent):
 
     def on_step(self, policy: str, step: int, metrics: Mapping[str, float]) -> None:
         """Read."""
+        if step % (self._last // 10) == 0:
+            print(f"  step {step:,} of {self._last:,}", flush=True)
         if step >= self._first and (step - self._first) % WINDOW == 0:
             self.readings.append(
                 Reading(time.process_time(), metrics["episodes/in_flight"], metrics["episodes/trained"])

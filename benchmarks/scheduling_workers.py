@@ -29,6 +29,7 @@ from agentrl.rollout.chat_format import TemplateFormat
 from agentrl.simulation.recording_trainer import RecordingTrainer
 from benchmarks.overhead import MODEL, TASKS, TURNS, Arithmetic, Silent, run_config
 from benchmarks.processes import ProcessTree
+from tests.support.frames import bodies
 
 if TYPE_CHECKING:
     from agentrl.config.run import RunConfig
@@ -78,7 +79,7 @@ class Listening(LocalPlacement):
 
         class Writer:
             def write(self, data: bytes) -> None:
-                frames.append((worker_wire.TO_WORKER.decode(data[4:]), len(data)))
+                frames.extend((worker_wire.TO_WORKER.decode(body), 4 + len(body)) for body in bodies(data))
                 writer.write(data)
 
             def close(self) -> None:

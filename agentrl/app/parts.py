@@ -20,11 +20,12 @@ from agentrl.cluster.journal_stream import JournalReceiver
 from agentrl.cluster.worker_pool import PoolSettings, WorkerPool
 from agentrl.cluster.worker_wire import Work
 from agentrl.config.devices import DevicePlan, plan_devices
+from agentrl.config.fields import base_name
 from agentrl.config.policies import BotPolicy, ExternalPolicyConfig, LocalPolicy, RemotePolicy
 from agentrl.config.run import RunConfig
 from agentrl.core.clock import Clock, SystemClock
 from agentrl.core.errors import ConfigError, EnvironmentDefinitionError, InputError
-from agentrl.core.machine import gpus, install_command
+from agentrl.core.machine import Gpu, Memory, gpus, install_command
 from agentrl.core.ports import ChatFormat, Engine, Trainer
 from agentrl.core.records import PolicyVersion, Task
 from agentrl.engines.bases import EnginePerBase
@@ -50,9 +51,9 @@ from agentrl.orchestrator.evaluation import HeldOut
 from agentrl.rollout.byte_formats import JsonFormat
 
 if TYPE_CHECKING:
+    from agentrl.cluster.elastic import Growing, JoiningNodes
     from agentrl.cluster.session import RaySession
     from agentrl.config.devices import Node
-    from agentrl.core.machine import Gpu
     from agentrl.engines.external import ExternalPolicy
     from agentrl.orchestrator.loop import Orchestrator
 
@@ -140,18 +141,25 @@ async def _engine_of_base(
     log: Path | None,
 ) -> Engine:
     """Make the engine of a base model by its number, on the GPUs of the whole run's plan."""
-    arguments = {**_engine_arguments(base), "threads": config.threads}
     if config.engine.kind == "vllm":
         check_vllm(config)
-        program = EngineProgram(VLLM, arguments, VLLM_HOST)
-        return await _in_child_processes(config, number, program, versions, tell, log)
     if not config.engine_in_process:
-        return await _in_child_processes(config, number, EngineProgram(EMBEDDED, arguments), versions, tell, log)
+        return await _in_child_processes(config, number, _engine_program(config, base), versions, tell, log)
     from agentrl.engines.embedded.engine import EmbeddedEngine
 
     plan = device_plan(config)
     device = f"cuda:{plan.engines[number][0]}" if plan.engines else None
-    return await asyncio.to_thread(EmbeddedEngine.load, versions=versions, device=device, **arguments)
+    return await asyncio.to_thread(
+        EmbeddedEngine.load, versions=versions, device=device, **_engine_arguments(base), threads=config.threads
+    )
+
+
+def _engine_program(config: RunConfig, base: RunConfig) -> EngineProgram:
+    """Return the program of a base model's engine in a process of its own."""
+    arguments = {**_engine_arguments(base), "threads": config.threads}
+    if config.engine.kind == "vllm":
+        return EngineProgram(VLLM, arguments, VLLM_HOST)
+    return EngineProgram(EMBEDDED, arguments)
 
 
 def _engine_arguments(config: RunConfig) -> dict[str, Any]:
@@ -351,6 +359,83 @@ def make_workers(
         receiver = JournalReceiver(journal, session.nodes()[0].address, log=log, clock=clock, tell=tell)
     placements = [_worker_placement(config, log, worker) for worker in range(config.workers)]
     return WorkerPool(settings, engines=shared, placements=placements, receiver=receiver, clock=clock, tell=tell)
+
+
+def joining_nodes(
+    config: RunConfig,
+    environment: type[Environment],
+    engine: Engine,
+    versions: Mapping[str, PolicyVersion],
+    workers: WorkerPool | None,
+    clock: Clock,
+    tell: Callable[[str], None],
+) -> JoiningNodes:
+    """Use the nodes that join the cluster of a run from now on; see `JoiningNodes`.
+
+    Args:
+        config: of the run.
+        environment: class of root episodes.
+        engine: the run's engine; replicas are added to it if it has several.
+        versions: version of each policy with which an engine starts.
+        workers: the worker processes of the run; None: it has none.
+        clock: times the looks at the cluster.
+        tell: prints a line for people.
+    """
+    from agentrl.cluster.elastic import Growing, JoiningNodes
+    from agentrl.cluster.engine_actors import RayPlacement
+    from agentrl.cluster.nodes import missing_on
+    from agentrl.cluster.session import RaySession
+
+    session, code, address = RaySession(config.cluster.address), importable_code_of(environment), config.cluster.address
+    session.start()
+    growing = []
+    if workers is not None:
+        growing.append(
+            Growing(
+                "worker",
+                lambda: len(workers.processes),
+                lambda node: workers.add(RayPlacement(lambda _: (node, ()), address=address)),
+            )
+        )
+    for base, fleet in zip(config.bases, engines_of(engine), strict=False):
+        if isinstance(fleet, ReplicatedEngine):
+            growing.append(_growing_fleet(config, base, fleet, versions, tell))
+    return JoiningNodes(
+        growing,
+        pool=workers,
+        nodes=session.undrained,
+        missing=lambda node: missing_on(node, config, code),
+        clock=clock,
+        tell=tell,
+    )
+
+
+def _growing_fleet(
+    config: RunConfig,
+    base: RunConfig,
+    fleet: ReplicatedEngine,
+    versions: Mapping[str, PolicyVersion],
+    tell: Callable[[str], None],
+) -> Growing:
+    """Describe how a base model's engine gets one more replica."""
+    from agentrl.cluster.elastic import Growing
+    from agentrl.cluster.engine_actors import RayPlacement
+
+    program, devices, address = _engine_program(config, base), config.engine.devices, config.cluster.address
+    own = {name: version for name, version in versions.items() if name in base.policies}
+
+    def start(node: Node) -> None:
+        held = [Gpu(str(at), "", Memory(0, 0), node.id) for at in range(devices if node.gpus else 0)]
+        placement = RayPlacement(lambda _: (node, held), address=address)
+        silence_s = config.engine.silence_timeout_s
+        fleet.add(ProcessEngine(program, own, placement=placement, silence_s=silence_s, tell=tell))
+
+    def most(node: Node) -> int:
+        on_gpus = any(status.gpus for status in fleet.statuses())
+        return node.gpus // devices if on_gpus else len(fleet.engines)
+
+    name = f"engine of {base_name(base.model.path)}" if len(config.bases) > 1 else "engine"
+    return Growing(name, lambda: len(fleet.engines), start, most)
 
 
 def importable_code_of(environment: type[Environment]) -> dict[str, str]:

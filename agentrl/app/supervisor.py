@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from agentrl.app.assemble import Parts, assemble
-from agentrl.app.parts import Adapters, connect_trainer, engines_of, make_chat_format, make_workers
+from agentrl.app.parts import Adapters, connect_trainer, engines_of, joining_nodes, make_chat_format, make_workers
 from agentrl.app.policies import given_weights, load_weights, pinned_policies
 from agentrl.app.recovery import Code, find_start
 from agentrl.cluster.nodes import wait_for_nodes
@@ -275,6 +275,11 @@ async def _run_once(setup: RunSetup) -> Orchestrator:
         measured = await asyncio.to_thread(point.recovery.measured, directory.versions)
         parts = _parts(setup, point, opponents, measured, served=served, trainer=trainer, workers=workers)
         orchestrator = assemble(config, setup.environment, parts)
+        if config.on_cluster:
+            joining = joining_nodes(
+                *(config, setup.environment, engine, point.versions, workers), clock=clock, tell=observer.warn
+            )
+            stack.push_async_callback(joining.close)
         setup.adapters.assembled(orchestrator)
         observer.watch(partial(_status, orchestrator, [trainer, *engines_of(engine), workers]))
         with (

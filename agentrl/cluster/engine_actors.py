@@ -98,6 +98,10 @@ class RayPlacement:
         """See `Placement.gpus`."""
         return tuple(gpu.id for gpu in self._gpus)
 
+    def move(self, node: Node) -> None:
+        """Start the next process on a node, without GPUs."""
+        self._node, self._gpus, self._choose = node, (), None
+
     async def start(self, program: EngineProgram) -> ActorChild:
         """See `Placement.start`; also starts Ray if there is none, or a dead one."""
         starting = asyncio.get_running_loop().create_task(asyncio.to_thread(self._start_actor), name="start an actor")

@@ -136,12 +136,22 @@ def check_nodes(config: RunConfig, code: Mapping[str, str]) -> tuple[NodePlan, l
     session = RaySession(config.cluster.address)
     session.start()
     plan = session.plan(config)
-    modules = sorted({name for reference in code.values() if not (name := _module_of(reference)).endswith(".py")})
-    models = [base.model.path for base in config.bases if base.model.path]
-    missing, lines = compare(plan.nodes, [str(Path(model).absolute()) for model in models], modules)
+    missing, lines = compare(plan.nodes, *_needed(config, code))
     if missing:
         raise ConfigError(f"the cluster at {shown(config.cluster.address)} cannot run this: {'; '.join(missing)}")
     return plan, plan.lines() + lines
+
+
+def missing_on(node: Node, config: RunConfig, code: Mapping[str, str]) -> list[str]:
+    """Return what a node lacks that a run needs, one sentence each; see `check_nodes`. Blocks until it answers."""
+    return compare([node], *_needed(config, code))[0]
+
+
+def _needed(config: RunConfig, code: Mapping[str, str]) -> tuple[list[str], list[str]]:
+    """Return the directories of a run's models, and the installed modules of its environments."""
+    modules = {name for reference in code.values() if not (name := _module_of(reference)).endswith(".py")}
+    models = [base.model.path for base in config.bases if base.model.path]
+    return [str(Path(model).absolute()) for model in models], sorted(modules)
 
 
 def _module_of(reference: str) -> str:
@@ -169,7 +179,13 @@ def compare(nodes: Sequence[Node], models: Sequence[str], modules: Sequence[str]
             missing.append(f"node {node} cannot import agentrl {here.versions['agentrl']} ({brief(error)})")
             continue
         missing += differences(node, here, there)
-        behind = SystemClock().wall() - there.clock
-        if abs(behind) > CLOCK_S + ANSWER_S:
-            lines.append(f"the clock of node {node} is {abs(behind):,.0f} s {'behind' if behind > 0 else 'ahead'}")
+        lines += clock_lines(node, there, SystemClock().wall())
     return missing, lines
+
+
+def clock_lines(node: str, there: NodeReport, now: float) -> list[str]:
+    """Describe by how much the clock of a node differs from `now`, if by more than an answer can take."""
+    behind = now - there.clock
+    if abs(behind) <= CLOCK_S + ANSWER_S:
+        return []
+    return [f"the clock of node {node} is {abs(behind):,.0f} s {'behind' if behind > 0 else 'ahead'}"]

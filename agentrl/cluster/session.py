@@ -251,6 +251,10 @@ class RaySession:
         ]
         return tuple(sorted(found, key=lambda node: (node.id != here, _in_order(node.address))))
 
+    def undrained(self) -> tuple[Node, ...]:
+        """Return the live nodes of the cluster that are not about to be taken away."""
+        return tuple(node for node in self.nodes() if not is_drained(node))
+
     def plan(self, config: RunConfig) -> NodePlan:
         """Return the nodes and GPUs of a run's ranks, engines and workers; without a cluster, this machine's GPUs.
 

@@ -120,7 +120,7 @@ class WorkerPool:
         self._settings = settings
         self._engines = engines
         self.placements = placements
-        """Placement of each process; may be replaced before they start."""
+        """Placement of each process; those of the first may be replaced before they start."""
         self._receiver = receiver
         self._clock = clock
         self._tell = tell
@@ -134,8 +134,10 @@ class WorkerPool:
         self._queue: dict[int, Placed] = {}
         """Episodes that wait for a process, in order."""
         self._unready: set[WorkerProcess] = set()
-        """Processes that were never ready. Episodes wait until all are, because the first ready process would take all
-        of them."""
+        """First processes that were never ready. Episodes wait until all are, because the first ready process would
+        take all of them."""
+        self._sharing: set[WorkerProcess] = set()
+        """Processes that were ready at least once, among which `max_in_flight` is divided."""
         self._tasks: set[asyncio.Task[None]] = set()
         """Tasks that commit episodes and answer workers."""
         self._idle = asyncio.Event()
@@ -149,22 +151,29 @@ class WorkerPool:
         """Connect the pool to the host that serves episodes, the store of commits, and the handler of failures that no
         episode caused."""
         self._host, self._store, self._on_failure = host, store, on_failure
-        settings = self._settings
-        for number, placement in enumerate(self.placements):
-            process = WorkerProcess(
-                msgspec.structs.replace(settings.work, number=number),
-                self,
-                placement=placement,
-                receiver=self._receiver,
-                attempts=settings.attempts,
-                silence_s=settings.silence_s,
-                clock=self._clock,
-                tell=self._tell,
-            )
-            self.processes.append(process)
-            self._unready.add(process)
+        self._unready = {self._start_process(placement) for placement in self.placements}
         for engine in self._engines:
             engine.on_move(self._engine_moved)
+
+    def add(self, placement: Placement) -> None:
+        """Start one more process. It takes episodes once it is ready, and the others fewer."""
+        self.placements = [*self.placements, placement]
+        self._start_process(placement)
+
+    def _start_process(self, placement: Placement) -> WorkerProcess:
+        settings = self._settings
+        process = WorkerProcess(
+            msgspec.structs.replace(settings.work, number=len(self.processes)),
+            self,
+            placement=placement,
+            receiver=self._receiver,
+            attempts=settings.attempts,
+            silence_s=settings.silence_s,
+            clock=self._clock,
+            tell=self._tell,
+        )
+        self.processes.append(process)
+        return process
 
     async def close(self) -> None:
         """End the processes. Idempotent."""
@@ -267,7 +276,7 @@ class WorkerPool:
         suspected one."""
         if placed.spec.parent_id is None and process.roots >= self._share:
             return False
-        if not placed.is_suspect or not process.suspects:
+        if not process.suspects or not placed.is_suspect:
             return True
         most = max(len(self._episodes[number].deaths) for number in (placed.number, *process.suspects))
         room: int = self._share // SPLIT ** (most - SUSPECTED + 1)
@@ -301,6 +310,8 @@ class WorkerPool:
         """See `worker_process.Owner`."""
         self._tell_addresses(process)
         self._unready.discard(process)
+        self._sharing.add(process)
+        self._share = -(-self._settings.max_in_flight // max(len(self._sharing), self._settings.workers))
         if not self._unready:
             self._fill()
 

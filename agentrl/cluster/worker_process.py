@@ -16,7 +16,7 @@ from agentrl.core.errors import AgentRLError, EngineLostError, error_named
 from agentrl.core.records import ProcessStatus
 from agentrl.core.text import plural
 from agentrl.engines.child_process import EngineProgram, Supervisor
-from agentrl.engines.wire import receive, send
+from agentrl.engines.wire import frame, receive, send
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -80,11 +80,13 @@ class WorkerProcess:
         """Whether it takes no more episodes, and ends by itself."""
         self._work = work
         self._owner = owner
-        self._placement = placement
+        self.placement = placement
         self._receiver = receiver
         self._clock = clock
         self._tell = tell
         self._child: EngineChild | None = None
+        self._unsent = bytearray()
+        """Messages of this iteration of the event loop."""
         self._reading: asyncio.Task[None] | None = None
         self._welcomed: asyncio.Future[None] | None = None
         self._cancelled: asyncio.Future[None] | None = None
@@ -100,14 +102,27 @@ class WorkerProcess:
         self._minding = asyncio.get_running_loop().create_task(self._mind(), name=f"mind worker {work.number}")
 
     @property
+    def node(self) -> str:
+        """Address of the process's machine; "" for the run's host, and while there is no process."""
+        return "" if self._child is None else self._child.host
+
+    @property
     def is_behind(self) -> bool:
         """Whether the process has been silent for longer than `BEHIND_S`."""
         return self._clock.monotonic() - self._heard_at > BEHIND_S
 
     def tell(self, message: wire.ToWorker) -> None:
-        """Send a message; never blocks."""
-        if self._child is not None and self.is_ready:
-            send(self._child.writer, message)
+        """Send a message; never blocks. Those of one iteration of the event loop share a system call."""
+        if self._child is None or not self.is_ready:
+            return
+        if not self._unsent:
+            asyncio.get_running_loop().call_soon(self._send_told)
+        self._unsent += frame(message)
+
+    def _send_told(self) -> None:
+        data, self._unsent = bytes(self._unsent), bytearray()
+        if data and self._child is not None:
+            self._child.writer.write(data)
 
     def leave(self, why: str) -> None:
         """Have it park its episodes and end: they go on elsewhere. Idempotent."""
@@ -122,7 +137,7 @@ class WorkerProcess:
         episodes = plural(len(self.episodes), "episode")
         return ProcessStatus(
             name=f"worker {self._work.number}",
-            node="" if self._child is None else self._child.host,
+            node=self.node,
             doing=f"{doing} {episodes}" if doing == "plays" else f"{doing}, with {episodes}",
         )
 
@@ -142,6 +157,7 @@ class WorkerProcess:
     async def close(self) -> None:
         """End the process permanently. Idempotent."""
         self._minding.cancel()
+        self._send_told()
         if self._child is not None:
             self._child.writer.close()  # end of file makes the child close its partition and exit
         await self.supervisor.stop(CLOSE_S if self.is_ready else 0.0)
@@ -150,7 +166,7 @@ class WorkerProcess:
 
     async def launch(self) -> EngineChild:
         """See `Supervised.launch`."""
-        child = self._child = await self._placement.start(PROGRAM)
+        child = self._child = await self.placement.start(PROGRAM)
         loop = asyncio.get_running_loop()
         self._welcomed = loop.create_future()
         self._reading = loop.create_task(self._read(child), name="worker's messages")
@@ -178,6 +194,7 @@ class WorkerProcess:
         if self._child is not None:
             self._child.writer.close()
         self._child, self.is_ready = None, False
+        self._unsent.clear()  # unsent messages were for the dead process
         self._welcomed = None  # the supervisor has already ended the wait for this welcome
         _settle(self._cancelled)
         if self.is_leaving:

@@ -177,10 +177,16 @@ def _too_few(config: RunConfig, count: int, *, ranks: int, engines: int, may_sha
     there = f"{count} GPU{'s' * (count > 1)}"
     if may_share:
         return f"{needed} do not fit on {there}, even where ranks share GPUs with engines; lower {lower}"
+    total = ranks + engines * each
+    missing = (
+        f"{total} are needed, {total - count} more than there are"
+        if total > count
+        else f"{total} would be enough, if those of one engine were on one node"
+    )
     return (
         f"{needed} do not fit on the {there} of the Ray cluster, where an engine's GPUs are on one node and none is "
-        f"shared; lower {lower}, or run on one machine without cluster.address, where a rank and an engine can share a "
-        "GPU"
+        f"shared: {missing}; add nodes, lower {lower}, or run on one machine without cluster.address, where a rank and "
+        "an engine can share a GPU"
     )
 
 

@@ -90,6 +90,14 @@ class ReplicatedEngine:
         """The replicas."""
         return [replica.engine for replica in self._replicas]
 
+    def add(self, engine: Engine) -> None:
+        """Use one more replica, of equal capabilities, once it serves the wanted versions."""
+        replica = Replica(len(self._replicas), engine, is_fenced=True, why="it starts")
+        self._replicas.append(replica)
+        if isinstance(engine, SharedEngine):
+            engine.on_move(self._moved)
+        self._follow(replica)
+
     def statuses(self) -> list[ProcessStatus]:
         """See `HasProcesses.statuses`."""
         return [

@@ -20,6 +20,7 @@ from agentrl.core.records import EpisodeHeader, EpisodeSpec, Task, dropped_heade
 from agentrl.engines.child_process import EngineProgram
 from agentrl.engines.wire import send
 from agentrl.testing.plugin import SimulatedLoop
+from tests.support.frames import bodies
 
 pytestmark = pytest.mark.sim
 
@@ -36,6 +37,8 @@ class Process:
     """A worker's process in simulated time; implements `child_process.EngineChild`, and its writer."""
 
     process_id = 0
+    host = ""
+    is_drained = False
 
     def __init__(self, machine: Machine) -> None:
         self.reader = asyncio.StreamReader()
@@ -59,7 +62,11 @@ class Process:
     close = kill
 
     def write(self, data: bytes, /) -> None:
-        match wire.TO_WORKER.decode(data[4:]):
+        for body in bodies(data):
+            self._hear(wire.TO_WORKER.decode(body))
+
+    def _hear(self, message: wire.ToWorker) -> None:
+        match message:
             case wire.Work() as work:
                 self._machine.processes[work.number] = self
                 self._say(wire.Ready())
@@ -70,6 +77,8 @@ class Process:
                 self._children[ended.number].put_nowait(ended.index)
             case wire.CancelEpisodes():
                 self._say(wire.Cancelled())
+            case wire.Leave():
+                asyncio.get_running_loop().call_later(1.0, self.kill)
 
     def _say(self, message: wire.FromWorker) -> None:
         send(_Line(self.reader), message)

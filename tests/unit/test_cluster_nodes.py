@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from agentrl.cluster.nodes import NodeReport, differences, report
+from agentrl.cluster.nodes import ANSWER_S, CLOCK_S, NodeReport, clock_lines, differences, report
 from agentrl.config.devices import Node, plan_nodes
 from agentrl.config.run import RunConfig
 from agentrl.core.errors import ConfigError
@@ -59,6 +59,13 @@ def test_a_package_that_only_a_node_has_is_named() -> None:
     assert differences("n", here, here._replace(versions={"vllm": "1"})) == [
         "node n has vllm 1, and none on the run's host"
     ]
+
+
+@pytest.mark.parametrize(("behind", "word"), [(3600.0, "behind"), (-3600.0, "ahead")])
+def test_a_clock_that_is_an_hour_off_is_named(behind: float, word: str) -> None:
+    there = NodeReport({}, {}, {}, 1e9)
+    assert clock_lines("n", there, 1e9 + behind) == [f"the clock of node n is 3,600 s {word}"]
+    assert clock_lines("n", there, 1e9 + (CLOCK_S + ANSWER_S) * behind / 3600) == []
 
 
 def test_a_node_without_the_model_or_with_another_is_named(tmp_path: Path) -> None:
@@ -118,5 +125,8 @@ def test_a_run_s_host_without_a_gpu_and_a_cluster_with_too_few_are_refused() -> 
     nodes = [NODES[0], *(node._replace(gpus=1) for node in NODES[1:])]
     with pytest.raises(ConfigError, match=r"the run's host, 10.0.0.1, which has no free GPU"):
         plan_nodes(configuration(engine={"kind": "vllm"}), nodes)
-    with pytest.raises(ConfigError, match=r"do not fit on the 2 GPUs of the Ray cluster"):
+    with pytest.raises(ConfigError, match=r"the 2 GPUs of the Ray cluster, .* 4 are needed, 2 more than there are"):
         plan_nodes(configuration(engine={"kind": "vllm", "replicas": 3}), nodes)
+    one_each = [node._replace(gpus=1) for node in NODES]
+    with pytest.raises(ConfigError, match=r"3 would be enough, if those of one engine were on one node"):
+        plan_nodes(configuration(engine={"kind": "vllm", "vllm": {"tensor_parallel_size": 2}}), one_each)

@@ -1,0 +1,153 @@
+"""Uses nodes that join the cluster while a run goes on: workers and engines are started there, or workers moved there.
+
+Owns: the watch for new nodes, and the number of workers and engines they get. Does not own: the comparison of a node
+with the run's host (`nodes.py`), episodes (`worker_pool.py`) or versions (`engines.fleet`).
+Invariants: a node is used only after it was compared; workers and engines per node stay those of the start, rounded
+down, so that a node that is lost and joins again takes a worker back, and adds none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections import Counter
+from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
+
+from agentrl.cluster.session import LOOK_S, brief
+from agentrl.core.text import plural
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from agentrl.cluster.worker_pool import WorkerPool
+    from agentrl.config.devices import Node
+    from agentrl.core.clock import Clock
+
+BALANCED = 1
+"""Largest difference between the numbers of workers on a node and on one that joins, at which none is moved."""
+
+
+@runtime_checkable
+class Movable(Protocol):
+    """A placement whose next process can be started on another node."""
+
+    def move(self, node: Node) -> None:
+        """Start the next process on a node."""
+        ...
+
+
+class Growing(NamedTuple):
+    """A kind of processes of which more are started on nodes that join."""
+
+    name: str
+    """One of them, in messages."""
+    count: Callable[[], int]
+    """Returns how many there are."""
+    start: Callable[[Node], None]
+    """Starts one more on a node."""
+    most: Callable[[Node], int] = lambda node: sys.maxsize
+    """Returns for how many a node has room."""
+
+
+class JoiningNodes:
+    """Watches the cluster of a run, and starts workers and engines on nodes that join it.
+
+    Args:
+        growing: kinds of processes to start there, workers first.
+        pool: workers of the run, of which some may be moved there; None: it has one, in its own process.
+        nodes: returns the nodes that are alive; blocking.
+        missing: returns what a node lacks to be used, in sentences; blocking.
+        clock: times the looks at the cluster.
+        tell: prints a line for people.
+    """
+
+    def __init__(
+        self,
+        growing: Sequence[Growing],
+        *,
+        pool: WorkerPool | None,
+        nodes: Callable[[], Sequence[Node]],
+        missing: Callable[[Node], Sequence[str]],
+        clock: Clock,
+        tell: Callable[[str], None],
+    ) -> None:
+        self._growing = growing
+        self._pool = pool
+        self._nodes = nodes
+        self._missing = missing
+        self._clock = clock
+        self._tell = tell
+        self._first = [kind.count() for kind in growing]
+        """Number of processes of each kind at the start."""
+        self._watching = asyncio.get_running_loop().create_task(self._watch(), name="watch for nodes that join")
+
+    async def close(self) -> None:
+        """Stop watching. Idempotent."""
+        self._watching.cancel()
+        await asyncio.wait({self._watching})
+
+    async def _watch(self) -> None:
+        if not self._growing:
+            return
+        while not (first := await self._look()):
+            await self._clock.sleep(LOOK_S)
+        known = {node.id for node in first}
+        while True:
+            await self._clock.sleep(LOOK_S)
+            alive = await self._look()
+            for node in alive:
+                if node.id not in known:
+                    known.add(node.id)
+                    await self._use(node, nodes=len(alive), at_start=len(first))
+
+    async def _look(self) -> Sequence[Node]:
+        try:
+            return await asyncio.to_thread(self._nodes)
+        except Exception:  # noqa: BLE001 - Ray's errors have no common class; the head may not answer for a while
+            return ()
+
+    async def _use(self, node: Node, *, nodes: int, at_start: int) -> None:
+        """Start processes on a node of now `nodes`, and move workers there until it has about as many as the others."""
+        try:
+            missing = await asyncio.to_thread(self._missing, node)
+        except Exception as error:  # noqa: BLE001 - as above; a node may be lost again at once
+            missing = [f"node {node.address} could not be compared ({brief(error)})"]
+        if missing:
+            self._tell(f"node {node.address} has joined and is not used: {'; '.join(missing)}")
+            return
+        started = []
+        for kind, first in zip(self._growing, self._first, strict=True):
+            lacking = first * nodes // at_start - kind.count()
+            started.append(max(0, min(lacking, -(-first // at_start), kind.most(node))))
+            for _ in range(started[-1]):
+                kind.start(node)
+        moved = self._move_to(node, started[0] if started else 0)
+        counts = [plural(count, kind.name) for kind, count in zip(self._growing, started, strict=True)]
+        self._tell(
+            f"node {node.address} has joined: {', '.join(counts)} started there, {plural(moved, 'worker')} moved"
+        )
+
+    def _move_to(self, node: Node, has: int) -> int:
+        """Move workers to a node that has so many; returns how many were moved."""
+        moved = 0
+        while self._pool is not None and self._move_one(self._pool, node, has + moved):
+            moved += 1
+        return moved
+
+    @staticmethod
+    def _move_one(pool: WorkerPool, node: Node, has: int) -> bool:
+        """Move a worker from the node with most workers, if that has too many more than `has`."""
+        movable = [
+            process
+            for process in pool.processes
+            if process.is_ready and not process.is_leaving and isinstance(process.placement, Movable)
+        ]
+        load = Counter(process.node for process in movable if process.node != node.address)
+        fullest, most = max(load.items(), key=lambda item: item[1], default=("", 0))
+        if most - has <= BALANCED:
+            return False
+        process = next(each for each in reversed(movable) if each.node == fullest)
+        assert isinstance(process.placement, Movable)
+        process.placement.move(node)
+        process.leave(f"node {node.address} has joined")
+        return True
