@@ -16,7 +16,7 @@ import hashlib
 import os
 import shutil
 import stat
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from io import BufferedReader
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -32,6 +32,30 @@ WEIGHT_FILES: Mapping[str, tuple[str, ...]] = {
 }
 """Files of a version's directory that determine what it samples, by kind of weights: tensors first, then their
 scale."""
+
+
+def read_pieces(
+    directory: Path, names: Sequence[str], size: int
+) -> Iterator[tuple[list[tuple[str, int, bytes]], bool]]:
+    """Yield lists of (file name, bytes before, bytes) of files in a directory, each of at most `size` bytes, and
+    whether a list is the last.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    read: list[tuple[str, int, bytes]] = []
+    room = size
+    for name in names:
+        start = 0
+        with (directory / name).open("rb") as file:
+            while data := file.read(room or size):
+                if not room:
+                    yield read, False
+                    read, room = [], size
+                read.append((name, start, data))
+                start += len(data)
+                room -= len(data)
+    yield read, True
 
 
 def open_regular(path: Path) -> BufferedReader:

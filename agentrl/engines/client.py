@@ -28,7 +28,7 @@ from agentrl.core.errors import (
     VersionNotServedError,
     error_named,
 )
-from agentrl.core.files import WEIGHT_FILES
+from agentrl.core.files import WEIGHT_FILES, read_pieces
 from agentrl.core.ids import key64
 from agentrl.core.network import SCHEME, Address, connect
 from agentrl.core.records import ProcessStatus
@@ -37,7 +37,7 @@ from agentrl.engines.child_process import LocalPlacement, Supervisor
 from agentrl.engines.versions import WantedVersions, in_order, refusal, run_to_end
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+    from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 
     from agentrl.core.clock import Clock
     from agentrl.core.ports import Delta, EngineCapabilities, EngineSession, GenerateRequest
@@ -178,7 +178,8 @@ class Connection:
         Raises:
             EngineError: the files cannot be read here.
         """
-        reading, is_last = _read_pieces(weights), False
+        reading = read_pieces(Path(weights.path), WEIGHT_FILES[weights.kind], PIECE_BYTES)
+        is_last = False
         while not is_last:
             try:
                 read, is_last = await asyncio.to_thread(next, reading)
@@ -257,28 +258,6 @@ class Connection:
             future.set_exception(result)
         else:
             future.set_result(result)
-
-
-def _read_pieces(weights: WeightsRef) -> Iterator[tuple[list[tuple[str, int, bytes]], bool]]:
-    """Yield lists of (file name, bytes before, bytes) of a version, each of at most `PIECE_BYTES`, and whether a list
-    is the last.
-
-    Raises:
-        OSError: a file cannot be read.
-    """
-    read: list[tuple[str, int, bytes]] = []
-    room = PIECE_BYTES
-    for name in WEIGHT_FILES[weights.kind]:
-        start = 0
-        with (Path(weights.path) / name).open("rb") as file:
-            while data := file.read(room or PIECE_BYTES):
-                if not room:
-                    yield read, False
-                    read, room = [], PIECE_BYTES
-                read.append((name, start, data))
-                start += len(data)
-                room -= len(data)
-    yield read, True
 
 
 class ConnectionSession:
