@@ -25,6 +25,7 @@ def batch_of(
     *,
     entropies: Sequence[float] | None = None,
     reference: Sequence[float] | None = None,
+    divergence: Sequence[float] | None = None,
     lags: Sequence[int] | None = None,
     ids: Mapping[str, Sequence[int]] | None = None,
 ) -> LossBatch:
@@ -44,6 +45,9 @@ def batch_of(
         logprobs=torch.tensor(list(logprobs), dtype=torch.float64, requires_grad=True),
         entropies=torch.tensor(list(entropies or [0.0] * count), dtype=torch.float64, requires_grad=True),
         reference_logprobs=None if reference is None else torch.tensor(list(reference), dtype=torch.float64),
+        reference_kl=None
+        if divergence is None
+        else torch.tensor(list(divergence), dtype=torch.float64, requires_grad=True),
     )
 
 

@@ -31,6 +31,13 @@ def spread(batch: LossBatch) -> Tensor:
     return -batch.advantages * batch.logprobs * (1.0 + batch.logprobs.mean())
 
 
+@loss(divergence=True)
+def concentrated(batch: LossBatch) -> Tensor:
+    """A loss whose derivative by one token's divergence depends on the divergence of every other in the step."""
+    assert batch.reference_kl is not None
+    return batch.reference_kl * (1.0 + batch.reference_kl.mean())
+
+
 def case(
     model: Path,
     directory: Path,
@@ -38,6 +45,7 @@ def case(
     lora: bool = False,
     policies: Sequence[str] = ("policy",),
     sharding: str = "full",
+    reference: Path | str = "",
     steps: int = 1,
     first: int = 1,
     resume_from: str | None = None,
@@ -48,6 +56,7 @@ def case(
         "model": str(model),
         "directory": str(directory),
         "lora": lora,
+        "reference": str(reference),
         "policies": list(policies),
         "steps": [first, first + steps],
         "resume_from": resume_from,
@@ -75,10 +84,11 @@ def run_case(ranks: Ranks, case: Mapping[str, Any]) -> dict[str, Any]:
     directory = Path(case["directory"])
     directory.mkdir(parents=True, exist_ok=True)
     lora = LORA if case["lora"] else None
-    policies: dict[str, AnyPolicy] = {name: PolicyConfig(lora=lora, learning_rate=1e-2) for name in case["policies"]}
+    settings: dict[str, Any] = {"lora": lora, "reference": case["reference"]}
+    policies: dict[str, AnyPolicy] = {name: PolicyConfig(learning_rate=1e-2, **settings) for name in case["policies"]}
     # Nothing is clipped, so that what is written is the gradient.
-    settings = {"optimizer": OptimizerConfig(max_grad_norm=1e9), "workers": ranks.size, **case["trainer"]}
-    config = run_config(Path(case["model"]), policies=policies, **settings)
+    section = {"optimizer": OptimizerConfig(max_grad_norm=1e9), "workers": ranks.size, **case["trainer"]}
+    config = run_config(Path(case["model"]), policies=policies, **section)
     episodes = {name: Episodes(make_rows(at, EPISODES[name]), policy=name, seed=at) for at, name in enumerate(policies)}
 
     def read(units: Sequence[Unit]) -> Sequence[Sequence[Trajectory]]:

@@ -46,6 +46,8 @@ class Mark(NamedTuple):
     """Whether a token's loss depends on the columns of that token alone. For losses only."""
     reference: bool = False
     """Whether the function reads `reference_logprobs`. For losses only."""
+    divergence: bool = False
+    """Whether the function reads `reference_kl`, and so `reference_logprobs`. For losses only."""
     over: Literal["group", "step"] = "group"
     """Agents that one call compares. For advantages only."""
 
@@ -53,8 +55,8 @@ class Mark(NamedTuple):
 @overload
 def loss(function: F) -> F: ...
 @overload
-def loss(*, per_token: bool = False, reference: bool = False) -> Callable[[F], F]: ...
-def loss(function: Any = None, *, per_token: bool = False, reference: bool = False) -> Any:
+def loss(*, per_token: bool = False, reference: bool = False, divergence: bool = False) -> Callable[[F], F]: ...
+def loss(function: Any = None, *, per_token: bool = False, reference: bool = False, divergence: bool = False) -> Any:
     """Mark a function of a `LossBatch` as a loss, for `train(config, loss=…)` or `trainer.loss.name`.
 
     The function returns the loss of each token, shape [n] as `batch.logprobs`; agentrl sums it and divides by the
@@ -66,13 +68,14 @@ def loss(function: Any = None, *, per_token: bool = False, reference: bool = Fal
         per_token: promise that a token's loss depends on the columns of that token alone; the loss is then called per
             micro-batch, which saves a forward pass.
         reference: whether the loss reads `batch.reference_logprobs`, which cost a forward pass.
+        divergence: whether the loss reads `batch.reference_kl`, beside `batch.reference_logprobs`.
 
     Example:
         >>> @loss
         ... def reinforce(batch):
         ...     return -batch.advantages * batch.logprobs
     """
-    mark = Mark("loss", per_token=per_token, reference=reference)
+    mark = Mark("loss", per_token=per_token, reference=reference or divergence, divergence=divergence)
     return _marked(function, mark) if function is not None else lambda given: _marked(given, mark)
 
 

@@ -25,11 +25,17 @@ from agentrl.learn.attention import Tree
 from agentrl.learn.packing import MicroBatch, padded_rows
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from numpy.typing import NDArray
     from transformers import PreTrainedModel
 
     from agentrl.learn.routing_replay import RoutingReplay
 
+TOP_TOKENS = 64
+"""Number of a reference's likeliest tokens over which the divergence from it is exact."""
+_FLOOR = -100.0
+"""Log-probability that stands for a probability of 0 in a divergence."""
 MAX_LOGITS = 1 << 26
 """Maximum number of logits in one piece of the projection; with several pieces, each is recomputed in the backward
 pass."""
@@ -129,7 +135,7 @@ def _padded_hidden(
 
 
 class HeadOutput(NamedTuple):
-    """Results per trained token, [n] each, float32."""
+    """Results per trained token, [n] each unless noted, float32."""
 
     logprob: Tensor
     """Natural log of the target's probability under the processed distribution."""
@@ -137,6 +143,26 @@ class HeadOutput(NamedTuple):
     """Entropy of the processed distribution in nats."""
     kept_mass: Tensor
     """Probability of the kept set under the full tempered distribution; 1 if nothing was masked. No gradient."""
+    top_ids: Tensor | None = None
+    """[n, k] int64, the likeliest tokens, if they were asked for. No gradient."""
+    top_logprobs: Tensor | None = None
+    """[n, k + 1]: log-probabilities of `top_ids`, then of all other tokens together. No gradient."""
+    reference_kl: Tensor | None = None
+    """See `reference_divergence`; None without a reference."""
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> HeadOutput:
+        """Apply a function to every column that is there."""
+        return HeadOutput(*(None if column is None else function(column) for column in self))  # type: ignore[arg-type]
+
+    @staticmethod
+    def join(pieces: Sequence[HeadOutput]) -> HeadOutput:
+        """Join the results of consecutive tokens."""
+        columns = zip(*pieces, strict=True)
+        return HeadOutput(*(None if column[0] is None else torch.cat(column) for column in columns))
+
+    def slice(self, start: int, stop: int) -> HeadOutput:
+        """Return the results of tokens [start, stop)."""
+        return self.map(lambda column: column[start:stop])
 
 
 class KeptSets(NamedTuple):
@@ -165,6 +191,8 @@ def logprob_head(
     temperature: Tensor | float = 1.0,
     kept_mask: Tensor | None = None,
     entropy_gradient: bool = True,
+    top: int = 0,
+    reference: HeadOutput | None = None,
 ) -> HeadOutput:
     """Compute the log-probability of `targets` under softmax(logits / temperature), restricted to the kept set.
 
@@ -177,6 +205,8 @@ def logprob_head(
         temperature: one value for all, or [n].
         kept_mask: bool [n, V], True where the sampler kept the token; None: nothing was masked.
         entropy_gradient: whether the entropy is differentiable; without, it costs less.
+        top: number of likeliest tokens to return, `TOP_TOKENS` for a reference.
+        reference: result of the reference for the same tokens, with `top`, for `reference_kl`.
     """
     logits = logits.float()
     if isinstance(temperature, Tensor):
@@ -188,7 +218,8 @@ def logprob_head(
         log_softmax = logits.log_softmax(dim=1)
         with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
             entropy = -(log_softmax.exp() * log_softmax).sum(dim=1)
-        return HeadOutput(log_softmax.gather(1, chosen).squeeze(1), entropy, torch.ones_like(entropy).detach())
+        logprob, kept_mass = log_softmax.gather(1, chosen).squeeze(1), torch.ones_like(entropy).detach()
+        return HeadOutput(logprob, entropy, kept_mass, *_compared(log_softmax, logprob, targets, top, reference))
     kept = kept_mask.scatter(1, chosen, True)
     log_kept = logits.masked_fill(~kept, -torch.inf).log_softmax(dim=1)
     with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
@@ -196,7 +227,59 @@ def logprob_head(
         entropy = -(log_kept.exp() * log_kept.masked_fill(~kept, 0.0)).sum(dim=1)
     with torch.no_grad():
         kept_mass = logits.softmax(dim=1).masked_fill(~kept, 0.0).sum(dim=1)
-    return HeadOutput(log_kept.gather(1, chosen).squeeze(1), entropy, kept_mass)
+    logprob = log_kept.gather(1, chosen).squeeze(1)
+    return HeadOutput(logprob, entropy, kept_mass, *_compared(log_kept, logprob, targets, top, reference))
+
+
+def _compared(
+    log_softmax: Tensor, logprob: Tensor, targets: Tensor, top: int, reference: HeadOutput | None
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Return `top_ids`, `top_logprobs` and `reference_kl` of a distribution."""
+    ids, logprobs = _likeliest(log_softmax.detach(), top) if top else (None, None)
+    kl = None if reference is None else reference_divergence(log_softmax, logprob, targets, reference)
+    return ids, logprobs, kl
+
+
+def _likeliest(log_softmax: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Return the `count` likeliest tokens, [n, k], and log-probabilities, [n, k + 1], the last that of all others."""
+    logprobs, ids = log_softmax.topk(min(count, log_softmax.shape[1]), dim=1)
+    return ids, torch.cat([logprobs.clamp(min=_FLOOR), _others(log_softmax, ids)], dim=1)
+
+
+def _others(log_softmax: Tensor, ids: Tensor) -> Tensor:
+    """Return the log-probability of all tokens but `ids` [n, k] together, [n, 1]; about `_FLOOR` if there are none."""
+    return log_softmax.scatter(1, ids, _FLOOR).logsumexp(dim=1, keepdim=True)
+
+
+def reference_divergence(log_softmax: Tensor, logprob: Tensor, targets: Tensor, reference: HeadOutput) -> Tensor:
+    """Estimate KL(pi || ref) of each token's distribution, [n], with the gradient of the divergence.
+
+    With K the reference's k likeliest tokens and R all others, the chain rule of the divergence gives
+
+        KL(pi || ref) = sum over v in K of pi_v log(pi_v / ref_v) + pi_R log(pi_R / ref_R) + pi_R KL(pi_|R || ref_|R)
+
+    The first two terms are computed. The sampled token y, if it lies in R, estimates the last by r = log(pi_|R(y) /
+    ref_|R(y)), with r ∇ log pi(y) as its gradient. If pi sampled y, value and gradient are unbiased for every k: k = 0
+    is on-policy distillation from sampled tokens alone (Lu and Thinking Machines Lab, 2025), and k = V the exact
+    divergence (GKD, arXiv:2306.13649). Memory is linear in k, apart from the piece of logits at hand.
+
+    Args:
+        log_softmax: [n, V], log pi.
+        logprob: [n], log pi of `targets`.
+        targets: [n], int64, the sampled tokens.
+        reference: result of the reference for the same tokens, with `top_ids` and `top_logprobs`.
+    """
+    assert reference.top_ids is not None
+    assert reference.top_logprobs is not None
+    # Tokens that only the reference has, padding of its embeddings, are the last column: pi cannot sample them.
+    ids, padded = reference.top_ids.clamp(max=log_softmax.shape[1]), F.pad(log_softmax, (0, 1), value=_FLOOR)
+    own = torch.cat([padded.gather(1, ids).clamp(min=_FLOOR), _others(padded, ids)], dim=1)
+    kl = (own.exp() * (own - reference.top_logprobs)).sum(dim=1)
+    with torch.no_grad():
+        inside = (reference.top_ids == targets.unsqueeze(1)).any(dim=1)
+        theirs = reference.logprob.clamp(min=_FLOOR) - reference.top_logprobs[:, -1]
+        residual = (logprob - own[:, -1] - theirs).masked_fill(inside, 0.0)
+    return kl + residual * (1.0 + logprob - logprob.detach())
 
 
 def logprobs_of(
@@ -207,6 +290,8 @@ def logprobs_of(
     temperature: Tensor,
     kept: KeptSets | None = None,
     entropy_gradient: bool = True,
+    top: int = 0,
+    reference: HeadOutput | None = None,
 ) -> HeadOutput:
     """Compute `logprob_head` in pieces of at most `MAX_LOGITS` logits; several pieces are recomputed in the backward
     pass.
@@ -218,9 +303,11 @@ def logprobs_of(
         temperature: [n].
         kept: the kept sets of the n tokens; None: nothing was masked.
         entropy_gradient: whether the entropy is differentiable.
+        top: number of likeliest tokens to return, `TOP_TOKENS` for a reference.
+        reference: see `logprob_head`.
     """
 
-    def piece(start: int, stop: int) -> tuple[Tensor, Tensor, Tensor]:
+    def piece(start: int, stop: int) -> HeadOutput:
         logits = _own_logits(model, hidden[start:stop])
         return logprob_head(
             logits,
@@ -228,14 +315,16 @@ def logprobs_of(
             temperature=temperature[start:stop],
             kept_mask=None if kept is None else kept.slice(start, stop).mask(logits.shape[1]),
             entropy_gradient=entropy_gradient,
+            top=top,
+            reference=None if reference is None else reference.slice(start, stop),
         )
 
     count, step = len(targets), max(1, MAX_LOGITS // int(model.config.get_text_config().vocab_size))
     if count <= step:
-        return HeadOutput(*piece(0, count))
+        return piece(0, count)
     bounds = [(start, min(start + step, count)) for start in range(0, count, step)]
     pieces = [checkpoint(piece, start, stop, use_reentrant=False) for start, stop in bounds]
-    return HeadOutput(*(torch.cat(column) for column in zip(*pieces, strict=True)))
+    return HeadOutput.join(pieces)
 
 
 def token_logprobs(
@@ -245,6 +334,8 @@ def token_logprobs(
     shared: bool = True,
     entropy_gradient: bool = False,
     replay: RoutingReplay | None = None,
+    top: int = 0,
+    reference: HeadOutput | None = None,
 ) -> HeadOutput:
     """Compute log-probability, entropy and kept mass of a micro-batch's trained tokens, [n] each, differentiable.
 
@@ -254,6 +345,8 @@ def token_logprobs(
         shared: whether to forward the prefix tree or padded rows.
         entropy_gradient: whether the entropy is differentiable.
         replay: routing replay of the model; uses the batch's recorded experts, if there are any.
+        top: number of likeliest tokens to return, `TOP_TOKENS` for a reference.
+        reference: result of another model for the same micro-batch, with `top`, to diverge from.
 
     Raises:
         ModelError: the recorded experts belong to another model.
@@ -270,4 +363,6 @@ def token_logprobs(
         temperature=device_tensor(batch.temperature, device),
         kept=kept,
         entropy_gradient=entropy_gradient,
+        top=top,
+        reference=reference,
     )

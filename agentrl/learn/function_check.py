@@ -57,11 +57,13 @@ class _SampleStep:
     logprobs: Tensor
     reference: Tensor
     entropies: Tensor
+    divergence: Tensor
 
     def take(self, tokens: Sequence[int] | np.ndarray[Any, Any]) -> _SampleStep:
         """Return the step with these tokens alone, in this order."""
         at = np.asarray(tokens, np.int64)
-        tensors = (each[torch.from_numpy(at)] for each in (self.logprobs, self.reference, self.entropies))
+        columns = (self.logprobs, self.reference, self.entropies, self.divergence)
+        tensors = (each[torch.from_numpy(at)] for each in columns)
         return _SampleStep(self.name, self.columns.take(at), *tensors)
 
     def batch(self, dtype: torch.dtype = torch.float64) -> LossBatch:
@@ -73,6 +75,7 @@ class _SampleStep:
             logprobs=self.logprobs.to(dtype, copy=True).requires_grad_(),
             entropies=self.entropies.to(dtype, copy=True).requires_grad_(),
             reference_logprobs=self.reference.to(dtype, copy=True),
+            reference_kl=self.divergence.to(dtype, copy=True).requires_grad_(),
         )
 
 
@@ -105,7 +108,8 @@ def _steps() -> Iterator[_SampleStep]:
             "names": {"seat": ["solver", "judge"], "group": ["g0", "g1"]},
             "starts": np.concatenate([[0], np.cumsum(lengths)]),
         }
-        computed = (logprobs, np.minimum(logprobs + 0.1 * generator.normal(size=count), -1e-3), generator.random(count))
+        reference = np.minimum(logprobs + 0.1 * generator.normal(size=count), -1e-3)
+        computed = (logprobs, reference, generator.random(count), generator.random(count))
         yield _SampleStep(name, TokenColumns(**columns), *(torch.from_numpy(each) for each in computed))
 
 
@@ -156,6 +160,7 @@ def _check_values(step: _SampleStep, found: TokenGradients, report: FunctionRepo
         ("loss", found.loss),
         ("derivative by the log-probability", found.by_logprob),
         ("derivative by the entropy", found.by_entropy),
+        ("derivative by the divergence", found.by_reference_kl),
     ):
         wrong = (~values.isfinite()).nonzero()
         if len(wrong):
@@ -166,7 +171,8 @@ def _check_values(step: _SampleStep, found: TokenGradients, report: FunctionRepo
                 f"{float(step.columns.advantages[at]):.3g}: a step with such a loss is skipped"
             )
             return
-    if step.name == "nearly on policy" and not bool(found.by_logprob.any() or found.by_entropy.any()):
+    derivatives = (found.by_logprob, found.by_entropy, found.by_reference_kl)
+    if step.name == "nearly on policy" and not any(bool(each.any()) for each in derivatives):
         report.findings.append(f"{step.name}: every derivative is 0, so nothing would be learned")
 
 
@@ -185,6 +191,7 @@ def _check_purity(loss: Loss, step: _SampleStep, found: TokenGradients, report: 
         "entropies",
         "behavior_logprobs",
         "reference_logprobs",
+        "reference_kl",
         "advantages",
         "mask",
         "lags",
@@ -223,7 +230,7 @@ def _check_order(loss: Loss, step: _SampleStep, found: TokenGradients, report: F
 
 def _difference(found: TokenGradients, other: TokenGradients, order: np.ndarray[Any, Any]) -> str:
     """Describe the largest difference; "" if it is a rounding error."""
-    for what, ours, theirs in zip(("loss", "derivative", "derivative"), found, other, strict=False):
+    for what, ours, theirs in zip(("loss", *["derivative"] * 3), found, other, strict=False):
         away = (ours[torch.from_numpy(order)] - theirs).abs().max()
         if float(away) > TOLERANCE * max(1.0, float(ours.abs().max())):
             return f"the {what} of a token is off by {float(away):.3g}"

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from agentrl.core.records import PolicyVersion, TrainingSample
+    from agentrl.learn.forward import HeadOutput
 
 LOG_RATIO_LIMIT = 20.0
 """Bound on |log w|, so that no recorded value can overflow the ratio."""
@@ -140,14 +141,20 @@ class LossBatch:
     """The trained tokens of one optimizer step of one policy, as columns of shape [n].
 
     A loss returns the loss of each token. Ids group the tokens: `batch.mean(values, "agent")` is, for each token, the
-    mean over its conversation. Of the columns only `logprobs` and `entropies` carry a gradient.
+    mean over its conversation. Of the columns only `logprobs`, `entropies` and `reference_kl` carry a gradient.
 
     Example:
         A sequence-level ratio (GSPO) is `batch.mean(batch.log_ratio, "agent").exp()`.
     """
 
     def __init__(
-        self, columns: TokenColumns, *, logprobs: Tensor, entropies: Tensor, reference_logprobs: Tensor | None = None
+        self,
+        columns: TokenColumns,
+        *,
+        logprobs: Tensor,
+        entropies: Tensor,
+        reference_logprobs: Tensor | None = None,
+        reference_kl: Tensor | None = None,
     ) -> None:
         self.logprobs = logprobs
         """log pi of each token under the trained weights."""
@@ -159,6 +166,10 @@ class LossBatch:
         self.reference_logprobs = reference_logprobs
         """Log-probabilities of the reference, or of the base model under the adapter; None unless the loss is marked
         with `reference`."""
+        self.reference_kl = reference_kl
+        """KL(pi || ref) of the distribution of each token, in nats: exact over the reference's likeliest tokens,
+        estimated by the sampled token over the others (`forward.reference_divergence`); None unless the loss is marked
+        with `divergence`."""
         self.advantages = torch.from_numpy(columns.advantages).to(device)
         """Advantage of each token's agent, or of its turn."""
         self.mask = torch.ones(len(columns), dtype=torch.bool, device=device)
@@ -169,6 +180,17 @@ class LossBatch:
             setattr(self, name, torch.from_numpy(getattr(columns, name)).to(device))
         self.seats: Sequence[str] = columns.names["seat"]
         """Names of the seats, indexed by the ids in `seat`."""
+
+    @staticmethod
+    def of(columns: TokenColumns, head: HeadOutput, reference: HeadOutput | None) -> LossBatch:
+        """Make the batch of a model's outputs, whose columns are leaves, detached from the model's graph."""
+        return LossBatch(
+            columns,
+            logprobs=head.logprob.detach().requires_grad_(),
+            entropies=head.entropy.detach().requires_grad_(),
+            reference_logprobs=None if reference is None else reference.logprob,
+            reference_kl=None if head.reference_kl is None else head.reference_kl.detach().requires_grad_(),
+        )
 
     row: Tensor
     """Id of the token sequence, int64 from 0. An agent has one sequence, and one more for each rewrite of its
@@ -227,6 +249,7 @@ class TokenGradients(NamedTuple):
     loss: Tensor
     by_logprob: Tensor
     by_entropy: Tensor
+    by_reference_kl: Tensor
     weight: Tensor
     """Absolute derivative of the policy loss by the token's log-probability, without entropy and KL."""
 

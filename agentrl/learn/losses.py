@@ -254,17 +254,15 @@ def kl_cov(batch: LossBatch, *, share: float = 2e-4, coefficient: float = 1.0) -
 
 
 def distillation(batch: LossBatch, *, max_ratio: float = 5.0, reward: float = 0.0) -> Tensor:
-    """-sg(min(w, C) (log ref - log pi + `reward` A)) log pi: reverse KL to a teacher on the student's own tokens.
+    """KL(pi || ref) - `reward` sg(min(w, C)) A log pi: reverse KL to a teacher, on the student's own episodes.
 
-    On-policy distillation (GKD, arXiv:2306.13649; Lu and Thinking Machines Lab, 2025): the teacher is the reference,
-    and its log-probability of each token the student sampled is that token's reward. The gradient's expectation is that
-    of KL(pi || ref) per token, without credit for later tokens. C = `max_ratio`.
+    On-policy distillation (GKD with lambda = beta = 1, arXiv:2306.13649; Lu and Thinking Machines Lab, 2025): the
+    teacher is the reference. The divergence is that of the whole distribution at each sampled token
+    (`LossBatch.reference_kl`), without credit for later tokens; where the student samples does not depend on it. C =
+    `max_ratio`.
     """
-    assert batch.reference_logprobs is not None
-    with torch.no_grad():
-        better = batch.reference_logprobs - batch.logprobs
-        weight = batch.ratio.clamp(max=max_ratio) * (better + reward * batch.advantages)
-    return -weight * batch.logprobs
+    assert batch.reference_kl is not None
+    return batch.reference_kl - reward * batch.ratio.detach().clamp(max=max_ratio) * batch.advantages * batch.logprobs
 
 
 def dpo(batch: LossBatch, *, beta: float = 0.1, pair: str = "sigmoid") -> Tensor:
@@ -346,7 +344,7 @@ BUILT_IN: dict[str, tuple[LossFunction, Mark]] = {
     "vespo": (vespo, Mark("loss")),
     "clip_cov": (clip_cov, Mark("loss")),
     "kl_cov": (kl_cov, Mark("loss")),
-    "distillation": (distillation, Mark("loss", per_token=True, reference=True)),
+    "distillation": (distillation, Mark("loss", per_token=True, reference=True, divergence=True)),
     "dpo": (dpo, Mark("loss", reference=True)),
 }
 """Losses, keyed by the name in `trainer.loss.name`. Those marked `per_token` without a reference have no gradient where
@@ -378,14 +376,14 @@ class Loss:
         """Compute the weighted loss of each token, and the derivatives of their sum.
 
         Args:
-            batch: batch whose `logprobs` and `entropies` are leaves that require a gradient.
+            batch: batch whose `logprobs`, `entropies` and `reference_kl` are leaves that require a gradient.
             weights: [n], factor on each token's loss, from the normaliser.
 
         Raises:
             TrainerError: the function raised, or did not return a loss per token that depends on the batch.
         """
         policy = self._checked(batch) * weights
-        by_logprob, by_entropy = self._derivatives(policy, batch)
+        by_logprob, by_entropy, by_reference_kl = self._derivatives(policy, batch)
         loss, weight = policy.detach(), by_logprob.abs()
         if self.entropy_bonus:
             loss = loss - self.entropy_bonus * weights * batch.entropies.detach()
@@ -394,21 +392,26 @@ class Loss:
             away = divergence(batch.logprobs, batch.reference_logprobs, estimator=self.kl_estimator)
             away = self.kl * weights * away
             loss, by_logprob = loss + away.detach(), by_logprob + self._derivatives(away, batch)[0]
-        return TokenGradients(loss, by_logprob, by_entropy, weight)
+        return TokenGradients(loss, by_logprob, by_entropy, by_reference_kl, weight)
 
-    def _derivatives(self, loss: Tensor, batch: LossBatch) -> tuple[Tensor, Tensor]:
-        """Compute the derivatives of a loss's sum by each log-probability and each entropy; raises as `evaluate`."""
+    def _derivatives(self, loss: Tensor, batch: LossBatch) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute the derivatives of a loss's sum by each log-probability, entropy and divergence; raises as
+        `evaluate`."""
+        zeros = torch.zeros_like(batch.logprobs)
         if not len(batch):
-            return torch.zeros_like(batch.logprobs), torch.zeros_like(batch.entropies)
+            return zeros, zeros, zeros
+        leaves = [batch.logprobs, batch.entropies]
+        if batch.reference_kl is not None:
+            leaves.append(batch.reference_kl)
         try:
-            found = torch.autograd.grad(loss.sum(), [batch.logprobs, batch.entropies], allow_unused=True)
+            found = torch.autograd.grad(loss.sum(), leaves, allow_unused=True)
         except RuntimeError as error:
             raise TrainerError(
                 f"the loss {self.name} gave no gradient: {error}. A loss builds its result from the batch it is given, "
                 "keeps no tensor between calls and calls no backward()"
             ) from error
-        by_logprob, by_entropy = (torch.zeros_like(loss) if each is None else each for each in found)
-        return by_logprob, by_entropy
+        by_logprob, by_entropy, *rest = (zeros if each is None else each for each in found)
+        return by_logprob, by_entropy, rest[0] if rest else zeros
 
     def _checked(self, batch: LossBatch) -> Tensor:
         """Call the function and check its result; raises as `evaluate`."""
@@ -424,8 +427,8 @@ class Loss:
             )
         if not loss.requires_grad and len(batch):
             raise TrainerError(
-                f"the loss {self.name} does not depend on batch.logprobs or batch.entropies, so nothing would be "
-                "learned: was it detached?"
+                f"the loss {self.name} does not depend on batch.logprobs, batch.entropies or batch.reference_kl, so "
+                "nothing would be learned: was it detached?"
             )
         return loss
 

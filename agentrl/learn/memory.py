@@ -18,13 +18,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from agentrl.config.run import RunConfig
+from agentrl.core.functions import Mark
 from agentrl.core.records import TrainingSample
 from agentrl.engines.memory import device_memory
 from agentrl.engines.models import computable, dtype_name, layers_of
-from agentrl.learn.forward import token_logprobs
+from agentrl.learn.forward import TOP_TOKENS, HeadOutput, token_logprobs
 from agentrl.learn.losses import BUILT_IN
 from agentrl.learn.models import PolicyModel, load_models, load_references
-from agentrl.learn.packing import pack
+from agentrl.learn.packing import MicroBatch, pack
 
 _OPTIMIZER_STATES = 2
 """Number of optimizer states per parameter: AdamW's two moments, float32 like the parameters."""
@@ -125,18 +126,32 @@ def _activations(config: RunConfig, policy: str, model: PolicyModel) -> int:
     (batch,) = pack(longest_rows(config, policy, model), max_tokens=_micro_batch_tokens(config), share=False)
     module: nn.Module = model.model
     model.activate()
+    loss = config.trainer.loss.name
+    mark = BUILT_IN[loss][1] if loss in BUILT_IN else Mark("loss", divergence=bool(config.trained[policy].reference))
     with computable(model.model), AllocationCounter([*module.parameters(), *module.buffers()]) as counted:
+        reference = _reference_output(batch, model.model.device) if mark.divergence else None
         output = token_logprobs(
             model.model,
             batch,
             shared=model.shared_prefixes,
-            entropy_gradient=bool(config.trainer.entropy_bonus) or config.trainer.loss.name not in BUILT_IN,
+            entropy_gradient=bool(config.trainer.entropy_bonus) or loss not in BUILT_IN,
             replay=model.replay,
+            reference=reference,
         )
-        (output.logprob.sum() + output.entropy.sum()).backward()
+        total = output.logprob.sum() + output.entropy.sum()
+        if output.reference_kl is not None:
+            total = total + output.reference_kl.sum()
+        total.backward()
         gradients = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
     peak: int = counted.peak
     return peak - _bytes(gradients)
+
+
+def _reference_output(batch: MicroBatch, device: torch.device) -> HeadOutput:
+    """Make the output of a reference, with its likeliest tokens."""
+    zeros = torch.zeros(len(batch.targets), TOP_TOKENS + 1, device=device)
+    column = zeros[:, 0]
+    return HeadOutput(column, column, column, zeros[:, :-1].long(), zeros)
 
 
 def longest_rows(config: RunConfig, policy: str, model: PolicyModel) -> list[TrainingSample]:

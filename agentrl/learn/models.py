@@ -133,11 +133,24 @@ class PolicyModel:
         self._sharded = forward
 
     def token_logprobs(
-        self, batch: MicroBatch, *, entropy_gradient: bool = False, replay: RoutingReplay | None = None
+        self,
+        batch: MicroBatch,
+        *,
+        entropy_gradient: bool = False,
+        replay: RoutingReplay | None = None,
+        top: int = 0,
+        reference: HeadOutput | None = None,
     ) -> HeadOutput:
         """See `forward.token_logprobs`; uses the active adapter."""
         forward = self._sharded or partial(token_logprobs, self.model)
-        return forward(batch, shared=self.shared_prefixes, entropy_gradient=entropy_gradient, replay=replay)
+        return forward(
+            batch,
+            shared=self.shared_prefixes,
+            entropy_gradient=entropy_gradient,
+            replay=replay,
+            top=top,
+            reference=reference,
+        )
 
     def train(self, *, offload: bool = False) -> None:
         """Make this policy's parameters trainable; `offload`: their masters and gradients lie in main memory."""

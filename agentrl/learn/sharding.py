@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -80,7 +80,7 @@ class ShardedForward(nn.Module):
     def forward(self, *arguments: Any, **settings: Any) -> HeadOutput:
         """See `forward.token_logprobs`; calls it with the model and these arguments."""
         # Clones, because FSDP attaches hooks to the returned tensors and cannot do so for views.
-        return HeadOutput(*(column.clone() for column in token_logprobs(self.model, *arguments, **settings)))
+        return token_logprobs(self.model, *arguments, **settings).map(Tensor.clone)
 
     def __call__(self, *arguments: Any, **settings: Any) -> HeadOutput:
         """Gather weights, call `forward`, and add up gradients."""

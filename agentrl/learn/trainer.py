@@ -39,7 +39,7 @@ from agentrl.engines.transfer import Recipient
 from agentrl.journal.reader import EpisodeKey, TurnReader
 from agentrl.journal.rows import trajectories
 from agentrl.learn.columns import MergedColumns, StepColumns
-from agentrl.learn.forward import HeadOutput
+from agentrl.learn.forward import TOP_TOKENS, HeadOutput
 from agentrl.learn.loss_batch import LossBatch, TokenColumns, TokenGradients
 from agentrl.learn.losses import SUMS, Loss, loss_metrics, make_loss, measure
 from agentrl.learn.memory import shard_count
@@ -308,25 +308,26 @@ class PolicyTrainer:
             used = [
                 index
                 for index in range(len(samples))
-                if any(bool(each[columns.starts[index] : columns.starts[index + 1]].any()) for each in known[1:3])
+                if any(bool(each[columns.starts[index] : columns.starts[index + 1]].any()) for each in known[1:4])
             ]
         else:
             used = [index for index, sample in enumerate(samples) if self._is_forwarded(sample)]
         totals["skipped_samples"] += len(samples) - len(used)
-        reference = known is None and self._loss.needs_reference
-        for packed in self._packed(learner, samples, used, backward=True, reference=reference):
+        compared = self._loss.needs_reference if known is None else self._loss.mark.divergence
+        for packed in self._packed(learner, samples, used, backward=True, reference=compared):
             tokens = torch.from_numpy(columns.tokens_of(_members(packed, used)))
-            head = self._forward(learner, packed, entropy_gradient=self._loss.uses_entropy)
+            reference = self._reference(learner, packed) if compared else None
+            head = self._forward(learner, packed, reference, entropy_gradient=self._loss.uses_entropy)
             gradients = known.of(tokens) if known is not None else None
             if gradients is None:
-                batch = self._loss_batch(learner, packed, columns.take(tokens.numpy()), head)
+                batch = LossBatch.of(columns.take(tokens.numpy()), head, reference)
                 gradients = self._loss.evaluate(batch, weights[tokens])
                 self._count(step, packed, samples, used, batch, gradients, weights[tokens], head)
                 rows = [first + index for index in used]
                 logprobs, entropies = (column.detach().cpu().numpy() for column in (head.logprob, head.entropy))
                 step.columns.record(packed, logprobs, entropies, rows)
-            outputs = [(head.logprob, gradients.by_logprob), (head.entropy, gradients.by_entropy)]
-            live = [(output, by.to(output.device)) for output, by in outputs if output.requires_grad]
+            outputs = zip((head.logprob, head.entropy, head.reference_kl), gradients[1:4], strict=True)
+            live = [(each, by.to(each.device)) for each, by in outputs if each is not None and each.requires_grad]
             torch.autograd.backward([output for output, _ in live], [by for _, by in live])
             if step.suspect is None and not bool(gradients.loss.isfinite().all()):
                 wrong = int((~gradients.loss.isfinite()).nonzero()[0])
@@ -355,15 +356,16 @@ class PolicyTrainer:
         The log-probabilities come from a separate forward pass, because the derivative for one token may depend on the
         log-probability of every other.
         """
-        names = ("logprobs", "entropies", *(("reference_logprobs",) if self._loss.needs_reference else ()))
+        compared, diverges = self._loss.needs_reference, self._loss.mark.divergence
+        names = ("logprobs", "entropies", *["reference_logprobs"] * compared, *["reference_kl"] * diverges)
         computed = {name: np.zeros(len(columns), np.float32) for name in names}
         everyone = list(range(len(samples)))
-        reference = self._loss.needs_reference
-        for packed in self._packed(learner, samples, everyone, backward=False, reference=reference):
+        for packed in self._packed(learner, samples, everyone, backward=False, reference=compared):
             tokens = columns.tokens_of(_members(packed, everyone))
+            reference = self._reference(learner, packed) if compared else None
             with torch.no_grad():
-                head = self._forward(learner, packed, entropy_gradient=False)
-            batch = self._loss_batch(learner, packed, columns.take(tokens), head)
+                head = self._forward(learner, packed, reference, entropy_gradient=False)
+            batch = LossBatch.of(columns.take(tokens), head, reference)
             for name in names:
                 computed[name][tokens] = getattr(batch, name).detach().cpu().numpy()
             step.totals["kept_mass"] += float(head.kept_mass.sum())
@@ -379,6 +381,7 @@ class PolicyTrainer:
             logprobs=every["logprobs"].requires_grad_(),
             entropies=every["entropies"].requires_grad_(),
             reference_logprobs=every.get("reference_logprobs"),
+            reference_kl=every["reference_kl"].requires_grad_() if diverges else None,
         )
         found = self._loss.evaluate(batch, every["weights"])
         known = TokenGradients(*(column[own] for column in found))
@@ -418,7 +421,7 @@ class PolicyTrainer:
             samples: samples of this rank.
             used: indices of the samples to pack.
             backward: whether each is computed forward and backward.
-            reference: whether the reference is computed for each, in between.
+            reference: whether the reference is computed for each, first.
         """
         limit, shared = self._config.trainer.micro_batch_tokens, learner.model.shared_prefixes
         batches = pack([samples[index] for index in used], max_tokens=limit, share=shared)
@@ -430,35 +433,26 @@ class PolicyTrainer:
         yield from own
         for _ in range(max(every) - len(own)):
             (blank,) = pack([_BLANK], max_tokens=limit, share=shared)
+            compared = self._reference(learner, blank) if reference else None
             with torch.set_grad_enabled(backward):
-                head = self._forward(learner, blank, entropy_gradient=False)
-            if reference:
-                self._reference(learner, blank)
+                head = self._forward(learner, blank, compared, entropy_gradient=False)
             if backward:
                 head.logprob.sum().mul(0.0).backward()
 
-    def _forward(self, learner: _Learner, packed: MicroBatch, *, entropy_gradient: bool) -> HeadOutput:
-        model = learner.model
-        return model.token_logprobs(packed, entropy_gradient=entropy_gradient, replay=model.replay)
+    def _forward(
+        self, learner: _Learner, packed: MicroBatch, reference: HeadOutput | None, *, entropy_gradient: bool
+    ) -> HeadOutput:
+        model, compared = learner.model, reference if self._loss.mark.divergence else None
+        return model.token_logprobs(packed, entropy_gradient=entropy_gradient, replay=model.replay, reference=compared)
 
-    def _reference(self, learner: _Learner, packed: MicroBatch) -> Tensor:
-        """Compute the log-probabilities of the policy's reference, or of the base under its adapter."""
-        reference = self._references.get(learner.name)
+    def _reference(self, learner: _Learner, packed: MicroBatch) -> HeadOutput:
+        """Compute the outputs of the policy's reference, or of the base under its adapter."""
+        reference, top = self._references.get(learner.name), TOP_TOKENS if self._loss.mark.divergence else 0
         with torch.no_grad():
             if reference is not None:
-                return reference.token_logprobs(packed).logprob
+                return reference.token_logprobs(packed, top=top)
             with learner.model.as_reference():
-                return self._forward(learner, packed, entropy_gradient=False).logprob
-
-    def _loss_batch(self, learner: _Learner, packed: MicroBatch, columns: TokenColumns, head: HeadOutput) -> LossBatch:
-        """Make the loss batch of a micro-batch, detached from the model's graph."""
-        reference = self._reference(learner, packed) if self._loss.needs_reference else None
-        return LossBatch(
-            columns,
-            logprobs=head.logprob.detach().requires_grad_(),
-            entropies=head.entropy.detach().requires_grad_(),
-            reference_logprobs=reference,
-        )
+                return learner.model.token_logprobs(packed, replay=learner.model.replay, top=top)
 
     def _count(
         self,

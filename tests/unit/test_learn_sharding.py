@@ -31,6 +31,10 @@ def cases(root: Path, ranks: int) -> dict[str, dict[str, Any]]:
         "adapters of two policies": made("adapters", lora=True, policies=("policy", "other"), recompute=True),
         "adapters and their base": made("reference", lora=True, loss={"name": "ppo", "kl": 0.1}),
         "a loss of whole steps": made("step", lora=True, loss={"name": "tests.sharding_cases:spread", "kl": 0.1}),
+        "a teacher": made("teacher", reference=root / "teacher", loss={"name": "distillation"}),
+        "a teacher of whole steps": made(
+            "teacher step", lora=True, reference=root / "teacher", loss={"name": "tests.sharding_cases:concentrated"}
+        ),
         "experts": made("experts", "moe"),
         "bfloat16": made("bfloat16", "bfloat16"),
         "adapters on bfloat16": made("adapters on bfloat16", "bfloat16", lora=True),
@@ -48,6 +52,12 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from transformers import AutoModelForCausalLM
 
     AutoModelForCausalLM.from_pretrained(root / "qwen3", dtype=torch.bfloat16).save_pretrained(root / "bfloat16")
+    teacher = AutoModelForCausalLM.from_pretrained(root / "qwen3")
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        for parameter in teacher.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    teacher.save_pretrained(root / "teacher")
     return root
 
 

@@ -17,7 +17,7 @@ from agentrl.config.load import load
 from agentrl.config.run import RunConfig
 from agentrl.core.errors import ModelError
 from agentrl.core.machine import Gpu, Memory
-from agentrl.learn.forward import token_logprobs
+from agentrl.learn.forward import TOP_TOKENS, token_logprobs
 from agentrl.learn.memory import AllocationCounter, longest_rows
 from agentrl.learn.models import load_models
 from agentrl.learn.packing import pack
@@ -53,6 +53,30 @@ def test_the_activations_of_the_plan_are_those_of_a_real_step(repository: Path, 
     config = configured(repository, *overrides)
     (planned,) = (part.bytes for part in memory_plan(config).parts if part.name.startswith("activations"))
     assert planned == allocated(config)
+
+
+def test_the_divergence_from_a_reference_is_planned(repository: Path) -> None:
+    """What a real step allocates when it compares each distribution with the likeliest tokens of a reference, but for
+    a buffer of the size of some logits, which kernels without data do not allocate."""
+    config = configured(repository)
+    teacher = ["--trainer.loss.name=distillation", f"--policies.solver.reference={config.model.path}"]
+    (planned,) = (
+        part.bytes
+        for part in memory_plan(configured(repository, *teacher)).parts
+        if part.name.startswith("activations")
+    )
+    (model,) = load_models(config, torch.device("cpu")).values()
+    (batch,) = pack(longest_rows(config, "solver", model), max_tokens=1 << 30, share=model.shared_prefixes)
+    with torch.no_grad():
+        reference = token_logprobs(model.model, batch, shared=model.shared_prefixes, top=TOP_TOKENS)
+    with AllocationCounter([*model.model.parameters(), *model.model.buffers()]) as counted:
+        output = token_logprobs(model.model, batch, shared=model.shared_prefixes, reference=reference)
+        assert output.reference_kl is not None
+        (output.logprob.sum() + output.entropy.sum() + output.reference_kl.sum()).backward()
+    gradients = sum(each.grad.nbytes for each in model.parameters.values() if each.grad is not None)
+    held = sum(column.nbytes for column in reference if column is not None)
+    assert planned == pytest.approx(counted.peak - gradients + held, rel=0.03)
+    assert planned > allocated(config)
 
 
 def test_rounded_copies_of_all_weights_change_the_activations_by_little(repository: Path) -> None:

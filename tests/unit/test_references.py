@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from agentrl.learn.losses import dpo
 from agentrl.learn.memory import trainer_memory
 from agentrl.learn.trainer import PolicyTrainer
 from tests.learn_cases import LORA, Episodes, make_rows, run_config, write_model, write_tokenizer
+from tests.loss_cases import batch_of, evaluated, loss_named
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +72,8 @@ def test_a_student_that_is_its_teacher_has_nothing_to_learn(models: tuple[Path, 
 
 
 def test_the_gradient_is_that_of_a_loop(models: tuple[Path, Path], tmp_path: Path) -> None:
-    """The norm of the sum of -min(w, 5) (log ref - log pi) d log pi, token by token over rows of one."""
+    """The norm of the gradient of KL(pi || ref), token by token over rows of one; all 48 tokens are among the 64
+    likeliest."""
     from transformers import AutoModelForCausalLM
 
     (found,) = steps(config_of(*models), tmp_path)
@@ -79,17 +82,44 @@ def test_the_gradient_is_that_of_a_loop(models: tuple[Path, Path], tmp_path: Pat
     total = torch.zeros(())
     for row in rows:
         ids = torch.from_numpy(row.token_ids.astype("int64"))[None]
-        logprobs = []
-        for model in (student, teacher):
-            logits = model(input_ids=ids).logits[0, :-1] / row.temperature
-            logprobs.append(logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0])
-        own, theirs = logprobs[0], logprobs[1].detach()
+        own, theirs = (
+            (model(input_ids=ids).logits[0, :-1] / row.temperature).log_softmax(-1) for model in (student, teacher)
+        )
         mask = torch.from_numpy(row.loss_mask)[1:]
-        ratio = (own.detach() - torch.from_numpy(row.behavior_logprobs)[1:]).clamp(-20, 20).exp().clamp(max=5.0)
-        total = total - (ratio * (theirs - own.detach()) * own)[mask].sum()
+        total = total + (own.exp() * (own - theirs.detach())).sum(1)[mask].sum()
     (total / Episodes(rows).batch().normaliser).backward()
     norm = torch.nn.utils.get_total_norm([p.grad for p in student.parameters() if p.grad is not None])
     assert found["grad_norm"] == pytest.approx(float(norm), rel=1e-4)
+    assert found["loss"] == pytest.approx(float(total.detach()) / Episodes(rows).batch().normaliser, rel=1e-4)
+
+
+WHOLE_STEP = """
+import agentrl
+
+
+@agentrl.loss(divergence=True)
+def farther(batch):
+    return batch.reference_kl - batch.mean(batch.reference_kl, "agent").detach() + 0 * batch.reference_logprobs
+"""
+
+
+def test_a_loss_of_the_whole_step_reads_the_divergence(models: tuple[Path, Path], tmp_path: Path) -> None:
+    """Its derivative by the divergence is 1, as that of `distillation`."""
+    file = tmp_path / "losses.py"
+    file.write_text(WHOLE_STEP)
+    (own,) = steps(config_of(*models, name=f"{file}:farther", micro_batch_tokens=32), tmp_path / "own")
+    (built_in,) = steps(config_of(*models), tmp_path / "built_in")
+    assert own["grad_norm"] == pytest.approx(built_in["grad_norm"], rel=1e-5)
+    assert own["loss"] == pytest.approx(0.0, abs=1e-5)
+
+
+def test_a_reward_is_added_to_the_divergence() -> None:
+    """-min(w, 5) A d log pi beside d KL, by hand."""
+    batch = batch_of([-1.0, -2.0], [-1.5, -9.0], [1.0, -2.0], reference=[-1.0, -1.0], divergence=[0.3, 0.7])
+    found = evaluated(loss_named("distillation", reward=0.5), batch)
+    assert found.by_reference_kl.tolist() == [1.0, 1.0]
+    assert found.by_logprob.tolist() == pytest.approx([-0.5 * math.exp(0.5), -0.5 * 5.0 * -2.0])
+    assert evaluated(loss_named("distillation"), batch).loss.tolist() == pytest.approx([0.3, 0.7])
 
 
 @pytest.mark.parametrize("name", ["ppo", "distillation"])
