@@ -103,7 +103,7 @@ def test_a_name_without_a_weight_ends_the_episode_by_name(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("name", ["", "two words", "x" * 65, 3, "naïve"])
 def test_what_is_no_name_is_refused(name: Any) -> None:
-    with pytest.raises(RewardError, match="is no name of a reward"):
+    with pytest.raises(RewardError, match="not a valid name"):
         check_reward_name(name, "here")
 
 
