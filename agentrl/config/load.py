@@ -197,9 +197,9 @@ def _check_plain(data: Mapping[str, Any], source: Path) -> None:
             elif isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
                 problem = "a whole number of more than 64 bits"
             elif isinstance(value, float) and not math.isfinite(value):
-                problem = f"{value} is no number to go on with"
+                problem = f"{value} is not a finite number"
             elif isinstance(value, str) and any(c == "\0" or "\ud800" <= c <= "\udfff" for c in value):
-                problem = "text with a character that no file or path can hold"
+                problem = "text with a character that is not allowed in files or paths"
             if problem:
                 raise ConfigError(f"{source}: {'.'.join(path)}: {problem}")
         level = below

@@ -131,7 +131,8 @@ def messages(value: Any) -> list[Message]:
         )
     if not found or found[-1].role == "assistant":
         raise RequestRefusedError(
-            "the last message must have role user, system or tool: a reply of the assistant cannot be continued",
+            "messages: the last one must have role user, system or tool, since a reply of the assistant cannot be "
+            "continued",
             "invalid",
             "messages",
         )

@@ -127,7 +127,9 @@ def _messages(body: Mapping[str, Any]) -> list[Message]:
             case other:
                 raise RequestRefusedError(f"messages[{n}].role is {shown(other)}", "invalid", where)
     if not found or found[-1].role == "assistant":
-        raise RequestRefusedError("the last message must have role user: a reply of the assistant cannot be continued")
+        raise RequestRefusedError(
+            "messages: the last one must have role user, since a reply of the assistant cannot be continued"
+        )
     return found
 
 

@@ -123,7 +123,7 @@ def _messages(body: Mapping[str, Any]) -> list[Message]:
     found += said.end()
     if not found or found[-1].role == "assistant":
         raise RequestRefusedError(
-            "the last item of input must be a message or the output of a tool: a reply of the assistant cannot be "
+            "input: the last item must be a message or the output of a tool, since a reply of the assistant cannot be "
             "continued"
         )
     return found

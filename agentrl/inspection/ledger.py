@@ -170,7 +170,7 @@ class _Counting:
                     self._problem(f"{error}. What follows in {name} was not read")
             else:
                 self._problem(
-                    f"{path} is missing, and {plural(len(expected), 'committed episode')} lie in it; put it back"
+                    f"{path} is missing, and it contains {plural(len(expected), 'committed episode')}; restore it"
                 )
             before += len(expected)
 

@@ -290,7 +290,7 @@ def numbers_of(text: Any, problems: list[str]) -> dict[str, float | None]:
         try:
             numbers[name] = msgspec.convert(value, float | None)
         except (msgspec.ValidationError, OverflowError):
-            problems.append(f"metric {name[:100]!r} is no number; its row of the control log is damaged")
+            problems.append(f"metric {name[:100]!r} is not a number; its row of the control log is damaged")
     return numbers
 
 

@@ -76,8 +76,8 @@ def reader_acts(reader: RunReader, episode: str) -> list[Any]:
         ("", "contains no conversation"),
         ("{", "cannot be read"),
         ('{"messages": [{"role": "assistant", "content": "x"}]}', "must say something, after another role"),
-        ('{"messages": [{"role": "user", "content": 3}]}', "no conversation; a line is"),
-        ('{"messages": "x"}', "no conversation; a line is"),
+        ('{"messages": [{"role": "user", "content": 3}]}', "not a conversation; a line is"),
+        ('{"messages": "x"}', "not a conversation; a line is"),
     ],
 )
 def test_what_is_no_conversation_is_refused_by_line(tmp_path: Path, text: str, reason: str) -> None:

@@ -86,11 +86,11 @@ def test_a_name_that_is_taken_is_not_blamed_on_the_disk(tmp_path: Path) -> None:
         ({"away/secret": [6, ""]}, "not one of its regular files"),
         ({"recording_trainer.json": [1, ""]}, "bytes, but 1 were saved"),
         ({"missing": [1, ""]}, "'missing' is not one of its regular files"),
-        ({"recording_trainer.json": ["many", ""]}, "does not hold"),
-        ({"recording_trainer.json": [1e400, ""]}, "does not hold"),
-        ({"recording_trainer.json": 1}, "does not hold"),
-        ([1], "does not hold"),
-        (None, "does not hold"),
+        ({"recording_trainer.json": ["many", ""]}, "its manifest is invalid"),
+        ({"recording_trainer.json": [1e400, ""]}, "its manifest is invalid"),
+        ({"recording_trainer.json": 1}, "its manifest is invalid"),
+        ([1], "its manifest is invalid"),
+        (None, "its manifest is invalid"),
     ],
 )
 def test_a_hostile_list_of_files_is_refused_and_nothing_is_opened(tmp_path: Path, files: object, reason: str) -> None:
@@ -110,12 +110,12 @@ def test_a_hostile_list_of_files_is_refused_and_nothing_is_opened(tmp_path: Path
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("[" * 100_000, "does not hold"),
-        ("[]", "does not hold"),
+        ("[" * 100_000, "its manifest is invalid"),
+        ("[]", "its manifest is invalid"),
         ("{}", "has no 'format'"),
         ('{"format": 7}', "format is 7"),
-        ('{"format": 0, "files": {}, "versions": {"p": [0, "x"]}}', "does not hold"),
-        ('{"format": 0, "files": {}, "versions": 3}', "does not hold"),
+        ('{"format": 0, "files": {}, "versions": {"p": [0, "x"]}}', "its manifest is invalid"),
+        ('{"format": 0, "files": {}, "versions": 3}', "its manifest is invalid"),
     ],
 )
 def test_a_hostile_manifest_is_refused(tmp_path: Path, text: str, reason: str) -> None:

@@ -68,8 +68,8 @@ def test_the_variant_in_comments_works_when_it_is_uncommented(written: Path) -> 
         ("class", "reserved word"),
         ("match", "reserved word"),
         ("random", "choose another name, such as my_random"),
-        ("numpy", "a Python module already"),
-        ("calculator", "an environment already"),
+        ("numpy", "'numpy' is already"),
+        ("calculator", "'calculator' is already"),
     ],
 )
 def test_unsafe_names_are_refused(tmp_path: Path, name: str, words: str) -> None:

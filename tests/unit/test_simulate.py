@@ -241,7 +241,7 @@ def test_a_run_is_simulated_and_shown_beside_itself(
 def test_what_is_no_regular_file_is_not_waited_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     os.mkfifo(tmp_path / "plan.toml")
     assert main(["simulate", str(tmp_path / "plan.toml")]) == 2
-    assert "plan.toml: is no regular file" in capsys.readouterr().err
+    assert "plan.toml: not a regular file" in capsys.readouterr().err
 
 
 def test_without_file_and_run_there_is_nothing_to_simulate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

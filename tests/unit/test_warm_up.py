@@ -181,12 +181,12 @@ def test_conversations_are_read_from_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "told"),
     [
-        ("{", r"shown.jsonl:2: no conversation \(JSONDecodeError"),
-        ("[]", "no conversation"),
-        ('{"messages": []}', "no conversation"),
+        ("{", r"shown.jsonl:2: .*\(JSONDecodeError"),
+        ("[]", "not a conversation"),
+        ('{"messages": []}', "not a conversation"),
         ('{"messages": [{"role": "assistant", "content": "7"}]}', "it must begin with"),
         ('{"messages": [{"role": "user", "content": [7]}]}', "content of list"),
-        ("[" * 100_000, "no conversation"),
+        ("[" * 100_000, "not a conversation"),
     ],
 )
 def test_a_line_that_is_no_conversation_is_named(tmp_path: Path, line: str, told: str) -> None:
@@ -200,7 +200,7 @@ def test_a_line_that_is_no_conversation_is_named(tmp_path: Path, line: str, told
 def test_a_long_line_that_is_no_conversation_is_not_quoted_whole(tmp_path: Path) -> None:
     path = tmp_path / "shown.jsonl"
     path.write_text(json.dumps({"messages": [{"role": "r" * 500_000, "content": "x"}]}))
-    with pytest.raises(InputError, match="no conversation") as refused:
+    with pytest.raises(InputError, match="not a conversation") as refused:
         module._read(path, Doubling)
     assert len(str(refused.value)) < 1000
 
