@@ -77,6 +77,8 @@ class TurnAct(_Act, frozen=True, kw_only=True, tag="turn"):
     """Seconds since the previous act of the branch, if times are recorded."""
     pauses: list[Pause]
     """Pauses during the turn: the episode was parked, its engine was lost, or the engine's memory was full."""
+    state: str | None
+    """State of the environment before the turn, if its program said it."""
 
 
 class ToolAct(_Act, frozen=True, kw_only=True, tag="tool"):
@@ -327,6 +329,7 @@ def _turn(call: str, turn: TurnEntry, waits: _Waits) -> TurnAct:
         seconds=turn.seconds,
         waited=waits.before(call, turn),
         pauses=list(turn.pauses),
+        state=turn.state,
     )
 
 

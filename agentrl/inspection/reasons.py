@@ -23,6 +23,8 @@ from agentrl.observe.alarms import ADVICE_ON_DROPS
 if TYPE_CHECKING:
     from agentrl.inspection.reader import EpisodeLine, Row, RunReader
 
+SHOWN_TURNS = 12
+"""Number of turns whose advantages are shown."""
 SLOW_SHARE = 0.3
 """Share of an episode's seconds above which a delay is named."""
 MAX_NAMED = 8
@@ -269,4 +271,16 @@ def _units(reader: RunReader, view: ConversationView, problems: list[str]) -> li
 def _consumed(policy: str, row: Row) -> str:
     made = f"{policy}@{row['lineage']}.{row['step']}"
     numbers = f"reward {row['reward']:.3g} - baseline {row['baseline']:.3g} = advantage {row['advantage']:.3g}"
+    by_turn = _advantages_by_turn(row)
+    if len(set(by_turn)) > 1:
+        shown = ", ".join(f"{value:.3g}" for value in by_turn[:SHOWN_TURNS])
+        numbers += f"; by turn {shown}{', …' if len(by_turn) > SHOWN_TURNS else ''}"
     return f"{row['seat']}[{row['agent']}] was trained by the step that made {made}: {numbers}"
+
+
+def _advantages_by_turn(row: Row) -> list[float]:
+    """Read the advantages of a trajectory's turns; none where turns do not differ, or the row is damaged."""
+    try:
+        return msgspec.json.decode(row["turn_advantages"] or "[]", type=list[float])
+    except (msgspec.MsgspecError, TypeError, ValueError, RecursionError):
+        return []

@@ -121,6 +121,9 @@ def _turn(page: Page, act: TurnAct) -> None:
         role = str(message.get("role", "?"))
         page.line((f"  {role}", f"bold {_STYLES.get(role, 'magenta')}"))
         page.block(str(message.get("content", "")), _STYLES.get(role, "magenta"))
+    if act.state is not None:
+        page.line(("  state", "dim"))
+        page.block(act.state, "dim")
     versions = " → ".join(dict.fromkeys(version for _, version in act.versions))
     tokens = plural(act.tokens, "token") if act.tokens or act.finish_reason == "abort" else "token ids not recorded"
     note = f"turn {act.turn}, {tokens} of {versions or 'unknown weights'}, {act.finish_reason}, {act.seconds:.3f} s"

@@ -22,6 +22,7 @@ from pydantic import ValidationError
 import agentrl
 from agentrl.app.parts import Adapters
 from agentrl.app.training import run_training
+from agentrl.cli.main import main
 from agentrl.cluster.worker_wire import Ended, ended_of, header_of
 from agentrl.config.run import RunConfig
 from agentrl.core.errors import EnvironmentDefinitionError, InputError
@@ -241,6 +242,16 @@ def test_the_state_that_the_program_says_is_compared(tmp_path: Path) -> None:
     assert states == {state_hash(f"at {place}", ()) for place in (0, 1)}
     apart = [json.loads(text) for (text,) in rows(run, "SELECT turn_advantages FROM step_units")]
     assert any(len({round(value, 9) for value in turns}) > 1 for turns in apart), "turns have credit of their own"
+
+
+def test_states_and_advantages_of_turns_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = train(tmp_path, steps=1, credit={"group_size": 4, "advantage": "gigpo"})
+    ((episode, text),) = rows(run, "SELECT episode, turn_advantages FROM step_units ORDER BY position LIMIT 1")
+    assert main(["episode", "show", str(run), episode]) == 0
+    assert "  state\n    at 0\n" in capsys.readouterr().out
+    assert main(["episode", "why", str(run), episode]) == 0
+    shown = ", ".join(f"{value:.3g}" for value in json.loads(text))
+    assert f"; by turn {shown}" in " ".join(capsys.readouterr().out.split())
 
 
 def test_other_advantages_keep_no_states(tmp_path: Path) -> None:
