@@ -132,9 +132,9 @@ def split_groups(config: RunConfig, demands: Sequence[Demand]) -> Iterator[str]:
             units = max(brought)
             fitting = max(round(policy.step_size / units), 1) * units
             yield (
-                f"policies.{name}.step_size = {policy.step_size} is no multiple of the {plural(units, 'unit')} that a "
-                f"group brings, so steps end inside groups: the rest of a group is trained a step later, with the same "
-                f"advantages. Set step_size = {fitting} for whole groups"
+                f"policies.{name}.step_size = {policy.step_size} is not a multiple of the {plural(units, 'unit')} that "
+                f"a group produces, so steps end inside groups: the rest of a group is trained one step later, with "
+                f"the same advantages.  Set step_size = {fitting} for whole groups"
             )
 
 

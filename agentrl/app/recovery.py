@@ -415,15 +415,15 @@ def describe_start(
         code=dict(code.files),
         code_changed=tuple(sorted(files)),
     )
-    told = [f"going on from checkpoint {start.checkpoint} (steps taken: {_counted(steps)})"]
+    told = [f"resuming from checkpoint {start.checkpoint} (steps taken: {_counted(steps)})"]
     if recovery.manifest is None:
-        told = ["there is no checkpoint yet: the weights are again those the run was given; its episodes are kept"]
+        told = ["there is no checkpoint yet: the run starts again from its initial weights and keeps its episodes"]
     for name, step in start.again.items():
         one = step == steps[name] + 1
         told.append(f"{f'step {step}' if one else f'steps {steps[name] + 1} to {step}'} of {name} will be taken again")
     if resume_state.unfinished:
         told.append(
-            f"{plural(len(resume_state.unfinished), 'unfinished episode')} will go on from what is recorded of them"
+            f"{plural(len(resume_state.unfinished), 'unfinished episode')} will continue from their recorded entries"
         )
     for change in changed:
         kept = "; unfinished episodes keep what they began with" if change.rule.rule == "per episode" else ""

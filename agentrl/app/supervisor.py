@@ -181,7 +181,7 @@ def _running_now(directory: Path) -> str:
         with contextlib.closing(SqliteRunLog(directory / "journal")) as log:
             return _named(record.running(log.unfinished))
     except JournalError as error:
-        return f"episodes that the journal cannot tell ({error})"
+        return f"episodes that the journal cannot name ({error})"
 
 
 def _fault(broken: BaseException, record: ProcessRecord, directory: Path, running: str) -> EnvironmentFaultError:

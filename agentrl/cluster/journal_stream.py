@@ -344,7 +344,7 @@ class JournalReceiver:
                             self.supervisor.achieved()
                         self.bytes = received
         except (ValueError, msgspec.MsgspecError) as error:
-            self.supervisor.kill(f"what it said makes no sense ({error})")
+            self.supervisor.kill(f"it sent an invalid message ({error})")
 
 
 # --- the receiving process, on the run's host -------------------------------------------------------------------------

@@ -510,7 +510,7 @@ class RayTrainerPool:
             ) from error
         raise TrainerError(
             f"trainer rank {self._named(rank)} failed in {method}: {error}. {stopped}; start the run again with "
-            "--resume to go on from its newest checkpoint"
+            f"--resume to continue from its newest checkpoint"
         ) from error
 
 

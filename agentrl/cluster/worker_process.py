@@ -127,7 +127,7 @@ class WorkerProcess:
     def leave(self, why: str) -> None:
         """Have it park its episodes and end: they go on elsewhere. Idempotent."""
         if not self.is_leaving:
-            self._tell(f"worker {self._work.number} leaves ({why}): its episodes are parked, and go on elsewhere")
+            self._tell(f"worker {self._work.number} leaves ({why}): its episodes are parked and continue elsewhere")
             self.tell(wire.Leave())
             self.is_leaving = True
 
@@ -219,7 +219,7 @@ class WorkerProcess:
                 self._heard_at = self._clock.monotonic()
                 self._hear(wire.FROM_WORKER.decode(body))
         except (ValueError, msgspec.MsgspecError) as error:
-            why = f"what it said makes no sense ({type(error).__name__}: {error})"
+            why = f"it sent an invalid message ({type(error).__name__}: {error})"
         except Exception as error:  # noqa: BLE001 - a bug of ours, or the disk: the run must not wait for ever
             self._owner.failed(error if isinstance(error, AgentRLError) else _bug(error))
         self.supervisor.kill(why)

@@ -99,7 +99,7 @@ def remedy(error: OSError) -> str:
             return "put back what was moved or removed"
         case errno.ENAMETOOLONG:
             return "choose a shorter name"
-    return "mend the disk"
+    return "check the disk"
 
 
 def replace_file(path: Path, content: bytes) -> None:

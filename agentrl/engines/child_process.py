@@ -261,7 +261,7 @@ class EngineProcess(ChildProcess):
         """See `Child.wait`; its private files are removed too."""
         how = await super().wait()
         self._files.remove()
-        return how if self._log is None else f"{how}; what it said is in {self._log}"
+        return how if self._log is None else f"{how}; its output is in {self._log}"
 
 
 def _cause(code: int) -> str:
@@ -443,7 +443,7 @@ class Supervisor:
                 if wait is None:
                     self._give_up(EngineError(f"{self._name} {how}, {self.losses} times; it will not be restarted"))
                     return
-                self._tell(f"{self._name} {how}; it is started again in {wait:g} s")
+                self._tell(f"{self._name} {how}; it is restarted in {wait:g} s")
                 await self._clock.sleep(wait)
         except AgentRLError as error:
             self._give_up(error)

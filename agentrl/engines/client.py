@@ -220,7 +220,7 @@ class Connection:
                 self._on_message(reply)
                 self._dispatch(reply)
         except Exception as error:  # noqa: BLE001 - whatever it sent, its calls must not wait for ever
-            why = f"what it said makes no sense ({type(error).__name__}: {error})"
+            why = f"it sent an invalid message ({type(error).__name__}: {error})"
         self._on_end(why)
 
     def _dispatch(self, reply: wire.Reply) -> None:

@@ -78,7 +78,7 @@ def import_run(source: Path, format: str, target: Path) -> Imported:
     except RecursionError as error:
         raise InputError(f"{source}: values nested deeper than can be read") from error
     except (OSError, StorageError) as error:
-        why, mend = "the disk is full, or refuses", "free space or mend it, then import again"
+        why, mend = "the disk is full, or refuses", "free space or repair it, then import again"
         if isinstance(error, OSError):  # the journal's own message is about resuming a run
             why, mend = error.strerror or str(error), remedy(error)
         raise StorageError(f"{target}: the run cannot be written ({why}); {mend}") from error

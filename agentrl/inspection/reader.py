@@ -300,7 +300,9 @@ def versions_of(text: Any, problems: list[str]) -> list[str]:
     try:
         return [] if text is None else list(map(str, msgspec.json.decode(text, type=tuple[PolicyVersion, ...])))
     except (msgspec.MsgspecError, TypeError, ValueError, RecursionError):
-        problems.append("what it was measured against is no list of versions; its row of the control log is damaged")
+        problems.append(
+            "the versions it was measured against are not a list of versions; its row of the control log is damaged"
+        )
         return []
 
 

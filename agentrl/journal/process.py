@@ -235,7 +235,7 @@ class ProcessRecord(msgspec.Struct, kw_only=True):
             return ProcessRecord()
         except (OSError, ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors
             why = error.strerror if isinstance(error, OSError) else error
-            fault = f"nobody knows how, since {path} cannot be read ({safe_line(str(why))[:200]})"
+            fault = f"how it ended is unknown, because {path} cannot be read ({safe_line(str(why))[:200]})"
             return ProcessRecord(state="unknown", is_playing=True, fault=fault, has_killer=True)
 
     def write(self, run: Path) -> None:

@@ -203,7 +203,7 @@ class GroupCommitWriter:
                 return f"{database.path}: the file is damaged ({error}); restore it from a copy, with its -wal file"
             return (
                 f"{database.path}: could not be written ({error}). What was committed before is safe. "
-                "Free space or mend the disk, then start again with --resume"
+                "Free space or repair the disk, then start again with --resume"
             )
         return None
 

@@ -141,7 +141,7 @@ def check_loss(reference: str, *, title: str = "") -> FunctionReport:
             return report
     report.passed += [
         "returns one finite loss per token, with a finite gradient, also where log w = ±20",
-        "is pure: the same twice, its batch left as it was, no random numbers",
+        "is pure: gives the same result twice, does not change its batch, draws no random numbers",
         "the order of rows and the numbers of ids make no difference: micro-batches and ranks change nothing",
     ]
     if not loss.mark.per_token and not loose and reference not in LOSSES:

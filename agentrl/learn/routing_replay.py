@@ -43,7 +43,7 @@ class RoutingReplay:
         if not names:
             raise ModelError(
                 f"engine.capture_routing: {type(model).__name__} has no router that reports its experts, so there is "
-                "no routing to replay. Use a mixture-of-experts model such as Qwen3-MoE or Mixtral,or set "
+                "no routing to replay. Use a mixture-of-experts model such as Qwen3-MoE or Mixtral, or set "
                 "capture_routing = false"
             )
         self._experts: Tensor | None = None  # [tokens, routers, top_k], of the pass in progress

@@ -166,9 +166,9 @@ class RunObserver:
         )
         goes_on = reached < planned and not summary.get("ended_early")
         nothing = (
-            f"no step was taken: --resume goes on from step {reached} of {planned}\n"
+            f"no step was taken: --resume continues from step {reached} of {planned}\n"
             if goes_on
-            else f"nothing was left to do: the run has its {plural(planned, 'step')}; --steps=N goes on to more\n"
+            else f"nothing is left to do: the run has taken all {planned} steps; --steps=N adds more\n"
         )
         self._stream.write(
             f"{plural(summary['steps'], 'step')} in {summary['rl_seconds']:.1f} s; "

@@ -377,7 +377,7 @@ class Orchestrator:
         self.buffer.put_back(policy, rest)
         first = lost[0].unit
         self.tell(
-            f"{plural(len(lost), 'unit')} of {policy} dropped as `untrainable`, and the run goes on; the first is of "
+            f"{plural(len(lost), 'unit')} of {policy} dropped as `untrainable`, and the run continues; the first is of "
             f"episode {first.episode_id}: {why[first.episode_id, first.attempt]}"
         )
 

@@ -209,7 +209,7 @@ def advice(turned: Sequence[KnobResult]) -> list[str]:
     told += [
         f"Not needed: {each.knob} = {shown(each.then)} would do as well ({each.throughput - 1:+.0%})" for each in spare
     ]
-    return told or ["No knob brings more than chance does."]
+    return told or ["No setting improves throughput by more than chance."]
 
 
 def _is_less(turned: KnobResult) -> bool:

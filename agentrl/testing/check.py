@@ -65,7 +65,7 @@ _MOST_STRAY_LINES = 3
 _PROVED = {
     "replay": " with the same outcome",
     "snapshot": " with the same outcome, resources from their snapshots",
-    "pinned": ", its pinned resources lost each time, as declared: such episodes begin again",
+    "pinned": ", losing its pinned resources each time, as declared: such episodes start over",
 }
 
 
@@ -190,9 +190,9 @@ def _check_hash_order(found: type[Environment], report: EnvironmentReport) -> No
     problem = again if isinstance(again, str) else _differing_call(first.entries, again)
     if problem:
         report.findings.append(
-            f"task {task.id!r}, played in a process with PYTHONHASHSEED={seed}: {problem}. The code goes by the order "
-            "of a set or by hash(), which differ from process to process, so that no other process could resume the "
-            "episode: iterate over sorted(…), or use a list or a dict"
+            f"task {task.id!r}, played in a process with PYTHONHASHSEED={seed}: {problem}. The code depends on the "
+            f"order of a set or on hash(), which differ between processes, so no other process could resume the "
+            f"episode:  iterate over sorted(…), or use a list or a dict"
         )
 
 

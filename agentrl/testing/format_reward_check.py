@@ -83,8 +83,8 @@ def format_findings(play: Play, tasks: Sequence[Task], random_policy: Script, *,
         return []
     return [
         f"breaking the format pays: a policy whose every turn says {text!r} earns {_mean(rewards):.3f} on average, "
-        f"well-formed chance {_mean(kept):.3f} ({len(rewards)} and {len(kept)} episodes), so breaking it is what would "
-        "be learned; reward a broken format below every legal end (mind `truncated_reward`, where it runs into a limit)"
+        f"well-formed chance {_mean(kept):.3f} ({len(rewards)} and {len(kept)} episodes), so the policy would learn to "
+        f"break it; reward a broken format below every legal end (mind `truncated_reward`, where it runs into a limit)"
     ]
 
 

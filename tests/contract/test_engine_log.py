@@ -28,7 +28,7 @@ def test_what_its_process_says_goes_to_the_log_where_a_death_and_a_bug_are_looke
         while not said:
             await asyncio.sleep(0.01)
         await engine.close()
-        assert said[0].startswith(f"the engine's process died (SIGKILL); what it said is in {log}; it is started again")
+        assert said[0].startswith(f"the engine's process died (SIGKILL); its output is in {log}; it is restarted")
         first, *others = log.read_text().splitlines()
         assert first == "the life before"
         assert 'raise ZeroDivisionError("a bug")' in " ".join(others)

@@ -168,7 +168,7 @@ def test_a_process_that_hangs_is_replaced_like_one_that_died_and_named() -> None
             await updating
             completion = await engine.open("b", "solver").generate(request("b", prompt(9)))
         assert completion.spans[0].version == version(1)
-        assert said == ["the engine's process was killed: it gave no sign of life for 2 s; it is started again in 1 s"]
+        assert said == ["the engine's process was killed: it gave no sign of life for 2 s; it is restarted in 1 s"]
         await engine.close()
 
     asyncio.run(main())
@@ -196,7 +196,7 @@ def test_a_process_that_talks_nonsense_is_replaced_by_name() -> None:
             tell=said.append,
         )
         async with asyncio.timeout(200):
-            with pytest.raises(EngineLostError, match="was killed: what it said makes no sense"):
+            with pytest.raises(EngineLostError, match="was killed: it sent an invalid message"):
                 await engine.open("a", "solver").generate(request("a", prompt(9), max_tokens=590), lambda *_: None)
             await engine.ready()
         assert len(said) == engine.supervisor.losses == 1

@@ -250,7 +250,7 @@ def test_a_dead_ray_ends_the_group_and_another_can_be_started(model: Path, tmp_p
     """A session of its own, beside which the module's must not live: Ray allows one per process."""
     program = [sys.executable, "-c", _DEAD_RAY, str(model), str(tmp_path), name]
     answer = subprocess.run(program, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
-    told = f"the engine's process was lost: Ray's {name} died; it is started again in 1 s"
+    told = f"the engine's process was lost: Ray's {name} died; it is restarted in 1 s"
     assert answer.stdout.splitlines() == [f"Ray's {name} died", str([told]), "[1, 2] 50"], answer.stdout + answer.stderr
 
 

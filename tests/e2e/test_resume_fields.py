@@ -139,9 +139,9 @@ def test_a_resume_says_what_it_does(killed: Path, tmp_path: Path, capsys: pytest
     play(RunConfig(**base(path) | {"sampling": {"temperature": 0.5}, "steps": TRAINED + 1}), resume=True, quiet=False)
     said = capsys.readouterr().err
     for words in (
-        "Going on from checkpoint step_000004-0 (steps taken: guesser 2, second 2).",
+        "Resuming from checkpoint step_000004-0 (steps taken: guesser 2, second 2).",
         "Step 3 of guesser will be taken again.",
-        f"{plural(unfinished, 'unfinished episode')} will go on from what is recorded of them.",
+        f"{plural(unfinished, 'unfinished episode')} will continue from their recorded entries.",
         "Setting sampling.temperature was 1.0 and is 0.5; unfinished episodes keep what they began with.",
         "Setting steps was 5 and is 6.",
     ):

@@ -171,7 +171,7 @@ def test_ctrl_c_writes_a_checkpoint_and_resume_goes_on(repository: Path, tmp_pat
 
     arguments[arguments.index("--steps=400")] = f"--steps={reached + 2}"
     told = run(tmp_path, *arguments, "--resume").stderr
-    assert f"Going on from checkpoint step_{reached:06d}-0 (steps taken: solver {reached})." in told
+    assert f"Resuming from checkpoint step_{reached:06d}-0 (steps taken: solver {reached})." in told
     assert f"Setting steps was 400 and is {reached + 2}." in told
     resumed = json.loads((tmp_path / "runs/long/summary.json").read_text())
     assert resumed["steps"] == len(resumed["rewards"]) == reached + 2

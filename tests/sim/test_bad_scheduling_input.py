@@ -151,7 +151,7 @@ def test_steps_that_end_inside_groups_are_told_with_a_size_that_fits() -> None:
         return list(split_groups(config, demands_of(config, Guess)))
 
     [line] = told(step_size=6, max_staleness=1)
-    assert "policies.guesser.step_size = 6 is no multiple of the 4 units that a group brings" in line
+    assert "policies.guesser.step_size = 6 is not a multiple of the 4 units" in line
     assert line.endswith("Set step_size = 8 for whole groups")
     assert told(step_size=8, max_staleness=1) == []
 

@@ -282,7 +282,7 @@ def test_rows_of_other_types_are_problems_of_the_episode(run: Path) -> None:
     reader = RunReader(run)
     first, second = reader.episode("e1"), reader.episode("e2")
     assert (first.metrics, len(first.entries)) == ({"y": 2.0, "z": None}, 4)
-    assert first.problems[1:] == ["metric 'x' is no number; its row of the control log is damaged"]
+    assert first.problems[1:] == ["metric 'x' is not a number; its row of the control log is damaged"]
     assert "record in `episodes` does not match" in first.problems[0]
     assert "is not the name of a turn partition" in second.problems[0]
     shown(conversation_page(conversation(reader, "e1")))

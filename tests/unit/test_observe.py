@@ -206,7 +206,7 @@ def test_the_end_shows_the_whole_run_also_after_a_resume_and_a_curve_for_each_po
     assert "held-out reward of b" not in end, "it was not measured twice"
     with RunObserver(directory, plan=plan, stream=stream) as observer:
         observer.finish({**summary, "steps": 0})
-    assert "nothing was left to do: the run has its 4 steps; --steps=N goes on to more" in stream.getvalue()
+    assert "nothing is left to do: the run has taken all 4 steps" in stream.getvalue()
     for tasks, told in (
         (5, "held-out reward of a on 5 tasks: 0.500 after; the evaluations before were on another number"),
         (5, "held-out reward of a on 5 tasks: 0.500 at step 4, 0.625 after"),
@@ -220,7 +220,7 @@ def test_the_end_shows_the_whole_run_also_after_a_resume_and_a_curve_for_each_po
     longer = RunPlan(name="demo", steps=6, max_staleness={"a": 1, "b": 1})
     with RunObserver(directory, plan=longer, stream=stream) as observer:
         observer.finish({**summary, "steps": 0})
-    assert "no step was taken: --resume goes on from step 4 of 6" in stream.getvalue()
+    assert "no step was taken: --resume continues from step 4 of 6" in stream.getvalue()
 
 
 def test_what_is_waited_for_after_the_end_is_shown_on_a_terminal(

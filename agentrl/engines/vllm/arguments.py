@@ -149,7 +149,7 @@ def _problem(name: str, value: Any, types: Mapping[str, str], *, on_gpu: bool) -
         near = difflib.get_close_matches(name.replace("-", "_"), types, n=1)
         return f"vLLM has no such engine argument{f'; did you mean {near[0]}?' if near else ''}"
     if name in _OWNED:
-        return f"is decided by {_OWNED[name]}; leave it out here"
+        return f"is set by {_OWNED[name]}; remove it here"
     if name in _REFUSED:
         return f"is refused: {_REFUSED[name]}"
     return _type_problem(value, types[name]) or next(iter(_value_problems(name, value, on_gpu=on_gpu)), "")
@@ -176,7 +176,7 @@ def _value_problems(name: str, value: Any, *, on_gpu: bool) -> Iterator[str]:
     if name == "max_logprobs" and 0 <= value < CANARY_LOGPROBS:
         yield f"{value} is refused: the canary check of new weights asks for {CANARY_LOGPROBS} log-probabilities"
     if name == "quantization" and value in ("gguf", "bitsandbytes"):
-        yield f"{value!r} is refused: it needs a loader of its own; weights are read from safetensors"
+        yield f"{value!r} is refused, because it needs a special loader; weights are read from safetensors"
     if name == "enable_chunked_prefill" and value and not on_gpu:
         yield "true is refused: on CPUs a request with a seed kills vLLM 0.32 in a chunked prefill"
     yield from _code_problems(name, value)
