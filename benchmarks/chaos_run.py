@@ -192,7 +192,7 @@ async def scripted_engine(
         program,
         versions,
         placement=placement,
-        silence_s=config.engine.silence_timeout_s,
+        silence_s=float(os.environ.get("CHAOS_SILENCE_S", "300")),
         clock=Hurried(),
         tell=tell,
     ).ready()
@@ -219,13 +219,12 @@ def scripted_config(directory: str, seed: int, steps: int) -> RunConfig:
             "checkpoint": {"every": 2},
             "evaluation": {"tasks": 0},
             "journal": {"keep": 2},
-            "engine": {"silence_timeout_s": float(os.environ.get("CHAOS_SILENCE_S", "300"))},
         }
     )
 
 
 TOOL_USE = ROOT / "examples" / "01_tool_use.toml"
-SMALL = ["trainer.kind=in_process", "credit.group_size=4", "policies.solver.step_size=8"]
+SMALL = ["credit.group_size=4", "policies.solver.step_size=8"]
 TWO_WORKERS = ["workers=2", "max_in_flight=24"]
 TWO_POLICIES = [
     *("deterministic=false", "engine.refresh=token", "engine.max_context=256"),
@@ -236,13 +235,13 @@ REAL: Mapping[str, list[str]] = {
     "one": [*SMALL, "max_in_flight=16"],
     "workers": [*SMALL, *TWO_WORKERS],
     "two": [*SMALL, *TWO_WORKERS, *TWO_POLICIES],
-    "ray": [*SMALL, *TWO_WORKERS, "trainer.kind=ray", "engine.placement=ray"],
+    "ray": [*SMALL, *TWO_WORKERS, "cluster.address=local"],
     "cluster": [
-        *(*SMALL, "max_in_flight=24", "workers=3", "trainer.kind=ray", "trainer.workers=2"),
+        *(*SMALL, "max_in_flight=24", "workers=3", "trainer.workers=2"),
         *("engine.replicas=2", "cluster.address=auto"),
     ],
     "selected": [
-        *(*SMALL, *TWO_WORKERS, "credit.dynamic_sampling=true", "environment.selection={ retire_after = 1 }"),
+        *(*SMALL, *TWO_WORKERS, "credit.release=dynamic_sampling", "environment.selection={ retire_after = 1 }"),
         *("policies.solver.reference=agentrl.environments:calculator/model", "trainer.loss.kl=0.01"),
     ],
     "outside": [
@@ -261,7 +260,7 @@ def real_config(kind: str, directory: str, seed: int, steps: int) -> RunConfig:
         f"directory={directory}",
         f"seed={seed}",
         f"steps={steps}",
-        "engine.placement=process",
+        "engine.replicas=1",
         "checkpoint.every=2",
         "evaluation.tasks=0",
     ]

@@ -43,7 +43,7 @@ def figures(quick: bool) -> dict[str, float | None]:
         hidden = not any((hosts.directory / number / "tmp" / "runs").exists() for number in "23")
         for number in PLANNED:
             hosts.kill(number)  # Ray's processes, which the other run would share the machine with
-        one = trained(hosts, "one", [*PARTS, *alone, "--engine.placement=process"])
+        one = trained(hosts, "one", [*PARTS, *alone, "--engine.replicas=1"])
     print(f"seen: { {number: sorted(roles) for number, roles in three.seen.items()} }", flush=True)
     return {
         "hosts_used": sum(roles <= three.seen[number] for number, roles in PLANNED.items()),

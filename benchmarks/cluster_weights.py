@@ -84,7 +84,7 @@ async def measure(receiver: str, fewer: int) -> dict[str, float]:
 async def adapters(root: Path, pairs: int) -> tuple[list[float], list[float]]:
     """Seconds until adapters are served on another host and on this one, by turns."""
     elsewhere = load(EXAMPLE, [*LORA, "--cluster.address=auto"])
-    beside = load(EXAMPLE, [*LORA, "--engine.placement=process"])
+    beside = load(EXAMPLE, [*LORA, "--engine.replicas=1"])
     model = AutoModelForCausalLM.from_pretrained(elsewhere.model.path)
     engines = [await make_engine(config, START, print) for config in (elsewhere, beside)]
     taken: tuple[list[float], list[float]] = ([], [])

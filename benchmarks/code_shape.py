@@ -265,7 +265,7 @@ def train(directory: Path, name: str, task: Task, *, steps: int = 1, resume: boo
     """A run of `steps` steps of one unit each, every part of it in this process."""
     overrides = [
         *(f"--name={name}", f"--directory={directory}", f"--steps={steps}", "--evaluation.tasks=0"),
-        *("--trainer.kind=in_process", "--engine.placement=here", "--engine.slots=4", "--max_in_flight=1"),
+        *("--engine.slots=4", "--max_in_flight=1"),
         *("--credit.group_size=1", "--credit.advantage=none"),
         *("--policies.solver.step_size=1", "--policies.solver.max_staleness=0"),
     ]

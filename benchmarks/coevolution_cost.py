@@ -70,7 +70,7 @@ def config_of(
         "max_in_flight": 128,
         "engine": {"slots": 64, "max_context": 128},
         "sampling": {"max_tokens": 16},
-        "trainer": {"kind": "in_process", "loss": {"normalizer": 32}},
+        "trainer": {"loss": {"normalizer": 32}},
         "evaluation": {"tasks": 0},
         "checkpoint": {"every": 0},
     }

@@ -22,7 +22,7 @@ model.path = "agentrl.environments:propose_and_solve/model"
 credit.group_size = 4
 sampling = { max_tokens = 32, max_turns = 9 }
 engine = { slots = 16, max_context = 256, refresh = "episode" }
-trainer = { kind = "in_process", loss.normalizer = 32, entropy_bonus = 0.07 }
+trainer = { loss.normalizer = 32, entropy_bonus = 0.07 }
 evaluation.tasks = 0
 checkpoint = { every = 1, versions = 0 }
 

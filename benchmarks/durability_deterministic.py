@@ -16,7 +16,6 @@ KILLS = 25
 
 SETTINGS = (
     "--deterministic=true",
-    "--trainer.kind=in_process",
     "--evaluation.tasks=0",
     "--checkpoint.every=1",
     "--checkpoint.versions=0",

@@ -43,8 +43,7 @@ from agentrl.config.run import RunConfig
 from agentrl.config.sections import EngineConfig, EnvironmentConfig, ModelConfig, TrainerConfig
 from agentrl.core.errors import AgentRLError
 from agentrl.core.records import TrainingSample
-from agentrl.learn.attention import Tree, flex_tree_attention, tree_attention
-from agentrl.learn.forward import token_logprobs
+from agentrl.learn.forward import Tree, flex_tree_attention, token_logprobs, tree_attention
 from agentrl.learn.models import load_models
 from agentrl.learn.packing import pack
 
@@ -189,7 +188,7 @@ def configured(machine: Machine, model: Path, *, lora: bool, recompute: bool) ->
         model=ModelConfig(path=str(model), dtype=sizes.dtype),
         engine=EngineConfig(max_context=sizes.length),
         policies={"policy": PolicyConfig(lora=LoraConfig(rank=16) if lora else None)},
-        trainer=TrainerConfig(kind="in_process", recompute=recompute, micro_batch_tokens=sizes.rows * sizes.length),
+        trainer=TrainerConfig(recompute=recompute, micro_batch_tokens=sizes.rows * sizes.length),
     )
 
 

@@ -65,7 +65,7 @@ class Setting:
         """The example on vLLM."""
         overrides = [
             *(f"--model.path={self.model}", f"--directory={self.temporary}", f"--name={name}"),
-            *("--engine.kind=vllm", f"--model.dtype={'bfloat16' if self.on_gpu else 'float32'}"),
+            *("--engine.vllm={}", f"--model.dtype={'bfloat16' if self.on_gpu else 'float32'}"),
         ]
         if not lora:
             overrides += ["--policies.solver.lora=null", f"--policies.solver.learning_rate={FULL_RATE}"]

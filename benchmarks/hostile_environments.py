@@ -30,6 +30,7 @@ import numpy as np
 
 import agentrl
 import agentrl.environments
+from agentrl.app import parts
 from agentrl.app.parts import Adapters, make_chat_format
 from agentrl.app.supervisor import run_in_shared_loop
 from agentrl.app.training import run_training
@@ -113,7 +114,6 @@ def play(act: str, directory: str, *, resume: bool) -> int:
             "policies": {"player": {"step_size": STEP_SIZE, "max_staleness": 1}},
             "credit": {"group_size": 1, "advantage": "none"},
             "sampling": {"max_tokens": 4},
-            "engine": {"silence_timeout_s": SILENCE_S},
             "evaluation": {"tasks": 0},
             "checkpoint": {"every": 1},
             "episode_timeout_s": 5.0,
@@ -129,6 +129,8 @@ def play(act: str, directory: str, *, resume: bool) -> int:
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (used + 3 * MEMORY_BYTES, resource.RLIM_INFINITY))
     from benchmarks.hostile_environments import Hostile as Importable  # not `__main__`'s
+
+    parts.SILENCE_S = SILENCE_S  # a process that hangs is found sooner
 
     try:
         run_in_shared_loop(run_training(config, Importable, adapters=adapters, resume=resume), Path(directory, "run"))

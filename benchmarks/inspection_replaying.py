@@ -15,8 +15,7 @@ from pathlib import Path
 
 import agentrl
 from agentrl.app.parts import Adapters
-from agentrl.app.replays import replay
-from agentrl.app.step_replays import compute_step, rebuild_steps
+from agentrl.app.replays import compute_step, rebuild_steps, replay
 from agentrl.cli.main import main
 from agentrl.cli.sample_run import sample_adapters, write_sample_run
 from agentrl.core.text import safe

@@ -105,7 +105,7 @@ def _compared(
         away = divergence(logprobs, reference, estimator=ours["estimator"]) * weights
         loss, gradient = away.detach(), torch.autograd.grad(away.sum(), logprobs)[0]
     else:
-        config = {name: ours[name] for name in ("name", "options", "kl") if name in ours}
+        config = {name: ours[name] for name in ("name", "kl") if name in ours} | ours.get("options", {})
         batch = LossBatch(
             columns,
             logprobs=logprobs,
@@ -185,7 +185,7 @@ def split_step(ranks: Ranks | None, model: str, directory: str, tokens: int, for
     """Loss and gradient norm in each case of `SPLIT`, over some ranks."""
     found = []
     for number, (name, options, normalizer) in enumerate(SPLIT):
-        loss = {"name": name, "options": options, "normalizer": normalizer}
+        loss = {"name": name, "normalizer": normalizer, **options}
         config = run_config(Path(model), loss=loss, micro_batch_tokens=tokens)
         path = Path(directory) / f"{number}-{tokens}-{forked}-{ranks.size if ranks is not None else 0}"
         found.append(step(config, path, forked=forked, precise=True, ranks=ranks))
@@ -214,7 +214,7 @@ async def under_ray(model: Path, directory: Path) -> bool:
         episodes = Episodes(make_rows(0, 12))
         path = directory / f"ray-{name}"
         await episodes.write(path)
-        config = run_config(model, kind="ray", workers=1, loss={"name": f"{learning_sapo.__file__}:{name}"})
+        config = run_config(model, workers=1, loss={"name": f"{learning_sapo.__file__}:{name}"})
         pool = RayTrainerPool(config, path)
         try:
             await pool.start()

@@ -19,7 +19,6 @@ REACHED = 0.9
 
 SETTINGS = (
     f"steps={STEPS}",
-    "trainer.kind=in_process",
     "evaluation.tasks=256",
     f"evaluation.every={EVERY}",
     "checkpoint.every=0",
@@ -69,7 +68,7 @@ def figures(quick: bool) -> dict[str, float | None]:
         teacher = train(directory, "teacher")
         best = rewards(teacher)[STEPS]
         student = train(directory, "student", *DISTILLED, f"policies.player.reference={teacher.policies['player']}")
-        selected = train(directory, "dynamic_sampling", "credit.dynamic_sampling=true")
+        selected = train(directory, "dynamic_sampling", "credit.release=dynamic_sampling")
         for run in (teacher, student, selected):
             print(f"{run.path.name}: {rewards(run)}", flush=True)
         taught, learned = steps_to(teacher, REACHED * best), steps_to(student, REACHED * best)

@@ -43,10 +43,10 @@ from agentrl.engines.embedded.capture import chosen_experts, find_routers
 from agentrl.engines.embedded.engine import EmbeddedEngine
 from agentrl.journal.entries import Begin, EntryBody, JournalEntry, Span, TurnEntry, encode_body
 from agentrl.journal.rows import trajectories
-from agentrl.learn.columns import mismatch_metrics
 from agentrl.learn.forward import token_logprobs
 from agentrl.learn.models import PolicyModel, load_models
 from agentrl.learn.packing import pack
+from agentrl.learn.storage import mismatch_metrics
 from benchmarks.report import Report
 
 if TYPE_CHECKING:
@@ -268,7 +268,6 @@ def refreshed(seed: int, engine: dict[str, Any], directory: Path) -> tuple[float
         "policies": {"solver": {"lora": {"rank": 8}, "learning_rate": 5e-3, "step_size": 64}},
         "sampling": {"max_tokens": 32, "max_turns": 6},
         "engine": {"slots": 96, "max_context": 192, **engine},
-        "trainer": {"kind": "in_process"},
         "evaluation": {"tasks": 0},
         "checkpoint": {"every": 0},
     }

@@ -27,7 +27,14 @@ import transformers
 from agentrl.app.memory import memory_plan
 from agentrl.config.policies import LoraConfig, PolicyConfig
 from agentrl.config.run import RunConfig
-from agentrl.config.sections import EngineConfig, EnvironmentConfig, ModelConfig, SamplingConfig, TrainerConfig
+from agentrl.config.sections import (
+    ClusterConfig,
+    EngineConfig,
+    EnvironmentConfig,
+    ModelConfig,
+    SamplingConfig,
+    TrainerConfig,
+)
 from agentrl.core.machine import anonymous_bytes
 from agentrl.core.records import DataLocation, Row, TrainBatch, Trajectory, TrajectoryCredit, Unit
 from agentrl.learn.memory import longest_rows
@@ -84,7 +91,8 @@ def _configured(model: Path, *, lora: bool, recompute: bool, dtype: str) -> RunC
         engine=EngineConfig(max_context=CONTEXT),
         sampling=SamplingConfig(max_tokens=SAMPLED, max_turns=1),
         policies={POLICY: policy},
-        trainer=TrainerConfig(kind="ray", recompute=recompute, micro_batch_tokens=ROWS * CONTEXT),
+        cluster=ClusterConfig(address="local"),  # ranks in processes of their own
+        trainer=TrainerConfig(recompute=recompute, micro_batch_tokens=ROWS * CONTEXT),
     )
 
 

@@ -38,7 +38,7 @@ def figures(quick: bool) -> dict[str, float | None]:
 def _run(example: str, *overrides: str) -> agentrl.Run:
     with tempfile.TemporaryDirectory() as directory:
         started = time.perf_counter()
-        everywhere = ("--trainer.kind=in_process", f"--directory={directory}")
+        everywhere = f"--directory={directory}"
         run = agentrl.train(load(ROOT / f"examples/{example}.toml", [*everywhere, *overrides]), quiet=True)
         took = time.perf_counter() - started
         rewards = [round(each, 2) for each in run.summary["rewards"]]

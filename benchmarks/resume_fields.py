@@ -32,9 +32,8 @@ import agentrl
 from agentrl.app.parts import Adapters
 from agentrl.app.training import Run, run_training
 from agentrl.config.fields import OnResume, Section, package_directory
-from agentrl.config.load import sections_in
+from agentrl.config.load import check_unchanged, on_resume, sections_in
 from agentrl.config.policies import BotPolicy, FrozenPolicy, OpponentPoolPolicy, PolicyConfig, RemotePolicy
-from agentrl.config.resume import check_unchanged, on_resume
 from agentrl.config.run import RunConfig
 from agentrl.core.errors import ConfigError
 from agentrl.core.ports import Engine, GenerateRequest
@@ -95,9 +94,7 @@ CHANGED: dict[str, Any] = {
     "sinks": ("tensorboard",),
     "freeze": [["second", 1], ["guesser", 1]],
     "best.metric": "reward/mean",
-    "best.policy": "second",
-    "best.stop_at": 1e9,
-    "best.stop_fall": 1e9,
+    "best.stop": 1e9,
     "steps": TRAINED + 1,
     "engine.max_context": 60,
     "engine.refresh": "lazy",
@@ -109,11 +106,9 @@ CHANGED: dict[str, Any] = {
     "credit.group_size": 2,
     "credit.turn_credit": "to_go",
     "credit.reward_weights": {"reward": 0.5},
-    "credit.advantage": "group_mean",
-    "credit.advantage_options": {"k": 2},
+    "credit.advantage.name": "group_mean",
     "trainer.sharding": "none",
     "trainer.loss.name": "ppo",
-    "trainer.loss.options": {"max_ratio": 2.0},
     "journal.keep": 0,
     "journal.budget_mib": 4096,
 }
@@ -121,13 +116,9 @@ CHANGED: dict[str, Any] = {
 
 BESIDE: dict[str, dict[str, Any]] = {
     "policies.guesser.kind": {"policies.past.of": "second"},
-    "best.policy": {"best.metric": "reward/mean"},
     "best.window": {"best.metric": "reward/mean"},
-    "best.stop_at": {"best.metric": "reward/mean"},
-    "best.stop_fall": {"best.metric": "reward/mean"},
-    "engine.replicas": {"engine.placement": "process"},
-    "credit.advantage_options": {"credit.advantage": "pass_at_k"},
-    "engine.vllm": {"engine.kind": "vllm", "sampling.top_p": 1.0},
+    "best.stop": {"best.metric": "reward/mean"},
+    "engine.vllm": {"sampling.top_p": 1.0},
     "cluster.min_nodes": {"cluster.address": "auto"},
 }
 """What has to be changed too for the setting to be one."""
@@ -304,7 +295,6 @@ def play_file(directory: Path, *, resume: bool) -> None:
         policies={"guesser": {"step_size": 3 * GROUP, "max_staleness": 1}},
         credit={"group_size": GROUP},
         evaluation={"tasks": 0},
-        trainer={"kind": "in_process"},
     )
     adapters = Adapters(
         engine=make_engine, trainer=Reading, chat_format=lambda config: PlainFormat(), assembled=assembled
@@ -523,7 +513,7 @@ def wrong(setting: Setting, found: Resumed) -> list[str]:
         problems.append("it is declared as refused, and the run went on")
     if found.outcome == "went on" and found.steps < 2:
         problems.append(f"{found.steps} steps were taken")
-    # `credit.dynamic_sampling` asks for drops without a signal.
+    # `dynamic_sampling` asks for drops without a signal.
     problems += [f"{count} dropped as {reason}" for reason, count in found.dropped.items() if reason != "no_signal"]
     return problems
 

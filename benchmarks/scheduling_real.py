@@ -65,7 +65,6 @@ OVERRIDES = (
     "--name=run",
     f"--policies.solver.step_size={STEP_SIZE}",
     "--policies.solver.learning_rate=1e-4",
-    "--trainer.kind=in_process",
     "--engine.slots=192",  # whatever the staleness, slots hold nobody up
     "--evaluation.tasks=0",
     "--checkpoint.every=0",
@@ -208,7 +207,7 @@ def simulated_off(run: Path) -> float:
 
 def until(metric: str, value: float) -> list[str]:
     """When a run ends. (Its last planned steps would be fed what is left, the longest.)"""
-    return ["--steps=10000", f"--best.metric={metric}", "--best.window=1", f"--best.stop_at={value}"]
+    return ["--steps=10000", f"--best.metric={metric}", "--best.window=1", f"--best.stop={value}"]
 
 
 def run_apart(contestant: Contestant, *, seed: int, stop: Sequence[str], then: Then = "nothing") -> Trace:

@@ -20,7 +20,7 @@ def figures(quick: bool) -> dict[str, float | None]:
     found: dict[str, float | None] = {}
     with tempfile.TemporaryDirectory() as directory:
         for kind in ("embedded", "vllm"):
-            overrides = [f"--model.path={MODEL}", "--model.dtype=bfloat16", f"--engine.kind={kind}"]
+            overrides = [f"--model.path={MODEL}", "--model.dtype=bfloat16", *["--engine.vllm={}"] * (kind == "vllm")]
             run = agentrl.train(load(EXAMPLE, [*overrides, f"--directory={directory}", f"--name={kind}"]), quiet=True)
             tokens = sum(metrics["step/tokens"] for metrics in run.metrics)
             found[f"reward_end_{kind}"] = run.summary["reward_end"]

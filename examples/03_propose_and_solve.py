@@ -18,12 +18,12 @@ from agentrl.environments.propose_and_solve import Solve
 STEPS = 48
 CONFIG = agentrl.RunConfig(
     name="propose_and_solve",
-    steps=STEPS,
+    steps={"proposer": STEPS, "solver": STEPS // 3},
     environment={"id": "agentrl.environments.propose_and_solve:ProposeAndSolve"},
     model={"path": "agentrl.environments:propose_and_solve/model"},
     policies={
         "proposer": {"lora": {"rank": 8, "alpha": 16.0}, "learning_rate": 3e-3, "step_size": 20},
-        "solver": {"lora": {"rank": 8, "alpha": 16.0}, "learning_rate": 5e-4, "step_size": 320, "steps": STEPS // 3},
+        "solver": {"lora": {"rank": 8, "alpha": 16.0}, "learning_rate": 5e-4, "step_size": 320},
     },
     credit={"group_size": 10},
     sampling={"max_tokens": 32, "max_turns": 9},

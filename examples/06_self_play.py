@@ -53,7 +53,6 @@ CONFIG = agentrl.RunConfig(
     },
     seats={"first": [first for first, _ in LINE_UPS], "second": [second for _, second in LINE_UPS]},
     trainer={
-        "kind": "in_process",
         "entropy_bonus": 0.01,
         "loss": {"normalizer": 4},
         "micro_batch_tokens": 8192,

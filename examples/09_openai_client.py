@@ -44,7 +44,7 @@ CONFIG = agentrl.RunConfig(
     credit={"group_size": 8},
     sampling={"max_tokens": 32, "max_turns": 6},
     engine={"slots": 64, "max_context": 192},
-    trainer={"kind": "in_process", "loss": {"normalizer": 64}},
+    trainer={"loss": {"normalizer": 64}},
     evaluation={"tasks": 256},
 )
 CLIENT = AsyncOpenAI(api_key="of each episode", max_retries=0)

@@ -128,7 +128,6 @@ def config(model: Path, **changes: Any) -> agentrl.RunConfig:
             "credit": {"group_size": 4},
             "sampling": {"max_tokens": 64, "max_turns": 4},
             "engine": {"slots": 8, "max_context": 512},
-            "trainer": {"kind": "in_process"},
             "evaluation": {"tasks": 0},
             **changes,
         }

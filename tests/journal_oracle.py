@@ -591,7 +591,8 @@ class _Judge:
 
     def judge_credit(self) -> None:
         credit: Mapping[str, Any] = self.config.get("credit") or {}
-        estimator = credit.get("advantage", "leave_one_out")
+        options = dict(credit.get("advantage") or {})
+        estimator = options.pop("name", "leave_one_out")
         if estimator not in ("leave_one_out", "group_mean", "group_std", "role_mean", "none", "gigpo"):
             return  # a function that the page does not give
         committed = {
@@ -602,7 +603,6 @@ class _Judge:
         if estimator == "role_mean":
             expected = self.role_means(committed, 0.95)
         elif estimator == "gigpo":
-            options = credit.get("advantage_options", {})
             compared = [by_state(members, **options) for members in self.compared(committed).values()]
             by_agent = {agent: own for group in compared for agent, own in group.items()}
             expected = _Expected(lambda row: by_agent.get(agent_of(row)))
@@ -616,7 +616,7 @@ class _Judge:
                     json.loads(row["turn_advantages"] or "null"),
                 )
             )
-        elif credit.get("release", "group") == "group":
+        elif credit.get("release", "group") in ("group", "dynamic_sampling"):
             expected = self.whole_groups(committed, estimator, to_go=credit.get("turn_credit") == "to_go")
         else:
             expected = self.first_finishers(committed)

@@ -15,7 +15,7 @@ from agentrl.learn.losses import Loss, make_loss
 
 def loss_named(name: str, **options: Any) -> Loss:
     """A built-in loss."""
-    return make_loss(TrainerConfig(loss=LossConfig(name=name, options=options)))
+    return make_loss(TrainerConfig(loss=LossConfig.model_validate({"name": name, **options})))
 
 
 def batch_of(

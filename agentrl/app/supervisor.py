@@ -32,7 +32,7 @@ from agentrl.app.policies import given_weights, load_weights, pinned_policies
 from agentrl.app.recovery import Code, find_start
 from agentrl.cluster.nodes import wait_for_nodes
 from agentrl.cluster.worker_pool import NAMED, SUSPECTED
-from agentrl.config.resume import Difference
+from agentrl.config.load import Difference
 from agentrl.config.run import RunConfig
 from agentrl.core.clock import RetryBudget, SteadyLoop
 from agentrl.core.errors import (

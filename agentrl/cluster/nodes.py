@@ -110,7 +110,7 @@ async def wait_for_nodes(config: RunConfig, clock: Clock, tell: Callable[[str], 
     Raises:
         InputError: nobody answers at the address.
     """
-    session, told, count = RaySession(config.cluster.address), "", config.cluster.min_nodes
+    session, told, count = RaySession(config.ray_address), "", config.cluster.min_nodes
     with kept_signal_handlers():
         await asyncio.to_thread(session.start)
     while len(nodes := await asyncio.to_thread(session.nodes)) < count:
@@ -133,7 +133,7 @@ def check_nodes(config: RunConfig, code: Mapping[str, str]) -> tuple[NodePlan, l
         InputError: no cluster answers at the address.
         ConfigError: a node lacks something or does not answer; the message names everything missing, node by node.
     """
-    session = RaySession(config.cluster.address)
+    session = RaySession(config.ray_address)
     session.start()
     plan = session.plan(config)
     missing, lines = compare(plan.nodes, *_needed(config, code))

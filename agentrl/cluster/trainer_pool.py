@@ -64,10 +64,9 @@ LOOPBACK = "127.0.0.1"
 LEARNING = (
     "agentrl.learn.losses",
     "agentrl.learn.loss_batch",
-    "agentrl.learn.attention",
     "agentrl.learn.forward",
     "agentrl.learn.packing",
-    "agentrl.learn.sharding",
+    "agentrl.learn.ranks",
     "agentrl.learn.trainer",
     "agentrl.credit.samples",
     "agentrl.journal.rows",
@@ -90,9 +89,8 @@ def refuse_patches() -> None:
         for part, ours in vars(installed).items():
             if not part.startswith("__") and is_replaced(ours, vars(live).get(part)):
                 raise ConfigError(
-                    f"{name}.{part} was replaced in this process, and trainer.kind = 'ray' trains in separate "
-                    f"processes, which use the installed one. Set trainer.kind = 'in_process', where the replacement "
-                    f"takes effect, or remove the replacement"
+                    f"{name}.{part} was replaced in this process, and ranks in Ray actors use the installed one. "
+                    f"Remove the replacement, or train in this process: trainer.workers = 1, no cluster.address"
                 )
 
 
@@ -166,8 +164,8 @@ class TrainerRank:
 
     def join(self, rendezvous: Rendezvous | None) -> None:
         """Join the group and create the trainer; None means that there is no group."""
-        from agentrl.learn.ranks import OneRank, ProcessGroup
-        from agentrl.learn.trainer import PolicyTrainer, device_of, limit_memory
+        from agentrl.learn.ranks import OneRank, ProcessGroup, device_of, limit_memory
+        from agentrl.learn.trainer import PolicyTrainer
 
         if self._memory_share:
             limit_memory(self._rank, self._memory_share)
@@ -268,7 +266,7 @@ class RayTrainerPool:
         self._loss = None if name in LOSSES else find("loss", name, key="trainer.loss.name")
         """Loss function of the user, sent to every rank; None for a built-in loss."""
         self._directory = run_directory.resolve()
-        self._session = session if session is not None else RaySession(config.cluster.address)
+        self._session = session if session is not None else RaySession(config.ray_address)
         self._owns_session = session is None
         self._actors: list[Any] = []
         self._plan: NodePlan

@@ -124,8 +124,8 @@ def plan_devices(config: RunConfig, gpus: Sequence[Gpu], *, ranks: bool = True, 
     if not gpus:
         return DevicePlan(gpus=())
     bases = config.bases if engines else []
-    count = (1 if config.trains_in_process else config.trainer.workers) if ranks and config.trained else 0
-    replicas, each = config.engine.replicas * len(bases), config.engine.devices
+    count = config.trainer.workers if ranks and config.trained else 0
+    replicas, each = config.engine.count * len(bases), config.engine.devices
     # Embedded engines reserve no memory: those of all base models share GPUs.
     sharing = len(bases) if bases and config.engine.kind == "embedded" else 1
     wanted = replicas // sharing
@@ -155,7 +155,7 @@ def plan_devices(config: RunConfig, gpus: Sequence[Gpu], *, ranks: bool = True, 
         shares=tuple(
             config.engine.memory_share or (SHARED if set(block) & set(held) else ALONE) / sharing for block in blocks
         ),
-        bases=tuple(name for name in names for _ in range(config.engine.replicas)),
+        bases=tuple(name for name in names for _ in range(config.engine.count)),
     )
     for rank in range(count):
         if plan.share_of_rank(rank) < CONTEXTS:
@@ -170,7 +170,7 @@ def plan_devices(config: RunConfig, gpus: Sequence[Gpu], *, ranks: bool = True, 
 def _too_few(config: RunConfig, count: int, *, ranks: int, engines: int, may_share: bool) -> str:
     each = config.engine.devices
     bases = f" for each of {len(config.bases)} base models" if len(config.bases) > 1 else ""
-    sizes = f"engine.replicas = {config.engine.replicas} of {each} GPU{'s' * (each > 1)} each{bases}"
+    sizes = f"engine.replicas = {config.engine.count} of {each} GPU{'s' * (each > 1)} each{bases}"
     sizes = sizes if engines else "no engine"
     needed = f"trainer.workers = {ranks} and {sizes}" if ranks else sizes
     lower = "trainer.workers, engine.replicas or a parallel size of [engine.vllm]"
@@ -240,7 +240,7 @@ def plan_nodes(config: RunConfig, nodes: Sequence[Node]) -> NodePlan:
     gpus = [Gpu(str(number), "", Memory(0, 0), node.id) for node in nodes for number in range(node.gpus)]
     devices, by_id = plan_devices(config, gpus), {node.id: node for node in nodes}
     ranks = config.trainer.workers if config.trained else 0
-    engines = config.engine.replicas * max(1, len(config.bases))
+    engines = config.engine.count * max(1, len(config.bases))
     if devices.ranks:
         first = devices.gpu_of_rank(0)
         if first is None or first.node != nodes[0].id:

@@ -23,7 +23,7 @@ class NumberUnit(NamedTuple):
 
 
 class OnResume(NamedTuple):
-    """Whether a setting may differ when a run is resumed; `config.resume.check_unchanged` enforces it."""
+    """Whether a setting may differ when a run is resumed; `config.load.check_unchanged` enforces it."""
 
     rule: Literal["may differ", "per episode", "refused"]
     """Rule of the setting. `per episode`: an episode keeps the value it began with, from the journal, to its end."""

@@ -18,12 +18,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
+from pydantic_core import to_jsonable_python
 
+from agentrl.config.fields import OnResume
 from agentrl.config.policies import AnyPolicy, BotPolicy, FrozenPolicy, LocalPolicy, PolicyConfig, RemotePolicy
 from agentrl.config.run import RunConfig
 from agentrl.core.errors import ConfigError, JournalError
 
 if TYPE_CHECKING:
+    from pydantic.fields import FieldInfo
     from pydantic_core import ErrorDetails
 
 
@@ -71,7 +74,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, endpoint: RemotePol
     policies = {name: _resolve_policy(source, name, policy) for name, policy in config.policies.items()}
     update = {"model": model, "environment": environment, "evaluation": evaluation, "policies": policies}
     loss = _resolve_code(source, config.trainer.loss.name, key="trainer.loss.name")
-    advantage = _resolve_code(source, config.credit.advantage, key="credit.advantage")
+    advantage = _resolve_code(source, config.credit.advantage.name, key="credit.advantage")
     return config.model_copy(update=update).with_functions(loss=loss, advantage=advantage)
 
 
@@ -535,3 +538,79 @@ def recorded_config(config: Mapping[str, Any]) -> RunConfig:
             f"the configuration in the run's journal cannot be used ({where}: {first['msg']}); it was altered, or was "
             f"written by another version of agentrl"
         ) from error
+
+
+# --- what a resume may change -----------------------------------------------------------------------------------------
+
+
+class Difference(NamedTuple):
+    """A setting whose value on resume differs from the run's."""
+
+    path: tuple[str, ...]
+    before: Any
+    now: Any
+    rule: OnResume
+
+    @property
+    def key(self) -> str:
+        """Key as written on a command line."""
+        return ".".join(self.path)
+
+    def __str__(self) -> str:
+        return f"{self.key} was {self.before!r} and is {self.now!r}"
+
+
+def check_unchanged(before: Mapping[str, Any], now: RunConfig) -> list[Difference]:
+    """Return the settings that differ from those of the run to resume, all of which may differ.
+
+    Args:
+        before: the configuration that the run was started with, as data; empty if unknown.
+        now: the configuration to resume with.
+
+    Raises:
+        ConfigError: a setting differs that must not; the message has its key, both values, and what to do.
+    """
+    found = list(_differences(now, now.model_dump(mode="json"), before)) if before else []
+    refused = [each for each in found if not each.rule.allows(deterministic=now.deterministic)]
+    if refused:
+        mend = " ".join(f"--{each.key}={json.dumps(each.before)}" for each in refused)
+        also = " of a deterministic run" if any(each.rule.rule != "refused" for each in refused) else ""
+        raise ConfigError(
+            f"{'; '.join(map(str, refused))}: a run is resumed with the settings it was started with, and its "
+            f"environment and model in the same place; docs/configuration.md lists the settings that may differ{also}. "
+            f"Restore the original ({mend}), or start a new run with --name"
+        )
+    return found
+
+
+def _differences(
+    section: BaseModel, now: Mapping[str, Any], before: Mapping[str, Any], above: tuple[str, ...] = ()
+) -> Iterator[Difference]:
+    """Compare setting by setting; one that an older version did not write had its default."""
+    for name, field in type(section).model_fields.items():
+        path, value = (*above, name), getattr(section, name)
+        default = None
+        if not field.is_required():
+            default = to_jsonable_python(field.get_default(call_default_factory=True, validated_data=dict(before)))
+        then = before.get(name, default)
+        if isinstance(value, BaseModel) and isinstance(then, Mapping):
+            yield from _differences(value, now[name], then, path)
+        elif path == ("policies",) and isinstance(then, Mapping):
+            for policy in {**then, **value}:
+                was, held = then.get(policy), value.get(policy)
+                if isinstance(was, Mapping) and held is not None and was.get("kind") == held.kind:
+                    yield from _differences(held, now[name][policy], was, (*path, policy))
+                else:
+                    kind = was.get("kind") if isinstance(was, Mapping) else None
+                    yield Difference((*path, policy, "kind"), kind, held and held.kind, OnResume("refused"))
+        elif then != now[name]:
+            yield Difference(path, then, now[name], on_resume(field))
+    given = section.model_extra or {}  # arguments of a function
+    for name in {**given, **before} if type(section).model_config["extra"] == "allow" else ():
+        if name not in type(section).model_fields and given.get(name) != before.get(name):
+            yield Difference((*above, name), before.get(name), given.get(name), OnResume("may differ"))
+
+
+def on_resume(field: FieldInfo) -> OnResume:
+    """The resume rule of a setting; a test refuses settings without one."""
+    return next((mark for mark in field.metadata if isinstance(mark, OnResume)), OnResume("refused"))

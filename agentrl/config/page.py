@@ -9,8 +9,7 @@ import sys
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
 from agentrl.config.fields import DerivedDefault, NumberUnit
-from agentrl.config.load import dump_toml, sections_in
-from agentrl.config.resume import on_resume
+from agentrl.config.load import dump_toml, on_resume, sections_in
 from agentrl.config.run import RunConfig
 from agentrl.config.sections import EnvironmentConfig, ModelConfig
 

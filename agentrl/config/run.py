@@ -59,8 +59,9 @@ class RunConfig(Section):
     """Parent directory of run directories: this run is `directory/name`."""
     seed: Fixed[int] = 0
     """Seed of tasks, sampling, and every other random choice."""
-    steps: Free[Steps] = 40
-    """Optimizer steps of each trainable policy."""
+    steps: Free[Annotated[Steps | dict[str, Steps], NumberUnit("optimizer steps")]] = 40
+    """Optimizer steps of each policy that learns: one number for all, or a table with the number of each, such as `{
+    proposer = 40, solver = 13 }`."""
     max_in_flight: Free[Episodes] = 256
     """Maximum number of episodes that run at once. Staleness bounds them too; this limit protects memory and
     services."""
@@ -127,7 +128,7 @@ class RunConfig(Section):
         if loss is not None:
             trainer = trainer.model_copy(update={"loss": trainer.loss.model_copy(update={"name": loss})})
         if advantage is not None:
-            credit = credit.model_copy(update={"advantage": advantage})
+            credit = credit.model_copy(update={"advantage": credit.advantage.model_copy(update={"name": advantage})})
         changed = self.model_copy(update={"trainer": trainer, "credit": credit})
         try:
             check_together(changed)
@@ -167,13 +168,23 @@ class RunConfig(Section):
     @property
     def engine_in_process(self) -> bool:
         """Whether the engine runs in the run's process."""
-        here = self.engine.placement == "here" and self.workers == 1 and not self.on_cluster
+        here = self.engine.replicas == 0 and self.workers == 1 and not self.in_ray
         return self.engine.kind == "embedded" and here
+
+    @property
+    def in_ray(self) -> bool:
+        """Whether trainer ranks, engines and workers run in Ray actors, on a cluster or on this machine."""
+        return bool(self.cluster.address)
 
     @property
     def on_cluster(self) -> bool:
         """Whether the run's processes are placed on the nodes of a Ray cluster."""
-        return bool(self.cluster.address)
+        return bool(self.ray_address)
+
+    @property
+    def ray_address(self) -> str:
+        """Address of the Ray cluster; "" for a Ray that the run starts itself."""
+        return "" if self.cluster.address == "local" else self.cluster.address
 
     @property
     def offloads_masters(self) -> bool:
@@ -183,8 +194,7 @@ class RunConfig(Section):
     @property
     def trains_in_process(self) -> bool:
         """Whether the trainer runs in the run's process."""
-        alone = self.trainer.workers == 1 and not self.on_cluster
-        return self.trainer.kind == "in_process" or (self.trainer.kind == "auto" and alone)
+        return self.trainer.workers == 1 and not self.in_ray
 
     def refresh_of(self, policy: str) -> Refresh:
         """Return when conversations move to newer weights, for a policy served by the run's engine."""
@@ -197,7 +207,7 @@ class RunConfig(Section):
 
     def steps_of(self, policy: str) -> int:
         """Return the number of optimizer steps of a policy that learns."""
-        return self.trained[policy].steps or self.steps
+        return self.steps if isinstance(self.steps, int) else self.steps[policy]
 
     def sampling_of(self, policy: str) -> SamplingConfig:
         """Return a policy's sampling parameters: `[sampling]`, overridden by the policy's own section.
@@ -223,7 +233,7 @@ class RunConfig(Section):
         if self.deterministic:
             return 1
         bounds = [policy.max_staleness for policy in self.trained.values()]
-        engines, ranks = self.engine.replicas * max(1, len(self.bases)), self.trainer.workers if bounds else 0
+        engines, ranks = self.engine.count * max(1, len(self.bases)), self.trainer.workers if bounds else 0
         return max(1, len(os.sched_getaffinity(0)) // (max(engines, ranks) if bounds == [0] else engines + ranks))
 
     @property
@@ -269,6 +279,7 @@ def check_together(config: RunConfig) -> None:
     for key, name in (("name", config.name), *((f"policies.{name}", name) for name in config.policies)):
         if not is_safe_name(name):
             raise ValueError(f"{key}: {name!r} becomes part of a path: letters, digits, '.', '_' and '-' only")
+    _check_steps(config)
     _check_functions(config)
     _check_credit(config)
     _check_release(config)
@@ -285,11 +296,6 @@ def check_together(config: RunConfig) -> None:
     _check_freeze(config)
     _check_best(config)
     _check_full_weights(config)
-    if config.trainer.kind == "in_process" and config.trainer.workers > 1:
-        raise ValueError(
-            f"trainer.workers = {config.trainer.workers} are processes of their own, and trainer.kind = 'in_process' "
-            "trains in the run's: set trainer.kind = 'ray', or trainer.workers = 1"
-        )
     ranks_of_a_copy = config.trainer.sharding
     if isinstance(ranks_of_a_copy, int) and config.trainer.workers % ranks_of_a_copy:
         raise ValueError(
@@ -299,7 +305,8 @@ def check_together(config: RunConfig) -> None:
     if config.deterministic:
         _check_deterministic(config)
     _check_engine(config)
-    _check_cluster(config)
+    if config.cluster.min_nodes and not config.on_cluster:
+        raise ValueError("cluster.min_nodes: there are no nodes without a cluster; set cluster.address, too")
 
 
 def _check_model(config: RunConfig) -> None:
@@ -318,11 +325,25 @@ def _check_model(config: RunConfig) -> None:
             )
 
 
+def _check_steps(config: RunConfig) -> None:
+    """Check that a table of steps names every policy that learns, and only policies."""
+    if isinstance(config.steps, int):
+        return
+    learning = ", ".join(config.trained) or "none"
+    for name in config.steps:
+        if name not in config.policies:
+            raise ValueError(f"steps.{name}: there is no policy {name!r}; those that learn are: {learning}")
+    if missing := config.trained.keys() - config.steps.keys():
+        raise ValueError(
+            f"steps: the number for {', '.join(sorted(missing))} is missing; the table has all: {learning}"
+        )
+
+
 def _check_functions(config: RunConfig) -> None:
     """Check that each function is built in, or may be the user's."""
     named: tuple[tuple[Kind, str, str, Sequence[str]], ...] = (
         ("loss", "trainer.loss.name", config.trainer.loss.name, LOSSES),
-        ("advantage", "credit.advantage", config.credit.advantage, ADVANTAGES),
+        ("advantage", "credit.advantage", config.credit.advantage.name, ADVANTAGES),
     )
     for kind, key, name, built_in in named:
         if name not in built_in and ":" not in name and name not in installed(kind):
@@ -349,42 +370,40 @@ def _check_reward_weights(weights: Mapping[str, float]) -> None:
 
 
 def _check_credit(config: RunConfig) -> None:
-    credit = config.credit
+    credit, advantage = config.credit, config.credit.advantage.name
     _check_reward_weights(credit.reward_weights)
-    if credit.advantage_options and credit.advantage in ADVANTAGES[:5]:
-        raise ValueError(
-            f"credit.advantage_options: credit.advantage = {credit.advantage!r} has no options; leave it out"
-        )
-    if credit.turn_credit == "to_go" and credit.advantage == "role_mean":
+    if advantage in ADVANTAGES[:5] and (given := credit.advantage.options):
+        raise ValueError(f"credit.advantage: {advantage!r} has no arguments; leave out {', '.join(given)}")
+    if credit.turn_credit == "to_go" and advantage == "role_mean":
         raise ValueError(
             "credit.turn_credit = 'to_go' compares the turns of a group: set credit.advantage = 'leave_one_out', "
             "or turn_credit = 'sum'"
         )
-    if credit.turn_credit == "to_go" and credit.advantage == "gigpo":
+    if credit.turn_credit == "to_go" and advantage == "gigpo":
         raise ValueError(
             "credit.advantage = 'gigpo' credits each turn with the discounted rewards from that turn on: set "
             "credit.turn_credit = 'sum'"
         )
-    if credit.dynamic_sampling and (credit.advantage in ALONE or credit.release != "group"):
+    if credit.dynamic_sampling and advantage in ALONE:
         raise ValueError(
-            "credit.dynamic_sampling drops whole groups in which nobody differs: set credit.release = 'group' and an "
-            "advantage that compares within the group, such as 'leave_one_out', or dynamic_sampling = false"
+            "credit.release = 'dynamic_sampling' drops groups in which nobody differs: set an advantage that compares "
+            "within the group, such as 'leave_one_out', or release = 'group'"
         )
     if credit.dynamic_sampling and config.trainer.loss.name == "distillation":
         raise ValueError(
-            "credit.dynamic_sampling would drop episodes that a teacher has something to say about, whatever their "
-            "rewards: set dynamic_sampling = false with trainer.loss.name = 'distillation'"
+            "credit.release = 'dynamic_sampling' would drop episodes that a teacher has something to say about, "
+            "whatever their rewards: set release = 'group' with trainer.loss.name = 'distillation'"
         )
-    if credit.group_size == 1 and credit.advantage in ADVANTAGES and credit.advantage not in ALONE:
+    if credit.group_size == 1 and advantage in ADVANTAGES and advantage not in ALONE:
         raise ValueError(
-            f"credit.group_size = 1 with credit.advantage = {credit.advantage!r}: an episode with nothing to "
+            f"credit.group_size = 1 with credit.advantage = {advantage!r}: an episode with nothing to "
             "be compared with teaches nothing. Set group_size = 2 or more, or advantage = 'role_mean' or 'none'"
         )
 
 
 def _check_release(config: RunConfig) -> None:
     """Check that no credit of a released member depends on members of its group that are still running."""
-    if config.credit.release == "group":
+    if config.credit.whole_groups:
         return
     for what, reason in _not_with_release(config):
         raise ValueError(
@@ -394,15 +413,15 @@ def _check_release(config: RunConfig) -> None:
 
 def _not_with_release(config: RunConfig) -> Iterator[tuple[str, str]]:
     """Yield the settings that cannot be combined with groups released in parts, each with its reason and remedy."""
-    credit = config.credit
-    advantage = f"credit.advantage = {credit.advantage!r}"
-    if credit.advantage == "group_std":
+    credit, name = config.credit, config.credit.advantage.name
+    advantage = f"credit.advantage = {name!r}"
+    if name == "group_std":
         why = "who ends first depends on what it does, so to divide by the spread of the first ones is biased"
         yield advantage, f"{why}. Set advantage = 'leave_one_out'"
-    elif credit.advantage == "group_mean":
+    elif name == "group_mean":
         why = "a mean that counts the member itself differs for early and late ones, which is biased"
         yield advantage, f"{why}. Set advantage = 'leave_one_out'"
-    elif credit.advantage not in ("leave_one_out", "role_mean", "none"):
+    elif name not in ("leave_one_out", "role_mean", "none"):
         why = "only a baseline that leaves out the member itself is the same for early and late ones, and unbiased"
         yield advantage, f"{why}. Set advantage = 'leave_one_out'"
     if config.trainer.loss.normalizer == "sequences":
@@ -413,12 +432,12 @@ def _not_with_release(config: RunConfig) -> Iterator[tuple[str, str]]:
     if config.deterministic:
         yield "deterministic = true", "who ends first depends on the machine. Leave one of the two out"
     if credit.release == "late":
-        if credit.advantage in ("role_mean", "none"):
+        if name in ("role_mean", "none"):
             yield advantage, "it compares nobody with its group, so nobody need be waited for. Set release = 'episode'"
-        for name, policy in config.trained.items():
+        for learner, policy in config.trained.items():
             if policy.max_staleness == 0:
                 why = "each step then waits for all that runs, and nobody can be late"
-                yield f"policies.{name}.max_staleness = 0", f"{why}. Set max_staleness = 1 or more"
+                yield f"policies.{learner}.max_staleness = 0", f"{why}. Set max_staleness = 1 or more"
     if config.trainer.loss.normalizer == "tokens":
         why = "the tokens of a step depend on who ended first, and short members would weigh more"
         yield "trainer.loss.normalizer = 'tokens'", f"{why}. Set it to the sampled tokens of a typical episode"
@@ -480,13 +499,15 @@ def _check_freeze(config: RunConfig) -> None:
 
 def _check_best(config: RunConfig) -> None:
     best, trained = config.best, config.trained
-    if not best.name and (best.stop_at is not None or best.stop_fall is not None):
-        raise ValueError("best.stop_at and best.stop_fall end a run by a metric: set best.metric")
-    if best.name and best.policy and best.policy not in trained:
+    policy = best.metric.removeprefix("-").partition("/")[0]
+    if not best.metric and best.stop is not None:
+        raise ValueError("best.stop ends a run by a metric: set best.metric")
+    if policy in config.policies and policy not in trained:
         raise ValueError(
-            f"best.policy: {best.policy!r} is no policy that learns; there are: {', '.join(trained) or 'none'}"
+            f"best.metric = {best.metric!r}: {policy!r} is no policy that learns; there are: "
+            f"{', '.join(trained) or 'none'}"
         )
-    if best.name.startswith("evaluation/") and not config.evaluation.tasks:
+    if best.measured(trained)[1].startswith("evaluation/") and not config.evaluation.tasks:
         raise ValueError(f"best.metric = {best.metric!r} needs evaluations: set evaluation.tasks, and evaluation.every")
 
 
@@ -510,8 +531,8 @@ def _check_deterministic(config: RunConfig) -> None:
         **{f"policies.{name}.kind = 'past'": True for name in config.of_kind(OpponentPoolPolicy)},
         **{f"policies.{name}.kind = 'remote'": True for name in config.of_kind(RemotePolicy)},
         "freeze": bool(config.freeze),
-        **{f"policies.{name}.steps": bool(policy.steps) for name, policy in config.trained.items()},
-        "best.stop_at or best.stop_fall": config.best.stop_at is not None or config.best.stop_fall is not None,
+        "steps as a table": isinstance(config.steps, dict),
+        "best.stop": config.best.stop is not None,
         **{f"seats.{seat} as a list": isinstance(held, tuple) for seat, held in config.seats.items()},
     }
     for what, asked in refused.items():
@@ -521,30 +542,15 @@ def _check_deterministic(config: RunConfig) -> None:
 
 def _check_engine(config: RunConfig) -> None:
     engine = config.engine
-    if engine.vllm and engine.kind != "vllm":
-        raise ValueError("engine.vllm has arguments for vLLM: set engine.kind = 'vllm', or leave the table out")
     if engine.kind == "vllm":
         _check_vllm(config)
-    elif engine.placement == "here" and engine.replicas > 1 and not config.on_cluster:
-        raise ValueError(
-            "engine.replicas > 1 needs engines in processes of their own: set engine.placement = 'process', or 'ray'"
-        )
     if engine.keep_kv and engine.kind == "vllm" and all(policy.lora for policy in config.trained.values()):
         raise ValueError(
             "engine.refresh = 'token_keep_kv': vLLM never serves keys and values of one adapter to another, so a turn "
             "that goes on under a newer one is computed again. Set engine.refresh = 'token'"
         )
     if engine.replicas > 1 and config.deterministic:
-        raise ValueError("deterministic = true needs engine.replicas = 1: the members of a batch must not vary")
-
-
-def _check_cluster(config: RunConfig) -> None:
-    if config.cluster.min_nodes and not config.on_cluster:
-        raise ValueError("cluster.min_nodes: there are no nodes without cluster.address; set that, too")
-    if config.on_cluster and config.trainer.kind == "in_process":
-        raise ValueError(
-            "cluster.address places trainer ranks in Ray actors: set trainer.kind = 'ray', or leave it out"
-        )
+        raise ValueError("deterministic = true needs engine.replicas = 0 or 1: the members of a batch must not vary")
 
 
 def _check_vllm(config: RunConfig) -> None:
@@ -557,14 +563,14 @@ def _check_vllm(config: RunConfig) -> None:
     }
     if asked := [what for what, is_asked in refused.items() if is_asked]:
         raise ValueError(
-            f"engine.kind = 'vllm' cannot be with {'; nor with '.join(asked)}: leave that off, or set "
-            "engine.kind = 'embedded'"
+            f"vLLM cannot be with {'; nor with '.join(asked)}: leave that off, or leave out engine.vllm for the "
+            "embedded engine"
         )
     for base in config.bases:
         if len(base.policies) > 1 and (own := sorted(set(full) & base.policies.keys())):
             raise ValueError(
-                "engine.kind = 'vllm' serves full weights of one policy alone: give a lora to policies "
-                f"{', '.join(own)}, or set engine.kind = 'embedded'"
+                "vLLM serves full weights of one policy alone: give a lora to policies "
+                f"{', '.join(own)}, or leave out engine.vllm for the embedded engine"
             )
     if full and config.evaluation.every:
         raise ValueError(

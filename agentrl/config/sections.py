@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 import math
+from collections.abc import Collection
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from agentrl.config.fields import (
     Episodes,
@@ -18,7 +20,6 @@ from agentrl.config.fields import (
     Positive,
     Rate,
     ReplyFormatName,
-    Seconds,
     Section,
     Share,
     Tokens,
@@ -39,12 +40,6 @@ class EnvironmentConfig(Section):
     selection: Fixed[dict[str, float]] = {}
     """Settings of task selection by the results of earlier groups, such as `{ low = 0.1, high = 0.9, replay = 0.5,
     retire_after = 2 }` (docs/selection.md); empty: a seeded permutation of all tasks in each pass."""
-    tool_timeout_s: Free[Seconds] = 30.0
-    """Time limit of a tool call; a longer call becomes a timeout observation, so that a hanging tool costs one turn,
-    not the run."""
-    on_code_change: Free[Literal["try", "restart", "drop"]] = "try"
-    """Treatment of unfinished episodes when `--resume` finds the environment's file edited. `try`: replay them, and
-    restart only those that depart from the journal; `restart`: restart all of them; `drop`: drop them."""
 
     @field_validator("selection")
     @classmethod
@@ -101,14 +96,16 @@ MAX_PARALLEL = 1024
 class EngineConfig(Section):
     """The inference engine."""
 
-    kind: WaveFixed[Literal["embedded", "vllm"]] = "embedded"
-    """Kind of the engine. `embedded`: agentrl's own small engine, for any Hugging Face causal LM; `vllm`: vLLM."""
-    placement: Free[Literal["here", "process", "ray"]] = "here"
-    """Process that runs the engine. `here`: the run's process. `process`: a child process, which is restarted when it
-    dies and costs some CPU per token. `ray`: a child of a Ray actor, as `workers` are; always used on a cluster
-    (`cluster.address`). vLLM, and an engine that several `workers` share, always have a process to themselves."""
-    replicas: Free[Annotated[Positive, NumberUnit("engines")]] = 1
-    """Number of engines side by side, each in its own process; new weights reach them one after another."""
+    vllm: WaveFixed[dict[str, Any] | None] = None
+    """A table, also an empty one, makes vLLM the engine; null: agentrl's own small embedded engine, for any Hugging
+    Face causal LM. The table holds arguments of vLLM's engine, by their names there, such as `tensor_parallel_size =
+    2`. Each is checked against the installed vLLM; arguments that would break a promise, or that another setting
+    decides, are refused with the reason (docs/engines.md)."""
+    replicas: Free[Annotated[int, Field(ge=0, le=10**6), NumberUnit("engines")]] = 0
+    """Number of engines side by side, each in a process of its own, which is restarted when it dies and costs some CPU
+    per token; new weights reach them one after another. 0: one engine, in the run's process where it can be there:
+    vLLM, an engine that several `workers` share, and engines in Ray (`cluster.address`) have processes of their own.
+    """
     slots: WaveFixed[Annotated[Positive, NumberUnit("conversations")]] = 64
     """Number of conversations whose KV is held at once; they share each forward pass."""
     max_context: PerEpisode[Annotated[NonNegative, NumberUnit("tokens")]] = 0
@@ -125,26 +122,31 @@ class EngineConfig(Section):
     """Share of a GPU's memory that an engine may take for weights, KV and everything else. 0: 0.9 of a GPU that it has
     to itself, 0.45 of one that it shares with a trainer rank, which gets the rest (docs/engines.md). On CPUs it applies
     to vLLM only: the share of the machine's memory for weights and KV; 0: enough for `slots` contexts."""
-    vllm: Free[dict[str, Any]] = {}
-    """Arguments of vLLM's engine, by their names there, such as `tensor_parallel_size = 2`. Each is checked against the
-    installed vLLM; arguments that would break a promise, or that another setting decides, are refused with the reason
-    (docs/engines.md)."""
-    silence_timeout_s: Free[Seconds] = 300.0
-    """Time limit on silence: an engine or worker process that sends no message for this long is killed and replaced."""
 
     @field_validator("vllm")
     @classmethod
-    def _check_parallel_sizes(cls, arguments: dict[str, Any]) -> dict[str, Any]:
+    def _check_parallel_sizes(cls, arguments: dict[str, Any] | None) -> dict[str, Any] | None:
         """Check the parallel sizes, which decide how many GPUs an engine takes."""
-        for name in PARALLEL_SIZES & arguments.keys():
-            if type(arguments[name]) is not int or not 0 < arguments[name] <= MAX_PARALLEL:
-                raise ValueError(f"{name} = {arguments[name]!r}: a whole number from 1 to {MAX_PARALLEL} is expected")
+        given = arguments or {}
+        for name in PARALLEL_SIZES & given.keys():
+            if type(given[name]) is not int or not 0 < given[name] <= MAX_PARALLEL:
+                raise ValueError(f"{name} = {given[name]!r}: a whole number from 1 to {MAX_PARALLEL} is expected")
         return arguments
+
+    @property
+    def kind(self) -> Literal["embedded", "vllm"]:
+        """Kind of the engine."""
+        return "embedded" if self.vllm is None else "vllm"
+
+    @property
+    def count(self) -> int:
+        """Number of engines of each base model."""
+        return max(1, self.replicas)
 
     @property
     def devices(self) -> int:
         """Number of GPUs that one engine computes on: the product of vLLM's parallel sizes, 1 without them."""
-        return math.prod(self.vllm.get(name, 1) for name in PARALLEL_SIZES)
+        return math.prod((self.vllm or {}).get(name, 1) for name in PARALLEL_SIZES)
 
     @property
     def keep_kv(self) -> bool:
@@ -174,6 +176,8 @@ class SamplingConfig(Section):
         return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
 
 
+_Weight = Annotated[float, Field(ge=0)]
+
 LOSSES = (
     *("truncated", "ppo", "reinforce", "cispo", "sapo", "gspo", "decoupled_ppo", "importance_sampling"),
     *("geometric_mask", "off_policy_mask", "m2po", "topr", "vespo", "clip_cov", "kl_cov", "distillation", "dpo"),
@@ -189,29 +193,53 @@ ALONE = ("role_mean", "none", "reinforce_plus_plus")
 """Estimators that need no group."""
 
 
+class FunctionConfig(Section):
+    """A function by its name; every further key is an argument of the function."""
+
+    model_config = ConfigDict(extra="allow")
+    name: Free[str]
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Arguments of the function."""
+        return dict(self.model_extra or {})
+
+    @model_validator(mode="after")
+    def _check_spelling(self) -> FunctionConfig:
+        """Refuse an argument that is a misspelt setting. The function itself is not loaded here."""
+        for key in self.options:
+            if near := difflib.get_close_matches(key, type(self).model_fields, n=1, cutoff=0.85):
+                raise ValueError(f"unknown key {key}; did you mean {near[0]}?")
+        return self
+
+
+class AdvantageConfig(FunctionConfig):
+    """The advantage estimator. Text is its name; every further key is an argument of the estimator, such as
+    `credit.advantage = { name = "pass_at_k", k = 4 }`, and may differ on resume."""
+
+    name: Free[str] = "leave_one_out"
+    """Advantage estimator, named by its baseline. Over the other members of the group in the same seat: `leave_one_out`
+    (RLOO), `group_mean` (Dr. GRPO) or `group_std` (GRPO, divided by the n - 1 standard deviation). `role_mean`: the
+    policy's mean reward in that seat so far (zero-sum games, SPIRAL). `none`: REINFORCE on the raw reward.
+    docs/algorithms.md lists the others, and shows how to write one."""
+
+
 class CreditConfig(Section):
     """The computation of advantages from rewards."""
 
     group_size: Fixed[Episodes] = 8
     """Episodes sampled per task and compared with each other."""
-    advantage: Free[str] = "leave_one_out"
-    """Advantage estimator, named by its baseline. Over the other members of the group in the same seat: `leave_one_out`
-    (RLOO), `group_mean` (Dr. GRPO) or `group_std` (GRPO, divided by the n - 1 standard deviation). `role_mean`: the
-    policy's mean reward in that seat so far (zero-sum games, SPIRAL). `none`: REINFORCE on the raw reward.
-    docs/algorithms.md lists the others, and shows how to write one."""
-    advantage_options: Free[dict[str, Any]] = {}
-    """Arguments of the advantage estimator, such as `{ k = 4 }`."""
+    advantage: AdvantageConfig = AdvantageConfig()
     reward_weights: WaveFixed[dict[str, Annotated[float, Field(allow_inf_nan=False)]]] = {}
     """Weight of each named reward (`agent.reward(x, name=…)`) in the agent's reward, such as `{ correct = 1.0, format =
     0.2 }`; empty: each weighs 1. If one name has a weight, every name needs one. After a resume, earlier rewards keep
     the weight they were given with."""
-    release: Fixed[Literal["group", "episode", "late"]] = "group"
-    """Moment at which a group's episodes may be trained. `group`: when all of them have ended. `late`: the first half
-    together, each later one when it ends, with its full reward and the first half as its baseline. `episode`: each when
-    it ends, with earlier groups as its baseline (docs/scheduling.md)."""
-    dynamic_sampling: Free[bool] = False
-    """Whether to drop groups whose advantages are all 0 (`no_signal`), and sample others in their place (DAPO,
-    arXiv:2503.14476; docs/selection.md)."""
+    release: Fixed[Literal["group", "dynamic_sampling", "episode", "late"]] = "group"
+    """Moment at which a group's episodes may be trained. `group`: when all of them have ended. `dynamic_sampling`:
+    likewise, but a group whose advantages are all 0 is dropped (`no_signal`), and another sampled in its place (DAPO,
+    arXiv:2503.14476; docs/selection.md). `late`: the first half together, each later one when it ends, with its full
+    reward and the first half as its baseline. `episode`: each when it ends, with earlier groups as its baseline
+    (docs/scheduling.md)."""
     turn_credit: Free[Literal["sum", "to_go"]] = "sum"
     """Tokens credited with the reward of `agent.reward(x, turn=…)`. `sum`: the agent's whole trajectory. `to_go`: that
     turn and the turns before it; each turn is compared with what the rest of the group earned from that turn on."""
@@ -219,28 +247,58 @@ class CreditConfig(Section):
     @property
     def compares_turns(self) -> bool:
         """Whether the advantage may compare the states of turns: `gigpo`, and functions of the user's."""
-        return self.advantage == "gigpo" or self.advantage not in ADVANTAGES
+        return self.advantage.name == "gigpo" or self.advantage.name not in ADVANTAGES
+
+    @property
+    def dynamic_sampling(self) -> bool:
+        """Whether groups without a signal are dropped."""
+        return self.release == "dynamic_sampling"
+
+    @property
+    def whole_groups(self) -> bool:
+        """Whether a group is released when all of its episodes have ended."""
+        return self.release in ("group", "dynamic_sampling")
+
+    @field_validator("advantage", mode="before")
+    @classmethod
+    def _accept_name(cls, advantage: Any) -> Any:
+        return {"name": advantage} if isinstance(advantage, str) else advantage
 
 
-class LossConfig(Section):
-    """The loss, and the constant that divides it (docs/algorithms.md)."""
+KLEstimator = Literal["k1", "k2", "k3"]
+"""Estimators of a token's KL divergence (Schulman 2020)."""
+
+
+class LossConfig(FunctionConfig):
+    """The loss, and the constant that divides it (docs/algorithms.md). Every further key is an argument of the loss,
+    such as `clip_high = 0.3` of `ppo`, and may differ on resume."""
 
     name: Free[str] = "truncated"
     """Loss: a built-in name, the name of one that an installed package provides, `module:function`, or
     `path/to/file.py:function`, which in a TOML file is relative to that file. The default, truncated importance weights
     with a trust region, is correct at any staleness."""
-    options: Free[dict[str, Any]] = {}
-    """Arguments of the loss, such as `{ clip_high = 0.3 }`."""
     normalizer: Free[Literal["tokens", "sequences"] | Positive] = "tokens"
     """Divisor of a step's summed token losses. `tokens`: the number of sampled tokens in the step, so that every token
     counts the same (DAPO, arXiv:2503.14476). `sequences`: each conversation's loss is divided by its number of sampled
     tokens, and the step's by the number of conversations (GRPO, arXiv:2402.03300), so that long conversations weigh no
     more than short ones. A number: step_size × this number of tokens (Dr. GRPO, arXiv:2503.20783), the sampled tokens
     of a typical episode; required with `credit.release = "late"` or `"episode"`."""
-    kl: Free[Annotated[float, Field(ge=0), NumberUnit("per nat")]] = 0.0
-    """Weight of the KL divergence from the policy's reference (`policies.NAME.reference`); 0: no penalty."""
-    kl_estimator: Free[Literal["k1", "k2", "k3"]] = "k3"
-    """Estimator of a token's KL divergence (Schulman 2020)."""
+    kl: Free[Annotated[_Weight | dict[KLEstimator, _Weight], NumberUnit("per nat")]] = 0.0
+    """Weight of the KL divergence from the policy's reference (`policies.NAME.reference`), estimated by k3; 0: no
+    penalty. A table names another estimator of a token's divergence (Schulman 2020): `{ k1 = 0.05 }` or `{ k2 = 0.05
+    }`."""
+
+    @field_validator("kl")
+    @classmethod
+    def _check_one_estimator(cls, kl: float | dict[KLEstimator, float]) -> float | dict[KLEstimator, float]:
+        if isinstance(kl, dict) and len(kl) != 1:
+            raise ValueError(f"{len(kl)} estimators; write one with its weight, such as {{ k2 = 0.05 }}")
+        return kl
+
+    @property
+    def divergence(self) -> tuple[KLEstimator, float]:
+        """Estimator and weight of the KL divergence."""
+        return next(iter(self.kl.items())) if isinstance(self.kl, dict) else ("k3", self.kl)
 
     @property
     def tokens_per_unit(self) -> int:
@@ -262,11 +320,9 @@ class OptimizerConfig(Section):
 class TrainerConfig(Section):
     """The trainer."""
 
-    kind: Free[Literal["auto", "ray", "in_process"]] = "auto"
-    """Process that runs the trainer. `in_process`: a thread of the run's process, without Ray. `ray`: one Ray actor per
-    rank, beside the engine. `auto`: `in_process` unless there are several `workers`."""
     workers: Free[Annotated[Positive, NumberUnit("processes")]] = 1
-    """Number of data-parallel ranks; any number gives the same update."""
+    """Number of data-parallel ranks; any number gives the same update. One rank is a thread of the run's process,
+    without Ray; several, and those of a run in Ray (`cluster.address`), are Ray actors."""
     sharding: Free[Literal["auto", "none", "full", "offload"] | Positive] = "auto"
     """Sharding of weights, gradients and optimizer states over the ranks; the update is the same. `none`: each rank
     holds all. `full`: each rank holds a part, and layers are gathered while they compute (FSDP2). A number that divides
@@ -289,11 +345,12 @@ class TrainerConfig(Section):
 
 
 class ClusterConfig(Section):
-    """The Ray cluster on which trainer ranks, engines and workers are placed (docs/cluster.md)."""
+    """The Ray in whose actors trainer ranks, engines and workers run (docs/cluster.md)."""
 
     address: Free[str] = ""
-    """Address of the cluster. `auto`: the Ray that runs on this machine; or HOST:PORT of its head. The run directory
-    stays on this machine. Empty: everything is on this machine, and listens on loopback only."""
+    """Address of a cluster. `auto`: the Ray that runs on this machine; or HOST:PORT of its head. The run directory
+    stays on this machine. `local`: a Ray of the run's own, on this machine, that ends with it. Empty: no Ray, unless
+    there are several trainer ranks. Without a cluster the run listens on loopback only."""
     min_nodes: Free[Annotated[NonNegative, NumberUnit("nodes")]] = 0
     """Nodes that the run waits for, at its start and again when the machine of a trainer rank was lost. 0: ranks go on
     with those that are left."""
@@ -337,21 +394,36 @@ class BestConfig(Section):
     """The run's best versions by the running mean of a metric, and early stopping."""
 
     metric: Free[str] = ""
-    """Metric of steps or evaluations whose largest running mean is best; with `-` before it, the smallest. Empty:
-    none."""
-    policy: Free[str] = ""
-    """Policy whose steps are measured; empty: the first policy that learns."""
+    """Metric of steps or evaluations whose largest running mean is best; with `-` before it, the smallest. It is
+    measured of the first policy that learns, or of the one named before it: `solver/reward/mean`. Empty: none."""
     window: Free[Annotated[Positive, NumberUnit("measurements")]] = 5
     """Number of newest measurements in the running mean."""
-    stop_at: Free[float | None] = None
-    """Running mean at which the run ends, as good enough; null: never."""
-    stop_fall: Free[Annotated[float, Field(ge=0)] | None] = None
-    """Distance behind the best running mean at which the run ends; null: never."""
+    stop: Free[float | dict[Literal["at", "fall"], float] | None] = None
+    """Early end of the run. A number: the running mean that is good enough. A table: that number as `at`, and as
+    `fall` a distance behind the best running mean, such as `{ at = 0.95, fall = 0.2 }`. Null: none."""
 
     @property
-    def name(self) -> str:
-        """Name of the metric, without the sign."""
-        return self.metric.removeprefix("-")
+    def stop_at(self) -> float | None:
+        """Running mean at which the run ends, as good enough."""
+        return self.stop.get("at") if isinstance(self.stop, dict) else self.stop
+
+    @property
+    def stop_fall(self) -> float | None:
+        """Distance behind the best running mean at which the run ends."""
+        return self.stop.get("fall") if isinstance(self.stop, dict) else None
+
+    @field_validator("stop")
+    @classmethod
+    def _check_fall(cls, stop: Any) -> Any:
+        if isinstance(stop, dict) and stop.get("fall", 0.0) < 0:
+            raise ValueError(f"fall = {stop['fall']}: a distance, which is not negative, is expected")
+        return stop
+
+    def measured(self, policies: Collection[str]) -> tuple[str, str]:
+        """Return the policy whose metric it is, among those that learn, and the metric's name without the sign."""
+        name = self.metric.removeprefix("-")
+        policy, slash, metric = name.partition("/")
+        return (policy, metric) if slash and policy in policies else (next(iter(policies), ""), name)
 
 
 class CheckpointConfig(Section):

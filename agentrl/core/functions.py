@@ -61,7 +61,7 @@ def loss(function: Any = None, *, per_token: bool = False, reference: bool = Fal
 
     The function returns the loss of each token, shape [n] as `batch.logprobs`; agentrl sums it and divides by the
     normaliser. It is called once per step, with all tokens of the step, so its result cannot depend on how the step is
-    split into micro-batches or ranks. It must be pure. Further parameters are set by `trainer.loss.options`.
+    split into micro-batches or ranks. It must be pure. Further parameters are set by further keys of `trainer.loss`.
 
     Args:
         function: the loss.
@@ -87,7 +87,7 @@ def advantage(function: Any = None, *, over: Literal["group", "step"] = "group")
     """Mark a function of a `Group` as an advantage estimator, for `train(config, advantage=…)` or `credit.advantage`.
 
     The function returns one advantage per reward of the group, in order; for turn-level credit, one list per reward,
-    with an advantage per turn. It must be pure. Further parameters are set by `credit.advantage_options`.
+    with an advantage per turn. It must be pure. Further parameters are set by further keys of `credit.advantage`.
 
     Args:
         function: the estimator.

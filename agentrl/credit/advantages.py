@@ -460,7 +460,7 @@ def make_estimator(name: str, options: Mapping[str, Any], given: Callable[..., A
 
     Args:
         name: name of the estimator.
-        options: `credit.advantage_options`.
+        options: its arguments in `credit.advantage`.
         given: the user's function of this name, if it is already loaded.
 
     Raises:
@@ -470,7 +470,7 @@ def make_estimator(name: str, options: Mapping[str, Any], given: Callable[..., A
     if function is None or mark is None:
         function = given or find_loaded("advantage", name, key="credit.advantage")[1]
         mark = mark_of(function)
-    check_options(function, options, "credit.advantage_options")
+    check_options(function, options, "credit.advantage")
     return Estimator(name=name.rpartition(":")[2], function=function, mark=mark, options=options)
 
 

@@ -43,6 +43,8 @@ _ROOM = 1 << 30
 """Bytes that should be free in shared memory for a child, to which adapters are copied. Docker's default is 64 MiB."""
 MAKE_ROOM = "make room there; a process that finds less than 1 GiB free in /dev/shm has its files under TMPDIR"
 _PR_SET_PDEATHSIG = 1
+SILENCE_S = 300.0
+"""Seconds of silence after which a child process counts as hung."""
 _PIECES = 10
 """Number of intervals into which `silence_s` is divided: an interval that passes while this process is suspended counts
 against the child only once."""

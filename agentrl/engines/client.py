@@ -33,7 +33,7 @@ from agentrl.core.ids import key64
 from agentrl.core.network import SCHEME, Address, connect
 from agentrl.core.records import ProcessStatus
 from agentrl.engines import wire
-from agentrl.engines.child_process import LocalPlacement, Supervisor
+from agentrl.engines.child_process import SILENCE_S, LocalPlacement, Supervisor
 from agentrl.engines.versions import WantedVersions, in_order, refusal, run_to_end
 
 if TYPE_CHECKING:
@@ -421,7 +421,7 @@ class ProcessEngine:
         versions: Mapping[str, PolicyVersion],
         *,
         placement: Placement | None = None,
-        silence_s: float = 300.0,
+        silence_s: float = SILENCE_S,
         attempts: int = 5,
         clock: Clock | None = None,
         tell: Callable[[str], None] | None = None,

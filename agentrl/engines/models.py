@@ -526,5 +526,5 @@ def _check_window(config: PretrainedConfig, max_context: int, path: str | Path) 
     if window is not None and max_context > window:
         raise ModelError(
             f"{path}: the model attends to a sliding window of {window} tokens, and the embedded engine supports it "
-            f"only up to that length; set engine.max_context to at most {window}, or engine.kind = 'vllm'"
+            f"only up to that length; set engine.max_context to at most {window}, or use vLLM ([engine.vllm])"
         )

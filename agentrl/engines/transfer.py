@@ -8,7 +8,7 @@ one GPU, `nccl` between two, `file` elsewhere, by files in the engine's private 
 Owns `Inbox` and `Delivery`, the engine's ends; `WeightLink` (vLLM's `VLLMWeightSyncClient`) and `Outbox`, the trainer's
 ends; and `FileSender`. Imports nothing heavy: the senders for `ipc` and `nccl` are in `vllm/senders.py`.
 Invariant: if no weights are sent, because the trainer has moved on, is dead or is on another machine, the engine loads
-the published file with the same weights; each end waits for the other for at most `engine.silence_timeout_s`.
+the published file with the same weights; each end waits for the other for at most the limit on silence.
 """
 
 from __future__ import annotations
@@ -306,8 +306,8 @@ class WeightLink:
         except TimeoutError as error:
             what, silence_s = message.method if isinstance(message, Ask) else "offer", self._recipient.silence_s
             raise TrainerError(
-                f"the engine at {self._recipient.address} has not answered {what!r} for {silence_s:g} s "
-                f"(engine.silence_timeout_s), so nothing more is sent to it; when it answers again, it loads the "
+                f"the engine at {self._recipient.address} has not answered {what!r} for {silence_s:g} s, "
+                f"so nothing more is sent to it; when it answers again, it loads the "
                 f"published file"
             ) from error
         except (OSError, msgspec.MsgspecError) as error:

@@ -4,6 +4,8 @@ Owns: the checks that full weights and LoRA adapters must pass (digest, names, s
 canary in a version's file: the trainer's log-probabilities of a few next tokens after a few contexts. The canary is
 part of the file whose digest is checked, so it belongs to those weights and to no others. Neither decides which version
 serves, nor computes an engine's answer; never unpickles.
+
+`engine_memory` predicts the memory of an engine from the shapes in a model directory, without loading weights.
 """
 
 from __future__ import annotations
@@ -26,8 +28,17 @@ from torch import nn
 
 from agentrl.core.errors import EngineStorageError
 from agentrl.core.files import WEIGHT_FILES
+from agentrl.core.machine import Memory, memory
 from agentrl.engines.child_process import MAKE_ROOM
-from agentrl.engines.models import ONE_LOAD_AT_A_TIME, computable, dtype_name, first_names
+from agentrl.engines.models import (
+    ONE_LOAD_AT_A_TIME,
+    computable,
+    dtype_name,
+    first_names,
+    kv_bytes_per_token,
+    model_dtype,
+    read_shapes,
+)
 from agentrl.engines.versions import CANARY_KEY, Canary, CanaryJson, refusal
 
 if TYPE_CHECKING:
@@ -473,3 +484,64 @@ def _distance(answer: Float32Array, logprobs: Float32Array) -> float:
     """
     difference = answer.astype(np.float64) - logprobs
     return float(np.abs(difference - difference.mean(axis=1, keepdims=True)).mean())
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+_LOGIT_COPIES = 3
+"""Number of float32 copies of a pass's logits that exist at once during sampling."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineMemory:
+    """The memory of one engine, in bytes."""
+
+    dtype: str
+    """Dtype that the model computes in, such as `bfloat16`."""
+    weights: int
+    adapters: int
+    """Bytes of all adapter slots, filled."""
+    keys_and_values: int
+    """Bytes of the KV of all slots with contexts of full length."""
+    logits: int
+    """Bytes of the logits of a pass over all slots."""
+
+
+def engine_memory(
+    path: Path, *, dtype: str, slots: int, max_context: int, adapter_slots: int, max_rank: int
+) -> EngineMemory:
+    """Predict the memory of an engine that serves the model of a directory.
+
+    Args:
+        path: directory of the model.
+        dtype: `model.dtype` of the configuration.
+        slots: number of contexts at once.
+        max_context: longest context in tokens.
+        adapter_slots: number of adapters at once; 0: none.
+        max_rank: largest rank of an adapter.
+
+    Raises:
+        ModelError: the directory holds no model, or one with fewer positions.
+    """
+    computed = model_dtype(path, dtype, torch.device("cpu"))
+    shapes = read_shapes(path, max_context=max_context, dtype=computed)
+    sizes = 0
+    if adapter_slots:
+        named = dict(shapes.named_modules())
+        sizes = sum(sum(named[name].weight.shape) for name in adaptable_layers(shapes))
+    vocabulary = int(shapes.config.get_text_config().vocab_size)
+    return EngineMemory(
+        dtype=dtype_name(computed),
+        weights=sum(parameter.nbytes for parameter in shapes.parameters()),
+        adapters=adapter_slots * max_rank * sizes * computed.itemsize,
+        keys_and_values=slots * (max_context + 1) * kv_bytes_per_token(shapes.config),
+        logits=_LOGIT_COPIES * slots * vocabulary * torch.float32.itemsize,
+    )
+
+
+def device_memory() -> tuple[Memory, bool]:
+    """Return the memory of this process's device, and whether it is a GPU."""
+    if torch.cuda.is_available():
+        free, total = torch.cuda.mem_get_info()
+        return Memory(free, total), True
+    return memory(), False

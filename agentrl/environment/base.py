@@ -36,6 +36,8 @@ Guarantee = Literal["read", "idempotent", "once"]
 Reconcile = Callable[[], "tuple[bool, T | None] | Awaitable[tuple[bool, T | None]]"]
 Reply = str | Mapping[str, Any] | Sequence[Mapping[str, Any]]
 """One turn of a demonstration: text, a tool call, or a list of calls."""
+OnCodeChange = Literal["try", "restart", "drop"]
+"""Treatment of an unfinished episode whose environment was edited before a resume: `Environment.on_code_change`."""
 ResourceLevel = Literal["replay", "snapshot", "pinned"]
 
 LARGEST_REWARD = 1e6
@@ -439,6 +441,9 @@ class Environment(ABC):
     """The splits that `tasks` knows; `evaluation.tasks` may name further ones."""
     truncated_reward: ClassVar[float | None] = 0.0
     """Reward of an agent that has none when a limit ends the episode; None drops such episodes."""
+    on_code_change: ClassVar[OnCodeChange] = "try"
+    """Treatment of unfinished episodes when a resume finds this class's file edited. `try`: replay them, and restart
+    only those that depart from the journal; `restart`: restart all of them; `drop`: drop them."""
     own_random: ClassVar[bool] = False
     """Whether the code draws from `random` or `numpy.random`, so that each episode needs its own state of them. If not
     declared, a draw in the first 32 episodes of a process, or a re-executed one, is detected: that episode restarts,

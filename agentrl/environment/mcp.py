@@ -77,8 +77,7 @@ class MCPServer:
     tools: Sequence[str] = ()
     """Names of the tools to offer; empty: all."""
     timeout_s: float | None = None
-    """Time limit of a call in seconds; a longer call becomes a timeout observation. Default:
-    `environment.tool_timeout_s`."""
+    """Time limit of a call in seconds; a longer call becomes a timeout observation. Default: 30."""
     guarantee: Guarantee = "once"
     """Whether a call may be repeated if the process died during it; see `ctx.effect`."""
     stateful: bool = False

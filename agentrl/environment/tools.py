@@ -56,7 +56,7 @@ def tool(
         method: every parameter annotated; the first paragraph of its docstring describes the tool.
         external: whether the tool acts outside `self`; its calls are then journaled and never repeated.
         timeout_s: time limit of a call in seconds; a longer call becomes a timeout observation. Default:
-            `environment.tool_timeout_s`. Only for tools that are external or `async def`: nothing can end a plain
+            30 s. Only for tools that are external or `async def`: nothing can end a plain
             method, which runs in the event loop.
         guarantee: whether a call of an external tool may be repeated after a crash; see `ctx.effect`.
     """

@@ -22,7 +22,9 @@ class ExportFormat(NamedTuple):
 
 
 EXPORTS: Mapping[str, ExportFormat] = {
-    "html": ExportFormat("one page to look at, without a server", "episodes.html", "agentrl.exchange.html:write"),
+    "html": ExportFormat(
+        "one page to look at, without a server", "episodes.html", "agentrl.exchange.exporting:write_page"
+    ),
     "jsonl": ExportFormat("a line of JSON per episode", "episodes.jsonl", "agentrl.exchange.episodes:write_json_lines"),
     "parquet": ExportFormat(
         "a table with a line per token row", "rows.parquet", "agentrl.exchange.episodes:write_table"

@@ -5,23 +5,46 @@ see no padding, and no token twice. Only attention knows the tree. A model that 
 state-space layers) is forwarded as padded rows instead. The model's own head (output projection, soft-capping, scaling)
 runs over the hidden states that predict a trained token, in pieces.
 
-Owns: both forward passes, the call of the head. Does not own: packing (`packing.py`), attention (`attention.py`),
-losses, the choice between the two passes (`models.py`), routing replay (`routing_replay.py`). Invariant: the
-distribution is the one the engine sampled from, so ratios compare like with like.
+Attention along the paths of the tree takes memory linear in tokens. The tokens lie in depth-first order, so the tokens
+that see token j are those from j up to its `MicroBatch.visible_until`: two numbers per token replace a mask. On CPU,
+chunks of consecutive queries go through torch's flash kernel with the keys that any of them sees. A chunk's mask is
+made when the chunk is computed, forward and backward, and is bounded in size, so no stored tensor grows with the square
+of a row's length; a row without a shared prefix is computed whole, without a mask. On CUDA the same rule is a block
+mask of flex_attention, which has not been run on a GPU yet. Key and value heads shared by several query heads are not
+copied.
+
+Routing replay routes each token through the experts that the engine's pass used: engine and trainer compute in
+different dtypes, batches and kernels, and where two experts score almost equally, the two passes may choose
+differently, so that a ratio compares the probabilities of two different networks (R3, arXiv:2510.11370). Only the
+choice is replaced: with s the router's logits in this pass and I the recorded set of experts, the router computes its
+gate values from its scores at I (for most routers, a softmax over I). The router's weights keep their gradient, and
+each architecture its formula. A token without a record (-1) is routed normally.
+
+Owns: both forward passes, attention, the call of the head, the routers' forced choices. Does not own: packing
+(`packing.py`), losses, the choice between the two passes (`models.py`), recording of experts
+(`engines.embedded.capture`). Invariant: the distribution is the one the engine sampled from, so ratios compare like
+with like.
 """
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
+from transformers import AttentionInterface
 
-from agentrl.learn.attention import Tree
+from agentrl.core.errors import ModelError
+from agentrl.engines.embedded.capture import chosen_experts, find_routers
 from agentrl.learn.packing import MicroBatch, padded_rows
 
 if TYPE_CHECKING:
@@ -30,7 +53,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from transformers import PreTrainedModel
 
-    from agentrl.learn.routing_replay import RoutingReplay
 
 TOP_TOKENS = 64
 """Number of a reference's likeliest tokens over which the divergence from it is exact."""
@@ -365,4 +387,370 @@ def token_logprobs(
         entropy_gradient=entropy_gradient,
         top=top,
         reference=reference,
+    )
+
+
+# --- attention along the prefix tree ----------------------------------------------------------------------------------
+
+ATTENTION = "agentrl_tree"
+"""Name under which `tree_attention` is registered with transformers."""
+
+_CHUNK = (64, 256)
+"""Smallest and largest number of queries in a chunk, if its mask allows it: short rows waste less in short chunks."""
+_MASK = 1 << 21
+"""Number of elements of the largest mask: longer contexts have shorter chunks."""
+_KEPT_MASKS = 1 << 22
+"""Number of mask elements that are kept for all layers; above it, each layer makes its own masks."""
+_BLOCK = 128
+"""Number of tokens in a block of flex_attention."""
+
+
+@dataclass(slots=True)
+class _Chunk:
+    """Consecutive queries [start, stop) of a micro-batch, and the keys that any of them sees."""
+
+    start: int
+    stop: int
+    keys: slice | Tensor
+    is_causal: bool = False
+    """Whether queries and keys are one row from its first token, which needs no mask."""
+    mask: Tensor | None = None
+    """Attention mask of the chunk; None if it is not kept."""
+
+
+class Tree:
+    """The visibility of tokens in a micro-batch, on a device."""
+
+    def __init__(self, batch: MicroBatch, device: torch.device) -> None:
+        """See `MicroBatch.visible_until`."""
+        self._batch = batch
+        self._device = device
+        self._until = torch.from_numpy(batch.visible_until).to(device)
+        self._position = torch.from_numpy(batch.position_ids).to(device)
+        self._order = torch.arange(len(batch.token_ids), device=device)
+        self._chunks: dict[int | None, list[_Chunk]] = {}
+        self._block_masks: dict[int | None, BlockMask] = {}
+        self._kept = 0
+
+    def chunks(self, window: int | None) -> list[_Chunk]:
+        """Return the queries in chunks; a token sees the `window` newest tokens of its path, or all of them."""
+        if window not in self._chunks:
+            self._chunks[window] = list(self._make_chunks(window))
+        return self._chunks[window]
+
+    def _make_chunks(self, window: int | None) -> Iterator[_Chunk]:
+        until, position, starts = self._batch.visible_until, self._batch.position_ids, self._batch.starts
+        count, at = len(until), 0
+        fewest, most = _CHUNK
+        size = min(most, max(fewest, count // len(starts)))
+        ends = dict(zip(starts.tolist(), [*starts[1:].tolist(), count], strict=True))
+        whole = {
+            start: end for start, end in ends.items() if window is None and position[start] == 0 and end - start >= most
+        }
+        following = np.array([*sorted(whole), count])
+        while at < count:
+            if at in whole:
+                yield _Chunk(at, whole[at], slice(at, whole[at]), is_causal=True)
+                at = whole[at]
+                continue
+            stop = min(at + size, int(following[np.searchsorted(following, at)]))
+            keys = np.flatnonzero(until[:stop] > at)
+            if window is not None:
+                keys = keys[position[keys] > position[at:stop].min() - window]
+            stop = min(stop, at + max(1, _MASK // len(keys)))
+            keys = keys[keys < stop]
+            first, last = int(keys[0]), int(keys[-1])
+            is_range = last - first + 1 == len(keys)
+            yield _Chunk(at, stop, slice(first, last + 1) if is_range else torch.from_numpy(keys).to(self._device))
+            at = stop
+
+    def mask(self, chunk: _Chunk, window: int | None, dtype: torch.dtype) -> Tensor | None:
+        """Return the additive mask of a chunk's scores, [1, 1, queries, keys], 0 or -inf; None if the kernel masks by
+        itself."""
+        if chunk.is_causal:
+            return None
+        if chunk.mask is not None and chunk.mask.dtype == dtype:
+            return chunk.mask
+        queries, keys = self._order[chunk.start : chunk.stop, None], self._order[chunk.keys]
+        hidden = (keys > queries) | (self._until[chunk.keys] <= queries)
+        if window is not None:
+            hidden |= self._position[chunk.start : chunk.stop, None] - self._position[chunk.keys] >= window
+        mask = torch.zeros((1, 1, *hidden.shape), dtype=dtype, device=self._device).masked_fill_(hidden, -torch.inf)
+        if self._kept + mask.numel() <= _KEPT_MASKS:
+            self._kept += mask.numel()
+            chunk.mask = mask
+        return mask
+
+    def block_mask(self, window: int | None) -> BlockMask:
+        """Return the same visibility for flex_attention: the blocks of keys that each block of queries sees, in part or
+        in whole."""
+        if window not in self._block_masks:
+            self._block_masks[window] = self._make_block_mask(window)
+        return self._block_masks[window]
+
+    def _make_block_mask(self, window: int | None) -> BlockMask:
+        until, position = self._until, self._position
+        # A tensor, so that one kernel serves every window size, and none.
+        before = torch.full_like(position, -1) if window is None else position - window
+
+        def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            return (key <= query) & (query < until[key]) & (position[key] > before[query])
+
+        count = len(self._batch.token_ids)
+        edges = np.arange(0, count, _BLOCK)
+        latest = np.maximum.reduceat(self._batch.visible_until, edges)
+        soonest = np.minimum.reduceat(self._batch.visible_until, edges)
+        stops = np.minimum(edges + _BLOCK, count)
+        earlier = np.tri(len(edges), dtype=np.bool_)
+        some = earlier & (latest > edges[:, None])
+        every = np.tri(len(edges), k=-1, dtype=np.bool_) & (soonest >= stops[:, None]) & (window is None)
+
+        def listed(blocks: np.ndarray[Any, Any]) -> tuple[Tensor, Tensor]:
+            order = np.argsort(~blocks, axis=1, kind="stable").astype(np.int32)
+            counts = blocks.sum(axis=1).astype(np.int32)
+            tensors = (torch.from_numpy(each[None, None]).to(self._device) for each in (counts, order))
+            return next(tensors), next(tensors)
+
+        return BlockMask.from_kv_blocks(
+            *listed(some & ~every), *listed(every), BLOCK_SIZE=_BLOCK, mask_mod=visible, seq_lengths=(count, count)
+        )
+
+
+class _ChunkedAttention(torch.autograd.Function):
+    """Attention in chunks of a tree, on CPU. It saves queries, keys, values, outputs and one number per query and
+    head.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, tree: Tree, window: int | None, scale: float | None
+    ) -> Tensor:
+        _, heads, count, width = query.shape
+        output = query.new_empty(1, count, heads, width).transpose(1, 2)
+        normalisers = []
+        for chunk in tree.chunks(window):
+            attended, normaliser = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                query[:, :, chunk.start : chunk.stop],
+                key[:, :, chunk.keys],
+                value[:, :, chunk.keys],
+                0.0,
+                chunk.is_causal,
+                attn_mask=tree.mask(chunk, window, query.dtype),
+                scale=scale,
+            )
+            output[:, :, chunk.start : chunk.stop] = attended
+            normalisers.append(normaliser)
+        ctx.save_for_backward(query, key, value, output, *normalisers)
+        ctx.tree, ctx.window, ctx.scale = tree, window, scale
+        return output
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, output, *normalisers = ctx.saved_tensors
+        of_query, of_key, of_value = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)
+        for chunk, normaliser in zip(ctx.tree.chunks(ctx.window), normalisers, strict=True):
+            found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                gradient[:, :, chunk.start : chunk.stop],
+                query[:, :, chunk.start : chunk.stop],
+                key[:, :, chunk.keys],
+                value[:, :, chunk.keys],
+                output[:, :, chunk.start : chunk.stop],
+                normaliser,
+                0.0,
+                chunk.is_causal,
+                attn_mask=ctx.tree.mask(chunk, ctx.window, query.dtype),
+                scale=ctx.scale,
+            )
+            of_query[:, :, chunk.start : chunk.stop] = found[0]
+            for total, part in ((of_key, found[1]), (of_value, found[2])):
+                if isinstance(chunk.keys, slice):
+                    total[:, :, chunk.keys] += part
+                else:
+                    total.index_add_(2, chunk.keys, part)
+        return of_query, of_key, of_value, None, None, None
+
+
+def flex_tree_attention(
+    query: Tensor, key: Tensor, value: Tensor, tree: Tree, window: int | None, scale: float | None
+) -> Tensor:
+    """Compute `tree_attention` with flex_attention, compiled on CUDA; the output is [1, heads, N, D]."""
+    attend: Any = _compiled_flex() if query.is_cuda else flex_attention
+    attended: Tensor = attend(query, key, value, block_mask=tree.block_mask(window), scale=scale, enable_gqa=True)
+    return attended
+
+
+@cache
+def _compiled_flex() -> Any:
+    # fullgraph: exceeding torch's limit of recompilations is an error, instead of a fallback that materializes all
+    # scores.
+    return torch.compile(flex_attention, dynamic=True, fullgraph=True)
+
+
+def tree_attention(  # noqa: PLR0913
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    tree: Tree | None = None,
+    **other: Any,
+) -> tuple[Tensor, None]:
+    """Compute attention along the paths of a prefix tree; registered with transformers, which fixes this signature.
+
+    Args:
+        module: the attention layer.
+        query: [1, heads, N, D].
+        key: [1, key heads, N, D].
+        value: [1, key heads, N, D].
+        attention_mask: ignored: the tree determines visibility.
+        dropout: must be 0.
+        scaling: factor on the scores; None: 1 / sqrt(D).
+        sliding_window: number of tokens that a token sees, counted backwards; None: all.
+        tree: visibility in the micro-batch, passed through the model's keyword arguments.
+        other: further arguments from the model.
+
+    Raises:
+        ModelError: the model asks attention for something else than a causal softmax.
+    """
+    strange = [name for name in ("s_aux", "softcap", "position_bias") if other.get(name) is not None]
+    if tree is None or strange or dropout or query.shape[-1] != value.shape[-1]:
+        raise ModelError(f"{type(module).__name__} needs attention with {', '.join(strange) or 'other arguments'}")
+    if query.is_cuda:
+        output = flex_tree_attention(query, key, value, tree, sliding_window, scaling)
+    else:
+        output = _ChunkedAttention.apply(  # type: ignore[no-untyped-call]
+            query, key, value, tree, sliding_window, scaling
+        )
+    return output.transpose(1, 2), None
+
+
+AttentionInterface.register(ATTENTION, tree_attention)
+
+
+# --- routing replay ---------------------------------------------------------------------------------------------------
+
+_TOP_K = (torch.topk, Tensor.topk)
+
+
+class RoutingReplay:
+    """The routers of a model, in the order in which they run."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        """Find the routers, and test that each one's choice can be forced.
+
+        Raises:
+            ModelError: the model has no experts, or chooses them in an unsupported way.
+        """
+        names = find_routers(model)
+        if not names:
+            raise ModelError(
+                f"engine.capture_routing: {type(model).__name__} has no router that reports its experts, so there is "
+                "no routing to replay. Use a mixture-of-experts model such as Qwen3-MoE or Mixtral, or set "
+                "capture_routing = false"
+            )
+        self._experts: Tensor | None = None  # [tokens, routers, top_k], of the pass in progress
+        self.top_k = 0
+        for layer, name in enumerate(names):
+            router = model.get_submodule(name)
+            forward = router.forward
+            self.top_k = _check(forward, name, model)
+            # Patches the instance, because other models use the class too. PEFT's wrappers call the module, and so this
+            # method.
+            router.forward = self._replaying(forward, layer)
+        self.layers = len(names)
+
+    def _replaying(self, forward: Callable[..., Any], layer: int) -> Callable[..., Any]:
+        def replaying(*inputs: Any, **named: Any) -> Any:
+            if self._experts is None:
+                return forward(*inputs, **named)
+            with _ForcedTopK(self._experts[:, layer]):
+                return forward(*inputs, **named)
+
+        return replaying
+
+    @contextmanager
+    def forced(self, experts: Tensor) -> Iterator[None]:
+        """Force the recorded experts in a forward pass within the context.
+
+        Args:
+            experts: int [tokens, routers, top_k] in the order the model sees the tokens; -1: its own choice.
+
+        Raises:
+            ModelError: the record belongs to a model with other experts.
+        """
+        if tuple(experts.shape[1:]) != (self.layers, self.top_k):
+            raise ModelError(
+                f"the recorded routing has {experts.shape[1]} layers of {experts.shape[2]} experts per token, the "
+                f"model {self.layers} of {self.top_k}: the journal is of another model, or the engine counts layers "
+                "differently"
+            )
+        self._experts = experts
+        try:
+            yield
+        finally:
+            self._experts = None
+
+    def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        """Return the two contexts for `torch.utils.checkpoint`: a null context for the forward pass, and one that
+        forces the same experts for recomputation."""
+        return nullcontext(), nullcontext() if self._experts is None else self.forced(self._experts)
+
+
+class _ForcedTopK(TorchFunctionMode):
+    """A mode in which a top-k over the last dimension takes given indices instead of the largest."""
+
+    def __init__(self, experts: Tensor | None) -> None:
+        super().__init__()
+        self._experts = experts
+        self.calls = 0
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        named: Mapping[str, Any] = kwargs or {}
+        found = function(*args, **named)
+        if function not in _TOP_K:
+            return found
+        self.calls += 1
+        if self._experts is None:
+            return found
+        scores: Tensor = args[0] if args else named["input"]
+        chosen = torch.where(self._experts >= 0, self._experts, found[1])
+        return torch.return_types.topk((scores.gather(-1, chosen), chosen))
+
+
+def _check(forward: Callable[..., Any], name: str, model: PreTrainedModel) -> int:
+    """Test that a router's choice can be forced; return the number of experts it chooses per token.
+
+    Raises:
+        ModelError: the router does not choose by one top-k whose indices it returns.
+    """
+    router = model.get_submodule(name)
+    width = next(iter(router.parameters())).shape[-1]
+    device = model.device
+    inputs = torch.linspace(-1.0, 1.0, 4 * width, device=device, dtype=next(router.parameters()).dtype).view(4, width)
+    try:
+        with torch.no_grad(), _ForcedTopK(None) as watched:
+            own = chosen_experts(forward(inputs))
+        count = own.shape[1]
+        wanted = own.max().new_tensor(range(count)).expand_as(own).contiguous()
+        with torch.no_grad(), _ForcedTopK(wanted):
+            found = chosen_experts(forward(inputs))
+        known = watched.calls == 1 and torch.equal(found, wanted)
+    except (TypeError, RuntimeError, AttributeError, StopIteration) as error:
+        raise _unknown(name, model, str(error)) from error
+    if not known:
+        raise _unknown(name, model, f"{watched.calls} top-k selections")
+    return count
+
+
+def _unknown(name: str, model: PreTrainedModel, seen: str) -> ModelError:
+    return ModelError(
+        f"engine.capture_routing: the router {name} of {type(model).__name__} does not select its experts by one top-k "
+        f"({seen}), so a recorded selection cannot be replayed in training. Set capture_routing = false; importance "
+        f"ratios then include the difference in routing"
     )

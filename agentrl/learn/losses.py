@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -32,7 +32,7 @@ from agentrl.core.functions import FunctionCode, Mark, check_options, find, mark
 from agentrl.learn.loss_batch import LOG_RATIO_LIMIT, Id, LossBatch, TokenGradients
 
 if TYPE_CHECKING:
-    from agentrl.config.sections import TrainerConfig
+    from agentrl.config.sections import KLEstimator, TrainerConfig
 
 SUMS = (
     "measured_tokens",
@@ -365,7 +365,7 @@ class Loss:
     """Whether the entropy may carry a gradient."""
     entropy_bonus: float = 0.0
     kl: float = 0.0
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    kl_estimator: KLEstimator = "k3"
 
     @property
     def needs_reference(self) -> bool:
@@ -449,21 +449,22 @@ def make_loss(section: TrainerConfig, code: FunctionCode | None = None) -> Loss:
     if function is None or mark is None:
         function = (code or find("loss", config.name, key="trainer.loss.name")).load()
         mark = mark_of(function)
-    check_options(function, config.options, "trainer.loss.options")
+    check_options(function, config.options, "trainer.loss")
+    estimator, kl = config.divergence
     return Loss(
         name=config.name.rpartition(":")[2],
         function=function,
         options=config.options,
         mark=mark,
-        skips_zeros=is_built_in and not (mark.reference or section.entropy_bonus or config.kl),
+        skips_zeros=is_built_in and not (mark.reference or section.entropy_bonus or kl),
         uses_entropy=not is_built_in or bool(section.entropy_bonus),
         entropy_bonus=section.entropy_bonus,
-        kl=config.kl,
-        kl_estimator=config.kl_estimator,
+        kl=kl,
+        kl_estimator=estimator,
     )
 
 
-def divergence(logprobs: Tensor, reference: Tensor, *, estimator: Literal["k1", "k2", "k3"]) -> Tensor:
+def divergence(logprobs: Tensor, reference: Tensor, *, estimator: KLEstimator) -> Tensor:
     """Estimate KL(pi || reference) per token, from tokens of pi (Schulman 2020, joschu.net/blog/kl-approx.html).
 
     With d = log pi - log ref: k1 = d, unbiased; k2 = d²/2, biased and of low variance; k3 = exp(-d) - 1 + d, unbiased

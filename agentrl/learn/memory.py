@@ -20,8 +20,8 @@ from torch.utils._pytree import tree_leaves
 from agentrl.config.run import RunConfig
 from agentrl.core.functions import Mark
 from agentrl.core.records import TrainingSample
-from agentrl.engines.memory import device_memory
 from agentrl.engines.models import computable, dtype_name, layers_of
+from agentrl.engines.weights import device_memory
 from agentrl.learn.forward import TOP_TOKENS, HeadOutput, token_logprobs
 from agentrl.learn.losses import BUILT_IN
 from agentrl.learn.models import PolicyModel, load_models, load_references
@@ -61,7 +61,7 @@ def trainer_memory(config: RunConfig) -> TrainerMemory:
         ConfigError: an adapter targets a layer that cannot be both trained and served.
     """
     models = load_models(config, torch.device("meta"))
-    shards = shard_count(config, 1 if config.trains_in_process else config.trainer.workers)
+    shards = shard_count(config, config.trainer.workers)
     weights, trained = _held(config, models)
     if shards > 1:  # if all weights are trained, the float32 shards are the masters
         weights -= sum(_bytes(model.model.parameters()) for model in models.values() if model.has_masters)

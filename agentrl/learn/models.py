@@ -44,12 +44,9 @@ from agentrl.engines.models import (
     special_lengths,
 )
 from agentrl.engines.weights import adaptable_layers, match_full_weights, read_matrices, read_weights
-from agentrl.learn.attention import ATTENTION
-from agentrl.learn.forward import HeadOutput, device_tensor, token_logprobs
+from agentrl.learn.forward import ATTENTION, HeadOutput, RoutingReplay, device_tensor, token_logprobs
 from agentrl.learn.packing import MicroBatch, pack
-from agentrl.learn.ranks import shard_of, whole
-from agentrl.learn.routing_replay import RoutingReplay
-from agentrl.learn.sharding import ShardedForward
+from agentrl.learn.ranks import ShardedForward, shard_of, whole
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -592,10 +589,11 @@ def _add_adapter(
     targets: list[str],
     path: Path,
 ) -> peft.PeftModel:
+    alpha, rank_stabilized = lora.scaling
     config = peft.LoraConfig(
         r=lora.rank,
-        use_rslora=lora.rank_stabilized,
-        lora_alpha=lora.alpha,  # type: ignore[arg-type]  # PEFT divides it by the rank; fractions are fine
+        use_rslora=rank_stabilized,
+        lora_alpha=alpha,  # type: ignore[arg-type]  # PEFT divides it by the rank; fractions are fine
         target_modules=targets,
         lora_dropout=0.0,
         bias="none",

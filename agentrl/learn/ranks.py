@@ -1,7 +1,13 @@
-"""The data-parallel group of a trainer: communication between its ranks.
+"""The data-parallel group of a trainer: communication between its ranks, and a model sharded over them by FSDP2.
 
-Owns: sums of gradients, exchange of step columns, the choice of the rank that writes files. Does not own: starting the
-processes (`cluster`).
+Each rank of a sharded model holds a part of every parameter, its gradient and its optimizer state. Layers are gathered
+one at a time while they compute; the parts outside the layers (embeddings, output projection, last norm) are gathered
+for the whole pass. Where all weights are trained, the shards are the float32 masters, gathered in the model's dtype;
+under adapters, base and adapters are each sharded in their own dtype. Gradients are added up, not averaged, in float32.
+With a mesh of two dimensions, each row of the mesh holds the weights once (HSDP).
+
+Owns: sums of gradients, exchange of step columns, the choice of the rank that writes files, the units and dtypes of
+gathering. Does not own: starting the processes (`cluster`), which parameters are trained (`models.py`).
 Invariant: every call is made by all ranks in the same order; nothing is pickled between them. Ranks meet at a TCPStore
 that rank 0 serves on one address of its machine: loopback, or the one towards the other nodes. On CPU the group is
 gloo, bound to the interface of that address. On GPUs it is nccl for what lies there; that path has not been run on a
@@ -15,18 +21,25 @@ import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from agentrl.core.errors import AgentRLError, StorageError, TrainerError, TrainerLostError
+from agentrl.core.errors import AgentRLError, ModelError, StorageError, TrainerError, TrainerLostError
 from agentrl.core.network import interface_of
+from agentrl.engines.models import layers_of
+from agentrl.learn.forward import HeadOutput, token_logprobs
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from transformers import PreTrainedModel
 
 T = TypeVar("T")
 
@@ -309,3 +322,105 @@ class ProcessGroup:
     def close(self) -> None:
         """Leave the group."""
         dist.destroy_process_group()
+
+
+def device_of(rank: int) -> torch.device:
+    """Return the device of a rank: one GPU per rank if there are any (not yet tested), else the CPU."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", rank % torch.cuda.device_count())
+    return torch.device("cpu")
+
+
+def limit_memory(rank: int, share: float) -> None:
+    """Limit this process to a share of the memory of a rank's GPU; an engine may have the rest."""
+    if (device := device_of(rank)).type == "cuda":
+        torch.cuda.set_per_process_memory_fraction(share, device)
+
+
+# --- sharding of a model over the ranks -------------------------------------------------------------------------------
+
+
+class ShardedForward(nn.Module):
+    """`forward.token_logprobs` of a model whose weights lie in shards.
+
+    This module is the root of the shards, because `token_logprobs` calls parts of the model separately.
+
+    Args:
+        model: model with its weights, on any device, whole or as shards (`ranks.shard_of`); its parameters become
+            `DTensor`s.
+        mesh: see `ProcessGroup.mesh`.
+        masters: whether full weights are trained, so that the shards are float32.
+        offload: whether the shards stay in main memory, with their gradients and optimizer states; layers go to the
+            mesh's device while they compute.
+
+    Raises:
+        ModelError: FSDP2 cannot shard the model.
+    """
+
+    def __init__(self, model: PreTrainedModel, mesh: DeviceMesh, *, masters: bool, offload: bool = False) -> None:
+        super().__init__()
+        self.model: Any = model
+        dtypes = {parameter.dtype for parameter in self.model.parameters()}
+        if masters and len(dtypes) > 1:
+            raise _refused(model, f"it has parameters of several dtypes, {', '.join(sorted(map(str, dtypes)))}")
+        policy = MixedPrecisionPolicy()
+        if masters and dtypes != {torch.float32}:
+            policy = MixedPrecisionPolicy(
+                param_dtype=model.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+            )
+        place = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy()
+        shards = _without_data(self.model)
+        try:
+            for module in [*layers_of(self.model), self]:
+                if masters:
+                    for parameter in module.parameters():
+                        if not isinstance(parameter, DTensor):
+                            parameter.data = parameter.data.float()
+                sharded: Any = fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=place)
+                # Gradients are summed, not averaged, over ranks: the loss is already divided by the normalizer of the
+                # whole step.
+                sharded.set_gradient_divide_factor(1.0)
+                sharded.set_force_sum_reduction_for_comms(True)
+                # An expert that got no token on this rank may have a gradient on another rank.
+                sharded.set_reduce_scatter_unused_params(True, recurse=False)
+        except (AssertionError, NotImplementedError, RuntimeError, ValueError) as error:
+            raise _refused(model, str(error)) from error
+        if masters:
+            widened = {shard: nn.Parameter(shard.detach().float()) for shard in shards.values()}
+            shards = {name: widened[shard] for name, shard in shards.items()}
+        self.model.load_state_dict(shards, strict=False, assign=True)
+
+    def forward(self, *arguments: Any, **settings: Any) -> HeadOutput:
+        """See `forward.token_logprobs`; calls it with the model and these arguments."""
+        # Clones, because FSDP attaches hooks to the returned tensors and cannot do so for views.
+        return token_logprobs(self.model, *arguments, **settings).map(Tensor.clone)
+
+    def __call__(self, *arguments: Any, **settings: Any) -> HeadOutput:
+        """Gather weights, call `forward`, and add up gradients."""
+        output: HeadOutput = super().__call__(*arguments, **settings)
+        if not torch.is_grad_enabled():
+            root: Any = self
+            root.reshard()  # otherwise the root's weights stay gathered and outdated until a backward pass
+        return output
+
+
+def _without_data(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Replace parameters that are shards already, which FSDP does not take, by ones without data; return the shards by
+    name."""
+    named = model.named_parameters(remove_duplicate=False)
+    shards: dict[str, nn.Parameter] = {name: each for name, each in named if isinstance(each, DTensor)}
+    empty = {
+        parameter: nn.Parameter(
+            torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"), requires_grad=parameter.requires_grad
+        )
+        for parameter in shards.values()  # keeps tied parameters tied
+    }
+    for name, parameter in shards.items():
+        path, _, last = name.rpartition(".")
+        model.get_submodule(path).register_parameter(last, empty[parameter])
+    return shards
+
+
+def _refused(model: PreTrainedModel, reason: str) -> ModelError:
+    kind = type(model).__name__
+    return ModelError(f"{kind} cannot be sharded: {' '.join(reason.split())}; set trainer.sharding = 'none'")

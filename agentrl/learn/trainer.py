@@ -38,15 +38,23 @@ from agentrl.credit.samples import ReadUnits, read_samples
 from agentrl.engines.transfer import Recipient
 from agentrl.journal.reader import EpisodeKey, TurnReader
 from agentrl.journal.rows import trajectories
-from agentrl.learn.columns import MergedColumns, StepColumns
 from agentrl.learn.forward import TOP_TOKENS, HeadOutput
 from agentrl.learn.loss_batch import LossBatch, TokenColumns, TokenGradients
 from agentrl.learn.losses import SUMS, Loss, loss_metrics, make_loss, measure
 from agentrl.learn.memory import shard_count
 from agentrl.learn.models import PolicyModel, load_models, load_references
 from agentrl.learn.packing import MicroBatch, pack
-from agentrl.learn.ranks import OneRank, Ranks, balanced_shares, equal_shares, from_first, whole
-from agentrl.learn.storage import CanaryMaker, LearnerState, Publisher, load_checkpoint, save_checkpoint, writing
+from agentrl.learn.ranks import OneRank, Ranks, balanced_shares, device_of, equal_shares, from_first, whole
+from agentrl.learn.storage import (
+    CanaryMaker,
+    LearnerState,
+    MergedColumns,
+    Publisher,
+    StepColumns,
+    load_checkpoint,
+    save_checkpoint,
+    writing,
+)
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -715,19 +723,6 @@ _BLANK = TrainingSample(
     advantages=np.zeros(2, np.float32),
 )
 """Row without anything to learn."""
-
-
-def device_of(rank: int) -> torch.device:
-    """Return the device of a rank: one GPU per rank if there are any (not yet tested), else the CPU."""
-    if torch.cuda.is_available():
-        return torch.device("cuda", rank % torch.cuda.device_count())
-    return torch.device("cpu")
-
-
-def limit_memory(rank: int, share: float) -> None:
-    """Limit this process to a share of the memory of a rank's GPU; an engine may have the rest."""
-    if (device := device_of(rank)).type == "cuda":
-        torch.cuda.set_per_process_memory_fraction(share, device)
 
 
 def journal_reader(run_directory: Path) -> ReadUnits:

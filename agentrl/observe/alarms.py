@@ -396,7 +396,7 @@ def _selection_bias(policy: PolicyState) -> Iterator[Alarm]:
             policy.name,
             f"{held[-1]:.0%} of the dispatched units were still not trained {LENGTH_STEPS} steps later",
             "find out with `agentrl episode timeline` what they wait for; a larger step_size, or a shorter "
-            "environment.tool_timeout_s or sampling.max_turns, if they are that long",
+            "@tool(timeout_s=…) or sampling.max_turns, if they are that long",
         )
 
 

@@ -222,7 +222,7 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "groups/no_signal",
         "groups",
-        "groups dropped since the policy's last step because their advantages were all 0 (`credit.dynamic_sampling`)",
+        "groups dropped since the policy's last step because their advantages were all 0 (`credit.release`)",
     ),
     Metric("pass_rate/groups", "groups", "ended groups of child episodes with rewards between 0 and 1"),
     Metric("pass_rate/frontier", "fraction", "share of these groups with a mean reward p from 0.2 to 0.8"),

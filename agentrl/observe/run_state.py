@@ -247,12 +247,13 @@ def plan_of(config: Mapping[str, Any]) -> RunPlan:
     trainable = {name: _mapping(policy) for name, policy in policies.items()}
     environment = _mapping(config.get("environment")).get("id")
     own_models = [_text(policy.get("model")) for policy in trainable.values() if policy.get("kind") != "remote"]
+    own_steps = {name: steps for name, value in _mapping(config.get("steps")).items() if (steps := _whole(value))}
     return RunPlan(
         name=_text(config.get("name"), "run"),
         environment=_text(environment) or " + ".join(map(str, _mapping(environment))),
         model=" + ".join(dict.fromkeys(filter(None, [_text(_mapping(config.get("model")).get("path")), *own_models]))),
-        steps=_whole(config.get("steps")) or 0,
-        own_steps={name: steps for name, policy in trainable.items() if (steps := _whole(policy.get("steps")))},
+        steps=_whole(config.get("steps")) or max(own_steps.values(), default=0),
+        own_steps=own_steps,
         phased=_frozen_in_turn(config.get("freeze")),
         opponent_pools={
             name: _text(policy.get("of")) for name, policy in trainable.items() if policy.get("kind") == "past"

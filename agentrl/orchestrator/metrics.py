@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from agentrl.core.ports import Counted
 
 NO_SIGNAL = "no_signal"
-"""Drop reason of the units of a group without any advantage (`credit.dynamic_sampling`)."""
+"""Drop reason of the units of a group without any advantage (`credit.release = "dynamic_sampling"`)."""
 AS_TRAINED: tuple[str | None, ...] = (None, NO_SIGNAL)
 """Drop reasons (None: trained) of units that selection bias counts as trained: those without an advantage would have
 given no gradient."""

@@ -256,7 +256,7 @@ class Scheduler:
                 return (
                     f"the last {units} units of {policy} were dropped as {NO_SIGNAL}: the rewards of each group are "
                     "equal. Choose tasks of which some attempts succeed and some fail, a larger credit.group_size or "
-                    "sampling.temperature, or credit.dynamic_sampling = false"
+                    "sampling.temperature, or credit.release = 'group'"
                 )
         return self._starvation.record_end(header, self._buffer.policies_of(spec), learning)
 

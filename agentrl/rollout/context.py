@@ -453,8 +453,7 @@ async def _observe(
     except Exception as error:  # noqa: BLE001 - a tool is foreign code, and its error is the policy's observation
         # A tool may itself raise TimeoutError.
         if isinstance(error, TimeoutError) and timer is not None and timer.expired():
-            setting = "environment.tool_timeout_s or @tool" if own_s is None else "its @tool"
-            return f"error: timed out after {limit_s:g} s ({setting}(timeout_s=…))", "timeout"
+            return f"error: timed out after {limit_s:g} s (its @tool(timeout_s=…))", "timeout"
         return valid_unicode(f"error: {error_words(error)}"[:2000]), "error"
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from agentrl.journal.entries import PlayedUnder
 from agentrl.rollout.call_journal import current_branch
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from agentrl.core.clock import Clock
     from agentrl.core.ports import ChatFormat, EpisodeHost, Sampler, SamplingParams
     from agentrl.core.records import EpisodeSpec, PolicyVersion, Turn
-    from agentrl.environment.base import EpisodeLimits
+    from agentrl.environment.base import EpisodeLimits, OnCodeChange
     from agentrl.gateway.server import Gateway
     from agentrl.rollout.branches import Branch
     from agentrl.rollout.call_journal import CallJournal
@@ -35,8 +35,8 @@ AS_THE_RUN: Mapping[str, PolicySettings] = MappingProxyType({})
 GRACE_S = 5.0
 """Seconds that a cancelled program has to end before it is abandoned."""
 
-OnCodeChange = Literal["try", "restart", "drop"]
-"""Treatment of an unfinished episode whose environment was edited before a resume: `environment.on_code_change`."""
+TOOL_TIMEOUT_S = 30.0
+"""Time limit of tools that set none of their own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,11 +91,12 @@ class RolloutSettings:
     limits: EpisodeLimits
     policies: Mapping[str, PolicySettings] = field(default_factory=dict)
     """Settings of policies that override the two above and the worker's chat format."""
-    tool_timeout_s: float
+    tool_timeout_s: float = TOOL_TIMEOUT_S
     episode_timeout_s: float
     max_staleness: Mapping[str, int] = field(default_factory=dict)
     """Bound of each policy on staleness, for the order in which parked episodes resume; 0 if absent."""
-    on_code_change: OnCodeChange = "try"
+    on_code_change: OnCodeChange | None = None
+    """Treatment of recorded episodes whose environment was edited; None: as the environment says."""
     reward_weights: Mapping[str, float] = field(default_factory=dict)
     """Weight of each named reward; if empty, each weighs 1."""
     compares_turns: bool = False

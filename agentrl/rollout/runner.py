@@ -315,12 +315,12 @@ class EpisodeRunner:
                 recalls_from=recalls_from,
             )
         )
-        policy = self._services.settings.on_code_change
+        policy = self._services.settings.on_code_change or environment.on_code_change
         if journal.code_hash_then != code_hash and policy != "try":
             raise EpisodeError(
                 f"episode {spec.episode_id} was recorded with different code ({journal.code_hash_then}) than there is "
                 f"now "
-                f"({code_hash}), and environment.on_code_change is {policy!r}",
+                f"({code_hash}), and its on_code_change is {policy!r}",
                 reason="code_changed",
                 begin_again=policy == "restart",
             )

@@ -107,6 +107,7 @@ def calibrated(reader: RunReader) -> Calibration:
     if len(turns) < 20:
         raise InputError(f"{reader.path}: {len(turns)} turns after the first steps are too few for calibration")
     published = [value for value in _metric(reader, trained[0]) if value > 0]
+    replicas = max(1, config["engine"]["replicas"])  # 0: one engine, in the run's process
     plan = read_mapping(
         {
             "seed": config["seed"],
@@ -114,11 +115,14 @@ def calibrated(reader: RunReader) -> Calibration:
             "environments": _environments(reader, seen),
             "policies": {name: _policy(policy, window, name) for name, policy in config["policies"].items()},
             "seats": config["seats"],
-            "credit": {name: config["credit"][name] for name in ("group_size", "release")},
+            "credit": {
+                "group_size": config["credit"]["group_size"],
+                "release": config["credit"]["release"].replace("dynamic_sampling", "group"),
+            },
             "engine": {
-                "replicas": config["engine"]["replicas"],
+                "replicas": replicas,
                 "slots": config["engine"]["slots"],
-                **fitted_rates(turns, config["engine"]["slots"], config["engine"]["replicas"]),
+                **fitted_rates(turns, config["engine"]["slots"], replicas),
             },
             "trainer": {
                 "step_seconds": max(fmean(seconds for _, seconds, _, _ in window), 1e-6),

@@ -581,7 +581,7 @@ class Plan(Section):
                     "seed": self.seed,
                     "max_in_flight": self.max_in_flight,
                     "episode_timeout_s": 1e9,
-                    "environment": {"id": self.root, "tool_timeout_s": 1e9},
+                    "environment": {"id": self.root},
                     "model": {"path": "simulated"},
                     "policies": policies,
                     "seats": self.seats,

@@ -29,7 +29,7 @@ from agentrl.orchestrator.buffer import EpisodeBuffer, WholeGroups
 from agentrl.orchestrator.dispatch import Dispatcher, Signal
 from agentrl.orchestrator.metrics import Counts
 from agentrl.rollout.byte_formats import STOP_TOKEN, PlainFormat
-from agentrl.rollout.episode import OnCodeChange, RolloutSettings
+from agentrl.rollout.episode import RolloutSettings
 from agentrl.rollout.runner import EpisodeRunner
 from agentrl.rollout.worker import AsyncioWorker
 from agentrl.simulation.virtual_time import SimLoop
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from agentrl.core.ports import Engine, GenerateRequest
     from agentrl.core.records import Task
-    from agentrl.environment.base import Environment
+    from agentrl.environment.base import Environment, OnCodeChange
     from agentrl.journal.entries import JournalEntry
     from agentrl.journal.port import JournalStore
     from agentrl.rollout.context import LiveContext
@@ -137,7 +137,7 @@ def settings_of(
     max_context: int = 1 << 20,
     tool_timeout_s: float = TIMEOUT_S,
     episode_timeout_s: float = TIMEOUT_S,
-    on_code_change: OnCodeChange = "try",
+    on_code_change: OnCodeChange | None = None,
 ) -> RolloutSettings:
     """Return sampling settings and limits for episodes in `PlainFormat`."""
     return RolloutSettings(

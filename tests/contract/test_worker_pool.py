@@ -178,9 +178,10 @@ def test_a_turn_that_a_killed_worker_was_sampling_goes_on_from_its_last_token_on
 
 def test_a_stopped_worker_holds_up_nobody_else_and_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agentrl.cluster.worker_process.BEHIND_S", 1.5)
+    monkeypatch.setattr("agentrl.app.parts.SILENCE_S", 6.0)
 
     async def main() -> None:
-        async with workplace(tmp_path, 2, engine={"silence_timeout_s": 6.0}, max_in_flight=12) as at:
+        async with workplace(tmp_path, 2, max_in_flight=12) as at:
             at.submit(*(at.spec(f"e{number}") for number in range(6)))
             await at.until(lambda: len(at.reached()) == 6)
             stopped = at.reached()["e0"]

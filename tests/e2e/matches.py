@@ -67,7 +67,6 @@ def config_of(base: Path, judge: Path, directory: Path, **more: Any) -> agentrl.
         "seats": {"x": ["player", "past"], "o": ["past", "player"], "helpmate": "other", "judge": "judge"},
         "credit": {"group_size": 2},
         "engine": {"max_context": 64, "slots": 8},
-        "trainer": {"kind": "in_process"},
         "evaluation": {"tasks": 0},
         "checkpoint": {"every": 1, "versions": 0},
     }

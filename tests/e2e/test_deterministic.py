@@ -77,7 +77,7 @@ def test_workers_in_actors_outlive_a_run_that_is_killed_and_are_waited_for(
     """Ray needs some seconds to see that whoever asked for the actors is dead; so long they play on, and write."""
     one = coevolution_kills.job(tmp_path)
     run = tmp_path / "killed"
-    with replace(one, settings=("--workers=2", "--engine.placement=ray"))._life(
+    with replace(one, settings=("--workers=2", "--cluster.address=local"))._life(
         "killed", steps=STEPS, resume=False
     ) as process:
         wait_until(process, lambda: entries(run) > 30)

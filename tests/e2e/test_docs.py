@@ -15,14 +15,13 @@ from tests.markdown_pages import PAGES, ROOT, blocks, python_of
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(300)]
 
-SMALL = "--steps=2 --evaluation.tasks=8 --trainer.kind=in_process"
+SMALL = "--steps=2 --evaluation.tasks=8"
 FILE_NAME = re.compile(r"# (\w+\.py)\n")
 SHORTENED = """
 def shortened(config):
     return config.model_copy(
         update={
             "steps": 2,
-            "trainer": config.trainer.model_copy(update={"kind": "in_process"}),
             "evaluation": config.evaluation.model_copy(update={"tasks": 8}),
         }
     )

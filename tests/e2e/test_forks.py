@@ -24,7 +24,6 @@ SETTINGS = [
     "--policies.solver.step_size=16",
     "--policies.solver.learning_rate=0.01",
     "--policies.solver.lora.rank=4",
-    "--trainer.kind=in_process",
 ]
 SCRIPT = """\
 import json

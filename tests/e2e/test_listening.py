@@ -52,7 +52,7 @@ class Looks:
 config = agentrl.RunConfig.model_validate_json(sys.argv[1])
 agentrl.train(config, environment=WatchedMatch, observers=[Looks()], quiet=True)
 """
-VLLM: dict[str, Any] = {"kind": "vllm", "replicas": 2, "placement": "ray", "max_context": 64, "slots": 8}
+VLLM: dict[str, Any] = {"vllm": {}, "replicas": 2, "max_context": 64, "slots": 8}
 
 
 class Ran(NamedTuple):
@@ -69,8 +69,8 @@ def ran(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Ran:
     judge = write_judge(base, directory / "judge")
     with answering("7") as url:
         critic = {"critic": {"kind": "remote", "url": url, "model": "any"}}
-        trainer = {"kind": "ray", "workers": 2}
-        config = config_of(base, judge, directory, steps=6, policies=critic, engine=VLLM, trainer=trainer)
+        ray = {"trainer": {"workers": 2}, "cluster": {"address": "local"}}
+        config = config_of(base, judge, directory, steps=6, policies=critic, engine=VLLM, **ray)
         command = [sys.executable, "-c", _RUN, config.model_dump_json()]
         run = subprocess.run(command, cwd=repository, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout + run.stderr

@@ -16,7 +16,7 @@ import pytest
 
 pytestmark = [pytest.mark.e2e]
 
-SMALL = ["--steps=1", "--policies.solver.step_size=8", "--evaluation.tasks=1", "--trainer.kind=in_process"]
+SMALL = ["--steps=1", "--policies.solver.step_size=8", "--evaluation.tasks=1"]
 
 WRONG_SEAT = """
 import agentrl

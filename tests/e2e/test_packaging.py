@@ -47,7 +47,7 @@ def test_the_demo_runs_from_the_wheel(wheel: Path, tmp_path: Path) -> None:
     site, empty = tmp_path / "site", tmp_path / "empty"
     zipfile.ZipFile(wheel).extractall(site)
     empty.mkdir()
-    small = ["--steps=2", "--policies.solver.step_size=16", "--evaluation.tasks=8", "--trainer.kind=in_process"]
+    small = ["--steps=2", "--policies.solver.step_size=16", "--evaluation.tasks=8"]
     arguments = [sys.executable, "-P", "-m", "agentrl.cli", "demo", *small, "--json"]
     environment = {**os.environ, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(arguments, cwd=empty, env=environment, capture_output=True, text=True, check=False)

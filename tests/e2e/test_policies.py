@@ -57,7 +57,7 @@ def test_each_seat_is_played_by_the_weights_it_says(
 ) -> None:
     """In this process, and in replicas of which one dies: its successor has to serve all that are played."""
     before = {file.name: file.read_bytes() for file in judge.iterdir()}
-    beside = {"placement": "process", "replicas": replicas} if replicas else {}
+    beside = {"replicas": replicas} if replicas else {}
     observers = [Kills()] if replicas else []
     with answering("7") as url:
         more: dict[str, Any] = {

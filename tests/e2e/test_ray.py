@@ -37,7 +37,7 @@ from agentrl.engines.child_process import EngineProgram
 from agentrl.engines.client import ProcessEngine
 from agentrl.engines.embedded.engine import EmbeddedEngine
 from agentrl.engines.fleet import ReplicatedEngine
-from agentrl.learn.columns import read_columns
+from agentrl.learn.storage import read_columns
 from agentrl.learn.trainer import InProcessTrainer
 from tests.contract.engine_kinds import START, ModelZoo, prompt, request, version
 from tests.learn_cases import LORA, Episodes, make_rows, run_config, write_model

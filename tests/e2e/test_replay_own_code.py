@@ -35,7 +35,6 @@ if __name__ == "__main__":
         model={"path": "agentrl.environments:calculator/model"},
         policies={"solver": {"step_size": 8}},
         sampling={"max_tokens": 8, "max_turns": 2},
-        trainer={"kind": "in_process"},
         evaluation={"tasks": 0},
     )
     agentrl.train(config, environment=Sevens, quiet=True)

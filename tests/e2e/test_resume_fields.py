@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 from agentrl.cli.main import main
-from agentrl.config.resume import check_unchanged
+from agentrl.config.load import check_unchanged
 from agentrl.config.run import RunConfig
 from agentrl.core.errors import ConfigError
 from agentrl.core.text import plural
@@ -187,7 +187,7 @@ def test_a_resume_after_the_reward_changed_counts_the_old_rewards_and_says_how_t
     ready = re.search(r"(\d+) committed episodes? will be trained with the rewards that the old code gave", said)
     assert ready is not None, said
     assert int(ready[1]) >= 1
-    assert f"The code changed in {file} (environment.on_code_change = 'try')." in said
+    assert f"The code changed in {file}; `on_code_change` of its environment" in said
     command = re.search(r"`(agentrl episode rescore .*)`\.$", said, re.MULTILINE)
     assert command is not None
     arguments = shlex.split(command[1])

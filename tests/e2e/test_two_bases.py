@@ -20,8 +20,7 @@ from torch import Tensor
 
 import agentrl
 from agentrl.app.parts import Adapters, make_engine
-from agentrl.app.replays import replay
-from agentrl.app.step_replays import compute_step, rebuild_step
+from agentrl.app.replays import compute_step, rebuild_step, replay
 from agentrl.app.training import run_training
 from agentrl.cli.main import main
 from agentrl.config.load import load
@@ -99,7 +98,7 @@ def run(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two lives: both engines in the run's process, then each in a process of its own, for two workers."""
     directory = tmp_path_factory.mktemp("two-bases")
     agentrl.train(config_of(repository, directory), environment=Ask, quiet=True)
-    apart = {"steps": 3, "workers": 2, "engine": {"slots": 8, "placement": "process"}}
+    apart = {"steps": 3, "workers": 2, "engine": {"slots": 8, "replicas": 1}}
     return agentrl.train(config_of(repository, directory, **apart), environment=Ask, quiet=True, resume=True).path
 
 
@@ -253,7 +252,7 @@ def test_each_base_has_a_vllm_of_its_own_that_is_restarted_and_resumed(repositor
             pass
 
     def trained(steps: int, *, resume: bool) -> Path:
-        config = config_of(repository, tmp_path, steps=steps, engine={"kind": "vllm", "slots": 8, "max_context": 64})
+        config = config_of(repository, tmp_path, steps=steps, engine={"vllm": {}, "slots": 8, "max_context": 64})
         adapters = Adapters(engine=engine)
         run = run_training(config, Ask, observers=[Kill()], quiet=True, resume=resume, adapters=adapters)
         return asyncio.run(run).path
@@ -286,7 +285,7 @@ def test_doctor_plans_for_each_base(
         shutil.copytree(repository / "environments" / base, tmp_path / name)
     config = load(tmp_path / "train.toml")
     assert [base.model.path for base in config.bases] == [str(tmp_path / "large"), str(tmp_path / "small")]
-    main(["doctor", str(tmp_path / "train.toml"), "--engine.placement=process", "--json"])
+    main(["doctor", str(tmp_path / "train.toml"), "--engine.replicas=1", "--json"])
     report = json.loads(capsys.readouterr().out)["sections"]["memory"]
     engines = {check["name"] for check in report if check["name"].startswith("engine of ")}
     assert engines == {f"engine of {tmp_path.name}/{name}" for name in ("large", "small")}

@@ -41,7 +41,7 @@ def agentrl(directory: Path, *arguments: str) -> str:
 def watched(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Watched:
     directory = tmp_path_factory.mktemp("work")
     example = str(repository / "examples/01_tool_use.toml")
-    arguments = ["train", example, "--name=seen", "--trainer.kind=in_process", *CHANGES]
+    arguments = ["train", example, "--name=seen", *CHANGES]
     primary, secondary = pty.openpty()
     environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "100", "LINES": "40"}
     training = subprocess.Popen(

@@ -31,7 +31,7 @@ def config(directory: Path, name: str, environment: dict[str, Any], **sections: 
         "credit": {"group_size": 1, "advantage": "none"},
         "sampling": {"max_tokens": 16, "max_turns": 4},
         "engine": {"slots": 8, "max_context": 192},
-        "trainer": {"kind": "in_process", "loss": {"name": "reinforce"}},
+        "trainer": {"loss": {"name": "reinforce"}},
         "evaluation": {"tasks": 0},
     }
     return RunConfig(**{**values, **sections})

@@ -19,7 +19,6 @@ def test_the_reward_rises(repository: Path, tmp_path: Path, max_staleness: int) 
         [
             f"--directory={tmp_path}",
             "--steps=14",
-            "--trainer.kind=in_process",
             f"--policies.solver.max_staleness={max_staleness}",
             "--evaluation.tasks=192",
         ],
@@ -40,7 +39,6 @@ def test_lora_learns_and_its_adapter_loads(repository: Path, tmp_path: Path) -> 
         [
             f"--directory={tmp_path}",
             "--steps=14",
-            "--trainer.kind=in_process",
             "--policies.solver.lora.rank=16",
             "--policies.solver.learning_rate=2e-3",
             "--evaluation.tasks=192",

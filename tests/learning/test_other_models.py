@@ -91,7 +91,6 @@ def test_a_random_model_is_trained_with_its_own_template(
         f"--directory={tmp_path}",
         "--name=other",
         f"--model.path={model}",
-        "--trainer.kind=in_process",
         "--steps=2",
         "--policies.solver.step_size=16",
         "--evaluation.tasks=4",
@@ -120,7 +119,6 @@ def test_a_mixture_of_experts_is_trained_through_the_experts_that_were_recorded(
     overrides = [
         f"--directory={tmp_path}",
         f"--model.path={model}",
-        "--trainer.kind=in_process",
         "--steps=4",
         "--policies.solver.step_size=16",
         "--policies.solver.learning_rate=0.003",
@@ -139,7 +137,6 @@ def test_a_mixture_of_experts_is_trained_through_the_experts_that_were_recorded(
 def test_sampling_filters_are_trained_with_their_kept_sets(repository: Path, tmp_path: Path) -> None:
     overrides = [
         f"--directory={tmp_path}",
-        "--trainer.kind=in_process",
         "--steps=2",
         "--policies.solver.max_staleness=0",
         "--policies.solver.step_size=32",

@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 import agentrl
-from agentrl.app.replays import Replayed, replay
-from agentrl.app.step_replays import StepComputed, compute_step, rebuild_step
+from agentrl.app.replays import Replayed, StepComputed, compute_step, rebuild_step, replay
 from agentrl.cli.main import main
 from agentrl.config.run import RunConfig
 from agentrl.environments.propose_and_solve import env
@@ -40,7 +39,7 @@ def two_policies(directory: Path, *, steps: int) -> RunConfig:
         credit={"group_size": 2},
         sampling={"max_tokens": 32, "max_turns": 9},
         engine={"slots": 64, "max_context": 256},
-        trainer={"kind": "in_process", "entropy_bonus": 0.04},
+        trainer={"entropy_bonus": 0.04},
         evaluation={"tasks": 0},
         checkpoint={"every": 0, "versions": 0},
         max_in_flight=64,

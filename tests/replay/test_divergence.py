@@ -12,8 +12,8 @@ import agentrl
 from agentrl.core.errors import EpisodeError, ReplayMismatchError
 from agentrl.core.records import PolicyVersion
 from agentrl.engines.scripted import ScriptedEngine
+from agentrl.environment.base import OnCodeChange
 from agentrl.journal.entries import Begin, JournalEntry, PatchEntry, ResourceEntry, encode_body
-from agentrl.rollout.episode import OnCodeChange
 from agentrl.rollout.worker import MAX_ATTEMPTS
 from agentrl.testing.execution import PARTITION, settings_of, wired
 from agentrl.testing.memory_journal import Admission, EpisodeEnd, MemoryJournal
@@ -120,16 +120,14 @@ class Pinned(agentrl.Environment):
         ctx.agent("agent").reward(1.0)
 
 
-async def resumed(
-    environment: type[agentrl.Environment], entries: list[JournalEntry], policy: OnCodeChange, attempt: int = 0
-) -> EpisodeEnd:
+async def resumed(environment: type[agentrl.Environment], entries: list[JournalEntry], attempt: int = 0) -> EpisodeEnd:
     journal, failures = MemoryJournal(), list[BaseException]()
     log = journal.turn_log(PARTITION)
     for entry in entries:
         log.append(JournalEntry(entry.episode_id, attempt, entry.call_id, entry.asked, entry.body))
     await log.flush()
     engine = ScriptedEngine(digits, versions={"policy": PolicyVersion("policy", 0, 0)})
-    dispatcher, _ = wired(environment, engine, journal, settings_of(on_code_change=policy), failures)
+    dispatcher, _ = wired(environment, engine, journal, settings_of(), failures)
     spec = dataclasses.replace(Stage(environment=environment).spec, attempt=attempt)
     journal.admit(spec)
     dispatcher.restore((), [spec])
@@ -153,10 +151,13 @@ async def resumed(
         ("first\n", "restart", 1, None),
     ],
 )
-def test_on_code_change(version: str, policy: OnCodeChange, attempt: int, reason: str | None) -> None:
+def test_on_code_change(
+    version: str, policy: OnCodeChange, attempt: int, reason: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     entries = recorded()[:2]
+    monkeypatch.setattr(Edited, "on_code_change", policy)
     Edited.version = version
-    header = asyncio.run(resumed(Edited, entries, policy)).header
+    header = asyncio.run(resumed(Edited, entries)).header
     assert header.drop_reason == reason
     assert header.attempt == attempt
 
@@ -164,9 +165,9 @@ def test_on_code_change(version: str, policy: OnCodeChange, attempt: int, reason
 def test_a_lost_resource_begins_the_episode_again_but_not_for_ever() -> None:
     entries = Stage(environment=Pinned).play().entries
     assert any(isinstance(entry.decode(), ResourceEntry) for entry in entries)
-    first = asyncio.run(resumed(Pinned, entries, "try"))
+    first = asyncio.run(resumed(Pinned, entries))
     assert (first.header.drop_reason, first.header.attempt) == (None, 1)
-    last = asyncio.run(resumed(Pinned, entries, "try", attempt=MAX_ATTEMPTS - 1))
+    last = asyncio.run(resumed(Pinned, entries, attempt=MAX_ATTEMPTS - 1))
     assert last.header.drop_reason == "resource_lost"
     assert "is pinned and died with its process" in last.detail
 

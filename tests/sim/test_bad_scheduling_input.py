@@ -80,13 +80,13 @@ class Wordy(agentrl.ToolEnvironment):
         """Take no time."""
         return "here"
 
-    @agentrl.tool
+    @agentrl.tool(timeout_s=3.0)
     async def for_ever(self) -> str:
         """Never return."""
         await asyncio.get_running_loop().create_future()
         return "never"
 
-    @agentrl.tool
+    @agentrl.tool(timeout_s=3.0)
     async def deaf(self) -> str:
         """Never return, whoever cancels it."""
         while True:
@@ -202,17 +202,16 @@ def test_a_tool_that_never_returns_costs_a_turn(release: str) -> None:
         Wordy,
         "for_ever",
         credit={"group_size": 4, "release": release},
-        environment={"id": "unused", "tool_timeout_s": 3.0},
     )
     assert len(run.trainer.batches) == 4
     assert ends(run).keys() <= {"completed", "max_turns", "run_ended"}
     entries = [entry.decode() for entry in run.journal.turn_log("0").entries]
     said = {(entry.outcome, entry.observation) for entry in entries if isinstance(entry, ToolEntry)}
-    assert said == {("timeout", "error: timed out after 3 s (environment.tool_timeout_s or @tool(timeout_s=…))")}
+    assert said == {("timeout", "error: timed out after 3 s (its @tool(timeout_s=…))")}
 
 
 def test_one_that_nobody_can_cancel_costs_its_episode() -> None:
-    run = run_of(Wordy, "deaf", episode_timeout_s=20.0, environment={"id": "unused", "tool_timeout_s": 3.0})
+    run = run_of(Wordy, "deaf", episode_timeout_s=20.0)
     assert len(run.trainer.batches) == 4
     assert ends(run)["episode_timeout"] > 0
     details = {end.detail for end in run.journal.of_kind(EpisodeEnd) if end.header.drop_reason == "episode_timeout"}

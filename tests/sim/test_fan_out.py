@@ -52,8 +52,14 @@ class Propose(agentrl.Environment):
 
 def solving(staleness: int, **proposer: Any) -> dict[str, Any]:
     """Many proposers at once, and a solver that steps on two proposals."""
+    own = {"proposer": steps} if (steps := proposer.pop("steps", 0)) else {}
     policies = {"proposer": proposer, "solver": {"step_size": 16, "max_staleness": staleness}}
-    return {"policies": policies, "credit": {"group_size": 2}, "steps": 5, "max_in_flight": 100}
+    return {
+        "policies": policies,
+        "credit": {"group_size": 2},
+        "steps": {"solver": 5, **own},
+        "max_in_flight": 100,
+    }
 
 
 @pytest.mark.parametrize("proposer", [{"kind": "frozen"}, {"step_size": 50, "max_staleness": 4, "steps": 1}])

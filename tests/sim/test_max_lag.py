@@ -67,17 +67,22 @@ def drawn(seed: int) -> tuple[type[agentrl.Environment], dict[str, Any], dict[st
     group_size = draw.randrange(2, 5)
     names = {"solver": 3, "proposer": 1} if environment is Propose else {"solver": 1}
     policies: dict[str, dict[str, Any]] = {}
-    limits = {}
+    limits, steps = {}, {}
     for name, units in names.items():
         staleness = draw.randrange(1 if release == "late" else 0, 3)
         step_size = units * group_size * draw.randrange(1, 4)
         if staleness:
             step_size += draw.randrange(3)  # groups need not fill it
         limits[name] = staleness + draw.randrange(3)
-        policies[name] = {"step_size": step_size, "max_staleness": staleness, "steps": draw.randrange(3, 9)}
+        policies[name] = {"step_size": step_size, "max_staleness": staleness}
+        steps[name] = draw.randrange(3, 9)
     freeze = [("solver", 1), ("proposer", 2)] if environment is Propose and draw.randrange(3) == 0 else []
     credit = {"group_size": group_size, "release": release}
-    return environment, {"policies": policies, "credit": credit, "freeze": freeze, "max_in_flight": 64}, limits
+    return (
+        environment,
+        {"policies": policies, "steps": steps, "credit": credit, "freeze": freeze, "max_in_flight": 64},
+        limits,
+    )
 
 
 def oldest(run: SmallRun) -> dict[str, float]:
@@ -132,8 +137,8 @@ def test_a_straggler_holds_admission_back_and_says_so(simulated_loop: SimulatedL
     reasons: Counter[str] = Counter()
 
     async def main() -> None:
-        policies = {"solver": {"step_size": 8, "max_staleness": 1, "max_lag": 2, "steps": 12}}
-        run = SmallRun(config=config_for(policies=policies, credit={"group_size": 4}), environment=Straggler)
+        policies = {"solver": {"step_size": 8, "max_staleness": 1, "max_lag": 2}}
+        run = SmallRun(config=config_for(policies=policies, steps=12, credit={"group_size": 4}), environment=Straggler)
 
         def look(orchestrator: Any) -> None:
             reasons[(orchestrator.scheduler.why_not(orchestrator.demand()) or "").partition(":")[0]] += 1
@@ -162,8 +167,8 @@ class Undeclared(Propose):
 
 def test_what_admission_could_not_know_of_is_counted_and_raises_the_alarm() -> None:
     async def main() -> SmallRun:
-        policies = {"solver": {"step_size": 8, "max_staleness": 1, "max_lag": 1, "steps": 12}}
-        run = SmallRun(config=config_for(policies=policies, credit={"group_size": 2}), environment=Undeclared)
+        policies = {"solver": {"step_size": 8, "max_staleness": 1, "max_lag": 1}}
+        run = SmallRun(config=config_for(policies=policies, steps=12, credit={"group_size": 2}), environment=Undeclared)
         await run.run()
         return run
 
@@ -179,8 +184,8 @@ def test_what_admission_could_not_know_of_is_counted_and_raises_the_alarm() -> N
 
 def test_after_a_rollback_it_holds_for_what_begins_in_this_life(simulated_loop: SimulatedLoop) -> None:
     async def main() -> None:
-        policies = {"solver": {"step_size": 8, "max_staleness": 1, "max_lag": 1, "steps": 12}}
-        config = config_for(policies=policies)
+        policies = {"solver": {"step_size": 8, "max_staleness": 1, "max_lag": 1}}
+        config = config_for(policies=policies, steps=12)
         first = SmallRun(config=config, environment=Solve)
         journal = await first.cut_after(25.0)
         at = {"solver": PolicyVersion("solver", 0, max(len(first.trainer.batches) - 3, 0))}

@@ -78,10 +78,10 @@ def order_of_those(run: SmallRun, *policies: str) -> list[tuple[str, int]]:
     return [(name, len(list(row))) for name, row in itertools.groupby(steps)]
 
 
-def alternating(*freeze: tuple[str, int], **steps: int) -> dict[str, Any]:
-    """Policies of one step size; those of `steps` take so many steps."""
+def alternating(*freeze: tuple[str, int]) -> dict[str, Any]:
+    """Policies of one step size."""
     return {
-        "policies": {name: {"step_size": 8, "steps": steps.get(name, 0)} for name in ("x", "o")},
+        "policies": {name: {"step_size": 8} for name in ("x", "o")},
         "freeze": freeze,
     }
 
@@ -92,22 +92,20 @@ def drawn(seed: int) -> tuple[type[agentrl.Environment], dict[str, Any]]:
     environment = (Propose, ProposeThree, ProposeEight)[draw.randrange(3)]
     group_size, solvers = draw.randrange(2, 5), environment.fan_out["Solve"]
     turns = ((0, 0), (1, 1), (1, 3), (2, 1))[draw.randrange(4)]
-    policies = {}
+    policies, steps = {}, {}
     for name, units in (("proposer", 1), ("solver", solvers)):
         staleness = draw.randrange(3)
         least = -(-units * group_size // (1 + staleness))
         step_size = draw.randrange(least, 3 * least + 4)
         if not staleness:  # only what whole groups fill is taken
             step_size -= step_size % least
-        policies[name] = {
-            "step_size": step_size,
-            "max_staleness": staleness,
-            "steps": draw.randrange(1, 5),
-        }
+        policies[name] = {"step_size": step_size, "max_staleness": staleness}
+        steps[name] = draw.randrange(1, 5)
     freeze = [("solver", turns[0]), ("proposer", turns[1])] if turns[0] else []
     credit = {"group_size": group_size}
     return environment, {
         "policies": policies,
+        "steps": steps,
         "credit": credit,
         "freeze": freeze,
         "max_in_flight": 4 * group_size,
@@ -121,7 +119,7 @@ def test_no_ratio_bound_or_schedule_deadlocks(simulated_loop: SimulatedLoop) -> 
         environment, changes = drawn(loop.seed)  # `make sim` draws more
         run = SmallRun(config=config_for(**changes), environment=environment)
         await run.run()
-        assert steps_of(run) == {name: policy["steps"] for name, policy in changes["policies"].items()}, changes
+        assert steps_of(run) == changes["steps"], changes
         trained = Counter((b.policy, unit.episode_id) for b in run.trainer.batches for unit in b.units)
         assert max(trained.values()) == 1
         for name, policy in changes["policies"].items():
@@ -132,7 +130,7 @@ def test_no_ratio_bound_or_schedule_deadlocks(simulated_loop: SimulatedLoop) -> 
 
 def test_policies_learn_one_after_another(simulated_loop: SimulatedLoop) -> None:
     async def main() -> None:
-        run = SmallRun(config=config_for(**alternating(("o", 3), ("x", 1), o=2), steps=6), environment=Duel)
+        run = SmallRun(config=config_for(**alternating(("o", 3), ("x", 1)), steps={"x": 6, "o": 2}), environment=Duel)
         await run.run()
         assert order_of(run) == [("x", 3), ("o", 1), ("x", 3), ("o", 1)]
         dropped = run.orchestrator.buffer.ledger.units_dropped
@@ -194,7 +192,7 @@ def test_a_freeze_that_makes_no_sense_is_refused(freeze: list[Any], message: str
 
 def test_one_that_is_over_is_passed_over(simulated_loop: SimulatedLoop) -> None:
     async def main() -> None:
-        run = SmallRun(config=config_for(**alternating(("o", 1), ("x", 1), o=2), steps=5), environment=Duel)
+        run = SmallRun(config=config_for(**alternating(("o", 1), ("x", 1)), steps={"x": 5, "o": 2}), environment=Duel)
         await run.run()
         assert order_of(run) == [("x", 1), ("o", 1), ("x", 1), ("o", 1), ("x", 3)]
 

@@ -32,7 +32,7 @@ def config(*, deterministic: bool = False, steps: int = 6) -> Any:
         steps=steps,
         deterministic=deterministic,
         policies={"guesser": policy},
-        credit={"group_size": 4, "dynamic_sampling": True},
+        credit={"group_size": 4, "release": "dynamic_sampling"},
         environment={"id": "unused", "selection": SELECTION},
     )
 
@@ -197,9 +197,8 @@ def test_solved_tasks_are_retired_and_hard_ones_replayed() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"credit": {"dynamic_sampling": True, "advantage": "none"}}, "dynamic_sampling"),
-        ({"credit": {"dynamic_sampling": True, "release": "late"}}, "dynamic_sampling"),
-        ({"credit": {"dynamic_sampling": True}, "trainer": {"loss": {"name": "distillation"}}}, "teacher"),
+        ({"credit": {"release": "dynamic_sampling", "advantage": "none"}}, "dynamic_sampling"),
+        ({"credit": {"release": "dynamic_sampling"}, "trainer": {"loss": {"name": "distillation"}}}, "teacher"),
         ({"environment": {"id": "x", "selection": {"lowest": 1}}}, "there is no such argument"),
         ({"environment": {"id": "x", "selection": {"low": 0.9, "high": 0.1}}}, "above high"),
     ],

@@ -278,7 +278,6 @@ def test_a_tool_environment_gives_the_reward_it_gives_for_every_limit(simulated_
                 policies={"agent": {"step_size": 8}},
                 steps=2,
                 episode_timeout_s=5.0,
-                environment={"id": "unused", "tool_timeout_s": HOURS},
             ),
             environment=Catches,
             script=calls_wait,

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl.config.run import RunConfig
+from agentrl.config.sections import BestConfig
 from agentrl.core.records import PolicyVersion
 from agentrl.orchestrator.versions import BestCheckpointTracker, read_running_best
 
@@ -125,16 +126,30 @@ def test_files_stay_that_a_checkpoint_may_still_go_back_to() -> None:
 @pytest.mark.parametrize(
     ("changes", "refused"),
     [
-        ({"best": {"stop_at": 0.5}}, r"best\.stop_at.*set best\.metric"),
-        ({"best": {"metric": "reward/mean", "policy": "judge"}}, r"best\.policy: 'judge'.*there are: policy"),
+        ({"best": {"stop": 0.5}}, r"best\.stop ends.*set best\.metric"),
+        ({"best": {"metric": "-judge/reward/mean"}}, r"best\.metric.*'judge' is no policy that learns.*are: policy"),
         ({"best": {"metric": "-evaluation/turns"}, "evaluation": {"tasks": 0}}, r"set evaluation\.tasks"),
         (
-            {"best": {"metric": "reward/mean", "stop_fall": 0.1}, "deterministic": True},
-            r"best\.stop_at or best\.stop_fall",
+            {"best": {"metric": "reward/mean", "stop": {"fall": 0.1}}, "deterministic": True},
+            r"best\.stop",
         ),
     ],
 )
 def test_a_choice_that_nothing_can_be_measured_for_is_refused(changes: dict[str, Any], refused: str) -> None:
-    values = {"environment": {"id": "x"}, "model": {"path": "x"}, "policies": {"policy": {"max_staleness": 0}}}
+    policies = {"policy": {"max_staleness": 0}, "judge": {"kind": "frozen"}}
+    values = {"environment": {"id": "x"}, "model": {"path": "x"}, "policies": policies}
     with pytest.raises(ValueError, match=refused):
         RunConfig.model_validate(values | changes)
+
+
+@pytest.mark.parametrize(
+    ("metric", "policy", "name"),
+    [
+        ("reward/mean", "proposer", "reward/mean"),
+        ("-evaluation/turns", "proposer", "evaluation/turns"),
+        ("-solver/evaluation/turns", "solver", "evaluation/turns"),
+        ("solver", "proposer", "solver"),
+    ],
+)
+def test_a_metric_may_name_its_policy(metric: str, policy: str, name: str) -> None:
+    assert BestConfig(metric=metric).measured(["proposer", "solver"]) == (policy, name)

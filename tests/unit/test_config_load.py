@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from agentrl.config.load import dump_toml, keys, load
-from agentrl.config.resume import check_unchanged
+from agentrl.config.load import check_unchanged, dump_toml, keys, load
+from agentrl.config.run import RunConfig
 from agentrl.core.errors import ConfigError
 
 BASE = '[environment]\nid = "calculator"\n[model]\npath = "tiny"\n'
@@ -23,8 +25,44 @@ def write(directory: Path, text: str = BASE) -> Path:
 def test_an_override_may_be_a_table_as_a_file_has_it(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_text('environment.id = "calculator"\n[policies.solver]\n', encoding="utf-8")
-    config = load(path, ["--trainer.loss.options={ clip_high = 0.3 }", "--model.path={ no table"])
-    assert (config.trainer.loss.options, config.model.path) == ({"clip_high": 0.3}, "{ no table")
+    config = load(path, ["--trainer.loss.kl={ k2 = 0.05 }", "--model.path={ no table"])
+    assert (config.trainer.loss.divergence, config.model.path) == (("k2", 0.05), "{ no table")
+
+
+def test_a_function_is_its_name_or_a_table_with_its_arguments(tmp_path: Path) -> None:
+    path = write(tmp_path, BASE + '[trainer.loss]\nname = "ppo"\nclip_high = 0.3\nkl = 0.1\n')
+    config = load(path, ["credit.advantage=group_mean"])
+    assert (config.trainer.loss.options, config.trainer.loss.divergence) == ({"clip_high": 0.3}, ("k3", 0.1))
+    assert (config.credit.advantage.name, config.credit.advantage.options) == ("group_mean", {})
+    config = load(path, ["credit.advantage={ name = 'pass_at_k', k = 4 }", "trainer.loss.clip_low=0.1"])
+    assert (config.credit.advantage.name, config.credit.advantage.options) == ("pass_at_k", {"k": 4})
+    assert config.trainer.loss.options == {"clip_high": 0.3, "clip_low": 0.1}
+    assert load(write(tmp_path, dump_toml(config))) == config
+
+
+def test_an_argument_of_a_function_may_differ_on_resume() -> None:
+    def made(**loss: Any) -> RunConfig:
+        return RunConfig.model_validate(tomllib.loads(BASE) | {"trainer": {"loss": loss}})
+
+    found = check_unchanged(made(name="ppo", clip_high=0.3).model_dump(mode="json"), made(name="ppo", clip_low=0.1))
+    assert [(each.key, each.before, each.now) for each in found] == [
+        ("trainer.loss.clip_low", None, 0.1),
+        ("trainer.loss.clip_high", 0.3, None),
+    ]
+
+
+def test_steps_by_policy(tmp_path: Path) -> None:
+    text = "[policies.a]\nmax_staleness = 0\n[policies.b]\nmax_staleness = 0\n"
+    path = write(tmp_path, f"steps = {{ a = 3, b = 5 }}\n{BASE}{text}")
+    assert [load(path).steps_of(name) for name in "ab"] == [3, 5]
+    assert load(path, ["steps=4"]).steps_of("b") == 4
+    for override, message in (
+        ("steps={ a = 3 }", "steps: the number for b is missing; the table has all: a, b"),
+        ("steps.c=1", "steps.c: there is no policy 'c'; those that learn are: a, b"),
+        ("deterministic=true", "deterministic = true cannot be with steps as a table: leave one"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            load(path, [override])
 
 
 @pytest.mark.parametrize(
@@ -67,7 +105,7 @@ def test_the_file_of_a_loss_and_of_an_advantage_lies_beside_the_file_that_names_
     (tmp_path / "mine.py").touch()
     config = load(write(tmp_path, BASE), ["trainer.loss.name=mine.py:sapo", "credit.advantage=mine.py:max_rl"])
     assert config.trainer.loss.name == f"{tmp_path.resolve()}/mine.py:sapo"
-    assert config.credit.advantage == f"{tmp_path.resolve()}/mine.py:max_rl"
+    assert config.credit.advantage.name == f"{tmp_path.resolve()}/mine.py:max_rl"
 
 
 def test_a_model_beside_the_file_is_found_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,7 +132,21 @@ def test_dumped_configuration_loads_as_the_same(tmp_path: Path) -> None:
         ("step_size=3", "unknown key step_size; did you mean policies.<name>.step_size?"),
         ("policies.policy.stepsize=3", "did you mean policies.policy.step_size?"),
         ("policies.policy.lora.ranks=3", "did you mean policies.policy.lora.rank?"),
-        ("trainer.loss.normaliser=64", "did you mean trainer.loss.normalizer?"),
+        ("trainer.loss.normaliser=64", "trainer.loss: unknown key normaliser; did you mean normalizer?"),
+        ("trainer.loss.kl={ k2 = 0.1, k3 = 0.1 }", "trainer.loss.kl: 2 estimators; write one with its weight"),
+        ("trainer.loss.kl={ k4 = 0.1 }", "trainer.loss.kl, key \"k4\": expected 'k1', 'k2' or 'k3'"),
+        ("trainer.loss.kl=-1", "trainer.loss.kl = -1: expected greater than or equal to 0"),
+        ("credit.advantage={ name = 'none', k = 4 }", "credit.advantage: 'none' has no arguments; leave out k"),
+        ("credit.advantage=4", "credit.advantage = 4: expected a table { name = ... }"),
+        ("policies.policy.steps=4", "unknown key policies.policy.steps; did you mean steps?"),
+        ("best.policy=policy", "unknown key best.policy"),
+        ("best.stop={ fall = -1 }", "best.stop: fall = -1.0: a distance, which is not negative, is expected"),
+        ("best.stop_at=1", "unknown key best.stop_at; did you mean best.stop?"),
+        ("policies.policy.lora.alpha={}", "policies.policy.lora.alpha: the table is empty"),
+        ("trainer.kind=ray", "unknown key trainer.kind"),
+        ("engine.placement=process", "unknown key engine.placement; there are: vllm, replicas"),
+        ("engine.silence_timeout_s=1", "unknown key engine.silence_timeout_s"),
+        ("environment.tool_timeout_s=1", "unknown key environment.tool_timeout_s"),
         ("trainer.loss.name=sappo", "trainer.loss.name = 'sappo': there is no such loss; built in are truncated, ppo"),
         ("credit.advantage=maxrl", "credit.advantage = 'maxrl': there is no such advantage; built in are leave_one"),
         ("steps=many", 'steps = "many": expected a whole number'),
@@ -102,14 +154,12 @@ def test_dumped_configuration_loads_as_the_same(tmp_path: Path) -> None:
         ("engine.refresh=never", "engine.refresh = \"never\": expected 'auto', 'token', 'token_keep_kv'"),
         (
             "policies.policy.lora=3",
-            "policies.policy.lora = 3: expected a table { rank = ..., alpha = ..., rank_stabilized = ..., "
-            "target_modules = ... }",
+            "policies.policy.lora = 3: expected a table { rank = ..., alpha = ..., target_modules = ... }",
         ),
         ("policies.policy.lora.target_modules=7", "expected a list"),
-        ("engine.kv_memory=5", "unknown key engine.kv_memory; there are: kind"),
+        ("engine.kv_memory=5", "unknown key engine.kv_memory; there are: vllm"),
         ("engine.threads=5", "unknown key engine.threads"),
         ("trainer.optimizer.beta1=0.5", "unknown key trainer.optimizer.beta1"),
-        ("engine.replicas=2", "engine.replicas > 1 needs engines in processes of their own"),
         ("engine.refresh=lazy", "Set policies.policy.lora, or refresh = 'auto', 'token' or 'turn'"),
         ("engine.capture_routing=5", "engine.capture_routing = 5: expected true or false"),
         ("environment.id.x=1", "environment.id.x: environment.id is a value, not a section"),
@@ -180,7 +230,7 @@ def test_kept_kv_is_a_token_refresh_and_refused_where_none_would_be_kept(tmp_pat
     config = load(write(tmp_path), ["engine.refresh=token_keep_kv"])
     assert config.engine.keep_kv
     assert {config.refresh_of(name) for name in config.trained} == {"token"}
-    overrides = ["policies.policy.lora.rank=4", "engine.kind=vllm"]
+    overrides = ["policies.policy.lora.rank=4", "engine.vllm={}"]
     with pytest.raises(ConfigError, match="vLLM never serves keys and values of one adapter to another"):
         load(write(tmp_path), [*overrides, "engine.refresh=token_keep_kv"])
     assert not load(write(tmp_path), [*overrides, "engine.refresh=token"]).engine.keep_kv
@@ -232,12 +282,12 @@ def test_a_deterministic_run_is_resumed_with_the_waves_it_had(tmp_path: Path, ch
 
 
 def test_all_that_vllm_does_not_give_is_named_at_once(tmp_path: Path) -> None:
-    asked = ["engine.kind=vllm", "sampling.top_p=0.5", "engine.capture_routing=true"]
+    asked = ["engine.vllm={}", "sampling.top_p=0.5", "engine.capture_routing=true"]
     with pytest.raises(ConfigError) as refused:
         load(write(tmp_path), asked)
     for what in ("top_p or min_p for policy (", "engine.capture_routing = true"):
         assert what in str(refused.value)
-    assert "set engine.kind = 'embedded'" in str(refused.value)
+    assert "leave out engine.vllm" in str(refused.value)
 
 
 @pytest.mark.parametrize(

@@ -42,9 +42,16 @@ def test_an_adapter_takes_ten_times_the_learning_rate_of_all_weights(repository:
 def test_the_trainer_takes_ray_where_there_are_several_ranks(repository: Path) -> None:
     assert configured(repository).trains_in_process
     assert not configured(repository, trainer={"workers": 2}).trains_in_process
-    assert not configured(repository, trainer={"kind": "ray"}).trains_in_process
-    with pytest.raises(ValueError, match=r"trainer.workers = 2.*trainer.kind = 'ray'"):
-        configured(repository, trainer={"kind": "in_process", "workers": 2})
+    local = configured(repository, cluster={"address": "local"})
+    assert (local.trains_in_process, local.engine_in_process) == (False, False)
+    assert (local.in_ray, local.on_cluster, local.ray_address) == (True, False, "")
+    assert configured(repository, cluster={"address": "auto"}).on_cluster
+
+
+def test_the_engine_has_a_process_of_its_own_where_replicas_are_asked_for(repository: Path) -> None:
+    assert configured(repository).engine_in_process
+    assert not configured(repository, engine={"replicas": 1}).engine_in_process
+    assert [configured(repository, engine={"replicas": number}).engine.count for number in (0, 1, 2)] == [1, 1, 2]
 
 
 def test_engine_and_trainer_have_all_cores_where_they_compute_by_turns(

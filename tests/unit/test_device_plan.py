@@ -39,9 +39,9 @@ def configuration(ranks: int = 1, replicas: int = 1, size: int = 1, **engine: An
         {
             "environment": {"id": "unused"},
             "model": {"path": "unused"},
-            "engine": {"kind": "vllm", "replicas": replicas, "vllm": {"tensor_parallel_size": size}, **engine},
+            "engine": {"replicas": replicas, "vllm": {"tensor_parallel_size": size}, **engine},
             "policies": {"policy": {"lora": {}}},
-            "trainer": {"kind": "ray", "workers": ranks},
+            "trainer": {"workers": ranks},
         }
     )
 
@@ -165,7 +165,7 @@ def test_each_base_model_has_engines_and_gpus_of_its_own() -> None:
 
 def test_embedded_engines_of_several_bases_share_gpus() -> None:
     """They reserve nothing, so one GPU serves all of them."""
-    plan = plan_devices(of_two_bases(kind="embedded", vllm={}, placement="process"), machine(2))
+    plan = plan_devices(of_two_bases(vllm=None), machine(2))
     assert (plan.engines, plan.shares) == (((1,), (1,)), (0.225, 0.225))
     assert plan.share_of_rank(1) == pytest.approx(0.5)
     first, second = plan.lines()

@@ -232,7 +232,7 @@ def rows(run: Path, query: str) -> list[tuple[Any, ...]]:
 
 
 def test_the_state_that_the_program_says_is_compared(tmp_path: Path) -> None:
-    run = train(tmp_path, credit={"group_size": 4, "advantage": "gigpo", "advantage_options": {"discount": 0.5}})
+    run = train(tmp_path, credit={"group_size": 4, "advantage": {"name": "gigpo", "discount": 0.5}})
     assert judge(run, ended=True) == []
     states = {
         blob[at : at + 8]

@@ -98,7 +98,7 @@ def test_paths_are_no_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_doctor_explains_a_model_that_was_not_downloaded(
     cache: Path, repository: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ["doctor", str(repository / "examples/01_tool_use.toml"), "--trainer.kind=in_process"]
+    arguments = ["doctor", str(repository / "examples/01_tool_use.toml")]
     assert main([*arguments, "--model.path=example-org/Absent"]) == 1
     assert "hf download example-org/Absent" in capsys.readouterr().out
     assert main([*arguments, f"--model.path={NAME}", "--engine.slots=8", "--trainer.micro_batch_tokens=256"]) == 0

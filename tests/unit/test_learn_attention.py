@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from agentrl.core.errors import ModelError
 from agentrl.core.records import TrainingSample
-from agentrl.learn import attention
-from agentrl.learn.attention import Tree, flex_tree_attention, tree_attention
+from agentrl.learn import forward
+from agentrl.learn.forward import Tree, flex_tree_attention, tree_attention
 from agentrl.learn.packing import LONGEST_PADDED, MicroBatch, pack, padded_rows
 
 HEADS, KEY_HEADS, WIDTH = 4, 2, 16
@@ -80,7 +80,7 @@ TREES: dict[str, tuple[list[int], list[int]]] = {
 def test_output_and_gradients_are_those_of_a_mask(
     name: str, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention, "_MASK", 20_000)
+    monkeypatch.setattr(forward, "_MASK", 20_000)
     batch = packed(rows_of(*TREES[name]))
     assert len(Tree(batch, CPU).chunks(window)) > 1 or name == "one row"
     query, key, value = inputs(len(batch.token_ids))
@@ -112,7 +112,7 @@ def test_the_path_for_cuda_gives_the_same_output(name: str, window: int | None) 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch compiles for CPUs with g++")
 def test_one_compiled_kernel_is_for_all_rows_and_windows() -> None:
     torch.compiler.reset()
-    compiled, before = attention._compiled_flex(), counters["stats"]["unique_graphs"]
+    compiled, before = forward._compiled_flex(), counters["stats"]["unique_graphs"]
     for lengths, shared in (([300, 200, 250], [100, 100, 150]), ([700], [0])):
         batch = packed(rows_of(lengths, shared))
         query, key, value = (each.detach() for each in inputs(len(batch.token_ids), torch.float32))
@@ -128,7 +128,7 @@ def test_one_compiled_kernel_is_for_all_rows_and_windows() -> None:
 @pytest.mark.parametrize("name", TREES)
 def test_a_block_mask_leaves_no_visible_key_out(name: str, window: int | None) -> None:
     batch = packed(rows_of(*TREES[name]))
-    seen, size = visible(batch, window), attention._BLOCK
+    seen, size = visible(batch, window), forward._BLOCK
     count = len(seen)
     mask = Tree(batch, CPU).block_mask(window)
     listed = np.zeros((mask.kv_indices.shape[-1],) * 2, np.int64)
@@ -159,8 +159,8 @@ class Largest(TorchDispatchMode):
 
 
 def test_nothing_that_is_kept_or_made_grows_with_the_square(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "_MASK", 1 << 14)
-    monkeypatch.setattr(attention, "_KEPT_MASKS", 1 << 14)
+    monkeypatch.setattr(forward, "_MASK", 1 << 14)
+    monkeypatch.setattr(forward, "_KEPT_MASKS", 1 << 14)
     kept, largest = [], []
     for length in (300, 600):
         batch = packed(rows_of([length, length], [length // 2, length // 2]))

@@ -11,8 +11,8 @@ import pytest
 
 from agentrl.core.records import PolicyVersion, VersionSpan
 from agentrl.credit.samples import token_lags, trained_positions
-from agentrl.learn.columns import MergedColumns, StepColumns, mismatch_metrics, read_columns, seat_metrics
 from agentrl.learn.packing import pack
+from agentrl.learn.storage import MergedColumns, StepColumns, mismatch_metrics, read_columns, seat_metrics
 from tests.learn_cases import make_samples
 
 NOW = PolicyVersion("policy", 1, 7)

@@ -22,7 +22,7 @@ from agentrl.learn.memory import AllocationCounter, longest_rows
 from agentrl.learn.models import load_models
 from agentrl.learn.packing import pack
 
-OVERRIDES = ("--trainer.kind=in_process", "--trainer.micro_batch_tokens=600", "--policies.solver.step_size=8")
+OVERRIDES = ("--trainer.micro_batch_tokens=600", "--policies.solver.step_size=8")
 
 
 def configured(repository: Path, *overrides: str) -> RunConfig:
@@ -165,7 +165,7 @@ def cards(monkeypatch: pytest.MonkeyPatch, count: int, gib: int) -> None:
     monkeypatch.setattr(parts, "gpus", lambda: there)
 
 
-VLLM = ("--engine.kind=vllm", "--engine.vllm.enforce_eager=true", "--policies.solver.lora.rank=4")
+VLLM = ("--engine.vllm.enforce_eager=true", "--policies.solver.lora.rank=4")
 
 
 def test_doctor_prints_the_device_plan_and_each_share(
@@ -185,7 +185,9 @@ def test_doctor_names_offloading_and_counts_what_is_offloaded(
 
     def planned(*overrides: str, workers: int = 1) -> MemoryPlan:
         cards(monkeypatch, workers, 24)
-        return memory_plan(configured(repository, "--trainer.kind=ray", f"--trainer.workers={workers}", *overrides))
+        return memory_plan(
+            configured(repository, "--cluster.address=local", f"--trainer.workers={workers}", *overrides)
+        )
 
     def trained(plan: MemoryPlan | None) -> list[str]:
         return [] if plan is None else [part.name for part in plan.parts if "AdamW" in part.name]

@@ -15,8 +15,7 @@ from agentrl.core.errors import ModelError
 from agentrl.core.records import TrainingSample
 from agentrl.engines.embedded.forward import check_slots, load_model
 from agentrl.engines.models import kv_bytes_per_token, read_shapes, special_lengths
-from agentrl.learn.attention import ATTENTION
-from agentrl.learn.forward import token_logprobs
+from agentrl.learn.forward import ATTENTION, token_logprobs
 from agentrl.learn.models import load_models, shares_prefixes
 from agentrl.learn.packing import pack
 from tests.learn_cases import run_config
@@ -64,7 +63,7 @@ def test_a_window_bounds_the_embedded_engine_only_and_positions_bound_all(model:
     config = read_shapes(model, max_context=64).config
     assert config.get_text_config().vocab_size == 97
     assert kv_bytes_per_token(config) == 2 * 1 * 16 * 2 * 4
-    with pytest.raises(ModelError, match=r"window of 16 tokens.*engine.kind = 'vllm'"):
+    with pytest.raises(ModelError, match=r"window of 16 tokens.*use vLLM"):
         load_model(str(model), max_context=17, dtype=torch.float32, device="cpu")
     with pytest.raises(ModelError, match="max_context is 65, but the model has 64 positions"):
         read_shapes(model, max_context=65)

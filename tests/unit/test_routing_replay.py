@@ -19,10 +19,9 @@ from agentrl.config.sections import EngineConfig
 from agentrl.core.errors import ModelError
 from agentrl.core.records import PolicyVersion, RoutingSpan, TrainingSample, VersionSpan
 from agentrl.engines.embedded.capture import chosen_experts, find_routers
-from agentrl.learn.forward import token_logprobs
+from agentrl.learn.forward import RoutingReplay, token_logprobs
 from agentrl.learn.models import PolicyModel, load_models
 from agentrl.learn.packing import pack
-from agentrl.learn.routing_replay import RoutingReplay
 from agentrl.learn.trainer import PolicyTrainer
 from tests.learn_cases import Episodes, make_rows, make_samples, run_config, write_model
 

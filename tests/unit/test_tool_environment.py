@@ -169,7 +169,7 @@ class Waiting(Desk):
 def test_a_timeout_names_the_setting_that_bounds_it_and_a_tools_own_is_none() -> None:
     said = observed(play(Waiting, [call("wait"), call("ask"), "42"], tool_timeout_s=0.05))
     assert said == [
-        ("timeout", "error: timed out after 0.05 s (environment.tool_timeout_s or @tool(timeout_s=…))"),
+        ("timeout", "error: timed out after 0.05 s (its @tool(timeout_s=…))"),
         ("error", "error: TimeoutError: the other side is slow"),
     ]
 

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from agentrl.config.run import RunConfig
 from agentrl.config.sections import EngineConfig
 from agentrl.core.errors import ConfigError
 from agentrl.engines.vllm.arguments import _OWNED, _REFUSED, argument_types, check_arguments
@@ -50,7 +49,7 @@ REFUSED = [
     ("worker_cls", "a.B", "code to run inside"),
     ("hf_overrides", {"rope_theta": 1.0}, "another model"),
     ("nnodes", 2, "engine.replicas"),
-    ("distributed_executor_backend", "ray", "engine.placement = 'ray'"),
+    ("distributed_executor_backend", "ray", "cluster.address"),
     ("max_logprobs", 5, "128"),
     ("speculative_config", {"rejection_sample_method": "synthetic"}, "did not sample"),
     ("speculative_config", 3, "is no"),
@@ -91,11 +90,11 @@ def test_every_refused_name_is_one_of_the_installed_vllm() -> None:
     assert not {*_OWNED, *_REFUSED} - argument_types().keys()
 
 
-def test_the_table_belongs_to_vllm_and_parallel_sizes_are_whole_numbers() -> None:
-    assert EngineConfig(kind="vllm", vllm={"tensor_parallel_size": 2, "data_parallel_size": 3}).devices == 6
+def test_parallel_sizes_are_whole_numbers() -> None:
+    assert EngineConfig(vllm={"tensor_parallel_size": 2, "data_parallel_size": 3}).devices == 6
     with pytest.raises(ValidationError, match="tensor_parallel_size = '2'"):
-        EngineConfig(kind="vllm", vllm={"tensor_parallel_size": "2"})
-    with pytest.raises(ValidationError, match=r"engine\.kind = 'vllm'"):
-        RunConfig.model_validate(
-            {"environment": {"id": "x"}, "model": {"path": "x"}, "engine": {"vllm": {"enforce_eager": True}}}
-        )
+        EngineConfig(vllm={"tensor_parallel_size": "2"})
+    assert [EngineConfig(vllm=table).kind for table in (None, {}, {"enforce_eager": True})] == [
+        "embedded",
+        *2 * ["vllm"],
+    ]

@@ -33,7 +33,7 @@ _OWNED = {
     "max_model_len": "engine.max_context",
     "max_num_seqs": "engine.slots",
     "gpu_memory_utilization": "engine.memory_share",
-    "device_ids": "engine.placement and engine.replicas (`agentrl doctor FILE` prints which GPUs each engine gets)",
+    "device_ids": "engine.replicas (`agentrl doctor FILE` prints which GPUs each engine gets)",
     "enable_lora": "policies.NAME.lora",
     "max_loras": "policies.NAME.lora",
     "max_cpu_loras": "policies.NAME.lora",
@@ -41,9 +41,7 @@ _OWNED = {
 }
 """Arguments that a setting of agentrl decides."""
 
-_ONE_HOST = (
-    "an engine is the processes of one host, which end with it; set engine.replicas and engine.placement = 'ray'"
-)
+_ONE_HOST = "an engine is the processes of one host, which end with it; set engine.replicas and cluster.address"
 _OTHER_MODEL = "vLLM would serve another model than the one that is trained"
 _OTHER_CODE = "it names code to run inside vLLM, which nothing here has checked"
 _OTHER_KEYS = "keys and values from outside were computed by weights that no span records"
@@ -59,9 +57,9 @@ _REFUSED = {
     "enable_sleep_mode": "a vLLM that sleeps drops weights and adapters that it says it serves (vLLM issue 29341)",
     "scheduling_policy": "the canary check of new weights goes before all that waits, by priority",
     "enable_log_requests": "it writes the tokens of conversations into a log",
-    "enable_return_routed_experts": "the experts would be captured and thrown away; set engine.kind = 'embedded' and "
+    "enable_return_routed_experts": "the experts would be captured and thrown away; leave out engine.vllm and "
     "engine.capture_routing",
-    "return_sampling_mask": "the kept sets would be captured and thrown away; set engine.kind = 'embedded'",
+    "return_sampling_mask": "the kept sets would be captured and thrown away; leave out engine.vllm",
     "watermark_config": "a watermark changes the distribution that is sampled from",
     "diffusion_config": "a diffusion model has no log-probability of one token after another",
     "logits_processors": f"it changes the distribution that is sampled from, and {_OTHER_CODE}",

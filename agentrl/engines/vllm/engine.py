@@ -148,7 +148,7 @@ class VllmEngine(ModelEngine[VllmVersion]):
         if adapters == 0 and len(versions) > 1:
             raise EngineCapabilityError(
                 f"vLLM serves full weights of one policy, not of {', '.join(sorted(versions))}; give the policies a "
-                f"lora section, or set engine.kind = 'embedded'"
+                f"lora section, or remove engine.vllm"
             )
         if adapters == 0 and (needing := needs_adapters(settings.refresh)):
             raise EngineCapabilityError(
@@ -270,7 +270,7 @@ class VllmEngine(ModelEngine[VllmVersion]):
         if request.sampling.is_filtered:
             raise EngineCapabilityError(
                 f"call {request.request_id} of session {session.session_id}: top_k, top_p and min_p need the set of "
-                f"tokens that the filter kept, which vLLM does not return; remove them, or set engine.kind = 'embedded'"
+                f"tokens that the filter kept, which vLLM does not return; remove them, or remove engine.vllm"
             )
         if self._samples_nothing(request):
             return empty_completion(len(request.token_ids), "length")
