@@ -1,5 +1,5 @@
 """One run over three hosts that share nothing but TCP: ranks on two, engines on two, workers on all three; one of them
-is lost."""
+is lost, and joins again."""
 
 from __future__ import annotations
 
@@ -74,8 +74,13 @@ def said(log: Path, words: str, process: subprocess.Popen[str]) -> None:
         time.sleep(0.1)
 
 
+def steps_of(log: Path) -> int:
+    """The number of the newest step that the run has told of."""
+    return max(map(int, re.findall(r"step (\d+)/", log.read_text())))
+
+
 @pytest.mark.timeout(1200)  # three nodes of Ray, on a machine that is busy
-def test_one_run_waits_for_three_hosts_uses_them_and_outlives_one(hosts: Hosts, tmp_path: Path) -> None:
+def test_one_run_waits_for_three_hosts_uses_them_outlives_one_and_takes_it_back(hosts: Hosts, tmp_path: Path) -> None:
     home, log = hosts.directory / "1" / "tmp", tmp_path / "said"
     (home / "run.toml").write_text(SETTINGS)
     (home / "sums.py").write_text(SUMS)  # on no other host
@@ -95,8 +100,12 @@ def test_one_run_waits_for_three_hosts_uses_them_and_outlives_one(hosts: Hosts, 
         hosts.kill(3)
         said(log, "WARNING worker 2 was lost", process)
         said(log, "WARNING the engine's process was lost", process)
-        later = max(map(int, re.findall(r"step (\d+)/", log.read_text()))) + 8
-        said(log, f"step {later}/", process)
+        said(log, f"step {steps_of(log) + 8}/", process)
+        hosts.plug(3)
+        hosts.start_ray([3], hide=hosts.directory / "1")
+        address = hosts.address(3)
+        said(log, f"node {address} has joined: 0 workers, 0 engines started there, 1 worker moved", process)
+        said(log, f"step {steps_of(log) + 8}/", process)
         process.send_signal(signal.SIGINT)
         assert process.wait() == 130, log.read_text()
     finally:
