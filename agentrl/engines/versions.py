@@ -68,6 +68,16 @@ class WantedVersions:
         return any(weights.version == version for weights in self.pinned)
 
 
+@dataclass(slots=True)
+class Rounding:
+    """The rounding of a policy's versions in 16 bits, as far as those that passed the canary check have shown it."""
+
+    distance: float = 0.0
+    """Largest mean distance between an engine's log-probabilities and its trainer's, in nats."""
+    change: float = 0.0
+    """Largest mean distance of a version's log-probabilities from those that the run began with, in nats."""
+
+
 def in_order(current: Iterable[WeightsRef], pinned: Iterable[WeightsRef]) -> list[WeightsRef]:
     """Return versions in the order in which an engine loads them: older before newer ones of a policy."""
     return sorted({*current, *pinned}, key=lambda weights: weights.version)
@@ -326,8 +336,8 @@ class VersionTable(ABC, Generic[LiveT]):
         )
         self.held: set[str] = set()
         """Policies whose new calls wait for an update."""
-        self.rounding: dict[str, float] = {}
-        """Largest distance between a canary's answers here and its trainer's, in nats, by policy."""
+        self.rounding: dict[str, Rounding] = {}
+        """Rounding seen in the versions that passed the canary check, by policy."""
         self._wanted = WantedVersions()
         self._one_at_a_time = asyncio.Lock()
         self._changed = asyncio.Event()

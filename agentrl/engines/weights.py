@@ -39,7 +39,7 @@ from agentrl.engines.models import (
     model_dtype,
     read_shapes,
 )
-from agentrl.engines.versions import CANARY_KEY, Canary, CanaryJson, refusal
+from agentrl.engines.versions import CANARY_KEY, Canary, CanaryJson, Rounding, refusal
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -375,8 +375,8 @@ _EXACT = _Limits(tolerance=1e-2, floor=1e-5)
 _ROUNDED = _Limits(tolerance=0.25, floor=1e-2)
 """Limits if either is in 16 bits, before any version of the policy has passed."""
 _GROWTH = 3.0
-"""Factor by which the rounding of a version in 16 bits may exceed that of earlier versions. For models of 3, 4 and 30
-layers, moved by 1 % and 10 % of their weights' deviation, it was 1.4; in eight bits 4 to 10."""
+"""Factor by which the rounding of a version in 16 bits may exceed that of earlier versions that changed as much. For
+models of 3, 4 and 30 layers, moved by 1 % and 10 % of their weights' deviation, it was 1.4; in eight bits 4 to 10."""
 _NEARER = 2.0
 """Factor of closeness above which an answer is attributed to another version."""
 
@@ -423,7 +423,7 @@ def check_answer(
     *,
     dtype: torch.dtype,
     others: Mapping[str, Canary],
-    rounding: dict[str, float],
+    rounding: dict[str, Rounding],
 ) -> None:
     """Refuse a version if the engine's answer to its canary fits other weights.
 
@@ -436,13 +436,14 @@ def check_answer(
         answer: [m, n], the engine's log-probabilities of the canary's tokens.
         dtype: dtype in which the engine computes.
         others: canaries of the other versions that the engine serves or served, and could have mistaken for it.
-        rounding: largest distance of a version that has passed, by policy; this version's is added.
+        rounding: rounding seen in the versions that have passed, by policy; this version's is added.
 
     Raises:
         EngineError: the answer is not the version's.
     """
-    policy = weights.version.policy
-    limits = _EXACT if canary.is_exact and dtype == torch.float32 else _rounded(rounding.get(policy))
+    seen = rounding.setdefault(weights.version.policy, Rounding())
+    change = _distance(canary.logprobs, canary.start_logprobs)
+    limits = _EXACT if canary.is_exact and dtype == torch.float32 else _rounded(seen, change)
     own, nearest, name = _distance(answer, canary.logprobs), _distance(answer, canary.start_logprobs), _START_NAME
     for version, other in others.items():
         if other.asks_like(canary) and (distance := _distance(answer, other.logprobs)) < nearest:
@@ -456,15 +457,21 @@ def check_answer(
         )
     if not own <= limits.tolerance:
         raise _too_far(weights, own, limits.tolerance, dtype)
-    rounding[policy] = max(own, rounding.get(policy, 0.0))
+    if max(own, change) >= _ROUNDED.floor:  # who hardly changed and hardly rounded shows nothing
+        seen.distance, seen.change = max(seen.distance, own), max(seen.change, change)
 
 
-def _rounded(seen: float | None) -> _Limits:
-    """Return the limits in 16 bits. The effect of rounding cannot be derived from a model's shape (0.044 nats with 30
-    layers, 0.016 with 4, 0.009 with 3), so versions that have passed determine it."""
-    if seen is None:
+def _rounded(seen: Rounding, change: float) -> _Limits:
+    """Return the limits in 16 bits for a version that is `change` nats from the weights that the run began with.
+
+    The effect of rounding cannot be derived from a model's shape (0.009 nats with 3 layers, 0.016 with 4, 0.05 to 0.14
+    with 30), so versions that have passed determine it. It grows with their change at first: an adapter that is zero
+    rounds nothing.
+    """
+    if not seen.distance:
         return _ROUNDED
-    return _Limits(min(max(_GROWTH * seen, 2 * _ROUNDED.floor), _ROUNDED.tolerance), _ROUNDED.floor)
+    growth = _GROWTH * max(1.0, change / max(seen.change, _ROUNDED.floor))
+    return _Limits(min(max(growth * seen.distance, 2 * _ROUNDED.floor), _ROUNDED.tolerance), _ROUNDED.floor)
 
 
 def _too_far(weights: WeightsRef, difference: float, tolerance: float, dtype: torch.dtype) -> EngineError:
