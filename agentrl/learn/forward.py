@@ -174,13 +174,14 @@ class HeadOutput(NamedTuple):
 
     def map(self, function: Callable[[Tensor], Tensor]) -> HeadOutput:
         """Apply a function to every column that is there."""
-        return HeadOutput(*(None if column is None else function(column) for column in self))  # type: ignore[arg-type]
+        columns: list[Any] = [None if column is None else function(column) for column in self]
+        return HeadOutput(*columns)
 
     @staticmethod
     def join(pieces: Sequence[HeadOutput]) -> HeadOutput:
         """Join the results of consecutive tokens."""
-        columns = zip(*pieces, strict=True)
-        return HeadOutput(*(None if column[0] is None else torch.cat(column) for column in columns))
+        columns: list[Any] = [None if each[0] is None else torch.cat(each) for each in zip(*pieces, strict=True)]
+        return HeadOutput(*columns)
 
     def slice(self, start: int, stop: int) -> HeadOutput:
         """Return the results of tokens [start, stop)."""
