@@ -109,7 +109,7 @@ def test_a_picture_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
             "p50 = 0, p90 = 0, cap = 0",
             "tool_seconds.p50 = 0: expected greater than or equal to 0.000001",
         ),
-        ("p50 = 1, p90 = 5, cap = 20", "p50 = 1, p90 = 5, cap = inf", "inf is no number"),
+        ("p50 = 1, p90 = 5, cap = 20", "p50 = 1, p90 = 5, cap = inf", "inf is not a finite number"),
         ("p50 = 1, p90 = 5, cap = 20", "p50 = 1, p90 = 5", "tool_seconds.cap is missing"),
         ("p50 = 1, p90 = 5, cap = 20", "p50 = 9, p90 = 5, cap = 20", "p50 = 9, p90 = 5, cap = 20 must"),
         ("rates = { 1 = 40, 8 = 30 }", "", "rates"),
