@@ -134,7 +134,7 @@ def split_groups(config: RunConfig, demands: Sequence[Demand]) -> Iterator[str]:
             yield (
                 f"policies.{name}.step_size = {policy.step_size} is not a multiple of the {plural(units, 'unit')} that "
                 f"a group produces, so steps end inside groups: the rest of a group is trained one step later, with "
-                f"the same advantages.  Set step_size = {fitting} for whole groups"
+                f"the same advantages. Set step_size = {fitting} for whole groups"
             )
 
 

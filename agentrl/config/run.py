@@ -306,7 +306,7 @@ def check_together(config: RunConfig) -> None:
         _check_deterministic(config)
     _check_engine(config)
     if config.cluster.min_nodes and not config.on_cluster:
-        raise ValueError("cluster.min_nodes: there are no nodes without a cluster; set cluster.address, too")
+        raise ValueError("cluster.min_nodes needs a cluster: set cluster.address, too")
 
 
 def _check_model(config: RunConfig) -> None:
@@ -320,8 +320,8 @@ def _check_model(config: RunConfig) -> None:
     for base in (each.model.path for each in config.bases):
         if named.setdefault(base_name(base), base) != base:
             raise ValueError(
-                f"{named[base_name(base)]} and {base} are two base models with one name, {base_name(base)}, by which "
-                "reports tell them apart: rename the directory of one"
+                f"{named[base_name(base)]} and {base} are two base models with the same name, {base_name(base)}, and "
+                f"reports identify them by name: rename one of the directories"
             )
 
 
@@ -332,10 +332,11 @@ def _check_steps(config: RunConfig) -> None:
     learning = ", ".join(config.trained) or "none"
     for name in config.steps:
         if name not in config.policies:
-            raise ValueError(f"steps.{name}: there is no policy {name!r}; those that learn are: {learning}")
+            raise ValueError(f"steps.{name}: there is no policy {name!r}; the trained ones are: {learning}")
     if missing := config.trained.keys() - config.steps.keys():
         raise ValueError(
-            f"steps: the number for {', '.join(sorted(missing))} is missing; the table has all: {learning}"
+            f"steps: the number for {', '.join(sorted(missing))} is missing; the table must have all trained policies: "
+            f"{learning}"
         )
 
 
@@ -356,16 +357,18 @@ def _check_functions(config: RunConfig) -> None:
 def _check_reward_weights(weights: Mapping[str, float]) -> None:
     """Check that weights do not cancel: a reward of 1 under every name must be worth more than 0."""
     if not math.isfinite(sum(weights.values())):
-        raise ValueError("credit.reward_weights: they sum to more than a number can hold")
+        raise ValueError("credit.reward_weights: their sum is not a finite number")
     total = math.fsum(weights.values())
     told = ", ".join(f"{name} = {weight:g}" for name, weight in weights.items())
     for name in weights:
         if not (name.isascii() and name.isidentifier()):
-            raise ValueError(f"credit.reward_weights: {name!r} is no name of a reward")
+            raise ValueError(
+                f"credit.reward_weights: {name!r} is not a valid name for a reward; give a Python identifier"
+            )
     if weights and total <= 0:
         raise ValueError(
-            f"credit.reward_weights: {told}: they sum to {total:g}, so that more of every reward "
-            "earns nothing, or less. Give a penalty as a negative reward with a positive weight"
+            f"credit.reward_weights: {told}: they sum to {total:g}, so raising every reward would earn nothing, or "
+            f"less. Express a penalty as a negative reward with a positive weight"
         )
 
 
@@ -373,7 +376,7 @@ def _check_credit(config: RunConfig) -> None:
     credit, advantage = config.credit, config.credit.advantage.name
     _check_reward_weights(credit.reward_weights)
     if advantage in ADVANTAGES[:5] and (given := credit.advantage.options):
-        raise ValueError(f"credit.advantage: {advantage!r} has no arguments; leave out {', '.join(given)}")
+        raise ValueError(f"credit.advantage: {advantage!r} has no arguments; remove {', '.join(given)}")
     if credit.turn_credit == "to_go" and advantage == "role_mean":
         raise ValueError(
             "credit.turn_credit = 'to_go' compares the turns of a group: set credit.advantage = 'leave_one_out', "
@@ -386,18 +389,19 @@ def _check_credit(config: RunConfig) -> None:
         )
     if credit.dynamic_sampling and advantage in ALONE:
         raise ValueError(
-            "credit.release = 'dynamic_sampling' drops groups in which nobody differs: set an advantage that compares "
+            "credit.release = 'dynamic_sampling' drops groups whose rewards are all equal: set an advantage that "
+            "compares "
             "within the group, such as 'leave_one_out', or release = 'group'"
         )
     if credit.dynamic_sampling and config.trainer.loss.name == "distillation":
         raise ValueError(
-            "credit.release = 'dynamic_sampling' would drop episodes that a teacher has something to say about, "
-            "whatever their rewards: set release = 'group' with trainer.loss.name = 'distillation'"
+            "credit.release = 'dynamic_sampling' would drop episodes from which distillation learns whatever their "
+            "rewards: set release = 'group' with trainer.loss.name = 'distillation'"
         )
     if credit.group_size == 1 and advantage in ADVANTAGES and advantage not in ALONE:
         raise ValueError(
-            f"credit.group_size = 1 with credit.advantage = {advantage!r}: an episode with nothing to "
-            "be compared with teaches nothing. Set group_size = 2 or more, or advantage = 'role_mean' or 'none'"
+            f"credit.group_size = 1 with credit.advantage = {advantage!r}: an episode without others to compare it "
+            f"with teaches nothing. Set group_size = 2 or more, or advantage = 'role_mean' or 'none'"
         )
 
 
@@ -407,7 +411,8 @@ def _check_release(config: RunConfig) -> None:
         return
     for what, reason in _not_with_release(config):
         raise ValueError(
-            f"credit.release = {config.credit.release!r} cannot be with {what}: {reason}, or credit.release = 'group'"
+            f"credit.release = {config.credit.release!r} cannot be combined with {what}: {reason}, or credit.release = "
+            f"'group'"
         )
 
 
@@ -433,10 +438,13 @@ def _not_with_release(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield "deterministic = true", "who ends first depends on the machine. Leave one of the two out"
     if credit.release == "late":
         if name in ("role_mean", "none"):
-            yield advantage, "it compares nobody with its group, so nobody need be waited for. Set release = 'episode'"
+            yield (
+                advantage,
+                "it makes no comparison within the group, so there is nothing to wait for. Set release = 'episode'",
+            )
         for learner, policy in config.trained.items():
             if policy.max_staleness == 0:
-                why = "each step then waits for all that runs, and nobody can be late"
+                why = "each step then waits for all running episodes, so none can be late"
                 yield f"policies.{learner}.max_staleness = 0", f"{why}. Set max_staleness = 1 or more"
     if config.trainer.loss.normalizer == "tokens":
         why = "the tokens of a step depend on who ended first, and short members would weigh more"
@@ -456,7 +464,7 @@ def _check_seats(config: RunConfig) -> None:
     for name, past in config.of_kind(OpponentPoolPolicy).items():
         if past.of not in trained:
             raise ValueError(
-                f"policies.{name}.of: {past.of!r} is no policy that learns; there are: {', '.join(trained) or 'none'}"
+                f"policies.{name}.of: {past.of!r} is not a trained policy; there are: {', '.join(trained) or 'none'}"
             )
 
 
@@ -472,7 +480,8 @@ def _check_sampling(config: RunConfig, name: str) -> None:
         ) from None
     if isinstance(config.policies[name], RemotePolicy) and (sampling.top_k or sampling.min_p):
         raise ValueError(
-            f"policies.{name}: chat completions know neither top_k nor min_p; set both to 0 in policies.{name}.sampling"
+            f"policies.{name}: the chat completions API has neither top_k nor min_p; set both to 0 in "
+            f"policies.{name}.sampling"
         )
 
 
@@ -483,16 +492,16 @@ def _check_freeze(config: RunConfig) -> None:
     for number, frozen in enumerate(phases):
         for name in sorted(frozen - config.trained.keys()):
             known = ", ".join(config.trained) or "none"
-            raise ValueError(f"freeze[{number}]: {name!r} is no policy that learns; there are: {known}")
+            raise ValueError(f"freeze[{number}]: {name!r} is not a trained policy; there are: {known}")
         if frozen == named:
             raise ValueError(
-                f"freeze[{number}]: nobody else is named in `freeze`, so nobody's steps could end this phase; name the "
-                "policy that is to learn meanwhile in a phase of its own, or make this one kind = 'frozen' for good"
+                f"freeze[{number}]: `freeze` names no other policy, so no steps could end this phase; add a phase for "
+                f"the policy that should learn in the meantime, or set kind = 'frozen' to freeze this one for good"
             )
     for name in sorted(named):
         if all(name in frozen for frozen in phases):
             raise ValueError(
-                f"freeze: {name!r} is frozen in every phase; leave it out of one of them, or set "
+                f"freeze: {name!r} is frozen in every phase; remove it from one of them, or set "
                 f"policies.{name}.kind = 'frozen'"
             )
 
@@ -504,24 +513,25 @@ def _check_best(config: RunConfig) -> None:
         raise ValueError("best.stop ends a run by a metric: set best.metric")
     if policy in config.policies and policy not in trained:
         raise ValueError(
-            f"best.metric = {best.metric!r}: {policy!r} is no policy that learns; there are: "
+            f"best.metric = {best.metric!r}: {policy!r} is not a trained policy; there are: "
             f"{', '.join(trained) or 'none'}"
         )
     if best.measured(trained)[1].startswith("evaluation/") and not config.evaluation.tasks:
-        raise ValueError(f"best.metric = {best.metric!r} needs evaluations: set evaluation.tasks, and evaluation.every")
+        raise ValueError(f"best.metric = {best.metric!r} needs evaluations: set evaluation.tasks and evaluation.every")
 
 
 def _check_full_weights(config: RunConfig) -> None:
     for name, policy in config.trained.items():
         if policy.lora is None and config.engine.refresh in ("episode", "lazy"):
             raise ValueError(
-                f"engine.refresh = {config.engine.refresh!r} needs adapters: an engine has one version of full "
-                f"weights. Set policies.{name}.lora, or refresh = 'auto', 'token' or 'turn'"
+                f"engine.refresh = {config.engine.refresh!r} needs adapters, because an engine holds one version of "
+                f"full weights. Set policies.{name}.lora, or refresh = 'auto', 'token' or 'turn'"
             )
         if config.deterministic and policy.lora is None and policy.max_staleness:
             raise ValueError(
-                f"deterministic = true with full weights needs policies.{name}.max_staleness = 0: an engine has "
-                f"one version of them, and each batch is sampled by one. Set it, or policies.{name}.lora"
+                f"deterministic = true with full weights needs policies.{name}.max_staleness = 0, because an engine "
+                f"holds one version of them, and each batch is sampled by one version. Set that, or "
+                f"policies.{name}.lora"
             )
 
 
@@ -537,7 +547,7 @@ def _check_deterministic(config: RunConfig) -> None:
     }
     for what, asked in refused.items():
         if asked:
-            raise ValueError(f"deterministic = true cannot be with {what}: leave one of the two out")
+            raise ValueError(f"deterministic = true cannot be combined with {what}: remove one of the two")
 
 
 def _check_engine(config: RunConfig) -> None:
@@ -546,11 +556,13 @@ def _check_engine(config: RunConfig) -> None:
         _check_vllm(config)
     if engine.keep_kv and engine.kind == "vllm" and all(policy.lora for policy in config.trained.values()):
         raise ValueError(
-            "engine.refresh = 'token_keep_kv': vLLM never serves keys and values of one adapter to another, so a turn "
-            "that goes on under a newer one is computed again. Set engine.refresh = 'token'"
+            "engine.refresh = 'token_keep_kv': vLLM never reuses the KV cache of one adapter for another, so a turn "
+            "that continues under a newer adapter is recomputed. Set engine.refresh = 'token'"
         )
     if engine.replicas > 1 and config.deterministic:
-        raise ValueError("deterministic = true needs engine.replicas = 0 or 1: the members of a batch must not vary")
+        raise ValueError(
+            "deterministic = true needs engine.replicas = 0 or 1, because the composition of a batch must not vary"
+        )
 
 
 def _check_vllm(config: RunConfig) -> None:
@@ -563,17 +575,17 @@ def _check_vllm(config: RunConfig) -> None:
     }
     if asked := [what for what, is_asked in refused.items() if is_asked]:
         raise ValueError(
-            f"vLLM cannot be with {'; nor with '.join(asked)}: leave that off, or leave out engine.vllm for the "
+            f"vLLM cannot be combined with {'; nor with '.join(asked)}: remove that, or remove engine.vllm for the "
             "embedded engine"
         )
     for base in config.bases:
         if len(base.policies) > 1 and (own := sorted(set(full) & base.policies.keys())):
             raise ValueError(
-                "vLLM serves full weights of one policy alone: give a lora to policies "
-                f"{', '.join(own)}, or leave out engine.vllm for the embedded engine"
+                "vLLM serves the full weights of only one policy: set lora for policies "
+                f"{', '.join(own)}, or remove engine.vllm for the embedded engine"
             )
     if full and config.evaluation.every:
         raise ValueError(
-            "evaluation.every keeps a version while newer ones serve, and vLLM has one version of full weights: "
-            f"set evaluation.every = 0, or policies.{full[0]}.lora"
+            f"evaluation.every keeps a version while newer ones serve, but vLLM holds one version of full weights: set "
+            f"evaluation.every = 0, or policies.{full[0]}.lora"
         )

@@ -192,7 +192,7 @@ def _check_hash_order(found: type[Environment], report: EnvironmentReport) -> No
         report.findings.append(
             f"task {task.id!r}, played in a process with PYTHONHASHSEED={seed}: {problem}. The code depends on the "
             f"order of a set or on hash(), which differ between processes, so no other process could resume the "
-            f"episode:  iterate over sorted(…), or use a list or a dict"
+            f"episode: iterate over sorted(…), or use a list or a dict"
         )
 
 

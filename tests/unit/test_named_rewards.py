@@ -112,10 +112,10 @@ def test_what_is_no_name_is_refused(name: Any) -> None:
     [
         ({"right": 1.0, "short": -1.0}, "right = 1, short = -1: they sum to 0"),
         ({"right": 0.0}, "they sum to 0"),
-        ({"right": 1e308, "short": 1e308}, "they sum to more than a number can hold"),
+        ({"right": 1e308, "short": 1e308}, "finite"),
         ({"right": 1.0, "short": -2.0}, "they sum to -1"),
         ({"right": float("nan")}, "finite"),
-        ({"two words": 1.0}, "is no name of a reward"),
+        ({"two words": 1.0}, "'two words'"),
     ],
 )
 def test_weights_that_cancel_are_refused_by_name(weights: dict[str, float], reason: str) -> None:
