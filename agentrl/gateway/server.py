@@ -19,6 +19,7 @@ import contextvars
 import functools
 import hashlib
 import json
+import logging
 import re
 import resource
 import secrets
@@ -267,7 +268,12 @@ class Gateway:
         application, loop = web.Application(), asyncio.get_running_loop()
         application.router.add_route("*", "/{path:.*}", self._answer)
         runner = web.AppRunner(
-            application, access_log=None, handler_cancellation=True, auto_decompress=False, keepalive_timeout=IDLE_S
+            application,
+            access_log=None,
+            logger=_logger(),
+            handler_cancellation=True,
+            auto_decompress=False,
+            keepalive_timeout=IDLE_S,
         )
         await runner.setup()
         try:
@@ -453,6 +459,18 @@ class _Refused(asyncio.Protocol):
         """Close the connection."""
         assert isinstance(transport, asyncio.Transport)
         transport.abort()
+
+
+def _logger() -> logging.Logger:
+    """Return a logger that is silent about malformed requests: they hold keys, and anybody can send any number."""
+    from aiohttp.http_exceptions import HttpProcessingError
+
+    def is_own(record: logging.LogRecord) -> bool:
+        return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
+
+    logger = logging.getLogger("agentrl.gateway")
+    logger.filters[:] = [is_own]
+    return logger
 
 
 def _file_limit() -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import stat
 from collections import Counter
 from pathlib import Path
@@ -106,6 +107,14 @@ def test_a_share_that_leaves_the_trainer_nothing_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"engine\.memory_share = 0\.93 leaves 2% of GPU 0 to trainer rank 0"):
         plan_devices(configuration(memory_share=0.93), machine(1))
     assert plan_devices(configuration(memory_share=0.6), machine(1)).shares == (0.6,)
+
+
+def test_memory_that_another_process_holds_is_named_before_vllm_starts() -> None:
+    busy = [gpu._replace(memory=Memory(4 << 30, 24 << 30)) if gpu.id == "1" else gpu for gpu in machine(2)]
+    assert plan_devices(configuration(1, 1), machine(2)).taken() == []
+    (told,) = plan_devices(configuration(1, 1), busy).taken()
+    assert re.search(r"GPU 1: .* takes 90% of its memory, 21\.6 GiB, and 4\.0 are free", told)
+    assert plan_devices(configuration(1, 1, memory_share=0.1), busy).taken() == []
 
 
 def test_without_gpus_nothing_is_assigned() -> None:

@@ -171,6 +171,23 @@ def test_connections_of_an_attempt_are_bounded(monkeypatch: pytest.MonkeyPatch) 
     assert asyncio.run(asked()) == [*[b"200"] * 4, b"503", b"200", b"503"]
 
 
+def test_malformed_requests_are_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """Their text holds the key, and whoever reaches loopback could fill a disk with them."""
+
+    async def asked() -> bytes:
+        async with Gateway().open({"main": HeldSeat()}, {}) as opened:
+            port = int(opened.root_url.rpartition(":")[2])
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(f"GET /v1/models HTTP/1.1\nx-api-key: {opened.key}\n\n".encode())  # without \r
+            async with asyncio.timeout(60):
+                answer = await reader.readline()
+            writer.close()
+            return answer
+
+    assert b" 400 " in asyncio.run(asked())
+    assert not caplog.records
+
+
 def test_a_key_is_void_once_its_episode_has_ended() -> None:
     seat = HeldSeat()
 
@@ -216,6 +233,27 @@ def test_a_body_of_50_mb_is_refused_and_holds_up_nobody() -> None:
     Enormous.answers.clear()
     play(Enormous, ["yes"])
     assert Enormous.answers == [(413, ""), (200, "yes")]
+
+
+class Deaf(Loop):
+    """Asks twenty thousand times without reading an answer, and then in the ordinary way."""
+
+    answers: ClassVar[list[tuple[int, str]]] = []
+
+    async def loop(self, client: aiohttp.ClientSession, endpoint: agentrl.Endpoint) -> Any:
+        port = int(endpoint.url.rpartition(":")[2].partition("/")[0])
+        _, writer = await asyncio.open_connection("127.0.0.1", port)  # reads 128 KiB and no more
+        head = f"GET /v1/models HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nx-api-key: {endpoint.key}\r\n\r\n"
+        writer.write(head.encode() * 20_000)
+        status, reply = await ask(client, endpoint, [user("a")])
+        self.answers.append((status, reply["choices"][0]["message"]["content"]))
+        writer.transport.abort()
+
+
+def test_a_client_that_never_reads_holds_up_nobody() -> None:
+    Deaf.answers.clear()
+    assert play(Deaf, ["yes"]).header.drop_reason is None
+    assert Deaf.answers == [(200, "yes")]
 
 
 @pytest.mark.parametrize(
