@@ -2,11 +2,11 @@
 
 pip install 'agentrl[train]'
 pipx install mini-swe-agent       (an environment of its own; the command `mini` must be found)
-python 10_harness.py              (about two minutes on two CPU cores; needs 10_harness.yaml beside it)
+python 10_harness.py              (about two minutes on two CPU cores; needs 10_harness.yaml and 10_harness_model.py)
 
-Each episode starts `mini` in a directory with a broken function. Its start takes six CPU seconds, so that two minutes
-are 32 episodes, four optimizer steps: enough to see agents, rewards and tokens, not enough to see them improve. The
-model is tiny. Before training it learns here, in half a minute, how a repair is written, not which one is right.
+Each episode starts `mini` in a directory with a broken function. The model is tiny. Before training it learns here, in
+half a minute, to call `bash` and to ask for the right operator; which of four commands changes the file, it learns from
+its rewards.
 """
 
 from __future__ import annotations
@@ -29,6 +29,13 @@ from agentrl.rollout.chat_template import ChatTemplate
 
 HERE = Path(__file__).resolve()
 OPERATORS = {"add": "+", "subtract": "-", "multiply": "*"}
+WAYS = (
+    ("sed -i 's/a . b/a {operator} b/' f.py", "0"),  # repairs the file
+    ("sed 's/a . b/a {operator} b/' f.py", "0"),  # prints what it would be
+    ("echo 'return a {operator} b' > f.py", "0"),  # leaves one line of it
+    ("grep 'a {operator} b' f.py", "1"),  # finds nothing
+)
+"""Commands that a beginner may try, and their return codes, which are all that `mini` tells the model here."""
 SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 BASH = ToolSpec(
     name="bash",
@@ -39,10 +46,12 @@ BASH = ToolSpec(
         "required": ["command"],
     },
 )
-START = """
+START = r"""
 printf %s "$1" > f.py
-export MSWEA_CONFIGURED=true MSWEA_SILENT_STARTUP=1 MSWEA_GLOBAL_CONFIG_DIR="$PWD" LITELLM_LOCAL_MODEL_COST_MAP=True
-exec mini --config "$3" --model openai/main --task "$2" --yolo --exit-immediately --output trajectory.json
+export MSWEA_CONFIGURED=true MSWEA_SILENT_STARTUP=1 MSWEA_GLOBAL_CONFIG_DIR="$PWD"
+export MSWEA_MODEL_RETRY_STOP_AFTER_ATTEMPT=1 PYTHONPATH="$(dirname "$3")" PYTHONDONTWRITEBYTECODE=1
+exec mini --config "$3" --model main --model-class 10_harness_model.EndpointModel \
+    --task "$2" --yolo --exit-immediately --output trajectory.json
 """
 
 
@@ -83,23 +92,24 @@ class Repair(agentrl.HarnessEnvironment):
 
 
 def repairs(seed: int) -> Iterator[tiny_model.Demonstration]:
-    """Conversations as `mini` has them, with an operator drawn at random."""
+    """Conversations as `mini` has them, each with a command drawn at random."""
     draw = random.Random(seed)
     while True:
-        said = [f"sed -i 's/a . b/a {draw.choice(list(OPERATORS.values()))} b/' f.py", SUBMIT]
+        (word, operator), (way, code) = draw.choice(list(OPERATORS.items())), draw.choice(WAYS)
+        said = [way.format(operator=operator), SUBMIT]
         calls = [f'<tool_call>{{"name":"bash","arguments":{{"command":"{command}"}}}}</tool_call>' for command in said]
         messages = [
             Message(role="system", content="You repair f.py."),
-            Message(role="user", content=f"f must {draw.choice(list(OPERATORS))}"),
+            Message(role="user", content=f"f must {word}"),
             Message(role="assistant", content=calls[0]),
-            Message(role="tool", content="0"),
+            Message(role="tool", content=code),
             Message(role="assistant", content=calls[1]),
         ]
         yield tiny_model.Demonstration(messages, [BASH])
 
 
-def build_model(directory: Path, *, steps: int = 60) -> None:
-    """Write a model that writes repairs, right or wrong."""
+def build_model(directory: Path, *, steps: int = 120) -> None:
+    """Write a model that tries a repair, in any of four ways."""
     tiny_model.prepare(0)
     tiny_model.write_chat_template(directory, tiny_model.TEMPLATE, pad="<|pad|>", end="<|im_end|>", context=512)
     shown = (each for each, _ in zip(repairs(1), range(500), strict=False))
@@ -120,11 +130,11 @@ def config(model: Path, **changes: Any) -> agentrl.RunConfig:
     return agentrl.RunConfig.model_validate(
         {
             "name": "harness",
-            "steps": 4,
-            "max_in_flight": 4,
+            "steps": 8,
+            "max_in_flight": 8,
             "environment": {"id": f"{HERE}:Repair"},
             "model": {"path": str(model)},
-            "policies": {"main": {"learning_rate": 1e-4, "step_size": 8, "max_staleness": 1}},
+            "policies": {"main": {"learning_rate": 5e-4, "step_size": 24, "max_staleness": 0}},
             "credit": {"group_size": 4},
             "sampling": {"max_tokens": 64, "max_turns": 4},
             "engine": {"slots": 8, "max_context": 512},

@@ -42,7 +42,9 @@ def test_the_loop_over_the_openai_client_learns(tmp_path: Path) -> None:
 def test_mini_swe_agent_is_trained_on_repairs(tmp_path: Path) -> None:
     said = run_example("10_harness.py", tmp_path)
     steps = [line for line in said.splitlines() if line.startswith("step ")]
-    assert [line.split(",")[0] for line in steps] == [f"step {n}: 8 episodes" for n in range(1, 5)]
+    assert [line.split(",")[0] for line in steps] == [f"step {n}: 24 episodes" for n in range(1, 9)]
+    rewards = [float(line.rpartition(" ")[2]) for line in steps]
+    assert sum(rewards[-2:]) / 2 > rewards[0] + 0.2, rewards
 
 
 @pytest.fixture(scope="module")
