@@ -237,7 +237,7 @@ REAL: Mapping[str, list[str]] = {
     "two": [*SMALL, *TWO_WORKERS, *TWO_POLICIES],
     "ray": [*SMALL, *TWO_WORKERS, "cluster.address=local"],
     "cluster": [
-        *(*SMALL, "max_in_flight=24", "workers=3", "trainer.workers=2"),
+        *(*SMALL, "max_in_flight=24", "workers=3", "trainer.ranks=2"),
         *("engine.replicas=2", "cluster.address=auto"),
     ],
     "selected": [

@@ -25,7 +25,7 @@ EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "01_tool_use.toml"
 PLANNED = {1: {"rank", "worker"}, 2: {"rank", "engine", "worker"}, 3: {"engine", "worker"}}
 TASKS, STEPS_OF_ONE = 128, 20
 QUICK = ["--steps=3", "--evaluation.tasks=0", "--policies.solver.step_size=16"]
-PARTS = ["--workers=3", "--trainer.workers=2", "--engine.replicas=2", "--directory=/tmp/runs"]
+PARTS = ["--workers=3", "--trainer.ranks=2", "--engine.replicas=2", "--directory=/tmp/runs"]
 LOOK_S = 2.0
 """Seconds between two looks at the run's processes, and at what it says."""
 

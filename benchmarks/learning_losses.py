@@ -214,7 +214,7 @@ async def under_ray(model: Path, directory: Path) -> bool:
         episodes = Episodes(make_rows(0, 12))
         path = directory / f"ray-{name}"
         await episodes.write(path)
-        config = run_config(model, workers=1, loss={"name": f"{learning_sapo.__file__}:{name}"})
+        config = run_config(model, ranks=1, loss={"name": f"{learning_sapo.__file__}:{name}"})
         pool = RayTrainerPool(config, path)
         try:
             await pool.start()

@@ -107,7 +107,7 @@ def _publication(root: Path, *, quick: bool) -> dict[str, float | None]:
 
 def load(ranks: ProcessGroup, path: str, directory: str) -> int:
     """On each rank: the growth of anonymous memory to its peak while a trainer starts, less its shards."""
-    config = run_config(Path(path), policies={"policy": PolicyConfig(lora=None)}, workers=ranks.size, sharding="full")
+    config = run_config(Path(path), policies={"policy": PolicyConfig(lora=None)}, ranks=ranks.size, sharding="full")
     config = config.model_copy(update={"model": ModelConfig(path=path, dtype="bfloat16")})
     gc.collect()
     before = anonymous_bytes()
@@ -120,7 +120,7 @@ def load(ranks: ProcessGroup, path: str, directory: str) -> int:
 def publish(ranks: ProcessGroup, model: str, directory: str) -> int:
     """On each rank: publish twice; the growth of resident memory to its peak in the second publication."""
     policies = {"policy": PolicyConfig(lora=None)}
-    config = run_config(Path(model), policies=policies, workers=ranks.size, sharding="full")
+    config = run_config(Path(model), policies=policies, ranks=ranks.size, sharding="full")
     trainer = PolicyTrainer(config, Path(directory), ranks=ranks, publishes=False)
     trainer.start()
     trainer.publish("policy", PolicyVersion("policy", 0, 0))  # buffers of gloo and libraries that load lazily

@@ -87,7 +87,7 @@ def run_case(ranks: Ranks, case: Mapping[str, Any]) -> dict[str, Any]:
     settings: dict[str, Any] = {"lora": lora, "reference": case["reference"]}
     policies: dict[str, AnyPolicy] = {name: PolicyConfig(learning_rate=1e-2, **settings) for name in case["policies"]}
     # Nothing is clipped, so that what is written is the gradient.
-    section = {"optimizer": OptimizerConfig(max_grad_norm=1e9), "workers": ranks.size, **case["trainer"]}
+    section = {"optimizer": OptimizerConfig(max_grad_norm=1e9), "ranks": ranks.size, **case["trainer"]}
     config = run_config(Path(case["model"]), policies=policies, **section)
     episodes = {name: Episodes(make_rows(at, EPISODES[name]), policy=name, seed=at) for at, name in enumerate(policies)}
 

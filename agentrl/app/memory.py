@@ -268,7 +268,7 @@ def _trainer(config: RunConfig, *, on_gpu: bool) -> list[MemoryPart]:
     if config.trains_in_process:
         part = partial(MemoryPart, process=_THIS)
     else:
-        part = partial(MemoryPart, process="trainer rank", processes=config.trainer.workers)
+        part = partial(MemoryPart, process="trainer rank", processes=config.trainer.ranks)
     offloads = on_gpu and config.trainer.sharding == "offload"
     tokens = "a smaller trainer.micro_batch_tokens, down to engine.max_context"
     if not config.trainer.recompute:
@@ -278,7 +278,7 @@ def _trainer(config: RunConfig, *, on_gpu: bool) -> list[MemoryPart]:
     fewer = ["a smaller policies.NAME.lora.rank, or a lora where there is none"]
     if on_gpu and not offloads:
         fewer.insert(0, "trainer.sharding = 'offload'")
-    if held.shards == 1 and config.trainer.workers > 1:
+    if held.shards == 1 and config.trainer.ranks > 1:
         fewer.insert(0, "trainer.sharding = 'full'")
     moved = offloads and held.shards > 1
     parts = [

@@ -287,9 +287,7 @@ def plan(config: RunConfig | None = None) -> list[Check]:
     else:
         address = config.ray_address
         session = f"the Ray cluster at {address}" if address else "a local Ray session of its own"
-        checks.append(
-            Check(name="trainer", found=f"{config.trainer.workers} process(es) in {session}, on the {device}")
-        )
+        checks.append(Check(name="trainer", found=f"{config.trainer.ranks} process(es) in {session}, on the {device}"))
     checks += _nodes(config) if config.on_cluster else []
     temporary = tempfile.gettempdir()
     short = temporary if len(temporary) <= _LONGEST_TEMPORARY else f"/tmp, since {temporary} is too long for sockets"

@@ -90,7 +90,7 @@ def refuse_patches() -> None:
             if not part.startswith("__") and is_replaced(ours, vars(live).get(part)):
                 raise ConfigError(
                     f"{name}.{part} was replaced in this process, and ranks in Ray actors use the installed one. "
-                    f"Remove the replacement, or train in this process: trainer.workers = 1, no cluster.address"
+                    f"Remove the replacement, or train in this process: trainer.ranks = 1, no cluster.address"
                 )
 
 
@@ -247,7 +247,7 @@ class TrainerRank:
 
 
 class RayTrainerPool:
-    """`core.ports.Trainer` over `trainer.workers` Ray actors."""
+    """`core.ports.Trainer` over `trainer.ranks` Ray actors."""
 
     def __init__(self, config: RunConfig, run_directory: Path, *, session: RaySession | None = None) -> None:
         """Create the pool; `start` starts the ranks.
@@ -313,7 +313,7 @@ class RayTrainerPool:
 
         settings = self._config.model_dump(mode="json")
         settings["model"]["path"] = os.path.abspath(self._config.model.path)
-        size = self._config.trainer.workers
+        size = self._config.trainer.ranks
         try:
             plan = self._plan = self._session.plan(self._config)
             self._died = self._session.watch(*plan.ranks)
@@ -496,7 +496,7 @@ class RayTrainerPool:
         await asyncio.to_thread(self._kill_actors)
         for future in pending:
             future.cancel()
-        stopped = f"The group of {self._config.trainer.workers} was stopped"
+        stopped = f"The group of {self._config.trainer.ranks} was stopped"
         if isinstance(error, RayActorError):
             raise TrainerLostError(
                 f"trainer rank {self._named(rank)} died in {method}: {brief(error)}. {stopped}"

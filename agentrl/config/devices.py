@@ -124,7 +124,7 @@ def plan_devices(config: RunConfig, gpus: Sequence[Gpu], *, ranks: bool = True, 
     if not gpus:
         return DevicePlan(gpus=())
     bases = config.bases if engines else []
-    count = config.trainer.workers if ranks and config.trained else 0
+    count = config.trainer.ranks if ranks and config.trained else 0
     replicas, each = config.engine.count * len(bases), config.engine.devices
     # Embedded engines reserve no memory: those of all base models share GPUs.
     sharing = len(bases) if bases and config.engine.kind == "embedded" else 1
@@ -172,8 +172,8 @@ def _too_few(config: RunConfig, count: int, *, ranks: int, engines: int, may_sha
     bases = f" for each of {len(config.bases)} base models" if len(config.bases) > 1 else ""
     sizes = f"engine.replicas = {config.engine.count} of {each} GPU{'s' * (each > 1)} each{bases}"
     sizes = sizes if engines else "no engine"
-    needed = f"trainer.workers = {ranks} and {sizes}" if ranks else sizes
-    lower = "trainer.workers, engine.replicas or a parallel size of [engine.vllm]"
+    needed = f"trainer.ranks = {ranks} and {sizes}" if ranks else sizes
+    lower = "trainer.ranks, engine.replicas or a parallel size of [engine.vllm]"
     there = f"{count} GPU{'s' * (count > 1)}"
     if may_share:
         return f"{needed} do not fit on {there}, even where ranks share GPUs with engines; lower {lower}"
@@ -239,7 +239,7 @@ def plan_nodes(config: RunConfig, nodes: Sequence[Node]) -> NodePlan:
     """
     gpus = [Gpu(str(number), "", Memory(0, 0), node.id) for node in nodes for number in range(node.gpus)]
     devices, by_id = plan_devices(config, gpus), {node.id: node for node in nodes}
-    ranks = config.trainer.workers if config.trained else 0
+    ranks = config.trainer.ranks if config.trained else 0
     engines = config.engine.count * max(1, len(config.bases))
     if devices.ranks:
         first = devices.gpu_of_rank(0)

@@ -339,6 +339,8 @@ def mistakes(error: ValidationError, model: type[BaseModel] = RunConfig) -> str:
     told: dict[str, list[str]] = {}
     """Accepted values by problem: each member of a union adds its own."""
     for detail in error.errors(include_url=False):
+        if detail["type"] == "default_factory_not_called":  # follows from another error of the same section
+            continue
         problem, wanted = _explain(detail, model)
         told[problem] = told.get(problem, []) + ([wanted] if wanted else [])
     lines = [
@@ -509,6 +511,8 @@ def _nearest(place: _Location, top: type[BaseModel]) -> str:
     by_name: dict[str, str] = {}
     for key in keys(top):
         by_name.setdefault(key.removesuffix(".<name>").rpartition(".")[2], key.removesuffix(".<name>"))
+    if close := difflib.get_close_matches(name, siblings, n=1, cutoff=0.85):
+        return f"; did you mean {prefix}{close[0]}?"
     if name in by_name:
         return f"; did you mean {by_name[name]}?"
     if close := difflib.get_close_matches(name, siblings, n=1, cutoff=0.6):

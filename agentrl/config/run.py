@@ -189,12 +189,12 @@ class RunConfig(Section):
     @property
     def offloads_masters(self) -> bool:
         """Whether all weights are on the device of the only rank, and what its optimizer changes in main memory."""
-        return self.trainer.sharding == "offload" and self.trainer.workers == 1
+        return self.trainer.sharding == "offload" and self.trainer.ranks == 1
 
     @property
     def trains_in_process(self) -> bool:
         """Whether the trainer runs in the run's process."""
-        return self.trainer.workers == 1 and not self.in_ray
+        return self.trainer.ranks == 1 and not self.in_ray
 
     def refresh_of(self, policy: str) -> Refresh:
         """Return when conversations move to newer weights, for a policy served by the run's engine."""
@@ -233,7 +233,7 @@ class RunConfig(Section):
         if self.deterministic:
             return 1
         bounds = [policy.max_staleness for policy in self.trained.values()]
-        engines, ranks = self.engine.count * max(1, len(self.bases)), self.trainer.workers if bounds else 0
+        engines, ranks = self.engine.count * max(1, len(self.bases)), self.trainer.ranks if bounds else 0
         return max(1, len(os.sched_getaffinity(0)) // (max(engines, ranks) if bounds == [0] else engines + ranks))
 
     @property
@@ -297,9 +297,9 @@ def check_together(config: RunConfig) -> None:
     _check_best(config)
     _check_full_weights(config)
     ranks_of_a_copy = config.trainer.sharding
-    if isinstance(ranks_of_a_copy, int) and config.trainer.workers % ranks_of_a_copy:
+    if isinstance(ranks_of_a_copy, int) and config.trainer.ranks % ranks_of_a_copy:
         raise ValueError(
-            f"trainer.sharding = {ranks_of_a_copy} does not divide trainer.workers = {config.trainer.workers}: every "
+            f"trainer.sharding = {ranks_of_a_copy} does not divide trainer.ranks = {config.trainer.ranks}: every "
             "rank belongs to one group of that size"
         )
     if config.deterministic:

@@ -320,13 +320,13 @@ class OptimizerConfig(Section):
 class TrainerConfig(Section):
     """The trainer."""
 
-    workers: Free[Annotated[Positive, NumberUnit("processes")]] = 1
+    ranks: Free[Annotated[Positive, NumberUnit("processes")]] = 1
     """Number of data-parallel ranks; any number gives the same update. One rank is a thread of the run's process,
     without Ray; several, and those of a run in Ray (`cluster.address`), are Ray actors."""
     sharding: Free[Literal["auto", "none", "full", "offload"] | Positive] = "auto"
     """Sharding of weights, gradients and optimizer states over the ranks; the update is the same. `none`: each rank
     holds all. `full`: each rank holds a part, and layers are gathered while they compute (FSDP2). A number that divides
-    `workers`: this many ranks, such as those of one node, hold one copy together; gradients are added up inside each
+    `ranks`: this many ranks, such as those of one node, hold one copy together; gradients are added up inside each
     such group, then between groups (HSDP). `offload`: as `full`, with the parts, and the optimizer, in main memory
     instead of a GPU's; a single rank keeps its weights on the GPU and offloads what its optimizer changes. `auto`:
     `none` if that takes at most half of a rank's memory, else `full`."""

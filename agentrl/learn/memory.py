@@ -61,7 +61,7 @@ def trainer_memory(config: RunConfig) -> TrainerMemory:
         ConfigError: an adapter targets a layer that cannot be both trained and served.
     """
     models = load_models(config, torch.device("meta"))
-    shards = shard_count(config, config.trainer.workers)
+    shards = shard_count(config, config.trainer.ranks)
     weights, trained = _held(config, models)
     if shards > 1:  # if all weights are trained, the float32 shards are the masters
         weights -= sum(_bytes(model.model.parameters()) for model in models.values() if model.has_masters)

@@ -33,7 +33,7 @@ policies.solver = { learning_rate = 3e-4, step_size = 8 }
 credit.group_size = 4
 sampling = { max_tokens = 32, max_turns = 4 }
 engine = { replicas = 2, slots = 16, max_context = 192 }
-trainer = { workers = 2, loss.normalizer = 64 }
+trainer = { ranks = 2, loss.normalizer = 64 }
 evaluation.tasks = 0
 """
 SUMS = """

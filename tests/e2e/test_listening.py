@@ -69,7 +69,7 @@ def ran(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Ran:
     judge = write_judge(base, directory / "judge")
     with answering("7") as url:
         critic = {"critic": {"kind": "remote", "url": url, "model": "any"}}
-        ray = {"trainer": {"workers": 2}, "cluster": {"address": "local"}}
+        ray = {"trainer": {"ranks": 2}, "cluster": {"address": "local"}}
         config = config_of(base, judge, directory, steps=6, policies=critic, engine=VLLM, **ray)
         command = [sys.executable, "-c", _RUN, config.model_dump_json()]
         run = subprocess.run(command, cwd=repository, capture_output=True, text=True, check=False)

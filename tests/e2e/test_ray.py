@@ -85,7 +85,7 @@ def test_one_rank_and_two_ranks_give_the_same_update(session: RaySession, model:
     episodes = Episodes(make_rows(0, 9))
 
     def config(workers: int, sharding: str = "none") -> RunConfig:
-        return run_config(model, policies={"policy": PolicyConfig(lora=LORA)}, workers=workers, sharding=sharding)
+        return run_config(model, policies={"policy": PolicyConfig(lora=LORA)}, ranks=workers, sharding=sharding)
 
     async def run() -> list[tuple[list[StepReport], Path]]:
         results = []
@@ -126,7 +126,7 @@ def test_a_failure_on_one_rank_leaves_both_usable_and_a_dead_rank_ends_the_group
     session: RaySession, model: Path, tmp_path: Path
 ) -> None:
     episodes = Episodes(make_rows(0, 6))
-    config = run_config(model, workers=2)
+    config = run_config(model, ranks=2)
 
     async def run() -> None:
         await episodes.write(tmp_path)

@@ -97,7 +97,7 @@ def test_a_node_without_the_environment_or_with_another_version_is_named(
 
 
 def test_ranks_begin_at_the_run_s_host_engines_at_the_last_node_and_workers_are_spread() -> None:
-    plan = plan_nodes(configuration(workers=4, trainer={"workers": 2}, engine={"replicas": 4}), NODES)
+    plan = plan_nodes(configuration(workers=4, trainer={"ranks": 2}, engine={"replicas": 4}), NODES)
     assert [node.address[-1] for node in plan.ranks] == ["1", "2"]
     assert [node.address[-1] for node in plan.engines] == ["3", "2", "1", "3"]
     assert [node.address[-1] for node in plan.workers] == ["1", "2", "3", "1"]
@@ -116,7 +116,7 @@ def test_a_worker_in_the_run_s_process_has_no_node() -> None:
 def test_with_gpus_ranks_and_engines_go_where_they_are() -> None:
     nodes = [node._replace(gpus=2) for node in NODES]
     vllm = {"replicas": 2, "vllm": {"tensor_parallel_size": 2}}
-    plan = plan_nodes(configuration(trainer={"workers": 2}, engine=vllm), nodes)
+    plan = plan_nodes(configuration(trainer={"ranks": 2}, engine=vllm), nodes)
     assert [node.address[-1] for node in plan.ranks] == ["1", "1"]
     assert sorted(node.address[-1] for node in plan.engines) == ["2", "3"]
 

@@ -41,7 +41,7 @@ def test_an_adapter_takes_ten_times_the_learning_rate_of_all_weights(repository:
 
 def test_the_trainer_takes_ray_where_there_are_several_ranks(repository: Path) -> None:
     assert configured(repository).trains_in_process
-    assert not configured(repository, trainer={"workers": 2}).trains_in_process
+    assert not configured(repository, trainer={"ranks": 2}).trains_in_process
     local = configured(repository, cluster={"address": "local"})
     assert (local.trains_in_process, local.engine_in_process) == (False, False)
     assert (local.in_ray, local.on_cluster, local.ray_address) == (True, False, "")
@@ -60,7 +60,7 @@ def test_engine_and_trainer_have_all_cores_where_they_compute_by_turns(
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     assert configured(repository).threads == 4
     assert configured(repository, policies={"solver": {"max_staleness": 0}}).threads == 8
-    assert configured(repository, trainer={"workers": 3}).threads == 2
+    assert configured(repository, trainer={"ranks": 3}).threads == 2
     assert configured(repository, deterministic=True, policies={"solver": {"max_staleness": 0}}).threads == 1
 
 

@@ -42,7 +42,7 @@ def configuration(ranks: int = 1, replicas: int = 1, size: int = 1, **engine: An
             "model": {"path": "unused"},
             "engine": {"replicas": replicas, "vllm": {"tensor_parallel_size": size}, **engine},
             "policies": {"policy": {"lora": {}}},
-            "trainer": {"workers": ranks},
+            "trainer": {"ranks": ranks},
         }
     )
 
@@ -90,7 +90,7 @@ def test_the_lines_say_who_is_where_and_has_how_much() -> None:
 @pytest.mark.parametrize(
     ("ranks", "replicas", "size", "count", "nodes", "words"),
     [
-        (2, 1, 1, 1, 0, r"trainer\.workers = 2 .* do not fit on 1 GPU,"),
+        (2, 1, 1, 1, 0, r"trainer\.ranks = 2 .* do not fit on 1 GPU,"),
         (1, 2, 4, 4, 0, r"engine\.replicas = 2 of 4 GPUs each do not fit on 4 GPUs"),
         (1, 1, 1, 1, 1, "cluster.address"),
         (2, 1, 8, 8, 2, "on one node"),

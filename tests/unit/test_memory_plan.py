@@ -111,7 +111,7 @@ def test_doctor_says_what_a_run_will_hold(
     repository: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(run_memory, "memory", lambda: Memory(free=1 << 36, total=1 << 36))
-    assert main(["doctor", str(repository / "examples/01_tool_use.toml"), "--trainer.workers=3", "--json"]) == 0
+    assert main(["doctor", str(repository / "examples/01_tool_use.toml"), "--trainer.ranks=3", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     found = [(check["name"], check["found"]) for check in report["sections"]["memory"]]
     assert any(name == "3 × trainer rank" and "activations of 8,192 tokens" in text for name, text in found)
@@ -123,7 +123,7 @@ def test_a_rank_of_several_holds_its_shard(
     repository: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(run_memory, "memory", lambda: Memory(free=1 << 36, total=1 << 36))
-    ranks = ["doctor", str(repository / "examples/01_tool_use.toml"), "--trainer.workers=4", "--json"]
+    ranks = ["doctor", str(repository / "examples/01_tool_use.toml"), "--trainer.ranks=4", "--json"]
     assert main([*ranks, "--trainer.sharding=full"]) == 0
     report = json.loads(capsys.readouterr().out)
     found = [check["found"] for check in report["sections"]["memory"] if check["name"] == "4 × trainer rank"]
@@ -183,11 +183,9 @@ def test_doctor_names_offloading_and_counts_what_is_offloaded(
 ) -> None:
     monkeypatch.setattr(run_memory, "memory", lambda: Memory(free=1 << 36, total=1 << 36))
 
-    def planned(*overrides: str, workers: int = 1) -> MemoryPlan:
-        cards(monkeypatch, workers, 24)
-        return memory_plan(
-            configured(repository, "--cluster.address=local", f"--trainer.workers={workers}", *overrides)
-        )
+    def planned(*overrides: str, ranks: int = 1) -> MemoryPlan:
+        cards(monkeypatch, ranks, 24)
+        return memory_plan(configured(repository, "--cluster.address=local", f"--trainer.ranks={ranks}", *overrides))
 
     def trained(plan: MemoryPlan | None) -> list[str]:
         return [] if plan is None else [part.name for part in plan.parts if "AdamW" in part.name]
@@ -199,7 +197,7 @@ def test_doctor_names_offloading_and_counts_what_is_offloaded(
     assert one.offloaded is not None
     assert (trained(one), trained(one.offloaded)) == ([], trained(plain))
     assert one.total == plain.total - one.offloaded.total * 3 // 4, "a copy in float32 stays, with which it computes"
-    two = planned("--trainer.sharding=offload", workers=2).offloaded
+    two = planned("--trainer.sharding=offload", ranks=2).offloaded
     assert two is not None
     assert len(two.parts) == 2, "the shards that layers are gathered from, too"
     offloaded = [str(repository / "examples/01_tool_use.toml"), *OVERRIDES[1:], "--trainer.sharding=offload"]

@@ -220,7 +220,7 @@ def test_an_offer_in_the_hub_s_layout_is_compared_with_the_model(tmp_path: Path)
 
 def sent(ranks: Ranks, model: str, directory: str, address: str, sharding: str) -> list[str]:
     """Publish, send what was published, then fail to send another version; the messages of the failures."""
-    config = run_config(Path(model), sharding=sharding, workers=ranks.size)
+    config = run_config(Path(model), sharding=sharding, ranks=ranks.size)
     trainer = PolicyTrainer(config, Path(directory), ranks=ranks, read=lambda units: [])
     trainer.start(None)
     trainer.publish("policy", VERSION)
