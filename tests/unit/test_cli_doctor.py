@@ -24,7 +24,7 @@ def test_this_machine_is_ready(capsys: pytest.CaptureFixture[str]) -> None:
     assert {"Python", "cores", "memory", "GPU", "disk for runs", "torch", "ray", "engine", "trainer"} <= set(found)
     assert found["torch works"]["level"] == "ok"
     assert found["engine"]["found"].startswith("embedded, in this process, 1 thread")
-    assert "Ray session" in found["trainer"]["found"]
+    assert found["trainer"]["found"].startswith("in this process")
     on = "on the CPU" if found["torch works"]["found"].endswith("no GPU") else "on the GPU"
     assert found["engine"]["found"].endswith(on)
     assert found["trainer"]["found"].endswith(on)
@@ -70,7 +70,10 @@ def test_a_package_that_is_absent_or_old_is_told_with_its_command() -> None:
     assert (absent.level, absent.found) == ("missing", "not installed")
     assert absent.fix == install_command("train")
     optional = doctor.package("no-such-package-here", {}, extra="ray", needed=False)
-    assert (optional.level, optional.found) == ("note", "not installed; without it set")
+    assert (optional.level, optional.found) == (
+        "note",
+        "not installed; needed for several trainer ranks and for cluster.address",
+    )
     old = doctor.package("numpy", {"numpy": "99.1"}, extra="train", needed=True)
     assert old.level == "missing"
     assert "older than 99.1" in old.found
@@ -86,5 +89,7 @@ def test_a_missing_library_is_one_line_with_the_extra_that_brings_it(
 
     monkeypatch.setattr("agentrl.cli.training.demo", demo)
     assert main(["demo"]) == 2
-    expected = f"agentrl: ray is not installed: {install_command('ray')}, or set\n"
+    expected = (
+        f"agentrl: ray is not installed: {install_command('ray')}, or train with one rank and without cluster.address\n"
+    )
     assert capsys.readouterr().err == expected
