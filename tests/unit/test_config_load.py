@@ -296,9 +296,9 @@ def test_all_that_vllm_does_not_give_is_named_at_once(tmp_path: Path) -> None:
     [
         (["credit.release=late", "credit.advantage=group_std"], "divide by the spread of the first ones is biased"),
         (["credit.release=episode", "credit.advantage=group_mean"], "a mean that counts the member itself"),
-        (["credit.release=late", "credit.advantage=none"], "nobody need be waited for"),
+        (["credit.release=late", "credit.advantage=none"], "nothing to wait for"),
         (["credit.release=late", "credit.turn_credit=to_go"], "earlier groups are remembered as wholes"),
-        (["credit.release=late", "policies.policy.max_staleness=0"], "nobody can be late"),
+        (["credit.release=late", "policies.policy.max_staleness=0"], "none can be late"),
         (["credit.release=late", "deterministic=true"], "who ends first depends on the machine"),
         (["credit.release=late", "trainer.loss.normalizer=tokens"], "the tokens of a step depend on who ended first"),
         (
