@@ -22,6 +22,7 @@ from typing import Any, ClassVar, NamedTuple
 import agentrl
 from agentrl.environment.base import EpisodeContext
 from agentrl.environments.propose_and_solve.env import PROMPT, ProposeAndSolve, Solve, read
+from benchmarks.report import completed
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "03_propose_and_solve.py"
 SEEDS = (0, 1, 2)
@@ -133,7 +134,7 @@ def trained(config: agentrl.RunConfig) -> agentrl.Run:
         def on_evaluation(self, versions: Mapping[str, object], metrics: Mapping[str, Mapping[str, float]]) -> None:
             """There is none."""
 
-    run = agentrl.train(config, quiet=True, observers=[Progress()])
+    run = completed(agentrl.train(config, quiet=True, observers=[Progress()]))
     ended = run.summary["ended_early"] or "all steps taken"
     print(f"  {config.name}: {time.monotonic() - started:.0f} s, {ended}; best {run.summary['best']}", flush=True)
     return run

@@ -10,6 +10,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import agentrl
+from benchmarks.report import completed
 
 EXAMPLE = runpy.run_path(str(Path(__file__).parents[1] / "examples" / "06_self_play.py"))
 """The same configuration, for longer."""
@@ -35,6 +36,6 @@ def trained(directory: Path, *, steps: int) -> agentrl.Run:
     config = EXAMPLE["CONFIG"].model_dump()
     settings: dict[str, Any] = {"directory": str(directory), "steps": steps}
     started = time.perf_counter()
-    run = agentrl.train(agentrl.RunConfig(**{**config, **settings}), quiet=True)
+    run = completed(agentrl.train(agentrl.RunConfig(**{**config, **settings}), quiet=True))
     print(f"  {steps} steps in {time.perf_counter() - started:.0f} s", flush=True)
     return run

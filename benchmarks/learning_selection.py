@@ -10,6 +10,7 @@ from typing import Any
 import agentrl
 from agentrl.config.load import load
 from benchmarks.killed_runs import ROOT
+from benchmarks.report import completed
 
 GROUP = 8
 STEPS = 100
@@ -37,7 +38,7 @@ DISTILLED = (
 def train(directory: Path, name: str, *changes: str) -> agentrl.Run:
     """A run of the frozen lakes, whose model has 0.39 M parameters."""
     overrides = [*SETTINGS, f"directory={directory}", f"name={name}", *changes]
-    return agentrl.train(load(ROOT / "examples/02_gymnasium.toml", overrides), quiet=True)
+    return completed(agentrl.train(load(ROOT / "examples/02_gymnasium.toml", overrides), quiet=True))
 
 
 def rewards(run: agentrl.Run) -> dict[int, float]:

@@ -33,7 +33,7 @@ import agentrl
 from agentrl.core.records import PolicyVersion
 from agentrl.environments.calculator import Calculator
 from benchmarks.processes import ProcessTree
-from benchmarks.report import Report
+from benchmarks.report import Report, completed
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLE = ROOT / "examples" / "01_tool_use.toml"
@@ -115,7 +115,7 @@ def ours(directory: str, *, seed: int, steps: int, staleness: int, slow: bool, h
     ]
     recorder = Recorder()
     environment = SlowCalculator if slow else None
-    run = agentrl.train(load(EXAMPLE, overrides), environment=environment, quiet=True, observers=[recorder])
+    run = completed(agentrl.train(load(EXAMPLE, overrides), environment=environment, quiet=True, observers=[recorder]))
     recorder.trace.summary = {k: v for k, v in run.summary.items() if k not in ("rewards", "evaluations")}
     return recorder.trace
 

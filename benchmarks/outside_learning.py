@@ -14,6 +14,7 @@ from pathlib import Path
 
 import agentrl
 from benchmarks.main_job import Recorder, Trace
+from benchmarks.report import completed
 
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples/09_openai_client.py"
 SEEDS = (0, 1)
@@ -43,7 +44,7 @@ def _trained(config: agentrl.RunConfig, environment: str, seed: int) -> Trace:
     with tempfile.TemporaryDirectory() as directory:
         changes = {"environment": {"id": environment}, "seed": seed, "directory": directory}
         settings = agentrl.RunConfig.model_validate({**config.model_dump(), **changes})
-        run = agentrl.train(settings, quiet=True, observers=[recorder])
+        run = completed(agentrl.train(settings, quiet=True, observers=[recorder]))
     recorder.trace.summary = {name: run.summary[name] for name in ("reward_start", "reward_end")}
     print(f"{environment}, seed {seed}: {recorder.trace.summary}, {recorder.trace.wall[-1]:.0f} s", flush=True)
     return recorder.trace

@@ -16,6 +16,7 @@ import time
 import agentrl
 from agentrl.config.load import load
 from benchmarks.real_models_smollm2 import ROOT
+from benchmarks.report import completed
 
 VLLM_STEPS = 6
 
@@ -39,7 +40,7 @@ def _run(example: str, *overrides: str) -> agentrl.Run:
     with tempfile.TemporaryDirectory() as directory:
         started = time.perf_counter()
         everywhere = f"--directory={directory}"
-        run = agentrl.train(load(ROOT / f"examples/{example}.toml", [*everywhere, *overrides]), quiet=True)
+        run = completed(agentrl.train(load(ROOT / f"examples/{example}.toml", [*everywhere, *overrides]), quiet=True))
         took = time.perf_counter() - started
         rewards = [round(each, 2) for each in run.summary["rewards"]]
         end = run.summary.get("reward_end")

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import agentrl
 from agentrl.config.load import load
+from benchmarks.report import completed
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLE = ROOT / "examples" / "08_smollm2.toml"
@@ -47,7 +48,7 @@ def trained(directory: Path, *, seed: int, max_staleness: int) -> Outcome:
         *(f"--name=smollm2-{seed}-{max_staleness}", f"--policies.solver.max_staleness={max_staleness}"),
     ]
     started = time.perf_counter()
-    run = agentrl.train(load(EXAMPLE, overrides), quiet=True)
+    run = completed(agentrl.train(load(EXAMPLE, overrides), quiet=True))
     outcome = Outcome(
         start=run.summary["reward_start"],
         end=run.summary["reward_end"],

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from agentrl import Run
 
 
 @dataclass(slots=True)
@@ -27,6 +31,13 @@ class Report:
             "repeats": self.repeats,
         }
         print(json.dumps(line), flush=True)  # some benchmarks leave by os._exit
+
+
+def completed(run: Run) -> Run:
+    """Return the run if it reached its end: a figure of one that was stopped means nothing."""
+    if run.interrupted:
+        raise SystemExit(f"the run {run.path} was stopped before its end, so there is nothing to measure")
+    return run
 
 
 def _short(value: float) -> float:

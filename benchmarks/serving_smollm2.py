@@ -8,6 +8,7 @@ import tempfile
 import agentrl
 from agentrl.config.load import load
 from benchmarks.real_models_smollm2 import EXAMPLE, MODEL
+from benchmarks.report import completed
 
 
 def figures(quick: bool) -> dict[str, float | None]:
@@ -21,7 +22,9 @@ def figures(quick: bool) -> dict[str, float | None]:
     with tempfile.TemporaryDirectory() as directory:
         for kind in ("embedded", "vllm"):
             overrides = [f"--model.path={MODEL}", "--model.dtype=bfloat16", *["--engine.vllm={}"] * (kind == "vllm")]
-            run = agentrl.train(load(EXAMPLE, [*overrides, f"--directory={directory}", f"--name={kind}"]), quiet=True)
+            run = completed(
+                agentrl.train(load(EXAMPLE, [*overrides, f"--directory={directory}", f"--name={kind}"]), quiet=True)
+            )
             tokens = sum(metrics["step/tokens"] for metrics in run.metrics)
             found[f"reward_end_{kind}"] = run.summary["reward_end"]
             found[f"tokens_per_s_{kind}"] = tokens / run.summary["rl_seconds"]

@@ -11,7 +11,8 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections import Counter
-from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from agentrl.cluster.session import LOOK_S, brief
 from agentrl.core.text import plural
@@ -36,7 +37,8 @@ class Movable(Protocol):
         ...
 
 
-class Growing(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Growing:
     """A kind of processes of which more are started on nodes that join."""
 
     name: str

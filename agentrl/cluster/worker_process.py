@@ -116,10 +116,10 @@ class WorkerProcess:
         if self._child is None or not self.is_ready:
             return
         if not self._unsent:
-            asyncio.get_running_loop().call_soon(self._send_told)
+            asyncio.get_running_loop().call_soon(self._write_unsent)
         self._unsent += frame(message)
 
-    def _send_told(self) -> None:
+    def _write_unsent(self) -> None:
         data, self._unsent = bytes(self._unsent), bytearray()
         if data and self._child is not None:
             self._child.writer.write(data)
@@ -157,7 +157,7 @@ class WorkerProcess:
     async def close(self) -> None:
         """End the process permanently. Idempotent."""
         self._minding.cancel()
-        self._send_told()
+        self._write_unsent()
         if self._child is not None:
             self._child.writer.close()  # end of file makes the child close its partition and exit
         await self.supervisor.stop(CLOSE_S if self.is_ready else 0.0)

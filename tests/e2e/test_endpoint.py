@@ -201,7 +201,7 @@ def test_what_cannot_be_evaluated_is_refused_before_anything_is_written(
             ("--model", "https://user:pass@example.com/v1"): "use api_key_env",
             ("--model", "http://example.com/v1,m", "--api-key-env", "A"): "Use https",
             ("--model", nowhere, "--api-key-env", "NOT_SET"): "no variable NOT_SET; set it",
-            ("--model", nowhere, "--policy", "x"): "leave one out",
+            ("--model", nowhere, "--policy", "x"): "remove one of",
         }.items():
             assert main(["evaluate", str(file), *arguments]) == 2, arguments
             assert told in capsys.readouterr().err

@@ -165,7 +165,7 @@ class TasksOfAnInstance(Adder):
 
 
 class NotAsyncAgent(agentrl.HarnessEnvironment):
-    """An agent from outside that is not asynchronous."""
+    """An external agent that is not asynchronous."""
 
     seats = ("main",)
 

@@ -135,6 +135,7 @@ def test_dumped_configuration_loads_as_the_same(tmp_path: Path) -> None:
         ("trainer.loss.normaliser=64", "trainer.loss: unknown key normaliser; did you mean normalizer?"),
         ("trainer.loss.kl={ k2 = 0.1, k3 = 0.1 }", "trainer.loss.kl: 2 estimators; write one with its weight"),
         ("trainer.loss.kl={ k4 = 0.1 }", "trainer.loss.kl, key \"k4\": expected 'k1', 'k2' or 'k3'"),
+        ("engine.vllm=8", "engine.vllm = 8: expected a table { NAME = a value, ... }"),
         ("trainer.loss.kl=-1", "trainer.loss.kl = -1: expected greater than or equal to 0"),
         ("credit.advantage={ name = 'none', k = 4 }", "credit.advantage: 'none' has no arguments; remove k"),
         ("credit.advantage=4", "credit.advantage = 4: expected a table { name = ... }"),
@@ -288,7 +289,7 @@ def test_all_that_vllm_does_not_give_is_named_at_once(tmp_path: Path) -> None:
         load(write(tmp_path), asked)
     for what in ("top_p or min_p for policy (", "engine.capture_routing = true"):
         assert what in str(refused.value)
-    assert "leave out engine.vllm" in str(refused.value)
+    assert "remove engine.vllm" in str(refused.value)
 
 
 @pytest.mark.parametrize(
