@@ -99,5 +99,5 @@ def test_an_adapter_of_another_base_is_refused_by_name(base: Path, judge: Path, 
     file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": str(base)}))
     check_base(weights_in("judge", judge), moved)
     (moved / "model.safetensors").write_bytes(b"\0" * (base / "model.safetensors").stat().st_size)
-    with pytest.raises(InputError, match="another base"):
+    with pytest.raises(InputError, match="a different base model"):
         check_base(weights_in("judge", judge), moved)

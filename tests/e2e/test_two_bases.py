@@ -186,7 +186,7 @@ def test_a_run_is_not_resumed_on_another_model_in_the_same_place(repository: Pat
 
 def test_two_bases_with_one_name_are_refused(repository: Path, tmp_path: Path) -> None:
     twin = tmp_path / "frozen_lake" / "model"
-    with pytest.raises(ValueError, match=f"two base models with one name, {SMALL}"):
+    with pytest.raises(ValueError, match=f"two base models with the same name, {SMALL}"):
         config_of(repository, tmp_path, model={"path": str(twin)})
 
 
@@ -220,7 +220,7 @@ def test_a_deterministic_run_gives_both_the_same_weights_again(repository: Path,
 def test_both_bases_are_sharded_over_the_same_ranks(repository: Path, tmp_path: Path) -> None:
     """The tokens of a deterministic run's first step are the same, so its weights differ by rounding only."""
     whole = agentrl.train(synchronous(repository, tmp_path / "whole", steps=1), environment=Ask, quiet=True)
-    sharding = {"workers": 2, "sharding": "full"}
+    sharding = {"ranks": 2, "sharding": "full"}
     config = synchronous(repository, tmp_path / "sharded", steps=1, trainer=sharding)
     sharded = agentrl.train(config, environment=Ask, quiet=True)
     one, other = full_weights(whole.path, 1), full_weights(sharded.path, 1)
