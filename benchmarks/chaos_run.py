@@ -231,7 +231,7 @@ TWO_POLICIES = [
     *("credit.group_size=2", "policies.proposer.step_size=2", "policies.solver.step_size=16"),
 ]
 REAL: Mapping[str, list[str]] = {
-    "real": ["policies.solver.step_size=32"],
+    "real": ["policies.solver.step_size=32", "cluster.address=local"],
     "one": [*SMALL, "max_in_flight=16"],
     "workers": [*SMALL, *TWO_WORKERS],
     "two": [*SMALL, *TWO_WORKERS, *TWO_POLICIES],
