@@ -113,7 +113,7 @@ def test_so_is_one_whose_tool_says_more_than_fits() -> None:
 
 
 def test_a_first_prompt_that_does_not_fit_ends_the_run_by_name() -> None:
-    with pytest.raises(CheckFailedError, match=r"(?s)prompt_too_long.*the context 8; raise engine\.max_context"):
+    with pytest.raises(CheckFailedError, match=r"(?s)prompt_too_long.* 8; raise engine\.max_context"):
         run_of(Chatter, engine={"max_context": 8})
 
 

@@ -180,8 +180,8 @@ def test_who_is_not_named_always_learns(simulated_loop: SimulatedLoop) -> None:
     ("freeze", "message"),
     [
         ([("x", 1), ("z", 1)], r"freeze\[1\]: 'z' .* there are: x, o"),
-        ([("x", 2)], r"freeze\[0\]: nobody else is named"),
-        ([(("x", "o"), 2), ("x", 1)], r"freeze\[0\]: nobody else is named"),
+        ([("x", 2)], r"freeze\[0\]: `freeze` names no other"),
+        ([(("x", "o"), 2), ("x", 1)], r"freeze\[0\]: `freeze` names no other"),
         ([("x", 0), ("o", 1)], "greater than 0"),
     ],
 )
