@@ -401,7 +401,8 @@ def read_canary(weights: WeightsRef, file: WeightFile) -> Canary | None:
     if contexts.ndim != 2 or not (0 < len(contexts) <= _MAX_CONTEXTS and 0 < contexts.shape[1] <= _MAX_LENGTH):
         raise refusal(weights, f"its canary has contexts of shape {contexts.shape}")
     if not 1 < len(tokens) <= _MAX_TOKENS or {logprobs.shape, start.shape} != {(len(contexts), len(tokens))}:
-        raise refusal(weights, f"its canary has {len(tokens)} tokens and a different number of log-probabilities")
+        shapes = f"{logprobs.shape} and {start.shape}"
+        raise refusal(weights, f"its canary has {len(tokens)} tokens and log-probabilities of shapes {shapes}")
     for ids in (contexts, tokens):
         if int(ids.min()) < 0 or int(ids.max()) > np.iinfo(np.int32).max:
             raise refusal(weights, "its canary has token ids that are negative, or beyond 32 bits")

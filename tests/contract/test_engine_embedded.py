@@ -274,8 +274,8 @@ def test_deltas_add_up_to_what_was_sampled(zoo: ModelZoo) -> None:
     ("ids", "sampling", "message"),
     [
         ([], {}, "context"),
-        ([5, VOCABULARY], {}, "all in"),
-        ([-1], {}, "all in"),
+        ([5, VOCABULARY], {}, "must lie in"),
+        ([-1], {}, "must lie in"),
         ([5], {"temperature": 0.0}, "temperature"),
     ],
 )

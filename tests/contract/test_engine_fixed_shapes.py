@@ -97,5 +97,5 @@ def test_a_model_whose_rows_see_one_another_is_refused(zoo: ModelZoo) -> None:
         return out
 
     model.forward = leaking
-    with pytest.raises(EngineCapabilityError, match="depend on its place"):
+    with pytest.raises(EngineCapabilityError, match="depend on which of the"):
         check_rows(model, "a model", slots=4)

@@ -222,7 +222,7 @@ HOSTILE = {
     "long contexts": (said(contexts=[[1] * 513]), "contexts of shape"),
     "no tokens": (said(token_ids=[], logprobs=[[]], start_logprobs=[[]]), "0 tokens"),
     "many tokens": (said(token_ids=[1] * 129, logprobs=[[0.0] * 129], start_logprobs=[[0.0] * 129]), "129 tokens"),
-    "lengths": (said(logprobs=[[0.0]]), "1 tokens"),
+    "lengths": (said(logprobs=[[0.0]]), "2 tokens and log-probabilities of shapes"),
     "huge": (" " * (1 << 20) + said(), "cannot be read"),
     "negative token": (said(token_ids=[1, -2]), "negative, or beyond 32 bits"),
     "token of 65 bits": (said(token_ids=[1, 1 << 65]), "cannot be read"),
