@@ -38,7 +38,14 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def trained(repository: Path, workplace: Path) -> Iterator[Path]:
     """A short run of the main job with Ray and everything."""
-    run(workplace, "train", str(repository / "examples/01_tool_use.toml"), "--name=demo", "--cluster.address=local", *SMALL)
+    run(
+        workplace,
+        "train",
+        str(repository / "examples/01_tool_use.toml"),
+        "--name=demo",
+        "--cluster.address=local",
+        *SMALL,
+    )
     return workplace / "runs" / "demo"
 
 
