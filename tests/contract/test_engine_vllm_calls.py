@@ -17,7 +17,7 @@ from tests.contract.vllm_suite import SLOTS, MakeVllm
 def test_filters_are_refused_with_the_alternatives(make_vllm: MakeVllm, filters: dict[str, Any]) -> None:
     async def main() -> None:
         engine = make_vllm()
-        with pytest.raises(EngineCapabilityError, match=r"set engine\.kind = .embedded"):
+        with pytest.raises(EngineCapabilityError, match=r"remove engine\.vllm"):
             await engine.open("s", "solver").generate(request("r", prompt(5), **filters))
         await engine.close()
 

@@ -52,12 +52,12 @@ class Propose(agentrl.Environment):
 
 def solving(staleness: int, **proposer: Any) -> dict[str, Any]:
     """Many proposers at once, and a solver that steps on two proposals."""
-    own = {"proposer": steps} if (steps := proposer.pop("steps", 0)) else {}
+    steps = {"solver": 5, "proposer": proposer.pop("steps", 5)}
     policies = {"proposer": proposer, "solver": {"step_size": 16, "max_staleness": staleness}}
     return {
         "policies": policies,
         "credit": {"group_size": 2},
-        "steps": {"solver": 5, **own},
+        "steps": steps,
         "max_in_flight": 100,
     }
 

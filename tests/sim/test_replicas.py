@@ -468,7 +468,7 @@ def test_all_replicas_fail_while_an_update_and_calls_wait_for_them() -> None:
         for each in engines:
             each.has_failed = True
         for waiting in (updating, calling):
-            with pytest.raises(EngineFailedError, match="no replica"):
+            with pytest.raises(EngineFailedError, match="all replicas"):
                 await waiting
         await engine.close()
 
