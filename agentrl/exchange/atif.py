@@ -563,4 +563,4 @@ def _seconds(timestamp: str | None, where: str) -> float:
     try:
         return max(datetime.fromisoformat(timestamp).timestamp(), 0.0)
     except (ValueError, OverflowError, OSError) as error:
-        raise InputError(f"{where}: {timestamp[:40]!r}is not an ISO 8601 time") from error
+        raise InputError(f"{where}: {timestamp[:40]!r} is not an ISO 8601 time") from error

@@ -198,7 +198,7 @@ def test_solved_tasks_are_retired_and_hard_ones_replayed() -> None:
     ("changes", "message"),
     [
         ({"credit": {"release": "dynamic_sampling", "advantage": "none"}}, "dynamic_sampling"),
-        ({"credit": {"release": "dynamic_sampling"}, "trainer": {"loss": {"name": "distillation"}}}, "teacher"),
+        ({"credit": {"release": "dynamic_sampling"}, "trainer": {"loss": {"name": "distillation"}}}, "distillation"),
         ({"environment": {"id": "x", "selection": {"lowest": 1}}}, "there is no such argument"),
         ({"environment": {"id": "x", "selection": {"low": 0.9, "high": 0.1}}}, "above high"),
     ],

@@ -127,7 +127,7 @@ def test_files_stay_that_a_checkpoint_may_still_go_back_to() -> None:
     ("changes", "refused"),
     [
         ({"best": {"stop": 0.5}}, r"best\.stop ends.*set best\.metric"),
-        ({"best": {"metric": "-judge/reward/mean"}}, r"best\.metric.*'judge' is no policy that learns.*are: policy"),
+        ({"best": {"metric": "-judge/reward/mean"}}, r"best\.metric.*'judge' is not a trained policy.*are: policy"),
         ({"best": {"metric": "-evaluation/turns"}, "evaluation": {"tasks": 0}}, r"set evaluation\.tasks"),
         (
             {"best": {"metric": "reward/mean", "stop": {"fall": 0.1}}, "deterministic": True},

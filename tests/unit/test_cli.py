@@ -118,7 +118,7 @@ def test_headings_are_columns_that_can_be_filtered_by(directory: Path, capsys: p
         (["run", "list", "--steps=3"], 2, "unknown argument '--steps=3'"),
         (["train", "nothing.toml"], 2, "no such file"),
         (["train", "nothing.toml", "--foo"], 2, "--section.field=value"),
-        (["train", "nothing.toml", "--steps", "12"], 2, "in one word: --steps=VALUE"),
+        (["train", "nothing.toml", "--steps", "12"], 2, "as one argument: --steps=VALUE"),
         (["train", __file__], 2, "a TOML file is wanted here, such as train.toml"),
         (["run", "list", "nowhere"], 2, "no such directory"),
     ],
@@ -249,4 +249,4 @@ def test_a_reader_that_leaves_ends_a_listing_well_and_a_change_badly(directory: 
             assert done.stderr == "0\n", command
         else:
             assert done.stderr.endswith(f"{code}\n"), command
-            assert "the output was closed" in done.stderr
+            assert "output was closed" in done.stderr

@@ -128,7 +128,7 @@ def test_a_discount_of_none_is_refused_by_name() -> None:
         ({"turn_credit": "to_go"}, "credits each turn with the discounted rewards"),
         ({"release": "late"}, "only a baseline that leaves out the member itself"),
         ({"release": "episode"}, "only a baseline that leaves out the member itself"),
-        ({"group_size": 1}, "nothing to be compared with"),
+        ({"group_size": 1}, "group_size = 1"),
     ],
 )
 def test_what_breaks_a_promise_is_refused(credit: dict[str, Any], reason: str) -> None:

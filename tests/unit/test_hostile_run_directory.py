@@ -156,7 +156,7 @@ def test_a_journal_is_opened_only_where_it_lies(tmp_path: Path, place: str, act:
         RunReader(mine).close()
         TurnReader(mine / "journal").read("turns-w0.db", "e0", 0)
 
-    with pytest.raises(JournalError, match=f"{place}: a symbolic link, which may lead to another run's journal"):
+    with pytest.raises(JournalError, match=f"{place}: this is a symbolic link, which may lead to another run's journal"):
         asyncio.run(write()) if act == "write" else read()
     assert {path: path.read_bytes() for path in before} == before
 
@@ -303,5 +303,5 @@ def test_a_sink_that_cannot_start_is_a_mistake_of_the_configuration(
 ) -> None:
     (tmp_path / "wandb.py").write_text("def init(**options):\n    raise RuntimeError('api_key not configured')\n")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ConfigError, match=r"sinks: wandb cannot start .*api_key not configured.*leave it out"):
+    with pytest.raises(ConfigError, match=r"sinks: wandb cannot start .*api_key not configured.*remove it"):
         open_sinks(["wandb"], tmp_path, {"name": "run"})
