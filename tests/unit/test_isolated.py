@@ -113,7 +113,7 @@ def test_the_end_of_its_process_is_an_error_of_the_call(how: str, told: str) -> 
         process: int = await game.process()
         with pytest.raises(IsolatedError, match=told):
             await game.end(how)
-        with pytest.raises(IsolatedError, match="the process of Game is gone"):
+        with pytest.raises(IsolatedError, match="the process of Game has ended"):
             await game.add(1)
         return process
 
@@ -145,7 +145,7 @@ def test_a_factory_that_raises_says_so_once_and_then_again() -> None:
     async def play(game: Any) -> None:
         with pytest.raises(IsolatedError, match="below zero"):
             await game.add(1)
-        with pytest.raises(IsolatedError, match="is gone: Game raised ValueError: below zero"):
+        with pytest.raises(IsolatedError, match="has ended: Game raised ValueError: below zero"):
             await game.add(1)
 
     ask(isolated(Game, -1), play)

@@ -364,7 +364,7 @@ def test_what_is_taken_is_what_is_held_each_part_once(seed: int) -> None:
 
 @pytest.mark.parametrize("rate", [0.0, -1.0, math.nan])
 def test_an_engine_that_computes_nothing_is_refused(rate: float) -> None:
-    with pytest.raises(EngineError, match="computes"):
+    with pytest.raises(EngineError, match="prefill_rate"):
         replace(ScriptedEngine([[1]], versions={}).capabilities, prefill_rate=rate)
 
 

@@ -72,7 +72,7 @@ def test_a_listener_that_does_not_know_the_token_is_left() -> None:
 
 @pytest.mark.parametrize("text", ["", "tcp://127.0.0.1:80", "tcp://secret@host", "/run/clients"])
 def test_what_is_no_address_is_refused_and_not_quoted(text: str) -> None:
-    with pytest.raises(ValueError, match="not an address") as refused:
+    with pytest.raises(ValueError, match="not the address") as refused:
         Address.parse(text)
     assert "secret" not in str(refused.value)
 
