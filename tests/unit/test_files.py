@@ -148,7 +148,12 @@ def test_a_run_directory_that_was_moved_away_does_not_come_back(tmp_path: Path, 
 
 @pytest.mark.parametrize(
     ("number", "told"),
-    [(errno.ENOSPC, "free space"), (errno.EMFILE, "open files"), (errno.EROFS, "writable"), (errno.EIO, "check the disk")],
+    [
+        (errno.ENOSPC, "free space"),
+        (errno.EMFILE, "open files"),
+        (errno.EROFS, "writable"),
+        (errno.EIO, "check the disk"),
+    ],
 )
 def test_what_to_do_depends_on_what_was_refused(number: int, told: str) -> None:
     assert told in remedy(OSError(number, os.strerror(number)))

@@ -62,5 +62,5 @@ def test_the_order_in_which_episodes_end_changes_no_role_mean() -> None:
 
 def test_means_that_are_none_are_refused() -> None:
     for damaged in ([["p", "game", "x", math.inf, 1.0]], [["p", "game", "x", 1.0, 0.0]], [["p", "game", "x"]]):
-        with pytest.raises(ValueError, match=r"a mean of p|not enough values"):
+        with pytest.raises(ValueError, match=r"the recorded mean of p|not enough values"):
             read_means(damaged)

@@ -38,8 +38,8 @@ ACCEPTED: dict[str, Any] = {
 REFUSED = [
     ("tensor_paralel_size", 2, "did you mean tensor_parallel_size"),
     ("enforce-eagr", True, "did you mean enforce_eager"),
-    ("gpu_memory_utilization", 0.5, "decided by engine.memory_share"),
-    ("max_model_len", 512, "decided by engine.max_context"),
+    ("gpu_memory_utilization", 0.5, "set by engine.memory_share"),
+    ("max_model_len", 512, "set by engine.max_context"),
     ("logprobs_mode", "raw_logprobs", "distribution that was sampled from"),
     ("trust_remote_code", True, "code that comes with a checkpoint"),
     ("load_format", "auto", "unpickle"),
