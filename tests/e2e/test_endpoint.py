@@ -196,7 +196,7 @@ def test_what_cannot_be_evaluated_is_refused_before_anything_is_written(
         unused.bind(("127.0.0.1", 0))
         nowhere = f"http://127.0.0.1:{unused.getsockname()[1]}/v1,large"
         for arguments, told in {
-            ("--model", nowhere): "the endpoint cannot be reached",
+            ("--model", nowhere): "the endpoint is unreachable",
             ("--model", "http://"): "is not the URL",
             ("--model", "https://user:pass@example.com/v1"): "use api_key_env",
             ("--model", "http://example.com/v1,m", "--api-key-env", "A"): "Use https",
