@@ -1,11 +1,12 @@
-"""An external agent that is killed: `python asking_program.py QUESTION`; asks three times, with a date in its first
-message, and appends each reply that it gets to the file `ASKING_LOG`."""
+"""An external agent that is killed: `python asking_program.py QUESTION`; asks three times, with an id of its own in its
+first message, and appends each reply that it gets to the file `ASKING_LOG`."""
 
 import json
 import os
 import sys
 import time
 import urllib.request
+import uuid
 
 
 def ask(messages: list[dict[str, str]]) -> dict[str, str]:
@@ -22,7 +23,7 @@ def ask(messages: list[dict[str, str]]) -> dict[str, str]:
 
 
 def main() -> None:
-    messages = [{"role": "user", "content": f"It is {time.strftime('%Y-%m-%dT%H:%M:%SZ')}. {sys.argv[1]}"}]
+    messages = [{"role": "user", "content": f"Request {uuid.uuid4()}: {sys.argv[1]}"}]
     for turn in range(3):
         messages.append(ask(messages))
         time.sleep(0.02)

@@ -13,7 +13,6 @@ import os
 import sqlite3
 import sys
 import tempfile
-import time
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -46,7 +45,7 @@ PROGRAM = Path(__file__).with_name("asking_program.py")
 
 
 class Asking(agentrl.HarnessEnvironment):
-    """A program that asks thrice, with a date in its first message."""
+    """A program that asks thrice, with an id of its own in its first message."""
 
     seats = ("solver",)
     command = (sys.executable, "-S", str(PROGRAM), "{task.question}")
@@ -64,7 +63,7 @@ class Asking(agentrl.HarnessEnvironment):
 
 
 class Undeclared(Asking):
-    """The same, where the date is not declared to differ by nature."""
+    """The same, where that id is not declared volatile."""
 
     volatile = ()
 
@@ -95,7 +94,7 @@ def figures(quick: bool) -> dict[str, float | None]:
         os.environ["ASKING_LOG"] = str(Path(scratch, "checked.jsonl"))
         told = [*check_environment(Undeclared).findings, asyncio.run(_killed_once(Path(scratch)))]
     for said in told:
-        print(f"of an undeclared date: {said}", flush=True)
+        print(f"of an undeclared id: {said}", flush=True)
     faults = {*tally.verdict.lost, *tally.verdict.twice, *tally.verdict.ledger_errors, *tally.violations}
     for fault in sorted({*faults, *tally.unexplained, *dropped}):
         print(fault, flush=True)
@@ -110,7 +109,7 @@ def figures(quick: bool) -> dict[str, float | None]:
         "divergence_named": float(
             len(told) == 2
             and all(
-                "turn 0 of seat 'solver'" in said and said.partition("content: ")[2].count(time.strftime("%Y-%m-")) == 2
+                "turn 0 of seat 'solver'" in said and said.partition("content: ")[2].count("Request ") == 2
                 for said in told
             )
         ),
@@ -118,9 +117,9 @@ def figures(quick: bool) -> dict[str, float | None]:
 
 
 async def _killed_once(directory: Path) -> str:
-    """Return the detail committed with an episode of `Undeclared` that is killed at its end, after one second."""
+    """Return the detail committed with an episode of `Undeclared` that is killed at its end."""
     mark = directory / "killed"
-    script = f'"$0" -S "$1" "$2"; [ -e {mark} ] || {{ : > {mark}; sleep 1.1; kill -9 $$; }}'
+    script = f'"$0" -S "$1" "$2"; [ -e {mark} ] || {{ : > {mark}; kill -9 $$; }}'
     command = ("sh", "-c", script, sys.executable, str(PROGRAM), "{task.question}")
     environment = type("KilledOnce", (Undeclared,), {"command": command, "__module__": __name__})
     engine = ScriptedEngine(

@@ -68,10 +68,10 @@ def _ratio(name: str, plans: list[Plan]) -> float:
     for label, found in (("with places", with_places), ("without", without)):
         print(
             f"  {name}, {label}: {fmean(one.tokens_per_s for one in found):.0f} tokens/s "
-            f"({', '.join(f'{one.tokens_per_s:.0f}' for one in found)}), "
-            f"steps an hour {fmean(one.steps_per_hour['policy'] for one in found):.2f}, "
-            f"slots busy {fmean(one.slots_busy for one in found):.2f}, "
-            f"trained length / true {fmean(one.length_ratio for one in found):.3f}",
+            f"({', '.join(f'{one.tokens_per_s:.0f}' for one in found)}), steps an hour "
+            f"{fmean(one.steps_per_hour['policy'] for one in found):.2f}, slots busy "
+            f"{fmean(one.slots_busy for one in found):.2f}, trained length / true "
+            f"{fmean(one.length_ratio for one in found):.3f}",
             flush=True,
         )
     return fmean(one.tokens_per_s for one in with_places) / fmean(one.tokens_per_s for one in without)

@@ -172,8 +172,7 @@ def evaluate(
         why = next((each.detail for each in episodes if each.id == dropped[0].episode_id), "")
         raise CheckFailedError(
             f"dropped: {len(dropped)} of {plural(len(headers), 'episode')}, so a score over the others would be "
-            f"biased. "
-            f"{dropped[0].episode_id} was dropped because of {dropped[0].drop_reason}: {why}"
+            f"biased. {dropped[0].episode_id} was dropped because of {dropped[0].drop_reason}: {why}"
         )
     if journal is not None:
         with contextlib.closing(MetricsFile(kept / "metrics.jsonl")) as file:

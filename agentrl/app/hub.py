@@ -110,7 +110,7 @@ def _snapshot(key: str, path: str, *, download: bool) -> Path:
     except RepositoryNotFoundError as error:
         raise ModelError(
             f"{key}: there is no directory {name} here, and no such model on the hub: check the name, or log in if the "
-            f"model is private (hf auth login)"
+            "model is private (hf auth login)"
         ) from error
     except LocalEntryNotFoundError as error:
         raise ModelError(

@@ -145,15 +145,14 @@ async def _engine_of_base(
     """Make the engine of a base model by its number, on the GPUs of the whole run's plan."""
     if config.engine.kind == "vllm":
         check_vllm(config)
+    program = _engine_program(config, base)
     if not config.engine_in_process:
-        return await _in_child_processes(config, number, _engine_program(config, base), versions, tell, log)
+        return await _in_child_processes(config, number, program, versions, tell, log)
     from agentrl.engines.embedded.engine import EmbeddedEngine
 
     plan = device_plan(config)
     device = f"cuda:{plan.engines[number][0]}" if plan.engines else None
-    return await asyncio.to_thread(
-        EmbeddedEngine.load, versions=versions, device=device, **_engine_arguments(base), threads=config.threads
-    )
+    return await asyncio.to_thread(EmbeddedEngine.load, versions=versions, device=device, **program.arguments)
 
 
 def _engine_program(config: RunConfig, base: RunConfig) -> EngineProgram:
@@ -232,7 +231,7 @@ def connect_trainer(config: RunConfig, engine: Engine, trainer: Trainer) -> None
     """Let the run's engines receive full weights from its trainer, each over the transport of the device plan."""
     if config.on_cluster or not isinstance(trainer, SendsWeights):
         return  # engines on other machines receive a version's files over the network
-    plan, number, section = device_plan(config), 0, config.engine
+    plan, number, section, silence_s = device_plan(config), 0, config.engine, _silence_s(config)
     for fleet in engines_of(engine):
         for each in fleet.engines if isinstance(fleet, ReplicatedEngine) else [fleet]:
             if isinstance(each, ProcessEngine):
@@ -240,7 +239,7 @@ def connect_trainer(config: RunConfig, engine: Engine, trainer: Trainer) -> None
                     address="",
                     transfer=plan.transfer_to(number),
                     processes=section.devices,
-                    silence_s=_silence_s(config),
+                    silence_s=silence_s,
                 )
                 each.deliver = _delivery(trainer, recipient)
             number += 1
@@ -424,12 +423,12 @@ def _growing_fleet(
     from agentrl.cluster.engine_actors import RayPlacement
 
     program, devices, address = _engine_program(config, base), config.engine.devices, config.ray_address
+    silence_s = _silence_s(config)
     own = {name: version for name, version in versions.items() if name in base.policies}
 
     def start(node: Node) -> None:
         held = [Gpu(str(at), "", Memory(0, 0), node.id) for at in range(devices if node.gpus else 0)]
         placement = RayPlacement(lambda _: (node, held), address=address)
-        silence_s = _silence_s(config)
         fleet.add(ProcessEngine(program, own, placement=placement, silence_s=silence_s, tell=tell))
 
     def most(node: Node) -> int:
@@ -499,8 +498,8 @@ def check_vllm(config: RunConfig) -> None:
         numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
         if numbers < VLLM_FLOOR:
             raise ConfigError(
-                f"[engine.vllm] is set, and {name} {version} is older than {'.'.join(map(str, VLLM_FLOOR))}, which has "
-                f"known vulnerabilities in serving adapters: {install}"
+                f"[engine.vllm] is set, and {name} {version} is older than {'.'.join(map(str, VLLM_FLOOR))}: it may "
+                f"serve a request with another adapter than the requested one: {install}"
             )
     check_arguments(config.engine.vllm or {}, on_gpu=bool(gpus()))
 

@@ -97,7 +97,7 @@ def demands_of(config: RunConfig, environment: type[Environment]) -> Sequence[De
             raise ConfigError(
                 f"the environments of a mixture must produce the same number of units per group, but {first.__name__} "
                 f"produces {demands[0].units} and {root.__name__} {own[0].units}. Bind their seats to the same "
-                f"policies; an environment that spawns child episodes can only be mixed with others that spawn as many"
+                "policies; an environment that spawns child episodes can only be mixed with others that spawn as many"
             )
     _check_held(config, environment, held, seats)
     for name, policy in trained.items():
@@ -133,7 +133,7 @@ def split_groups(config: RunConfig, demands: Sequence[Demand]) -> Iterator[str]:
             fitting = max(round(policy.step_size / units), 1) * units
             yield (
                 f"policies.{name}.step_size = {policy.step_size} is not a multiple of the {plural(units, 'unit')} that "
-                f"a group produces, so steps end inside groups: the rest of a group is trained one step later, with "
+                "a group produces, so steps end inside groups: the rest of a group is trained one step later, with "
                 f"the same advantages. Set step_size = {fitting} for whole groups"
             )
 
@@ -145,9 +145,8 @@ def _check_fill(size: int, name: str, policy: PolicyConfig, brought: Sequence[in
     if most > bound:
         raise ConfigError(
             f"credit.group_size = {size}: a group produces {plural(most, 'unit')} of {name}, more than may be in "
-            f"flight: "
-            f"(1 + max_staleness) × step_size = {bound}; raise policies.{name}.step_size to {most} or more, or lower "
-            "credit.group_size or the fan-out"
+            f"flight: (1 + max_staleness) × step_size = {bound}; raise policies.{name}.step_size to {most} or more, or "
+            "lower credit.group_size or the fan-out"
         )
     if policy.max_staleness == 0 and whole == most and policy.step_size % most:
         full = policy.step_size - policy.step_size % most
@@ -164,12 +163,12 @@ def _check_held(config: RunConfig, environment: type[Environment], held: Collect
         if name not in held:
             raise ConfigError(
                 f"policies.{name} holds no seat of {environment.__name__} ({', '.join(seats)}): bind it in [seats], "
-                f"declare in fan_out the child environment that seats it, or remove the policy"
+                "declare in fan_out the child environment that seats it, or remove the policy"
             )
     if not config.trained:
         raise ConfigError(
             f"no seat of {environment.__name__} is held by a trained policy, so nothing would be learned: bind a "
-            f"policy with kind = 'trained' to one"
+            "policy with kind = 'trained' to one"
         )
 
 
@@ -272,7 +271,7 @@ def check_references(config: RunConfig) -> None:
             raise ConfigError(
                 f"policies.{name}.reference: {policy.reference} has another tokenizer than {config.base_of(name)} "
                 f"(token {different!r} is {theirs.get(different, 'missing')} there and {own.get(different, 'missing')} "
-                f"here), and a reference scores the policy's own tokens: choose a reference of the same model family"
+                "here), and a reference scores the policy's own tokens: choose a reference of the same model family"
             )
 
 
@@ -374,8 +373,7 @@ def check_same_bases(config: RunConfig, before: object) -> None:
         if base.digest and known.get(base.path, "") not in ("", base.digest):
             raise ConfigError(
                 f"{base.path} contains a different model than when the run began, and the versions and recorded tokens "
-                f"of "
-                f"{', '.join(base.policies)} belong to the original. Put it back, or start a new run with --name"
+                f"of {', '.join(base.policies)} belong to the original. Put it back, or start a new run with --name"
             )
 
 
@@ -399,8 +397,7 @@ def weights_in(policy: str, directory: str | Path) -> WeightsRef:
     names = " nor ".join(WEIGHT_FILES[kind][0] for kind in kinds)
     raise InputError(
         f"{directory}: contains no weights (neither {names}); give a run's policies/NAME. Another base model is given "
-        f"by "
-        "model.path, or policies.NAME.model"
+        "by model.path, or policies.NAME.model"
     )
 
 
@@ -432,9 +429,8 @@ def check_base(weights: WeightsRef, base: Path) -> None:
     if not _is_same_model(Path(said), base):
         raise InputError(
             f"policies.{weights.version.policy}.path: {weights.path} is an adapter of a different base model, {said}, "
-            f"and "
-            f"the policy's base model is {base}; give an adapter of that base, or correct base_model_name_or_path in "
-            f"its adapter_config.json if the model was only moved"
+            f"and the policy's base model is {base}; give an adapter of that base, or correct base_model_name_or_path "
+            "in its adapter_config.json if the model was only moved"
         )
 
 

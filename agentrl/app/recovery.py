@@ -208,8 +208,8 @@ class Recovery:
                 if journal.published(self.manifest.versions[name]) is None:
                     raise StorageError(
                         f"checkpoint {self.manifest.directory} contains {self.manifest.versions[name]}, which the "
-                        f"run's journal does not record: the checkpoint or the journal was altered or belongs to "
-                        f"another run; restore the original"
+                        "run's journal does not record: the checkpoint or the journal was altered or belongs to "
+                        "another run; restore the original"
                     )
                 step = self.manifest.versions[name].step
             first[name] = PolicyVersion(name, lineage if name in config.trained else 0, step)
@@ -369,8 +369,8 @@ def check_not_pruned(log: RunLog, ready: Sequence[tuple[EpisodeSpec, EpisodeHead
     if gone:
         raise StorageError(
             f"{plural(len(gone), 'episode')} ({', '.join(gone[:3])}{' …' if len(gone) > 3 else ''}) would be trained "
-            f"again from this checkpoint, but their tokens were pruned after a newer one, which is missing: restore "
-            f"what was removed from checkpoints/, or start a new run"
+            "again from this checkpoint, but their tokens were pruned after a newer one, which is missing: restore "
+            "what was removed from checkpoints/, or start a new run"
         )
 
 
@@ -531,7 +531,7 @@ def functions_of(config: RunConfig) -> UserFunctions:
     if asked and estimator.mark.over == "step":
         raise ConfigError(
             f"{asked[0]}, and credit.advantage = {advantage.name!r} compares the agents of a step, so the two cannot "
-            f"be combined: remove the first, or choose an advantage over the group"
+            "be combined: remove the first, or choose an advantage over the group"
         )
     return UserFunctions(codes, estimator)
 
@@ -576,7 +576,7 @@ async def serve_older(
             if weights is None:
                 raise StorageError(
                     f"episodes to resume are pinned to version {version}, which was never published; the journal is "
-                    f"damaged"
+                    "damaged"
                 )
             await served.pin(BATCHES, weights)
     return {

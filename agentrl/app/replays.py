@@ -4,9 +4,9 @@ A replay reports whether the program still does what its journal says, and if no
 rescore recomputes the rewards, by the same or another program, over the same conversation; children first, because
 rewards of parents may depend on theirs.
 
-Of optimizer steps: `rebuild_step` follows the step's record and its episodes to the rows that the trainer consumed,
-with the trainer's own code, and compares them bit for bit by digest; it needs no torch. `compute_step` lets the trainer
-compute loss and gradient norm from them, if the weights that the step started from are still on disk.
+`rebuild_step` builds the rows of a recorded optimizer step again from its episodes, with the trainer's own code, and
+compares them bit for bit with those that were trained, by digest; it needs no torch. `compute_step` has the trainer
+compute their loss and gradient norm, if the weights that the step started from are still on disk.
 """
 
 from __future__ import annotations

@@ -200,7 +200,7 @@ def _fault(broken: BaseException, record: ProcessRecord, directory: Path, runnin
         msgspec.structs.replace(record, state="failed", fault=what, has_killer=True).write(directory)
     return EnvironmentFaultError(
         f"{what} while these episodes ran: {running}. Start again with --resume: episodes are then run in worker "
-        f"processes, and one that does it again is dropped and named"
+        "processes, and one that does it again is dropped and named"
     )
 
 
@@ -360,7 +360,7 @@ def _new_record(setup: RunSetup) -> ProcessRecord:
         where = "" if last.workers == 1 else ", in worker processes"
         setup.observer.warn(
             f"the previous process {ended}. It was running {_named(running)}{where}; they continue from where they "
-            f"stopped"
+            "stopped"
         )
     if is_suspicious and configured == 1:
         why = (
@@ -370,7 +370,7 @@ def _new_record(setup: RunSetup) -> ProcessRecord:
         )
         what = (
             f"episodes are run in {record.workers} worker processes, where one that kills its process is identified "
-            f"and dropped as worker_lost, and the others survive"
+            "and dropped as worker_lost, and the others survive"
             if can_be_apart
             else "worker processes would identify it, but they cannot use the chat format that this run was given"
         )

@@ -297,7 +297,7 @@ def _read(path: Path, environment: type[Environment]) -> list[Demonstration]:
                     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
                         raise InputError(
                             f"{path}:{number}: not a conversation ({type(error).__name__}: {str(error)[:200]}); a line "
-                            f"is "
+                            "is "
                             '{"messages": [{"role": "user", "content": …}, {"role": "assistant", "content": …}, …]}'
                         ) from None
     except (OSError, UnicodeDecodeError) as error:
@@ -399,7 +399,7 @@ class _Builder:
         if self.sizes.context > MAX_CONTEXT:
             raise InputError(
                 f"a demonstration has {self.sizes.context} tokens, too long for a tiny model (at most {MAX_CONTEXT}): "
-                f"use a real model, `agentrl train … --model DIR`"
+                "use a real model, `agentrl train … --model DIR`"
             )
         pad, stop = chat.encode("<|pad|>")[0], chat.stop_token_ids[0]
         model = tiny_model.random_model(

@@ -310,7 +310,7 @@ def _check_name(name: str) -> None:
     if not _NAME.fullmatch(name) or name.endswith("_"):
         raise InputError(
             f"{name!r} is not a valid package name; use lower-case letters, digits and underscores, starting with a "
-            f"letter, such as word_game"
+            "letter, such as word_game"
         )
     if keyword.iskeyword(name) or keyword.issoftkeyword(name):
         raise InputError(f"{name!r} is a reserved word in Python; choose another name, such as {name}_game")

@@ -328,7 +328,7 @@ def run_prune(reader: RunReader, options: argparse.Namespace) -> Answer:
     if not rule.sealed:
         raise InputError(
             f"{reader.path}: there is no checkpoint to resume from, so every episode may still be needed, and nothing "
-            f"can be pruned"
+            "can be pruned"
         )
     if options.dry_run:
         given_up = prune(reader.journal, reader.log, rule, None)

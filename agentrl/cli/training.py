@@ -39,7 +39,7 @@ def train(options: argparse.Namespace) -> int:
     if _is_address(options.model):
         raise InputError(
             f"--model {options.model}: a policy behind an endpoint cannot be trained, only evaluated; give the "
-            f"directory of a model"
+            "directory of a model"
         )
     config = _config(options)
     if options.dry_run:

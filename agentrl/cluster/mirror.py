@@ -271,7 +271,7 @@ class Mirror:
             return [*left, *(f"journal/{name}" for name in rows)]
         raise StorageError(
             f"{self._run}: {TRIES} attempts to read a consistent state failed, because versions or checkpoints were "
-            f"replaced while they were read; the copy's last complete state is intact"
+            "replaced while they were read; the copy's last complete state is intact"
         )
 
     def _partitions(self) -> list[str]:

@@ -90,7 +90,7 @@ def refuse_patches() -> None:
             if not part.startswith("__") and is_replaced(ours, vars(live).get(part)):
                 raise ConfigError(
                     f"{name}.{part} was replaced in this process, and ranks in Ray actors use the installed one. "
-                    f"Remove the replacement, or train in this process: trainer.ranks = 1, no cluster.address"
+                    "Remove the replacement, or train in this process: trainer.ranks = 1, no cluster.address"
                 )
 
 
@@ -508,7 +508,7 @@ class RayTrainerPool:
             ) from error
         raise TrainerError(
             f"trainer rank {self._named(rank)} failed in {method}: {error}. {stopped}; start the run again with "
-            f"--resume to continue from its newest checkpoint"
+            "--resume to continue from its newest checkpoint"
         ) from error
 
 

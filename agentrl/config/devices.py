@@ -162,7 +162,7 @@ def plan_devices(config: RunConfig, gpus: Sequence[Gpu], *, ranks: bool = True, 
             raise ConfigError(
                 f"engine.memory_share = {config.engine.memory_share} leaves {plan.share_of_rank(rank):.0%} of GPU "
                 f"{gpus[held[rank]].id} to trainer rank {rank}, which shares that GPU: lower engine.memory_share, or "
-                f"remove it"
+                "remove it"
             )
     return plan
 
@@ -246,7 +246,7 @@ def plan_nodes(config: RunConfig, nodes: Sequence[Node]) -> NodePlan:
         if first is None or first.node != nodes[0].id:
             raise ConfigError(
                 f"trainer rank 0 writes the run's files, so it runs on the run's host, {nodes[0].address}, which has "
-                f"no free GPU for it: start the run on a node that has one"
+                "no free GPU for it: start the run on a node that has one"
             )
     placed = [devices.gpu_of_rank(rank) for rank in range(ranks)]
     hosts = [devices.gpus_of_engine(replica) for replica in range(engines)]

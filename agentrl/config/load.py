@@ -540,7 +540,7 @@ def recorded_config(config: Mapping[str, Any]) -> RunConfig:
         where = ".".join(map(str, first["loc"]))
         raise JournalError(
             f"the configuration in the run's journal cannot be used ({where}: {first['msg']}); it was altered, or was "
-            f"written by another version of agentrl"
+            "written by another version of agentrl"
         ) from error
 
 

@@ -97,8 +97,8 @@ def _section(section: type[BaseModel], path: str) -> str:
     if len(tags := get_args(section.model_fields["kind"].annotation) if "kind" in section.model_fields else ()) == 1:
         title += f" with kind = {tags[0]}"
     rows = [
-        f"| `{name}` | {_type(field)} | {_default(field)} | {_unit(field)} | {_rule(field)} "
-        f"| {_flat(field.description or '')} |"
+        f"| `{name}` | {_type(field)} | {_default(field)} | {_unit(field)} | {_rule(field)} | "
+        f"{_flat(field.description or '')} |"
         for name, field in section.model_fields.items()
         if not sections_in(field.annotation)[0]
     ]

@@ -170,7 +170,7 @@ class RemotePolicy(_Sampled, ExternalPolicyConfig):
         if self.api_key_env and parts.scheme == "http" and not _is_loopback(parts.hostname or ""):
             raise ValueError(
                 f"api_key_env = {self.api_key_env!r} with {self.url}: the key would be sent unencrypted. Use https, or "
-                f"a tunnel to this machine; or remove api_key_env if the endpoint needs no key"
+                "a tunnel to this machine; or remove api_key_env if the endpoint needs no key"
             )
         return self
 

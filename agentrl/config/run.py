@@ -321,7 +321,7 @@ def _check_model(config: RunConfig) -> None:
         if named.setdefault(base_name(base), base) != base:
             raise ValueError(
                 f"{named[base_name(base)]} and {base} are two base models with the same name, {base_name(base)}, and "
-                f"reports identify them by name: rename one of the directories"
+                "reports identify them by name: rename one of the directories"
             )
 
 
@@ -368,7 +368,7 @@ def _check_reward_weights(weights: Mapping[str, float]) -> None:
     if weights and total <= 0:
         raise ValueError(
             f"credit.reward_weights: {told}: they sum to {total:g}, so raising every reward would earn nothing, or "
-            f"less. Express a penalty as a negative reward with a positive weight"
+            "less. Express a penalty as a negative reward with a positive weight"
         )
 
 
@@ -390,8 +390,7 @@ def _check_credit(config: RunConfig) -> None:
     if credit.dynamic_sampling and advantage in ALONE:
         raise ValueError(
             "credit.release = 'dynamic_sampling' drops groups whose rewards are all equal: set an advantage that "
-            "compares "
-            "within the group, such as 'leave_one_out', or release = 'group'"
+            "compares within the group, such as 'leave_one_out', or release = 'group'"
         )
     if credit.dynamic_sampling and config.trainer.loss.name == "distillation":
         raise ValueError(
@@ -401,7 +400,7 @@ def _check_credit(config: RunConfig) -> None:
     if credit.group_size == 1 and advantage in ADVANTAGES and advantage not in ALONE:
         raise ValueError(
             f"credit.group_size = 1 with credit.advantage = {advantage!r}: an episode without others to compare it "
-            f"with teaches nothing. Set group_size = 2 or more, or advantage = 'role_mean' or 'none'"
+            "with teaches nothing. Set group_size = 2 or more, or advantage = 'role_mean' or 'none'"
         )
 
 
@@ -412,7 +411,7 @@ def _check_release(config: RunConfig) -> None:
     for what, reason in _not_with_release(config):
         raise ValueError(
             f"credit.release = {config.credit.release!r} cannot be combined with {what}: {reason}, or credit.release = "
-            f"'group'"
+            "'group'"
         )
 
 
@@ -496,7 +495,7 @@ def _check_freeze(config: RunConfig) -> None:
         if frozen == named:
             raise ValueError(
                 f"freeze[{number}]: `freeze` names no other policy, so no steps could end this phase; add a phase for "
-                f"the policy that should learn in the meantime, or set kind = 'frozen' to freeze this one for good"
+                "the policy that should learn in the meantime, or set kind = 'frozen' to freeze this one for good"
             )
     for name in sorted(named):
         if all(name in frozen for frozen in phases):
@@ -530,7 +529,7 @@ def _check_full_weights(config: RunConfig) -> None:
         if config.deterministic and policy.lora is None and policy.max_staleness:
             raise ValueError(
                 f"deterministic = true with full weights needs policies.{name}.max_staleness = 0, because an engine "
-                f"holds one version of them, and each batch is sampled by one version. Set that, or "
+                "holds one version of them, and each batch is sampled by one version. Set that, or "
                 f"policies.{name}.lora"
             )
 
@@ -586,6 +585,6 @@ def _check_vllm(config: RunConfig) -> None:
             )
     if full and config.evaluation.every:
         raise ValueError(
-            f"evaluation.every keeps a version while newer ones serve, but vLLM holds one version of full weights: set "
+            "evaluation.every keeps a version while newer ones serve, but vLLM holds one version of full weights: set "
             f"evaluation.every = 0, or policies.{full[0]}.lora"
         )

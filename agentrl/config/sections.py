@@ -54,7 +54,7 @@ class EnvironmentConfig(Section):
         if selection.get("low", 0.0) > selection.get("high", 1.0):
             raise ValueError(
                 f"low = {selection['low']} is above high = {selection['high']}, so no task would be replayed: raise "
-                f"high, or lower low"
+                "high, or lower low"
             )
         return selection
 

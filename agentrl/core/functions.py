@@ -206,7 +206,7 @@ def describe(function: object, kind: Kind, *, key: str) -> FunctionCode:
     if function.__closure__ or not name.isidentifier():
         raise ConfigError(
             f"{key}: {name} is a closure, a lambda or a method, and its code alone does not determine what it "
-            f"computes: define it at the top level of a file, and pass its parameters as options"
+            "computes: define it at the top level of a file, and pass its parameters as options"
         )
     text = _text_of(function, name)
     file = str(Path(inspect.getsourcefile(function) or "").resolve())
@@ -312,8 +312,8 @@ class _Slice:
                     if not _is_installed(module):
                         raise ConfigError(
                             f"{self.location} imports {module}, which is not an installed package, so its code would "
-                            f"be neither recorded nor shipped: put what the function needs into its own file, or "
-                            f"install the package and give `module:function`"
+                            "be neither recorded nor shipped: put what the function needs into its own file, or "
+                            "install the package and give `module:function`"
                         )
 
 
@@ -386,7 +386,7 @@ def _check_live(part: _Slice, live: dict[str, Any], key: str) -> None:
         if is_replaced(defined.get(name), live.get(name)):
             raise ConfigError(
                 f"{key}: {name} differs from what {part.location} defines: it was replaced in this process, or the "
-                f"file was edited after the import. The file is what is recorded and shipped: make the change there"
+                "file was edited after the import. The file is what is recorded and shipped: make the change there"
             )
 
 

@@ -71,7 +71,7 @@ def gpus() -> tuple[Gpu, ...]:
     except subprocess.TimeoutExpired:
         raise InputError(
             f"{tool} did not answer within {_DRIVER_S} s, so the GPUs of this machine are unknown; repair the NVIDIA "
-            f"driver"
+            "driver"
         ) from None
     if answer.returncode:
         said = (answer.stdout + answer.stderr).strip().splitlines()

@@ -95,7 +95,7 @@ def model_dtype(path: str | Path, setting: str, device: torch.device) -> torch.d
     if lacking:
         raise ModelError(
             f"{path}: model.dtype = {setting!r} means {dtype_name(dtype)}, which {device} does not support; set "
-            f"model.dtype = 'float32'"
+            "model.dtype = 'float32'"
         )
     return dtype
 
@@ -352,9 +352,9 @@ def check_key_selection(config: PretrainedConfig, max_context: int, path: str | 
         if name.startswith(_SELECTED_KEYS) and type(value) is int and value < max_context:
             raise ModelError(
                 f"{path}: {config.model_type} attends only to keys that an indexer selects ({name} = {value}). How it "
-                f"breaks ties depends on the batch, so rows cannot be trained with the probabilities they were sampled "
-                f"with; set engine.max_context to at most {value}, where all "
-                "keys are attended to, or train another model"
+                "breaks ties depends on the batch, so rows cannot be trained with the probabilities they were sampled "
+                f"with; set engine.max_context to at most {value}, where all keys are attended to, or train another "
+                "model"
             )
 
 
@@ -388,7 +388,7 @@ def _check_sizes(path: Path) -> None:
             if words.search(name) and isinstance(value, int) and value > most:
                 raise ModelError(
                     f"{path}: config.json says {name} = {str(value)[:30]}, but no model has more than {most:,}: the "
-                    f"file is damaged. Copy the directory again"
+                    "file is damaged. Copy the directory again"
                 )
 
 
@@ -428,7 +428,7 @@ def _check_report(path: str | Path, report: Mapping[str, Any]) -> None:
         if names:
             raise ModelError(
                 f"{path}: {len(names)} weights {what} ({first_names(names)}), so the files do not belong to "
-                f"config.json. Copy the directory again, or save it with model.save_pretrained(directory)"
+                "config.json. Copy the directory again, or save it with model.save_pretrained(directory)"
             )
     if unused := report["unexpected_keys"]:
         warnings.warn(

@@ -77,7 +77,7 @@ class RemoteEndpoint:
         if not self._key.isprintable() or not self._key.isascii():
             raise ConfigError(
                 f"policies.{self.policy}.api_key_env: {name} contains characters that are not allowed in an HTTP "
-                f"header; correct it"
+                "header; correct it"
             )
         if len(self._key) >= SHORTEST_KEY:
             coded = base64.b64encode(self._key.encode()).decode().rstrip("=")

@@ -337,7 +337,7 @@ async def _make(load: wire.Load) -> Engine:
     except ImportError as error:
         raise EngineCapabilityError(
             f"this engine needs the package {error.name}, which cannot be imported here ({error}); install the extra "
-            f"of agentrl that provides it, or remove engine.vllm"
+            "of agentrl that provides it, or remove engine.vllm"
         ) from error
     for name in names.split("."):
         factory = getattr(factory, name)

@@ -306,9 +306,8 @@ class WeightLink:
         except TimeoutError as error:
             what, silence_s = message.method if isinstance(message, Ask) else "offer", self._recipient.silence_s
             raise TrainerError(
-                f"the engine at {self._recipient.address} has not answered {what!r} for {silence_s:g} s, "
-                f"so nothing more is sent to it; when it answers again, it loads the "
-                f"published file"
+                f"the engine at {self._recipient.address} has not answered {what!r} for {silence_s:g} s, so nothing "
+                "more is sent to it; when it answers again, it loads the published file"
             ) from error
         except (OSError, msgspec.MsgspecError) as error:
             raise TrainerError(f"the engine closed the connection while weights were sent ({error})") from error

@@ -452,9 +452,9 @@ def check_answer(
     if own > limits.floor and own > _NEARER * nearest:
         raise refusal(
             weights,
-            f"the engine answers its canary check as {name} would: the log-probabilities of {answer.size} "
-            f"next tokens differ by {nearest:.2g} nats on average from those of {name}, and by {own:.2g} from those "
-            f"the trainer computed. The engine serves other weights than those it was given",
+            f"the engine answers its canary check as {name} would: the log-probabilities of {answer.size} next tokens "
+            f"differ by {nearest:.2g} nats on average from those of {name}, and by {own:.2g} from those the trainer "
+            "computed. The engine serves other weights than those it was given",
         )
     if not own <= limits.tolerance:
         raise _too_far(weights, own, limits.tolerance, dtype)
@@ -480,8 +480,8 @@ def _too_far(weights: WeightsRef, difference: float, tolerance: float, dtype: to
         weights,
         f"the engine's log-probabilities of its canary tokens differ by {difference:.2g} nats on average from those "
         f"the trainer computed; with {dtype_name(dtype)} in the engine at most {tolerance:.2g} is allowed. Either the "
-        f"engine has other weights or another model than the trainer, or the two compute so differently that "
-        f"importance ratios mean nothing",
+        "engine has other weights or another model than the trainer, or the two compute so differently that "
+        "importance ratios mean nothing",
     )
 
 

@@ -560,7 +560,7 @@ def children_of(environment: type[Environment]) -> dict[type[Environment], int]:
         if count < 1:
             raise EnvironmentDefinitionError(
                 f"{environment.__qualname__}.fan_out[{name!r}] is {count}; it must be the number of such episodes that "
-                f"one episode starts, 1 or more; remove the entry if there may be none"
+                "one episode starts, 1 or more; remove the entry if there may be none"
             )
         found[child] = count
     return found

@@ -335,8 +335,8 @@ TAXI = TextGame(
     render=_taxi,
     parse=one_of(["south", "north", "east", "west", "pickup", "dropoff"]),
     instructions="You drive the taxi @; it passes : but not |. Fetch the passenger and take them where they want to "
-    "go: 20 points; every step costs 1, a wrong pickup or dropoff 10. "
-    "Answer with south, north, east, west, pickup or dropoff.",
+    "go: 20 points; every step costs 1, a wrong pickup or dropoff 10. Answer with south, north, east, west, pickup or "
+    "dropoff.",
     max_turns=50,
     illegal_reward=-501.0,
 )

@@ -82,7 +82,7 @@ def isolated(
     if found is not factory:
         raise EnvironmentDefinitionError(
             f"isolated({name or factory!r}): give a function or class defined at the top level of a module, and pass "
-            f"what it needs as arguments"
+            "what it needs as arguments"
         )
     module = module_of(factory)
     return lambda: IsolatedObject(module, name, arguments, timeout_s=timeout_s, memory_bytes=memory_bytes)

@@ -110,7 +110,7 @@ def mixture(rates: Mapping[type[Environment], float]) -> type[Mixture]:
         if members.setdefault(member.__name__, member) is not member:
             raise EnvironmentDefinitionError(
                 f"a mixture contains two environments called {member.__name__}: seats and options are looked up by "
-                f"that name, so rename one of the classes"
+                "that name, so rename one of the classes"
             )
         if not (math.isfinite(rate) and rate >= 0):
             raise EnvironmentDefinitionError(f"{member.__name__}: its rate is {rate}; give a number of 0 or more")
@@ -171,5 +171,5 @@ def check_split(environment: type[Environment], split: Split) -> None:
     if split not in environment.splits:
         raise ConfigError(
             f"{environment.__name__} has no split {split!r}; it has {', '.join(environment.splits)} (declare more in "
-            f"the class attribute `splits`)"
+            "the class attribute `splits`)"
         )

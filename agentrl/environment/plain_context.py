@@ -190,7 +190,7 @@ class PlainContext(EpisodeContext):
         """Refuse: child episodes need an orchestrator."""
         raise EnvironmentDefinitionError(
             f"{environment.__name__} cannot be spawned here: child episodes need a run of `agentrl.train` or "
-            f"`agentrl.evaluate`"
+            "`agentrl.evaluate`"
         )
 
     async def remember(self, key: str, structure: str = "") -> Recollection:

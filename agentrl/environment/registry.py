@@ -321,7 +321,7 @@ def as_environment(candidate: object, *, where: str) -> type[Environment]:
             return adapt_trl(candidate)
         raise EnvironmentDefinitionError(
             f"environment {where!r}: {candidate.__qualname__} is not an agentrl.Environment and has no TRL-style "
-            f"reset()"
+            "reset()"
         )
     missing = sorted(getattr(candidate, "__abstractmethods__", ()))
     if missing:

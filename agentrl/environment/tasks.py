@@ -58,7 +58,7 @@ class DrawnTasks:
                 return task
         raise InputError(
             f"training task {index}: all of {MAX_ATTEMPTS:,} draws were held-out tasks; hold out fewer, or draw from "
-            f"more tasks"
+            "more tasks"
         )
 
 

@@ -341,7 +341,7 @@ class ToolEnvironment(Environment):
                 if name in tools:
                     raise EpisodeError(
                         f"MCP server {connection.server.name!r}: another tool is already called {name!r}; select the "
-                        f"server's tools with MCPServer(tools=[…])",
+                        "server's tools with MCPServer(tools=[…])",
                         reason="environment_error",
                     )
                 tools[name] = tool

@@ -193,7 +193,7 @@ def _tool(tool: Mapping[str, Any]) -> ToolSpec:
     function = tool.get("function")
     if tool.get("type", "function") != "function" or not isinstance(function, dict):
         raise RequestRefusedError(
-            f"a tool of type {shown(tool.get('type'))}is not supported; use type 'function'", "invalid", "tools"
+            f"a tool of type {shown(tool.get('type'))} is not supported; use type 'function'", "invalid", "tools"
         )
     parameters = function.get("parameters") or {"type": "object", "properties": {}}
     if not isinstance(parameters, dict):

@@ -37,7 +37,7 @@ class Responses:
             if body.get(name):
                 raise RequestRefusedError(
                     f"{name} is not supported, because nothing is stored between requests; send the whole conversation "
-                    f"in `input`",
+                    "in `input`",
                     "invalid",
                     name,
                 )

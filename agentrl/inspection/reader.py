@@ -117,7 +117,7 @@ def check_types(log: SqliteRunLog) -> None:
         for key, name in found:
             raise JournalError(
                 f"{log.path.name}: `{name}` of {str(key)[:100]!r} in `{table}` has the wrong type; the record was "
-                f"altered or is damaged"
+                "altered or is damaged"
             )
 
 

@@ -102,7 +102,7 @@ def _open(path: Path) -> sqlite3.Connection:
             if attempt or "readonly" in str(error) or "unable to open" in str(error):
                 raise InputError(
                     f"{path}: the search index cannot be created ({error}); copy the run to a directory that you may "
-                    f"write"
+                    "write"
                 ) from error
         path.unlink(missing_ok=True)
     raise InputError(f"{path}: the search index cannot be created; remove the file")

@@ -129,9 +129,8 @@ def row_checksum(table: str, values: Sequence[Any]) -> int:
 
 ADMISSION_COLUMNS = "episode attempt purpose environment task parent group_id spec admitted_at"
 EPISODE_COLUMNS = (
-    "episode attempt purpose environment task parent group_id seats policies oldest_step lineage reward stop_reason"
-    " drop_reason turns tokens seconds partition entries digest metrics detail committed_at"
-    " measured_against"
+    "episode attempt purpose environment task parent group_id seats policies oldest_step lineage reward stop_reason "
+    "drop_reason turns tokens seconds partition entries digest metrics detail committed_at measured_against"
 )
 TRAJECTORY_COLUMNS = (
     "episode attempt seat agent policy reward tokens oldest_step lineage turn_rewards named_rewards turn_states"
@@ -158,8 +157,8 @@ def admission_row(spec: EpisodeSpec, now: float) -> Sequence[Any]:
 def not_data(episode_id: str, task: Task, error: Exception) -> InputError:
     """Make the error of a task that cannot be serialised."""
     return InputError(
-        f"episode {episode_id}: task {task.id!r} cannot be written to the journal ({error}); "
-        "give Task.data JSON values only: strings, numbers, booleans, lists and dictionaries"
+        f"episode {episode_id}: task {task.id!r} cannot be written to the journal ({error}); give Task.data JSON "
+        "values only: strings, numbers, booleans, lists and dictionaries"
     )
 
 
@@ -452,7 +451,7 @@ def verify_tables(connection: sqlite3.Connection, path: Path) -> None:
     for policy, lineage, step in all_rows(connection, path, _STEPS_WITH_HOLES):
         raise JournalError(
             f"{path}: records of units that step {step} of {policy} (lineage {lineage}) trained on are missing, so "
-            f"they would be trained again; restore the file from a copy"
+            "they would be trained again; restore the file from a copy"
         )
 
 
@@ -470,6 +469,6 @@ def _all_hold(connection: sqlite3.Connection, table: str) -> bool:
 def _verify(table: str, row: Sequence[Any], where: str = "") -> None:
     if row_checksum(table, row[:-1]) != row[-1]:
         raise JournalError(
-            f"{where}{str(row[0])[:100]!r}: a record in `{table}` does not match its checksum; "
-            "it was altered or the disk damaged it; restore the file from a copy"
+            f"{where}{str(row[0])[:100]!r}: a record in `{table}` does not match its checksum; it was altered or the "
+            "disk damaged it; restore the file from a copy"
         )

@@ -89,7 +89,10 @@ class Begin(msgspec.Struct, frozen=True, array_like=True, tag="begin"):
 
 
 class RequestEntry(msgspec.Struct, frozen=True, array_like=True):
-    """What an external agent asked for besides messages; an attempt that asks otherwise is told the difference."""
+    """The parts of an external agent's request besides its messages.
+
+    An attempt whose request differs from the recorded one ends the replay and names the difference.
+    """
 
     max_tokens: int
     """Maximum number of tokens in the reply, after the run's own limit."""

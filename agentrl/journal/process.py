@@ -71,8 +71,8 @@ class RunLock:
             holder = os.read(descriptor, 32).decode("ascii", "replace").strip() or "unknown"
             os.close(descriptor)
             raise RunDirectoryError(
-                f"{directory}: process {holder} is writing this run; "
-                "wait for it, stop it, or give the new run another name"
+                f"{directory}: process {holder} is writing this run; wait for it, stop it, or give the new run another "
+                "name"
             ) from error
         try:
             os.ftruncate(descriptor, 0)

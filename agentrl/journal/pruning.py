@@ -283,5 +283,5 @@ def _prune_files(
 def _refused(path: Path, error: sqlite3.Error) -> StorageError:
     return StorageError(
         f"{path}: could not be pruned ({error}). What was committed before is safe. Free space or repair the disk, "
-        f"then start again with --resume"
+        "then start again with --resume"
     )

@@ -269,9 +269,8 @@ def verified_entry(path: Path, row: tuple[str, int, str, bytes, bytes, int]) -> 
     types = (type(episode), type(attempt), type(call), type(asked), type(body))
     if types != (str, int, str, bytes, bytes) or entry_checksum(episode, attempt, call, asked, body) != checksum:
         raise EntriesError(
-            f"{path}: episode {episode!r}, call {call!r}: the entry does not match its checksum; "
-            "it was altered or the disk damaged it; restore the file from a copy. Other episodes can still "
-            "be read"
+            f"{path}: episode {episode!r}, call {call!r}: the entry does not match its checksum; it was altered or the "
+            "disk damaged it; restore the file from a copy. Other episodes can still be read"
         )
     return JournalEntry(episode, attempt, call, asked, body)
 

@@ -192,7 +192,7 @@ class ControlLogReader:
             if not here.resolve().is_relative_to(root.resolve()):
                 raise JournalError(
                     f"{self.path}: the weights of {version} are outside the run, in {here.resolve()}; the record was "
-                    f"altered"
+                    "altered"
                 )
             return WeightsRef(version=version, path=str(here), kind=kind, sha256=sha256)
         return None
@@ -386,7 +386,7 @@ class ControlLogReader:
             if parent_lineage >= lineage:
                 raise JournalError(
                     f"{self.path}: version {version.policy}@{lineage}.{first} has no parent lineage; the versions "
-                    f"table was altered or is damaged"
+                    "table was altered or is damaged"
                 )
             line.append((lineage, parent_step, last))
             lineage, last = parent_lineage, parent_step

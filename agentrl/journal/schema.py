@@ -192,7 +192,7 @@ def _refuse_links(*places: Path) -> None:
         if place.is_symlink():
             raise JournalError(
                 f"{place}: this is a symbolic link, which may lead to another run's journal. Put the directory or file "
-                f"itself there; only the run's directory as a whole may be a link"
+                "itself there; only the run's directory as a whole may be a link"
             )
 
 
@@ -261,7 +261,7 @@ def _check(connection: sqlite3.Connection, path: Path, kind: Kind, run: str | No
     if schema != set(_STATEMENTS[kind]) or values.get("kind") != kind:
         raise JournalError(
             f"{path}: the tables are not those of a {kind} database of format {FORMAT}; the file was altered or is "
-            f"damaged"
+            "damaged"
         )
     if run is not None and values.get("run") != run:
         raise JournalError(

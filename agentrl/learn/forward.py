@@ -753,5 +753,5 @@ def _unknown(name: str, model: PreTrainedModel, seen: str) -> ModelError:
     return ModelError(
         f"engine.capture_routing: the router {name} of {type(model).__name__} does not select its experts by one top-k "
         f"({seen}), so a recorded selection cannot be replayed in training. Set capture_routing = false; importance "
-        f"ratios then include the difference in routing"
+        "ratios then include the difference in routing"
     )

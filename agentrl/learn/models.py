@@ -264,7 +264,7 @@ class PolicyModel:
         if self.has_masters or any(tensor.dtype != torch.float32 for tensor in read.values()):
             raise ModelError(
                 f"{weights.path}: rounded when it was published, so it differs from the trained weights; use the "
-                f"weights of a checkpoint, which are float32"
+                "weights of a checkpoint, which are float32"
             )
         if self._adapter is None:
             state = dict(self.model.state_dict())
@@ -542,7 +542,7 @@ def _targets(key: str, lora: LoraConfig, can: Sequence[str], model: PreTrainedMo
     if not can:
         raise ConfigError(
             f"{key}: {kind} has no linear layers on which an adapter can be trained and served. Remove the section to "
-            f"train all weights"
+            "train all weights"
         )
     wanted = {
         target: [name for name in known if name == target or name.endswith(f".{target}")]

@@ -182,7 +182,7 @@ def load_checkpoint(directory: Path, parameters: Parameters, optimizer: torch.op
             if _shapes(weights) != _shapes(parameters) or (made and _shapes(moments) != _shapes(found)):
                 raise TrainerError(
                     f"the checkpoint in {directory} contains other weights than the configuration trains; resume with "
-                    f"the model and policy sections that the run was started with"
+                    "the model and policy sections that the run was started with"
                 )
             for name, parameter in parameters.items():
                 _read_into(parameter, weights, name)

@@ -352,10 +352,10 @@ def _mismatch(policy: PolicyState, window: Sequence[Values]) -> Iterator[Alarm]:
             policy.name,
             f"engine and trainer disagree by k3 = {total / tokens:.3f} nats per token (at most {largest:.2f}) on "
             f"tokens that exactly the trained weights sampled (healthy: below {MISMATCH_BOUND:g})",
-            "if mismatch/k3 is far lower, engine.refresh = 'token', or 'lazy' with adapters; "
-            "engine.capture_routing = true for a mixture of "
-            "experts; the same dtype and attention on both sides; if kept_mass is 1 with sampling filters, the kept "
-            "sets were lost; otherwise the engine serves other weights than it records: resume from a checkpoint",
+            "if mismatch/k3 is far lower, engine.refresh = 'token', or 'lazy' with adapters; engine.capture_routing = "
+            "true for a mixture of experts; the same dtype and attention on both sides; if kept_mass is 1 with "
+            "sampling filters, the kept sets were lost; otherwise the engine serves other weights than it records: "
+            "resume from a checkpoint",
         )
     elif k3 > K3_BOUND or max(seats.values(), default=0.0) > K3_BOUND:
         name = max(seats, key=lambda seat: seats[seat], default="")
@@ -386,7 +386,7 @@ def _selection_bias(policy: PolicyState) -> Iterator[Alarm]:
             "selection_bias",
             policy.name,
             f"trained units are {', '.join(off)} than all units dispatched with them, so the steps train on a biased "
-            f"part",
+            "part",
             "units unlike the others are dropped or wait too long; `agentrl run ledger` counts drops by reason. End "
             "long episodes with a reward (`truncated_reward`) rather than with episode_timeout_s",
         )
@@ -408,7 +408,7 @@ def _dropped(reasons: Mapping[str, int], others: int) -> Iterator[Alarm]:
             "dropped_by_time",
             "",
             f"{by_time:,} of {ended:,} episodes that ended were dropped because their program hung: if that depends on "
-            f"what a policy says, the gradient is biased",
+            "what a policy says, the gradient is biased",
             ADVICE_ON_DROPS["episode_timeout"],
         )
     for reason, count in sorted(reasons.items(), key=lambda item: -item[1]):

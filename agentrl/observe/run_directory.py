@@ -88,7 +88,7 @@ class RunDirectory:
         except OSError as error:
             raise StorageError(
                 f"cannot create the run directory {path}: {error.strerror or error}; check the free space and the "
-                f"permissions there, or choose another place with --directory=DIR"
+                "permissions there, or choose another place with --directory=DIR"
             ) from error
         return cls(path)
 

@@ -97,7 +97,7 @@ class _LoggingSink(_Named):
             except Exception as error:  # third-party code; usually the user is not logged in, or there is no network
                 raise ConfigError(
                     f"sinks: {module.__name__} cannot start ({type(error).__name__}: {error}); correct that, or remove "
-                    f"it from `sinks`"
+                    "it from `sinks`"
                 ) from error
 
     def close(self) -> None:

@@ -114,7 +114,7 @@ class CheckpointWriter:
         except FileExistsError as error:
             raise StorageError(
                 f"checkpoint {target}: something with this name exists already and is not overwritten; move it away "
-                f"and resume the run"
+                "and resume the run"
             ) from error
         except OSError as error:
             raise StorageError(

@@ -270,7 +270,7 @@ class TurnSampler:
         if self._kept_version is not None:
             raise EpisodeError(
                 f"the conversation of {self._name} was sampled by {self._kept_version} and must stay on it "
-                f"(engine.refresh = 'episode'), but the engine has lost it and now serves newer weights: its episode "
+                "(engine.refresh = 'episode'), but the engine has lost it and now serves newer weights: its episode "
                 f"starts over ({error})",
                 reason="version_gone",
                 begin_again=True,
@@ -423,7 +423,7 @@ class LiveAgent(TurnSampler, Agent):
         if settings.is_external or settings.sampling.is_filtered or sampled.expert_routing is not None:
             raise EpisodeError(
                 f"{self._name}: a demonstrated reply needs a trained policy without top_k, top_p and min_p, which "
-                f"could exclude some of its tokens, and without engine.capture_routing",
+                "could exclude some of its tokens, and without engine.capture_routing",
                 reason="environment_error",
             )
         chat_format = settings.chat_format
@@ -570,8 +570,7 @@ class LiveAgent(TurnSampler, Agent):
         if not self._turns:
             raise EpisodeError(
                 f"the first prompt of {self.seat!r} has at least {tokens} tokens, but the context is limited to "
-                f"{limit}; "
-                "raise engine.max_context",
+                f"{limit}; raise engine.max_context",
                 reason="prompt_too_long",
             )
         raise LimitReachedError(

@@ -255,7 +255,7 @@ class CallJournal:
         if branch.memoised is not None:
             raise UnstructuredConcurrencyError(
                 f"ctx or an agent of episode {self._episode_id} was used inside {branch.memoised}, which is not run "
-                f"again on re-execution. Use them before or after it"
+                "again on re-execution. Use them before or after it"
             )
         if self._stopped:
             raise asyncio.CancelledError

@@ -456,7 +456,7 @@ class TemplateFormat:
         if self._encode_pieces(self._control.split(rendered)) != self.encode(rendered):
             raise ModelError(
                 f"{self._directory}: the tokenizer does not tokenize the text between two special tokens "
-                f"independently, so messages could not be separated from the template's control tokens"
+                "independently, so messages could not be separated from the template's control tokens"
             )
 
     def _render_text(self, turns: Sequence[tuple[Role, str]], *, prompt: bool = True) -> str:
@@ -520,8 +520,7 @@ class TemplateFormat:
         if self.forks and self.rewritten([SampledTurn(asked, self.encode("two"))], asked, ()) is None:
             raise ModelError(
                 f"{self._directory}: model.history = 'fork': the chat template omits the content of assistant "
-                f"messages; set "
-                "'keep'"
+                "messages; set 'keep'"
             )
 
     def _takes_results_of_calls_only(self) -> bool:

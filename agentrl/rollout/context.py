@@ -557,8 +557,8 @@ def unknown_effect(episode: LiveEpisode, call: Call, what: str) -> EpisodeError:
     """Make the error of a `once` effect that an earlier process began, and whose outcome is unknown."""
     return EpisodeError(
         f"episode {episode.spec.episode_id}, call {call.call_id}: {what} must happen at most once, and the process "
-        f"ended while it was in progress, so whether it happened is unknown. Give `reconcile=` a function that finds "
-        f"out, or make the effect idempotent",
+        "ended while it was in progress, so whether it happened is unknown. Give `reconcile=` a function that finds "
+        "out, or make the effect idempotent",
         reason="unknown_effect",
     )
 
@@ -717,7 +717,7 @@ class LiveResource(Resource):
     def _lost(self, call: Call) -> None:
         raise EpisodeError(
             f"episode {self._episode.spec.episode_id}, call {call.call_id}: {self.name} is pinned and died with its "
-            f"process, so the episode cannot be resumed from its journal",
+            "process, so the episode cannot be resumed from its journal",
             reason="resource_lost",
             begin_again=True,
         )

@@ -149,7 +149,7 @@ class HarnessAgent(LiveAgent):
         """Refuse; see `act`."""
         raise EnvironmentDefinitionError(
             f"the rows of seat {self.seat!r} are determined by its client through ctx.endpoint(); restart() is not "
-            f"available"
+            "available"
         )
 
     def continues(self, request: ChatRequest) -> bool:
@@ -257,7 +257,7 @@ class HarnessAgent(LiveAgent):
             sampler = self._samplers[placed.row.number] = RowSampler(self._episode, self.seat, placed.row.number)
         started = clock.monotonic()
         try:
-            self._note_difference(call, _new(request, placed), _request_entry(request, placed, sampling, whole=True))
+            self._note_difference(call, request, placed, sampling)
             if len(placed.row.tokens) >= self._settings.limits.max_context:
                 self._refuse_context(len(placed.row.tokens))
             with self._episode.time_limit_paused():
@@ -292,11 +292,15 @@ class HarnessAgent(LiveAgent):
         sampled = await sampler.sample(call, placed.context(), one)
         return _said_instead(str(edits[-1]["content"]), sampled, self._settings.chat_format)
 
-    def _note_difference(self, call: Call, messages: Sequence[Message], request: RequestEntry) -> None:
+    def _note_difference(
+        self, call: Call, request: ChatRequest, placed: RowPlacement, sampling: SamplingParams
+    ) -> None:
         """Note how a request that is not recorded differs from the recorded ones; a replay ends there."""
         journal = self._episode.journal
         if not self.difference and (unasked := journal.unasked_turns(self.seat)):
-            self.difference = differing_request(unasked, [message_data(message) for message in messages], request)
+            messages = [message_data(message) for message in _new(request, placed)]
+            asked = _request_entry(request, placed, sampling, with_tools=True)
+            self.difference = differing_request(unasked, messages, asked)
         journal.check_new(call, self.difference)
 
     def _replied(
@@ -399,7 +403,7 @@ class HarnessAgent(LiveAgent):
             has = f"the run uses {shown(honoured[0])}" if honoured else "no run supports it"
             raise RequestRefusedError(
                 f"{name} is {shown(value)}, but {has}: remove it from the request, or add {name!r} to the "
-                f"environment's ignored_fields",
+                "environment's ignored_fields",
                 "invalid",
                 name,
             )
@@ -504,13 +508,13 @@ async def opened_endpoint(
     if is_replay and not recall:
         raise EpisodeError(
             f"episode {spec.episode_id}: its program must not run again (replay_stable = False), so the episode cannot "
-            f"be replayed",
+            "be replayed",
             reason="resource_lost",
         )
     if journal.is_resumed and not is_replay:
         raise EpisodeError(
             f"episode {spec.episode_id}: its external agent died with its process; the episode starts over, with the "
-            f"same replies to the same requests",
+            "same replies to the same requests",
             reason="harness_lost",
             begin_again=True,
         )
@@ -676,10 +680,10 @@ def _new(request: ChatRequest, placed: RowPlacement) -> Sequence[Message]:
 
 
 def _request_entry(
-    request: ChatRequest, placed: RowPlacement, sampling: SamplingParams, *, whole: bool = False
+    request: ChatRequest, placed: RowPlacement, sampling: SamplingParams, *, with_tools: bool = False
 ) -> RequestEntry:
-    """Return what a request asks for besides messages; with its tools if `whole`, or if it begins a row."""
-    tools = tools_text(request.tools) if whole or not placed.before else None
+    """Return what a request asks for besides messages; with its tools if `with_tools`, or if it begins a row."""
+    tools = tools_text(request.tools) if with_tools or not placed.before else None
     return RequestEntry(max_tokens=sampling.max_tokens, stop=tuple(request.stop), tools=tools)
 
 

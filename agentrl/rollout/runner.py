@@ -319,8 +319,7 @@ class EpisodeRunner:
         if journal.code_hash_then != code_hash and policy != "try":
             raise EpisodeError(
                 f"episode {spec.episode_id} was recorded with different code ({journal.code_hash_then}) than there is "
-                f"now "
-                f"({code_hash}), and its on_code_change is {policy!r}",
+                f"now ({code_hash}), and its on_code_change is {policy!r}",
                 reason="code_changed",
                 begin_again=policy == "restart",
             )
@@ -353,7 +352,7 @@ class EpisodeRunner:
             if needs_masks and not services.engine.capabilities.sampling_mask:
                 raise EpisodeError(
                     f"episode {spec.episode_id} was sampled with top_k, top_p or min_p, and the run's engine does not "
-                    f"record which tokens they keep",
+                    "record which tokens they keep",
                     reason="settings_changed",
                     begin_again=True,
                 )

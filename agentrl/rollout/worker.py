@@ -131,8 +131,7 @@ class AsyncioWorker:
             task.cancelled() or task.exception()  # mark as retrieved: the task was abandoned
         elif task.cancelled():
             # When all tasks are cancelled, the event loop ends and would not run a task that is started now. Listing
-            # tasks takes
-            # long if there are many, so `cancel`, which ends thousands, skips the check.
+            # many tasks takes long, so `cancel`, which ends thousands, skips the check.
             if not self._is_cancelling and not all(other.cancelling() for other in asyncio.all_tasks()):
                 spec, on_end = known
                 self._start(spec, on_end, self._resume_stray(spec, on_end))

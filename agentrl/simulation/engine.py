@@ -92,7 +92,7 @@ class EmulatedEngine:
         if kv_tokens is not None and max_context is not None and kv_tokens < max_context:
             raise EngineError(
                 f"a context may have {max_context} tokens, but the KV cache has room for {kv_tokens}, so one episode "
-                f"could exceed it. Lower max_context, or give more memory"
+                "could exceed it. Lower max_context, or give more memory"
             )
         self.capabilities = EngineCapabilities(
             name="emulated",

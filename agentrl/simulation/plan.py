@@ -388,7 +388,7 @@ class Plan(Section):
             raise ValueError(
                 f"{turns:,.0f} turns would have to be simulated until the pipeline is full ({self.filling_steps} "
                 f"steps), but at most {MAX_TURNS:,} can be: lower step_size, max_staleness, fan_out, credit.group_size "
-                f"or turns"
+                "or turns"
             )
         return self
 
@@ -414,8 +414,7 @@ class Plan(Section):
                 raise ValueError(
                     f"environments.{name}: a conversation may have {longest:,.0f} tokens (prompt, tokens.cap, answers "
                     f"of tools), but the KV cache of a replica has room for {room:,}: an episode could never finish. "
-                    f"Lower "
-                    "the caps, or raise engine.gpus or engine.kv_tokens"
+                    "Lower the caps, or raise engine.gpus or engine.kv_tokens"
                 )
         if self.trainer.step_seconds is None and self.engine.model is None:
             raise ValueError("trainer.step_seconds is needed where engine.model is not given")

@@ -191,8 +191,8 @@ def _check_hash_order(found: type[Environment], report: EnvironmentReport) -> No
     if problem:
         report.findings.append(
             f"task {task.id!r}, played in a process with PYTHONHASHSEED={seed}: {problem}. The code depends on the "
-            f"order of a set or on hash(), which differ between processes, so no other process could resume the "
-            f"episode: iterate over sorted(…), or use a list or a dict"
+            "order of a set or on hash(), which differ between processes, so no other process could resume the "
+            "episode: iterate over sorted(…), or use a list or a dict"
         )
 
 

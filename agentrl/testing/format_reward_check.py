@@ -84,7 +84,7 @@ def format_findings(play: Play, tasks: Sequence[Task], random_policy: Script, *,
     return [
         f"breaking the format pays: a policy whose every turn says {text!r} earns {_mean(rewards):.3f} on average, "
         f"well-formed chance {_mean(kept):.3f} ({len(rewards)} and {len(kept)} episodes), so the policy would learn to "
-        f"break it; reward a broken format below every legal end (mind `truncated_reward`, where it runs into a limit)"
+        "break it; reward a broken format below every legal end (mind `truncated_reward`, where it runs into a limit)"
     ]
 
 

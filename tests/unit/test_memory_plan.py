@@ -56,8 +56,10 @@ def test_the_activations_of_the_plan_are_those_of_a_real_step(repository: Path, 
 
 
 def test_the_divergence_from_a_reference_is_planned(repository: Path) -> None:
-    """What a real step allocates when it compares each distribution with the likeliest tokens of a reference, but for
-    a buffer of the size of some logits, which kernels without data do not allocate."""
+    """The plan equals what a step allocates that compares each distribution with a reference's likeliest tokens.
+
+    Kernels that run without data do not allocate one buffer of the size of some logits, so it is not counted.
+    """
     config = configured(repository)
     teacher = ["--trainer.loss.name=distillation", f"--policies.solver.reference={config.model.path}"]
     (planned,) = (

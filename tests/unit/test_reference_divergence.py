@@ -22,7 +22,7 @@ def scores(seed: int, count: int = 3, vocabulary: int = VOCABULARY) -> Tensor:
 
 
 def reference_of(logits: Tensor, targets: Tensor, top: int) -> HeadOutput:
-    """What a reference with these logits returns, in float64."""
+    """Return the output of a reference that has these logits, in float64."""
     log_softmax = logits.log_softmax(1)
     column = log_softmax.gather(1, targets[:, None])[:, 0]
     return HeadOutput(column, column, column, *forward._likeliest(log_softmax, top))
@@ -69,7 +69,7 @@ def test_with_all_tokens_it_does_not_depend_on_the_sampled_one() -> None:
 
 
 def test_more_tokens_mean_less_variance() -> None:
-    """Of the value, over the tokens that may be sampled: none is left once all are counted."""
+    """The value's variance over the sampled token falls as more tokens are counted, to zero when all are."""
     own, theirs = scores(2, count=1), scores(3, count=1)
     log_softmax = own.log_softmax(1).expand(VOCABULARY, -1)
     targets = torch.arange(VOCABULARY)

@@ -69,7 +69,7 @@ class RoutingTap:
         if experts > _MOST_EXPERTS:
             raise EngineCapabilityError(
                 f"engine.capture_routing: {experts} experts are too many: routing is recorded in one byte per expert "
-                f"(at most 256)"
+                "(at most 256)"
             )
         self._recording = False
         self._chosen: list[Tensor] = []

@@ -205,7 +205,7 @@ class EmbeddedEngine(ModelEngine[EmbeddedVersion]):
         if adapter_slots == 0 and (needing := needs_adapters(refresh)):
             raise EngineCapabilityError(
                 f"engine.refresh = {needing!r} needs several adapters at once; set adapter_slots, or refresh = 'token' "
-                f"or 'turn'"
+                "or 'turn'"
             )
         torch.set_num_threads(threads)
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")

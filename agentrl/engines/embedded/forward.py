@@ -432,7 +432,7 @@ def check_rows(model: PreTrainedModel, path: str, *, slots: int) -> None:
     if not (bool((reference == reference[0]).all()) and bool((alone == reference[0]).all())):
         raise EngineCapabilityError(
             f"{path}: on this machine the logits of a row depend on which of the {slots} slots it is in, so a run "
-            f"cannot be repeated bit for bit; try another engine.slots (a multiple of 16), or set deterministic = false"
+            "cannot be repeated bit for bit; try another engine.slots (a multiple of 16), or set deterministic = false"
         )
 
 

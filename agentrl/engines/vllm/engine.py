@@ -148,12 +148,12 @@ class VllmEngine(ModelEngine[VllmVersion]):
         if adapters == 0 and len(versions) > 1:
             raise EngineCapabilityError(
                 f"vLLM serves full weights of one policy, not of {', '.join(sorted(versions))}; give the policies a "
-                f"lora section, or remove engine.vllm"
+                "lora section, or remove engine.vllm"
             )
         if adapters == 0 and (needing := needs_adapters(settings.refresh)):
             raise EngineCapabilityError(
                 f"engine.refresh = {needing!r} needs several adapters at once; with full weights set it to 'token' or "
-                f"'turn'"
+                "'turn'"
             )
         shapes = shapes_to_serve(model_path, settings)
         self.capabilities = EngineCapabilities(
@@ -270,7 +270,7 @@ class VllmEngine(ModelEngine[VllmVersion]):
         if request.sampling.is_filtered:
             raise EngineCapabilityError(
                 f"call {request.request_id} of session {session.session_id}: top_k, top_p and min_p need the set of "
-                f"tokens that the filter kept, which vLLM does not return; remove them, or remove engine.vllm"
+                "tokens that the filter kept, which vLLM does not return; remove them, or remove engine.vllm"
             )
         if self._samples_nothing(request):
             return empty_completion(len(request.token_ids), "length")
