@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import sys
 import zlib
-from importlib import import_module
 from typing import Any
 
 from agentrl.gateway.calls import RequestRefusedError
+
+if sys.version_info >= (3, 14):
+    from compression import zstd
+else:
+    from backports import zstd
 
 MAX_BODY_BYTES = 8 << 20
 """Maximum bytes of a body, before and after decompression: two million tokens of text. Parsing blocks all episodes."""
@@ -17,6 +22,8 @@ MAX_BRACKETS = 1 << 18
 """Maximum number of opening brackets and braces in a body, including those in texts: each may be an object to make."""
 MAX_SEPARATORS = 1 << 20
 """Maximum number of commas in a body."""
+MAX_WINDOW_BITS = 23
+"""Logarithm of the largest window of a zstd body, in bytes: what RFC 9659 lets a sender ask for."""
 MAX_DEPTH = 64
 """Maximum nesting of objects and lists in a body."""
 
@@ -31,37 +38,20 @@ def unpacked(body: bytes, encoding: str) -> bytes:
         case "" | "identity":
             return body
         case "gzip" | "x-gzip" | "deflate":
-            unpacker = zlib.decompressobj(47)  # 32 + 15: accepts gzip and zlib headers
-            try:
-                found = unpacker.decompress(body, MAX_BODY_BYTES + 1)
-            except zlib.error as error:
-                raise RequestRefusedError(f"the body is not {encoding}: {error}") from None
-            is_whole = unpacker.eof
+            unpacker: Any = zlib.decompressobj(47)  # 32 + 15: accepts gzip and zlib headers
         case "zstd":
-            found, is_whole = _unpacked_zstd(body)
+            unpacker = zstd.ZstdDecompressor(options={zstd.DecompressionParameter.window_log_max: MAX_WINDOW_BITS})
         case _:
             raise RequestRefusedError(f"content-encoding {encoding[:40]!r} is not supported; use gzip, deflate or zstd")
+    try:
+        found: bytes = unpacker.decompress(body, MAX_BODY_BYTES + 1)
+    except (zlib.error, zstd.ZstdError) as error:
+        raise RequestRefusedError(f"the body is not {encoding}: {error}") from None
     if len(found) > MAX_BODY_BYTES:
         raise RequestRefusedError(f"the body is longer than {MAX_BODY_BYTES} bytes when it is unpacked", "large")
-    if not is_whole:
+    if not unpacker.eof:
         raise RequestRefusedError(f"the body ends in the middle of its {encoding} data")
     return found
-
-
-def _unpacked_zstd(body: bytes) -> tuple[bytes, bool]:
-    """Decode a zstd body, up to one byte more than the limit; returns whether that is all."""
-    try:
-        zstd = import_module("zstandard")
-    except ImportError:
-        raise RequestRefusedError(
-            "the package zstandard, which reads zstd bodies, is not installed: `pip install zstandard`, or send gzip"
-        ) from None
-    try:
-        unpacker = zstd.ZstdDecompressor(max_window_size=1 << 27).stream_reader(body)
-        found = unpacker.read(MAX_BODY_BYTES + 1)
-    except zstd.ZstdError as error:
-        raise RequestRefusedError(f"the body is not zstd: {error}") from None
-    return found, True
 
 
 def parsed(body: bytes) -> dict[str, Any]:

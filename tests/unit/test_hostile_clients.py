@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gzip
+import sys
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import aiohttp
@@ -16,6 +18,17 @@ from agentrl.gateway.calls import ChatReply, ChatRequest, RequestRefusedError
 from agentrl.gateway.server import Gateway, OpenSeats
 from tests.unit.episodes import play
 from tests.unit.test_gateway import Loop, ask, user
+
+if sys.version_info >= (3, 14):
+    from compression import zstd
+else:
+    from backports import zstd
+
+
+def _zstd_of_large_window() -> bytes:
+    """Compress two bytes so that a reader is told to hold 2 GiB."""
+    compressor = zstd.ZstdCompressor(options={zstd.CompressionParameter.window_log: 31})
+    return compressor.compress(b"{}") + compressor.flush()
 
 
 class HeldSeat:
@@ -270,6 +283,9 @@ def test_a_client_that_never_reads_holds_up_nobody() -> None:
         (gzip.compress(b"{}", mtime=0)[:-4], "gzip"),  # with a time, names of tests would differ between processes
         (b"{}", "gzip"),
         (b"{}", "br"),
+        (zstd.compress(b" " * (bodies.MAX_BODY_BYTES + 1)), "zstd"),
+        (zstd.compress(b"{}")[:-1], "zstd"),
+        (_zstd_of_large_window(), "zstd"),
         (b"{}", "zstd"),
     ],
 )
@@ -278,5 +294,6 @@ def test_hostile_bodies_are_refused(body: bytes, encoding: str) -> None:
         bodies.parsed(bodies.unpacked(body, encoding))
 
 
-def test_a_packed_body_is_read() -> None:
-    assert bodies.parsed(bodies.unpacked(gzip.compress(b'{"a": 1}'), "gzip")) == {"a": 1}
+@pytest.mark.parametrize(("compress", "encoding"), [(gzip.compress, "gzip"), (zstd.compress, "zstd")])
+def test_a_packed_body_is_read(compress: Callable[[bytes], bytes], encoding: str) -> None:
+    assert bodies.parsed(bodies.unpacked(compress(b'{"a": 1}'), encoding)) == {"a": 1}
