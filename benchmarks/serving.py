@@ -15,9 +15,9 @@ before it find before a token leaves. `full_update_equal`: 1 where 24 greedy tok
 those of a vLLM started on these weights, and no log-probability differs by more than 1e-4. What an update costs is
 measured by `python -m benchmarks.weight_sync`.
 
-`reward_gap_vllm`: how far the held-out reward of examples/08_smollm2.toml in bfloat16 on vLLM ends from that on the
-embedded engine after as many steps, seed 0; `reward_end_*`, `tokens_per_s_*`: both, and trained tokens per second.
-It needs `make smollm2`, and takes half an hour, so a quick benchmark trains neither.
+`reward_gap_vllm`: how far the held-out reward of examples/08_smollm2.toml in bfloat16, at half its learning rate, on
+vLLM ends from that on the embedded engine after as many steps, seed 0; `reward_end_*`, `tokens_per_s_*`: both, and
+trained tokens per second. It needs `make smollm2`, and takes half an hour, so a quick benchmark trains neither.
 
 `template_families`: chat templates of installed packages that carry a conversation (null where TRL, which has most of
 them, is not installed). `retokenised`: sampled replies that a later context does not hold token by token;
