@@ -66,8 +66,7 @@ def main_job(seed: int) -> None:
     import agentrl
     from agentrl.config.load import load
     from agentrl.journal.entries import JournalEntry
-    from agentrl.journal.store import SqliteJournal, SqliteTurnLog
-    from agentrl.journal.writer import GroupCommitWriter
+    from agentrl.journal.store import GroupCommitWriter, SqliteJournal, SqliteTurnLog
 
     counted = Counted()
     counted.around(GroupCommitWriter, "_round")

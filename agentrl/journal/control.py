@@ -26,7 +26,6 @@ from agentrl.core.records import (
     WeightsRef,
 )
 from agentrl.journal.schema import DAMAGE, all_rows, database_error
-from agentrl.journal.writer import insert_rows
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
 
     from agentrl.core.records import Task
     from agentrl.journal.port import StepRow
-    from agentrl.journal.writer import Database
 
 _ENCODER = msgspec.msgpack.Encoder()
 _NEGATIVE_ZERO = _ENCODER.encode(-0.0)
@@ -47,84 +45,16 @@ _TURN_REWARDS = msgspec.json.Decoder(tuple[tuple[int, float], ...])
 _NAMED_REWARDS = msgspec.json.Decoder(tuple[tuple[str, float], ...])
 
 
-class ControlTable:
-    """A table of the control log as a target of the writer."""
-
-    def __init__(
-        self, database: Database, name: str, columns: str, *, checksum: bool = False, once: bool = False
-    ) -> None:
-        """Create the target. With `once`, writing leaves an existing row with the same key unchanged."""
-        self.database = database
-        self.name = name
-        self.checksum = checksum
-        names = columns.split() + (["checksum"] if checksum else [])
-        self._width = len(names)
-        self._table_checksum = zlib.crc32(name.encode())
-        self._insert = f"INSERT {'OR IGNORE ' if once else ''}INTO {name} ({', '.join(names)}) VALUES "
-
-    def write(self, connection: sqlite3.Connection, items: list[Sequence[Any]]) -> None:
-        """Insert rows, each with its checksum last if the table has one; called by the writer."""
-        if self.checksum:
-            items = [self._with_checksum(item) for item in items]
-        insert_rows(connection, self._insert, self._width, items)
-
-    def _with_checksum(self, row: Sequence[Any]) -> Sequence[Any]:
-        encoded = _ENCODER.encode(row)
-        if _NEGATIVE_ZERO in encoded:  # SQLite returns -0.0 as 0.0
-            row = [(value or 0.0) if isinstance(value, float) else value for value in row]
-            encoded = _ENCODER.encode(row)
-        return (*row, zlib.crc32(encoded, self._table_checksum))
-
-
-class ControlTables:
-    """The tables of one control log."""
-
-    def __init__(self, database: Database) -> None:
-        self.admissions = ControlTable(database, "admissions", ADMISSION_COLUMNS, checksum=True, once=True)
-        self.episodes = ControlTable(database, "episodes", EPISODE_COLUMNS, checksum=True, once=True)
-        self.trajectories = ControlTable(database, "trajectories", TRAJECTORY_COLUMNS, checksum=True, once=True)
-        self.unit_drops = ControlTable(
-            database, "unit_drops", "episode attempt policy reason dropped_at", checksum=True, once=True
-        )
-        self.proposals = ControlTable(
-            database,
-            "proposals",
-            "number episode attempt call environment key structure",
-            checksum=True,
-            once=True,
-        )
-        self.baselines = ControlTable(database, "baselines", "group_id finishers earlier", checksum=True, once=True)
-        self.versions = ControlTable(
-            database,
-            "versions",
-            "policy lineage step parent_lineage parent_step path kind sha256 published_at",
-            checksum=True,
-            once=True,
-        )
-        self.steps = ControlTable(
-            database,
-            "steps",
-            "policy lineage step started_lineage started_step loss grad_norm fed samples tokens seconds normaliser"
-            " input_digest columns_file metrics stepped_at",
-            checksum=True,
-            once=True,
-        )
-        self.step_units = ControlTable(
-            database,
-            "step_units",
-            "policy lineage step position episode attempt seat agent reward advantage baseline turn_advantages",
-            checksum=True,
-            once=True,
-        )
-        self.pruned = ControlTable(database, "pruned", "episode attempt rule pruned_at", checksum=True, once=True)
-        self.pruned_files = ControlTable(database, "pruned_files", "file rule pruned_at", checksum=True, once=True)
-        self.metrics = ControlTable(database, "metrics", "policy step name value recorded_at")
-        self.meta = ControlTable(database, "meta", "key value", once=True)
-
-
 def row_checksum(table: str, values: Sequence[Any]) -> int:
     """Compute the CRC-32 of a control row: its table and all its other columns."""
     return zlib.crc32(_ENCODER.encode(values), zlib.crc32(table.encode()))
+
+
+def with_checksum(table: str, row: Sequence[Any]) -> Sequence[Any]:
+    """Return a row with its checksum last. SQLite returns -0.0 as 0.0, so it is stored as 0.0."""
+    if _NEGATIVE_ZERO in _ENCODER.encode(row):
+        row = [(value or 0.0) if isinstance(value, float) else value for value in row]
+    return (*row, row_checksum(table, row))
 
 
 ADMISSION_COLUMNS = "episode attempt purpose environment task parent group_id spec admitted_at"

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from agentrl.core.errors import JournalError, StorageError
 from agentrl.core.ids import stream
-from agentrl.journal.writer import FLUSH_SECONDS, LINGER_SECONDS
+from agentrl.journal.store import FLUSH_SECONDS, LINGER_SECONDS
 from agentrl.testing.memory_journal import EpisodeEnd, MemoryJournal, MemoryTurnLog
 from tests.support.sim_disk import SimDisk
 

@@ -21,8 +21,7 @@ from agentrl.journal.entries import Begin, JournalEntry, encode_body
 from agentrl.journal.port import JournalStore, RunLog, TurnLog
 from agentrl.journal.run_log import SqliteRunLog
 from agentrl.journal.schema import MAX_VALUE_BYTES
-from agentrl.journal.store import SqliteJournal
-from agentrl.journal.writer import Database, GroupCommitWriter
+from agentrl.journal.store import Database, GroupCommitWriter, SqliteJournal
 from tests.journal_cases import entry, header, one_episode, spec, step_of, weights, write
 
 
