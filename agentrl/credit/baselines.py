@@ -96,29 +96,8 @@ class RoleMeans:
         """Add the rewards of the units credited last to the means, after their step has been taken."""
         self._means.update(self._next.pop(policy, {}))
 
-    def as_data(self) -> list[list[str | float]]:
-        """Return the means as JSON data; floats round-trip exactly."""
-        return [[*role, *mean] for role, mean in sorted(self._means.items())]
-
     def _mean(self, means: Mapping[Role, Mean], role: Role) -> Mean:
         return means.get(role) or self._means.get(role) or Mean()
-
-
-def read_means(data: Iterable[Sequence[str | float]]) -> dict[Role, Mean]:
-    """Read the output of `RoleMeans.as_data`.
-
-    Raises:
-        ValueError: a mean is not valid.
-    """
-    means = {}
-    for policy, environment, seat, total, weight in data:
-        mean = Mean(float(total), float(weight))
-        if not (abs(mean.total) < float("inf") and 0.0 < mean.weight < float("inf")):
-            raise ValueError(
-                f"the recorded mean of {policy} in seat {seat} is {total} / {weight}, which is not a finite number"
-            )
-        means[Role(str(policy), str(environment), str(seat))] = mean
-    return means
 
 
 HISTORY_DECAY = 0.98

@@ -21,7 +21,7 @@ import contextlib
 import json
 import re
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -32,7 +32,7 @@ from agentrl.core.files import LOCAL, Disk, remedy, rename_durably, staged
 from agentrl.core.ports import Trainer
 from agentrl.core.records import PolicyVersion, WeightsRef
 from agentrl.core.text import plural
-from agentrl.credit.baselines import Mean, Role, RoleMeans, read_means
+from agentrl.credit.baselines import Mean, Role, RoleMeans
 from agentrl.journal.port import JournalStore, PruneRule
 from agentrl.orchestrator.buffer import Ledger
 from agentrl.orchestrator.versions import NOT_MEASURED, RunningBest, read_running_best
@@ -98,7 +98,7 @@ class CheckpointWriter:
 
         def seal() -> None:
             folds = {
-                "role_means": [] if roles is None else roles.as_data(),
+                "role_means": [] if roles is None else [[*role, *mean] for role, mean in sorted(roles.means.items())],
                 "measured": measured.as_data(),
                 "opponents": dict(opponents),
             }
@@ -261,7 +261,7 @@ def _read(directory: Path, disk: Disk) -> tuple[Manifest, Mapping[str, str]]:
             policy: PolicyVersion(policy, int(lineage), int(step))
             for policy, (lineage, step) in content["versions"].items()
         }
-        role_means = read_means(content["role_means"])
+        role_means = _role_means(content["role_means"])
         measured = read_running_best(content["measured"])
         opponents = {
             name: tuple(PolicyVersion(str(policy), int(lineage), int(step)) for policy, lineage, step in pool)
@@ -278,6 +278,19 @@ def _read(directory: Path, disk: Disk) -> tuple[Manifest, Mapping[str, str]]:
         directory=directory, versions=versions, role_means=role_means, measured=measured, opponents=opponents
     )
     return manifest, {name: digest for name, (_, digest) in files.items()}
+
+
+def _role_means(data: Iterable[Sequence[str | float]]) -> dict[Role, Mean]:
+    """Read the role means of a manifest; raises ValueError if a mean is not valid."""
+    means = {}
+    for policy, environment, seat, total, weight in data:
+        mean = Mean(float(total), float(weight))
+        if not (abs(mean.total) < float("inf") and 0.0 < mean.weight < float("inf")):
+            raise ValueError(
+                f"the recorded mean of {policy} in seat {seat} is {total} / {weight}, which is not a finite number"
+            )
+        means[Role(str(policy), str(environment), str(seat))] = mean
+    return means
 
 
 class VersionRetention:

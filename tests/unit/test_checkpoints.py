@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -120,6 +121,21 @@ def test_a_hostile_list_of_files_is_refused_and_nothing_is_opened(tmp_path: Path
 )
 def test_a_hostile_manifest_is_refused(tmp_path: Path, text: str, reason: str) -> None:
     (write(tmp_path, 1) / "manifest.json").write_text(text)
+    manifest, rejected = newest(tmp_path)
+    assert manifest is None
+    assert reason in rejected[0]
+
+
+@pytest.mark.parametrize(
+    ("means", "reason"),
+    [
+        ([["p", "game", "x", math.inf, 1.0]], "the recorded mean of p"),
+        ([["p", "game", "x", 1.0, 0.0]], "the recorded mean of p"),
+        ([["p", "game", "x"]], "not enough values"),
+    ],
+)
+def test_a_manifest_with_means_that_are_none_is_refused(tmp_path: Path, means: object, reason: str) -> None:
+    change_manifest(write(tmp_path, 1), role_means=means)
     manifest, rejected = newest(tmp_path)
     assert manifest is None
     assert reason in rejected[0]

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import math
+import asyncio
+import tempfile
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl.core.records import DataLocation, TrajectoryCredit, Unit
-from agentrl.credit.baselines import RoleMeans, read_means
+from agentrl.core.records import DataLocation, PolicyVersion, TrajectoryCredit, Unit
+from agentrl.credit.baselines import RoleMeans
+from agentrl.orchestrator.buffer import Ledger
+from agentrl.orchestrator.checkpoints import CheckpointWriter, newest
+from agentrl.simulation.recording_trainer import RecordingTrainer
 
 
 def make_unit(*credits: TrajectoryCredit, policy: str = "p", episode_id: str = "e1") -> Unit:
@@ -42,7 +46,12 @@ def test_role_means_do_not_depend_on_how_units_are_cut_into_steps(values: list[f
     whole.commit_step("p")
     first = credited(parts, *values[:cut])
     parts.commit_step("p")
-    restored = RoleMeans(read_means(json.loads(json.dumps(parts.as_data()))), decay=0.9)
+    with tempfile.TemporaryDirectory() as checkpoints:
+        writer = CheckpointWriter(Path(checkpoints))
+        asyncio.run(writer.write(RecordingTrainer(["p"]), {"p": PolicyVersion("p", 0, 1)}, Ledger(), parts))
+        manifest, _ = newest(Path(checkpoints))
+    assert manifest is not None
+    restored = RoleMeans(manifest.role_means, decay=0.9)
     assert first + credited(restored, *values[cut:], first=cut) == expected
     restored.commit_step("p")
     assert restored.means == whole.means
@@ -58,9 +67,3 @@ def test_the_order_in_which_episodes_end_changes_no_role_mean() -> None:
     found = backward.credited("p", units[::-1])
     assert [unit.episode_id for unit in found] == ["e3", "e2", "e1", "e0"]
     assert all(expected[unit.episode_id] == unit for unit in found)
-
-
-def test_means_that_are_none_are_refused() -> None:
-    for damaged in ([["p", "game", "x", math.inf, 1.0]], [["p", "game", "x", 1.0, 0.0]], [["p", "game", "x"]]):
-        with pytest.raises(ValueError, match=r"the recorded mean of p|not enough values"):
-            read_means(damaged)
