@@ -378,10 +378,10 @@ class VersionTable(ABC, Generic[LiveT]):
         """Whether a version is its policy's current one."""
         return self.current.get(serving.version.policy) is serving
 
-    def canaries(self, but: LiveT, *also: LiveT) -> dict[str, Canary]:
+    def canaries(self, but: LiveT, *also: LiveT) -> dict[PolicyVersion, Canary]:
         """Return the canaries of the versions that `but` could be mistaken for, by version."""
         others = (*also, *self.live.values())
-        return {str(each.version): each.canary for each in others if each is not but and each.canary is not None}
+        return {each.version: each.canary for each in others if each is not but and each.canary is not None}
 
     # --- reconciliation -----------------------------------------------------------------------------------------------
 

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from agentrl.core.errors import EngineError
-    from agentrl.core.records import Float32Array, WeightsRef
+    from agentrl.core.records import Float32Array, PolicyVersion, WeightsRef
 
 _WEIGHT_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MAX_CONTEXTS = 64
@@ -423,7 +423,7 @@ def check_answer(
     answer: Float32Array,
     *,
     dtype: torch.dtype,
-    others: Mapping[str, Canary],
+    others: Mapping[PolicyVersion, Canary],
     rounding: dict[str, Rounding],
 ) -> None:
     """Refuse a version if the engine's answer to its canary fits other weights.
@@ -448,7 +448,7 @@ def check_answer(
     own, nearest, name = _distance(answer, canary.logprobs), _distance(answer, canary.start_logprobs), _START_NAME
     for version, other in others.items():
         if other.asks_like(canary) and (distance := _distance(answer, other.logprobs)) < nearest:
-            nearest, name = distance, version
+            nearest, name = distance, str(version)
     if own > limits.floor and own > _NEARER * nearest:
         raise refusal(
             weights,

@@ -46,7 +46,6 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load, save
 from torch import Tensor, nn
 
-from agentrl.config.fields import base_name
 from agentrl.core.errors import StorageError, TrainerError
 from agentrl.core.files import WEIGHT_FILES, remedy, rename_durably, sha256_of, staged
 from agentrl.core.ids import key64
@@ -56,7 +55,7 @@ from agentrl.engines.models import dtype_name
 from agentrl.engines.transfer import FileSender, Outbox, Recipient, Source, WeightLink
 from agentrl.engines.versions import Canary
 from agentrl.learn.loss_batch import LOG_RATIO_LIMIT
-from agentrl.learn.packing import MicroBatch, pack
+from agentrl.learn.packing import MicroBatch
 from agentrl.learn.ranks import exhaust_on_exit, gathered, local, own_rows
 
 if TYPE_CHECKING:
@@ -93,8 +92,6 @@ _TOKENS = 128
 """Number of next tokens tested after each context."""
 _LENGTH = 16
 """Number of tokens in a context."""
-_PASS = 2048
-"""Number of tokens forwarded at once."""
 
 
 @contextmanager
@@ -257,7 +254,7 @@ class Publisher:
             writing(directory),
             staged(directory, depth=2) as staging,
         ):
-            self._write(staging, name, model, tensors, canary)
+            self._write(staging, name, version.policy, model, tensors, canary)
             try:
                 rename_durably(staging, directory, unless_same=name)
             except FileExistsError as error:
@@ -285,25 +282,26 @@ class Publisher:
         self,
         directory: Path,
         name: str,
+        policy: str,
         model: PolicyModel,
         tensors: Iterator[tuple[str, Tensor]],
         canary: Canary | None,
     ) -> None:
-        """Write all files of a version."""
+        """Write all files of a version of a policy; `name` is that of the file with its weights."""
         metadata = {"format": "pt"} | (canary.metadata() if canary is not None else {})
         layout = model.published_layout()
         _write_tensors(directory / name, layout, tensors, metadata)
         adapter_config = model.adapter_config()
         if adapter_config is None:
-            self._add_companions(directory, model.base, next(iter(layout.values())).dtype)
+            self._add_companions(directory, policy, model.base, next(iter(layout.values())).dtype)
         else:
             text = json.dumps(adapter_config, indent=2, sort_keys=True, default=list)
             (directory / ADAPTER_CONFIG).write_text(text)
 
-    def _add_companions(self, directory: Path, base: Path, dtype: torch.dtype) -> None:
-        """Link a base model's configuration and tokenizer into a version with weights of a dtype; the run's own copy is
-        made once."""
-        source = self._root / ".companions" / base_name(str(base)).replace("/", "--")
+    def _add_companions(self, directory: Path, policy: str, base: Path, dtype: torch.dtype) -> None:
+        """Link a base model's configuration and tokenizer into a version with weights of a dtype; the policy's own copy
+        of them is made once."""
+        source = self._root / ".companions" / policy
         if not source.is_dir():
             with staged(source, depth=2) as copy:
                 for pattern in _COMPANIONS:
@@ -416,19 +414,27 @@ class CanaryMaker:
 
     def _logprobs(self, model: PolicyModel) -> Float32Array:
         """Compute the log-probability of each token after each context, [m, n]."""
-        rows = [np.append(context, token).astype(np.int32) for context in self._contexts for token in self._token_ids]
-        nothing = np.zeros(len(rows[0]), np.float32)
-        last = np.arange(len(rows[0])) == len(rows[0]) - 1
-        samples = [
-            TrainingSample(token_ids=row, loss_mask=last, behavior_logprobs=nothing, advantages=nothing) for row in rows
-        ]
         model.activate()
-        found = np.zeros(len(samples), np.float32)
         with torch.no_grad():
-            for batch in pack(samples, max_tokens=_PASS, share=model.shared_prefixes):
-                head = model.token_logprobs(batch)
-                found[batch.sample] = head.logprob.cpu().numpy()
-        return found.reshape(len(self._contexts), len(self._token_ids))
+            heads = [model.token_logprobs(self._micro_batch(context)) for context in self._contexts]
+        return np.stack([head.logprob.cpu().numpy() for head in heads])
+
+    def _micro_batch(self, context: Int32Array) -> MicroBatch:
+        """Return a micro-batch of one row, whose last hidden state predicts every token."""
+        length, count = len(context), len(self._token_ids)
+        return MicroBatch(
+            token_ids=context.astype(np.int64),
+            position_ids=np.arange(length, dtype=np.int64),
+            visible_until=np.full(length, length, np.int64),
+            starts=np.zeros(1, np.int64),
+            hidden_index=np.full(count, length - 1, np.int64),
+            targets=self._token_ids.astype(np.int64),
+            behavior_logprobs=np.zeros(count, np.float32),
+            advantages=np.zeros(count, np.float32),
+            temperature=np.ones(count, np.float32),
+            sample=np.zeros(count, np.int64),
+            position=np.full(count, length, np.int64),
+        )
 
 
 # --- step columns -----------------------------------------------------------------------------------------------------

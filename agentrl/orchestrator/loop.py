@@ -486,6 +486,7 @@ class StepMetrics:
         self._board = board
         self._clock = clock
         self._max_lag = max_lag
+        self._members = trained_in(dispatcher.environment)
         self._started = 0.0
         self._last: dict[str, tuple[float, float]] = {}
         self._idle_since: dict[str, float] = {}
@@ -555,9 +556,8 @@ class StepMetrics:
         if len(seats) > 1:
             for seat in seats:
                 metrics[f"reward/{seat}"] = _mean([t.reward or 0.0 for t in trajectories if t.seat == seat])
-        members = trained_in(self._dispatcher.environment)
-        if len(members) > 1:
-            for root in members:
+        if len(self._members) > 1:
+            for root in self._members:
                 units = zip(taken, rewards, strict=True)
                 own = [reward for ready, reward in units if ready.environment == name_of(root)]
                 metrics[f"mixture/share/{root.__name__}"] = len(own) / max(len(taken), 1)
