@@ -115,11 +115,11 @@ MEANINGS = {
     "alone": f"{ZERO_SHARE:.0%} of the units of {WINDOW} steps have zero advantage, {ALONE_SHARE:.0%} because there is "
     "no other episode to compare them with",
     "collapse": f"{ZERO_SHARE:.0%} of the units of {WINDOW} steps have zero advantage, the reward is below its best, "
-    "and the entropy below {LOW_ENTROPY:g} nats",
+    f"and the entropy below {LOW_ENTROPY:g} nats",
     "no_signal": f"{ZERO_SHARE:.0%} of the units of {WINDOW} steps have zero advantage, and the reward has never "
-    "changed; before that many steps: all of at least {MIN_EPISODES} held-out episodes before training got the same "
+    f"changed; before that many steps: all of at least {MIN_EPISODES} held-out episodes before training got the same "
     "reward, and every unit so far had zero advantage",
-    "nothing_to_learn": "{ZERO_SHARE:.0%} of the units of {WINDOW} steps have zero advantage, at the best reward so "
+    "nothing_to_learn": f"{ZERO_SHARE:.0%} of the units of {WINDOW} steps have zero advantage, at the best reward so "
     "far",
     "staleness": f"the mean lag of {WINDOW} steps exceeds max_staleness by more than a quarter of it, and by more than "
     "0.25 steps",
@@ -127,29 +127,29 @@ MEANINGS = {
     "attempt of the run",
     "off_policy": f"k3 above {K3_BOUND:g} nats per token over {WINDOW} steps, for all tokens or for those of one seat",
     "engine_mismatch": f"k3 above {MISMATCH_BOUND:g} nats per token for tokens sampled by exactly the weights that "
-    "were trained: at least the newest {MISMATCH_TOKENS}, from {MISMATCH_STEPS[0]} or more of the last "
-    "{MISMATCH_STEPS[1]} steps",
+    f"were trained: at least the newest {MISMATCH_TOKENS}, from {MISMATCH_STEPS[0]} or more of the last "
+    f"{MISMATCH_STEPS[1]} steps",
     "selection_bias": f"over {LENGTH_STEPS} steps, trained units are {SELECTION_BIAS_BOUND:.0%} shorter or longer, in "
-    "tokens or seconds, than all dispatched units, or the rewards of their groups differ by {SELECTION_BIAS_BOUND:g} "
-    "standard deviations, or {SELECTION_BIAS_BOUND:.0%} of the units wait too long",
+    f"tokens or seconds, than all dispatched units, or the rewards of their groups differ by {SELECTION_BIAS_BOUND:g} "
+    f"standard deviations, or {SELECTION_BIAS_BOUND:.0%} of the units wait too long",
     "dropped_by_time": f"{TIME_SHARE:.0%} of the episodes that ended, at least {TIME_EPISODES}, were dropped because "
     "their program hung (`episode_timeout`)",
     "dropped": f"{DROPPED_SHARE:.0%} of the episodes that ended, at least {MIN_EPISODES}, were dropped for one reason",
     "off_frontier": f"in environments with proposals (`agent.gate`, `ctx.remember`): of at least {MIN_PROPOSALS} "
-    "proposals of {WINDOW} steps, less than {FRONTIER_SHARE:.0%} got a mean reward between 0.2 and 0.8 from the "
+    f"proposals of {WINDOW} steps, less than {FRONTIER_SHARE:.0%} got a mean reward between 0.2 and 0.8 from the "
     "attempts at them",
     "proposals_repeat": f"{REPEATED_SHARE:.0%} of the proposals of {WINDOW} steps, at least {MIN_PROPOSALS}, had been "
     "made before",
     "proposals_alike": f"the entropy of the proposals' structures is below {STRUCTURE_ENTROPY:g} nats in each of "
-    "{WINDOW} steps",
+    f"{WINDOW} steps",
     "gate_closed": f"less than {GATE_SHARE:.0%} of the proposals pass the gate in each of {WINDOW} steps",
     "loses_to_past": f"over {WINDOW} steps, a policy wins less than {LOSING_RATE:.0%} of the games against its past "
-    "versions, and {LOSING_ERRORS:g} standard errors less than before (at least {MIN_GAMES} games in both)",
+    f"versions, and {LOSING_ERRORS:g} standard errors less than before (at least {MIN_GAMES} games in both)",
     "one_seat_wins": f"over {WINDOW} steps, {SEAT_SHARE:.0%} of the decided games (rewards above and below 0), at "
     f"least {MIN_GAMES}, are won by one seat",
     "starved": f"a policy without phases takes no step while the others take {STARVED_STEPS} steps, and "
-    "{STARVED_RATIO} times as many as between any two of its last {WINDOW} steps; before its first step: "
-    "{STARVED_STEPS * STARVED_RATIO} steps",
+    f"{STARVED_RATIO} times as many as between any two of its last {WINDOW} steps; before its first step: "
+    f"{STARVED_STEPS * STARVED_RATIO} steps",
 }
 """Condition that raises each alarm, listed in docs/metrics.md."""
 EXPECTED_DROPS = {"run_ended", "frozen", "no_signal"}

@@ -324,6 +324,7 @@ def test_sparklines_and_durations() -> None:
 def test_the_page_of_metrics_is_up_to_date() -> None:
     written = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text(encoding="utf-8")
     assert written == page(), "run `make docs-config`"
+    assert not re.findall(r"\{[A-Z].*?\}", written), "a name stands where its value belongs"
 
 
 def test_what_was_not_measured_is_left_out() -> None:
