@@ -20,14 +20,14 @@ from pathlib import Path
 from typing import Any
 
 import agentrl
-from agentrl.app.parts import Adapters
+from agentrl.app.parts import RunFactories
 from agentrl.app.training import run_training
 from agentrl.config.run import RunConfig
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import AgentRLError, TrainerLostError
 from agentrl.core.ports import ChatFormat, Engine, GenerateRequest
 from agentrl.core.records import PolicyVersion, StepReport, Task, TrainBatch, WeightsRef
-from agentrl.engines.child_process import EngineProgram, LocalPlacement
+from agentrl.engines.child_process import ChildProgram, LocalPlacement
 from agentrl.engines.client import ProcessEngine
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.journal.store import SqliteJournal
@@ -186,7 +186,7 @@ class Hurried(SystemClock):
 async def scripted_engine(
     config: RunConfig, versions: Mapping[str, PolicyVersion], tell: Callable[[str], None], log: Path
 ) -> Engine:
-    program = EngineProgram("benchmarks.chaos_run:scripted", {})
+    program = ChildProgram("benchmarks.chaos_run:scripted", {})
     placement = LocalPlacement(log)
     return await ProcessEngine(
         program,
@@ -275,14 +275,16 @@ def main() -> int:
     environment: type[agentrl.Environment]
     if kind == "scripted":
         environment, config = Ask, scripted_config(directory, int(seed), int(steps))
-        adapters = Adapters(engine=scripted_engine, trainer=PipeTrainer, chat_format=scripted_format, clock=Hurried())
+        factories = RunFactories(
+            engine=scripted_engine, trainer=PipeTrainer, chat_format=scripted_format, clock=Hurried()
+        )
     else:
         from agentrl.environment.registry import resolve
 
         config = real_config(kind, directory, int(seed), int(steps))
-        environment, adapters = resolve(config.environment.id), Adapters(clock=Hurried())
+        environment, factories = resolve(config.environment.id), RunFactories(clock=Hurried())
     try:
-        asyncio.run(run_training(config, environment, adapters=adapters, resume=bool(resume)))
+        asyncio.run(run_training(config, environment, factories=factories, resume=bool(resume)))
     except AgentRLError as error:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
         return error.exit_code

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from agentrl.engines.child_process import EngineProgram
+from agentrl.engines.child_process import ChildProgram
 from agentrl.engines.scripted import ScriptedEngine
 from benchmarks.overhead import Silent, resident_kb, run_config
 from benchmarks.scheduling_workers import tool_call, wired
@@ -120,7 +120,7 @@ async def hold(directory: Path, episodes: int) -> Cost:
     """Play with so many episodes in flight."""
     observer = FromSteadyState(episodes)
     config = run_config(STEPS, in_flight=episodes, staleness=4 * episodes // STEP)
-    program = EngineProgram("benchmarks.cluster_scale:HoldingEngine", {"held": episodes - FLOWING})
+    program = ChildProgram("benchmarks.cluster_scale:HoldingEngine", {"held": episodes - FLOWING})
     async with wired(directory, config.model_copy(update={"workers": WORKERS}), program, observer) as orchestrator:
         observer.stop = orchestrator.stop
         await orchestrator.run()

@@ -31,7 +31,7 @@ from agentrl.config.load import load
 from agentrl.core.files import sha256_of
 from agentrl.core.machine import Gpu
 from agentrl.core.records import PolicyVersion, WeightsRef
-from agentrl.engines.child_process import EngineProgram
+from agentrl.engines.child_process import ChildProgram
 from agentrl.engines.client import ProcessEngine
 from agentrl.engines.scripted import ScriptedEngine
 from benchmarks.cluster_run import EXAMPLE
@@ -122,7 +122,7 @@ async def whole(root: Path, receiver: str, size: int) -> tuple[float, float]:
         return session.nodes()[-1], []
 
     placement = RayPlacement(choose, address="auto")
-    program = EngineProgram("benchmarks.cluster_weights:KeepingEngine", {})
+    program = ChildProgram("benchmarks.cluster_weights:KeepingEngine", {})
     engine = await ProcessEngine(program, START, placement=placement, tell=print).ready()
     published, copied = [], []
     for step in range(1, COPIES + 1):

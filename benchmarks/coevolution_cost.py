@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 import agentrl
-from agentrl.app.parts import Adapters, make_engine
+from agentrl.app.parts import RunFactories, make_engine
 from agentrl.app.training import run_training
 from agentrl.core.ports import Engine
 from agentrl.core.records import PolicyVersion
@@ -148,7 +148,7 @@ def frozen_changed_bytes(*, steps: int) -> int:
         frozen = {**config.model_dump()["policies"], "frozen": {"kind": "frozen", "path": str(directory)}}
         seats = {"player": [*config.policies, "frozen"]}
         config = agentrl.RunConfig.model_validate(config.model_dump() | {"policies": frozen, "seats": seats})
-        asyncio.run(run_training(config, Sums, quiet=True, adapters=Adapters(engine=engine)))
+        asyncio.run(run_training(config, Sums, quiet=True, factories=RunFactories(engine=engine)))
         after = {file.name: file.read_bytes() for file in directory.iterdir()}
     pairs = [(before[name], after.get(name, b"")) for name in before] + [(answers[0], answers[-1])]
     return sum(

@@ -172,7 +172,7 @@ def wired(engine: VllmEngine, weights: WeightsRef, journal: MemoryJournal, seed:
 async def compare(report: Report, names: list[str], repeats: int) -> None:
     """Start vLLM and measure, with places and without by turns."""
     from agentrl.engines.vllm.engine import VllmEngine
-    from benchmarks.vllm_parts import RANK, Adapters, random_qwen3
+    from benchmarks.vllm_parts import RANK, RunFactories, random_qwen3
 
     with tempfile.TemporaryDirectory() as scratch:
         model = random_qwen3(
@@ -187,7 +187,7 @@ async def compare(report: Report, names: list[str], repeats: int) -> None:
             max_rank=RANK,
             kv_memory=MEMORY,
         )
-        weights = Adapters(model, Path(scratch), 1).publish(POLICY)
+        weights = RunFactories(model, Path(scratch), 1).publish(POLICY)
         await engine.serve([weights])
         stated = engine.capabilities
         assert stated.kv_tokens is not None

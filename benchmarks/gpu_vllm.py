@@ -34,7 +34,7 @@ from typing import Any
 
 import torch
 
-from agentrl.app.parts import Adapters, device_plan, engines_of, installed_version, make_engine, make_trainer
+from agentrl.app.parts import RunFactories, device_plan, engines_of, installed_version, make_engine, make_trainer
 from agentrl.app.training import run_training
 from agentrl.config.load import load
 from agentrl.config.run import RunConfig
@@ -122,10 +122,10 @@ class Watched:
 
 def _run(setting: Setting, name: str, *, lora: bool, steps: int, kills: bool = False) -> Figures:
     config, watched = setting.config(name, lora=lora, steps=steps), Watched(kills=kills)
-    adapters = Adapters(engine=watched.make_engine, trainer=watched.make_trainer)
+    factories = RunFactories(engine=watched.make_engine, trainer=watched.make_trainer)
     environment = resolve(config.environment.id)
     started = time.perf_counter()
-    run = asyncio.run(run_training(config, environment, observers=[watched], quiet=True, adapters=adapters))
+    run = asyncio.run(run_training(config, environment, observers=[watched], quiet=True, factories=factories))
     tokens = sum(metrics["step/tokens"] for metrics in run.metrics)
     found: Figures = {each: run.summary[each] for each in ("reward_start", "reward_end", "rewards", "rl_seconds")}
     return {

@@ -31,14 +31,14 @@ import numpy as np
 import agentrl
 import agentrl.environments
 from agentrl.app import parts
-from agentrl.app.parts import Adapters, make_chat_format
+from agentrl.app.parts import RunFactories, make_chat_format
 from agentrl.app.supervisor import run_in_shared_loop
 from agentrl.app.training import run_training
 from agentrl.config.run import RunConfig
 from agentrl.core.errors import AgentRLError
 from agentrl.core.ports import Engine, GenerateRequest
 from agentrl.core.records import PolicyVersion, Task
-from agentrl.engines.child_process import EngineProgram
+from agentrl.engines.child_process import ChildProgram
 from agentrl.engines.client import ProcessEngine
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.inspection.reader import RunReader
@@ -96,7 +96,7 @@ def babbling_engine(versions: Mapping[str, PolicyVersion]) -> ScriptedEngine:
 async def _engine(config: RunConfig, versions: Any, tell: Any, log: Any) -> Engine:
     if config.workers == 1:
         return babbling_engine(versions)
-    return await ProcessEngine(EngineProgram("benchmarks.hostile_environments:babbling_engine", {}), versions).ready()
+    return await ProcessEngine(ChildProgram("benchmarks.hostile_environments:babbling_engine", {}), versions).ready()
 
 
 def play(act: str, directory: str, *, resume: bool) -> int:
@@ -120,7 +120,7 @@ def play(act: str, directory: str, *, resume: bool) -> int:
             "max_in_flight": 12,
         }
     )
-    adapters = Adapters(
+    factories = RunFactories(
         engine=_engine,
         trainer=lambda config, directory: RecordingTrainer(["player"], versions=directory / "versions"),
         chat_format=make_chat_format,
@@ -133,7 +133,7 @@ def play(act: str, directory: str, *, resume: bool) -> int:
     parts.SILENCE_S = SILENCE_S  # a process that hangs is found sooner
 
     try:
-        run_in_shared_loop(run_training(config, Importable, adapters=adapters, resume=resume), Path(directory, "run"))
+        run_in_shared_loop(run_training(config, Importable, factories=factories, resume=resume), Path(directory, "run"))
     except AgentRLError as error:
         sys.stderr.write(f"agentrl: {error}\n")
         return error.exit_code

@@ -14,10 +14,10 @@ import tempfile
 from pathlib import Path
 
 import agentrl
-from agentrl.app.parts import Adapters
+from agentrl.app.parts import RunFactories
 from agentrl.app.replays import compute_step, rebuild_steps, replay
 from agentrl.cli.main import main
-from agentrl.cli.sample_run import sample_adapters, write_sample_run
+from agentrl.cli.sample_run import sample_factories, write_sample_run
 from agentrl.core.text import safe
 from agentrl.inspection.reader import RunReader
 from agentrl.inspection.steps import step_list
@@ -28,7 +28,7 @@ from tests.journal_cases import HOSTILE, write_run
 def figures(quick: bool) -> dict[str, float | None]:
     with tempfile.TemporaryDirectory(prefix="agentrl-inspection-") as directory:
         sample = write_sample_run(directory).path
-        outcomes = outcomes_of(sample, sample_adapters()) + outcomes_of(sample / "forks", sample_adapters())
+        outcomes = outcomes_of(sample, sample_factories()) + outcomes_of(sample / "forks", sample_factories())
         taught = agentrl.train(config_of(directory, 0, **({"steps": QUICK_STEPS} if quick else {})), quiet=True).path
         outcomes += outcomes_of(taught)
         steps = steps_of(sample) + steps_of(taught)
@@ -41,11 +41,11 @@ def figures(quick: bool) -> dict[str, float | None]:
     }
 
 
-def outcomes_of(run: Path, adapters: Adapters | None = None) -> list[str]:
+def outcomes_of(run: Path, factories: RunFactories | None = None) -> list[str]:
     reader = RunReader(run)
     keys = [(line.episode, line.attempt) for line in reader.episodes(limit=100_000)]
     reader.close()
-    outcomes = [each.outcome for each in replay(run, keys, adapters=adapters)]
+    outcomes = [each.outcome for each in replay(run, keys, factories=factories)]
     print(f"  {run.name}: {outcomes.count('identical')} of {len(outcomes)} episodes are identical", flush=True)
     return outcomes
 

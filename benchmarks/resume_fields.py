@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, get_args, get_origin
 
 import agentrl
-from agentrl.app.parts import Adapters
+from agentrl.app.parts import RunFactories
 from agentrl.app.training import Run, run_training
 from agentrl.config.fields import OnResume, Section, package_directory
 from agentrl.config.load import check_unchanged, on_resume, sections_in
@@ -263,11 +263,11 @@ def play(
     assembled: Callable[[Orchestrator], None] = lambda loop: None,
 ) -> Run:
     """One life of the run."""
-    adapters = Adapters(
+    factories = RunFactories(
         engine=make_engine, trainer=Reading, chat_format=lambda config: PlainFormat(), assembled=assembled
     )
     return asyncio.run(
-        run_training(config, Guess, tasks=TASKS, held_out=TASKS[:1], resume=resume, quiet=quiet, adapters=adapters)
+        run_training(config, Guess, tasks=TASKS, held_out=TASKS[:1], resume=resume, quiet=quiet, factories=factories)
     )
 
 
@@ -296,10 +296,10 @@ def play_file(directory: Path, *, resume: bool) -> None:
         credit={"group_size": GROUP},
         evaluation={"tasks": 0},
     )
-    adapters = Adapters(
+    factories = RunFactories(
         engine=make_engine, trainer=Reading, chat_format=lambda config: PlainFormat(), assembled=assembled
     )
-    asyncio.run(run_training(config, resolve(config.environment.id), resume=resume, adapters=adapters))
+    asyncio.run(run_training(config, resolve(config.environment.id), resume=resume, factories=factories))
 
 
 def first_life(path: Path) -> None:

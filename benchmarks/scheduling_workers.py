@@ -20,7 +20,7 @@ from agentrl.app.parts import make_workers
 from agentrl.cluster import worker_wire
 from agentrl.core.clock import SystemClock
 from agentrl.core.records import PolicyVersion
-from agentrl.engines.child_process import EngineProgram, LocalPlacement
+from agentrl.engines.child_process import ChildProgram, LocalPlacement
 from agentrl.engines.client import ProcessEngine
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.journal.store import SqliteJournal
@@ -114,7 +114,7 @@ class FromStep(Silent):
 async def wired(
     directory: Path,
     config: RunConfig,
-    program: EngineProgram,
+    program: ChildProgram,
     observer: Observer,
     placement: LocalPlacement | None = None,
 ) -> AsyncIterator[Orchestrator]:
@@ -149,7 +149,7 @@ async def train_once(directory: Path, workers: int, steps: int, listening: Liste
     """A whole run."""
     config = run_config(steps, in_flight=256).model_copy(update={"workers": workers})
     observer = FromStep(ProcessTree(), steps)
-    program = EngineProgram("benchmarks.scheduling_workers:tool_caller", {})
+    program = ChildProgram("benchmarks.scheduling_workers:tool_caller", {})
     async with wired(directory, config, program, observer, listening) as orchestrator:
         await orchestrator.run()
     turns = (steps - WARM) * 64 * TURNS
@@ -159,7 +159,7 @@ async def train_once(directory: Path, workers: int, steps: int, listening: Liste
 
 def event_bytes(listening: Listening) -> tuple[float, int]:
     """Mean bytes of an episode's events in both directions, its task left out, and the largest event."""
-    given = (worker_wire.Work, worker_wire.Engines, worker_wire.Start, worker_wire.Spawn, worker_wire.Alive)
+    given = (worker_wire.Work, worker_wire.EngineAddresses, worker_wire.Start, worker_wire.Spawn, worker_wire.Alive)
     sizes = [size for said, size in listening.frames if not isinstance(said, given)]
     ended = sum(isinstance(said, worker_wire.Ended) for said, _ in listening.frames)
     return sum(sizes) / ended, max(sizes)

@@ -17,13 +17,13 @@ from vllm.sampling_params import RequestOutputKind
 
 from agentrl.core.ports import Engine
 from agentrl.core.records import PolicyVersion
-from agentrl.engines.child_process import EngineProgram
+from agentrl.engines.child_process import ChildProgram
 from agentrl.engines.client import ProcessEngine
 from agentrl.engines.embedded.engine import EmbeddedEngine
 from agentrl.engines.vllm.startup import start_vllm
 from benchmarks.processes import ProcessTree
 from benchmarks.report import Report
-from benchmarks.vllm_parts import RANK, Adapters, Requests, random_qwen3, settings_for, spread
+from benchmarks.vllm_parts import RANK, Requests, RunFactories, random_qwen3, settings_for, spread
 
 MODEL = Path(__file__).resolve().parents[1] / "environments" / "calculator" / "model"
 POLICIES = ("one", "two")
@@ -113,7 +113,7 @@ def compare(rates: Mapping[str, Sequence[float]], ours: str, theirs: str, what: 
 async def speed(report: Report, *, repeats: int) -> None:
     """The embedded engine on one thread beside vLLM, whose worker has one too, without adapters and with two mixed."""
     with tempfile.TemporaryDirectory() as scratch:
-        published = Adapters(MODEL, Path(scratch), len(POLICIES))
+        published = RunFactories(MODEL, Path(scratch), len(POLICIES))
         plain, adapted = BareVllm(MODEL, 440, places=0), BareVllm(MODEL, 440, places=PLACES)
         embedded, mixed = (
             EmbeddedEngine.load(
@@ -171,7 +171,7 @@ async def client(report: Report, *, repeats: int, concurrent: int = 64, count: i
         "adapter_slots": PLACES,
         "max_rank": RANK,
     }
-    program = EngineProgram("agentrl.engines.vllm.engine:VllmEngine.load", arguments, "agentrl.engines.vllm.process")
+    program = ChildProgram("agentrl.engines.vllm.engine:VllmEngine.load", arguments, "agentrl.engines.vllm.process")
     engine = await ProcessEngine(program, START).ready()
     host = engine.supervisor.process_id
     assert host is not None

@@ -116,7 +116,7 @@ def random_qwen3(directory: Path, *, hidden: int, layers: int, vocabulary: int =
     return directory
 
 
-class Adapters:
+class RunFactories:
     """Adapters as a trainer publishes them, each under a new version, with a canary or without."""
 
     def __init__(self, model_path: Path, root: Path, count: int) -> None:

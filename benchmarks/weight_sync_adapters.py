@@ -20,7 +20,7 @@ from agentrl.core.records import PolicyVersion
 from agentrl.engines.vllm.engine import VllmEngine
 from agentrl.engines.vllm.startup import start_vllm
 from benchmarks.report import Report
-from benchmarks.vllm_parts import Adapters, Requests, WatchedVllm, at_percent, settings_for, spread
+from benchmarks.vllm_parts import Requests, RunFactories, WatchedVllm, at_percent, settings_for, spread
 
 MODEL = Path(__file__).resolve().parents[1] / "environments" / "calculator" / "model"
 VOCABULARY = 440
@@ -42,7 +42,7 @@ async def adapters(report: Report, *, publishes: int, quick: bool) -> None:
     llm = WatchedVllm(start_vllm(str(MODEL), settings))
     try:
         with tempfile.TemporaryDirectory() as scratch:
-            published = Adapters(MODEL, Path(scratch), 8)
+            published = RunFactories(MODEL, Path(scratch), 8)
             await publishing(report, llm, published, publishes)
             with training():
                 await publishing(report, llm, published, publishes, beside="_training")
@@ -154,7 +154,7 @@ class PublishParts:
 
 
 async def publishing(
-    report: Report, llm: WatchedVllm, published: Adapters, publishes: int, *, beside: str = ""
+    report: Report, llm: WatchedVllm, published: RunFactories, publishes: int, *, beside: str = ""
 ) -> None:
     """Publishes with and without a canary and, in between, the same without any.
 
@@ -257,7 +257,7 @@ class Conversation:
         return completion.prompt_tokens - completion.cached_tokens
 
 
-async def refreshing(report: Report, llm: WatchedVllm, published: Adapters, *, quick: bool) -> None:
+async def refreshing(report: Report, llm: WatchedVllm, published: RunFactories, *, quick: bool) -> None:
     """Prefill of long conversations by refresh."""
     arms: dict[str, tuple[Refresh, int, str]] = {
         "no updates": ("lazy", 4, "none"),
@@ -281,7 +281,7 @@ async def refreshing(report: Report, llm: WatchedVllm, published: Adapters, *, q
 
 
 async def conversations(
-    llm: WatchedVllm, published: Adapters, refresh: Refresh, max_staleness: int, *, event: str, ticks: int
+    llm: WatchedVllm, published: RunFactories, refresh: Refresh, max_staleness: int, *, event: str, ticks: int
 ) -> float:
     """Prefill tokens per turn with `CONVERSATIONS` at a time, begun one after the other; every tick each has a turn."""
     assert await llm.reset_prefix_cache(), "vLLM still holds keys and values of someone"

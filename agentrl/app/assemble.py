@@ -87,7 +87,9 @@ class Parts:
 
 
 def assemble(config: RunConfig, environment: type[Environment], parts: Parts) -> Orchestrator:
-    """Wire a loop from parts. Must be called in the event loop that will run it.
+    """Build a run's loop from its parts, and submit the episodes that a previous process left (`Dispatcher.restore`).
+
+    Must be called in the event loop that will run it.
 
     Raises:
         ConfigError: sections contradict each other.

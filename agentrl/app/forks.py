@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from agentrl.app.evaluation import play_untrained, with_weights
-from agentrl.app.parts import Adapters
+from agentrl.app.parts import RunFactories
 from agentrl.app.policies import load_weights, weights_in
 from agentrl.app.replays import environment_to_run, recorded_code
 from agentrl.config.load import recorded_config
@@ -75,7 +75,7 @@ def fork(  # noqa: PLR0913 (one keyword per choice)
     policy: str | Path | Sequence[str | Path] = (),
     edit: str | Sequence[Mapping[str, Any]] | None = None,
     environment: type | str | None = None,
-    adapters: Adapters | None = None,
+    factories: RunFactories | None = None,
 ) -> list[EpisodeHeader]:
     """Resample an episode from one of its turns. Nothing is trained.
 
@@ -96,7 +96,7 @@ def fork(  # noqa: PLR0913 (one keyword per choice)
         environment: a class, a name, `module:Class` or a path that replaces the environment named in the journal. A
             journal cannot choose the code that runs: its environment is used only if it is installed or already
             imported.
-        adapters: factories of the engine and the chat format; default: those of the run's configuration.
+        factories: factories of the engine and the chat format; default: those of the run's configuration.
 
     Returns:
         Results of the forks. They lie in `RUN/forks`, which `agentrl episode show` reads like a run.
@@ -125,7 +125,7 @@ def fork(  # noqa: PLR0913 (one keyword per choice)
     asked = [policy] if isinstance(policy, str | Path) else policy
     policies = fork_policies(config, parent, asked)
     kept = {"name": f"forks of {where.parent.name}", "forks": True, "code": info.get("code", {})}
-    return asyncio.run(_fork(config, chosen, parent, where, n, policies, adapters or Adapters(), kept))
+    return asyncio.run(_fork(config, chosen, parent, where, n, policies, factories or RunFactories(), kept))
 
 
 def find_parent(journal: Path, episode_id: str, attempt: int | None, at: int) -> Parent:
@@ -329,18 +329,18 @@ async def _fork(
     where: Path,
     n: int,
     policies: ForkPolicies,
-    adapters: Adapters,
+    factories: RunFactories,
     kept: Mapping[str, Any],
 ) -> list[EpisodeHeader]:
     from agentrl.journal.store import SqliteJournal
 
     config = with_weights(config, policies.weights)
-    chat_format = adapters.chat_format(config)
+    chat_format = factories.chat_format(config)
     async with contextlib.AsyncExitStack() as stack:
         store = SqliteJournal(where / "journal", info={**kept, "config": config.model_dump(mode="json")})
         stack.push_async_callback(store.close)
         versions = {known: PolicyVersion(known, 0, 0) for known in config.policies}
-        engine = await adapters.engine(config, versions, lambda death: None, where / ENGINE_LOG)
+        engine = await factories.engine(config, versions, lambda death: None, where / ENGINE_LOG)
         stack.push_async_callback(engine.close)
         await load_weights(config, ServedVersions(engine), store, policies.weights)
         first = store.next_number("f")

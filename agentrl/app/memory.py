@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agentrl.app.parts import device_plan
-from agentrl.app.policies import adapter_slots_needed, largest_rank
+from agentrl.app.policies import adapter_slots_needed, largest_lora_rank
 from agentrl.config.fields import base_name
 from agentrl.config.run import RunConfig
 from agentrl.core.errors import ConfigError
@@ -340,7 +340,7 @@ def _engine_memory(config: RunConfig) -> EngineMemory:
         slots=config.engine.slots,
         max_context=config.engine.max_context,
         adapter_slots=adapter_slots_needed(config),
-        max_rank=largest_rank(config),
+        max_rank=largest_lora_rank(config),
     )
 
 

@@ -1,4 +1,4 @@
-"""Makes the adapters of a configuration: engine, trainer, tasks. The heavy imports of the program happen here."""
+"""Makes the parts of a run from its configuration: engine, trainer, tasks. The heavy imports happen here."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agentrl.app.policies import adapter_slots_needed, largest_rank
+from agentrl.app.policies import adapter_slots_needed, largest_lora_rank
 from agentrl.cluster.journal_stream import JournalReceiver
 from agentrl.cluster.worker_pool import PoolSettings, WorkerPool
 from agentrl.cluster.worker_wire import Work
@@ -29,7 +29,7 @@ from agentrl.core.machine import Gpu, Memory, gpus, install_command
 from agentrl.core.ports import ChatFormat, Engine, Trainer
 from agentrl.core.records import PolicyVersion, Task
 from agentrl.engines.bases import EnginePerBase
-from agentrl.engines.child_process import SILENCE_S, EngineProgram, LocalPlacement, Placement
+from agentrl.engines.child_process import SILENCE_S, ChildProgram, LocalPlacement, Placement
 from agentrl.engines.client import ProcessEngine, SharedEngine
 from agentrl.engines.external import NoEngine, RoutedEngine
 from agentrl.engines.fleet import ReplicatedEngine
@@ -155,12 +155,12 @@ async def _engine_of_base(
     return await asyncio.to_thread(EmbeddedEngine.load, versions=versions, device=device, **program.arguments)
 
 
-def _engine_program(config: RunConfig, base: RunConfig) -> EngineProgram:
+def _engine_program(config: RunConfig, base: RunConfig) -> ChildProgram:
     """Return the program of a base model's engine in a process of its own."""
     arguments = {**_engine_arguments(base), "threads": config.threads}
     if config.engine.kind == "vllm":
-        return EngineProgram(VLLM, arguments, VLLM_HOST)
-    return EngineProgram(EMBEDDED, arguments)
+        return ChildProgram(VLLM, arguments, VLLM_HOST)
+    return ChildProgram(EMBEDDED, arguments)
 
 
 def _engine_arguments(config: RunConfig) -> dict[str, Any]:
@@ -177,7 +177,7 @@ def _engine_arguments(config: RunConfig) -> dict[str, Any]:
         },
         "keep_kv": section.keep_kv,
         "adapter_slots": adapter_slots_needed(config),
-        "max_rank": largest_rank(config),
+        "max_rank": largest_lora_rank(config),
         "max_staleness": {name: policy.max_staleness for name, policy in config.trained.items()},
     }
     if section.kind == "vllm":
@@ -193,7 +193,7 @@ def _engine_arguments(config: RunConfig) -> dict[str, Any]:
 async def _in_child_processes(
     config: RunConfig,
     base: int,
-    program: EngineProgram,
+    program: ChildProgram,
     versions: Mapping[str, PolicyVersion],
     tell: Callable[[str], None],
     log: Path | None,
@@ -537,8 +537,8 @@ def make_chat_format(config: RunConfig) -> ChatFormat:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Adapters:
-    """Factories of a run's adapters, called at each start; by default those of its configuration."""
+class RunFactories:
+    """Factories of a run's engine, trainer and chat format, called at each start; by default its configuration's."""
 
     engine: Callable[[RunConfig, Mapping[str, PolicyVersion], Callable[[str], None], Path], Awaitable[Engine]] = (
         make_engine

@@ -463,7 +463,7 @@ def adapter_slots_needed(config: RunConfig) -> int:
     return slots + SPARE if slots else 0
 
 
-def largest_rank(config: RunConfig) -> int:
+def largest_lora_rank(config: RunConfig) -> int:
     """Return the largest rank of a served adapter; at least 1."""
     trained = [policy.lora.rank for policy in config.trained.values() if policy.lora is not None]
     return max([1, *trained, *(rank_in(policy) for policy in config.of_kind(FrozenPolicy).values())])

@@ -63,7 +63,7 @@ if TYPE_CHECKING:
     from agentrl.observe.run_directory import RunDirectory
 
 
-COMPOSED_STEPS = 4 * LENGTH_STEPS
+SELECTION_BIAS_STEPS = 4 * LENGTH_STEPS
 """Number of steps' worth of the newest episodes from which a resumed run rebuilds its selection bias: more than are
 compared, because some of them are held back."""
 
@@ -315,7 +315,7 @@ def read_resume_state(
     ended = tuple(log.members(open_groups))
     baselines = log.baselines()
     sizes = step_sizes or {}
-    dispatched = list(log.dispatched(COMPOSED_STEPS * sum(sizes.values())))
+    dispatched = list(log.dispatched(SELECTION_BIAS_STEPS * sum(sizes.values())))
     named = {spec.episode_id for spec, _ in (*ended, *dispatched)}
     found = log.resolved_units(consumed_through, named)
     resolved = {(policy, name): why for (name, _, policy), why in found.items()}

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from agentrl.app.parts import Adapters
+from agentrl.app.parts import RunFactories
 from agentrl.app.policies import MAX_EXTERNAL_CONTEXT, rollout_settings
 from agentrl.config.load import recorded_config
 from agentrl.config.run import RunConfig
@@ -93,7 +93,7 @@ def replay(
     until: str | None = None,
     rescoring: bool = False,
     environment: type | str | None = None,
-    adapters: Adapters | None = None,
+    factories: RunFactories | None = None,
 ) -> list[Replayed]:
     """Execute recorded episodes again.
 
@@ -104,7 +104,7 @@ def replay(
         rescoring: whether to recompute the rewards instead of comparing them.
         environment: replaces the environment named in the journal. A journal cannot choose the code that runs: its
             environment is used only if it is installed.
-        adapters: factory of the chat format; default: that of the run's configuration.
+        factories: factory of the chat format; default: that of the run's configuration.
 
     Raises:
         InputError: there is no such episode or call, or its environment may not run.
@@ -115,7 +115,7 @@ def replay(
         config = recorded_config(reader.log.config())
         asked = _Asked(
             config=config,
-            chat_format=(adapters or Adapters()).chat_format(config),
+            chat_format=(factories or RunFactories()).chat_format(config),
             environment=None if environment is None else resolve(environment),
             until=until,
             rescoring=rescoring,
@@ -167,7 +167,7 @@ async def _one(reader: RunReader, episode_id: str, attempt: int | None, asked: _
         store=log,
         log=log,
         host=ReplayHost([*inherited, *own]),
-        clock=Adapters().clock,
+        clock=RunFactories().clock,
         settings=dataclasses.replace(
             rollout_settings(asked.config, asked.chat_format, asked.config.engine.max_context or MAX_EXTERNAL_CONTEXT),
             on_code_change="try",

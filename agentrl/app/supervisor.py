@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from agentrl.app.assemble import Parts, assemble
-from agentrl.app.parts import Adapters, connect_trainer, engines_of, joining_nodes, make_chat_format, make_workers
+from agentrl.app.parts import RunFactories, connect_trainer, engines_of, joining_nodes, make_chat_format, make_workers
 from agentrl.app.policies import given_weights, load_weights, pinned_policies
 from agentrl.app.recovery import Code, find_start
 from agentrl.cluster.nodes import wait_for_nodes
@@ -92,7 +92,7 @@ class RunSetup:
     tasks: TaskSource
     held_out: Sequence[HeldOut]
     chat_format: ChatFormat
-    adapters: Adapters
+    factories: RunFactories
     directory: RunDirectory
     store: SqliteJournal
     observer: RunObserver
@@ -225,9 +225,9 @@ async def supervise(setup: RunSetup) -> Orchestrator:
                 raise
             observer.watch()
             observer.warn(f"{error}; resuming from the newest checkpoint in {wait:g} s")
-        await setup.adapters.clock.sleep(wait)
+        await setup.factories.clock.sleep(wait)
         if setup.config.cluster.min_nodes:
-            await wait_for_nodes(setup.config, setup.adapters.clock, observer.phase)
+            await wait_for_nodes(setup.config, setup.factories.clock, observer.phase)
 
 
 async def _run_once(setup: RunSetup) -> Orchestrator:
@@ -238,10 +238,10 @@ async def _run_once(setup: RunSetup) -> Orchestrator:
     2. Checkpoints and journal determine where the run continues, and which work is left (`find_start`).
     3. The trainer starts from the checkpoint, then the engine and the workers. The journal records the start before its
        first versions are published, and the versions before the engine serves them (`Recovery.serve`).
-    4. The loop takes over the remaining work (`Dispatcher.restore`): units still to be trained return to the buffer,
-       and unfinished episodes to their workers, which replay their recorded calls and continue.
+    4. `assemble` builds the loop and hands it the remaining work (`Dispatcher.restore`): units still to be trained
+       return to the buffer, and unfinished episodes to their workers, which replay their recorded calls and continue.
     """
-    store, observer, directory, clock = setup.store, setup.observer, setup.directory, setup.adapters.clock
+    store, observer, directory, clock = setup.store, setup.observer, setup.directory, setup.factories.clock
     await store.flush()
     record = _new_record(setup)
     config = setup.config.model_copy(update={"workers": record.workers})
@@ -253,13 +253,13 @@ async def _run_once(setup: RunSetup) -> Orchestrator:
     if point.record.lineage:
         observer.say(". ".join(f"{each[0].upper()}{each[1:]}" for each in point.sentences) + ".")
     async with contextlib.AsyncExitStack() as stack:
-        trainer = setup.adapters.trainer(config, directory.path)
+        trainer = setup.factories.trainer(config, directory.path)
         stack.push_async_callback(_close, trainer, observer)
         observer.phase("starting the trainer")
         for line in await trainer.start(point.recovery.start_from):
             observer.say(line)
         observer.phase("loading the engine")
-        engine = await setup.adapters.engine(config, point.versions, observer.warn, directory.engine_log)
+        engine = await setup.factories.engine(config, point.versions, observer.warn, directory.engine_log)
         stack.push_async_callback(engine.close)
         connect_trainer(config, engine, trainer)
         workers = _workers(config, setup, engine)
@@ -280,7 +280,7 @@ async def _run_once(setup: RunSetup) -> Orchestrator:
                 *(config, setup.environment, engine, point.versions, workers), clock=clock, tell=observer.warn
             )
             stack.push_async_callback(joining.close)
-        setup.adapters.assembled(orchestrator)
+        setup.factories.assembled(orchestrator)
         observer.watch(partial(_status, orchestrator, [trainer, *engines_of(engine), workers]))
         with (
             _playing(record, directory.path, workers) as ended,
@@ -322,7 +322,7 @@ def _parts(
         chat_format=setup.chat_format,
         store=store,
         observer=setup.observer,
-        clock=setup.adapters.clock,
+        clock=setup.factories.clock,
         tasks=setup.tasks,
         held_out=setup.held_out,
         checkpoints=CheckpointWriter(directory.checkpoints),
@@ -348,7 +348,7 @@ def _new_record(setup: RunSetup) -> ProcessRecord:
     running = last.running(store.unfinished)
     suspects = [spec for spec in running if record.deaths(spec) >= SUSPECTED]
     # Worker processes can build only this format themselves.
-    can_be_apart = setup.adapters.chat_format is make_chat_format
+    can_be_apart = setup.factories.chat_format is make_chat_format
     is_suspicious = bool(suspects) or record.has_killer
     record.workers = max(configured, SUBPROCESS_WORKERS) if is_suspicious and can_be_apart else configured
     if last.is_playing:
@@ -383,7 +383,7 @@ def _workers(config: RunConfig, setup: RunSetup, engine: Engine) -> WorkerPool |
     try:
         return make_workers(
             *(config, setup.environment, engine, setup.directory.journal),
-            *(setup.observer.warn, setup.directory.workers_log, setup.adapters.clock),
+            *(setup.observer.warn, setup.directory.workers_log, setup.factories.clock),
         )
     except InputError as error:
         if config.workers == setup.config.workers:

@@ -15,7 +15,7 @@ import msgspec
 from agentrl.app.hub import with_local_model
 from agentrl.app.memory import sized
 from agentrl.app.parts import (
-    Adapters,
+    RunFactories,
     check_ray,
     device_plan,
     environment_of,
@@ -113,14 +113,14 @@ async def run_training(
     observers: Sequence[Observer] = (),
     resume: bool = False,
     quiet: bool = False,
-    adapters: Adapters | None = None,
+    factories: RunFactories | None = None,
 ) -> Run:
-    """Run `train` in a running event loop, with adapters of the caller's choice."""
-    adapters = adapters or Adapters()
+    """Run `train` in a running event loop, with factories of the caller's choice."""
+    factories = factories or RunFactories()
     functions = functions_of(config)  # refuse unusable functions
-    clock = adapters.clock
+    clock = factories.clock
     started = clock.monotonic()
-    chat_format = adapters.chat_format(config)
+    chat_format = factories.chat_format(config)
     own_formats(config)  # refuse unusable tokenizers before weights are loaded
     check_references(config)
     source = await asyncio.to_thread(task_source, config, environment, "train", tasks)
@@ -139,13 +139,13 @@ async def run_training(
     async with opened as (store, observer, changed):
         for line in split_groups(config, demands_of(config, environment)):
             observer.warn(line)
-        if adapters.engine is make_engine:
+        if factories.engine is make_engine:
             for line in await _device_lines(config, code, clock, observer.phase):
                 observer.say(line)
         if chat_format.rewrites:
             what = "goes on in new rows" if chat_format.forks else "is kept as it was sampled"
             observer.say(f"the chat template rewrites former turns ({', '.join(chat_format.rewrites)}): history {what}")
-        if config.engine.kind == "vllm" and adapters.engine is make_engine and (taken := device_plan(config).taken()):
+        if config.engine.kind == "vllm" and factories.engine is make_engine and (taken := device_plan(config).taken()):
             raise ConfigError("\n  ".join(taken))
         evaluated = sum(len(split.tasks) for split in held_out_splits)
         if evaluated < available:
@@ -156,7 +156,7 @@ async def run_training(
             tasks=source,
             held_out=held_out_splits,
             chat_format=chat_format,
-            adapters=adapters,
+            factories=factories,
             directory=directory,
             store=store,
             observer=observer,

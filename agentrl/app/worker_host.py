@@ -252,7 +252,7 @@ class WorkerHost:
             case wire.Start():
                 self.run.begin(message.number, message.spec)
                 self._worker.submit(message.spec, partial(self.run.ended, message.number), resume=message.resume)
-            case wire.Engines():
+            case wire.EngineAddresses():
                 self._engines[message.base].moved(message.addresses)
             case wire.ChildEnded():
                 self.run.child_ended(message)

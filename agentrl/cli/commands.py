@@ -40,7 +40,7 @@ class Argument(NamedTuple):
 
 
 class Verb(NamedTuple):
-    """A command that reads a run."""
+    """A command of a group, such as `show` of `agentrl episode`."""
 
     name: str
     help: str

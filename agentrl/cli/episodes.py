@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Mapping, Sequence
 
-    from agentrl.app.parts import Adapters
+    from agentrl.app.parts import RunFactories
     from agentrl.inspection.reader import EpisodeLine, RunReader
 
 MAX_EDIT_BYTES = 1 << 20
@@ -185,7 +185,7 @@ def episode_replay(reader: RunReader, options: argparse.Namespace) -> Answer:
         _episodes(reader, options),
         until=options.until,
         environment=options.environment,
-        adapters=_adapters(reader),
+        factories=_factories(reader),
     )
     code = CheckFailedError.exit_code if any(each.outcome == "departed" for each in found) else 0
     return Answer(found, lambda: replay_page(found, step=options.step), code)
@@ -204,7 +204,7 @@ def episode_rescore(reader: RunReader, options: argparse.Namespace) -> Answer:
         _episodes(reader, options),
         rescoring=True,
         environment=options.environment,
-        adapters=_adapters(reader),
+        factories=_factories(reader),
     )
     code = CheckFailedError.exit_code if any(each.outcome == "departed" for each in found) else 0
     return Answer(found, lambda: rescore_page(found), code)
@@ -228,7 +228,7 @@ def episode_fork(reader: RunReader, options: argparse.Namespace) -> Answer:
         policy=options.policy,
         edit=None if options.edit is None else _edit(options.edit),
         environment=options.environment,
-        adapters=_adapters(reader),
+        factories=_factories(reader),
     )
     made = {header.episode_id for header in headers}
     root = reader.path if reader.path.name != "forks" else reader.path.parent
@@ -276,14 +276,14 @@ def _episodes(reader: RunReader, options: argparse.Namespace) -> Sequence[tuple[
     return [(line.episode, line.attempt) for line in lines]
 
 
-def _adapters(reader: RunReader) -> Adapters | None:
-    """Return the sample run's adapters, if this is one: its policies are a script, and its tokens are bytes."""
+def _factories(reader: RunReader) -> RunFactories | None:
+    """Return the sample run's factories, if this is one: its policies are a script, and its tokens are bytes."""
     config = reader.info().get("config")
     if not isinstance(config, dict):
         raise InputError(f"{reader.path}: its journal contains no configuration, so its episodes cannot be re-executed")
-    from agentrl.cli.sample_run import is_sample, sample_adapters
+    from agentrl.cli.sample_run import is_sample, sample_factories
 
-    return sample_adapters() if is_sample(config) else None
+    return sample_factories() if is_sample(config) else None
 
 
 def _edit(path: Path) -> str | Sequence[Mapping[str, Any]]:

@@ -28,7 +28,7 @@ from agentrl.core.clock import SystemClock
 from agentrl.core.errors import CheckFailedError, InputError
 from agentrl.core.text import plural, safe_line
 from agentrl.inspection.comparisons import located
-from agentrl.inspection.reader import RunReader, damage_named, runs
+from agentrl.inspection.reader import RunReader, report_journal_damage, runs
 
 if TYPE_CHECKING:
     import argparse
@@ -99,9 +99,9 @@ def open_run(options: argparse.Namespace) -> Iterator[RunReader]:
         if takes_two:
             options.other = options.id
         name, options.id = None, name
-    with contextlib.closing(RunReader(find_run(name))) as run, damage_named(run.log):
+    with contextlib.closing(RunReader(find_run(name))) as run, report_journal_damage(run.log):
         if takes_episode and not takes_two and options.id is not None:
-            with located(run, options.id) as (reader, options.id), damage_named(reader.log):
+            with located(run, options.id) as (reader, options.id), report_journal_damage(reader.log):
                 yield reader
         else:
             yield run
@@ -270,9 +270,9 @@ def run_metrics(options: argparse.Namespace) -> int:
     elif options.json:
         print_json(latest)
     else:
-        from agentrl.inspection.render import metric_table
+        from agentrl.inspection.render import metrics_page
 
-        print_text(metric_table(latest))
+        print_text(metrics_page(latest))
     return 0
 
 

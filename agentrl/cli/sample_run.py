@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from agentrl.app.forks import fork
-from agentrl.app.parts import Adapters
+from agentrl.app.parts import RunFactories
 from agentrl.app.training import Run, run_training
 from agentrl.cli.sample_environment import Propose, held_out_tasks, says
 from agentrl.config.run import RunConfig
@@ -53,15 +53,15 @@ def write_sample_run(directory: str | Path = "runs", name: str = NAME) -> Run:
     """
     config = sample_config(directory, name)
     run = asyncio.run(
-        run_training(config, Propose, held_out=held_out_tasks(), quiet=True, adapters=sample_adapters(parked=True))
+        run_training(config, Propose, held_out=held_out_tasks(), quiet=True, factories=sample_factories(parked=True))
     )
     reader = RunReader(run.path)
     try:
         parent = reader.episodes("purpose = 'train' and turns > 3 and environment ~ Solve", sort="turns", limit=1)[0]
     finally:
         reader.close()
-    forks = fork(run.path, parent.episode, at=1, n=3, adapters=sample_adapters())
-    fork(run.path / "forks", forks[0].episode_id, at=-1, n=1, adapters=sample_adapters())
+    forks = fork(run.path, parent.episode, at=1, n=3, factories=sample_factories())
+    fork(run.path / "forks", forks[0].episode_id, at=-1, n=1, factories=sample_factories())
     return run
 
 
@@ -94,7 +94,7 @@ def is_sample(config: Mapping[str, Any]) -> bool:
     return isinstance(model, Mapping) and model.get("path") == MODEL
 
 
-def sample_adapters(*, parked: bool = False) -> Adapters:
+def sample_factories(*, parked: bool = False) -> RunFactories:
     """Make the script's engine, and the sample run's trainer, which is lost once; with `parked`, episodes are
     parked.
     """
@@ -114,7 +114,7 @@ def sample_adapters(*, parked: bool = False) -> Adapters:
         lives.append(SampleTrainer(config, directory, loses=not lives))
         return lives[-1]
 
-    return Adapters(
+    return RunFactories(
         engine=engine,
         trainer=trainer,
         chat_format=lambda config: PlainFormat(),

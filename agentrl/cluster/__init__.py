@@ -1,1 +1,1 @@
-"""Ray: the trainer pool, and engines on other nodes."""
+"""Processes beside the run's own: worker pools, trainer ranks and engines on Ray nodes, journal streams and mirrors."""

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from agentrl.core.machine import Gpu
-    from agentrl.engines.child_process import EngineProgram
+    from agentrl.engines.child_process import ChildProgram
 
 LOOK_S = 1.0
 """Seconds between checks of a local Ray, which does not report its own death."""
@@ -38,7 +38,7 @@ class EngineActor:
     def __init__(self) -> None:
         self._child: EngineProcess | None = None
 
-    async def start(self, program: EngineProgram, gpus: Sequence[str]) -> tuple[int, Node]:
+    async def start(self, program: ChildProgram, gpus: Sequence[str]) -> tuple[int, Node]:
         """Start the process with these GPUs, or those that Ray gave the actor. Returns the process id and its node."""
         import ray
 
@@ -102,7 +102,7 @@ class RayPlacement:
         """Start the next process on a node, without GPUs."""
         self._node, self._gpus, self._choose = node, (), None
 
-    async def start(self, program: EngineProgram) -> ActorChild:
+    async def start(self, program: ChildProgram) -> ActorChild:
         """See `Placement.start`; also starts Ray if there is none, or a dead one."""
         starting = asyncio.get_running_loop().create_task(asyncio.to_thread(self._start_actor), name="start an actor")
         with kept_signal_handlers():
@@ -182,7 +182,7 @@ class RayPlacement:
 
 
 class ActorChild:
-    """A process that an actor started; see `engines.child_process.EngineChild`."""
+    """A process that an actor started; see `engines.child_process.ConnectedChild`."""
 
     def __init__(self, actor: Any, process_id: int, dead: Callable[[], str], *, node: Node | None = None) -> None:
         self.process_id = process_id
@@ -204,7 +204,7 @@ class ActorChild:
 
     @property
     def is_drained(self) -> bool:
-        """See `EngineChild.is_drained`."""
+        """See `ConnectedChild.is_drained`."""
         return self._node is not None and is_drained(self._node)
 
     # --- the connection -----------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ import msgspec
 from agentrl.core.clock import RetryBudget, SystemClock
 from agentrl.core.errors import AgentRLError, EngineLostError, JournalError, error_named, error_words
 from agentrl.core.network import Address, Listener, connect
-from agentrl.engines.child_process import EngineProgram, LocalPlacement, Supervisor, die_with
+from agentrl.engines.child_process import ChildProgram, LocalPlacement, Supervisor, die_with
 from agentrl.engines.wire import WireMessage, receive, send
 from agentrl.journal.entries import JournalEntry
 from agentrl.journal.process import when_unlocked
@@ -37,9 +37,9 @@ if TYPE_CHECKING:
 
     from agentrl.core.clock import Clock
     from agentrl.core.records import ForkPoint
-    from agentrl.engines.child_process import EngineChild
+    from agentrl.engines.child_process import ConnectedChild
 
-RECEIVER = EngineProgram("", {}, "agentrl.cluster.journal_stream")
+RECEIVER = ChildProgram("", {}, "agentrl.cluster.journal_stream")
 SILENCE_S = 60.0
 
 
@@ -281,7 +281,7 @@ class JournalReceiver:
         """Bytes of entries that this process has received."""
         self._receive = Receive(journal=str(journal.absolute()), host=host)
         self._placement = LocalPlacement(log)
-        self._child: EngineChild | None = None
+        self._child: ConnectedChild | None = None
         self._grants: dict[int, asyncio.Future[str]] = {}
         self._reading: asyncio.Task[None] | None = None
         name = "the journal's receiver"
@@ -313,7 +313,7 @@ class JournalReceiver:
             self._child.writer.close()
         await self.supervisor.stop(SILENCE_S)
 
-    async def launch(self) -> EngineChild:
+    async def launch(self) -> ConnectedChild:
         """See `Supervised.launch`."""
         child = self._child = await self._placement.start(RECEIVER)
         self._reading = asyncio.get_running_loop().create_task(self._read(child), name="journal's receiver")
@@ -331,7 +331,7 @@ class JournalReceiver:
             if not granted.done():
                 granted.set_exception(EngineLostError(f"the journal's receiver {how}"))
 
-    async def _read(self, child: EngineChild) -> None:
+    async def _read(self, child: ConnectedChild) -> None:
         try:
             while (body := await receive(child.reader)) is not None:
                 self.supervisor.sign_of_life()

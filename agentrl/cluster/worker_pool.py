@@ -405,7 +405,7 @@ class WorkerPool:
 
     def _tell_addresses(self, process: WorkerProcess) -> None:
         for base, engine in enumerate(self._engines):
-            process.tell(wire.Engines(addresses=engine.addresses, base=base))
+            process.tell(wire.EngineAddresses(addresses=engine.addresses, base=base))
 
     # --- what takes time ----------------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from agentrl.core.clock import RetryBudget
 from agentrl.core.errors import AgentRLError, EngineLostError, error_named
 from agentrl.core.records import ProcessStatus
 from agentrl.core.text import plural
-from agentrl.engines.child_process import EngineProgram, Supervisor
+from agentrl.engines.child_process import ChildProgram, Supervisor
 from agentrl.engines.wire import frame, receive, send
 
 if TYPE_CHECKING:
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
     from agentrl.cluster.journal_stream import JournalReceiver
     from agentrl.core.clock import Clock
-    from agentrl.engines.child_process import EngineChild, Placement
+    from agentrl.engines.child_process import ConnectedChild, Placement
 
-PROGRAM = EngineProgram("", {}, "agentrl.app.worker_host")
+PROGRAM = ChildProgram("", {}, "agentrl.app.worker_host")
 BEHIND_S = 5.0
 """Seconds of silence after which a process gets new episodes last; a process sends a message every second."""
 
@@ -84,7 +84,7 @@ class WorkerProcess:
         self._receiver = receiver
         self._clock = clock
         self._tell = tell
-        self._child: EngineChild | None = None
+        self._child: ConnectedChild | None = None
         self._unsent = bytearray()
         """Messages of this iteration of the event loop."""
         self._reading: asyncio.Task[None] | None = None
@@ -164,7 +164,7 @@ class WorkerProcess:
 
     # --- its life -----------------------------------------------------------------------------------------------------
 
-    async def launch(self) -> EngineChild:
+    async def launch(self) -> ConnectedChild:
         """See `Supervised.launch`."""
         child = self._child = await self.placement.start(PROGRAM)
         loop = asyncio.get_running_loop()
@@ -211,7 +211,7 @@ class WorkerProcess:
         except AgentRLError as error:
             self._owner.failed(error)
 
-    async def _read(self, child: EngineChild) -> None:
+    async def _read(self, child: ConnectedChild) -> None:
         why = ""
         try:
             while (body := await receive(child.reader)) is not None:

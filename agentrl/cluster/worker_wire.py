@@ -71,7 +71,7 @@ class Work(WireMessage, frozen=True):
     """Capabilities of the engine, with this worker's share of its KV budget."""
 
 
-class Engines(WireMessage, frozen=True):
+class EngineAddresses(WireMessage, frozen=True):
     """Current addresses of the processes of one base model's engine."""
 
     addresses: tuple[str, ...]
@@ -126,7 +126,7 @@ class Leave(WireMessage, frozen=True):
     """Park all episodes and end: the machine is taken away."""
 
 
-ToWorker = Work | Engines | Start | Park | Unpark | ChildEnded | Recollected | CancelEpisodes | Leave
+ToWorker = Work | EngineAddresses | Start | Park | Unpark | ChildEnded | Recollected | CancelEpisodes | Leave
 
 
 # --- from the worker --------------------------------------------------------------------------------------------------

@@ -1,1 +1,4 @@
-"""Shared vocabulary: records, ids, ports, clock, randomness, errors; only `files` does I/O."""
+"""Shared vocabulary: records, ids, ports, clock, randomness, errors.
+
+Only `files`, `functions`, `machine` and `network` do I/O.
+"""

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
         Message,
         PolicyVersion,
         ProcessStatus,
+        PromptAndCompletion,
         Recollection,
-        SampledTurn,
         StepReport,
         Task,
         ToolSpec,
@@ -171,7 +171,8 @@ class Engine(Sampler, Protocol):
         later `serve`, which takes effect at once.
 
         Args:
-            current: at most one per policy: new conversations sample from it. Policies without one stay as they are.
+            current: at most one per policy: new conversations sample from it, and open ones move to it as the engine's
+                refresh says. Policies without one stay as they are.
             pinned: all versions that sessions may be pinned to although they are not current. Any other version is
                 released once no session and no call needs it.
 
@@ -232,7 +233,7 @@ class ChatFormat(Protocol):
         ...
 
     def rewritten(
-        self, turns: Sequence[SampledTurn], messages: Sequence[Message], tools: Sequence[ToolSpec]
+        self, turns: Sequence[PromptAndCompletion], messages: Sequence[Message], tools: Sequence[ToolSpec]
     ) -> list[int] | None:
         """Return the token ids of a conversation as the template writes it now; kept parts of sampled turns stay as
         sampled.

@@ -1,1 +1,1 @@
-"""Credit assignment: turns rewards into training samples by scorers, baselines and advantages."""
+"""Credit assignment: turns rewards into advantages, and episodes into training samples."""

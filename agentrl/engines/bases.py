@@ -105,7 +105,11 @@ class EnginePerBase(SamplerPerBase["Engine"]):
 
 
 def _together(engines: Sequence[EngineCapabilities]) -> EngineCapabilities:
-    """Combine the capabilities: each that some engine has for its policies, which it checked when it was loaded."""
+    """Combine the capabilities of engines that serve different policies.
+
+    Refreshes and the policies that keep versions are united, counts and rates added, `max_context` is the smallest; any
+    other capability needs all engines to have it.
+    """
     held = [each.kv_tokens for each in engines if each.kv_tokens is not None]
     return replace(
         engines[0],

@@ -51,7 +51,7 @@ against the child only once."""
 
 
 @dataclass(frozen=True, slots=True)
-class EngineProgram:
+class ChildProgram:
     """The program of a process: a module, and the engine that it makes."""
 
     factory: str
@@ -91,8 +91,8 @@ class Writer(Protocol):
         ...
 
 
-class EngineChild(Child, Protocol):
-    """A process that runs an `EngineProgram`, and the connection to it."""
+class ConnectedChild(Child, Protocol):
+    """A process that runs an `ChildProgram`, and the connection to it."""
 
     @property
     def host(self) -> str:
@@ -123,7 +123,7 @@ class Placement(Protocol):
         """Ids of the GPUs that the processes are given; empty: all that there are."""
         ...
 
-    async def start(self, program: EngineProgram) -> EngineChild:
+    async def start(self, program: ChildProgram) -> ConnectedChild:
         """Start a process; a cancelled call leaves none behind.
 
         Raises:
@@ -150,7 +150,7 @@ class LocalPlacement:
         self.gpus = tuple(gpus)
         self._gpus = visible_gpus(gpus) if gpus else {}
 
-    async def start(self, program: EngineProgram) -> EngineProcess:
+    async def start(self, program: ChildProgram) -> EngineProcess:
         """See `Placement.start`."""
         with contextlib.ExitStack() as stack:
             errors = None
@@ -166,9 +166,9 @@ class LocalPlacement:
                 stack.callback(os.close, errors)
             return await self._start(program, errors)
 
-    async def _start(self, program: EngineProgram, errors: int | None) -> EngineProcess:
+    async def _start(self, program: ChildProgram, errors: int | None) -> EngineProcess:
         ours, theirs = socket.socketpair()
-        files = PrivateFiles()
+        files = PrivateDirectory()
         command = [sys.executable, "-m", program.host, str(theirs.fileno()), str(os.getpid())]
         # the child must import the same modules as this process, and none from the working directory alone
         paths = os.pathsep.join(map(os.path.abspath, sys.path))
@@ -241,14 +241,14 @@ class ChildProcess:
 
 
 class EngineProcess(ChildProcess):
-    """An `EngineChild` that is a child of this process."""
+    """An `ConnectedChild` that is a child of this process."""
 
     def __init__(
         self,
         process: Process,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
-        files: PrivateFiles,
+        files: PrivateDirectory,
         log: Path | None,
     ) -> None:
         super().__init__(process)
@@ -275,7 +275,7 @@ def _cause(code: int) -> str:
         return f"signal {-code}"
 
 
-class PrivateFiles:
+class PrivateDirectory:
     """The private directory of one child, locked by this process, so that others see that it is in use."""
 
     def __init__(self) -> None:

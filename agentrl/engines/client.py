@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from agentrl.core.clock import Clock
     from agentrl.core.ports import Delta, EngineCapabilities, EngineSession, GenerateRequest
     from agentrl.core.records import Completion, Float32Array, Int32Array, PolicyVersion, WeightsRef
-    from agentrl.engines.child_process import EngineChild, EngineProgram, Placement, Writer
+    from agentrl.engines.child_process import ChildProgram, ConnectedChild, Placement, Writer
 
 LOAD_BOUND = 1.25
 """Multiple of the mean load up to which an engine takes conversations that share its cached prefixes."""
@@ -417,7 +417,7 @@ class ProcessEngine:
 
     def __init__(
         self,
-        program: EngineProgram,
+        program: ChildProgram,
         versions: Mapping[str, PolicyVersion],
         *,
         placement: Placement | None = None,
@@ -463,7 +463,7 @@ class ProcessEngine:
 
     # --- the process ------------------------------------------------------------------------------------------------
 
-    async def launch(self) -> EngineChild:
+    async def launch(self) -> ConnectedChild:
         """See `Supervised.launch`."""
         child = await self._placement.start(self._program)
         self._is_welcomed = False

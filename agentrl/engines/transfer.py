@@ -1,6 +1,6 @@
 """Transfer of full weights from the trainer to an engine: the connection between the two.
 
-An engine that should serve them asks its owner (`wire.WeightsWanted`), who makes every rank of the trainer send them.
+An engine that should serve full weights asks its owner (`wire.WeightsWanted`), who makes every rank of the trainer send them.
 Rank 0 connects to the engine's Unix socket, offers names, dtypes and shapes, and drives vLLM's protocol over the
 connection: init, start, update once or more, finish. `DevicePlan.transfer_to` chooses what carries the bytes: `ipc` on
 one GPU, `nccl` between two, `file` elsewhere, by files in the engine's private directory.
@@ -8,7 +8,7 @@ one GPU, `nccl` between two, `file` elsewhere, by files in the engine's private 
 Owns `Inbox` and `Delivery`, the engine's ends; `WeightLink` (vLLM's `VLLMWeightSyncClient`) and `Outbox`, the trainer's
 ends; and `FileSender`. Imports nothing heavy: the senders for `ipc` and `nccl` are in `vllm/senders.py`.
 Invariant: if no weights are sent, because the trainer has moved on, is dead or is on another machine, the engine loads
-the published file with the same weights; each end waits for the other for at most the limit on silence.
+the published file with the same weights; each end waits for the other for at most `silence_s` seconds.
 """
 
 from __future__ import annotations
@@ -61,15 +61,15 @@ class Offer(wire.WireMessage, frozen=True):
         return {name: torch.empty(shape, dtype=dtypes[dtype], device="meta") for name, dtype, shape in described}
 
 
-class Ask(wire.WireMessage, frozen=True):
+class TransferCall(wire.WireMessage, frozen=True):
     """A call of vLLM's protocol."""
 
     method: Literal["init", "start", "update", "finish"]
     info: dict[str, Any]
 
 
-class Said(wire.WireMessage, frozen=True):
-    """The answer to an `Offer` or an `Ask`."""
+class TransferReply(wire.WireMessage, frozen=True):
+    """The answer to an `Offer` or a `TransferCall`."""
 
     error: str = ""
     """Error message; empty: the request was executed."""
@@ -77,8 +77,8 @@ class Said(wire.WireMessage, frozen=True):
     """Directory for files; sent with an accepted offer."""
 
 
-_ASKED: msgspec.msgpack.Decoder[Offer | Ask] = msgspec.msgpack.Decoder(Offer | Ask)
-_SAID = msgspec.msgpack.Decoder(Said)
+_REQUEST: msgspec.msgpack.Decoder[Offer | TransferCall] = msgspec.msgpack.Decoder(Offer | TransferCall)
+_REPLY = msgspec.msgpack.Decoder(TransferReply)
 
 
 class DeliveryError(Exception):
@@ -98,9 +98,9 @@ class Delivery:
 
     def answer(self, *, error: str = "", directory: str = "") -> None:
         """Answer the last request."""
-        wire.send(self._writer, Said(error=error, directory=directory))
+        wire.send(self._writer, TransferReply(error=error, directory=directory))
 
-    async def asked(self) -> Ask:
+    async def next_call(self) -> TransferCall:
         """Return the next call of the trainer.
 
         Raises:
@@ -109,12 +109,12 @@ class Delivery:
         try:
             async with asyncio.timeout(self.offer.silence_s):
                 body = await wire.receive(self._reader)
-            message = None if body is None else _ASKED.decode(body)
+            message = None if body is None else _REQUEST.decode(body)
         except TimeoutError as error:
             raise DeliveryError(f"the trainer has sent nothing for {self.offer.silence_s:g} s") from error
         except (ValueError, msgspec.MsgspecError) as error:
             raise DeliveryError(str(error)) from error
-        if not isinstance(message, Ask):
+        if not isinstance(message, TransferCall):
             raise DeliveryError("the trainer closed the connection")
         return message
 
@@ -163,7 +163,7 @@ class Inbox:
             del self._waiting[number]
 
     def not_sent(self, number: int) -> None:
-        """Note the owner's answer that no trainer sends, or still sends, the requested version."""
+        """Note the owner's answer that no trainer will send, or is still sending, the requested version."""
         _, future = self._waiting.get(number, (None, None))
         if future is not None and not future.done():
             future.set_result(None)
@@ -171,7 +171,7 @@ class Inbox:
     async def _receive(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             body = await wire.receive(reader)
-            offer = None if body is None else _ASKED.decode(body)
+            offer = None if body is None else _REQUEST.decode(body)
         except (ValueError, msgspec.MsgspecError):
             offer = None
         for version, future in self._waiting.values():
@@ -201,7 +201,7 @@ class Recipient:
     processes: int
     """Number of processes that hold the engine's model."""
     silence_s: float
-    """Seconds without a message after which either end takes the other for hung."""
+    """Seconds without a message after which either end considers the other hung."""
 
 
 @runtime_checkable
@@ -221,8 +221,8 @@ class SendsWeights(Protocol):
 class Source:
     """vLLM's `WeightSource` for a policy's published tensors.
 
-    Other ranks of a sharded model make each tensor at the same time, so each call of `tensors` is one pass on all
-    ranks.
+    All ranks of a sharded model make each tensor together, so `tensors` is iterated once, while the other ranks iterate
+    over theirs.
     """
 
     layout: Mapping[str, Tensor]
@@ -273,23 +273,23 @@ class WeightLink:
             self._socket.connect(address)
         except OSError as error:
             raise TrainerError(f"no engine accepts weights at {address} ({error.strerror})") from error
-        self.directory = Path(self._asked(offer).directory)
+        self.directory = Path(self._request(offer).directory)
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """See vLLM's `VLLMWeightSyncClient`."""
-        self._asked(Ask(method="init", info=init_info))
+        self._request(TransferCall(method="init", info=init_info))
 
     def start_weight_update(self) -> None:
         """See vLLM's `VLLMWeightSyncClient`; the engine pauses here."""
-        self._asked(Ask(method="start", info={}))
+        self._request(TransferCall(method="start", info={}))
 
     def update_weights(self, update_info: Any) -> None:
         """See vLLM's `VLLMWeightSyncClient`."""
-        self._asked(Ask(method="update", info=update_info))
+        self._request(TransferCall(method="update", info=update_info))
 
     def finish_weight_update(self) -> None:
         """See vLLM's `VLLMWeightSyncClient`; the engine knows the version's label."""
-        self._asked(Ask(method="finish", info={}))
+        self._request(TransferCall(method="finish", info={}))
 
     def close(self) -> None:
         """End the connection. Idempotent."""
@@ -297,14 +297,17 @@ class WeightLink:
             self._socket.close()
             self._socket = None
 
-    def _asked(self, message: Offer | Ask) -> Said:
+    def _request(self, message: Offer | TransferCall) -> TransferReply:
         if self._socket is None:
             raise TrainerError("no engine is connected")
         try:
             self._socket.sendall(wire.frame(message))
-            said = _SAID.decode(self._read(int.from_bytes(self._read(wire.HEAD_BYTES), "little")))
+            said = _REPLY.decode(self._read(int.from_bytes(self._read(wire.HEAD_BYTES), "little")))
         except TimeoutError as error:
-            what, silence_s = message.method if isinstance(message, Ask) else "offer", self._recipient.silence_s
+            what, silence_s = (
+                message.method if isinstance(message, TransferCall) else "offer",
+                self._recipient.silence_s,
+            )
             raise TrainerError(
                 f"the engine at {self._recipient.address} has not answered {what!r} for {silence_s:g} s, so nothing "
                 "more is sent to it; when it answers again, it loads the published file"

@@ -1,9 +1,9 @@
 """The versions that an engine should serve, those it can sample from, and the sessions that hold them.
 
 `WantedVersions` is the state requested by `Engine.serve`, to which every engine reconciles. The engines that compute in
-this process use a `VersionTable`, whose subclasses load weights and move calls. A `Session` holds a version from `open`
-until it is closed and its last call has ended: by a pin, a lease, or a call in flight. `Leases` implements each refresh
-between two turns. `ModelEngine` checks every call.
+this process use a `VersionTable`, whose subclasses load weights and move calls. A `VersionedSession` holds a version
+from `open` until it is closed and its last call has ended: by a pin, a lease, or a call in flight. `Leases` implements
+each refresh between two turns. `ModelEngine` checks every call.
 Invariants: a version that is current, pinned by the owner, or held by a session or a call is not forgotten; a version
 id never serves two digests; a version that is no longer wanted when its turn comes is not loaded.
 """
@@ -166,7 +166,7 @@ class SessionOwner(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class Session(Generic[LiveT]):
+class VersionedSession(Generic[LiveT]):
     """See `agentrl.core.ports.EngineSession`; made by an engine's `open`."""
 
     engine: SessionOwner
@@ -244,13 +244,13 @@ class Leases(Generic[LiveT]):
         self._max_staleness = max_staleness
         self._current = current
         self._on_release = on_release
-        self._holders: set[Session[LiveT]] = set()
+        self._holders: set[VersionedSession[LiveT]] = set()
 
     def refresh_of(self, policy: str) -> Refresh:
         """Return when sessions of a policy move to newer weights."""
         return self._refresh if isinstance(self._refresh, str) else self._refresh[policy]
 
-    def resolve(self, session: Session[LiveT]) -> LiveT:
+    def resolve(self, session: VersionedSession[LiveT]) -> LiveT:
         """Return the version for the next call of `session`, by its pin, its lease, or the refresh."""
         if session.pin is not None:
             return session.pin
@@ -266,12 +266,12 @@ class Leases(Generic[LiveT]):
         self._holders.add(session)
         return current
 
-    def _is_fresh(self, session: Session[LiveT], lease: LiveT, current: LiveT) -> bool:
+    def _is_fresh(self, session: VersionedSession[LiveT], lease: LiveT, current: LiveT) -> bool:
         mine, newest = lease.version, current.version
         bound = self._max_staleness.get(session.policy, 1)
         return session.has_kv and mine.lineage == newest.lineage and newest.step - mine.step <= bound
 
-    def end_lease(self, session: Session[LiveT]) -> None:
+    def end_lease(self, session: VersionedSession[LiveT]) -> None:
         """End the lease of a session, if it has one."""
         lease = session.lease
         if lease is not None:
@@ -280,7 +280,7 @@ class Leases(Generic[LiveT]):
             self._holders.discard(session)
             self._on_release(lease)
 
-    def close(self, session: Session[LiveT]) -> None:
+    def close(self, session: VersionedSession[LiveT]) -> None:
         """Release the lease and the pin of a closed session."""
         self.end_lease(session)
         pin = session.pin
@@ -512,7 +512,9 @@ class ModelEngine(ABC, Generic[LiveT]):
             EngineError: the engine has ended.
         """
 
-    def _check_call(self, session: Session[LiveT], request: GenerateRequest, in_flight: Container[str]) -> None:
+    def _check_call(
+        self, session: VersionedSession[LiveT], request: GenerateRequest, in_flight: Container[str]
+    ) -> None:
         """Refuse an invalid call; `in_flight` holds the request ids of other calls.
 
         Raises:

@@ -244,7 +244,7 @@ def read_adapter(weights: WeightsRef) -> AdapterWeights:
     return AdapterWeights(rank=rank, matrices=matrices, canary=read_canary(weights, file))
 
 
-def read_matrices(weights: WeightsRef) -> Mapping[str, Tensor]:
+def read_adapter_tensors(weights: WeightsRef) -> Mapping[str, Tensor]:
     """Read the unchanged tensors of an adapter's file, after checking its digest.
 
     Raises:

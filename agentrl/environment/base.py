@@ -105,7 +105,7 @@ class LimitReachedError(AgentRLError):
         self.stop_reason: StopReason = stop_reason
 
 
-class ToolCallError(AgentRLError):
+class InvalidToolCallError(AgentRLError):
     """A tool call that no tool accepts: an unknown name, or arguments that do not fit. Its text becomes the
     observation."""
 
@@ -375,8 +375,8 @@ class EpisodeContext(ABC):
     ) -> str:
         """Run a tool and journal its observation, for environments with a tool loop of their own.
 
-        `guarantee` applies to external tools; see `effect`. `call` raises `ToolCallError` if the call fits no tool,
-        which counts as a format error.
+        `guarantee` applies to external tools; see `effect`. `call` raises `InvalidToolCallError` if the call fits no
+        tool, which counts as a format error.
         """
 
     @abstractmethod

@@ -35,11 +35,11 @@ from agentrl.environment.base import (
     EpisodeContext,
     EpisodeLimits,
     Guarantee,
+    InvalidToolCallError,
     LimitReachedError,
     Reconcile,
     Resource,
     ResourceLevel,
-    ToolCallError,
     check_reward_name,
     finite_reward,
 )
@@ -216,7 +216,7 @@ class PlainContext(EpisodeContext):
             async with asyncio.timeout(timeout_s):
                 result = await asyncio.to_thread(call) if external else call()
                 return str(await result if inspect.isawaitable(result) else result)
-        except ToolCallError as error:
+        except InvalidToolCallError as error:
             return f"error: {error}"
         except Exception as error:  # noqa: BLE001 - a tool is foreign code, and its error is the policy's observation
             return f"error: {error_words(error)}"

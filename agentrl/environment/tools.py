@@ -19,7 +19,14 @@ from pydantic.errors import PydanticSchemaGenerationError
 
 from agentrl.core.errors import EnvironmentDefinitionError, EpisodeError, RewardError
 from agentrl.core.records import Message, Task, ToolCall, ToolSpec, Turn
-from agentrl.environment.base import Environment, EpisodeContext, Guarantee, LimitReachedError, ToolCallError, user
+from agentrl.environment.base import (
+    Environment,
+    EpisodeContext,
+    Guarantee,
+    InvalidToolCallError,
+    LimitReachedError,
+    user,
+)
 from agentrl.environment.mcp import MCPConnection, MCPServer, MCPTool, tools_of
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -191,12 +198,12 @@ async def run_tool(
     bound = tools.get(call.name)
     if bound is None:
         return await _refuse(
-            ctx, call, ToolCallError(f"no tool {call.name!r}; tools: {', '.join(tools)}", outcome="unknown_tool")
+            ctx, call, InvalidToolCallError(f"no tool {call.name!r}; tools: {', '.join(tools)}", outcome="unknown_tool")
         )
     try:
         arguments = bound.validate(call.arguments)
     except ValueError as error:
-        return await _refuse(ctx, call, ToolCallError(str(error), outcome="bad_arguments"))
+        return await _refuse(ctx, call, InvalidToolCallError(str(error), outcome="bad_arguments"))
     if isinstance(bound, MCPTool):
         return await _run_mcp_tool(ctx, bound, call, arguments)
     method = getattr(instance, bound.method)
@@ -236,7 +243,7 @@ async def _run_mcp_tool(ctx: EpisodeContext, tool: MCPTool, call: ToolCall, argu
     return Message(role="tool", content=text, tool_call_id=call.id, name=call.name)
 
 
-async def _refuse(ctx: EpisodeContext, call: ToolCall, error: ToolCallError) -> Message:
+async def _refuse(ctx: EpisodeContext, call: ToolCall, error: InvalidToolCallError) -> Message:
     """Journal a call that fits no tool; the policy gets the reason."""
 
     def refuse() -> str:

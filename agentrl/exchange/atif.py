@@ -79,7 +79,7 @@ def write(selection: Selection, path: Path) -> None:
     for episode, attempt in selection.keys:
         try:
             view = selection.reader.episode(episode, attempt)
-            trajectory = episode_trajectory(run, view, conversation_of(selection.reader, view))
+            trajectory = atif_trajectory(run, view, conversation_of(selection.reader, view))
         except JournalError as error:
             selection.problems.append(f"{episode}: left out: {error}")
             continue
@@ -93,7 +93,7 @@ def file_name(episode: str, attempt: int) -> str:
     return f"{name if len(name) <= MAX_NAME else hashlib.sha256(name.encode()).hexdigest()}.json"
 
 
-def episode_trajectory(run: str, view: EpisodeView, conversation: ConversationView) -> dict[str, Any]:
+def atif_trajectory(run: str, view: EpisodeView, conversation: ConversationView) -> dict[str, Any]:
     """Return an episode as a trajectory."""
     line = view.summary
     name = f"{line.episode}.{line.attempt}"

@@ -1,4 +1,4 @@
-"""Parsing of request bodies, which are hostile: bounded in size before and after decompression, and in depth."""
+"""Parsing of request bodies, which are untrusted: bounded in size before and after decompression, and in depth."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ else:
 MAX_BODY_BYTES = 8 << 20
 """Maximum bytes of a body, before and after decompression: two million tokens of text. Parsing blocks all episodes."""
 MAX_WAITING_BYTES = 64 << 20
-"""Maximum bytes of all bodies together that one attempt's clients are sending, until they are parsed."""
+"""Maximum total bytes of unparsed bodies that the clients of one attempt may be sending at once."""
 MAX_BRACKETS = 1 << 18
-"""Maximum number of opening brackets and braces in a body, including those in texts: each may be an object to make."""
+"""Maximum number of opening brackets and braces in a body, including those in texts: each may create an object."""
 MAX_SEPARATORS = 1 << 20
 """Maximum number of commas in a body."""
 MAX_WINDOW_BITS = 23
-"""Logarithm of the largest window of a zstd body, in bytes: what RFC 9659 lets a sender ask for."""
+"""Base-2 logarithm of the largest window of a zstd body, in bytes: what RFC 9659 lets a sender ask for."""
 MAX_DEPTH = 64
 """Maximum nesting of objects and lists in a body."""
 
@@ -32,7 +32,8 @@ def unpacked(body: bytes, encoding: str) -> bytes:
     """Decode the `Content-Encoding` of a body: identity, gzip, deflate or zstd.
 
     Raises:
-        RequestRefusedError: the encoding is unknown, the body does not have it, or becomes too long.
+        RequestRefusedError: the encoding is unknown, or the body is not in it, is cut short, or is longer than
+            `MAX_BODY_BYTES` when it is decompressed.
     """
     match encoding.strip().lower():
         case "" | "identity":

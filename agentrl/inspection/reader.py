@@ -5,8 +5,8 @@ Every question about a run is a method of `RunReader`, or a function of a reader
 a record of plain data for any renderer and JSON. `COLUMNS` maps an episode's columns to SQL.
 
 Damage is found and named. SQLite stores any type in any column: queries trust the declared types, and rows are checked
-only after a query fails (`damage_named`), so that reading pays nothing for it. `checked_rows` leaves out rows with a
-wrong checksum and reports them; `check_showable` refuses an entry that is neither text nor JSON.
+only after a query fails (`report_journal_damage`), so that reading pays nothing for it. `checked_rows` leaves out rows
+with a wrong checksum and reports them; `check_showable` refuses an entry that is neither text nor JSON.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ NEWEST = "NOT EXISTS (SELECT 1 FROM admissions n WHERE n.episode = a.episode AND
 
 
 @contextmanager
-def damage_named(log: SqliteRunLog) -> Iterator[None]:
+def report_journal_damage(log: SqliteRunLog) -> Iterator[None]:
     """Convert an unexpected error in the context to a `JournalError` if the control log is damaged."""
     try:
         yield
@@ -294,7 +294,7 @@ def numbers_of(text: Any, problems: list[str]) -> dict[str, float | None]:
     return numbers
 
 
-def versions_of(text: Any, problems: list[str]) -> list[str]:
+def read_measured_against(text: Any, problems: list[str]) -> list[str]:
     """Read the versions against which an episode was measured; anything but a list of versions is reported in
     `problems`."""
     try:
@@ -472,7 +472,7 @@ class RunReader:
         return EpisodeView(
             summary=line,
             agents=[converted(AgentLine, row) for row in rows],
-            measured_against=versions_of(metrics[0][2], problems) if metrics else [],
+            measured_against=read_measured_against(metrics[0][2], problems) if metrics else [],
             metrics=numbers_of(metrics[0][0], problems) if metrics else {},
             detail=str(metrics[0][1]) if metrics else "",
             entries=bodies,
@@ -656,7 +656,7 @@ def runs(directory: str | Path) -> list[RunLine]:
                 continue
             reader = RunReader(path)
             try:
-                with damage_named(reader.log):
+                with report_journal_damage(reader.log):
                     lines.append(reader.line())
             finally:
                 reader.close()

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from agentrl.inspection.ledger import RunLedger
     from agentrl.inspection.reader import CurvePoint, EpisodeLine, RunLine
-    from agentrl.inspection.statistics import RunFigures, Spread, WinRate
+    from agentrl.inspection.statistics import OpponentResult, RunStatistics, Spread
     from agentrl.inspection.steps import StepLine, StepView
     from agentrl.inspection.timelines import RunTimeline
     from agentrl.journal.port import Pruned
@@ -179,7 +179,7 @@ def pruned_page(given_up: Pruned, *, is_dry: bool) -> Page:
     return page
 
 
-def win_rate_table(found: Sequence[WinRate]) -> Page:
+def win_rate_table(found: Sequence[OpponentResult]) -> Page:
     """Make a page with the matrix of win rates: a row per step of the policy, a column per past version."""
     page = Page()
     if not found:
@@ -219,7 +219,7 @@ def _cell(line: EpisodeLine, column: str) -> str:
     return ", ".join(value) if isinstance(value, list) else "" if value is None else str(value)
 
 
-def metric_table(latest: Mapping[str, Mapping[str, float]]) -> Page:
+def metrics_page(latest: Mapping[str, Mapping[str, float]]) -> Page:
     """Make a page with the newest value of each metric, its unit and its meaning."""
     page, rows = Page(), []
     for policy, values in latest.items():
@@ -344,7 +344,7 @@ def _digits(value: float | None) -> str:
     return "" if value is None else f"{value:.9g}"
 
 
-def figures_page(figures: RunFigures) -> Page:
+def figures_page(figures: RunStatistics) -> Page:
     """Make a page with the figures of a run."""
     page = Page()
     speed = "" if figures.tokens_per_second is None else f", {figures.tokens_per_second:,.0f} sampled tokens a second"

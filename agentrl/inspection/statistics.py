@@ -47,7 +47,7 @@ class EpisodeFigures(msgspec.Struct, frozen=True, kw_only=True):
     seconds: Spread
 
 
-class PolicyFigures(msgspec.Struct, frozen=True, kw_only=True):
+class PolicyStatistics(msgspec.Struct, frozen=True, kw_only=True):
     """The figures of a policy that sampled."""
 
     policy: str
@@ -65,12 +65,12 @@ class PolicyFigures(msgspec.Struct, frozen=True, kw_only=True):
     """
 
 
-class RunFigures(msgspec.Struct, frozen=True, kw_only=True):
+class RunStatistics(msgspec.Struct, frozen=True, kw_only=True):
     """The figures of a run."""
 
     name: str
     episodes: list[EpisodeFigures]
-    policies: list[PolicyFigures]
+    policies: list[PolicyStatistics]
     in_flight: int
     repeated: int
     """Number of attempts beyond the first."""
@@ -79,7 +79,7 @@ class RunFigures(msgspec.Struct, frozen=True, kw_only=True):
     tokens_per_second: float | None
 
 
-def run_figures(reader: RunReader) -> RunFigures:
+def run_figures(reader: RunReader) -> RunStatistics:
     """Compute the figures of a run. Raises `JournalError` if its control log is damaged."""
     log = reader.log
     kinds = log.rows("SELECT environment, purpose, count(*) FROM episodes GROUP BY 1, 2 ORDER BY 2 DESC, 1")
@@ -91,7 +91,7 @@ def run_figures(reader: RunReader) -> RunFigures:
     ((tokens,),) = log.rows("SELECT coalesce(sum(tokens), 0) FROM episodes")
     ((repeated,),) = log.rows("SELECT count(*) FROM admissions WHERE attempt > 0")
     name = reader.info().get("name")
-    return RunFigures(
+    return RunStatistics(
         name=name if isinstance(name, str) else reader.path.name,
         episodes=[_episodes(reader, environment, purpose, count) for environment, purpose, count in kinds],
         policies=_policies(reader),
@@ -132,7 +132,7 @@ def _spread(reader: RunReader, column: str, environment: str, purpose: str) -> S
     return Spread(mean, *found)
 
 
-def _policies(reader: RunReader) -> list[PolicyFigures]:
+def _policies(reader: RunReader) -> list[PolicyStatistics]:
     log = reader.log
     staleness: dict[str, dict[int, int]] = {}
     for policy, steps, count in log.rows(
@@ -153,7 +153,7 @@ def _policies(reader: RunReader) -> list[PolicyFigures]:
     ):
         named.setdefault(policy, {})[str(name)] = float(mean)
     return [
-        PolicyFigures(
+        PolicyStatistics(
             policy=policy,
             trajectories=count,
             tokens=tokens,
@@ -168,7 +168,7 @@ def _policies(reader: RunReader) -> list[PolicyFigures]:
     ]
 
 
-class WinRate(msgspec.Struct, frozen=True):
+class OpponentResult(msgspec.Struct, frozen=True):
     """The results of a policy against one past version of itself."""
 
     policy: str
@@ -192,7 +192,7 @@ class _Opponents(msgspec.Struct):
     policies: dict[str, _PolicyConfig]
 
 
-def run_win_rates(reader: RunReader) -> list[WinRate]:
+def run_win_rates(reader: RunReader) -> list[OpponentResult]:
     """Return the results against past versions, by the learner's step and the opponent's version."""
     try:
         config = msgspec.convert(reader.info().get("config"), _Opponents)
@@ -203,7 +203,7 @@ def run_win_rates(reader: RunReader) -> list[WinRate]:
         if policy.kind == "past":
             matrix = win_rates(reader.log.against({name}), policy.of, name, every=policy.every)
             found += [
-                WinRate(policy.of, step, name, str(version), tally.episodes, tally.score / tally.episodes)
+                OpponentResult(policy.of, step, name, str(version), tally.episodes, tally.score / tally.episodes)
                 for (step, version), tally in matrix.items()
             ]
     return found
@@ -222,7 +222,7 @@ def win_rates(
     return dict(sorted(matrix.items()))
 
 
-def win_rate_matrix(found: Sequence[WinRate]) -> list[list[str]]:
+def win_rate_matrix(found: Sequence[OpponentResult]) -> list[list[str]]:
     """Format win rates as text: a heading, then a row per step of the policy with a column per past version."""
     versions = list(dict.fromkeys(line.version for line in found))
     cells = {(line.policy, line.step, line.version): f"{line.score:.2f} of {line.episodes}" for line in found}

@@ -75,7 +75,7 @@ class PartialTable:
     remove.
     """
 
-    def __init__(self, database: Database) -> None:
+    def __init__(self, database: WriterDatabase) -> None:
         self.database = database
 
     def write(self, connection: sqlite3.Connection, items: list[JournalEntry | PartialKey]) -> None:
@@ -136,7 +136,7 @@ class SqliteTurnLog:
             )
         self.name = f"turns-{worker}.db"
         path = directory / self.name
-        self.database = Database(path, open_to_write(path, "turns", {"run": run}, run=run), order=0)
+        self.database = WriterDatabase(path, open_to_write(path, "turns", {"run": run}, run=run), order=0)
         self._partials = PartialTable(self.database)
         self._writer = writer
         self._reader = TurnReader(directory)
@@ -222,7 +222,7 @@ class ControlTable:
     """A table of the control log as a target of the writer."""
 
     def __init__(
-        self, database: Database, name: str, columns: str, *, checksum: bool = False, once: bool = False
+        self, database: WriterDatabase, name: str, columns: str, *, checksum: bool = False, once: bool = False
     ) -> None:
         """Create the target. With `once`, writing leaves an existing row with the same key unchanged."""
         self.database = database
@@ -242,7 +242,7 @@ class ControlTable:
 class ControlTables:
     """The tables of one control log."""
 
-    def __init__(self, database: Database) -> None:
+    def __init__(self, database: WriterDatabase) -> None:
         self.admissions = ControlTable(database, "admissions", control.ADMISSION_COLUMNS, checksum=True, once=True)
         self.episodes = ControlTable(database, "episodes", control.EPISODE_COLUMNS, checksum=True, once=True)
         self.trajectories = ControlTable(database, "trajectories", control.TRAJECTORY_COLUMNS, checksum=True, once=True)
@@ -316,7 +316,7 @@ class SqliteJournal(ControlLogReader):
         except BaseException:
             self._lock.release()
             raise
-        database = Database(path, connection, order=1)
+        database = WriterDatabase(path, connection, order=1)
         self._tables = ControlTables(database)
         self._writer = GroupCommitWriter("journal-writer")
         self._writer.add(database)
@@ -535,14 +535,14 @@ class Waiter(NamedTuple):
 class Target(Protocol):
     """A table of a database, with the conversion of queued items to rows."""
 
-    database: Database
+    database: WriterDatabase
 
     def write(self, connection: sqlite3.Connection, items: list[Any]) -> None:
         """Insert queued items into the table, inside the round's transaction; called in the writer thread."""
         ...
 
 
-class Database:
+class WriterDatabase:
     """A write connection and its place in the commit order."""
 
     def __init__(self, path: Path, connection: sqlite3.Connection, *, order: int) -> None:
@@ -567,11 +567,11 @@ class GroupCommitWriter:
         self._closing = threading.Event()
         self._failure: str | None = None
         self._failure_seen = False
-        self._databases: list[Database] = []
+        self._databases: list[WriterDatabase] = []
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def add(self, database: Database) -> None:
+    def add(self, database: WriterDatabase) -> None:
         """Add a database; only the thread uses and closes its connection."""
         self._databases.append(database)
 
@@ -677,7 +677,7 @@ class GroupCommitWriter:
                 rows[target].append(item)
         return rows, waiters
 
-    def _commit(self, database: Database, rows: dict[Target, list[Any]]) -> str | None:
+    def _commit(self, database: WriterDatabase, rows: dict[Target, list[Any]]) -> str | None:
         """Commit one transaction; returns the reason if it failed."""
         connection = database.connection
         try:

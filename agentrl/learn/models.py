@@ -43,7 +43,7 @@ from agentrl.engines.models import (
     read_shapes,
     special_lengths,
 )
-from agentrl.engines.weights import adaptable_layers, match_full_weights, read_matrices, read_weights
+from agentrl.engines.weights import adaptable_layers, match_full_weights, read_adapter_tensors, read_weights
 from agentrl.learn.forward import ATTENTION, HeadOutput, RoutingReplay, device_tensor, token_logprobs
 from agentrl.learn.packing import MicroBatch, pack
 from agentrl.learn.ranks import ShardedForward, shard_of, whole
@@ -260,7 +260,7 @@ class PolicyModel:
             EngineError: the file is damaged, or not the published one.
             ModelError: the version was rounded when it was published, or belongs to another model.
         """
-        read = read_weights(weights).tensors if self._adapter is None else read_matrices(weights)
+        read = read_weights(weights).tensors if self._adapter is None else read_adapter_tensors(weights)
         if self.has_masters or any(tensor.dtype != torch.float32 for tensor in read.values()):
             raise ModelError(
                 f"{weights.path}: rounded when it was published, so it differs from the trained weights; use the "

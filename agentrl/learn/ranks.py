@@ -125,7 +125,7 @@ def shard_of(tensor: Tensor, mesh: DeviceMesh, device: torch.device) -> DTensor:
     )
 
 
-def own_rows(tensor: Tensor) -> slice:
+def local_shard(tensor: Tensor) -> slice:
     """Return the rows of a tensor (its first dimension) that this rank holds."""
     if not isinstance(tensor, DTensor):
         return slice(0, len(tensor))

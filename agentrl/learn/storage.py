@@ -56,7 +56,7 @@ from agentrl.engines.transfer import FileSender, Outbox, Recipient, Source, Weig
 from agentrl.engines.versions import Canary
 from agentrl.learn.loss_batch import LOG_RATIO_LIMIT
 from agentrl.learn.packing import MicroBatch
-from agentrl.learn.ranks import exhaust_on_exit, gathered, local, own_rows
+from agentrl.learn.ranks import exhaust_on_exit, gathered, local, local_shard
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -214,7 +214,7 @@ def _read_into(tensor: Tensor, file: Any, name: str) -> None:
     if not tensor.ndim:
         own.copy_(file.get_tensor(name))
     elif own.numel():
-        own.copy_(file.get_slice(name)[own_rows(tensor)])
+        own.copy_(file.get_slice(name)[local_shard(tensor)])
 
 
 def _moments(parameters: Parameters, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:

@@ -1,7 +1,7 @@
 """Metrics with stable names, units and meanings.
 
-A name has the form `group/what`, or one word for values that the trainer measures on a step's tokens. Values are finite
-numbers; values that could not be measured are left out. Metrics of one policy are recorded at that policy's step.
+Most names have the form `group/what`; a few are one word. Values are finite numbers; values that could not be measured
+are left out. Metrics of one policy are recorded at that policy's step.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Sinks: destinations of metrics besides the run directory.
 
-trackio, wandb and tensorboard are imported only if a configuration names them; they receive names and values unchanged.
-A metric of policy P is logged under its own name if P is the only policy that learns, else as `P/name`, because these
+trackio, wandb and tensorboard are imported only if a configuration names them; they receive finite values only. A
+metric of policy P is logged under its own name if P is the only policy that learns, else as `P/name`, because these
 tools keep one series per name. `prometheus` formats the newest values.
 """
 

@@ -1,8 +1,8 @@
 """The loop: episodes in, versions out. One loop, no modes: synchronous training is `max_staleness = 0`.
 
-    tasks → admit → workers → buffer → credit → trainer → engine → board
-              ▲                                              │
-              └───────────── a new version makes room ◀──────┘
+    tasks → admit → workers → buffer (credit) → trainer → engine → board
+              ▲                                               │
+              └───────────── a new version makes room ◀───────┘
 
 | loop          | consumes       | waits for                               | is unblocked by                    |
 |---------------|----------------|-----------------------------------------|------------------------------------|
@@ -11,11 +11,11 @@
 | `_train`      | ready units    | step_size units, or all that can come   | a released group, closed admission |
 | `_checkpoint` | nothing        | the trainer to be between two steps     | the step's end                     |
 | evaluation    | held-out tasks | the engine, behind training episodes    | nothing of the loop                |
-| `_watch`      | nothing        | nothing that can move any more          | the end of training                |
+| `_watch`      | nothing        | that nothing runs or may start          | the end of training                |
 
-To follow one episode: the environment's `run` → `environment/base.py` → `core/records.py` →
-`rollout/runner.py` → `orchestrator/buffer.py` → `credit/samples.py` → `learn/trainer.py` → `learn/losses.py`
-(docs/follow_one_episode.md).
+To follow one episode (docs/follow_one_episode.md): `Orchestrator._admit` → `orchestrator/dispatch.py` →
+`rollout/worker.py` → `rollout/runner.py` → the environment's `run` → `rollout/agent.py` → `orchestrator/buffer.py` →
+`learn/trainer.py` → `credit/samples.py` → `learn/losses.py`.
 
 Only headers pass through here. Errors that are no episode's fault end the run through `fail`; all others stay with
 their episode. `StepMetrics` measures the steps; the names are in `observe/metrics.py`.
@@ -301,7 +301,7 @@ class Orchestrator:
 
         The path of the new weights: `publish` makes the trainer write their files (`learn/storage.py`) and the journal
         record the version; `ServedVersions.make_current` sends the engine all versions to serve, and returns when it
-        has loaded the new one (`VersionTable.serve` in `engines/versions.py`, then `_load` of the engine). Then the
+        serves the new one, or one of its replicas does (docs/engines.md, "Weight updates", names each hop). Then the
         units are consumed, which lets new episodes be admitted, and the version becomes the board's current one.
         """
         version = self.board.next_version(policy)
@@ -342,6 +342,7 @@ class Orchestrator:
         return True
 
     def _normaliser(self, policy: str, taken: Sequence[ReadyUnit]) -> float:
+        """Return the divisor of the step's loss, in tokens; the trainer computes that of a mean over sequences."""
         if self.plan.tokens_per_unit:
             return float(self.plan.step_size[policy] * self.plan.tokens_per_unit)
         sampled = sum(trajectory.tokens for ready in taken for trajectory in ready.trajectories)

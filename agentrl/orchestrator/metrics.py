@@ -26,7 +26,8 @@ AS_TRAINED: tuple[str | None, ...] = (None, NO_SIGNAL)
 """Drop reasons (None: trained) of units that selection bias counts as trained: those without an advantage would have
 given no gradient."""
 MAX_METRICS = 100
-"""Maximum number of metrics that an environment may add to a step; further ones are kept with their episodes only."""
+"""Maximum number of a step's metrics of its episodes, built-in ones included; an environment's metrics beyond that are
+kept with their episodes only."""
 
 
 Count = tuple[str, str, str]

@@ -135,7 +135,9 @@ class Demand:
 
 
 class Scheduler:
-    """Admits groups within the bounds; groups admitted first are due first.
+    """Decides when a root group may start, when a policy may step, and which units the step takes.
+
+    Groups start within the bounds; those admitted first are due first.
 
     Args:
         demand: demand of a root group.

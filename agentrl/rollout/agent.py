@@ -40,7 +40,7 @@ from agentrl.core.records import (
     Completion,
     Message,
     PolicyVersion,
-    SampledTurn,
+    PromptAndCompletion,
     ToolSpec,
     TrajectoryHeader,
     Turn,
@@ -53,7 +53,7 @@ from agentrl.observe.metrics import GATE_PASSED, GATE_REFUSED
 from agentrl.rollout.branches import shortened
 from agentrl.rollout.byte_formats import JsonFormat
 from agentrl.rollout.call_journal import Performing, encode, encode_arguments
-from agentrl.rollout.template_history import rewrites_of
+from agentrl.rollout.template_history import applicable_rewrite_causes
 from agentrl.rollout.turn_entries import completion_of, decode_message, message_data
 
 if TYPE_CHECKING:
@@ -451,7 +451,7 @@ class LiveAgent(TurnSampler, Agent):
             self._release_kv()
         if len(self._rows) >= max_context:
             self._full(len(self._rows))
-        for cause in rewrites_of(self._settings.chat_format.rewrites, self._messages, messages):
+        for cause in applicable_rewrite_causes(self._settings.chat_format.rewrites, self._messages, messages):
             self._episode.metric(f"history/{cause}", 1.0, self)
         return context
 
@@ -664,7 +664,7 @@ class TokenRows:
         self._row_tokens = array("i")
         self._after: FinishReason | None = None
         self._asked: Sequence[Message] = ()
-        self._turns: tuple[SampledTurn, ...] = ()
+        self._turns: tuple[PromptAndCompletion, ...] = ()
         """Sampled turns of the conversation, if the template may rewrite its history."""
         self.row = 0
         self.before = 0
@@ -717,7 +717,7 @@ class TokenRows:
         self._row_tokens.frombytes(completion.token_ids.astype(np.intc, copy=False).tobytes())
         self._after = completion.finish_reason
         if self._format.forks:
-            self._turns = (*self._turns, SampledTurn(self._asked, completion.token_ids.tolist()))
+            self._turns = (*self._turns, PromptAndCompletion(self._asked, completion.token_ids.tolist()))
 
     def restart(self) -> None:
         """Begin a new row."""

@@ -43,11 +43,11 @@ from agentrl.environment.base import (
     Environment,
     EpisodeContext,
     Guarantee,
+    InvalidToolCallError,
     LimitReachedError,
     Reconcile,
     Resource,
     ResourceLevel,
-    ToolCallError,
     valid_unicode,
 )
 from agentrl.environment.containment import GlobalRandom, call_with_random
@@ -440,7 +440,7 @@ async def _observe(
                 async with asyncio.timeout(limit_s) as timer:
                     result = await result
         return valid_unicode(str(result)), "ok"
-    except ToolCallError as error:
+    except InvalidToolCallError as error:
         return f"error: {error}", error.outcome
     except EffectError as error:  # an effect inside the tool failed: treat it as an error of the tool
         return f"error: {error.error}", "error"

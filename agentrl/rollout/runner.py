@@ -131,7 +131,7 @@ class EpisodeRunner:
                 )
                 try:
                     self.parking.begin(spec.episode_id, episode)
-                    await journal.begin_steps(branch, partial(_begun, environment, context))
+                    await journal.begin_steps(branch, partial(_call_program, environment, context))
                 except BaseException as error:  # noqa: BLE001 - foreign code: raised again, if it says how that ended
                     ended = _ended_with(error, journal, limit)
                     if ended is not None:
@@ -381,7 +381,7 @@ def _nobody(task: asyncio.Task[Any]) -> None:
     """Ignore a stuck program."""
 
 
-def _begun(environment: type[Environment], context: LiveContext) -> Awaitable[None]:
+def _call_program(environment: type[Environment], context: LiveContext) -> Awaitable[None]:
     return environment().run(context)
 
 

@@ -63,7 +63,9 @@ def rewrite_causes(
     return tuple(cause for cause in get_args(RewriteCause) if cause in found)
 
 
-def rewrites_of(rewrites: Sequence[str], conversation: Sequence[Message], messages: Sequence[Message]) -> Iterator[str]:
+def applicable_rewrite_causes(
+    rewrites: Sequence[str], conversation: Sequence[Message], messages: Sequence[Message]
+) -> Iterator[str]:
     """Yield the causes for which a template rewrites a conversation when new messages arrive."""
     said = [message for message in conversation if message.role == "assistant"]
     if not said:

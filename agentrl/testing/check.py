@@ -47,7 +47,7 @@ from agentrl.rollout.harness_agent import differing_request, standalone
 from agentrl.simulation.virtual_time import simulate
 from agentrl.testing.execution import POLICY, RESOURCE_LOST, Executed, execute, random_policy
 from agentrl.testing.format_reward_check import TASKS as FORMAT_TASKS
-from agentrl.testing.format_reward_check import Outcome, format_findings
+from agentrl.testing.format_reward_check import FormatOutcome, format_findings
 from agentrl.testing.side_effects import MODEL_ADVICE, asks_model, observed_side_effects
 
 MAX_CUTS = 64
@@ -268,14 +268,14 @@ def replay_always(
 
 
 def _check_format(environment: type[Environment], tasks: Sequence[Task], seed: int, report: EnvironmentReport) -> None:
-    def play(task: Task, number: int, script: Script) -> Outcome | str:
+    def play(task: Task, number: int, script: Script) -> FormatOutcome | str:
         report.on_progress(f"whether a broken chat format pays: game {number + 1} on task {task.id!r}")
         spec = _spec(environment, task, number, seed)
         outcome = asyncio.run(execute(environment, spec, script))
         if isinstance(outcome, str):
             return outcome
         broken = outcome.counts.of_all_policies("broken turns") > 0
-        return Outcome(reward=outcome.header.reward or 0.0, broken=broken)
+        return FormatOutcome(reward=outcome.header.reward or 0.0, broken=broken)
 
     has_tools = issubclass(environment, ToolEnvironment)
     report.findings += format_findings(play, tasks, random_policy(environment), has_tools=has_tools)

@@ -32,7 +32,7 @@ BUDGET_S = 15.0
 """Seconds after which no further episode is started, because an environment may be slow."""
 
 
-class Outcome(NamedTuple):
+class FormatOutcome(NamedTuple):
     """Parts of an episode that this check needs."""
 
     reward: float
@@ -40,7 +40,7 @@ class Outcome(NamedTuple):
     """Whether a turn broke the format, as counted by the runner and the environment."""
 
 
-Play = Callable[[Task, int, Script], Outcome | str]
+Play = Callable[[Task, int, Script], FormatOutcome | str]
 """Plays a task with a seed and a policy; returns a sentence if it failed."""
 
 

@@ -20,7 +20,7 @@ from agentrl.core.errors import EngineError
 from agentrl.core.files import sha256_of
 from agentrl.core.ports import Engine, GenerateRequest, SamplingParams
 from agentrl.core.records import PolicyVersion, WeightsRef
-from agentrl.engines.child_process import EngineProgram
+from agentrl.engines.child_process import ChildProgram
 from agentrl.engines.client import ProcessEngine
 from agentrl.engines.embedded.engine import EmbeddedEngine
 from agentrl.engines.fleet import ReplicatedEngine
@@ -272,7 +272,7 @@ class MakeProcess:
 
     def __call__(self, *, max_context: int = 512, refresh: Any = "token", slots: int = 16) -> Engine:
         options = {"max_context": max_context, "refresh": refresh, "slots": slots, **self._arguments}
-        return ProcessEngine(EngineProgram(self._factory, options), START)
+        return ProcessEngine(ChildProgram(self._factory, options), START)
 
     def run(self, main: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """In real time: another process computes."""

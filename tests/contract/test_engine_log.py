@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from agentrl.core.errors import EngineError
-from agentrl.engines.child_process import EngineProgram, LocalPlacement
+from agentrl.engines.child_process import ChildProgram, LocalPlacement
 from agentrl.engines.client import ProcessEngine
 from tests.contract.engine_kinds import START
 from tests.contract.test_engine_process import NoWaiting, kill, weights_of
@@ -19,7 +19,7 @@ def test_what_its_process_says_goes_to_the_log_where_a_death_and_a_bug_are_looke
         said: list[str] = []
         log = tmp_path / "engine.log"
         log.write_text("the life before\n")
-        program = EngineProgram("tests.contract.scripted_program:FaultyEngine", {})
+        program = ChildProgram("tests.contract.scripted_program:FaultyEngine", {})
         engine = ProcessEngine(program, START, placement=LocalPlacement(log), clock=NoWaiting(), tell=said.append)
         await engine.ready()
         with pytest.raises(EngineError, match="ZeroDivisionError: a bug"):

@@ -16,11 +16,11 @@ import pytest
 from agentrl.core.clock import RetryBudget, SystemClock
 from agentrl.core.errors import EngineError, EngineLostError, ModelError
 from agentrl.core.records import PolicyVersion, WeightsRef
-from agentrl.engines.child_process import ChildProcess, EngineProgram, Supervisor
+from agentrl.engines.child_process import ChildProcess, ChildProgram, Supervisor
 from agentrl.engines.client import ProcessEngine
 from tests.contract.engine_kinds import START, ModelZoo, check_logprobs, prompt, request, version
 
-SCRIPTED = EngineProgram("tests.contract.scripted_program:scripted_engine", {"max_context": 4096, "refresh": "token"})
+SCRIPTED = ChildProgram("tests.contract.scripted_program:scripted_engine", {"max_context": 4096, "refresh": "token"})
 
 
 class NoWaiting(SystemClock):
@@ -43,7 +43,7 @@ def weights_of(step: int) -> WeightsRef:
     return WeightsRef(version=version(step), path="", kind="full", sha256="")
 
 
-async def made(program: EngineProgram = SCRIPTED, attempts: int = 5) -> tuple[ProcessEngine, NoWaiting]:
+async def made(program: ChildProgram = SCRIPTED, attempts: int = 5) -> tuple[ProcessEngine, NoWaiting]:
     clock = NoWaiting()
     return await ProcessEngine(program, START, attempts=attempts, clock=clock).ready(), clock
 
@@ -81,7 +81,7 @@ def test_a_call_whose_process_dies_keeps_what_was_delivered_and_goes_on_in_the_n
 
 def test_the_next_process_serves_the_versions_of_the_one_before(zoo: ModelZoo) -> None:
     async def main() -> None:
-        program = EngineProgram(
+        program = ChildProgram(
             "agentrl.engines.embedded.engine:EmbeddedEngine.load",
             {"model_path": str(zoo.directory()), "max_context": 256},
         )
@@ -176,7 +176,7 @@ def test_a_process_that_hangs_is_replaced_like_one_that_died_and_named() -> None
 
 def test_a_process_whose_engine_hangs_hangs() -> None:
     async def main() -> None:
-        program = EngineProgram("tests.contract.scripted_program:HangingEngine", {})
+        program = ChildProgram("tests.contract.scripted_program:HangingEngine", {})
         said: asyncio.Queue[str] = asyncio.Queue()
         engine = await ProcessEngine(program, START, silence_s=0.5, clock=NoWaiting(), tell=said.put_nowait).ready()
         async with asyncio.timeout(200):
@@ -190,7 +190,7 @@ def test_a_process_that_talks_nonsense_is_replaced_by_name() -> None:
     async def main() -> None:
         said: list[str] = []
         engine = ProcessEngine(
-            EngineProgram("tests.contract.scripted_program:confused_engine", {}),
+            ChildProgram("tests.contract.scripted_program:confused_engine", {}),
             START,
             clock=NoWaiting(),
             tell=said.append,
@@ -334,7 +334,7 @@ def test_a_process_that_dies_before_it_serves_is_replaced() -> None:
 
 def test_what_the_factory_raises_is_raised_here(tmp_path: Path) -> None:
     async def main() -> None:
-        program = EngineProgram("agentrl.engines.embedded.engine:EmbeddedEngine.load", {"model_path": str(tmp_path)})
+        program = ChildProgram("agentrl.engines.embedded.engine:EmbeddedEngine.load", {"model_path": str(tmp_path)})
         engine = ProcessEngine(program, START)
         with pytest.raises(ModelError, match=str(tmp_path)):
             await engine.ready()
@@ -346,7 +346,7 @@ def test_what_the_factory_raises_is_raised_here(tmp_path: Path) -> None:
 
 def test_whatever_the_factory_raises_is_raised_here_at_once() -> None:
     async def main() -> None:
-        program = EngineProgram(SCRIPTED.factory, {"no_such_argument": 1})
+        program = ChildProgram(SCRIPTED.factory, {"no_such_argument": 1})
         engine = ProcessEngine(program, START, clock=NoWaiting())
         with pytest.raises(EngineError, match=r"TypeError: .*no_such_argument"):
             await engine.ready()
@@ -359,7 +359,7 @@ def test_whatever_the_factory_raises_is_raised_here_at_once() -> None:
 def test_of_all_calls_of_an_engine_that_is_lost_the_last_words_are_heard() -> None:
     async def main() -> None:
         engine = ProcessEngine(
-            EngineProgram("tests.contract.scripted_program:MortalEngine", {}), START, clock=NoWaiting()
+            ChildProgram("tests.contract.scripted_program:MortalEngine", {}), START, clock=NoWaiting()
         )
         heard: list[str] = []
 

@@ -12,7 +12,7 @@ import pytest
 
 from agentrl.core.errors import EngineError, VersionNotServedError
 from agentrl.core.records import WeightsRef
-from agentrl.engines.child_process import EngineProgram
+from agentrl.engines.child_process import ChildProgram
 from agentrl.orchestrator.versions import ServedVersions
 from tests.contract.engine_kinds import START, prompt, request, version
 from tests.contract.test_engine_process import made, weights_of
@@ -20,7 +20,7 @@ from tests.contract.test_engine_process import made, weights_of
 
 def test_what_a_cancelled_caller_asked_for_is_replaced_by_what_is_asked_for_next() -> None:
     async def main() -> None:
-        engine, _ = await made(EngineProgram("tests.contract.scripted_program:ListingEngine", {}))
+        engine, _ = await made(ChildProgram("tests.contract.scripted_program:ListingEngine", {}))
         updating = asyncio.ensure_future(engine.serve([weights_of(1)], [weights_of(1)]))
         await asyncio.sleep(0)
         updating.cancel()
@@ -39,7 +39,7 @@ def test_a_call_that_supersedes_another_takes_effect_at_once_also_in_the_process
     """A version waits for the place of a pinned one; the call that unpins it must not wait for that version."""
 
     async def main() -> None:
-        engine, _ = await made(EngineProgram("tests.contract.scripted_program:OnePlaceEngine", {}))
+        engine, _ = await made(ChildProgram("tests.contract.scripted_program:OnePlaceEngine", {}))
         await engine.serve([weights_of(1)], [weights_of(1)])
         waiting = asyncio.ensure_future(engine.serve([weights_of(2)], [weights_of(1)]))
         await asyncio.sleep(0.2)
@@ -61,7 +61,7 @@ def test_a_lost_pin_stands_in_the_way_of_no_later_version(tmp_path: Path) -> Non
         return replace(weights_of(step), path=str(path))
 
     async def main() -> None:
-        engine, _ = await made(EngineProgram("tests.contract.scripted_program:FileEngine", {}))
+        engine, _ = await made(ChildProgram("tests.contract.scripted_program:FileEngine", {}))
         served = ServedVersions(engine)
         await served.make_current(of(1))
         for step in (2, 3):
@@ -91,7 +91,7 @@ def test_a_lost_pin_stands_in_the_way_of_no_later_version(tmp_path: Path) -> Non
 
 def test_an_update_that_kills_the_process_again_is_refused_and_the_version_before_serves() -> None:
     async def main() -> None:
-        engine, _ = await made(EngineProgram("tests.contract.scripted_program:FragileEngine", {}), attempts=3)
+        engine, _ = await made(ChildProgram("tests.contract.scripted_program:FragileEngine", {}), attempts=3)
         for step, losses in ((1, 2), (2, 4)):
             with pytest.raises(EngineError, match=f"solver@0.{step} refused: 2 processes of the engine died"):
                 await engine.serve([weights_of(step)], [weights_of(step)])

@@ -21,7 +21,7 @@ from safetensors.numpy import load_file, save_file
 
 from agentrl.core.errors import EngineCapabilityError, EngineError, EngineLostError
 from agentrl.core.records import PolicyVersion
-from agentrl.engines.child_process import VARIABLE, EngineProgram
+from agentrl.engines.child_process import VARIABLE, ChildProgram
 from agentrl.engines.client import ProcessEngine
 from tests.contract.engine_kinds import START, ModelZoo, check_logprobs, prompt, request, version, write_adapter
 from tests.contract.test_engine_adapters import with_adapter
@@ -47,9 +47,9 @@ def test_the_suite_passes_over_one_vllm(repository: Path, suite: str) -> None:
     assert "skipped" not in ran.stdout.splitlines()[-1]
 
 
-def program(path: Path, **options: Any) -> EngineProgram:
+def program(path: Path, **options: Any) -> ChildProgram:
     arguments = {"model_path": str(path), "adapter_slots": 3, "max_rank": 8, "slots": 8, **options}
-    return EngineProgram("agentrl.engines.vllm.engine:VllmEngine.load", arguments, host="agentrl.engines.vllm.process")
+    return ChildProgram("agentrl.engines.vllm.engine:VllmEngine.load", arguments, host="agentrl.engines.vllm.process")
 
 
 async def gone(leader: int) -> None:

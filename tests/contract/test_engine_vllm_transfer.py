@@ -161,9 +161,9 @@ class Listens(WeightLink):
         super().__init__(IPC)
         self.asked: list[tuple[str, dict[str, Any]]] = []
 
-    def _asked(self, message: Any) -> Any:
+    def _request(self, message: Any) -> Any:
         self.asked.append((message.method, message.info))
-        return transfer.Said()
+        return transfer.TransferReply()
 
 
 TENSORS = {"a.weight": torch.zeros(4, 2, dtype=torch.bfloat16), "b.bias": torch.zeros(3)}
@@ -188,8 +188,8 @@ def test_shared_memory_is_described_as_vllm_takes_it_without_a_class_on_the_way(
     )
     ((method, info),) = link.asked
     assert method == "update"
-    sent = transfer._ASKED.decode(wire.frame(transfer.Ask(method="update", info=info))[4:])
-    assert isinstance(sent, transfer.Ask)
+    sent = transfer._REQUEST.decode(wire.frame(transfer.TransferCall(method="update", info=info))[4:])
+    assert isinstance(sent, transfer.TransferCall)
     handles = {gpu: worker.shared_handle(handle) for gpu, handle in sent.info["ipc_handles"].items()}
     assert handles == {"GPU-1": SHARED + HANDLE}
     taken = IPCWeightTransferUpdateInfo(**{**sent.info, "ipc_handles": handles})

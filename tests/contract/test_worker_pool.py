@@ -437,7 +437,13 @@ def test_an_event_of_an_episode_crosses_in_at_most_256_bytes(tmp_path: Path) -> 
         sizes: dict[type, int] = {}
         for said, size in placement.frames:
             sizes[type(said)] = max(size, sizes.get(type(said), 0))
-        tasks = {worker_wire.Work, worker_wire.Engines, worker_wire.Start, worker_wire.Spawn, worker_wire.LogLine}
+        tasks = {
+            worker_wire.Work,
+            worker_wire.EngineAddresses,
+            worker_wire.Start,
+            worker_wire.Spawn,
+            worker_wire.LogLine,
+        }
         events = {kind.__name__: size for kind, size in sizes.items() if kind not in tasks}
         assert events.keys() >= {"Ended", "ChildEnded", "Remember", "Recollected", "Park", "Parked", "Unpark"}
         assert max(events.values()) <= EVENT_BYTES, events

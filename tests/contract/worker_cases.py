@@ -19,7 +19,7 @@ from agentrl.core.clock import SystemClock
 from agentrl.core.ports import Worker
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion, SeatBinding, Task
 from agentrl.credit.advantages import ADVANTAGES
-from agentrl.engines.child_process import EngineProgram
+from agentrl.engines.child_process import ChildProgram
 from agentrl.engines.client import ProcessEngine
 from agentrl.environment.base import Environment
 from agentrl.environment.containment import forks_ended
@@ -131,7 +131,7 @@ async def workplace(
             "seconds_per_token": seconds_per_token,
             "kv_tokens": kv_tokens,
         }
-        program = EngineProgram("tests.contract.scripted_program:scripted_engine", arguments)
+        program = ChildProgram("tests.contract.scripted_program:scripted_engine", arguments)
         engine = await ProcessEngine(program, VERSIONS, clock=SystemClock()).ready()
         stack.push_async_callback(engine.close)
         buffer = EpisodeBuffer((), WholeGroups((), ADVANTAGES["none"]))

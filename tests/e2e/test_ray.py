@@ -33,7 +33,7 @@ from agentrl.core.errors import (
 )
 from agentrl.core.ports import Engine, GenerateRequest, Trainer
 from agentrl.core.records import Completion, DataLocation, PolicyVersion, StepReport
-from agentrl.engines.child_process import EngineProgram
+from agentrl.engines.child_process import ChildProgram
 from agentrl.engines.client import ProcessEngine
 from agentrl.engines.embedded.engine import EmbeddedEngine
 from agentrl.engines.fleet import ReplicatedEngine
@@ -208,7 +208,7 @@ def test_engines_in_actors_are_replaced_when_they_or_their_actors_die(session: R
     zoo = ModelZoo(tmp_path)
     arguments: dict[str, Any] = {"model_path": str(zoo.directory("qwen3_moe")), "max_context": 512, "slots": 4}
     arguments |= {"capture_routing": True, "capture_mask": True}
-    program = EngineProgram("agentrl.engines.embedded.engine:EmbeddedEngine.load", arguments)
+    program = ChildProgram("agentrl.engines.embedded.engine:EmbeddedEngine.load", arguments)
     contexts = [prompt(9, number).tolist() for number in range(2)]
 
     async def main() -> None:

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 import agentrl
-from agentrl.app.parts import Adapters, make_engine
+from agentrl.app.parts import RunFactories, make_engine
 from agentrl.app.replays import compute_step, rebuild_step, replay
 from agentrl.app.training import run_training
 from agentrl.cli.main import main
@@ -253,8 +253,8 @@ def test_each_base_has_a_vllm_of_its_own_that_is_restarted_and_resumed(repositor
 
     def trained(steps: int, *, resume: bool) -> Path:
         config = config_of(repository, tmp_path, steps=steps, engine={"vllm": {}, "slots": 8, "max_context": 64})
-        adapters = Adapters(engine=engine)
-        run = run_training(config, Ask, observers=[Kill()], quiet=True, resume=resume, adapters=adapters)
+        factories = RunFactories(engine=engine)
+        run = run_training(config, Ask, observers=[Kill()], quiet=True, resume=resume, factories=factories)
         return asyncio.run(run).path
 
     run = trained(2, resume=False)

@@ -11,7 +11,7 @@ from agentrl.cluster.elastic import Growing, JoiningNodes
 from agentrl.cluster.session import LOOK_S
 from agentrl.config.devices import Node
 from agentrl.core.clock import LoopClock
-from agentrl.engines.child_process import EngineProgram
+from agentrl.engines.child_process import ChildProgram
 from agentrl.testing.plugin import SimulatedLoop
 from tests.sim.test_worker_deaths import ACT_S, ACTS, STARTS_S, Machine, Process
 
@@ -91,7 +91,7 @@ class OnNode:
     def move(self, node: Node) -> None:
         self._node = node
 
-    async def start(self, program: EngineProgram) -> Process:
+    async def start(self, program: ChildProgram) -> Process:
         process = await self._cluster.machine.start(program)
         alive = self._cluster.alive
         process.host = (self._node if self._node in alive else alive[0]).address

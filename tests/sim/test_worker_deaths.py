@@ -17,7 +17,7 @@ from agentrl.core import ids
 from agentrl.core.clock import LoopClock
 from agentrl.core.ports import EngineCapabilities
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, Task, dropped_header
-from agentrl.engines.child_process import EngineProgram
+from agentrl.engines.child_process import ChildProgram
 from agentrl.engines.wire import send
 from agentrl.testing.plugin import SimulatedLoop
 from tests.support.frames import bodies
@@ -34,7 +34,7 @@ CAPABILITIES = EngineCapabilities(
 
 
 class Process:
-    """A worker's process in simulated time; implements `child_process.EngineChild`, and its writer."""
+    """A worker's process in simulated time; implements `child_process.ConnectedChild`, and its writer."""
 
     process_id = 0
     host = ""
@@ -184,7 +184,7 @@ class Machine:
 
     # --- the ports ----------------------------------------------------------------------------------------------------
 
-    async def start(self, program: EngineProgram) -> Process:
+    async def start(self, program: ChildProgram) -> Process:
         await asyncio.sleep(STARTS_S)
         return Process(self)
 

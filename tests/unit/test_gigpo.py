@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 import agentrl
-from agentrl.app.parts import Adapters
+from agentrl.app.parts import RunFactories
 from agentrl.app.training import run_training
 from agentrl.cli.main import main
 from agentrl.cluster.worker_wire import Ended, ended_of, header_of
@@ -219,8 +219,10 @@ def train(directory: Path, **changes: Any) -> Path:
         return RecordingTrainer(list(config.trained), versions=rest[0] / "versions")
 
     config = config_for(name="run", directory=str(directory), **changes)
-    adapters = Adapters(engine=engine, trainer=trainer, chat_format=lambda config: PlainFormat(), clock=NoWaiting())
-    asyncio.run(run_training(config, Corridor, tasks=TASKS, quiet=True, adapters=adapters))
+    factories = RunFactories(
+        engine=engine, trainer=trainer, chat_format=lambda config: PlainFormat(), clock=NoWaiting()
+    )
+    asyncio.run(run_training(config, Corridor, tasks=TASKS, quiet=True, factories=factories))
     return directory / "run"
 
 

@@ -18,7 +18,7 @@ from typing import ClassVar
 import pytest
 
 import agentrl
-from agentrl.app.parts import Adapters
+from agentrl.app.parts import RunFactories
 from agentrl.app.supervisor import run_in_shared_loop
 from agentrl.app.training import Run, run_training
 from agentrl.cluster.worker_pool import SUSPECTED
@@ -134,12 +134,12 @@ def play(
 
     environment = type("Evil", (Hostile,), {"act": staticmethod(act)})
     config = config_for(steps=6, name="run", directory=str(directory), checkpoint={"every": 1})
-    adapters = Adapters(
+    factories = RunFactories(
         engine=engine,
         trainer=lambda config, directory: RecordingTrainer(["guesser"]),
         chat_format=lambda config: PlainFormat(),
     )
-    running = run_training(config, environment, tasks=TASKS, quiet=quiet, adapters=adapters, resume=resume)
+    running = run_training(config, environment, tasks=TASKS, quiet=quiet, factories=factories, resume=resume)
     return together(running, Path(directory) / "run")
 
 

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 import agentrl
-from agentrl.app.parts import Adapters
+from agentrl.app.parts import RunFactories
 from agentrl.app.training import run_training
 from agentrl.config.run import RunConfig
 from agentrl.core.errors import TrainerLostError
@@ -245,8 +245,10 @@ def test_every_kind_of_credit_follows_from_the_page_also_after_a_loss(
     async def engine(config: RunConfig, versions: Mapping[str, PolicyVersion], *rest: object) -> Engine:
         return ScriptedEngine(digit, versions=versions)
 
-    adapters = Adapters(engine=engine, trainer=trainer, chat_format=lambda config: PlainFormat(), clock=NoWaiting())
-    asyncio.run(run_training(config, Guesses, tasks=TASKS, quiet=True, adapters=adapters))
+    factories = RunFactories(
+        engine=engine, trainer=trainer, chat_format=lambda config: PlainFormat(), clock=NoWaiting()
+    )
+    asyncio.run(run_training(config, Guesses, tasks=TASKS, quiet=True, factories=factories))
     assert len(trainers) == 2
     assert judge(tmp_path / "run", ended=True) == []
     connection = sqlite3.connect(tmp_path / "run" / "journal" / "control.db")

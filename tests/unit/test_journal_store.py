@@ -21,7 +21,7 @@ from agentrl.journal.entries import Begin, JournalEntry, encode_body
 from agentrl.journal.port import JournalStore, RunLog, TurnLog
 from agentrl.journal.run_log import SqliteRunLog
 from agentrl.journal.schema import MAX_VALUE_BYTES
-from agentrl.journal.store import Database, GroupCommitWriter, SqliteJournal
+from agentrl.journal.store import GroupCommitWriter, SqliteJournal, WriterDatabase
 from tests.journal_cases import entry, header, one_episode, spec, step_of, weights, write
 
 
@@ -225,7 +225,7 @@ class Broken:
 
     def __init__(self, path: Path) -> None:
         connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
-        self.database = Database(path, connection, order=0)
+        self.database = WriterDatabase(path, connection, order=0)
 
     def write(self, connection: sqlite3.Connection, items: list[Any]) -> None:
         raise RuntimeError("a bug")

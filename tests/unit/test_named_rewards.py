@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import agentrl
-from agentrl.app.parts import Adapters
+from agentrl.app.parts import RunFactories
 from agentrl.app.training import run_training
 from agentrl.cli.main import main
 from agentrl.config.run import RunConfig
@@ -52,8 +52,10 @@ def train(directory: Path, **credit: Any) -> None:
         return RecordingTrainer(list(config.trained), versions=rest[0] / "versions")
 
     config = config_for(name="run", directory=str(directory), credit={"group_size": 4, **credit})
-    adapters = Adapters(engine=engine, trainer=trainer, chat_format=lambda config: PlainFormat(), clock=NoWaiting())
-    asyncio.run(run_training(config, Guesses, tasks=TASKS, quiet=True, adapters=adapters))
+    factories = RunFactories(
+        engine=engine, trainer=trainer, chat_format=lambda config: PlainFormat(), clock=NoWaiting()
+    )
+    asyncio.run(run_training(config, Guesses, tasks=TASKS, quiet=True, factories=factories))
 
 
 def test_named_rewards_are_weighted_journaled_and_shown_apart(

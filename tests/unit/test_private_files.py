@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from agentrl.engines import child_process
-from agentrl.engines.child_process import PrivateFiles
+from agentrl.engines.child_process import PrivateDirectory
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def names(root: Path) -> list[str]:
 
 
 def test_everything_under_the_childs_name_goes_and_nothing_else(root: Path) -> None:
-    one, other = PrivateFiles(), PrivateFiles()
+    one, other = PrivateDirectory(), PrivateDirectory()
     assert one.path.stat().st_mode & 0o777 == 0o700
     for each in (one, other):
         (each.path / "adapters").mkdir()
@@ -56,9 +56,9 @@ def test_what_a_killed_parent_left_goes_when_the_next_place_is_made(root: Path, 
     subprocess.run([sys.executable, "-c", _KILLED, str(root), "0"], cwd=repository, check=False)
     (left,) = names(root)
     (root / f"{left}-9-0").touch()
-    used = PrivateFiles()
+    used = PrivateDirectory()
     assert names(root) == [used.path.name]
-    again = PrivateFiles()
+    again = PrivateDirectory()
     assert names(root) == sorted([used.path.name, again.path.name])
     again.remove()
     used.remove()
@@ -75,7 +75,7 @@ def test_where_shared_memory_is_small_the_place_is_on_disk_and_goes_like_any_oth
     (root / f"{left}-7-0").touch()
     (root / f"sem.{left}-x").touch()
     monkeypatch.setattr(tempfile, "tempdir", str(disk))
-    used = PrivateFiles()
+    used = PrivateDirectory()
     assert (names(root), names(disk)) == ([used.path.name], [])
     used.remove()
 
@@ -83,15 +83,15 @@ def test_where_shared_memory_is_small_the_place_is_on_disk_and_goes_like_any_oth
 @pytest.mark.parametrize("name", ["agentrl-runs", "agentrl-4242-session", "agentrl-child-of-mine"])
 def test_a_directory_of_such_a_name_that_was_not_made_here_stays(root: Path, name: str) -> None:
     (root / name / "inside").mkdir(parents=True)
-    PrivateFiles().remove()
+    PrivateDirectory().remove()
     assert names(root) == [name]
     assert (root / name / "inside").is_dir()
 
 
 def test_what_another_user_put_under_the_childs_name_is_left_and_hinders_nobody(root: Path) -> None:
-    files = PrivateFiles()
+    files = PrivateDirectory()
     (root / f"{files.path.name}-1").mkdir()
     (root / f"{files.path.name}-2").touch()
     files.remove()
     assert names(root) == [f"{files.path.name}-1"]
-    PrivateFiles().remove()
+    PrivateDirectory().remove()

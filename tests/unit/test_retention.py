@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from agentrl.app.parts import Adapters
+from agentrl.app.parts import RunFactories
 from agentrl.app.training import Run, run_training
 from agentrl.config.run import RunConfig
 from agentrl.core.errors import StorageError
@@ -128,19 +128,19 @@ def test_no_error_of_pruning_is_lost(tmp_path: Path) -> None:
 def test_a_run_that_cannot_make_room_writes_a_checkpoint_ends_with_74_and_goes_on_with_a_larger_budget(
     tmp_path: Path,
 ) -> None:
-    def adapters() -> Adapters:
+    def factories() -> RunFactories:
         async def engine(config: RunConfig, versions: Any, tell: object, log: Path) -> Engine:
             return ScriptedEngine(guess, versions=versions)
 
         def trainer(config: RunConfig, directory: Path) -> RecordingTrainer:
             return RecordingTrainer(["guesser"], versions=directory / "versions")
 
-        return Adapters(engine=engine, trainer=trainer, chat_format=lambda config: PlainFormat())
+        return RunFactories(engine=engine, trainer=trainer, chat_format=lambda config: PlainFormat())
 
     def train(budget_mib: int, *, resume: bool) -> Run:
         journal = {"keep": 0, "budget_mib": budget_mib}
         config = config_for(name="run", directory=str(tmp_path), checkpoint={"every": 2}, journal=journal, steps=6)
-        return asyncio.run(run_training(config, Guess, tasks=TASKS, quiet=True, adapters=adapters(), resume=resume))
+        return asyncio.run(run_training(config, Guess, tasks=TASKS, quiet=True, factories=factories(), resume=resume))
 
     with pytest.raises(StorageError, match=r"more than journal\.budget_mib = 1, .*journal\.keep = 0 "):
         train(1, resume=False)

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from agentrl.app.parts import Adapters
+from agentrl.app.parts import RunFactories
 from agentrl.app.training import Run, run_training
 from agentrl.cli.main import main
 from agentrl.config.run import RunConfig
@@ -119,11 +119,11 @@ class Lives:
             best=best or {},
             credit={"group_size": 4, "advantage": advantage},
         )
-        adapters = Adapters(
+        factories = RunFactories(
             engine=self.engine, trainer=self.trainer, chat_format=lambda config: PlainFormat(), clock=self.clock
         )
         running = run_training(
-            config, Guess, tasks=TASKS, held_out=TASKS[:held_out], quiet=quiet, adapters=adapters, resume=resume
+            config, Guess, tasks=TASKS, held_out=TASKS[:held_out], quiet=quiet, factories=factories, resume=resume
         )
         return asyncio.run(running)
 

@@ -9,9 +9,9 @@ import pytest
 
 import agentrl
 from agentrl.core.errors import EnvironmentDefinitionError
-from agentrl.core.records import Message, SampledTurn
+from agentrl.core.records import Message, PromptAndCompletion
 from agentrl.rollout.chat_format import TemplateFormat
-from agentrl.rollout.template_history import RewriteCause, rewrites_of
+from agentrl.rollout.template_history import RewriteCause, applicable_rewrite_causes
 from benchmarks.serving_formats import CHATML, PLANTED, Talk, model, play
 from tests.unit.test_chat_format import QWEN, QWEN_MARKUP, QWEN_SPECIAL, write_model
 from tests.unit.test_gateway import Loop, ask
@@ -42,7 +42,7 @@ def test_a_fork_holds_what_was_sampled_token_by_token(tmp_path: Path) -> None:
     reply = [chat.encode(letter)[0] for letter in '{"name": "add", "arguments"']  # unlike any tokeniser writes it
     assert reply != chat.encode(chat.decode(reply))
     sampled = [*chat.encode(THOUGHT), *reply, chat.stop_token_ids[0]]
-    found = chat.rewritten([SampledTurn([user("one")], sampled)], [user("two")], ())
+    found = chat.rewritten([PromptAndCompletion([user("one")], sampled)], [user("two")], ())
     assert found is not None
     at = found.index(reply[0], len(chat.start([user("one")], ())))
     assert found[at : at + len(reply)] == reply
@@ -82,8 +82,8 @@ def test_causes_are_counted_where_they_apply() -> None:
         return Message(role="assistant", content=text, thinking=thinking)
 
     rewrites, result = ("thinking", "whitespace", "date"), Message(role="tool", content="5")
-    assert list(rewrites_of(rewrites, [], [user("one")])) == []
-    assert list(rewrites_of(rewrites, [user("one"), said("x", "Hm.")], [user("two")])) == ["thinking"]
-    assert list(rewrites_of(rewrites, [user("one"), said("x", "Hm.")], [result])) == []
-    assert list(rewrites_of(rewrites, [user("one"), said("x ")], [user("two")])) == ["whitespace"]
-    assert list(rewrites_of(("tools",), [user("one"), said("x")], [user("two")])) == ["tools"]
+    assert list(applicable_rewrite_causes(rewrites, [], [user("one")])) == []
+    assert list(applicable_rewrite_causes(rewrites, [user("one"), said("x", "Hm.")], [user("two")])) == ["thinking"]
+    assert list(applicable_rewrite_causes(rewrites, [user("one"), said("x", "Hm.")], [result])) == []
+    assert list(applicable_rewrite_causes(rewrites, [user("one"), said("x ")], [user("two")])) == ["whitespace"]
+    assert list(applicable_rewrite_causes(("tools",), [user("one"), said("x")], [user("two")])) == ["tools"]

@@ -19,7 +19,7 @@ from agentrl.core.errors import EngineError, TrainerError
 from agentrl.core.records import PolicyVersion, WeightsRef
 from agentrl.engines import transfer, wire
 from agentrl.engines.models import read_shapes
-from agentrl.engines.transfer import Ask, Delivery, FileSender, Inbox, Offer, Outbox, Recipient, Source
+from agentrl.engines.transfer import Delivery, FileSender, Inbox, Offer, Outbox, Recipient, Source, TransferCall
 from agentrl.engines.weights import match_full_weights
 from agentrl.learn.ranks import OneRank, Ranks
 from agentrl.learn.trainer import PolicyTrainer
@@ -62,11 +62,11 @@ class Engine:
         delivery.answer(error=self.refused, directory=str(self._directory))
         with contextlib.suppress(transfer.DeliveryError):
             while True:
-                self._do(delivery, await delivery.asked())
+                self._do(delivery, await delivery.next_call())
         delivery.close()
         inbox.close()
 
-    def _do(self, delivery: Delivery, asked: Ask) -> None:
+    def _do(self, delivery: Delivery, asked: TransferCall) -> None:
         self.asked.append(asked.method)
         if asked.method == "update":
             self.received |= load_file(asked.info["path"])
@@ -118,7 +118,7 @@ def test_an_engine_that_refuses_is_heard_and_one_that_is_gone_is_named(tmp_path:
 def test_an_engine_that_hangs_holds_up_no_trainer(tmp_path: Path, answers: int) -> None:
     """It accepts so many messages, the offer among them, and then says nothing, with its connection open."""
     address, ended = str(tmp_path / "weights"), threading.Event()
-    said = wire.frame(transfer.Said(directory=str(tmp_path)))
+    said = wire.frame(transfer.TransferReply(directory=str(tmp_path)))
 
     def hang() -> None:
         connection, _ = listening.accept()
@@ -157,7 +157,7 @@ def test_a_trainer_that_hangs_holds_up_no_engine(tmp_path: Path) -> None:
         delivery = await asking
         assert delivery is not None
         with pytest.raises(transfer.DeliveryError, match=r"sent nothing for 0\.2 s"):
-            await delivery.asked()
+            await delivery.next_call()
         delivery.close()
         writer.close()
         inbox.close()
@@ -169,7 +169,7 @@ def test_a_trainer_that_hangs_holds_up_no_engine(tmp_path: Path) -> None:
     "said",
     [
         b"\x00" * 40,
-        wire.frame(Ask(method="start", info={})),
+        wire.frame(TransferCall(method="start", info={})),
         wire.frame(Offer(version=VERSION._replace(step=9), names=[], dtype_names=[], shapes=[], silence_s=1.0)),
     ],
 )

@@ -19,7 +19,7 @@ import numpy as np
 
 from agentrl.core.records import Completion, VersionSpan
 from agentrl.engines.embedded.forward import Pass
-from agentrl.engines.versions import Session, empty_completion
+from agentrl.engines.versions import VersionedSession, empty_completion
 
 if TYPE_CHECKING:
     import asyncio
@@ -45,7 +45,7 @@ _LONG_IDLE_SECONDS = 1.0
 
 
 @dataclass(slots=True, eq=False)
-class EmbeddedSession(Session["EmbeddedVersion"]):
+class EmbeddedSession(VersionedSession["EmbeddedVersion"]):
     """One conversation, and its slot while it has one. Made by `EmbeddedEngine.open`."""
 
     slot: int = -1

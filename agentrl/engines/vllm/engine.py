@@ -25,7 +25,7 @@ from agentrl.core.ids import key64
 from agentrl.core.ports import EngineCapabilities
 from agentrl.core.records import Completion, VersionSpan
 from agentrl.engines.transfer import Inbox
-from agentrl.engines.versions import ModelEngine, Session, empty_completion, keeping_version, needs_adapters
+from agentrl.engines.versions import ModelEngine, VersionedSession, empty_completion, keeping_version, needs_adapters
 from agentrl.engines.vllm.startup import VllmSettings, kv_tokens, prefill_rate, shapes_to_serve, start_vllm
 from agentrl.engines.vllm.versions import VllmVersion, VllmVersions
 
@@ -44,7 +44,7 @@ _AT_ONCE = 8
 """Number of tokens vLLM returns together, which saves CPU; 1 if weights are replaced under a call, so that the tokens
 received so far are known to be the older version's."""
 _DELTA_SECONDS = 0.2
-VllmSession: TypeAlias = Session["VllmVersion"]
+VllmSession: TypeAlias = VersionedSession["VllmVersion"]
 """One conversation with its pin or lease. vLLM manages its KV cache."""
 
 

@@ -38,7 +38,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from agentrl.core.errors import EngineError, EngineLostError, VersionNotServedError
 from agentrl.core.files import WEIGHT_FILES
 from agentrl.engines.child_process import VARIABLE
-from agentrl.engines.transfer import Ask, DeliveryError
+from agentrl.engines.transfer import DeliveryError, TransferCall
 from agentrl.engines.versions import LiveVersion, VersionTable, refusal, run_to_end
 from agentrl.engines.weights import (
     WeightFile,
@@ -342,7 +342,7 @@ class VllmVersions(VersionTable[VllmVersion]):
             canary = await asyncio.to_thread(self._check_offer, weights, delivery.offer)
             os.mkdir(directory)
             delivery.answer(directory=str(directory))
-            while (asked := await delivery.asked()).method == "init":
+            while (asked := await delivery.next_call()).method == "init":
                 await self._control.answer(delivery, asked)
             if asked.method == "start":
                 return delivery, canary
@@ -487,12 +487,12 @@ class VllmControl:
         Returns:
             Whether all weights came; if not, vLLM's weights belong to no version, and it waits for others.
         """
-        asked, is_begun = Ask(method="start", info={}), False
+        asked, is_begun = TransferCall(method="start", info={}), False
         try:
             while await self.answer(delivery, asked, label):
                 if asked.method == "finish":
                     return True
-                is_begun, asked = True, await delivery.asked()
+                is_begun, asked = True, await delivery.next_call()
             is_begun = False  # a failed update needs no ending
         except DeliveryError:
             pass
@@ -500,7 +500,7 @@ class VllmControl:
             await self._llm.finish_weight_update()
         return False
 
-    async def answer(self, delivery: Delivery, asked: Ask, label: str = "") -> bool:
+    async def answer(self, delivery: Delivery, asked: TransferCall, label: str = "") -> bool:
         """Execute a trainer's request to vLLM, and answer the trainer."""
         try:
             match asked.method:
