@@ -1,6 +1,7 @@
 """Transfer of full weights from the trainer to an engine: the connection between the two.
 
-An engine that should serve full weights asks its owner (`wire.WeightsWanted`), who makes every rank of the trainer send them.
+An engine that should serve full weights asks its owner for them (`wire.WeightsWanted`), who makes every rank of the
+trainer send them.
 Rank 0 connects to the engine's Unix socket, offers names, dtypes and shapes, and drives vLLM's protocol over the
 connection: init, start, update once or more, finish. `DevicePlan.transfer_to` chooses what carries the bytes: `ipc` on
 one GPU, `nccl` between two, `file` elsewhere, by files in the engine's private directory.

@@ -1,4 +1,4 @@
-"""docs/follow_one_episode.md leads a newcomer through eight files; every symbol it names exists."""
+"""docs/follow_one_episode.md leads a newcomer from file to file; every symbol it names exists."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def has_symbol(body: list[ast.stmt], dotted: str) -> bool:
     return False
 
 
-def test_every_symbol_exists_in_at_most_eight_files(repository: Path) -> None:
+def test_every_symbol_exists(repository: Path) -> None:
     page = (repository / "docs" / "follow_one_episode.md").read_text(encoding="utf-8")
     symbols = SYMBOL.findall(page)
     files = {path for path, _ in symbols}
 
-    assert 5 <= len(files) <= 8, sorted(files)
+    assert len(files) >= 5, sorted(files)
     trees = {path: ast.parse((repository / path).read_text(encoding="utf-8")) for path in files}
     assert not [f"{path}::{symbol}" for path, symbol in symbols if not has_symbol(trees[path].body, symbol)]
 
