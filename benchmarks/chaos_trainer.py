@@ -15,7 +15,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from agentrl.engines.child_process import die_with
+from agentrl.engines.child_process import die_with_parent
 
 STATE_FILE = "trained.json"
 
@@ -71,7 +71,7 @@ class DigestTrainer:
 
 
 def main() -> None:
-    die_with(int(sys.argv[1]))
+    die_with_parent(int(sys.argv[1]))
     trainer = DigestTrainer(Path(sys.argv[2]), sys.argv[3:])
     for line in sys.stdin:
         method, *arguments = json.loads(line)

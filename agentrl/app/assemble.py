@@ -72,7 +72,7 @@ class Parts:
     """Advantage estimator, if it takes a `Group`; see `recovery.functions_of`."""
     role_means: Mapping[Role, Mean] = field(default_factory=dict)
     """Mean reward of each role, from the checkpoint."""
-    measured: RunningBest = NOT_MEASURED
+    running_best: RunningBest = NOT_MEASURED
     """Best running mean, from the checkpoint."""
     disk: Disk = LOCAL
     """The disk of published versions."""
@@ -112,7 +112,7 @@ def assemble(config: RunConfig, environment: type[Environment], parts: Parts) ->
         results=parts.resume_state.results,
     )
     buffer.on_group = partial(_record_group, curriculum, config.credit.group_size)
-    best = _best_checkpoint_tracker(config, parts.measured)
+    best = _best_checkpoint_tracker(config, parts.running_best)
     orchestrator = Orchestrator(
         plan=plan,
         curriculum=curriculum,

@@ -21,7 +21,7 @@ from agentrl.app.assemble import attach_worker, make_dispatcher
 from agentrl.app.hub import with_local_model
 from agentrl.app.memory import sized
 from agentrl.app.parts import environment_of, held_out, importable_code_of, load_config, make_chat_format, make_engine
-from agentrl.app.policies import given_weights, load_weights, weights_in
+from agentrl.app.policies import given_weights, serve_configured_weights, weights_in
 from agentrl.app.recovery import ResumeState
 from agentrl.config.policies import ExternalPolicyConfig, FrozenPolicy, RemotePolicy
 from agentrl.config.run import RunConfig
@@ -317,7 +317,7 @@ async def played(
             config, {known: PolicyVersion(known, 0, 0) for known in config.policies}, lambda line: None
         )
         stack.push_async_callback(engine.close)
-        await load_weights(config, ServedVersions(engine), store, given)
+        await serve_configured_weights(config, ServedVersions(engine), store, given)
         headers = await play_untrained(config, environment, engine, chat_format, store, play, gateway)
         record_state(run, "finished")
         return headers

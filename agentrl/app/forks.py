@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from agentrl.app.evaluation import play_untrained, with_weights
 from agentrl.app.parts import RunFactories
-from agentrl.app.policies import load_weights, weights_in
+from agentrl.app.policies import serve_configured_weights, weights_in
 from agentrl.app.replays import environment_to_run, recorded_code
 from agentrl.config.load import recorded_config
 from agentrl.config.policies import OpponentPoolPolicy
@@ -342,7 +342,7 @@ async def _fork(
         versions = {known: PolicyVersion(known, 0, 0) for known in config.policies}
         engine = await factories.engine(config, versions, lambda death: None, where / ENGINE_LOG)
         stack.push_async_callback(engine.close)
-        await load_weights(config, ServedVersions(engine), store, policies.weights)
+        await serve_configured_weights(config, ServedVersions(engine), store, policies.weights)
         first = store.next_number("f")
         journal = where / "journal"
         specs = [fork_spec(parent, first + index, journal, environment, n, policies.seats) for index in range(n)]

@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 
 EMBEDDED = "agentrl.engines.embedded.engine:EmbeddedEngine.load"
 VLLM = "agentrl.engines.vllm.engine:VllmEngine.load"
-VLLM_HOST = "agentrl.engines.vllm.process"
+VLLM_MODULE = "agentrl.engines.vllm.process"
 SLOWEST_LOAD = 50e6
 """Bytes of weights that an engine loads in a second, at least."""
 VLLM_FLOOR = (0, 32)
@@ -159,7 +159,7 @@ def _engine_program(config: RunConfig, base: RunConfig) -> ChildProgram:
     """Return the program of a base model's engine in a process of its own."""
     arguments = {**_engine_arguments(base), "threads": config.threads}
     if config.engine.kind == "vllm":
-        return ChildProgram(VLLM, arguments, VLLM_HOST)
+        return ChildProgram(VLLM, arguments, VLLM_MODULE)
     return ChildProgram(EMBEDDED, arguments)
 
 

@@ -434,7 +434,7 @@ def check_base(weights: WeightsRef, base: Path) -> None:
         )
 
 
-async def load_weights(
+async def serve_configured_weights(
     config: RunConfig, served: ServedVersions, store: JournalStore, given: Sequence[WeightsRef]
 ) -> None:
     """Load weights into an engine in place of the base model's, and record their location in the journal.

@@ -168,7 +168,7 @@ class Recovery:
         """Mean reward of each role, from the checkpoint."""
         return {} if self.manifest is None else self.manifest.role_means
 
-    def measured(self, versions: Path, *, disk: Disk = LOCAL) -> RunningBest:
+    def running_best(self, versions: Path, *, disk: Disk = LOCAL) -> RunningBest:
         """Return the best versions that the checkpoint records; none if their files are gone.
 
         Args:
@@ -215,7 +215,7 @@ class Recovery:
             first[name] = PolicyVersion(name, lineage if name in config.trained else 0, step)
         return first
 
-    async def serve(
+    async def publish_first_versions(
         self,
         config: RunConfig,
         trainable: Mapping[str, PolicyVersion],
@@ -257,7 +257,7 @@ class Recovery:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumeState:
-    """The state of a resumed run, folded from its journal."""
+    """The state of a resumed run, computed from its journal."""
 
     ended: Sequence[tuple[EpisodeSpec, EpisodeHeader]] = ()
     """Committed episodes of groups with units that are still to be trained."""
@@ -304,7 +304,7 @@ def read_resume_state(
         opponents: policies of opponent pools.
         remembered: number of proposals to read; None: all.
         step_sizes: step sizes of the policies that learn.
-        with_history: whether to fold the rewards of earlier groups also where no baseline was frozen.
+        with_history: whether to read earlier groups' rewards even if no group has a recorded baseline.
     """
     log.verify()
     next_number = -(-log.next_number("e") // group_size) * group_size

@@ -28,7 +28,7 @@ import msgspec
 
 from agentrl.app.assemble import Parts, assemble
 from agentrl.app.parts import RunFactories, connect_trainer, engines_of, joining_nodes, make_chat_format, make_workers
-from agentrl.app.policies import given_weights, load_weights, pinned_policies
+from agentrl.app.policies import given_weights, pinned_policies, serve_configured_weights
 from agentrl.app.recovery import Code, find_start
 from agentrl.cluster.nodes import wait_for_nodes
 from agentrl.cluster.worker_pool import NAMED, SUSPECTED
@@ -237,7 +237,7 @@ async def _run_once(setup: RunSetup) -> Orchestrator:
        progress at two deaths in a row, episodes are played in worker processes (`_new_record`).
     2. Checkpoints and journal determine where the run continues, and which work is left (`find_start`).
     3. The trainer starts from the checkpoint, then the engine and the workers. The journal records the start before its
-       first versions are published, and the versions before the engine serves them (`Recovery.serve`).
+       first versions are published, and the versions before the engine serves them (`Recovery.publish_first_versions`).
     4. `assemble` builds the loop and hands it the remaining work (`Dispatcher.restore`): units still to be trained
        return to the buffer, and unfinished episodes to their workers, which replay their recorded calls and continue.
     """
@@ -268,12 +268,12 @@ async def _run_once(setup: RunSetup) -> Orchestrator:
         else:
             record.workers = 1
         served = ServedVersions(engine, batches=pinned_policies(config))
-        await load_weights(config, served, store, await asyncio.to_thread(given_weights, config))
+        await serve_configured_weights(config, served, store, await asyncio.to_thread(given_weights, config))
         store.record_start(point.record)
         trainable = {name: point.versions[name] for name in config.trained}
-        opponents = await point.recovery.serve(config, trainable, trainer, served, store)
-        measured = await asyncio.to_thread(point.recovery.measured, directory.versions)
-        parts = _parts(setup, point, opponents, measured, served=served, trainer=trainer, workers=workers)
+        opponents = await point.recovery.publish_first_versions(config, trainable, trainer, served, store)
+        running_best = await asyncio.to_thread(point.recovery.running_best, directory.versions)
+        parts = _parts(setup, point, opponents, running_best, served=served, trainer=trainer, workers=workers)
         orchestrator = assemble(config, setup.environment, parts)
         if config.on_cluster:
             joining = joining_nodes(
@@ -309,7 +309,7 @@ def _parts(
     setup: RunSetup,
     point: StartPoint,
     opponents: Mapping[str, Sequence[PolicyVersion]],
-    measured: RunningBest,
+    running_best: RunningBest,
     *,
     served: ServedVersions,
     trainer: Trainer,
@@ -336,7 +336,7 @@ def _parts(
         tell=setup.observer.warn,
         code_changes=sum(bool(each.code_changed) for each in store.starts()),
         journal_size=directory.journal_size,
-        measured=measured,
+        running_best=running_best,
     )
 
 

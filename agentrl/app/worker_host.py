@@ -34,7 +34,7 @@ from agentrl.core.network import SCHEME
 from agentrl.core.ports import SpawnedGroup
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, Task
 from agentrl.engines.bases import SamplerPerBase
-from agentrl.engines.child_process import die_with
+from agentrl.engines.child_process import die_with_parent
 from agentrl.engines.client import EngineClient
 from agentrl.engines.external import RoutedSampler
 from agentrl.engines.wire import receive, send
@@ -142,8 +142,8 @@ class RunConnection:
             await self._log.flush()
         self._ends[spec.episode_id] = (digest, dict(metrics), detail)
 
-    def measured(self, spec: EpisodeSpec, header: EpisodeHeader, counted: Mapping[str, Counted]) -> None:
-        """See `EpisodeHost.measured`: sent with the end of the episode."""
+    def record_episode_metrics(self, spec: EpisodeSpec, header: EpisodeHeader, counted: Mapping[str, Counted]) -> None:
+        """See `EpisodeHost.record_episode_metrics`: sent with the end of the episode."""
         self._counted[spec.episode_id] = dict(counted)
 
     def ended(self, number: int, header: EpisodeHeader) -> None:
@@ -370,7 +370,7 @@ def main() -> None:
     """Serve the inherited connection until it ends."""
     faulthandler.enable()  # a native crash writes its Python stack to workers.log
     descriptor, parent = map(int, sys.argv[1:])
-    die_with(parent)
+    die_with_parent(parent)
     with asyncio.Runner(loop_factory=SteadyLoop) as runner:
         try:
             runner.run(_serve_and_leave(socket.socket(fileno=descriptor)))

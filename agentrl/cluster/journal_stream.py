@@ -26,7 +26,7 @@ import msgspec
 from agentrl.core.clock import RetryBudget, SystemClock
 from agentrl.core.errors import AgentRLError, EngineLostError, JournalError, error_named, error_words
 from agentrl.core.network import Address, Listener, connect
-from agentrl.engines.child_process import ChildProgram, LocalPlacement, Supervisor, die_with
+from agentrl.engines.child_process import ChildProgram, LocalPlacement, Supervisor, die_with_parent
 from agentrl.engines.wire import WireMessage, receive, send
 from agentrl.journal.entries import JournalEntry
 from agentrl.journal.process import when_unlocked
@@ -461,7 +461,7 @@ async def _close(partitions: Sequence[_Partition]) -> None:
 def main() -> None:
     """Serve the connection that the parent handed over, until it ends."""
     descriptor, parent = map(int, sys.argv[1:])
-    die_with(parent)
+    die_with_parent(parent)
     asyncio.run(_serve(socket.socket(fileno=descriptor)))
 
 

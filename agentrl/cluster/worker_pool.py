@@ -435,7 +435,7 @@ class WorkerPool:
         async def commit() -> None:
             await self._store.commit_episode(placed.spec, header, digest, metrics, detail)
             if header.committed:
-                self._host.measured(placed.spec, header, counted)
+                self._host.record_episode_metrics(placed.spec, header, counted)
             else:
                 self.last_failure = detail
             self._episodes.pop(placed.number, None)

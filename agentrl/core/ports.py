@@ -341,7 +341,7 @@ class EpisodeHost(Protocol):
         """Start a further attempt of a running episode."""
         ...
 
-    def measured(self, spec: EpisodeSpec, header: EpisodeHeader, counted: Mapping[str, Counted]) -> None:
+    def record_episode_metrics(self, spec: EpisodeSpec, header: EpisodeHeader, counted: Mapping[str, Counted]) -> None:
         """Receive the values of a committed episode's `ctx.metric`, by policy that acted, for the step metrics."""
         ...
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from agentrl.core.clock import Clock, RetryBudget
 
-VARIABLE = "AGENTRL_PRIVATE_FILES"
+PRIVATE_DIRECTORY_VARIABLE = "AGENTRL_PRIVATE_FILES"
 """Environment variable with the path of the child's private directory."""
 _PREFIX = "agentrl-child-"
 _MARK = "made_for_a_child"
@@ -52,13 +52,13 @@ against the child only once."""
 
 @dataclass(frozen=True, slots=True)
 class ChildProgram:
-    """The program of a process: a module, and the engine that it makes."""
+    """The program of a child process: a module, and the engine that it makes, if it makes one."""
 
     factory: str
     """Factory of the engine as `module:name`, called as `name(versions=…, **arguments)`."""
     arguments: Mapping[str, Any]
     """Arguments of the factory, plain values."""
-    host: str = "agentrl.engines.server"
+    module: str = "agentrl.engines.server"
     """Module that the process runs."""
 
 
@@ -169,14 +169,14 @@ class LocalPlacement:
     async def _start(self, program: ChildProgram, errors: int | None) -> EngineProcess:
         ours, theirs = socket.socketpair()
         files = PrivateDirectory()
-        command = [sys.executable, "-m", program.host, str(theirs.fileno()), str(os.getpid())]
+        command = [sys.executable, "-m", program.module, str(theirs.fileno()), str(os.getpid())]
         # the child must import the same modules as this process, and none from the working directory alone
         paths = os.pathsep.join(map(os.path.abspath, sys.path))
         environment = {
             **os.environ,
             "PYTHONPATH": paths,
             "PYTHONSAFEPATH": "1",
-            VARIABLE: str(files.path),
+            PRIVATE_DIRECTORY_VARIABLE: str(files.path),
             **self._gpus,
         }
         process: Process | None = None
@@ -276,7 +276,10 @@ def _cause(code: int) -> str:
 
 
 class PrivateDirectory:
-    """The private directory of one child, locked by this process, so that others see that it is in use."""
+    """The private directory of one child, locked by this process, so that others see that it is in use.
+
+    Making one removes the directories that dead processes left behind.
+    """
 
     def __init__(self) -> None:
         _remove_leftovers()
@@ -360,7 +363,7 @@ class Supervisor:
 
     Args:
         name: name of the child in messages.
-        budget: budget of losses in a row.
+        budget: how many deaths in a row are tolerated, and the wait after each.
         silence_s: seconds that a child may be silent after its first message.
         tell: receives a line for people when a child has died and another is started.
     """
@@ -507,7 +510,7 @@ class Supervisor:
         self._serving.set()
 
 
-def die_with(parent: int) -> None:
+def die_with_parent(parent: int) -> None:
     """Make the kernel kill this process when the thread that started it dies, or at once if `parent` is already
     dead.
     """

@@ -1,7 +1,7 @@
 """Model directories: load a local Hugging Face causal LM for sampling or training, or read its shapes alone.
 
-Owns: the checks of a directory, and positions that depend on a context's length. Never executes code from a directory,
-never unpickles.
+Owns: the checks of a directory, and fixing rotary frequencies that would vary with a context's length. Never executes
+code from a directory, never unpickles.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def read_model(
         path: the directory.
         dtype: dtype of the parameters.
         max_context: longest context to compute, in tokens.
-        to_sample: whether the embedded engine samples contexts of that length, or a trainer trains on them.
+        to_sample: True: load for the embedded engine, which samples contexts of that length; False: for a trainer.
         keep: returns the part of a parameter to keep, such as a shard, before the next one is read; None keeps all.
 
     Text from the directory never reaches a stream unescaped: transformers is silenced, and names are shown as literals.
@@ -182,7 +182,7 @@ def read_model(
 
 @contextmanager
 def _kept(keep: Callable[[nn.Parameter], nn.Parameter] | None) -> Iterator[None]:
-    """Inside, parameters that transformers puts into a model in this thread become what `keep` makes of them."""
+    """Within the context, replace each parameter that transformers loads in this thread by `keep(parameter)`."""
     if keep is None:
         yield
         return

@@ -34,7 +34,7 @@ from agentrl.core.files import WEIGHT_FILES
 from agentrl.core.network import Listener
 from agentrl.core.ports import Engine
 from agentrl.engines import wire
-from agentrl.engines.child_process import MAKE_ROOM, VARIABLE, die_with
+from agentrl.engines.child_process import MAKE_ROOM, PRIVATE_DIRECTORY_VARIABLE, die_with_parent
 from agentrl.engines.transfer import TakesDeliveries
 
 if TYPE_CHECKING:
@@ -183,7 +183,7 @@ class SentVersions:
     """
 
     def __init__(self) -> None:
-        self._root = Path(os.environ.get(VARIABLE, "")) / "versions"
+        self._root = Path(os.environ.get(PRIVATE_DIRECTORY_VARIABLE, "")) / "versions"
         self._known: set[str] = set()
 
     def keep_piece(self, piece: wire.Piece) -> None:
@@ -273,7 +273,7 @@ class EngineServer:
         if host:
             self._listener = Listener(self._receive)
             return str(await self._listener.listen(host))
-        private = os.environ.get(VARIABLE)
+        private = os.environ.get(PRIVATE_DIRECTORY_VARIABLE)
         address = f"{private}/clients"
         if private is None or len(address) > LONGEST_ADDRESS:
             return ""
@@ -297,7 +297,7 @@ class EngineServer:
 
     async def take_deliveries(self, owner: asyncio.StreamWriter) -> None:
         """Let trainers send weights to an engine that requests them through its owner."""
-        private = os.environ.get(VARIABLE)
+        private = os.environ.get(PRIVATE_DIRECTORY_VARIABLE)
         address = f"{private}/weights"
         if isinstance(self._engine, TakesDeliveries) and private and len(address) <= LONGEST_ADDRESS:
 
@@ -371,7 +371,7 @@ async def _serve(connection: socket.socket) -> None:
 def main() -> None:
     """Serve the inherited connection until it ends."""
     descriptor, parent = map(int, sys.argv[1:])
-    die_with(parent)
+    die_with_parent(parent)
     asyncio.run(_serve_and_exit(socket.socket(fileno=descriptor)))
 
 

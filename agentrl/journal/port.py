@@ -44,9 +44,7 @@ class PruneRule:
     """The rule by which checkpoints and steps determine the data that may be pruned."""
 
     keep: int
-    """Number of optimizer steps of each policy, the newest before the newest checkpoint, whose tokens and columns
-    stay.
-    """
+    """Number of newest steps of each policy, up to the newest checkpoint, whose tokens and columns are kept."""
     sealed: Sequence[Mapping[str, PolicyVersion]]
     """Versions of every checkpoint that can be resumed from, newest first."""
 
@@ -55,7 +53,7 @@ class PruneRule:
 
     @property
     def last(self) -> dict[str, int]:
-        """Return the newest step of each policy whose tokens and columns may be removed."""
+        """Return, per policy, the last step whose tokens and columns may be removed."""
         if not self.sealed:
             return {}
         newest = self.sealed[0]
@@ -100,7 +98,11 @@ class TurnLog(Protocol):
         ...
 
     def read(self, episode_id: str, attempt: int) -> list[JournalEntry]:
-        """Return the entries of an episode on disk, in the order in which they were appended."""
+        """Return the entries of an attempt on disk, in the order in which they were appended.
+
+        Raises:
+            JournalError: they cannot be read, or are damaged.
+        """
         ...
 
     async def take_over(self, episode_id: str, attempt: int) -> None:
@@ -115,7 +117,7 @@ class TurnLog(Protocol):
         ...
 
     def append_partial(self, entry: JournalEntry) -> None:
-        """Queue tokens of a turn in progress (`Partial`); commits neither count nor name them."""
+        """Queue tokens of a turn in progress (`Partial`); a commit's count and digest of entries leave them out."""
         ...
 
     def remove_partials(self, episode_id: str, attempt: int, call_id: str | None = None) -> None:
@@ -188,7 +190,7 @@ class JournalStore(CommitLog, Protocol):
 
 
 class RunLog(Protocol):
-    """The reading side of a run's control log, for resume: a pure fold of its records."""
+    """The reading side of a run's control log, for resume: a pure function of its records."""
 
     def verify(self) -> None:
         """Check the whole log before a run resumes from it.

@@ -1,4 +1,4 @@
-"""Reads a run's control log: pure folds of the records on disk, for resume and for readers. Implements `RunLog`.
+"""Reads a run's control log: pure functions of the records on disk, for resume and for readers. Implements `RunLog`.
 
 The tree of versions decides what survives a rollback: the manifest names a version, and the steps along its ancestors
 count. Units of any other step are ready again.

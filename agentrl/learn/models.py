@@ -112,7 +112,7 @@ class PolicyModel:
 
     @contextmanager
     def as_reference(self) -> Iterator[None]:
-        """Compute as the base model under the adapter, within the context, for a policy that has an adapter."""
+        """Compute as the base model under the adapter within the context; without an adapter nothing changes."""
         if self._peft is None:
             yield
             return
@@ -439,7 +439,7 @@ def _load_on_base(config: RunConfig, device: torch.device, mesh: DeviceMesh | No
 def _load(
     path: Path, device: torch.device, dtype: torch.dtype, max_context: int, mesh: DeviceMesh | None = None
 ) -> PreTrainedModel:
-    """The model of a directory; with a mesh, this rank's shards of it."""
+    """Load the model of a directory; with a mesh, this rank's shards of it."""
     if device.type == "meta":
         model = read_shapes(path, max_context=max_context, dtype=dtype)
         check_key_selection(model.config, max_context, path)
@@ -551,7 +551,7 @@ def _targets(key: str, lora: LoraConfig, can: Sequence[str], model: PreTrainedMo
     for target, found in wanted.items():
         strange = [name for name in found if name not in can]
         if strange or not found:
-            what = f"is {strange[0]}, on which no adapter can be both trained and served" if found else "is no layer"
+            what = f"is {strange[0]}, on which no adapter can be both trained and served" if found else "is not a layer"
             raise ConfigError(
                 f"{key}.target_modules: {target!r} {what} of {kind}; those that can: "
                 f"{', '.join(dict.fromkeys(map(_last, can)))}. Remove target_modules to adapt all of them"

@@ -177,7 +177,7 @@ METRICS: tuple[Metric, ...] = (
         "episodes/timed_out",
         "fraction",
         "share of the episodes since the policy's last step that `episode_timeout_s` ended, by truncation or "
-        "dropping; absent if there were none",
+        "dropping; absent if no episode timed out",
     ),
     Metric(
         "advantage/variance_ratio",
@@ -206,12 +206,12 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "selection_bias/held_share",
         "fraction",
-        "share of these units that were neither trained nor dropped when 20 steps of later units had been",
+        "share of these units that were neither trained nor dropped when 20 steps' worth of later units had been",
     ),
     Metric(
         "selection_bias/overtaken",
         "steps",
-        "largest delay of a unit of the step after its turn in the order of dispatch",
+        "by how many steps' worth of units the step's most delayed unit was overtaken",
     ),
     Metric("gate/acceptance", "fraction", "share of `agent.gate` calls that accepted"),
     Metric("proposals/made", "proposals", "proposals passed to `ctx.remember` since the policy's previous step"),
@@ -309,7 +309,7 @@ _BY_NAME = {metric.name: metric for metric in METRICS}
 
 
 def describe(name: str) -> Metric | None:
-    """The registered metric of a name; None if there is none (an environment's own `ctx.metric`).
+    """Return the metric registered under a name; None if there is none (an environment's own `ctx.metric`).
 
     Example:
         >>> describe("staleness/max").unit

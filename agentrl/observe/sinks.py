@@ -96,8 +96,8 @@ class _LoggingSink(_Named):
                 self._run = module.init(project="agentrl", name=name, config=dict(config), **options)
             except Exception as error:  # third-party code; usually the user is not logged in, or there is no network
                 raise ConfigError(
-                    f"sinks: {module.__name__} cannot start ({type(error).__name__}: {error}); correct that, or remove "
-                    "it from `sinks`"
+                    f"sinks: {module.__name__} cannot start ({type(error).__name__}: {error}); fix the cause, or "
+                    "remove it from `sinks`"
                 ) from error
 
     def close(self) -> None:
@@ -117,8 +117,8 @@ class WandbSink(_LoggingSink):
         self._run.define_metric("*", step_metric="step")
 
     def record(self, policy: str, step: int, values: Mapping[str, float]) -> None:
-        """Log the values in one call. The step is also a metric, because wandb drops steps that go back, as after a
-        resume."""
+        """Log the values in one call. The step is also a metric, because wandb drops steps lower than the last one, as
+        after a resume."""
         self._run.log({"step": step, **self.named(policy, values)})
 
 

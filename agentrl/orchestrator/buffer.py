@@ -508,7 +508,7 @@ class EpisodeBuffer:
             self.on_group(spec, group.headers)
             self._count_pass_rate(group.headers)
             for policy, (given, whole) in group.squares.items():
-                self.counts.count_squares(policy, given, whole)
+                self.counts.count_squared_advantages(policy, given, whole)
         return drops
 
     def _commit(self, header: EpisodeHeader, drops: list[UnitDrop]) -> None:

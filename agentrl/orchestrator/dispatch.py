@@ -383,7 +383,7 @@ class Dispatcher:
         """Numbers of ended and of all episodes in the newest evaluation."""
         return sum(end.done() for end in self._evaluating), len(self._evaluating)
 
-    def measured(self, spec: EpisodeSpec, header: EpisodeHeader, counted: Mapping[str, Counted]) -> None:
+    def record_episode_metrics(self, spec: EpisodeSpec, header: EpisodeHeader, counted: Mapping[str, Counted]) -> None:
         """Count a committed training episode for each policy that acted in it."""
         if spec.purpose == "train":
             self.buffer.counts.count_committed(header, counted)

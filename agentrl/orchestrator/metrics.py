@@ -105,8 +105,9 @@ class Counts:
         self._add("games", of=opponent)
         self._add("score", score, of=opponent)
 
-    def count_squares(self, policy: str, given: float, whole: float) -> None:
-        """Count a complete group's squared advantages, and those that leave-one-out would have given."""
+    def count_squared_advantages(self, policy: str, given: float, whole: float) -> None:
+        """Add a complete group's summed squared advantages: as trained (`given`), and as leave-one-out would give them
+        (`whole`)."""
         self._add("squares of advantages", given, "given", policy)
         self._add("squares of advantages", whole, "leave one out", policy)
 
@@ -252,7 +253,7 @@ class SelectionBias:
     completion have short episodes; these are compared only after the long ones of their groups have ended. If no unit
     is lost, all ratios are 1 whatever the lengths.
 
-    It is a fold of admissions, ends and resolutions; repeating those of earlier attempts of a run has no effect.
+    It is computed from admissions, ends and resolutions; repeating those of earlier attempts of a run has no effect.
 
     Args:
         step_size: step size of the policy.

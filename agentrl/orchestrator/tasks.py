@@ -265,7 +265,7 @@ Seen = Callable[[str], tuple[int, int]]
 class ProposalMemory:
     """The newest proposals of a run: detects repetitions and measures similarity.
 
-    The memory is a fold of the control log, which records each proposal before its episode can be committed. An
+    The memory is computed from the control log, which records each proposal before its episode can be committed. An
     unfinished episode repeats its proposals when it is resumed.
 
     Invariants: a proposal counts once, by the call that made it, and never against itself. It is forgotten when its

@@ -5,7 +5,7 @@
 versions to play against. `BestCheckpointTracker` remembers the versions at which a metric was best, and ends a run by
 its rules.
 
-Invariants: no part but the trainer knows weights before the journal has their version on disk; steps of a lineage only
+Invariants: weights leave the trainer only after the journal has recorded their version on disk; steps of a lineage only
 grow; a version is current only after the engine serves it; lineages form a tree through the version each one started
 from, so that a version of a dead lineage is never taken for a fresh one; a version that an episode in flight is pinned
 to is served.
@@ -314,8 +314,8 @@ class Opponents:
     """The opponent pools of a run: keeps their versions served, draws one per root group, counts results.
 
     Pools are in the manifest, so a rollback restores them. The drawn version is pinned in the episode's spec, so
-    journal, resume, replay and forks know it. Win rates are a fold of committed headers. Loading the files at the start
-    is up to `app/recovery.py`.
+    journal, resume, replay and forks know it. Win rates are computed from committed headers. Loading the files at the
+    start is up to `app/recovery.py`.
     """
 
     pools: Mapping[str, OpponentPool]

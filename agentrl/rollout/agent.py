@@ -138,7 +138,7 @@ class TurnSampler:
             EpisodeError: the engine returned a logprob that is not finite, or has lost the conversation's version.
         """
         episode, services, reservation = self._episode, self._episode.services, self._reservation
-        priority = rank(episode.spec, self._sampled)
+        priority = call_priority(episode.spec, self._sampled)
         capabilities = services.engine.capabilities
         masked, routed = capabilities.sampling_mask and sampling.is_filtered, capabilities.expert_routing
         turn = self._partial = episode.partials.turn(call, self._weights_of, masked=masked)
@@ -732,7 +732,7 @@ class TokenRows:
         return np.frombuffer(self._row_tokens.tobytes(), dtype=np.int32)
 
 
-def rank(spec: EpisodeSpec, sampled: int) -> int:
+def call_priority(spec: EpisodeSpec, sampled: int) -> int:
     """Return the scheduling priority of an agent's call; lower runs first.
 
     The order is by deadline; then by depth, parents that still have children to spawn before children; then by tokens

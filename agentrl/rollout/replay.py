@@ -263,5 +263,5 @@ class ReplayHost:
     def readmit(self, spec: EpisodeSpec) -> None:
         """Do nothing: a replay has no further attempt."""
 
-    def measured(self, spec: EpisodeSpec, header: EpisodeHeader, metrics: Mapping[str, float]) -> None:
+    def record_episode_metrics(self, spec: EpisodeSpec, header: EpisodeHeader, metrics: Mapping[str, float]) -> None:
         """Discard the measurement."""

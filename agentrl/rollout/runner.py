@@ -111,9 +111,9 @@ class EpisodeRunner:
     ) -> EpisodeHeader:
         """Run one attempt to its commit, after replaying the `recorded` entries of an earlier execution.
 
-        `answers` are recorded answers of the outside world; see `CallJournal`. `recalls_from` is the first attempt
-        whose replies may be answers of this attempt and of later ones. `on_stuck` is called with the task if the
-        program swallows the cancellation at its deadline and continues.
+        `answers` are recorded answers of the outside world; see `CallJournal`. `recalls_from` is the number of the
+        oldest attempt whose recorded replies this attempt and later ones may use again. `on_stuck` is called with the
+        task if the program swallows the cancellation at its deadline and continues.
 
         Call it in a new task, which becomes the owner of the episode's root branch.
 
@@ -160,7 +160,7 @@ class EpisodeRunner:
         episode.partials.forget()
         told = valid_unicode(episode.note)
         await _whatever_happens(self._store.commit_episode(spec, header, journal.digest, episode.metrics, told))
-        self.host.measured(spec, header, context.counted())
+        self.host.record_episode_metrics(spec, header, context.counted())
         return header
 
     def _open_attempt(
@@ -382,6 +382,7 @@ def _nobody(task: asyncio.Task[Any]) -> None:
 
 
 def _call_program(environment: type[Environment], context: LiveContext) -> Awaitable[None]:
+    """Call the `run` method of a new instance of the environment."""
     return environment().run(context)
 
 

@@ -49,16 +49,16 @@ _ADVICE = (
     "or `pinned` resource"
 )
 MODEL_ADVICE = (
-    "it asks a language model itself, whose tokens are then neither recorded as turns nor trained: go through "
-    "`ctx.agent(seat).act(…)` instead, and let a policy hold the seat, one that learns or an endpoint "
+    "it calls a language model itself, whose tokens are then neither recorded as turns nor trained: go through "
+    "`ctx.agent(seat).act(…)` instead, and give the seat to a policy: one that learns or an endpoint "
     '(`[policies.NAME] kind = "remote"`). Only a model that is no agent of the episode, such as a search service of '
-    "yours, belongs into an external tool or `ctx.effect`"
+    "yours, belongs in an external tool or `ctx.effect`"
 )
 
 
 @dataclass(slots=True)
-class Seen:
-    """Observed acts on the outside world."""
+class ObservedSideEffects:
+    """Side effects of an environment that were observed."""
 
     source: str
     """Text of the environment's module."""
@@ -67,18 +67,18 @@ class Seen:
     asked_model: bool = False
 
 
-_watching: Seen | None = None
+_watching: ObservedSideEffects | None = None
 _installed = False
 
 
 @contextmanager
-def observed_side_effects(environment: type[Environment]) -> Iterator[Seen]:
+def observed_side_effects(environment: type[Environment]) -> Iterator[ObservedSideEffects]:
     """Watch episodes of an environment within the context, and record their acts on the outside world."""
     global _watching, _installed
     if not _installed:
         sys.addaudithook(_hook)  # an audit hook cannot be removed, but costs almost nothing while inactive
         _installed = True
-    _watching = Seen(environment.source())
+    _watching = ObservedSideEffects(environment.source())
     try:
         yield _watching
     finally:

@@ -49,7 +49,7 @@ def test_the_suite_passes_over_one_vllm(repository: Path, suite: str) -> None:
 
 def program(path: Path, **options: Any) -> ChildProgram:
     arguments = {"model_path": str(path), "adapter_slots": 3, "max_rank": 8, "slots": 8, **options}
-    return ChildProgram("agentrl.engines.vllm.engine:VllmEngine.load", arguments, host="agentrl.engines.vllm.process")
+    return ChildProgram("agentrl.engines.vllm.engine:VllmEngine.load", arguments, module="agentrl.engines.vllm.process")
 
 
 async def gone(leader: int) -> None:

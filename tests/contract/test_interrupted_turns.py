@@ -145,7 +145,7 @@ class Host:
     def readmit(self, spec: EpisodeSpec) -> None:
         raise EngineError("no second attempt here")
 
-    def measured(self, spec: EpisodeSpec, header: Any, counted: Any) -> None:
+    def record_episode_metrics(self, spec: EpisodeSpec, header: Any, counted: Any) -> None:
         pass
 
 

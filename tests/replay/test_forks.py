@@ -15,7 +15,7 @@ import pytest
 
 import agentrl
 from agentrl.app.forks import Parent, ended_children, find_parent, fork_spec, recorded_weights
-from agentrl.app.policies import load_weights, weights_in
+from agentrl.app.policies import serve_configured_weights, weights_in
 from agentrl.core.errors import InputError, JournalError
 from agentrl.core.ports import GenerateRequest
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion, SeatBinding, Task, WeightsRef
@@ -275,7 +275,7 @@ def test_weights_given_by_hand_are_found_again_and_never_taken_for_the_runs(tmp_
         await world.play(Walk)
 
     async def fork(world: World, weights: WeightsRef, number: str) -> None:
-        await load_weights(config_for(), ServedVersions(world.engine), world.store, [weights])
+        await serve_configured_weights(config_for(), ServedVersions(world.engine), world.store, [weights])
         await world.fork(find_parent((run if number == "e0" else forks) / "journal", number, None, 2), Walk)
 
     within(run, play)

@@ -201,7 +201,7 @@ class Machine:
         else:
             self.dropped[spec.episode_id] = header.drop_reason
 
-    def measured(self, *_: object) -> None: ...
+    def record_episode_metrics(self, *_: object) -> None: ...
 
     def spawn(
         self,

@@ -178,7 +178,7 @@ class CrashScenario:
             parents=journal.parents(),
             resume_state=recovery.resume_state(self.config, journal),
             role_means=recovery.role_means,
-            measured=recovery.measured(VERSIONS, disk=disk),
+            running_best=recovery.running_best(VERSIONS, disk=disk),
             disk=disk,
         )
         orchestrator = assemble(self.config, self.environment, parts)

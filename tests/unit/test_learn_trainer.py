@@ -381,7 +381,7 @@ def test_a_directory_without_a_model_is_refused(tmp_path: Path, episodes: Episod
 @pytest.mark.parametrize(
     ("target", "reason"),
     [
-        pytest.param("query_key_value", "is no layer", id="a module the model lacks"),
+        pytest.param("query_key_value", "is not a layer", id="a module the model lacks"),
         pytest.param("embed_tokens", "no adapter can be both trained and served", id="embeddings"),
         pytest.param("lm_head", "no adapter can be both trained and served", id="output projection"),
     ],

@@ -16,7 +16,7 @@ from multiprocessing import shared_memory
 from pathlib import Path
 from typing import Any
 
-from agentrl.engines.child_process import VARIABLE, die_with
+from agentrl.engines.child_process import PRIVATE_DIRECTORY_VARIABLE, die_with_parent
 
 _ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
@@ -44,13 +44,13 @@ def prepare() -> None:
     os.environ.update(_ENVIRONMENT)
     for name, value in _GENTLE.items():
         os.environ.setdefault(name, value)
-    private = os.environ.get(VARIABLE)
+    private = os.environ.get(PRIVATE_DIRECTORY_VARIABLE)
     if private:
         _keep_files_in(Path(private))
     starter, os.environ[_STARTER] = os.environ.get(_STARTER), str(os.getpid())
     if starter is not None and getattr(multiprocessing.current_process(), "_inheriting", False):
         # Not getppid(), since the parent may be dead already, nor parent_process(), which is not set yet.
-        die_with(int(starter))
+        die_with_parent(int(starter))
 
 
 def _keep_files_in(private: Path) -> None:

@@ -37,7 +37,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from agentrl.core.errors import EngineError, EngineLostError, VersionNotServedError
 from agentrl.core.files import WEIGHT_FILES
-from agentrl.engines.child_process import VARIABLE
+from agentrl.engines.child_process import PRIVATE_DIRECTORY_VARIABLE
 from agentrl.engines.transfer import DeliveryError, TransferCall
 from agentrl.engines.versions import LiveVersion, VersionTable, refusal, run_to_end
 from agentrl.engines.weights import (
@@ -136,7 +136,7 @@ class VllmVersions(VersionTable[VllmVersion]):
         """Version that serves again if the current one fails its canary check."""
         self._numbers = itertools.count(1)
         self._removals: set[asyncio.Task[None]] = set()
-        self._copies = tempfile.TemporaryDirectory(prefix="weights-", dir=os.environ.get(VARIABLE))
+        self._copies = tempfile.TemporaryDirectory(prefix="weights-", dir=os.environ.get(PRIVATE_DIRECTORY_VARIABLE))
 
     # --- versions -----------------------------------------------------------------------------------------------------
 
