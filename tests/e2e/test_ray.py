@@ -273,9 +273,9 @@ def test_all_processes_of_a_dead_ray_are_lost_also_where_one_of_them_has_started
 _SHARED_PLACEMENT = """
 import asyncio, os, signal
 from agentrl.cluster.engine_actors import RayPlacement
-from agentrl.engines.child_process import EngineProgram
+from agentrl.engines.child_process import ChildProgram
 
-PROGRAM = EngineProgram("tests.contract.scripted_program:scripted_engine", {"max_context": 4096, "refresh": "token"})
+PROGRAM = ChildProgram("tests.contract.scripted_program:scripted_engine", {"max_context": 4096, "refresh": "token"})
 
 async def main():
     placement = RayPlacement()
@@ -331,11 +331,11 @@ from agentrl.cluster.trainer_pool import RayTrainerPool
 from agentrl.core.errors import TrainerLostError
 from agentrl.core.ports import GenerateRequest, SamplingParams
 from agentrl.core.records import PolicyVersion
-from agentrl.engines.child_process import EngineProgram
+from agentrl.engines.child_process import ChildProgram
 from agentrl.engines.client import ProcessEngine
 from tests.learn_cases import Episodes, make_rows, run_config
 
-SCRIPTED = EngineProgram("tests.contract.scripted_program:scripted_engine", {"max_context": 4096, "refresh": "token"})
+SCRIPTED = ChildProgram("tests.contract.scripted_program:scripted_engine", {"max_context": 4096, "refresh": "token"})
 model, directory, name = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
 
 async def main():

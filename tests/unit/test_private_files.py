@@ -46,7 +46,7 @@ import os, signal, sys
 from pathlib import Path
 from agentrl.engines import child_process
 child_process._SHARED_MEMORY, child_process._ROOM = Path(sys.argv[1]), int(sys.argv[2])
-files = child_process.PrivateFiles()
+files = child_process.PrivateDirectory()
 (files.path / "inside").touch()
 os.kill(os.getpid(), signal.SIGKILL)
 """
