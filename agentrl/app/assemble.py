@@ -87,9 +87,7 @@ class Parts:
 
 
 def assemble(config: RunConfig, environment: type[Environment], parts: Parts) -> Orchestrator:
-    """Build a run's loop from its parts, and submit the episodes that a previous process left (`Dispatcher.restore`).
-
-    Must be called in the event loop that will run it.
+    """Build a run's loop in its event loop, and submit the episodes that a previous process left (`restore`).
 
     Raises:
         ConfigError: sections contradict each other.
