@@ -31,7 +31,7 @@ from agentrl.core.records import (
     WeightsRef,
 )
 from agentrl.inspection.reader import RunReader
-from agentrl.journal.entries import Begin, JournalEntry, RewardEntry, Span, TurnEntry, encode_body, episode_digest
+from agentrl.journal.entries import Begin, JournalEntry, RewardEntry, SpanEntry, TurnEntry, encode_body, episode_digest
 from agentrl.journal.port import PruneRule
 from agentrl.journal.store import SqliteJournal
 from agentrl.orchestrator.buffer import Ledger
@@ -92,7 +92,7 @@ def _entries(spec: EpisodeSpec, step: int) -> list[JournalEntry]:
         token_ids=column,
         logprobs=column,
         finish_reason="stop",
-        spans=(Span(0, TOKENS, 0, step),),
+        spans=(SpanEntry(0, TOKENS, 0, step),),
         text="x" * TOKENS,
         messages=({"role": "user", "content": "What is 2 + 3?"},),
         temperature=1.0,

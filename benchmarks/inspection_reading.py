@@ -26,7 +26,7 @@ from agentrl.journal.entries import (
     Begin,
     JournalEntry,
     RewardEntry,
-    Span,
+    SpanEntry,
     TurnEntry,
     encode_body,
     entry_checksum,
@@ -194,7 +194,7 @@ def bodies(spec: EpisodeSpec, draw: object, sampled: int) -> Iterator[bytes]:
                 seat="solver", index=0, policy="solver", row=0, turn=turn, context_ids=b"\1\0\0\0" * 24,
                 token_ids=array("i", choices(IDS, k=sampled)).tobytes(),
                 logprobs=array("f", choices(LOGPROBS, k=sampled)).tobytes(), finish_reason="stop",
-                spans=(Span(0, sampled, 0, 1),), text=" ".join(choices(WORDS, k=12)) + rare,
+                spans=(SpanEntry(0, sampled, 0, 1),), text=" ".join(choices(WORDS, k=12)) + rare,
                 messages=({"role": "user", "content": " ".join(choices(WORDS, k=12))},), temperature=1.0,
                 seconds=0.1, started=1e9 + spec.seed + turn,
             )

@@ -41,7 +41,7 @@ from agentrl.core.records import Completion, DataLocation, PolicyVersion, Traini
 from agentrl.credit.samples import samples as unit_samples
 from agentrl.engines.embedded.capture import chosen_experts, find_routers
 from agentrl.engines.embedded.engine import EmbeddedEngine
-from agentrl.journal.entries import Begin, EntryBody, JournalEntry, Span, TurnEntry, encode_body
+from agentrl.journal.entries import Begin, EntryBody, JournalEntry, SpanEntry, TurnEntry, encode_body
 from agentrl.journal.rows import trajectories
 from agentrl.learn.forward import token_logprobs
 from agentrl.learn.models import PolicyModel, load_models
@@ -135,7 +135,7 @@ def entry_of(completion: Completion, *, turn: int, observed: NDArray[np.int32], 
         token_ids=completion.token_ids.tobytes(),
         logprobs=completion.logprobs.tobytes(),
         finish_reason=completion.finish_reason,
-        spans=tuple(Span(s.start, s.stop, 0, 0) for s in completion.spans),
+        spans=tuple(SpanEntry(s.start, s.stop, 0, 0) for s in completion.spans),
         text="",
         messages=(),
         temperature=1.0,

@@ -63,7 +63,7 @@ class Listening(LocalPlacement):
         """What was said, and in how many bytes."""
 
     async def start(self, program: Any) -> Any:
-        """See `Placement.start`."""
+        """See `ProcessPlacement.start`."""
         child: Any = await super().start(program)
         frames, reader, writer = self.frames, child.reader, child.writer
 

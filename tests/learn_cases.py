@@ -13,7 +13,7 @@ from agentrl.config.run import RunConfig
 from agentrl.config.sections import EngineConfig, EnvironmentConfig, ModelConfig, TrainerConfig
 from agentrl.core.records import DataLocation, Row, TrainBatch, TrainingSample, Trajectory, TrajectoryCredit, Unit
 from agentrl.credit.samples import ReadUnits
-from agentrl.journal.entries import Begin, JournalEntry, Span, TurnEntry, encode_body
+from agentrl.journal.entries import Begin, JournalEntry, SpanEntry, TurnEntry, encode_body
 from agentrl.journal.store import SqliteJournal
 
 VOCABULARY = 48
@@ -200,7 +200,7 @@ def _entries(episode_id: str, trajectory: Trajectory) -> list[JournalEntry]:
             token_ids=row.token_ids[start:stop].astype("<i4").tobytes(),
             logprobs=row.behavior_logprobs[start:stop].astype("<f4").tobytes(),
             finish_reason="stop",
-            spans=(Span(0, int(stop - start), 0, 0),),
+            spans=(SpanEntry(0, int(stop - start), 0, 0),),
             text="",
             messages=(),
             temperature=row.temperature,

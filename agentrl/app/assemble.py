@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from agentrl.app.policies import check_capabilities, demands_of, pinned_policies, rollout_settings
+from agentrl.app.policies import check_capabilities, pinned_policies, rollout_settings, units_per_root_group
 from agentrl.app.recovery import ResumeState
 from agentrl.cluster.worker_pool import WorkerPool
 from agentrl.config.policies import OpponentPoolPolicy
@@ -157,7 +157,7 @@ def assemble(config: RunConfig, environment: type[Environment], parts: Parts) ->
         parts.workers.attach(dispatcher, parts.store, orchestrator.fail)
         dispatcher.worker, dispatcher.fail = parts.workers, orchestrator.fail
     else:
-        attach_worker(
+        attach_local_worker(
             *(config, environment, dispatcher, parts.served.engine, parts.chat_format),
             *(parts.store, parts.clock, orchestrator.fail),
         )
@@ -177,7 +177,7 @@ def _plan(config: RunConfig, environment: type[Environment]) -> TrainingPlan:
     return TrainingPlan(
         step_size={name: policy.step_size for name, policy in config.trained.items()},
         tokens_per_unit=config.trainer.loss.tokens_per_unit,
-        demands=demands_of(config, environment),
+        demands=units_per_root_group(config, environment),
         evaluate_every=config.evaluation.every,
         checkpoint_every=config.checkpoint.every,
     )
@@ -348,7 +348,7 @@ def make_dispatcher(
     )
 
 
-def attach_worker(  # noqa: PLR0913 - its parts
+def attach_local_worker(  # noqa: PLR0913 - its parts
     config: RunConfig,
     environment: type[Environment],
     dispatcher: Dispatcher,

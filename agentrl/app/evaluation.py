@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from agentrl.app.assemble import attach_worker, make_dispatcher
+from agentrl.app.assemble import attach_local_worker, make_dispatcher
 from agentrl.app.hub import with_local_model
 from agentrl.app.memory import sized
 from agentrl.app.parts import environment_of, held_out, importable_code_of, load_config, make_chat_format, make_engine
@@ -365,7 +365,7 @@ async def play_untrained(
 
     buffer = EpisodeBuffer((), WholeGroups((), ADVANTAGES["none"]))
     dispatcher = make_dispatcher(config, environment, buffer, store, Signal(), resume_state=ResumeState())
-    attach_worker(config, environment, dispatcher, engine, chat_format, store, SystemClock(), fail, gateway)
+    attach_local_worker(config, environment, dispatcher, engine, chat_format, store, SystemClock(), fail, gateway)
     episodes = loop.create_task(play(dispatcher))
     try:
         first, _ = await asyncio.wait({episodes, failure}, return_when=asyncio.FIRST_COMPLETED)

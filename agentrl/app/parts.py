@@ -29,7 +29,7 @@ from agentrl.core.machine import Gpu, Memory, gpus, install_command
 from agentrl.core.ports import ChatFormat, Engine, Trainer
 from agentrl.core.records import PolicyVersion, Task
 from agentrl.engines.bases import EnginePerBase
-from agentrl.engines.child_process import SILENCE_S, ChildProgram, LocalPlacement, Placement
+from agentrl.engines.child_process import SILENCE_S, ChildProgram, LocalPlacement, ProcessPlacement
 from agentrl.engines.client import ProcessEngine, SharedEngine
 from agentrl.engines.external import NoEngine, RoutedEngine
 from agentrl.engines.fleet import ReplicatedEngine
@@ -262,7 +262,7 @@ def device_plan(config: RunConfig) -> DevicePlan:
     return DevicePlan(gpus=()) if config.on_cluster else plan_devices(config, gpus())
 
 
-def _placement(config: RunConfig, log: Path | None, plan: DevicePlan, number: int) -> Placement:
+def _placement(config: RunConfig, log: Path | None, plan: DevicePlan, number: int) -> ProcessPlacement:
     """Return the placement of an engine's process, by its number in the device plan."""
     if not config.in_ray:
         return LocalPlacement(log, gpus=[gpu.id for gpu in plan.gpus_of_engine(number)])
@@ -277,7 +277,7 @@ def _placement(config: RunConfig, log: Path | None, plan: DevicePlan, number: in
     return RayPlacement(choose, address=config.ray_address)
 
 
-def _worker_placement(config: RunConfig, log: Path, worker: int) -> Placement:
+def _worker_placement(config: RunConfig, log: Path, worker: int) -> ProcessPlacement:
     """Return the placement of a worker's process, which needs no GPU."""
     if not config.in_ray:
         return LocalPlacement(log)

@@ -76,7 +76,7 @@ def castings(environment: type[Environment], prefix: str = "", times: int = 1, d
             yield from castings(child, f"{child.__name__}.", times * number, depth + 1)
 
 
-def demands_of(config: RunConfig, environment: type[Environment]) -> Sequence[Demand]:
+def units_per_root_group(config: RunConfig, environment: type[Environment]) -> Sequence[Demand]:
     """Return the units of each policy in a root group, for each line-up.
 
     Raises:
@@ -124,7 +124,7 @@ def split_groups(config: RunConfig, demands: Sequence[Demand]) -> Iterator[str]:
 
     Args:
         config: configuration of the run.
-        demands: result of `demands_of`.
+        demands: result of `units_per_root_group`.
     """
     for name, policy in config.trained.items():
         brought = {demand.units[name] for demand in demands if demand.units.get(name)}

@@ -1,8 +1,8 @@
 """Finds the state a run starts from: its newest checkpoint, and the unfinished work in its journal.
 
 A first start and a resume take the same path: `find_start` reads the disk, and finds nothing in a new run. Then the
-trainer starts from the checkpoint, and `Recovery.serve` publishes the first versions of this start and loads them into
-the engine. Only then do episodes run. `agentrl.app.supervisor` and the crash tests use this path.
+trainer starts from the checkpoint, and `Recovery.publish_first_versions` publishes the first versions of this start and
+loads them into the engine. Only then do episodes run. `agentrl.app.supervisor` and the crash tests use this path.
 
 Invariant: a version id never names other weights. A new lineage is larger than any in the journal, and than any on
 disk, where a start that died before it was recorded may have left files.
@@ -269,7 +269,8 @@ class ResumeState:
     next_number: int = 0
     """Number of the next root training episode: a multiple of the group size."""
     lost: Sequence[int] = ()
-    """Numbers below `next_number` of root episodes whose admission never reached the disk."""
+    """Numbers below `next_number` of root episodes whose admission never reached the disk: their entries may be there
+    if they ran in a worker process, which does not wait for the admission."""
     next_evaluation: int = 0
     against: Sequence[EpisodeHeader] = ()
     """Headers of committed episodes played against past versions."""

@@ -25,7 +25,14 @@ from agentrl.app.parts import (
     task_source,
 )
 from agentrl.app.parts import held_out as held_out_source
-from agentrl.app.policies import base_models, check_references, check_same_bases, demands_of, own_formats, split_groups
+from agentrl.app.policies import (
+    base_models,
+    check_references,
+    check_same_bases,
+    own_formats,
+    split_groups,
+    units_per_root_group,
+)
 from agentrl.app.recovery import Code, functions_of
 from agentrl.app.supervisor import RunSetup, ended_by_ctrl_c, run_in_shared_loop, supervise
 from agentrl.config.load import Difference, check_unchanged
@@ -97,7 +104,7 @@ def train(  # noqa: PLR0913 - what a run is given, all but the first by name
         advantage=None if advantage is None else describe(advantage, "advantage", key="advantage").reference,
     )
     chosen = environment_of(config, environment)
-    demands_of(config, chosen)  # refuse impossible settings before anything is loaded
+    units_per_root_group(config, chosen)  # refuse impossible settings before anything is loaded
     before = RunDirectory.config(Path(config.directory) / config.name) if resume else {}
     config = sized(with_local_model(config, before), before)
     run = run_training(config, chosen, tasks=tasks, held_out=held_out, observers=observers, resume=resume, quiet=quiet)
@@ -137,7 +144,7 @@ async def run_training(
     }
     opened = _opened(config, directory, observers, clock, info=info, quiet=quiet, resume=resume)
     async with opened as (store, observer, changed):
-        for line in split_groups(config, demands_of(config, environment)):
+        for line in split_groups(config, units_per_root_group(config, environment)):
             observer.warn(line)
         if factories.engine is make_engine:
             for line in await _device_lines(config, code, clock, observer.phase):

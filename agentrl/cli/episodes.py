@@ -340,7 +340,7 @@ def step_show(reader: RunReader, options: argparse.Namespace) -> Answer:
 def step_replay(reader: RunReader, options: argparse.Namespace) -> Answer:
     """`agentrl step replay RUN [N] [--policy NAME] [--lineage N]`; exit code 1 if a step differs from its record."""
     from agentrl.app.replays import compute_step, rebuild_step, rebuild_steps
-    from agentrl.inspection.render import rebuilt_page
+    from agentrl.inspection.render import rebuilt_steps_page
     from agentrl.inspection.steps import step_view
 
     if options.step is None:
@@ -351,4 +351,4 @@ def step_replay(reader: RunReader, options: argparse.Namespace) -> Answer:
     departed = [each for each in found if not each.identical or (each.computed and each.computed.same is False)]
     code = CheckFailedError.exit_code if departed else 0
     rows = [msgspec.to_builtins(each) for each in found]
-    return Answer(found, lambda: rebuilt_page(rows), code)
+    return Answer(found, lambda: rebuilt_steps_page(rows), code)

@@ -1,4 +1,4 @@
-"""Engine processes on the nodes of a Ray cluster: implements `engines.child_process.Placement`.
+"""Engine processes on the nodes of a Ray cluster: implements `engines.child_process.ProcessPlacement`.
 
 An actor starts the process as its child, as `engines.child_process` does here, and relays the bytes between process and
 client without interpreting them. Owns actors and how they end. Does not own the Ray session (`session.py`) or restarts
@@ -95,7 +95,7 @@ class RayPlacement:
 
     @property
     def gpus(self) -> tuple[str, ...]:
-        """See `Placement.gpus`."""
+        """See `ProcessPlacement.gpus`."""
         return tuple(gpu.id for gpu in self._gpus)
 
     def move(self, node: Node) -> None:
@@ -103,7 +103,7 @@ class RayPlacement:
         self._node, self._gpus, self._choose = node, (), None
 
     async def start(self, program: ChildProgram) -> ActorChild:
-        """See `Placement.start`; also starts Ray if there is none, or a dead one."""
+        """See `ProcessPlacement.start`; also starts Ray if there is none, or a dead one."""
         starting = asyncio.get_running_loop().create_task(asyncio.to_thread(self._start_actor), name="start an actor")
         with kept_signal_handlers():
             try:
@@ -177,7 +177,7 @@ class RayPlacement:
         return on_node(self._node, soft=True)
 
     async def close(self) -> None:
-        """See `Placement.close`; also leaves Ray."""
+        """See `ProcessPlacement.close`; also leaves Ray."""
         await asyncio.to_thread(self._session.stop)
 
 

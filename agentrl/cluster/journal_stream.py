@@ -107,7 +107,7 @@ class TakeOver(WireMessage, frozen=True):
     attempt: int
 
 
-class Advanced(WireMessage, frozen=True):
+class FindAdvanced(WireMessage, frozen=True):
     """Request from a worker; see `WorkerTurnLog.advanced`."""
 
     call: int
@@ -124,7 +124,7 @@ class Answer(WireMessage, frozen=True):
     message: str = ""
 
 
-Question = Flush | TakeOver | Advanced
+Question = Flush | TakeOver | FindAdvanced
 TO_RECEIVER: msgspec.msgpack.Decoder[Receive | Grant | Revoke] = msgspec.msgpack.Decoder(Receive | Grant | Revoke)
 TO_RUN: msgspec.msgpack.Decoder[Granted | Receiving] = msgspec.msgpack.Decoder(Granted | Receiving)
 FROM_WORKER: msgspec.msgpack.Decoder[Append | RemovePartials | Question] = msgspec.msgpack.Decoder(
@@ -194,7 +194,7 @@ class StreamedTurnLog:
         Raises:
             StorageError: that disk failed.
         """
-        return list((await self._ask(Advanced(call=next(self._calls)))).episodes)
+        return list((await self._ask(FindAdvanced(call=next(self._calls)))).episodes)
 
     async def close(self) -> None:
         """Return when everything sent is on disk or the connection has ended. Idempotent."""
@@ -404,7 +404,7 @@ class _Partition:
                         entries=tuple(log.read(episode_id, attempt)),
                         partials=tuple(log.read_partials(episode_id, attempt)),
                     )
-                case Advanced():
+                case FindAdvanced():
                     self.journal.check()
                     answer = Answer(call=question.call, episodes=tuple(await log.advanced()))
         except AgentRLError as error:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from agentrl.cluster.journal_stream import JournalReceiver
     from agentrl.core.clock import Clock
     from agentrl.core.ports import CommitLog, Counted, EpisodeHost
-    from agentrl.engines.child_process import Placement
+    from agentrl.engines.child_process import ProcessPlacement
     from agentrl.engines.client import SharedEngine
 
 OnEnd = Callable[[EpisodeHeader], None]
@@ -107,7 +107,7 @@ class WorkerPool:
         settings: PoolSettings,
         *,
         engines: Sequence[SharedEngine],
-        placements: Sequence[Placement],
+        placements: Sequence[ProcessPlacement],
         clock: Clock,
         tell: Callable[[str], None],
         receiver: JournalReceiver | None = None,
@@ -155,12 +155,12 @@ class WorkerPool:
         for engine in self._engines:
             engine.on_move(self._engine_moved)
 
-    def add(self, placement: Placement) -> None:
+    def add(self, placement: ProcessPlacement) -> None:
         """Start one more process. It takes episodes once it is ready, and the others fewer."""
         self.placements = [*self.placements, placement]
         self._start_process(placement)
 
-    def _start_process(self, placement: Placement) -> WorkerProcess:
+    def _start_process(self, placement: ProcessPlacement) -> WorkerProcess:
         settings = self._settings
         process = WorkerProcess(
             msgspec.structs.replace(settings.work, number=len(self.processes)),

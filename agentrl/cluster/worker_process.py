@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from agentrl.cluster.journal_stream import JournalReceiver
     from agentrl.core.clock import Clock
-    from agentrl.engines.child_process import ConnectedChild, Placement
+    from agentrl.engines.child_process import ConnectedChild, ProcessPlacement
 
 PROGRAM = ChildProgram("", {}, "agentrl.app.worker_host")
 BEHIND_S = 5.0
@@ -61,7 +61,7 @@ class WorkerProcess:
         work: wire.Work,
         owner: Owner,
         *,
-        placement: Placement,
+        placement: ProcessPlacement,
         receiver: JournalReceiver | None,
         attempts: int,
         silence_s: float,

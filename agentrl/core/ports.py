@@ -24,8 +24,8 @@ if TYPE_CHECKING:
         Message,
         PolicyVersion,
         ProcessStatus,
-        PromptAndCompletion,
         Recollection,
+        SampledTurn,
         StepReport,
         Task,
         ToolSpec,
@@ -233,7 +233,7 @@ class ChatFormat(Protocol):
         ...
 
     def rewritten(
-        self, turns: Sequence[PromptAndCompletion], messages: Sequence[Message], tools: Sequence[ToolSpec]
+        self, turns: Sequence[SampledTurn], messages: Sequence[Message], tools: Sequence[ToolSpec]
     ) -> list[int] | None:
         """Return the token ids of a conversation as the template writes it now; kept parts of sampled turns stay as
         sampled.

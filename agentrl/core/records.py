@@ -133,7 +133,7 @@ class ToolSpec:
     """JSON schema of the arguments, an object."""
 
 
-class PromptAndCompletion(NamedTuple):
+class SampledTurn(NamedTuple):
     """The messages that a policy was given, and the tokens that it sampled."""
 
     messages: Sequence[Message]

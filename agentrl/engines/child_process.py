@@ -115,7 +115,7 @@ class ConnectedChild(Child, Protocol):
         ...
 
 
-class Placement(Protocol):
+class ProcessPlacement(Protocol):
     """Starts an engine's processes, one after another."""
 
     @property
@@ -151,7 +151,7 @@ class LocalPlacement:
         self._gpus = visible_gpus(gpus) if gpus else {}
 
     async def start(self, program: ChildProgram) -> EngineProcess:
-        """See `Placement.start`."""
+        """See `ProcessPlacement.start`."""
         with contextlib.ExitStack() as stack:
             errors = None
             if self._log is not None:
@@ -204,7 +204,7 @@ class LocalPlacement:
         return EngineProcess(process, reader, writer, files, self._log)
 
     async def close(self) -> None:
-        """See `Placement.close`; nothing to release."""
+        """See `ProcessPlacement.close`; nothing to release."""
 
 
 def visible_gpus(gpus: Sequence[str]) -> dict[str, str]:

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from agentrl.core.clock import Clock
     from agentrl.core.ports import Delta, EngineCapabilities, EngineSession, GenerateRequest
     from agentrl.core.records import Completion, Float32Array, Int32Array, PolicyVersion, WeightsRef
-    from agentrl.engines.child_process import ChildProgram, ConnectedChild, Placement, Writer
+    from agentrl.engines.child_process import ChildProgram, ConnectedChild, ProcessPlacement, Writer
 
 LOAD_BOUND = 1.25
 """Multiple of the mean load up to which an engine takes conversations that share its cached prefixes."""
@@ -413,14 +413,14 @@ class ProcessEngine:
     """Capabilities of the engine, known once the process has served."""
     deliver: Callable[[PolicyVersion, str], Awaitable[None]] | None = None
     """Makes the trainer send full weights of a version to an address when the process asks; None: the process loads
-    files."""
+    files. Set by `app.parts.connect_trainer`."""
 
     def __init__(
         self,
         program: ChildProgram,
         versions: Mapping[str, PolicyVersion],
         *,
-        placement: Placement | None = None,
+        placement: ProcessPlacement | None = None,
         silence_s: float = SILENCE_S,
         attempts: int = 5,
         clock: Clock | None = None,
@@ -491,7 +491,7 @@ class ProcessEngine:
             with contextlib.suppress(AgentRLError):  # the trainer's own caller reports a lost trainer
                 await self.deliver(wanted.version, wanted.address)
         if connection is not None:
-            connection.send(wire.NotSent(number=wanted.number))
+            connection.send(wire.SendingEnded(number=wanted.number))
 
     async def welcome(self) -> None:
         """See `Supervised.welcome`: gives a fresh process the versions of its predecessor."""

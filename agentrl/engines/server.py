@@ -83,7 +83,7 @@ class ConnectionHandler:
                     task.cancel()
             case wire.Serve() | wire.Piece() | wire.Score():
                 self._start(message.call, self._control(message))
-            case wire.NotSent():
+            case wire.SendingEnded():
                 self._not_sent(message)
             case wire.Load():
                 raise EngineError("the engine is already loaded")
@@ -94,7 +94,7 @@ class ConnectionHandler:
         except AgentRLError as error:
             self._sessions[message.session] = error
 
-    def _not_sent(self, message: wire.NotSent) -> None:
+    def _not_sent(self, message: wire.SendingEnded) -> None:
         if isinstance(self._engine, TakesDeliveries):
             self._engine.inbox.not_sent(message.number)
 

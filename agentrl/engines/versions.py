@@ -129,6 +129,8 @@ class LiveVersion:
 
     version: PolicyVersion
     digest: str = ""
+    """SHA-256 of the loaded weights. Empty: the version was only promised at the start, when the engine had loaded the
+    base model; its weights are loaded when the first `serve` names them."""
     canary: Canary | None = None
     """Log-probabilities that its trainer computed; they distinguish it from other versions."""
     pinned: bool = False

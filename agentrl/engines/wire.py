@@ -121,13 +121,13 @@ class Score(WireMessage, frozen=True):
     temperature: float
 
 
-class NotSent(WireMessage, frozen=True):
-    """Reply to `WeightsWanted`: no trainer will send the weights."""
+class SendingEnded(WireMessage, frozen=True):
+    """Reply to `WeightsWanted`: nothing will be sent any more, because all was sent or no trainer sends it."""
 
     number: int
 
 
-Request = Load | Open | CloseSession | Generate | Cancel | Abort | Serve | Piece | Score | NotSent
+Request = Load | Open | CloseSession | Generate | Cancel | Abort | Serve | Piece | Score | SendingEnded
 
 
 class Loaded(WireMessage, frozen=True):
@@ -193,8 +193,8 @@ class Busy(WireMessage, frozen=True):
 
 
 class WeightsWanted(WireMessage, frozen=True):
-    """Request of the engine: it accepts full weights of a version at a Unix socket. Answered only by `NotSent`, or not
-    at all."""
+    """Request of the engine: it accepts full weights of a version at a Unix socket. Answered by `SendingEnded`, or not at
+    all."""
 
     number: int
     version: PolicyVersion

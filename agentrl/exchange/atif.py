@@ -49,7 +49,7 @@ from agentrl.inspection.conversation import (
     reward_components,
 )
 from agentrl.inspection.tokens import float32, int32, played_rows
-from agentrl.journal.entries import Span
+from agentrl.journal.entries import SpanEntry
 
 if TYPE_CHECKING:
     from agentrl.exchange.exporting import Selection
@@ -543,7 +543,7 @@ def _call(call: _AtifCall, observation: _Observation | None) -> ForeignCall:
     )
 
 
-def _spans(told: Any, tokens: int) -> tuple[list[Span], str]:
+def _spans(told: Any, tokens: int) -> tuple[list[SpanEntry], str]:
     """Return the spans of versions over a turn's tokens, and their policy, as our exports write them; empty if
     absent.
     """
@@ -552,7 +552,7 @@ def _spans(told: Any, tokens: int) -> tuple[list[Span], str]:
         found = _VERSION.fullmatch(version)
         if found is None or not 0 <= start < stop <= tokens:
             return [], ""
-        spans.append(Span(start, stop, int(found[2]), int(found[3])))
+        spans.append(SpanEntry(start, stop, int(found[2]), int(found[3])))
         whose.add(found[1])
     return (spans, whose.pop()) if len(whose) == 1 else ([], "")
 

@@ -23,7 +23,7 @@ from agentrl.journal.entries import (
     EntryBody,
     JournalEntry,
     RewardEntry,
-    Span,
+    SpanEntry,
     ToolEntry,
     TurnEntry,
     ValueEntry,
@@ -57,7 +57,7 @@ class ForeignReply(msgspec.Struct, frozen=True, kw_only=True):
     """Context tokens before the reply that are new in its row; None if unknown."""
     token_ids: Sequence[int] | None = None
     logprobs: Sequence[float] | None = None
-    spans: Sequence[Span] = ()
+    spans: Sequence[SpanEntry] = ()
     weights_of: str = ""
     finish_reason: str = ""
     temperature: float | None = None

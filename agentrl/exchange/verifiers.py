@@ -27,7 +27,7 @@ from agentrl.exchange.foreign import (
     text_of,
     with_observations,
 )
-from agentrl.journal.entries import Span
+from agentrl.journal.entries import SpanEntry
 
 FILES = ("traces.jsonl", "results.jsonl")
 """File names looked for in a directory of verifiers, in this order."""
@@ -333,7 +333,7 @@ def _reply(
         context_ids=context,
         token_ids=ids,
         logprobs=logprobs if ids is not None and len(logprobs) == len(ids) else None,
-        spans=[Span(0, len(ids), 0, step)] if ids and step is not None else (),
+        spans=[SpanEntry(0, len(ids), 0, step)] if ids and step is not None else (),
         finish_reason=call.finish_reason or "",
         temperature=call.sampling.temperature if call.sampling is not None else None,
         started=call.time.start or node.timestamp,

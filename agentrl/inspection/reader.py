@@ -294,7 +294,7 @@ def numbers_of(text: Any, problems: list[str]) -> dict[str, float | None]:
     return numbers
 
 
-def read_measured_against(text: Any, problems: list[str]) -> list[str]:
+def decode_child_versions(text: Any, problems: list[str]) -> list[str]:
     """Read the versions against which an episode was measured; anything but a list of versions is reported in
     `problems`."""
     try:
@@ -472,7 +472,7 @@ class RunReader:
         return EpisodeView(
             summary=line,
             agents=[converted(AgentLine, row) for row in rows],
-            measured_against=read_measured_against(metrics[0][2], problems) if metrics else [],
+            measured_against=decode_child_versions(metrics[0][2], problems) if metrics else [],
             metrics=numbers_of(metrics[0][0], problems) if metrics else {},
             detail=str(metrics[0][1]) if metrics else "",
             entries=bodies,

@@ -311,7 +311,7 @@ def step_page(view: StepView) -> Page:
     return page
 
 
-def rebuilt_page(steps: Sequence[Mapping[str, Any]]) -> Page:
+def rebuilt_steps_page(steps: Sequence[Mapping[str, Any]]) -> Page:
     """Make a page about repeated steps, each a `StepRebuilt` as a dictionary: whether they are equal, and if not,
     why.
     """

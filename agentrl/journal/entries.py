@@ -33,7 +33,7 @@ FORMAT = 0
 """Journal format; 0 until the first release. Another value is refused by name."""
 
 
-class Span(msgspec.Struct, frozen=True, array_like=True):
+class SpanEntry(msgspec.Struct, frozen=True, array_like=True):
     """`VersionSpan` of the entry's policy, over the turn's sampled tokens."""
 
     start: int
@@ -88,7 +88,7 @@ class Begin(msgspec.Struct, frozen=True, array_like=True, tag="begin"):
     """First attempt whose replies an external agent may get again; earlier ones ended in an error."""
 
 
-class RequestEntry(msgspec.Struct, frozen=True, array_like=True):
+class RequestParameters(msgspec.Struct, frozen=True, array_like=True):
     """The parts of an external agent's request besides its messages.
 
     An attempt whose request differs from the recorded one ends the replay and names the difference.
@@ -118,7 +118,7 @@ class TurnEntry(msgspec.Struct, frozen=True, array_like=True, tag="turn"):
     token_ids: bytes  # <i4
     logprobs: bytes  # <f4
     finish_reason: str
-    spans: tuple[Span, ...]
+    spans: tuple[SpanEntry, ...]
     text: str
     messages: tuple[dict[str, Any], ...]
     """New messages of `context_ids`, for readers."""
@@ -143,7 +143,7 @@ class TurnEntry(msgspec.Struct, frozen=True, array_like=True, tag="turn"):
     """Policy whose versions `spans` names, if that is not `policy`: a past version of it held the seat."""
     pauses: tuple[Pause, ...] = ()
     """Waits in this process; those in an earlier process that died are unknown."""
-    request: RequestEntry | None = None
+    request: RequestParameters | None = None
     """Request of an external agent; None: `run()` asked for the turn."""
     state: str | None = None
     """State of the environment before the turn, if the program said it; see `Agent.act`."""
@@ -272,7 +272,7 @@ class Partial(msgspec.Struct, frozen=True, array_like=True):
     """Index of the first of these tokens in the turn."""
     token_ids: bytes  # <i4
     logprobs: bytes  # <f4
-    spans: tuple[Span, ...]
+    spans: tuple[SpanEntry, ...]
     """Versions that sampled these tokens."""
 
 

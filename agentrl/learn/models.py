@@ -46,7 +46,7 @@ from agentrl.engines.models import (
 from agentrl.engines.weights import adaptable_layers, match_full_weights, read_adapter_tensors, read_weights
 from agentrl.learn.forward import ATTENTION, HeadOutput, RoutingReplay, device_tensor, token_logprobs
 from agentrl.learn.packing import MicroBatch, pack
-from agentrl.learn.ranks import ShardedForward, shard_of, whole
+from agentrl.learn.ranks import ShardedForward, tensor_shard, whole
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -454,7 +454,7 @@ def _load(
 
 
 def _shard_of(parameter: nn.Parameter, *, mesh: DeviceMesh, device: torch.device) -> nn.Parameter:
-    return nn.Parameter(shard_of(parameter, mesh, device), requires_grad=parameter.is_floating_point())
+    return nn.Parameter(tensor_shard(parameter, mesh, device), requires_grad=parameter.is_floating_point())
 
 
 def _widened(parameter: Tensor) -> Tensor:

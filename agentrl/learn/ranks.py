@@ -109,7 +109,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def shard_of(tensor: Tensor, mesh: DeviceMesh, device: torch.device) -> DTensor:
+def tensor_shard(tensor: Tensor, mesh: DeviceMesh, device: torch.device) -> DTensor:
     """This rank's shard of a tensor, on a device: a part of its rows, as FSDP2 divides them; no rank is asked."""
     dimension = mesh.ndim - 1
     own = tensor.detach()[_rows_of(len(tensor), mesh.get_local_rank(dimension), mesh.size(dimension))]
@@ -346,7 +346,7 @@ class ShardedForward(nn.Module):
     This module is the root of the shards, because `token_logprobs` calls parts of the model separately.
 
     Args:
-        model: model with its weights, on any device, whole or as shards (`ranks.shard_of`); its parameters become
+        model: model with its weights, on any device, whole or as shards (`ranks.tensor_shard`); its parameters become
             `DTensor`s.
         mesh: see `ProcessGroup.mesh`.
         masters: whether full weights are trained, so that the shards are float32.

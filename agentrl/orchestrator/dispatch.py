@@ -2,7 +2,7 @@
 
 `Dispatcher` owns episode numbers, seeds, seat bindings, child episodes (it is the `EpisodeHost`) and evaluation
 episodes. Training episodes go to the buffer; others never do. An `AdmissionPolicy`, the run's scheduler, decides which
-versions an episode plays with and which policies learn. `Reservations` counts the units that children of running
+versions an episode plays with and which policies learn. `UnitReservations` counts the units that children of running
 episodes will still contribute, and `Signal` wakes waiters when the state changes.
 """
 
@@ -173,7 +173,7 @@ class Dispatcher:
     """Resumed episodes and their children; the journal may hold their entries, admitted or not."""
     _sharers: dict[str, list[OnEnd]] = field(default_factory=dict)
     """Callbacks of forks that wait for a child of the episode they were forked from."""
-    reservations: Reservations = field(init=False)
+    reservations: UnitReservations = field(init=False)
     _evaluating: Sequence[asyncio.Future[EpisodeHeader]] = ()
     _evaluated: list[EpisodeHeader] = field(default_factory=list)
     """Ended child episodes of the newest evaluation."""
@@ -188,7 +188,7 @@ class Dispatcher:
         self._root_end = self._end_root
         self._roots = {name_of(root): root for root in roots_of(self.environment)}
         self.govern(self.admission)
-        self.reservations = Reservations(self.buffer.trainable, self.policy_of)
+        self.reservations = UnitReservations(self.buffer.trainable, self.policy_of)
 
     def govern(self, admission: AdmissionPolicy) -> None:
         """Set the `AdmissionPolicy`; must be called before the first episode starts."""
@@ -563,7 +563,7 @@ class _Parent:
     """Spawn calls that were made: a re-executed parent makes them again."""
 
 
-class Reservations:
+class UnitReservations:
     """Units that children of running episodes will still contribute, by policy, so that admission counts them in
     advance.
 

@@ -18,7 +18,7 @@ from agentrl.core import ids
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion
 from agentrl.core.text import plural
 from agentrl.orchestrator.buffer import EpisodeBuffer, ReadyUnit
-from agentrl.orchestrator.dispatch import Dispatcher, Reservations
+from agentrl.orchestrator.dispatch import Dispatcher, UnitReservations
 from agentrl.orchestrator.metrics import NO_SIGNAL
 from agentrl.orchestrator.tasks import Seen
 from agentrl.orchestrator.versions import Opponents, PolicyBoard
@@ -153,7 +153,7 @@ class Scheduler:
         *,
         demand: Demand,
         buffer: EpisodeBuffer,
-        reservations: Reservations,
+        reservations: UnitReservations,
         opponents: Opponents,
         board: PolicyBoard,
         staleness: Mapping[str, BoundedStaleness],

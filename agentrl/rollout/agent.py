@@ -40,7 +40,7 @@ from agentrl.core.records import (
     Completion,
     Message,
     PolicyVersion,
-    PromptAndCompletion,
+    SampledTurn,
     ToolSpec,
     TrajectoryHeader,
     Turn,
@@ -48,7 +48,7 @@ from agentrl.core.records import (
 )
 from agentrl.core.text import plural
 from agentrl.environment.base import Agent, LimitReachedError, check_reward_name, finite_reward, valid_unicode
-from agentrl.journal.entries import Pause, RewardEntry, Span, TurnEntry, asked_hash, state_hash
+from agentrl.journal.entries import Pause, RewardEntry, SpanEntry, TurnEntry, asked_hash, state_hash
 from agentrl.observe.metrics import GATE_PASSED, GATE_REFUSED
 from agentrl.rollout.branches import shortened
 from agentrl.rollout.byte_formats import JsonFormat
@@ -622,7 +622,7 @@ class LiveAgent(TurnSampler, Agent):
             token_ids=completion.token_ids.tobytes(),
             logprobs=completion.logprobs.tobytes(),
             finish_reason=completion.finish_reason,
-            spans=tuple([Span(s.start, s.stop, s.version.lineage, s.version.step) for s in completion.spans]),
+            spans=tuple([SpanEntry(s.start, s.stop, s.version.lineage, s.version.step) for s in completion.spans]),
             text=chat_format.decode(sampled),
             messages=tuple([message_data(message) for message in messages]),
             temperature=self._settings.sampling.temperature,
@@ -664,7 +664,7 @@ class TokenRows:
         self._row_tokens = array("i")
         self._after: FinishReason | None = None
         self._asked: Sequence[Message] = ()
-        self._turns: tuple[PromptAndCompletion, ...] = ()
+        self._turns: tuple[SampledTurn, ...] = ()
         """Sampled turns of the conversation, if the template may rewrite its history."""
         self.row = 0
         self.before = 0
@@ -717,7 +717,7 @@ class TokenRows:
         self._row_tokens.frombytes(completion.token_ids.astype(np.intc, copy=False).tobytes())
         self._after = completion.finish_reason
         if self._format.forks:
-            self._turns = (*self._turns, PromptAndCompletion(self._asked, completion.token_ids.tolist()))
+            self._turns = (*self._turns, SampledTurn(self._asked, completion.token_ids.tolist()))
 
     def restart(self) -> None:
         """Begin a new row."""

@@ -18,7 +18,7 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from agentrl.core.records import FinishReason, Message, PromptAndCompletion, ToolCall, ToolSpec, usage_of
+from agentrl.core.records import FinishReason, Message, SampledTurn, ToolCall, ToolSpec, usage_of
 from agentrl.core.reply_formats import CLOSE, OPEN, json_value, parse_hermes
 from agentrl.environment.base import LimitReachedError
 
@@ -70,7 +70,7 @@ class PlainFormat:
         return ids + _PROMPT
 
     def rewritten(
-        self, turns: Sequence[PromptAndCompletion], messages: Sequence[Message], tools: Sequence[ToolSpec]
+        self, turns: Sequence[SampledTurn], messages: Sequence[Message], tools: Sequence[ToolSpec]
     ) -> list[int] | None:
         """See `core.ports.ChatFormat.rewritten`: nothing is rewritten."""
         return None
@@ -143,7 +143,7 @@ class JsonFormat:
         return self.encode("".join(_line(_message_value(message)) for message in messages))
 
     def rewritten(
-        self, turns: Sequence[PromptAndCompletion], messages: Sequence[Message], tools: Sequence[ToolSpec]
+        self, turns: Sequence[SampledTurn], messages: Sequence[Message], tools: Sequence[ToolSpec]
     ) -> list[int] | None:
         """See `core.ports.ChatFormat.rewritten`: nothing is rewritten."""
         return None

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from tokenizers import Tokenizer
 
 from agentrl.core.errors import ModelError
-from agentrl.core.records import FinishReason, Message, PromptAndCompletion, Role, ToolSpec
+from agentrl.core.records import FinishReason, Message, Role, SampledTurn, ToolSpec
 from agentrl.core.reply_formats import HARMONY_THINKING, REPLY_FORMATS, THINKING, ReplyFormat
 from agentrl.rollout.chat_template import (
     PROBE,
@@ -225,7 +225,7 @@ class TemplateFormat:
         return [self._call_closing if messages and messages[0].role == "tool" else self._closing, *ids]
 
     def rewritten(
-        self, turns: Sequence[PromptAndCompletion], messages: Sequence[Message], tools: Sequence[ToolSpec]
+        self, turns: Sequence[SampledTurn], messages: Sequence[Message], tools: Sequence[ToolSpec]
     ) -> list[int] | None:
         """See `core.ports.ChatFormat.rewritten`.
 
@@ -517,7 +517,7 @@ class TemplateFormat:
         self._thinking_form = thinking_form(self._template, call, marks)
         self._needs_calls = self._takes_results_of_calls_only()
         asked = [Message(role="user", content="one")]
-        if self.forks and self.rewritten([PromptAndCompletion(asked, self.encode("two"))], asked, ()) is None:
+        if self.forks and self.rewritten([SampledTurn(asked, self.encode("two"))], asked, ()) is None:
             raise ModelError(
                 f"{self._directory}: model.history = 'fork': the chat template omits the content of assistant "
                 "messages; set 'keep'"

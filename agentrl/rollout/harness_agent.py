@@ -35,7 +35,7 @@ from agentrl.core.reply_formats import json_value
 from agentrl.core.text import plural
 from agentrl.environment.base import Endpoint, LimitReachedError
 from agentrl.gateway.calls import ChatReply, ChatRequest, RequestRefusedError, shown
-from agentrl.journal.entries import RequestEntry, TurnEntry, asked_hash, encode_body
+from agentrl.journal.entries import RequestParameters, TurnEntry, asked_hash, encode_body
 from agentrl.rollout.agent import CHARACTERS_PER_TOKEN, LiveAgent, TurnSampler
 from agentrl.rollout.branches import describe_entry, shortened
 from agentrl.rollout.byte_formats import JsonFormat
@@ -589,7 +589,9 @@ class LiveEndpoint(Endpoint):
             await asyncio.wait({running})
 
 
-def differing_request(recorded: Sequence[TurnEntry], asked: Sequence[Mapping[str, Any]], request: RequestEntry) -> str:
+def differing_request(
+    recorded: Sequence[TurnEntry], asked: Sequence[Mapping[str, Any]], request: RequestParameters
+) -> str:
     """Name the part of a request that differs from the recorded one, with both values.
 
     Args:
@@ -681,10 +683,10 @@ def _new(request: ChatRequest, placed: RowPlacement) -> Sequence[Message]:
 
 def _request_entry(
     request: ChatRequest, placed: RowPlacement, sampling: SamplingParams, *, with_tools: bool = False
-) -> RequestEntry:
+) -> RequestParameters:
     """Return what a request asks for besides messages; with its tools if `with_tools`, or if it begins a row."""
     tools = tools_text(request.tools) if with_tools or not placed.before else None
-    return RequestEntry(max_tokens=sampling.max_tokens, stop=tuple(request.stop), tools=tools)
+    return RequestParameters(max_tokens=sampling.max_tokens, stop=tuple(request.stop), tools=tools)
 
 
 def _finish_reason(completion: Completion, message: Message, stop_text: str | None) -> Any:

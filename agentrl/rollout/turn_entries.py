@@ -19,7 +19,7 @@ import numpy as np
 
 from agentrl.core.errors import EngineError, JournalError
 from agentrl.core.records import Completion, MaskStatus, Message, PolicyVersion, RoutingBreak, SamplingMask, VersionSpan
-from agentrl.journal.entries import JournalEntry, Partial, Span, TurnEntry, decode_partial, encode_partial
+from agentrl.journal.entries import JournalEntry, Partial, SpanEntry, TurnEntry, decode_partial, encode_partial
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -93,7 +93,7 @@ def completion_of(entry: TurnEntry) -> Completion:
 
 
 @lru_cache(maxsize=4096)
-def _spans(policy: str, spans: tuple[Span, ...]) -> tuple[VersionSpan, ...]:
+def _spans(policy: str, spans: tuple[SpanEntry, ...]) -> tuple[VersionSpan, ...]:
     """Make version spans, cached: most turns have one span, with few different lengths and versions."""
     return tuple(VersionSpan(s.start, s.stop, PolicyVersion(policy, s.lineage, s.step)) for s in spans)
 
@@ -154,7 +154,7 @@ class EpisodePartials:
                 start=start,
                 token_ids=piece.token_ids.tobytes(),
                 logprobs=piece.logprobs.tobytes(),
-                spans=tuple(Span(s.start, s.stop, s.version.lineage, s.version.step) for s in piece.spans),
+                spans=tuple(SpanEntry(s.start, s.stop, s.version.lineage, s.version.step) for s in piece.spans),
             )
         )
         if call.call_id not in self._on_disk:

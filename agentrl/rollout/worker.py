@@ -54,7 +54,8 @@ class AsyncioWorker:
         data_attempts: number of attempts of an episode whose environment raises.
         on_failure: called with an error that is no episode's fault (storage, engine); the run should end.
         admitted: waits until the admissions of submitted episodes are on disk. No code of an episode runs earlier: if
-            the code kills this process, the journal has the episode.
+            the code kills this process, the journal has the episode. Worker processes do not wait: their death leaves
+            the journal's writer alive.
     """
 
     def __init__(

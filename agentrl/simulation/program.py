@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from agentrl.core.ports import GenerateRequest
-    from agentrl.core.records import FinishReason, PromptAndCompletion, ToolSpec
+    from agentrl.core.records import FinishReason, SampledTurn, ToolSpec
     from agentrl.environment.base import Agent
     from agentrl.simulation.plan import EnvironmentPlan, Plan, SeatPlan
 
@@ -147,7 +147,7 @@ class LengthFormat:
         return self.start(messages, ())
 
     def rewritten(
-        self, turns: Sequence[PromptAndCompletion], messages: Sequence[Message], tools: Sequence[ToolSpec]
+        self, turns: Sequence[SampledTurn], messages: Sequence[Message], tools: Sequence[ToolSpec]
     ) -> list[int] | None:
         """See `core.ports.ChatFormat.rewritten`; nothing is ever rewritten."""
         return None

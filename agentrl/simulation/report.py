@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from agentrl.app.policies import demands_of
+from agentrl.app.policies import units_per_root_group
 from agentrl.core.errors import ConfigError
 from agentrl.environment.base import Environment
 from agentrl.inspection.render import Page, run_timeline_page
@@ -150,7 +150,7 @@ def check(plan: Plan) -> None:
         ConfigError: the plan is invalid; the message contains the remedy.
     """
     environment: type[Environment] = programs(plan)
-    demands_of(plan.config(1), environment)
+    units_per_root_group(plan.config(1), environment)
 
 
 def turn(plan: Plan, base: Measured, measure: Callable[[Plan], Measured]) -> Iterator[KnobResult]:

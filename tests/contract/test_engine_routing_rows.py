@@ -12,7 +12,7 @@ import pytest
 from agentrl.core.records import Row
 from agentrl.engines.embedded.engine import EmbeddedEngine
 from agentrl.engines.wire import Completed, completed_message, completion_of
-from agentrl.journal.entries import Begin, EntryBody, JournalEntry, Span, TurnEntry, encode_body
+from agentrl.journal.entries import Begin, EntryBody, JournalEntry, SpanEntry, TurnEntry, encode_body
 from agentrl.journal.rows import trajectories
 from tests.contract.engine_kinds import ModelZoo, load_engine, prompt, request, version
 from tests.contract.test_engine_capture import plain_routing
@@ -38,7 +38,7 @@ async def conversation(engine: EmbeddedEngine, number: int, turns: int) -> Row:
             seat="solver", index=0, policy="solver", row=0, turn=turn, context_ids=observed.tobytes(),
             token_ids=completion.token_ids.tobytes(), logprobs=completion.logprobs.tobytes(),
             finish_reason=completion.finish_reason, text="", messages=(), temperature=1.0, seconds=0.0, started=0.0,
-            spans=tuple(Span(s.start, s.stop, s.version.lineage, s.version.step) for s in completion.spans),
+            spans=tuple(SpanEntry(s.start, s.stop, s.version.lineage, s.version.step) for s in completion.spans),
             expert_routing=None if routing is None else routing.tobytes(), routing_shape=shape,
             routing_start=completion.routing_start, routing_breaks=completion.routing_breaks, parent_context=before,
         )  # fmt: skip

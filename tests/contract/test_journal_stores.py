@@ -19,7 +19,7 @@ from agentrl.core.records import (
     WeightsRef,
     dropped_header,
 )
-from agentrl.journal.entries import JournalEntry, Partial, Span, decode_partial, encode_partial
+from agentrl.journal.entries import JournalEntry, Partial, SpanEntry, decode_partial, encode_partial
 from agentrl.journal.port import StepRow
 from tests.contract.journal_kinds import AnyJournal, OnJournal, entry
 from tests.support.builders import make_episode_header, make_spec
@@ -243,7 +243,7 @@ def test_an_empty_journal_says_so(on_journal: OnJournal) -> None:
 
 
 def partial(spec: EpisodeSpec, call_id: str, start: int) -> JournalEntry:
-    body = encode_partial(Partial(start, b"\0" * 8, b"\0" * 8, (Span(0, 2, 0, 0),)))
+    body = encode_partial(Partial(start, b"\0" * 8, b"\0" * 8, (SpanEntry(0, 2, 0, 0),)))
     return JournalEntry(spec.episode_id, spec.attempt, call_id, b"asked", body)
 
 

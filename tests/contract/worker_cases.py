@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from agentrl.app.assemble import attach_worker, make_dispatcher
+from agentrl.app.assemble import attach_local_worker, make_dispatcher
 from agentrl.app.parts import make_chat_format, make_workers
 from agentrl.app.recovery import ResumeState
 from agentrl.cluster.worker_pool import WorkerPool
@@ -147,7 +147,7 @@ async def workplace(
         if pool is None:
             stack.enter_context(forks_ended())
             chat_format = make_chat_format(config)
-            attach_worker(*(config, environment, dispatcher, engine, chat_format, journal, SystemClock(), fail))
+            attach_local_worker(*(config, environment, dispatcher, engine, chat_format, journal, SystemClock(), fail))
         else:
             if placement is not None:
                 pool.placements = [placement] * len(pool.placements)

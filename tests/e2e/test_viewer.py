@@ -21,7 +21,7 @@ from agentrl.core.text import safe
 from agentrl.inspection.comparisons import difference
 from agentrl.inspection.reader import RunReader
 from agentrl.inspection.viewer import page
-from agentrl.journal.entries import JournalEntry, Span, TurnEntry, encode_body
+from agentrl.journal.entries import JournalEntry, SpanEntry, TurnEntry, encode_body
 from agentrl.journal.store import SqliteJournal
 from tests.browser import HOW_TO_INSTALL, Browser, Tab, find_chromium
 from tests.journal_cases import entries_with, header, spec, write, write_run
@@ -441,7 +441,9 @@ def write_large_row(run: Path, count: int) -> None:
         [begin, turn, *_] = entries_with(0, "text")
         assert isinstance(turn, TurnEntry)
         ids = b"\1\0\0\0" * count
-        large = msgspec.structs.replace(turn, token_ids=ids, logprobs=b"\0" * 4 * count, spans=(Span(0, count, 0, 0),))
+        large = msgspec.structs.replace(
+            turn, token_ids=ids, logprobs=b"\0" * 4 * count, spans=(SpanEntry(0, count, 0, 0),)
+        )
         for number, body in enumerate((begin, large)):
             log.append(JournalEntry(each.episode_id, 0, f"r#{number}", b"", encode_body(body)))
         await journal.commit_episode(each, header(each, 2), b"", {})

@@ -11,7 +11,7 @@ from agentrl.journal.entries import (
     GatherEntry,
     JournalEntry,
     RewardEntry,
-    Span,
+    SpanEntry,
     ToolEntry,
     TurnEntry,
     encode_body,
@@ -27,7 +27,7 @@ json_value = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(text, inner, max_size=3),
     max_leaves=8,
 )
-spans = st.lists(st.builds(Span, *[st.integers(0, 2**31)] * 4), max_size=3).map(tuple)
+spans = st.lists(st.builds(SpanEntry, *[st.integers(0, 2**31)] * 4), max_size=3).map(tuple)
 turns = st.builds(
     TurnEntry,
     seat=text,

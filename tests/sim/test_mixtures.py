@@ -11,7 +11,7 @@ import pytest
 
 import agentrl
 from agentrl.app.parts import environment_of, held_out, task_source
-from agentrl.app.policies import demands_of
+from agentrl.app.policies import units_per_root_group
 from agentrl.app.recovery import read_resume_state
 from agentrl.config.run import RunConfig
 from agentrl.core.errors import ConfigError, EnvironmentDefinitionError, InputError
@@ -155,7 +155,7 @@ def test_a_configuration_names_members_options_and_splits() -> None:
     splits, available = held_out(chosen, environment)
     assert [(split.name, len(split.tasks)) for split in splits] == [("Digits@held_out", 3), ("Easy@held_out", 3)]
     assert available == 10 + 9
-    assert demands_of(chosen, environment)[0].units == {"guesser": 4}
+    assert units_per_root_group(chosen, environment)[0].units == {"guesser": 4}
 
 
 def test_splits_and_environments_beside_the_trained_one() -> None:
@@ -199,7 +199,7 @@ def test_what_a_mixture_cannot_be_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="Digits has no split 'hard'; it has train, held_out"):
         held_out(config_for(environment={"id": "unused"}, evaluation={"tasks": {"hard": 3}}), Digits)
     with pytest.raises(ConfigError, match=r"number of units .* Ask"):
-        demands_of(config(), mixture({Ask: 1.0, Digits: 1.0}))
+        units_per_root_group(config(), mixture({Ask: 1.0, Digits: 1.0}))
     with pytest.raises(InputError, match="tasks= and held_out="):
         task_source(config(), BOTH, "train", TASKS)
     with pytest.raises(ValueError, match="name of a split is expected"):

@@ -10,7 +10,16 @@ import pytest
 
 from agentrl.core.errors import JournalError
 from agentrl.core.records import PolicyVersion, VersionSpan
-from agentrl.journal.entries import Begin, EntryBody, JournalEntry, RewardEntry, Span, ToolEntry, TurnEntry, encode_body
+from agentrl.journal.entries import (
+    Begin,
+    EntryBody,
+    JournalEntry,
+    RewardEntry,
+    SpanEntry,
+    ToolEntry,
+    TurnEntry,
+    encode_body,
+)
 from agentrl.journal.rows import trajectories
 
 BEGIN = Begin("calculator", "hash", "t", {}, 7, {"solver": "policy", "judge": "old"}, "train", "g", 1, None)
@@ -27,7 +36,7 @@ def turn(number: int, context: list[int], sampled: list[int], **changes: Any) ->
         token_ids=np.array(sampled, dtype="<i4").tobytes(),
         logprobs=(-np.arange(1, len(sampled) + 1, dtype="<f4")).tobytes(),
         finish_reason="stop",
-        spans=(Span(0, len(sampled), 0, number),),
+        spans=(SpanEntry(0, len(sampled), 0, number),),
         text="",
         messages=(),
         temperature=1.0,
@@ -43,7 +52,7 @@ def entries(*bodies: EntryBody) -> list[JournalEntry]:
 
 def test_two_turns_and_a_tool_between_make_one_row() -> None:
     tool = ToolEntry("calculate", {}, "5", "ok", False, 0.0)
-    second = turn(1, [30, 31], [40, 41], spans=(Span(0, 1, 0, 1), Span(1, 2, 0, 2)), parent_context=5)
+    second = turn(1, [30, 31], [40, 41], spans=(SpanEntry(0, 1, 0, 1), SpanEntry(1, 2, 0, 2)), parent_context=5)
     (only,) = trajectories(
         entries(BEGIN, turn(0, [1, 2, 3], [10, 11]), tool, second, RewardEntry("solver", 0, 1.0, None))
     )

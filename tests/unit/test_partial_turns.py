@@ -11,7 +11,7 @@ import pytest
 from agentrl.core.clock import SystemClock
 from agentrl.core.ports import SamplingParams
 from agentrl.core.records import Completion, MaskStatus, PolicyVersion, RoutingBreak, SamplingMask, VersionSpan
-from agentrl.journal.entries import JournalEntry, Partial, Span, encode_partial
+from agentrl.journal.entries import JournalEntry, Partial, SpanEntry, encode_partial
 from agentrl.rollout.call_journal import Call
 from agentrl.rollout.turn_entries import EpisodePartials, PartialTurn, joined, slice_of
 from agentrl.testing.memory_journal import MemoryTurnLog
@@ -85,7 +85,7 @@ def row(
         start=start,
         token_ids=np.array(tokens, "<i4").tobytes(),
         logprobs=np.zeros(len(tokens), "<f4").tobytes(),
-        spans=(Span(0, len(tokens), 0, step),),
+        spans=(SpanEntry(0, len(tokens), 0, step),),
     )
     return JournalEntry("e0", 0, "r#1", asked, encode_partial(partial) if body is None else body)
 
@@ -109,8 +109,8 @@ def recalled(*rows: JournalEntry, masked: bool = False) -> PartialTurn:
         ([row(0, [5, 6], asked=b"another!")], 0),
         ([row(0, [5, 6]), row(2, [7], asked=b"another!")], 2),
         ([row(0, [5, 6]), row(2, [], body=b"\x93rotten"), row(2, [7])], 2),
-        ([row(0, [5, 6], body=encode_partial(Partial(0, b"123", b"123", (Span(0, 1, 0, 0),))))], 0),
-        ([row(0, [5, 6], body=encode_partial(Partial(0, b"1234" * 2, b"1234" * 2, (Span(1, 2, 0, 0),))))], 0),
+        ([row(0, [5, 6], body=encode_partial(Partial(0, b"123", b"123", (SpanEntry(0, 1, 0, 0),))))], 0),
+        ([row(0, [5, 6], body=encode_partial(Partial(0, b"1234" * 2, b"1234" * 2, (SpanEntry(1, 2, 0, 0),))))], 0),
     ],
 )
 def test_a_resumed_turn_goes_on_from_what_is_whole_and_follows_on(rows: list[JournalEntry], sampled: int) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 import agentrl
 from agentrl.core.errors import EnvironmentDefinitionError
-from agentrl.core.records import Message, PromptAndCompletion
+from agentrl.core.records import Message, SampledTurn
 from agentrl.rollout.chat_format import TemplateFormat
 from agentrl.rollout.template_history import RewriteCause, applicable_rewrite_causes
 from benchmarks.serving_formats import CHATML, PLANTED, Talk, model, play
@@ -42,7 +42,7 @@ def test_a_fork_holds_what_was_sampled_token_by_token(tmp_path: Path) -> None:
     reply = [chat.encode(letter)[0] for letter in '{"name": "add", "arguments"']  # unlike any tokeniser writes it
     assert reply != chat.encode(chat.decode(reply))
     sampled = [*chat.encode(THOUGHT), *reply, chat.stop_token_ids[0]]
-    found = chat.rewritten([PromptAndCompletion([user("one")], sampled)], [user("two")], ())
+    found = chat.rewritten([SampledTurn([user("one")], sampled)], [user("two")], ())
     assert found is not None
     at = found.index(reply[0], len(chat.start([user("one")], ())))
     assert found[at : at + len(reply)] == reply

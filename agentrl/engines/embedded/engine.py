@@ -111,17 +111,17 @@ class EmbeddedEngine(ModelEngine[EmbeddedVersion]):
     between turns until another one needs it.
 
     Arguments of `load`: model_path: a local Hugging Face causal LM directory. versions: for each policy, the version
-    that the directory's weights are. slots: number of conversations whose KV is held at once. max_context: longest
-    context in tokens, completion included. refresh: when sessions move to newer weights, of all policies or by policy;
-    see above. keep_kv: whether calls in flight keep the KV that older weights computed (refresh `token`).
-    capture_routing: whether to record the experts of each position. capture_mask: whether to record the kept set of
-    each sampled token. adapter_slots: number of adapters served side by side; 0: full weights only. max_rank: the
-    largest rank of an adapter. max_staleness: for refresh `lazy`, the number of steps that a session of a policy may
-    stay behind; 1 if absent. prefill_tokens: padded context tokens computed per step. fixed_shapes: whether to compute
-    every token alone, in passes of one shape, so that it is bit-identical whatever the other rows and however often the
-    conversation was interrupted; several times slower. threads: torch threads of this process. device: device of the
-    model; None: the first GPU (not yet tested), or the CPU if there is none. dtype: `float32`, `bfloat16`, or `auto`:
-    the checkpoint's. clock: times durations.
+    that it starts with: the directory's weights, until `serve` brings others of that id. slots: number of conversations
+    whose KV is held at once. max_context: longest context in tokens, completion included. refresh: when sessions move
+    to newer weights, of all policies or by policy; see above. keep_kv: whether calls in flight keep the KV that older
+    weights computed (refresh `token`). capture_routing: whether to record the experts of each position. capture_mask:
+    whether to record the kept set of each sampled token. adapter_slots: number of adapters served side by side; 0: full
+    weights only. max_rank: the largest rank of an adapter. max_staleness: for refresh `lazy`, the number of steps that
+    a session of a policy may stay behind; 1 if absent. prefill_tokens: padded context tokens computed per step.
+    fixed_shapes: whether to compute every token alone, in passes of one shape, so that it is bit-identical whatever the
+    other rows and however often the conversation was interrupted; several times slower. threads: torch threads of this
+    process. device: device of the model; None: the first GPU (not yet tested), or the CPU if there is none. dtype:
+    `float32`, `bfloat16`, or `auto`: the checkpoint's. clock: times durations.
     """
 
     versions: EmbeddedVersions

@@ -211,7 +211,8 @@ class VllmEngine(ModelEngine[VllmVersion]):
 
         Args:
             model_path: a local Hugging Face causal LM directory.
-            versions: for each policy, the version that the directory's weights are.
+            versions: for each policy, the version that it starts with: the directory's weights, until `serve` brings
+                others of that id.
             slots: number of conversations sampled at once (one more if no canary check runs); others wait.
             max_context: longest context in tokens, completion included.
             refresh: when sessions move to newer weights, of all policies or by policy; see `versions.py`.

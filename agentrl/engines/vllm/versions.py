@@ -100,7 +100,8 @@ class VllmVersions(VersionTable[VllmVersion]):
     Args:
         llm: vLLM's engine.
         model: the model's shapes.
-        versions: for each policy, the version that the directory's weights are.
+        versions: for each policy, the version that it starts with: the directory's weights, until `serve` brings
+            others of that id.
         settings: settings of the engine.
         inbox: receives full weights of a version from its trainer.
         switch: moves the calls in flight that the first version samples to the second.
