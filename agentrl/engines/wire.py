@@ -193,8 +193,8 @@ class Busy(WireMessage, frozen=True):
 
 
 class WeightsWanted(WireMessage, frozen=True):
-    """Request of the engine: it accepts full weights of a version at a Unix socket. Answered by `SendingEnded`, or not at
-    all."""
+    """Request of the engine: it accepts full weights of a version at a Unix socket. Only `SendingEnded` answers it, if
+    anything does."""
 
     number: int
     version: PolicyVersion
