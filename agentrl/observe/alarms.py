@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from agentrl.observe.metrics import BROKEN_FORMAT
+from agentrl.observe.metrics import BROKEN_FORMAT, DEMONSTRATED
 from agentrl.observe.run_state import open_lines, write_line
 
 if TYPE_CHECKING:
@@ -125,10 +125,11 @@ MEANINGS = {
     "0.25 steps",
     "max_lag": f"the last {WINDOW} steps trained on tokens older than max_lag, although their episodes began in this "
     "attempt of the run",
-    "off_policy": f"k3 above {K3_BOUND:g} nats per token over {WINDOW} steps, for all tokens or for those of one seat",
+    "off_policy": f"k3 above {K3_BOUND:g} nats per token over {WINDOW} steps, for all tokens or for those of one seat; "
+    f"not if the environment gave replies (`agent.act(reply=…)`) in the last {MISMATCH_STEPS[1]} steps",
     "engine_mismatch": f"k3 above {MISMATCH_BOUND:g} nats per token for tokens sampled by exactly the weights that "
     f"were trained: at least the newest {MISMATCH_TOKENS}, from {MISMATCH_STEPS[0]} or more of the last "
-    f"{MISMATCH_STEPS[1]} steps",
+    f"{MISMATCH_STEPS[1]} steps; not if the environment gave replies in these",
     "selection_bias": f"over {LENGTH_STEPS} steps, trained units are {SELECTION_BIAS_BOUND:.0%} shorter or longer, in "
     f"tokens or seconds, than all dispatched units, or the rewards of their groups differ by {SELECTION_BIAS_BOUND:g} "
     f"standard deviations, or {SELECTION_BIAS_BOUND:.0%} of the units wait too long",
@@ -336,6 +337,8 @@ def _max_lag(policy: PolicyState, window: Sequence[Values]) -> Iterator[Alarm]:
 
 def _mismatch(policy: PolicyState, window: Sequence[Values]) -> Iterator[Alarm]:
     least, most = MISMATCH_STEPS
+    if any(values_of(newest(policy, most), DEMONSTRATED)):
+        return  # k3 then tells how likely the environment's replies are, whose recorded probability is 1
     measured: list[Values] = []
     tokens = total = 0.0
     for values in reversed(newest(policy, most)):

@@ -107,6 +107,13 @@ METRICS: tuple[Metric, ...] = (
         "fraction",
         "share of units of the step without another episode to compare with, as after `ctx.spawn` with n=1",
     ),
+    Metric(
+        "advantage/repeated_state_share",
+        "fraction",
+        "with an advantage that compares turns (`gigpo`): share of the turns, in groups that ended during the step, "
+        "that began in the same anchor state as another turn of their group and seat; the others get the advantage of "
+        "their episode",
+    ),
     Metric("step/units", "units", "units the step consumed"),
     Metric("step/tokens", "tokens", "sampled tokens the step trained on"),
     Metric("step/seconds", "s", "wall time since the policy's previous step"),
@@ -158,6 +165,12 @@ METRICS: tuple[Metric, ...] = (
         "seconds per episode that turns waited for room in the engine's KV memory (docs/scheduling.md)",
     ),
     Metric("turns/illegal", "turns", "turns per episode that the environment counted as unreadable"),
+    Metric(
+        "turns/demonstrated",
+        "turns",
+        "turns per episode whose reply the environment gave (`agent.act(reply=…)`); k3 then tells how likely these "
+        "replies are",
+    ),
     Metric(
         "win_rate/<policy>", "fraction", "share of games won against this policy of kind `past`; a draw counts half"
     ),
@@ -296,6 +309,9 @@ METRICS: tuple[Metric, ...] = (
 
 BROKEN_FORMAT = ("tool/bad_arguments", "tool/unknown_tool", "turns/length", "turns/illegal")
 """Episode metrics whose sum is the number of turns or calls that broke the format."""
+
+DEMONSTRATED = "turns/demonstrated"
+"""Episode metric that counts the turns whose reply the environment gave."""
 
 PASS_RATES = ("0", "0-0.2", "0.2-0.4", "0.4-0.6", "0.6-0.8", "0.8-1", "1")
 """Ranges of the mean reward of groups of child episodes, from none solved to all solved."""

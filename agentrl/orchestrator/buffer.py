@@ -507,6 +507,7 @@ class EpisodeBuffer:
             del self._groups[spec.group_id]
             self.on_group(spec, group.headers)
             self._count_pass_rate(group.headers)
+            self._count_states(group.headers)
             for policy, (given, whole) in group.squares.items():
                 self.counts.count_squared_advantages(policy, given, whole)
         return drops
@@ -573,6 +574,13 @@ class EpisodeBuffer:
             mean = math.fsum(rewards) / len(rewards)
             inside = 1 + min(int(mean * 5), 3 if mean <= 0.8 else 4)
             self.counts.count_pass_rate(PASS_RATES[0 if mean == 0 else -1 if mean == 1 else inside])
+
+    def _count_states(self, headers: Sequence[EpisodeHeader]) -> None:
+        """Count the turns of a group by anchor state, if the run's advantage compares turns."""
+        compared = [own for header in headers for own in rewarded_trajectories(header, self.trainable)]
+        met = Counter((own.policy, own.seat, state) for own in compared for state in own.states)
+        for (policy, _, _), turns in met.items():
+            self.counts.count_state(policy, turns)
 
     # --- leaving ----------------------------------------------------------------------------------------------------
 

@@ -115,6 +115,10 @@ class Counts:
         """Count a group of child episodes in a bin of `PASS_RATES`."""
         self._add("groups", of=pass_rate)
 
+    def count_state(self, policy: str, turns: int) -> None:
+        """Count an anchor state in which `turns` turns of a complete group's seat began."""
+        self._add("turns in states", turns, "repeated" if turns > 1 else "single", policy)
+
     def count_without_signal(self, policy: str) -> None:
         """Count a group whose units were dropped because none of them had an advantage."""
         self._add("groups without signal", policy=policy)
@@ -135,6 +139,8 @@ class Counts:
             metrics["advantage/variance_ratio"] = squares.get("given", 0.0) / whole
         if without := self.of("groups without signal", policy=policy):
             metrics["groups/no_signal"] = without
+        if turns := self.each("turns in states", policy):
+            metrics["advantage/repeated_state_share"] = turns.get("repeated", 0.0) / sum(turns.values())
         won = self.each("won")
         if decided := sum(won.values()):
             metrics |= {f"won/{seat}": count / decided for seat, count in won.items()}

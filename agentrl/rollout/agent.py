@@ -49,7 +49,7 @@ from agentrl.core.records import (
 from agentrl.core.text import plural
 from agentrl.environment.base import Agent, LimitReachedError, check_reward_name, finite_reward, valid_unicode
 from agentrl.journal.entries import Pause, RewardEntry, SpanEntry, TurnEntry, asked_hash, state_hash
-from agentrl.observe.metrics import GATE_PASSED, GATE_REFUSED
+from agentrl.observe.metrics import DEMONSTRATED, GATE_PASSED, GATE_REFUSED
 from agentrl.rollout.branches import shortened
 from agentrl.rollout.byte_formats import JsonFormat
 from agentrl.rollout.call_journal import Performing, encode, encode_arguments
@@ -389,7 +389,6 @@ class LiveAgent(TurnSampler, Agent):
         recorded = None if call.recorded is None else journal.recall(call, TurnEntry)
         if recorded is not None:
             completion = completion_of(recorded)
-            sampled = completion.token_ids.tolist()
         else:
             started = services.clock.monotonic()
             if journal.is_over_time:
@@ -404,13 +403,14 @@ class LiveAgent(TurnSampler, Agent):
             except EngineError as error:
                 journal.fail(error)
                 raise
-            sampled = completion.token_ids.tolist()
             seconds = services.clock.monotonic() - started
             self._write(
                 call,
                 self.entry(messages, self._rows.row, context, before, completion, seconds, self.pauses, state),
             )
-        return self._answered(call, messages, completion, sampled, state)
+        if reply is not None:
+            self._episode.metric(DEMONSTRATED, 1.0, self)
+        return self._answered(call, messages, completion, completion.token_ids.tolist(), state)
 
     def _demonstrated(self, reply: str, sampled: Completion) -> Completion:
         """A given reply as a turn, in place of the token that was sampled to learn the version that acts.

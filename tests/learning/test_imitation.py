@@ -49,6 +49,8 @@ def test_a_file_is_learned_and_then_the_best_of_a_run_of_one_s_own(tmp_path: Pat
     losses = [step["loss"] for step in run.metrics]
     assert losses[-1] < 0.5 * losses[0], "the answer, which is wrong, becomes likely"
     assert {step["reward/mean"] for step in run.metrics} == {1.0}
+    assert {step["turns/demonstrated"] for step in run.metrics} == {1.0}
+    assert not (run.path / "alarms.jsonl").exists(), "an unlikely reply is no mismatch between engine and trainer"
     with contextlib.closing(RunReader(run.path)) as reader:
         assert reader.ledger().holds
         episode = reader.episodes("", limit=1)[0].episode

@@ -8,6 +8,7 @@ import math
 import random
 import sqlite3
 import statistics
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +27,7 @@ from agentrl.cli.main import main
 from agentrl.cluster.worker_wire import Ended, ended_of, header_of
 from agentrl.config.run import RunConfig
 from agentrl.core.errors import EnvironmentDefinitionError, InputError
+from agentrl.core.ids import group_of
 from agentrl.core.ports import Engine, GenerateRequest, Trainer
 from agentrl.core.records import PolicyVersion
 from agentrl.credit.advantages import Group, gigpo, leave_one_out, make_estimator
@@ -207,11 +209,21 @@ class Corridor(agentrl.Environment):
         walker.reward(0.0)
 
 
+class Wander(Corridor):
+    """A walk whose state is the way taken so far, which two episodes share for their first turns at most."""
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        walker, way = ctx.agent("guesser"), ""
+        for _ in range(3):
+            way += (await walker.act(agentrl.user("On."), state=f"after {way}")).text[-1:]
+        walker.reward(float(way > "5"))
+
+
 def walk(request: GenerateRequest, policy: str, version: PolicyVersion) -> list[int]:
     return [ord(str(request.seed % 10)), STOP_TOKEN]
 
 
-def train(directory: Path, **changes: Any) -> Path:
+def train(directory: Path, environment: type[agentrl.Environment] = Corridor, **changes: Any) -> Path:
     async def engine(config: RunConfig, versions: Mapping[str, PolicyVersion], *rest: object) -> Engine:
         return ScriptedEngine(walk, versions=versions)
 
@@ -222,7 +234,7 @@ def train(directory: Path, **changes: Any) -> Path:
     factories = RunFactories(
         engine=engine, trainer=trainer, chat_format=lambda config: PlainFormat(), clock=NoWaiting()
     )
-    asyncio.run(run_training(config, Corridor, tasks=TASKS, quiet=True, factories=factories))
+    asyncio.run(run_training(config, environment, tasks=TASKS, quiet=True, factories=factories))
     return directory / "run"
 
 
@@ -244,6 +256,23 @@ def test_the_state_that_the_program_says_is_compared(tmp_path: Path) -> None:
     assert states == {state_hash(f"at {place}", ()) for place in (0, 1)}
     apart = [json.loads(text) for (text,) in rows(run, "SELECT turn_advantages FROM step_units")]
     assert any(len({round(value, 9) for value in turns}) > 1 for turns in apart), "turns have credit of their own"
+
+
+def test_the_share_of_turns_in_a_repeated_state_is_a_metric(tmp_path: Path) -> None:
+    """Counted again from the journal; a synchronous step trains the groups that ended during it."""
+    run = train(tmp_path, Wander, steps=3, max_staleness=0, credit={"group_size": 4, "advantage": "gigpo"})
+    shown = {
+        line["step"]: line["advantage/repeated_state_share"]
+        for line in map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+        if line["step"]
+    }
+    met: dict[int, Counter[tuple[str, bytes]]] = {1: Counter(), 2: Counter(), 3: Counter()}
+    query = "SELECT step, episode, turn_states FROM step_units JOIN trajectories USING (episode)"
+    for step, episode, blob in rows(run, query):
+        met[step].update((group_of(episode, 4), blob[at : at + 8]) for at in range(0, len(blob), 8))
+    expected = {step: sum(n for n in states.values() if n > 1) / states.total() for step, states in met.items()}
+    assert shown == pytest.approx(expected)
+    assert any(0.0 < share < 1.0 for share in expected.values())
 
 
 def test_states_and_advantages_of_turns_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

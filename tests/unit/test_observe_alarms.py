@@ -69,6 +69,17 @@ def test_a_mismatch_needs_tokens_and_they_may_lie_apart() -> None:
         assert names(state) == expected
 
 
+def test_replies_of_the_environment_raise_no_mismatch() -> None:
+    """Their recorded probability is 1, so k3 is that of an imitated text, however right the engine is."""
+    unlikely = {"k3": 0.9, "lag_k3__0": 0.9, "lag_tokens__0": 900.0}
+    assert names(a_run(5, before=20, **unlikely)) == ["engine_mismatch"]
+    assert names(a_run(5, before=20, **unlikely, turns__demonstrated=2.0)) == []
+
+
+def test_no_meaning_of_an_alarm_shows_a_placeholder() -> None:
+    assert [name for name, meaning in MEANINGS.items() if "{" in meaning] == []
+
+
 def test_a_run_that_goes_well_raises_none() -> None:
     status = Status(phase="training", trained=500, dropped={"environment_error": 12, "run_ended": 900, "frozen": 99})
     assert alarms(a_run(40, status=status)) == []
