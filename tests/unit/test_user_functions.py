@@ -13,13 +13,15 @@ from agentrl.cli.main import main
 from agentrl.config.run import RunConfig
 from agentrl.config.sections import LOSSES
 from agentrl.core.errors import ConfigError, InputError, NonFiniteError, TrainerError
-from agentrl.core.functions import Mark, describe, find
+from agentrl.core.functions import Mark, describe, find, find_loaded
 from agentrl.core.records import Row, TrajectoryCredit, Unit
 from agentrl.credit.advantages import Estimator, Group, StepAdvantages, make_estimator
 from agentrl.learn.function_check import check_advantage, check_loss
 from agentrl.learn.trainer import PolicyTrainer
 from agentrl.orchestrator.buffer import EpisodeBuffer, WholeGroups
 from tests.learn_cases import Episodes, make_rows, run_config, write_model, write_tokenizer
+from tests.loss_cases import batch_of
+from tests.markdown_pages import ROOT, python_of
 from tests.support import user_functions
 from tests.support.builders import make_episode_header, make_spec
 from tests.unit.test_supervisor import Lives
@@ -244,6 +246,30 @@ def test_a_file_that_cannot_be_read_is_told(tmp_path: Path, reference: str) -> N
 @pytest.mark.parametrize("name", LOSSES)
 def test_the_check_passes_every_built_in_loss(name: str) -> None:
     assert check_loss(name).findings == []
+
+
+def test_the_page_s_loss_with_the_kl_in_the_reward_is_that_of_a_loop(tmp_path: Path) -> None:
+    (text,) = [text for text in python_of(ROOT / "docs" / "algorithms.md") if "def kl_in_reward" in text]
+    script = tmp_path / "mine.py"
+    script.write_text(text, encoding="utf-8")
+    assert check_loss(f"{script}:kl_in_reward").findings == []
+    _, function = find_loaded("loss", f"{script}:kl_in_reward", key="trainer.loss.name")
+    agents, groups = [0, 0, 1, 2, 2, 2, 3], [0, 0, 0, 1, 1, 1, 1]
+    logprobs, reference = [-1.0, -2.0, -0.5, -1.5, -0.2, -3.0, -0.7], [-1.2, -1.0, -0.9, -0.4, -0.3, -2.0, -2.5]
+    advantages = [1.0, 1.0, -1.0, 0.5, 0.5, 0.5, -0.5]
+    batch = batch_of(
+        logprobs, logprobs, advantages, reference=reference, ids={"agent": agents, "group": groups, "row": agents}
+    )
+    kl = dict.fromkeys(agents, 0.0)
+    for agent, own, other in zip(agents, logprobs, reference, strict=True):
+        kl[agent] += own - other
+    centred = [kl[0] - (kl[0] + kl[1]) / 2, kl[1] - (kl[0] + kl[1]) / 2]
+    centred += [kl[2] - (kl[2] + kl[3]) / 2, kl[3] - (kl[2] + kl[3]) / 2]
+    expected = [
+        -(advantage - 0.1 * centred[agent]) * own
+        for agent, advantage, own in zip(agents, advantages, logprobs, strict=True)
+    ]
+    assert function(batch, beta=0.1).tolist() == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
