@@ -415,22 +415,28 @@ def _check_release(config: RunConfig) -> None:
         )
 
 
+_BIASED_IN_PARTS = {
+    "group_std": "who ends first depends on what it does, so to divide by the spread of the first ones is biased",
+    "group_mean": "a mean that counts the member itself differs for early and late ones, which is biased",
+}
+"""Why an advantage cannot be combined with groups released in parts, where there is more to say than of others."""
+
+
 def _not_with_release(config: RunConfig) -> Iterator[tuple[str, str]]:
     """Yield the settings that cannot be combined with groups released in parts, each with its reason and remedy."""
     credit, name = config.credit, config.credit.advantage.name
     advantage = f"credit.advantage = {name!r}"
-    if name == "group_std":
-        why = "who ends first depends on what it does, so to divide by the spread of the first ones is biased"
-        yield advantage, f"{why}. Set advantage = 'leave_one_out'"
-    elif name == "group_mean":
-        why = "a mean that counts the member itself differs for early and late ones, which is biased"
-        yield advantage, f"{why}. Set advantage = 'leave_one_out'"
-    elif name not in ("leave_one_out", "role_mean", "none"):
-        why = "only a baseline that leaves out the member itself is the same for early and late ones, and unbiased"
+    if name not in ("leave_one_out", "role_mean", "none"):
+        why = _BIASED_IN_PARTS.get(
+            name, "only a baseline that leaves out the member itself is the same for early and late ones, and unbiased"
+        )
         yield advantage, f"{why}. Set advantage = 'leave_one_out'"
     if config.trainer.loss.normalizer == "sequences":
         why = "the divisor would depend on who ended first, and short members would weigh more"
         yield "trainer.loss.normalizer = 'sequences'", f"{why}. Set it to the sampled tokens of a typical episode"
+    if config.trainer.loss.name == "dpo":
+        why = "a member is preferred to those in the same step, and late ones have none there"
+        yield "trainer.loss.name = 'dpo'", f"{why}. Set another loss"
     if credit.turn_credit == "to_go":
         yield "credit.turn_credit = 'to_go'", "earlier groups are remembered as wholes. Set turn_credit = 'sum'"
     if config.deterministic:

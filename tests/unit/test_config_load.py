@@ -298,6 +298,10 @@ def test_all_that_vllm_does_not_give_is_named_at_once(tmp_path: Path) -> None:
         (["credit.release=late", "credit.advantage=group_std"], "divide by the spread of the first ones is biased"),
         (["credit.release=episode", "credit.advantage=group_mean"], "a mean that counts the member itself"),
         (["credit.release=late", "credit.advantage=none"], "nothing to wait for"),
+        (
+            ["credit.release=late", "trainer.loss.name=dpo", "trainer.loss.normalizer=8"],
+            "a member is preferred to those in the same step",
+        ),
         (["credit.release=late", "credit.turn_credit=to_go"], "earlier groups are remembered as wholes"),
         (["credit.release=late", "policies.policy.max_staleness=0"], "none can be late"),
         (["credit.release=late", "deterministic=true"], "who ends first depends on the machine"),
