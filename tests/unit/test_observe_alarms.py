@@ -76,10 +76,6 @@ def test_replies_of_the_environment_raise_no_mismatch() -> None:
     assert names(a_run(5, before=20, **unlikely, turns__demonstrated=2.0)) == []
 
 
-def test_no_meaning_of_an_alarm_shows_a_placeholder() -> None:
-    assert [name for name, meaning in MEANINGS.items() if "{" in meaning] == []
-
-
 def test_a_run_that_goes_well_raises_none() -> None:
     status = Status(phase="training", trained=500, dropped={"environment_error": 12, "run_ended": 900, "frozen": 99})
     assert alarms(a_run(40, status=status)) == []
