@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import os
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
@@ -208,6 +209,7 @@ def splitting_error(model: Path, directory: Path) -> float:
 
 async def under_ray(model: Path, directory: Path) -> bool:
     """Whether a rank runs the code that was given, and no other."""
+    os.environ.setdefault("RAY_worker_niceness", "0")  # with Ray's 15, a rank starves where anything else runs
     from agentrl.cluster.trainer_pool import RayTrainerPool
 
     async def one(name: str) -> StepReport:

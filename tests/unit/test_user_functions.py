@@ -16,6 +16,7 @@ from agentrl.core.errors import ConfigError, InputError, NonFiniteError, Trainer
 from agentrl.core.functions import Mark, describe, find, find_loaded
 from agentrl.core.records import Row, TrajectoryCredit, Unit
 from agentrl.credit.advantages import Estimator, Group, StepAdvantages, make_estimator
+from agentrl.credit.baselines import RewardHistory
 from agentrl.learn.function_check import check_advantage, check_loss
 from agentrl.learn.trainer import PolicyTrainer
 from agentrl.orchestrator.buffer import EpisodeBuffer, WholeGroups
@@ -329,3 +330,44 @@ def test_an_estimator_sees_how_long_each_agent_of_a_group_was() -> None:
         buffer.record_end(spec, make_episode_header(spec, reward=reward, tokens=tokens))
     credits = [ready.unit.credits[0] for ready in buffer.pop_ready("policy", 2)]
     assert [(each.advantage, each.baseline) for each in credits] == [(0.25, 0.75), (-0.75, 0.75)]
+
+
+def test_an_estimator_sees_the_mean_of_earlier_groups() -> None:
+    seen = []
+
+    def centred(group: Group) -> list[float]:
+        seen.append(group.history)
+        return [reward - group.mean for reward in group.rewards]
+
+    estimator = Estimator(name="centred", function=centred, mark=Mark("advantage"), options={})
+    buffer = EpisodeBuffer(["policy"], WholeGroups(["policy"], estimator, history=RewardHistory()))
+    for first, rewards in ((0, (1.0, 0.5)), (2, (0.0, 0.0))):
+        specs = [make_spec(f"e{first + number}", group_size=2) for number in range(2)]
+        for spec in specs:
+            buffer.admit(spec)
+        for spec, reward in zip(specs, rewards, strict=True):
+            buffer.record_end(spec, make_episode_header(spec, reward=reward))
+    assert seen == [None, pytest.approx(0.75, abs=0.01)], "newer rewards weigh more"
+
+
+def test_a_function_of_an_installed_package_goes_by_its_entry_point(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    described = tmp_path / "mine-1.0.dist-info"
+    described.mkdir()
+    (described / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n", encoding="utf-8")
+    (described / "entry_points.txt").write_text(
+        "[agentrl.losses]\nof_mine = functions_of_mine:sapo\n[agentrl.advantages]\nwrong = functions_of_mine:sapo\n",
+        encoding="utf-8",
+    )
+    (tmp_path / "functions_of_mine.py").write_text(Path(SCRIPT).read_text(encoding="utf-8"), encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    config = run_config(tmp_path, loss={"name": "of_mine", "scale": 2.0})
+    code, function = find_loaded("loss", config.trainer.loss.name, key="trainer.loss.name")
+    assert code.reference == f"{tmp_path / 'functions_of_mine.py'}:sapo", "a package that is no wheel is shipped"
+    assert function.__name__ == "sapo"
+    assert code.digest == find("loss", f"{SCRIPT}:sapo", key="trainer.loss.name").digest
+    with pytest.raises(ConfigError, match=r"put @agentrl\.advantage above it"):
+        find("advantage", "wrong", key="credit.advantage")
+    with pytest.raises(ValueError, match=r"built in are .*of_mine"):
+        run_config(tmp_path, loss={"name": "of_nobody"})
