@@ -10,9 +10,10 @@ A call is between files if caller and callee stand in different ones; a coroutin
 resumed.
 `update_files`: the part of that from the optimizer step on: publish the version, serve it, report the step.
 Timers of the run, such as the display's once a second, are left out: the machine's speed says whether one falls inside.
-`resume_files_entered`: a run with a checkpoint, killed in the middle of its second episode, is resumed: from the call
-of `agentrl.train(resume=True)` until the episode uses its tool for the first time since the kill that no journal entry
-answers. Most of these files any start enters: configuration, model, engine, trainer, the episode itself.
+`resume_files_entered`: a run with a checkpoint, killed in the middle of its second episode once the journal holds all
+that the episode has done, is resumed: from the call of `agentrl.train(resume=True)` until the episode uses its tool for
+the first time since the kill that no journal entry answers. Most of these files any start enters: configuration, model,
+engine, trainer, the episode itself.
 `resume_files`: those of them with a function that the resume enters and a fresh start of the same run, up to the same
 use of the tool, does not: what a reader has to know besides to follow a resume.
 `episode_show_files`: the command `agentrl episode show`.
@@ -42,6 +43,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import tokenize
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -57,6 +59,7 @@ from agentrl.config.page import fields
 from agentrl.core.records import PolicyVersion, Task
 from agentrl.environments.calculator import Calculator
 from agentrl.inspection.reader import RunReader
+from agentrl.journal.reader import TurnReader
 from benchmarks.report import Report
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -77,6 +80,8 @@ FIGURES = (
 )
 
 TURNS = 4
+SECOND_CALL_ENTRIES = 4
+"""Number of journal entries before the second call of the tool: the beginning, a turn, the first call, a turn."""
 
 PRIVATE_WORDS = (
     *("room", "place", "places", "rest", "spare", "firm", "lives", "beside", "apart", "speech", "spoken", "fed"),
@@ -359,6 +364,9 @@ def die(directory: Path, task_id: str) -> None:
 
     def kill(number: int) -> None:
         if number == 2:
+            journal = TurnReader(directory / "killed" / "journal")
+            while journal.progress("e1", 0)[0] < SECOND_CALL_ENTRIES:
+                time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)
 
     task = next(task for task in Calculator.tasks("held_out") if task.id == task_id)

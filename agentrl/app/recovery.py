@@ -424,7 +424,7 @@ def describe_start(
         told.append(f"{f'step {step}' if one else f'steps {steps[name] + 1} to {step}'} of {name} will be taken again")
     if resume_state.unfinished:
         told.append(
-            f"{plural(len(resume_state.unfinished), 'unfinished episode')} will continue from their recorded entries"
+            f"unfinished episodes that will continue from their recorded entries: {len(resume_state.unfinished)}"
         )
     for change in changed:
         kept = "; unfinished episodes keep what they began with" if change.rule.rule == "per episode" else ""

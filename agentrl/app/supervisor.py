@@ -31,7 +31,7 @@ from agentrl.app.parts import RunFactories, connect_trainer, engines_of, joining
 from agentrl.app.policies import given_weights, pinned_policies, serve_configured_weights
 from agentrl.app.recovery import Code, find_start
 from agentrl.cluster.nodes import wait_for_nodes
-from agentrl.cluster.worker_pool import NAMED, SUSPECTED
+from agentrl.cluster.worker_pool import SUSPECTED
 from agentrl.config.load import Difference
 from agentrl.config.run import RunConfig
 from agentrl.core.clock import RetryBudget, SteadyLoop
@@ -47,11 +47,11 @@ from agentrl.core.errors import (
 )
 from agentrl.core.files import closed_under_us
 from agentrl.core.ports import ChatFormat, HasProcesses, Trainer
-from agentrl.core.records import EpisodeSpec, PolicyVersion
+from agentrl.core.records import PolicyVersion
 from agentrl.credit.advantages import Estimator
 from agentrl.environment.base import Environment, TaskSource, described
 from agentrl.environment.containment import end_if_forked, forks_ended
-from agentrl.journal.process import ProcessRecord, record_state
+from agentrl.journal.process import NAMED, ProcessRecord, names_of, record_state
 from agentrl.journal.run_log import SqliteRunLog
 from agentrl.observe.blocked import is_users, watch_loop
 from agentrl.observe.run_state import Status
@@ -103,14 +103,6 @@ class RunSetup:
     """Settings that differ from those of the previous process."""
     began: list[RunStart] = field(default_factory=list)
     """Starts in this process."""
-
-
-def _named(specs: Sequence[EpisodeSpec]) -> str:
-    """List the ids and tasks of episodes, for a message."""
-    if not specs:
-        return "no episode"
-    names = ", ".join(f"{spec.episode_id} (task {spec.task.id!r})" for spec in specs[:NAMED])
-    return names + (f" and {len(specs) - NAMED} more" if len(specs) > NAMED else "")
 
 
 def run_in_shared_loop(main: Coroutine[Any, Any, T], directory: Path) -> T:
@@ -179,7 +171,7 @@ def _running_now(directory: Path) -> str:
     record = ProcessRecord.read(directory)
     try:
         with contextlib.closing(SqliteRunLog(directory / "journal")) as log:
-            return _named(record.running(log.unfinished))
+            return names_of(record.running(log.unfinished))
     except JournalError as error:
         return f"episodes that the journal cannot name ({error})"
 
@@ -359,12 +351,12 @@ def _new_record(setup: RunSetup) -> ProcessRecord:
         )
         where = "" if last.workers == 1 else ", in worker processes"
         setup.observer.warn(
-            f"the previous process {ended}. It was running {_named(running)}{where}; they continue from where they "
+            f"the previous process {ended}. It was running {names_of(running)}{where}; they continue from where they "
             "stopped"
         )
     if is_suspicious and configured == 1:
         why = (
-            f"{_named(suspects)} made no progress through {SUSPECTED} such deaths in a row"
+            f"{names_of(suspects)} made no progress through {SUSPECTED} such deaths in a row"
             if suspects
             else "an episode may break the process again"
         )

@@ -30,6 +30,7 @@ from agentrl.core.clock import ATTEMPTS
 from agentrl.core.errors import AgentRLError, EngineError
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, ProcessStatus, dropped_header
 from agentrl.core.text import plural
+from agentrl.journal.process import NAMED
 
 if TYPE_CHECKING:
     from agentrl.cluster.journal_stream import JournalReceiver
@@ -46,8 +47,6 @@ GUILTY = 3
 """Number of deaths by which an episode must exceed all others present at the last death to be guilty."""
 SPLIT = 4
 """Factor by which each further death lowers the number of suspects in one process."""
-NAMED = 16
-"""Maximum number of episodes that a message names; it only counts the rest."""
 CANCEL_S = 10.0
 """Seconds a process may take to stop its episodes before it is killed; longer than the wait for a stuck program."""
 

@@ -39,6 +39,8 @@ _held: weakref.WeakSet[RunLock] = weakref.WeakSet()
 
 PROCESS_FILE = "process.json"
 MAX_RECORD_BYTES = 16 << 20
+NAMED = 16
+"""Maximum number of episodes that a message names; it only counts the rest."""
 _BOOT = os.urandom(4).hex()
 """Random id of this process: process ids are reused, in containers by the very next process."""
 
@@ -299,6 +301,14 @@ class ProcessRecord(msgspec.Struct, kw_only=True):
             return self.evaluated.get(spec.task.id, 0)
         progress = self.episodes.get(spec.episode_id)
         return 0 if progress is None else progress.deaths
+
+
+def names_of(specs: Sequence[EpisodeSpec]) -> str:
+    """List the ids and tasks of episodes, for a message."""
+    if not specs:
+        return "no episode"
+    names = ", ".join(f"{spec.episode_id} (task {spec.task.id!r})" for spec in specs[:NAMED])
+    return names + (f" and {len(specs) - NAMED} more" if len(specs) > NAMED else "")
 
 
 def record_state(run: Path, state: State) -> None:

@@ -460,13 +460,16 @@ class EpisodeBuffer:
 
     # --- entering ---------------------------------------------------------------------------------------------------
 
-    def expect(self, group_id: str, size: int) -> None:
-        """Set a group's number of members, whatever their specs say (after a resume, dropped members do not return)."""
-        self._groups[group_id] = OpenGroup(size)
+    def admit(self, spec: EpisodeSpec, members: int | None = None) -> None:
+        """Record that an episode has started. Its group is complete when `members` of it have ended.
 
-    def admit(self, spec: EpisodeSpec) -> None:
-        """Record that an episode has started. Its group is complete when `group_size` members have ended."""
-        group = self._groups.setdefault(spec.group_id, OpenGroup(spec.group_size))
+        Args:
+            spec: the episode.
+            members: number of members of its group that run; None: `group_size`. After a resume fewer may run, because
+                dropped members do not return.
+        """
+        running = spec.group_size if members is None else members
+        group = self._groups.setdefault(spec.group_id, OpenGroup(running))
         self.release.record_admission(spec, group)
         group.size = spec.group_size
         self.ledger.admitted += 1

@@ -237,12 +237,10 @@ class Dispatcher:
         self.memory.restore(proposals)
         unfinished = [*unfinished, *specs]
         members = Counter(spec.group_id for spec in (*(spec for spec, _ in ended), *unfinished))
-        for group_id, size in members.items():
-            self.buffer.expect(group_id, size)
         for spec, _ in ended:
-            self.buffer.admit(spec)
+            self.buffer.admit(spec, members[spec.group_id])
         for spec in unfinished:
-            self._admit(spec)
+            self._admit(spec, members[spec.group_id])
         for spec, header in ended:
             self._record(self.buffer.record_end(spec, header))
         self._resumed = {spec.episode_id for spec in unfinished}
@@ -503,9 +501,9 @@ class Dispatcher:
             ready = self.buffer.pop_ready(policy, self.buffer.ready(policy))
             self._record(self.buffer.drop(ready, "frozen"))
 
-    def _admit(self, spec: EpisodeSpec) -> None:
+    def _admit(self, spec: EpisodeSpec, members: int | None = None) -> None:
         if spec.purpose == "train":
-            self.buffer.admit(spec)
+            self.buffer.admit(spec, members)
         self._reserve(spec)
         self._set_running(spec)
 

@@ -85,6 +85,7 @@ class EpisodeRunner:
         )
         self._store = store
         self._log = log
+        self._reading = asyncio.Lock()
         self._code_hashes: dict[type[Environment], str] = {}
         self._checked: Counter[type[Environment]] = Counter()
         """Number of new episodes that were checked for draws, by environment."""
@@ -239,11 +240,14 @@ class EpisodeRunner:
         Raises:
             EpisodeError: some entries are damaged.
         """
-        try:
-            await self._log.take_over(spec.episode_id, spec.attempt)
-            return self._log.read(spec.episode_id, spec.attempt)
-        except JournalError as error:
-            raise EpisodeError(f"it cannot continue: {error}", reason="journal_damaged") from None
+        async with self._reading:  # reads one episode at a time; the event loop runs others in between
+            try:
+                await self._log.take_over(spec.episode_id, spec.attempt)
+                entries = self._log.read(spec.episode_id, spec.attempt)
+            except JournalError as error:
+                raise EpisodeError(f"it cannot continue: {error}", reason="journal_damaged") from None
+            await asyncio.sleep(0)
+        return entries
 
     async def recalled(self, spec: EpisodeSpec, since: int) -> tuple[int, list[JournalEntry]]:
         """Return the turns of earlier attempts that external agents requested, each with its whole context; a later

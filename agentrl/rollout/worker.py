@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine
 
 from agentrl.core.errors import (
     EngineError,
@@ -25,7 +25,6 @@ from agentrl.core.errors import (
 from agentrl.core.records import EpisodeHeader, EpisodeSpec
 from agentrl.environment.base import Environment, described, raised_at
 from agentrl.environment.registry import resolve
-from agentrl.journal.entries import JournalEntry
 from agentrl.rollout.episode import GRACE_S
 from agentrl.rollout.kv_budget import KVBudget
 from agentrl.rollout.runner import EpisodeRunner
@@ -79,7 +78,6 @@ class AsyncioWorker:
         self._is_cancelling = False
         self._strays = Counter[str]()
         """Number of cancellations by code that does not own the episode's task, keyed by episode."""
-        self._reading = asyncio.Lock()
         self.last_failure = ""
         """Message of the last dropped episode."""
 
@@ -168,12 +166,6 @@ class AsyncioWorker:
         self.last_failure = detail
         on_end(await self._runner.drop(spec, "episode_timeout", detail, 0.0))
 
-    async def _read_recorded(self, spec: EpisodeSpec) -> Sequence[JournalEntry]:
-        async with self._reading:  # reads one episode at a time; the event loop runs others in between
-            recorded = await self._runner.recorded(spec)
-            await asyncio.sleep(0)
-        return recorded
-
     async def _run(self, spec: EpisodeSpec, on_end: OnEnd, *, resume: bool) -> None:
         """Run attempts until one commits, or the episode is dropped or abandoned.
 
@@ -189,7 +181,7 @@ class AsyncioWorker:
         while True:
             begin_again = False
             try:
-                recorded = await self._read_recorded(spec) if resume else ()
+                recorded = await self._runner.recorded(spec) if resume else ()
                 known = (recalls_from, ()) if recorded else await self._runner.recalled(spec, recalls_from)
                 recalls_from, answers = known
                 header = await self._runner.run(

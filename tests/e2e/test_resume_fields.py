@@ -19,7 +19,6 @@ from agentrl.cli.main import main
 from agentrl.config.load import check_unchanged
 from agentrl.config.run import RunConfig
 from agentrl.core.errors import ConfigError
-from agentrl.core.text import plural
 from agentrl.inspection.reader import RunReader
 from agentrl.journal.control import row_checksum
 from agentrl.journal.entries import Begin, JournalEntry, TurnEntry, encode_body, entry_checksum, episode_digest
@@ -141,7 +140,7 @@ def test_a_resume_says_what_it_does(killed: Path, tmp_path: Path, capsys: pytest
     for words in (
         "Resuming from checkpoint step_000004-0 (steps taken: guesser 2, second 2).",
         "Step 3 of guesser will be taken again.",
-        f"{plural(unfinished, 'unfinished episode')} will continue from their recorded entries.",
+        f"Unfinished episodes that will continue from their recorded entries: {unfinished}.",
         "Setting sampling.temperature was 1.0 and is 0.5; unfinished episodes keep what they began with.",
         "Setting steps was 5 and is 6.",
     ):
