@@ -137,15 +137,7 @@ def assemble(config: RunConfig, environment: type[Environment], parts: Parts) ->
             clock=parts.clock,
         ),
         retention=VersionRetention(keep=_kept_versions(config), disk=parts.disk),
-        journal_retention=JournalRetention(
-            parts.store,
-            parts.checkpoints,
-            keep=config.journal.keep,
-            budget_mib=config.journal.budget_mib,
-            size=parts.journal_size,
-            warn=parts.tell,
-            disk=parts.disk,
-        ),
+        journal_retention=_journal_retention(config, parts),
         opponents=opponents,
         best=best,
         roles=_roles(config, parts.role_means),
@@ -165,6 +157,18 @@ def assemble(config: RunConfig, environment: type[Environment], parts: Parts) ->
     lost = [(number, curriculum.task(number // size)) for number in parts.resume_state.lost]
     dispatcher.restore(parts.resume_state.ended, parts.resume_state.unfinished, lost, parts.resume_state.proposals)
     return orchestrator
+
+
+def _journal_retention(config: RunConfig, parts: Parts) -> JournalRetention:
+    return JournalRetention(
+        parts.store,
+        parts.checkpoints,
+        keep=config.journal.keep,
+        budget_mib=config.journal.budget_mib,
+        size=parts.journal_size,
+        warn=parts.tell,
+        disk=parts.disk,
+    )
 
 
 def _record_group(curriculum: Curriculum, group_size: int, spec: EpisodeSpec, headers: Sequence[EpisodeHeader]) -> None:
