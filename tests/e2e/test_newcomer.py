@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from agentrl.cli.main import main
+
 pytestmark = [pytest.mark.e2e]
 
 SMALL = ["--steps=1", "--policies.solver.step_size=8", "--evaluation.tasks=1"]
@@ -106,9 +108,18 @@ def say(directory: Path, *arguments: str, code: int, limit: int = 0) -> str:
     ],
     ids=["wrong seat", "tool without types", "reward outside the run", "blocking call", "unseeded random"],
 )
-def test_the_checker_names_a_mistake_in_an_environment(tmp_path: Path, source: str, words: list[str]) -> None:
+def test_the_checker_names_a_mistake_in_an_environment(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    source: str,
+    words: list[str],
+) -> None:
     (tmp_path / "env.py").write_text(source.lstrip("\n"))
-    said = say(tmp_path, "env", "check", "env.py", code=1)
+    monkeypatch.chdir(tmp_path)
+    assert main(["env", "check", "env.py"]) == 1
+    said = "".join(capsys.readouterr())
+    assert "Traceback" not in said
     for word in words:
         assert word in said
 
@@ -142,12 +153,18 @@ def test_a_model_without_a_chat_template(repository: Path, tmp_path: Path) -> No
     ],
     ids=["wrong section", "wrong key", "key of another section", "wrong seat"],
 )
-def test_a_mistake_in_the_toml_file(tmp_path: Path, text: str, words: str) -> None:
+def test_a_mistake_in_the_toml_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], text: str, words: str
+) -> None:
     whole = text + '[model]\npath = "agentrl.environments:calculator/model"\n'
     if "calculator" not in text:
         whole += '[environment]\nid = "calculator"\n'
     (tmp_path / "run.toml").write_text(whole)
-    assert words in say(tmp_path, "train", "run.toml", code=2)
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "run.toml"]) == 2
+    said = capsys.readouterr().err
+    assert words in said
+    assert "Traceback" not in said
 
 
 def test_an_old_python_is_told_so(repository: Path, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from agentrl.cli.main import main
 from tests.markdown_pages import blocks, python_of
 
 pytestmark = [pytest.mark.e2e, pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300)]
@@ -198,9 +199,18 @@ def test_ctrl_c_writes_a_checkpoint_and_resume_goes_on(repository: Path, tmp_pat
         (["--engine.refresh=lazy"], "needs adapters"),
     ],
 )
-def test_bad_input_is_one_clear_message(repository: Path, tmp_path: Path, arguments: list[str], words: str) -> None:
+def test_bad_input_is_one_clear_message(
+    repository: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    words: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
     example = str(repository / "examples/01_tool_use.toml")
-    refused = run(tmp_path, "train", example, "--name=bad", *arguments, code=2)
-    assert words in refused.stderr
-    assert "Traceback" not in refused.stderr
+    assert main(["train", example, "--name=bad", *arguments]) == 2
+    said = capsys.readouterr().err
+    assert words in said
+    assert "Traceback" not in said
     assert not (tmp_path / "runs" / "bad" / "journal").exists(), "nothing half-made is left"

@@ -86,12 +86,13 @@ def test_kill_9_loses_nothing_acknowledged(tmp_path: Path, after: int) -> None:
     asyncio.run(again())
 
 
-_MAKER = """
+_MAKERS = """
 import asyncio, os, sys
+from pathlib import Path
 from agentrl.journal import schema
 from agentrl.journal.store import SqliteJournal
 
-left = int(sys.argv[2])
+left = 0
 class Dying:
     def __init__(self, connection): self.connection = connection
     def __getattr__(self, name): return getattr(self.connection, name)
@@ -106,32 +107,39 @@ class Dying:
 connect = schema._connect_to_write
 schema._connect_to_write = lambda path: Dying(connect(path))
 
-async def main():
-    journal = SqliteJournal(sys.argv[1])
+async def main(directory):
+    journal = SqliteJournal(directory)
     journal.turn_log("0")
     await journal.close()
 
-asyncio.run(main())
+for number in range(40):
+    child = os.fork()
+    if child == 0:
+        left = number
+        asyncio.run(main(Path(sys.argv[1], str(number))))
+        os._exit(0)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    print(number, code)
+    if code == 0:
+        break
 """
+"""Makes one journal after another, each in a process of its own that dies one statement later than the one before."""
 
 
 def test_a_journal_whose_making_was_killed_at_any_statement_is_made_by_the_next(tmp_path: Path) -> None:
-    for number in range(40):
-        directory = tmp_path / str(number)
-        command = [sys.executable, "-c", _MAKER, str(directory), str(number)]
-        code = subprocess.run(command, check=False, timeout=280).returncode
+    *killed, last = [tuple(map(int, line.split())) for line in _python(_MAKERS, str(tmp_path)).splitlines()]
+    assert {code for _, code in killed} == {9}
+    assert last[1] == 0
+    assert last[0] > 20
 
-        async def again(directory: Path = directory) -> None:
-            journal = SqliteJournal(directory)
-            assert journal.next_number("e") == 0
-            await write(journal, [spec(1)])
-            await journal.close()
+    async def again(directory: Path) -> None:
+        journal = SqliteJournal(directory)
+        assert journal.next_number("e") == 0
+        await write(journal, [spec(1)])
+        await journal.close()
 
-        asyncio.run(again())
-        if code == 0:
-            break
-    assert number > 20
-    assert code == 0
+    for number, _ in (*killed, last):
+        asyncio.run(again(tmp_path / str(number)))
 
 
 _FULL_DISK = """

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import signal
 import sqlite3
-import subprocess
-import sys
 from dataclasses import replace
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
@@ -20,6 +20,7 @@ from agentrl.core.errors import PrunedError, StorageError
 from agentrl.core.records import ForkPoint, PolicyVersion
 from agentrl.inspection.reader import RunReader
 from agentrl.inspection.steps import step_view
+from agentrl.journal import pruning
 from agentrl.journal.entries import RewardEntry, encode_body, entry_checksum
 from agentrl.journal.port import Pruned, PruneRule
 from agentrl.journal.process import RunLock
@@ -170,34 +171,23 @@ async def long_run(run: Path) -> None:
     await journal.close()
 
 
-KILLED = """
-import asyncio, os, signal, sys
-from pathlib import Path
-from agentrl.core.records import PolicyVersion
-from agentrl.journal import pruning
-from agentrl.journal.port import PruneRule
-from agentrl.journal.store import LabelClock, SqliteJournal
-from agentrl.orchestrator.versions import NOT_MEASURED
+def prune_until_killed(run: Path, transactions: int) -> None:
+    """Prune, and kill this process before the transaction after so many."""
+    asked = itertools.count(1)
 
-asked = 0
+    def stopped() -> bool:
+        if next(asked) > transactions:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return False
 
-def stopped():
-    global asked
-    asked += 1
-    if asked > int(sys.argv[2]):
-        os.kill(os.getpid(), signal.SIGKILL)
-    return False
+    async def main() -> None:
+        pruning.DELETE_BYTES, pruning.VACUUM_PAGES = 150_000, 64
+        journal = SqliteJournal(run / "journal")
+        sealed = [{"policy": PolicyVersion("policy", 0, step)} for step in (8, 6)]
+        await journal.prune(PruneRule(keep=0, sealed=sealed), stopped=stopped)
+        await journal.close()
 
-async def main():
-    pruning.DELETE_BYTES, pruning.VACUUM_PAGES = 150_000, 64
-    journal = SqliteJournal(Path(sys.argv[1]) / "journal")
-    sealed = [{"policy": PolicyVersion("policy", 0, step)} for step in (8, 6)]
-    await journal.prune(PruneRule(keep=0, sealed=sealed), stopped=stopped)
-    await journal.close()
-    print(asked)
-
-asyncio.run(main())
-"""
+    asyncio.run(main())
 
 
 def test_a_pruning_that_is_killed_loses_nothing_and_the_next_one_ends_it(tmp_path: Path) -> None:
@@ -205,8 +195,9 @@ def test_a_pruning_that_is_killed_loses_nothing_and_the_next_one_ends_it(tmp_pat
     settled, before = {f"e{number}" for number in range(8, 56)}, there(tmp_path)
     kills = 0
     for transactions in range(0, 60, 4):
-        command = [sys.executable, "-c", KILLED, str(tmp_path), str(transactions)]
-        code = subprocess.run(command, check=False, capture_output=True).returncode
+        child = get_context("fork").Process(target=prune_until_killed, args=(tmp_path, transactions))
+        child.start()
+        child.join()
         found = there(tmp_path)
         assert all(found.get(name) == count for name, count in before.items() if name not in settled)
         assert {found.get(name, 0) for name in settled} <= {0, 4}
@@ -215,9 +206,9 @@ def test_a_pruning_that_is_killed_loses_nothing_and_the_next_one_ends_it(tmp_pat
             assert "were pruned on" in reader.episode(name).problems[0]
         assert reader.ledger().holds
         reader.close()
-        if code == 0:
+        if child.exitcode == 0:
             break
-        assert code == -signal.SIGKILL
+        assert child.exitcode == -signal.SIGKILL
         kills += 1
     assert kills > 2
     assert not settled & there(tmp_path).keys()
