@@ -1,26 +1,28 @@
 """Engine processes on the nodes of a Ray cluster: implements `engines.child_process.ProcessPlacement`.
 
-An actor starts the process as its child, as `engines.child_process` does here, and relays the bytes between process and
-client without interpreting them. Owns actors and how they end. Does not own the Ray session (`session.py`) or restarts
-(`engines.child_process`). Invariants: a process dies with its actor; bytes arrive in order; when the process, its
-actor, its node or Ray dies, the child counts as dead and its reader ends.
+An actor starts the process as its child, as `engines.child_process` does here. It accepts one TCP connection of the
+client, with a token, and the process inherits it: their messages pass through neither the actor nor Ray. Owns actors
+and how they end. Does not own the Ray session (`session.py`) or restarts (`engines.child_process`). Invariants: a
+process dies with its actor; when the process, its actor, its node or Ray dies, the child counts as dead and its reader
+ends.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from typing import TYPE_CHECKING, Any
 
 from agentrl.cluster.session import RaySession, brief, is_drained, kept_signal_handlers, on_node
 from agentrl.config.devices import Node
-from agentrl.engines.child_process import EngineProcess, LocalPlacement
+from agentrl.core.network import Address, Listener, connect
+from agentrl.engines.child_process import LocalPlacement
 
 if TYPE_CHECKING:
+    import socket
     from collections.abc import Callable, Sequence
 
     from agentrl.core.machine import Gpu
-    from agentrl.engines.child_process import ChildProgram
+    from agentrl.engines.child_process import ChildProgram, EngineProcess
 
 LOOK_S = 1.0
 """Seconds between checks of a local Ray, which does not report its own death."""
@@ -28,51 +30,46 @@ START_S = 120.0
 """Timeout for an actor to start its process, in seconds."""
 ENDING_S = 10.0
 """Seconds an actor may take to end its process before it is killed."""
-_MOST_BYTES = 1 << 20
-"""Maximum number of bytes that one `read` returns."""
 
 
 class EngineActor:
     """Actor that is the parent of an engine's process."""
 
     def __init__(self) -> None:
-        self._child: EngineProcess | None = None
+        self._process: EngineProcess | None = None
+        self._connections: asyncio.Queue[socket.socket] = asyncio.Queue()
+        self._listener = Listener(self._accept)
+
+    async def listen(self) -> str:
+        """Listen for the client of the process; return the `core.network.Address`."""
+        import ray
+
+        return str(await self._listener.listen(ray.util.get_node_ip_address()))
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        # The process gets its own descriptor; the client sends nothing before the process runs.
+        connection: socket.socket = writer.get_extra_info("socket")
+        self._connections.put_nowait(connection.dup())
 
     async def start(self, program: ChildProgram, gpus: Sequence[str]) -> tuple[int, Node]:
         """Start the process with these GPUs, or those that Ray gave the actor. Returns the process id and its node."""
         import ray
 
-        self._child = await LocalPlacement(gpus=gpus).start(program)
+        connection = await self._connections.get()
+        self._listener.close()
+        self._process = await LocalPlacement(gpus=gpus).start_with(program, connection)
         node = ray.get_runtime_context().get_node_id()
-        return self._child.process_id, Node(node, ray.util.get_node_ip_address())
-
-    async def write(self, data: bytes) -> None:
-        """Send bytes to the process; return when it has accepted most of them."""
-        writer = self._process.writer
-        writer.write(data)
-        with contextlib.suppress(ConnectionError):  # the process is dead, which `wait` reports
-            await writer.drain()
-
-    async def read(self) -> bytes:
-        """Return the next bytes from the process; empty if it is dead."""
-        try:
-            return await self._process.reader.read(_MOST_BYTES)
-        except ConnectionError:
-            return b""
+        return self._process.process_id, Node(node, ray.util.get_node_ip_address())
 
     async def wait(self) -> str:
-        """See `Child.wait`."""
+        """See `Child.wait`, of the process that was started."""
+        assert self._process is not None
         return await self._process.wait()
 
     async def kill(self) -> None:
         """See `Child.kill`."""
+        assert self._process is not None
         self._process.kill()
-
-    @property
-    def _process(self) -> EngineProcess:
-        if self._child is None:
-            raise RuntimeError("the engine's process was not started")
-        return self._child
 
 
 class RayPlacement:
@@ -116,21 +113,25 @@ class RayPlacement:
 
         actor, dead = starting.result()
         try:
-            visible = [gpu.id for gpu in self._gpus if not gpu.node]
-            async with asyncio.timeout(START_S):
-                process_id, node = await _call(dead, actor.start, program, visible)
-        except TimeoutError:
-            ray.kill(actor)
-            raise OSError(f"its Ray actor did not start within {START_S:g} s") from None
+            async with asyncio.timeout(START_S) as timeout:
+                reader, writer = await _connect(await _call(dead, actor.listen))
+                visible = [gpu.id for gpu in self._gpus if not gpu.node]
+                try:
+                    process_id, node = await _call(dead, actor.start, program, visible)
+                except BaseException:
+                    writer.close()
+                    raise
         except ray.exceptions.RayError as error:
             raise OSError(f"in a Ray actor: {brief(error)}") from error
-        except asyncio.CancelledError:
+        except (OSError, asyncio.CancelledError):
             if not dead():
                 ray.kill(actor)  # which also kills its process
+            if timeout.expired():
+                raise OSError(f"its Ray actor did not start within {START_S:g} s") from None
             raise
         if not self._is_elsewhere:
-            return ActorChild(actor, process_id, dead)
-        return ActorChild(actor, process_id, self._session.watch(node), node=node)
+            return ActorChild(actor, process_id, reader, writer, dead)
+        return ActorChild(actor, process_id, reader, writer, self._session.watch(node), node=node)
 
     def _end_started(self, starting: asyncio.Task[tuple[Any, Callable[[], str]]]) -> None:
         """End an actor that no caller waits for any longer."""
@@ -184,56 +185,32 @@ class RayPlacement:
 class ActorChild:
     """A process that an actor started; see `engines.child_process.ConnectedChild`."""
 
-    def __init__(self, actor: Any, process_id: int, dead: Callable[[], str], *, node: Node | None = None) -> None:
+    def __init__(
+        self,
+        actor: Any,
+        process_id: int,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        dead: Callable[[], str],
+        *,
+        node: Node | None = None,
+    ) -> None:
         self.process_id = process_id
         self.host = "" if node is None else node.address
         self._node = node
-        self.reader = asyncio.StreamReader()
-        self.writer = self
+        self.reader = reader
+        self.writer = writer
         self._actor = actor
         self._is_ended = False
         """Whether the actor was killed. The child may still run if its node is unreachable."""
         self._dead: Callable[[], str] = lambda: "actor" if self._is_ended else dead()
-        self._unsent = bytearray()
-        self._is_unsent = asyncio.Event()
-        loop = asyncio.get_running_loop()
-        self._reading = loop.create_task(self._read(), name="read from an engine's actor")
-        self._writing = loop.create_task(self._write(), name="write to an engine's actor")
-        self._living = loop.create_task(self._live(), name="wait for an engine's actor")
+        self._living = asyncio.get_running_loop().create_task(self._live(), name="wait for an engine's actor")
         self._ending: asyncio.TimerHandle | None = None
 
     @property
     def is_drained(self) -> bool:
         """See `ConnectedChild.is_drained`."""
         return self._node is not None and is_drained(self._node)
-
-    # --- the connection -----------------------------------------------------------------------------------------------
-
-    def write(self, data: bytes, /) -> None:
-        """See `Writer.write`."""
-        self._unsent += data
-        self._is_unsent.set()
-
-    def close(self) -> None:
-        """See `Writer.close`."""
-        self.kill()
-
-    async def _write(self) -> None:
-        """Write one call at a time, because Ray guarantees no order between calls of an async actor."""
-        while True:
-            await self._is_unsent.wait()
-            self._is_unsent.clear()
-            data, self._unsent = bytes(self._unsent), bytearray()
-            await self._answer("write", data)
-
-    async def _read(self) -> None:
-        try:
-            while data := await self._answer("read"):
-                self.reader.feed_data(data)
-        finally:
-            self.reader.feed_eof()
-
-    # --- its life -----------------------------------------------------------------------------------------------------
 
     async def wait(self) -> str:
         """See `Child.wait`."""
@@ -249,17 +226,15 @@ class ActorChild:
         from ray.exceptions import RayError
 
         try:
-            how: str = await self._answer("wait")
-            await asyncio.wait({self._reading})
+            how: str = await _call(self._dead, self._actor.wait)
         except RayError:
             how = "was lost with its Ray actor"
+            self.writer.transport.abort()  # its machine may be unreachable, and would not end the connection
         except OSError as error:
             how = f"was lost: {error}"
+            self.writer.transport.abort()
         if self._ending is not None:
             self._ending.cancel()
-        for task in (self._reading, self._writing):
-            task.cancel()
-        await asyncio.gather(self._reading, self._writing, return_exceptions=True)
         self._end_actor()
         return how
 
@@ -270,8 +245,21 @@ class ActorChild:
             ray.kill(self._actor)
             self._is_ended = True
 
-    async def _answer(self, method: str, *arguments: object) -> Any:
-        return await _call(self._dead, getattr(self._actor, method), *arguments)
+
+async def _connect(address: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Connect to an actor.
+
+    Raises:
+        OSError: it cannot be reached from here.
+    """
+    where = Address.parse(address)
+    try:
+        return await connect(where)
+    except OSError as error:
+        raise OSError(
+            f"port {where.port} of node {where.host} cannot be reached ({error}); docs/security.md says which "
+            "connections the network must allow"
+        ) from error
 
 
 async def _call(dead: Callable[[], str], method: Any, *arguments: object) -> Any:

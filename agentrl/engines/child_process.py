@@ -92,7 +92,7 @@ class Writer(Protocol):
 
 
 class ConnectedChild(Child, Protocol):
-    """A process that runs an `ChildProgram`, and the connection to it."""
+    """A process that runs a `ChildProgram`, and the connection to it."""
 
     @property
     def host(self) -> str:
@@ -150,9 +150,28 @@ class LocalPlacement:
         self.gpus = tuple(gpus)
         self._gpus = visible_gpus(gpus) if gpus else {}
 
-    async def start(self, program: ChildProgram) -> EngineProcess:
+    async def start(self, program: ChildProgram) -> LocalChild:
         """See `ProcessPlacement.start`."""
+        ours, theirs = socket.socketpair()
+        process: EngineProcess | None = None
+        try:
+            process = await self.start_with(program, theirs)
+            return LocalChild(process, *await asyncio.open_connection(sock=ours))
+        except BaseException:  # also if the start is cancelled
+            ours.close()
+            if process is not None:
+                process.kill()
+                await process.wait()
+            raise
+
+    async def start_with(self, program: ChildProgram, connection: socket.socket) -> EngineProcess:
+        """Start a process that serves a connection, which is closed here.
+
+        Raises:
+            OSError, AgentRLError: see `ProcessPlacement.start`.
+        """
         with contextlib.ExitStack() as stack:
+            stack.callback(connection.close)
             errors = None
             if self._log is not None:
                 flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -164,12 +183,11 @@ class LocalPlacement:
                         "then finish the run with --resume"
                     ) from error
                 stack.callback(os.close, errors)
-            return await self._start(program, errors)
+            return await self._start(program, connection, errors)
 
-    async def _start(self, program: ChildProgram, errors: int | None) -> EngineProcess:
-        ours, theirs = socket.socketpair()
+    async def _start(self, program: ChildProgram, connection: socket.socket, errors: int | None) -> EngineProcess:
         files = PrivateDirectory()
-        command = [sys.executable, "-m", program.module, str(theirs.fileno()), str(os.getpid())]
+        command = [sys.executable, "-m", program.module, str(connection.fileno()), str(os.getpid())]
         # the child must import the same modules as this process, and none from the working directory alone
         paths = os.pathsep.join(map(os.path.abspath, sys.path))
         environment = {
@@ -179,29 +197,20 @@ class LocalPlacement:
             PRIVATE_DIRECTORY_VARIABLE: str(files.path),
             **self._gpus,
         }
-        process: Process | None = None
         try:
             process = await asyncio.create_subprocess_exec(
                 *command,
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.DEVNULL,
                 stderr=errors,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[connection.fileno()],
                 env=environment,
                 start_new_session=True,
             )
-            reader, writer = await asyncio.open_connection(sock=ours)
         except BaseException:  # also if the start is cancelled
-            ours.close()
-            if process is not None:
-                with contextlib.suppress(ProcessLookupError):
-                    process.kill()
-                await process.wait()
             files.remove()
             raise
-        finally:
-            theirs.close()
-        return EngineProcess(process, reader, writer, files, self._log)
+        return EngineProcess(process, files, self._log)
 
     async def close(self) -> None:
         """See `ProcessPlacement.close`; nothing to release."""
@@ -241,21 +250,10 @@ class ChildProcess:
 
 
 class EngineProcess(ChildProcess):
-    """An `ConnectedChild` that is a child of this process."""
+    """The process of a `ChildProgram`, with its private files."""
 
-    def __init__(
-        self,
-        process: Process,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-        files: PrivateDirectory,
-        log: Path | None,
-    ) -> None:
+    def __init__(self, process: Process, files: PrivateDirectory, log: Path | None) -> None:
         super().__init__(process)
-        self.host = ""
-        self.is_drained = False
-        self.reader = reader
-        self.writer = writer
         self._files = files
         self._log = log
 
@@ -264,6 +262,19 @@ class EngineProcess(ChildProcess):
         how = await super().wait()
         self._files.remove()
         return how if self._log is None else f"{how}; its output is in {self._log}"
+
+
+class LocalChild:
+    """A `ConnectedChild` that is a child of this process."""
+
+    def __init__(self, process: EngineProcess, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.process_id = process.process_id
+        self.host = ""
+        self.is_drained = False
+        self.reader = reader
+        self.writer = writer
+        self.wait = process.wait
+        self.kill = process.kill
 
 
 def _cause(code: int) -> str:

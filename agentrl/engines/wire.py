@@ -229,7 +229,7 @@ async def receive(reader: asyncio.StreamReader) -> bytes | None:
         if size > MAX_FRAME_BYTES:
             raise ValueError(f"a frame of {size} bytes")
         return await reader.readexactly(size)
-    except (asyncio.IncompleteReadError, ConnectionError):
+    except (asyncio.IncompleteReadError, OSError):  # the machine at the other end may be unreachable
         return None
 
 

@@ -210,3 +210,14 @@ def test_a_process_without_a_private_place_has_no_door(monkeypatch: pytest.Monke
         await engine.close()
 
     asyncio.run(main())
+
+
+def test_a_connection_to_a_machine_that_became_unreachable_has_ended() -> None:
+    """TCP then raises an OSError that is no ConnectionError."""
+
+    async def main() -> None:
+        reader = asyncio.StreamReader()
+        reader.set_exception(TimeoutError("110"))
+        assert await wire.receive(reader) is None
+
+    asyncio.run(main())

@@ -63,8 +63,8 @@ def test_versions_travel_as_bytes_and_a_second_process_is_sent_them_again(tmp_pa
     asyncio.run(main())
 
 
-class RayWriter:
-    """Passes on together what is written in one iteration of the event loop, as the writer of a Ray actor does."""
+class UnansweredWriter:
+    """Notes what is written in one iteration of the event loop; nothing is answered."""
 
     def __init__(self) -> None:
         self.sent: list[list[str]] = []
@@ -85,7 +85,7 @@ class RayWriter:
 
 def test_an_adapter_and_the_request_to_serve_it_take_one_round_trip(tmp_path: Path) -> None:
     async def main() -> None:
-        writer, reader = RayWriter(), asyncio.StreamReader()
+        writer, reader = UnansweredWriter(), asyncio.StreamReader()
         connection = Connection(reader, writer, on_message=lambda reply: None, on_end=lambda why: None)
         connection.host = "another"
         serving = asyncio.create_task(connection.serve([written(tmp_path / "1", 1, 1000)], ()))
