@@ -452,14 +452,30 @@ class RayTrainerPool:
                 await self._give_up(futures, method, limit_s)
             await asyncio.wait({*pending, self._lost}, return_when=asyncio.FIRST_COMPLETED, timeout=left)
             pending = {future for future in futures if not future.done()}
-        for rank, future in enumerate(futures):
-            if _failed(future):
-                await self._settle(rank, method, future.exception(), pending)
+        failed = await self._first_failed(futures)
+        pending = {future for future in futures if not future.done()}
+        if failed is not None:
+            await self._settle(failed, method, futures[failed].exception(), pending)
         if pending:
             for future in pending:
                 future.cancel()
             raise self._ray_died(method)
         return [future.result() for future in futures]
+
+    async def _first_failed(self, futures: Sequence[asyncio.Future[Any]]) -> int | None:
+        """Return the first rank that failed, if any, and not for want of another one. The ranks notice a lost one
+        before Ray does, which says which one it is: waits for that.
+        """
+        clock = SystemClock()
+        until = clock.monotonic() + PATIENCE_S
+        while True:
+            failed = [rank for rank, future in enumerate(futures) if _failed(future)]
+            by_itself = [rank for rank in failed if not _misses_a_rank(futures[rank].exception())]
+            if by_itself or not failed:
+                return by_itself[0] if by_itself else None
+            if self._died() or clock.monotonic() > until or all(future.done() for future in futures):
+                return failed[0]
+            await clock.sleep(LOOK_S)
 
     async def _give_up(self, futures: Sequence[asyncio.Future[Any]], method: str, limit_s: float | None) -> None:
         """End a group in which some ranks do not answer."""
@@ -486,7 +502,8 @@ class RayTrainerPool:
         """Raise the group's error for an error of one rank."""
         from ray.exceptions import RayActorError, RayError, RayTaskError
 
-        if isinstance(error, RayError) and not isinstance(error, RayTaskError) and self._died():
+        is_lost = not isinstance(error, RayTaskError) or _misses_a_rank(error)
+        if isinstance(error, RayError) and is_lost and self._died():
             raise self._ray_died(method) from error
         if isinstance(error, RayTaskError) and isinstance(error.cause, AgentRLError):
             if pending:
@@ -501,10 +518,11 @@ class RayTrainerPool:
             raise TrainerLostError(
                 f"trainer rank {self._named(rank)} died in {method}: {brief(error)}. {stopped}"
             ) from error
-        # A node, an object or Ray itself was lost.
-        if isinstance(error, RayError) and not isinstance(error, RayTaskError):
+        # A node, an object, another rank or Ray itself was lost.
+        if isinstance(error, RayError) and is_lost:
+            why = brief(error.cause if isinstance(error, RayTaskError) else error)
             raise TrainerLostError(
-                f"trainer rank {self._named(rank)} was lost in {method}: {brief(error)}. {stopped}"
+                f"trainer rank {self._named(rank)} was lost in {method}: {why}. {stopped}"
             ) from error
         raise TrainerError(
             f"trainer rank {self._named(rank)} failed in {method}: {error}. {stopped}; start the run again with "
@@ -514,6 +532,11 @@ class RayTrainerPool:
 
 def _failed(future: asyncio.Future[Any]) -> bool:
     return future.done() and not future.cancelled() and future.exception() is not None
+
+
+def _misses_a_rank(error: BaseException | None) -> bool:
+    """Whether a call failed because another rank is gone, as gloo and NCCL report it."""
+    return any(mark in str(error) for mark in ("gloo/transport", "DistBackendError"))
 
 
 def _retrieve_exception(future: asyncio.Future[Any]) -> None:

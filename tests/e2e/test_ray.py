@@ -170,6 +170,24 @@ def test_a_failure_on_one_rank_leaves_both_usable_and_a_dead_rank_ends_the_group
     asyncio.run(run())
 
 
+def test_a_rank_that_the_others_miss_before_ray_does_is_named(session: RaySession, model: Path, tmp_path: Path) -> None:
+    """Its connections end before its process does, as those of a machine that fails."""
+    episodes, leaves = Episodes(make_rows(0, 6)), {"name": "tests.support.user_functions:leaves"}
+
+    async def run() -> None:
+        await episodes.write(tmp_path)
+        pool = RayTrainerPool(run_config(model, ranks=2, loss=leaves), tmp_path, session=session)
+        await pool.start()
+        try:
+            await pool.forward_backward(episodes.batch())
+            with pytest.raises(TrainerLostError, match="trainer rank 1 died in optim_step"):
+                await pool.optim_step("policy", 1)
+        finally:
+            await pool.close()
+
+    asyncio.run(run())
+
+
 def test_a_local_session_is_private(session: RaySession) -> None:
     token = Path(os.environ["RAY_AUTH_TOKEN_PATH"])
     assert stat.S_IMODE(token.stat().st_mode) == 0o600

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from typing import TYPE_CHECKING
 
 import torch
@@ -39,6 +41,16 @@ def sequence_ratio(batch: agentrl.LossBatch) -> Tensor:
 @agentrl.loss
 def raises(batch: agentrl.LossBatch) -> Tensor:
     raise ArithmeticError("as asked")
+
+
+@agentrl.loss
+def leaves(batch: agentrl.LossBatch) -> Tensor:
+    if torch.distributed.get_rank() == 1:
+        torch.distributed.destroy_process_group()
+        torch.distributed.all_reduce = torch.distributed.all_gather = lambda *_: (
+            threading.Event().wait(5) or os._exit(1)
+        )
+    return -batch.ratio * batch.advantages
 
 
 @agentrl.loss
