@@ -15,7 +15,7 @@ from agentrl.core.network import SCHEME, Address
 from agentrl.core.ports import GenerateRequest, SamplingParams
 from agentrl.core.records import PolicyVersion
 from agentrl.engines import wire
-from agentrl.engines.child_process import VARIABLE
+from agentrl.engines.child_process import PRIVATE_DIRECTORY_VARIABLE
 from agentrl.engines.client import PIECE_BYTES, Connection, EngineClient, ProcessEngine
 from tests.contract.elsewhere import START, Elsewhere, program, written
 
@@ -31,7 +31,9 @@ async def made(directory: Path) -> ProcessEngine:
 def refuse_versions(process_id: int | None) -> Path:
     """Have a process's disk refuse further versions, as a full one does, while a file is there."""
     environment = Path(f"/proc/{process_id}/environ").read_bytes().split(b"\0")
-    (private,) = [line.partition(b"=")[2] for line in environment if line.startswith(VARIABLE.encode())]
+    (private,) = [
+        line.partition(b"=")[2] for line in environment if line.startswith(PRIVATE_DIRECTORY_VARIABLE.encode())
+    ]
     versions = Path(os.fsdecode(private), "versions")
     versions.rename(versions.with_name("moved"))
     versions.write_text("no directory can be made here")

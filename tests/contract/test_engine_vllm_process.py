@@ -21,7 +21,7 @@ from safetensors.numpy import load_file, save_file
 
 from agentrl.core.errors import EngineCapabilityError, EngineError, EngineLostError
 from agentrl.core.records import PolicyVersion
-from agentrl.engines.child_process import VARIABLE, ChildProgram
+from agentrl.engines.child_process import PRIVATE_DIRECTORY_VARIABLE, ChildProgram
 from agentrl.engines.client import ProcessEngine
 from tests.contract.engine_kinds import START, ModelZoo, check_logprobs, prompt, request, version, write_adapter
 from tests.contract.test_engine_adapters import with_adapter
@@ -62,7 +62,9 @@ async def gone(leader: int) -> None:
 def private_name(leader: int) -> str:
     """Under which a process and what it starts keep their files."""
     variables = Path(f"/proc/{leader}/environ").read_bytes().decode().split("\0")
-    return next(Path(each.partition("=")[2]).name for each in variables if each.startswith(f"{VARIABLE}="))
+    return next(
+        Path(each.partition("=")[2]).name for each in variables if each.startswith(f"{PRIVATE_DIRECTORY_VARIABLE}=")
+    )
 
 
 def files_of(names: set[str]) -> list[str]:

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 from agentrl.core.records import PolicyVersion, WeightsRef
 
 if __name__ == "__main__":
-    from agentrl.engines.child_process import VARIABLE, PrivateDirectory
+    from agentrl.engines.child_process import PRIVATE_DIRECTORY_VARIABLE, PrivateDirectory
 
     files = PrivateDirectory()
-    os.environ[VARIABLE] = str(files.path)
+    os.environ[PRIVATE_DIRECTORY_VARIABLE] = str(files.path)
 if __name__ in ("__main__", "__mp_main__"):  # before torch and vLLM, here and in vLLM's processes
     import agentrl.engines.vllm.process  # noqa: F401
 

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from agentrl.engines.child_process import VARIABLE
+from agentrl.engines.child_process import PRIVATE_DIRECTORY_VARIABLE
 
 _HOSTILE = {
     "VLLM_WORKER_MULTIPROC_METHOD": "fork",
@@ -21,7 +21,7 @@ _HOSTILE = {
 
 def test_the_users_environment_opens_nothing(tmp_path: Path, repository: Path) -> None:
     program = "import json, os, agentrl.engines.vllm.process; print(json.dumps(dict(os.environ)))"
-    told = {**os.environ, **_HOSTILE, VARIABLE: str(tmp_path)}
+    told = {**os.environ, **_HOSTILE, PRIVATE_DIRECTORY_VARIABLE: str(tmp_path)}
     ran = subprocess.run([sys.executable, "-c", program], cwd=repository, env=told, capture_output=True, check=True)
     found = json.loads(ran.stdout)
     assert {name: found[name] for name in _HOSTILE} == {
