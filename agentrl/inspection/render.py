@@ -391,10 +391,14 @@ def run_timeline_page(line: RunTimeline) -> Page:
         shades = _shades([share or 0.0 for share in line.engine], most=1.0)
         told = "".join("·" if share is None else shade for share, shade in zip(line.engine, shades, strict=True))
         rows.append(["engine", told, _idle(line, "engine") + (", · not known" if None in line.engine else "")])
-    marks = [" "] * len(line.committed)
-    for at, _ in line.versions:
-        marks[min(int(at / line.part), len(marks) - 1)] = "│"
-    rows.append(["versions", "".join(marks), f"{len(line.versions)} published"])
+    published: dict[str, list[float]] = {}
+    for at, version in line.versions:
+        published.setdefault(version.rpartition("@")[0], []).append(at)
+    for policy, times in published.items():
+        marks = [" "] * len(line.committed)
+        for at in times:
+            marks[min(int(at / line.part), len(marks) - 1)] = "│"
+        rows.append([f"versions of {policy}", "".join(marks), f"{len(times)} published"])
     page.table(["", "", ""], rows)
     page.problems(line.problems)
     return page

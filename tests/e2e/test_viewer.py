@@ -8,6 +8,7 @@ import shutil
 import sqlite3
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +21,7 @@ from agentrl.cli.main import main
 from agentrl.core.text import safe
 from agentrl.inspection.comparisons import difference
 from agentrl.inspection.reader import RunReader
+from agentrl.inspection.timelines import run_timeline
 from agentrl.inspection.viewer import page
 from agentrl.journal.entries import JournalEntry, SpanEntry, TurnEntry, encode_body
 from agentrl.journal.store import SqliteJournal
@@ -75,6 +77,7 @@ def test_every_view_opens_from_its_address_on_a_screen_and_a_phone(tab: Tab, sam
         assert len(text(tab)) > 40
         assert not tab.evaluate("document.querySelector('.problem')?.innerText")
         assert tab.evaluate("document.documentElement.scrollWidth") <= width
+        assert tab.evaluate("document.querySelectorAll('#top nav [aria-current]').length") == 1
     assert tab.errors == []
     assert [address for address in tab.requests if not address.startswith(("file:", "about:"))] == []
 
@@ -195,6 +198,25 @@ def test_what_was_trained_is_listed_before_what_was_evaluated(tab: Tab, sample_f
     show(tab, sample_file + "#/episodes")
     listed = tab.evaluate("[...document.querySelectorAll('#main tr[data-to] .of-episode')].map(cell => cell.innerText)")
     assert [purposes[one.split()[0]] for one in listed[:20]] == ["train"] * 20
+
+
+def test_the_tiles_of_a_run_of_two_policies_are_of_one_policy_each(
+    tab: Tab, sample_file: str, sample_run: Path
+) -> None:
+    reader = RunReader(sample_run)
+    published = Counter(version.partition("@")[0] for _, version in run_timeline(reader).versions)
+    reader.close()
+    assert published.keys() == {"solver", "proposer"}
+    show(tab, f"{sample_file}#/run")
+    tiles = tab.evaluate(
+        "[...document.querySelectorAll('.tile')].map(tile => [...tile.children].map(each => each.innerText))"
+    )
+    shown = {name: figure for figure, name in tiles}
+    assert {
+        f"versions of {policy} published": str(number) for policy, number in published.items()
+    }.items() <= shown.items()
+    assert {f"trainer of {policy} idle" for policy in published} <= shown.keys()
+    assert "versions published" not in shown
 
 
 def test_a_turn_that_calls_a_tool_shows_the_call_and_the_tokens_on_demand(

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import io
 import math
+import re
 import shutil
 import sqlite3
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -230,7 +232,12 @@ def test_the_timeline_of_a_run_counts_every_episode_once(reader: RunReader) -> N
     assert sum(map(sum, found.in_flight.values())) * found.part == pytest.approx(lived, rel=0.02)
     assert all(0.0 <= share <= 1.0 for share in found.idle.values())
     assert {"trainer of solver", "trainer of proposer"} <= set(found.idle)
-    assert "trainer of solver" in shown(run_timeline_page(found))
+    page = shown(run_timeline_page(found))
+    assert "trainer of solver" in page
+    published = Counter(version.partition("@")[0] for _, version in found.versions)
+    assert published.keys() == {"solver", "proposer"}
+    for policy, number in published.items():
+        assert re.search(rf"versions of {policy} .*\b{number} published", page)
 
 
 def test_the_engine_s_lane_is_drawn_where_steps_and_evaluations_tell_of_it(reader: RunReader, tmp_path: Path) -> None:

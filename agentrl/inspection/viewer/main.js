@@ -157,7 +157,7 @@ class ViewerPage {
       const isNew = this.#pulse && pulse.newest !== this.#pulse.newest;
       if (live) [live.textContent, live.className] = pulse.ended ? [pulse.state || "ended", "live"] : ["live", "live on"];
       const { view } = parseRoute(location.hash);
-      const isDrawn = isNew && ["episodes", "run", "steps"].includes(view) && !this.#isRead() && (await this.draw({ isRefresh: true }));
+      const isDrawn = isNew && ["episodes", "run", "steps", "evaluations"].includes(view) && !this.#isRead() && (await this.draw({ isRefresh: true }));
       if (!isNew || isDrawn) this.#pulse = pulse;
     } catch (error) {
       if (live) [live.textContent, live.className, live.title] = ["not connected", "live off", error.message];
@@ -166,6 +166,6 @@ class ViewerPage {
   }
 }
 
-const SECTION = { episodes: "episodes", episode: "episodes", run: "run", steps: "steps", step: "steps", forks: "forks", compare: "compare" };
+const SECTION = { episodes: "episodes", episode: "episodes", run: "run", steps: "steps", step: "steps", evaluations: "evaluations", forks: "forks", compare: "compare" };
 
 new ViewerPage().start();

@@ -52,7 +52,7 @@ export async function runView(page) {
   return {
     title: "Timeline",
     content: [
-      element("div", { class: "tiles" }, tile("lasted", seconds(line.seconds)), tile("began, UTC", clock(line.began)), tile("versions published", number(line.versions.length)), Object.entries(line.idle).map(([who, share]) => tile(`${who} idle`, percent(share), share > 0.5 ? "warn" : ""))),
+      element("div", { class: "tiles" }, tile("lasted", seconds(line.seconds)), tile("began, UTC", clock(line.began)), [...versions].map(([policy, at]) => tile(versions.size > 1 ? `versions of ${policy} published` : "versions published", number(at.length))), Object.entries(line.idle).map(([who, share]) => tile(`${who} idle`, percent(share), share > 0.5 ? "warn" : ""))),
       problems(line.problems),
       card("Episodes in flight", legend(flights.map(([name], place) => [shortName(name), `hue${place}`, ""])), chart("Episodes in flight", flights.map(([, values], place) => ({ hue: `hue${place}`, kind: place ? "line" : "area", width, points: at(values) })), { ...range, low: 0, height: 130 })),
       card("Episodes ended", legend([["committed", "hue2", ""], ["dropped", "bad", ""]]), chart("Episodes ended", [{ hue: "hue2", kind: "bars", points: at(line.committed) }, { hue: "bad", kind: "bars", points: at(line.dropped) }], { ...range, low: 0 })),
