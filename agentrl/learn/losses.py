@@ -15,6 +15,7 @@ The gradient of a token's loss with respect to its log pi is bounded by |A| time
 truncated   max_ratio, also far from mu: the weight is a constant, cut there
 ppo         max(1 + clip_high, dual_clip): the former where A > 0, the latter where A < 0
 reinforce   1
+and those of the others as docs/off_policy.md says; of gspo, decoupled_ppo, clip_cov and kl_cov by the ratio alone.
 """
 
 from __future__ import annotations

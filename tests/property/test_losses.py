@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 
 import pytest
@@ -11,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl.learn.loss_batch import LossBatch
-from agentrl.learn.losses import Loss, loss_metrics, measure
+from agentrl.learn.losses import BUILT_IN, Loss, loss_metrics, measure
 from tests.loss_cases import batch_of, evaluated, loss_named
+from tests.markdown_pages import ROOT
 
 pytestmark = pytest.mark.property
 
@@ -119,8 +121,36 @@ BOUNDS: list[tuple[Loss, float]] = [
     (loss_named("ppo"), 3.0),
     (loss_named("ppo", clip_high=4.0), 5.0),
     (loss_named("reinforce"), 1.0),
+    (loss_named("cispo"), 5.0),
+    (loss_named("sapo"), 1.575),
+    (loss_named("importance_sampling"), 2.0),
+    (loss_named("importance_sampling", level="agent", outside="mask"), 2.0),
+    (loss_named("geometric_mask", low=0.0, high=1e9), 5.0),
+    (loss_named("off_policy_mask"), 3.0),
+    (loss_named("m2po", threshold=1e9), 3.0),
+    (loss_named("topr"), 1.0),
+    (loss_named("vespo"), 1.2416),
 ]
 """Of the gradient by log pi, in units of |A|: those of the module's docstring and of docs/off_policy.md."""
+UNBOUNDED = {"gspo", "decoupled_ppo", "clip_cov", "kl_cov"}
+NOT_BY_ADVANTAGE = {"dpo", "distillation"}
+
+
+def test_of_every_loss_the_docs_say_how_large_its_gradient_gets() -> None:
+    assert {loss.name for loss, _ in BOUNDS} | UNBOUNDED | NOT_BY_ADVANTAGE == BUILT_IN.keys()
+    table = (ROOT / "docs" / "off_policy.md").read_text(encoding="utf-8").partition("| bound |")[2].partition("\n\n")[0]
+    named = {
+        name for row in table.splitlines() for name in re.findall(r"`(\w+)`", row.split("|")[1:2][0] if row else "")
+    }
+    assert named == BUILT_IN.keys()
+
+
+@pytest.mark.parametrize("name", sorted(UNBOUNDED))
+def test_the_gradient_of_a_loss_without_a_bound_is_the_ratio(name: str) -> None:
+    """At A = -1 and log w = 10, beside two tokens of larger covariance."""
+    logprobs, advantages = [-1.0, -3.0, -8.0], [-1.0, 9.0, -4.0]
+    given = batch_of(logprobs, [-11.0, -3.0, -8.0], advantages, lags=[1, 1, 1], ids={"agent": [0, 1, 2]})
+    assert evaluated(loss_named(name), given).by_logprob[0].item() == pytest.approx(math.exp(10.0), rel=1e-9)
 
 
 @pytest.mark.parametrize(("loss", "bound"), BOUNDS)
@@ -134,6 +164,7 @@ def test_the_gradient_is_finite_and_within_its_bound_at_any_ratio(loss: Loss, bo
         0.25,
         0.3,
         0.4,
+        0.6931,
         1.0,
         1.0986,
         1.1,
@@ -150,7 +181,8 @@ def test_the_gradient_is_finite_and_within_its_bound_at_any_ratio(loss: Loss, bo
     cases = [(at, ratio, a) for ratio in ratios for at in (-1e-9, -1.0, -50.0, -1e4) for a in (-3.0, -1.0, 0.0, 2.0)]
     rows = [(at, at - ratio, a) for at, ratio, a in cases]
     rows += [(mu + ratio, mu, a) for mu, ratio, a in cases]
-    found = evaluated(loss, batch(rows))
+    alone = batch_of(*zip(*rows, strict=True), ids={"agent": range(len(rows))})  # a conversation of one token each
+    found = evaluated(loss, alone)
     assert bool(found.loss.isfinite().all())
     assert bool(found.by_logprob.isfinite().all())
     assert bool(sums(loss, rows).isfinite().all())
