@@ -47,3 +47,13 @@ def plural(count: float, one: str, several: str = "") -> str:
         ('1 turn', '0 turns', '1,200 entries')
     """
     return f"{count:,.12g} {one if count == 1 else several or f'{one}s'}"
+
+
+def rate(value: float) -> str:
+    """Format a rate as a whole number, or with two digits below 10, so that a slow one is not shown as 0.
+
+    Example:
+        >>> rate(1234.5), rate(0.031)
+        ('1,234', '0.031')
+    """
+    return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"

@@ -13,7 +13,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from agentrl.core.text import plural, safe, safe_line
+from agentrl.core.text import plural, rate, safe, safe_line
 from agentrl.inspection.statistics import win_rate_matrix
 from agentrl.observe.metrics import describe
 from agentrl.observe.view import curve
@@ -347,7 +347,7 @@ def _digits(value: float | None) -> str:
 def figures_page(figures: RunStatistics) -> Page:
     """Make a page with the figures of a run."""
     page = Page()
-    speed = "" if figures.tokens_per_second is None else f", {figures.tokens_per_second:,.0f} sampled tokens a second"
+    speed = "" if figures.tokens_per_second is None else f", {rate(figures.tokens_per_second)} sampled tokens a second"
     page.line((figures.name, "bold"), f" · {number(figures.seconds)} s{speed}")
     page.line(f"{figures.in_flight} in flight, {plural(figures.repeated, 'attempt')} beyond the first")
     for kind in figures.episodes:

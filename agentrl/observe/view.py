@@ -15,7 +15,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from agentrl.core.text import plural, safe_line
+from agentrl.core.text import plural, rate, safe_line
 from agentrl.observe.alarms import Alarm, alarms
 from agentrl.observe.metrics import describe
 from agentrl.observe.run_state import SILENT_S
@@ -157,7 +157,7 @@ def _figures(policy: PolicyState, width: int, *, several: bool) -> RenderableTyp
     spark = max(8, (width - 56) // 2)
     cells: list[tuple[str, Text]] = []
     rows = [("reward", "reward/mean", "{:.3f}"), ("staleness", "staleness/mean", "{:.1f}")]
-    rows += [("tokens/s", "tokens/sampled_per_s", "{:,.0f}"), ("entropy", "entropy", "{:.3f}")]
+    rows += [("tokens/s", "tokens/sampled_per_s", ""), ("entropy", "entropy", "{:.3f}")]
     rows += [("turns", "episodes/turns", "{:.1f}"), ("k3, all lags", "k3", "{:.4f}")]
     rows += [("mismatch k3", "mismatch/k3", "{:.1e}"), ("max |Δlogp|", "mismatch/max_difference", "{:.1e}")]
     rows += [("frontier", "pass_rate/frontier", "{:.2f}"), ("gate", "gate/acceptance", "{:.2f}")]
@@ -165,7 +165,8 @@ def _figures(policy: PolicyState, width: int, *, several: bool) -> RenderableTyp
     for label, name, form in [*(rows if several else rows[1:]), *_by_word(policy)]:
         _, values = policy.series(name)
         if values:
-            cells.append((label, Text(f"{form.format(values[-1]):>8} ").append(sparkline(values, width=spark), "cyan")))
+            shown = form.format(values[-1]) if form else rate(values[-1])  # no fixed number of digits
+            cells.append((label, Text(f"{shown:>8} ").append(sparkline(values, width=spark), "cyan")))
     cells.insert(0, ("held-out", _held_out(policy)))
     last = policy.last
     for label, name in (("engine busy", "engine/busy_share"), ("trainer busy", "trainer/busy_share")):

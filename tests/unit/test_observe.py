@@ -314,6 +314,16 @@ def test_the_view_of_several_policies_fits_the_width() -> None:
     assert sum("step 5/9" in line and "about 0:08 left" in line for line in lines) == 2
 
 
+def test_a_slow_rate_is_not_shown_as_none() -> None:
+    slow = {"tokens/sampled_per_s": 0.034}
+    assert figures(slow) == "0.034 tokens/s"
+    state = RunState(plan=RunPlan(steps=9, max_staleness={"policy": 1}))
+    state.record("policy", 1, slow)
+    stream = io.StringIO()
+    Console(file=stream, width=100).print(view(state, width=100))
+    assert re.search(r"tokens/s +0\.034 ", stream.getvalue())
+
+
 def test_sparklines_and_durations() -> None:
     assert sparkline([1.0, 1.0, math.nan]) == "▄▄"
     assert sparkline([]) == ""

@@ -67,6 +67,20 @@ def test_a_malformed_call_keeps_its_raw_text(raw: str) -> None:
     assert [(call.arguments, call.name) for call in calls] == [(raw, "add" if '"name":"add"' in raw else "")]
 
 
+@pytest.mark.parametrize(
+    ("name", "written"),
+    [
+        ("qwen3_coder", "<function=add><parameter=a>1</parameter><parameter=AGAIN>2</parameter></function>"),
+        ("glm45", "add<arg_key>a</arg_key><arg_value>1</arg_value><arg_key>AGAIN</arg_key><arg_value>2</arg_value>"),
+    ],
+)
+def test_an_argument_given_twice_between_tags_is_malformed_too(name: str, written: str) -> None:
+    for again, arguments in (("b", {"a": 1, "b": 2}), ("a", written.replace("AGAIN", "a"))):
+        call = f"<tool_call>{written.replace('AGAIN', again)}</tool_call>"
+        (found,) = REPLY_FORMATS[name].read(call, THINKING[0]).tool_calls
+        assert (found.name, found.arguments) == ("add", arguments)
+
+
 def test_large_integers_stay_exact() -> None:
     raw = f'{{"name":"add","arguments":{{"a":{2**63 - 1},"b":{-(2**63)}}}}}'
     assert parse_hermes(f"<tool_call>{raw}</tool_call>")[1][0].arguments == {"a": 2**63 - 1, "b": -(2**63)}
