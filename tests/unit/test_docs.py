@@ -86,15 +86,29 @@ def source_of(file: Path, test: str) -> str:
     return source
 
 
+KNOWN = [re.sub(r"<\w+>", r"[^.]+", re.escape(key).replace(r"\<", "<").replace(r"\>", ">")) for key in keys()]
+"""A pattern for each setting."""
+NO_SETTINGS = {"engine.log", "model.safetensors"}
+
+
+def test_settings_named_in_the_text_exist() -> None:
+    """Those of sections; docs/simulator.md has settings of its own, and decisions name those of their day."""
+    sections = "|".join(sorted({key.partition(".")[0] for key in keys() if "." in key}))
+    pattern = re.compile(rf"`((?:{sections})\.[\w.]+)(?=[` ])")
+    pages = [page for page in PAGES if page.stem != "simulator" and page.parent.name != "decisions"]
+    named = [(name(page), key) for page in pages for key in pattern.findall(prose(page)) if key not in NO_SETTINGS]
+    assert len(named) > 100
+    assert not [(page, key) for page, key in named if not any(re.fullmatch(pattern, key) for pattern in KNOWN)]
+
+
 @pytest.mark.parametrize("page", [page for page in PAGES if commands(page)], ids=name)
 def test_every_command_parses(page: Path) -> None:
-    known = [re.sub(r"<\w+>", r"[^.]+", re.escape(key).replace(r"\<", "<").replace(r"\>", ">")) for key in keys()]
     for line in commands(page):
         options, rest = _parser().parse_known_args(shlex.split(line)[1:])
         assert not rest or options.takes_overrides, line
         for override in rest:
             key = override.removeprefix("--").partition("=")[0]
-            assert any(re.fullmatch(pattern, key) for pattern in known), f"{line}: no setting {key}"
+            assert any(re.fullmatch(pattern, key) for pattern in KNOWN), f"{line}: no setting {key}"
         metric = getattr(options, "metric", None)
         assert metric in (None, "NAME") or describe(metric), f"{line}: no metric {metric}"
 
