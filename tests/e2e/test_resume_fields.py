@@ -18,7 +18,7 @@ import pytest
 from agentrl.cli.main import main
 from agentrl.config.load import check_unchanged
 from agentrl.config.run import RunConfig
-from agentrl.core.errors import ConfigError
+from agentrl.core.errors import ConfigError, StorageError
 from agentrl.inspection.reader import RunReader
 from agentrl.journal.control import row_checksum
 from agentrl.journal.entries import Begin, JournalEntry, TurnEntry, encode_body, entry_checksum, episode_digest
@@ -155,6 +155,23 @@ def test_a_resume_says_what_it_does(killed: Path, tmp_path: Path, capsys: pytest
         reader.close()
     assert marks.keys() == {("guesser", 3), ("second", 3)}
     assert marks["guesser", 3] == ("resumed from step_000004-0; steps 5 → 6; sampling.temperature 1.0 → 0.5")
+
+
+def test_a_resume_says_that_no_checkpoint_can_be_used_or_that_there_is_none(
+    killed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run"
+    shutil.copytree(killed, path)
+    for manifest in (path / "checkpoints").glob("*/manifest.json"):
+        manifest.write_text("{}")
+    with pytest.raises(StorageError, match=r"no checkpoint can be used: .*step_000004-0.*Remove them to start again"):
+        play(RunConfig(**base(path)), resume=True)
+    shutil.rmtree(path / "checkpoints")
+    play(RunConfig(**base(path)), resume=True, quiet=False)
+    said = capsys.readouterr().err
+    assert "There is no checkpoint yet: the run starts again from its initial weights and keeps its episodes." in said
+    assert "Steps 1 to 3 of guesser will be taken again." in said
+    assert not judge(path)
 
 
 CODE = """
