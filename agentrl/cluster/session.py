@@ -42,7 +42,7 @@ LOOK_S = 2.0
 """Seconds between two queries of the cluster's nodes."""
 ATTACH_S = 50.0
 """Timeout for connecting this process to a cluster, in seconds."""
-
+_TOKEN = "if it asks for a token, RAY_AUTH_MODE and RAY_AUTH_TOKEN must be set here as they are there"
 _LONGEST_TEMPORARY = 40
 """Maximum length of Ray's temporary directory: its sockets lie deep below, and the path of a Unix socket has at most
 107 characters."""
@@ -381,9 +381,9 @@ def _attach(address: str) -> None:
     connecting.start()
     connecting.join(ATTACH_S)
     if connecting.is_alive():
-        raise _nobody_answers(address, f"not connected after {ATTACH_S:g} s")
+        raise _nobody_answers(address, f"not connected after {ATTACH_S:g} s; {_TOKEN}")
     if failed:
-        raise _nobody_answers(address, brief(failed[0])) from failed[0]
+        raise _nobody_answers(address, f"{brief(failed[0])}; {_TOKEN}") from failed[0]
     _quieten()
 
 

@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from agentrl.cluster.session import check_answers
+from agentrl.cluster.session import RaySession, check_answers
 from agentrl.core.errors import InputError
 
 
@@ -23,6 +23,19 @@ def test_nobody_at_an_address_is_told_with_what_to_do() -> None:
         InputError, match=rf"'127.0.0.1:{port}', and no Ray answers there .* start one with `ray start`"
     ):
         check_answers(f"127.0.0.1:{port}")
+
+
+def test_a_cluster_that_refuses_the_connection_is_told_with_its_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+
+    def refuse(**options: object) -> None:
+        raise ConnectionError("unauthenticated")
+
+    monkeypatch.setattr(ray, "init", refuse)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        session = RaySession(f"127.0.0.1:{listening.getsockname()[1]}")
+        with pytest.raises(InputError, match=r"unauthenticated; if it asks for a token, .*RAY_AUTH_TOKEN"):
+            session.start()
 
 
 @pytest.mark.parametrize("address", ["redis://:hunter2@10.0.0.1:x", "user:hunter2@127.0.0.1:1", "ray://hunter2@h:1"])
