@@ -148,7 +148,7 @@ def peak_memory() -> Iterator[list[int]]:
             peak[0] = max(peak[0], anonymous_bytes())
 
     if torch.cuda.is_available():
-        torch.cuda.resetpeak_memory_stats()
+        torch.cuda.reset_peak_memory_stats()
         yield peak
         peak[0] = torch.cuda.max_memory_allocated()
         return

@@ -108,16 +108,16 @@ def figures(quick: bool) -> dict[str, float | None]:
     )
     scenario = Scenario(plan=plan, steps=3, skipped=1, alter=timed.watch)
     places = {name: getattr(KVBudget, name) for name in ("reserve", "idle", "release", "_admit_waiting", "_on_timer")}
-    rank, asking.rank = asking.rank, timed.call("rank", asking.rank)
+    priority, asking.call_priority = asking.call_priority, timed.call("call_priority", asking.call_priority)
     for name, function in places.items():
         setattr(KVBudget, name, timed.call(f"KVBudget.{name}", function))
     try:
         simulate_run(scenario)
     finally:
-        asking.rank = rank
+        asking.call_priority = priority
         for name, function in places.items():
             setattr(KVBudget, name, function)
-    turns = timed.calls["rank"]
+    turns = timed.calls["call_priority"]
     for name, spent in timed.nanoseconds.most_common():
         print(f"  {name}: {spent / turns / 1e3:.2f} us per turn, {timed.calls[name] / turns:.2f} calls", flush=True)
     print(f"  {turns} turns, {timed.in_flight} episodes in flight", flush=True)

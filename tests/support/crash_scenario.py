@@ -163,7 +163,7 @@ class CrashScenario:
         engine.machine = machine
         first = {name: versions[name] for name in self.trainable}
         served = ServedVersions(engine, batches=pinned_policies(self.config))
-        opponents = await recovery.serve(self.config, first, trainer, served, journal)
+        opponents = await recovery.publish_first_versions(self.config, first, trainer, served, journal)
         parts = Parts(
             served=served,
             trainer=trainer,
