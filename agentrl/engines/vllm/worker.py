@@ -103,7 +103,7 @@ class Weights(WeightTransferEngine[TransferInit, TransferUpdate]):
             if update_info.sent is not None:
                 self._receive_sent(update_info.sent)
                 return
-            self._loaded |= model.serve_configured_weights(self._read(update_info))
+            self._loaded |= model.load_weights(self._read(update_info))
             tied = getattr(self.model_config.hf_config, "tie_word_embeddings", False)
             names = {name for name, _ in model.named_parameters() if not (tied and name.startswith("lm_head."))}
             # vLLM would report this only in its log, and keep serving the old values.
