@@ -73,7 +73,7 @@ def test_what_falls_short_or_is_missing_is_told() -> None:
     benchmark = Benchmark(name="b", run=(), pairs=3, bounds=(least, ratio, rare))
 
     def verdicts(kept: float | None, *fast: float) -> list[str]:
-        here = [{"kept": kept, "fast": value, "rare": None} for value in fast]
+        here = [{"kept": kept, "fast": value, "rare": -1.0} for value in fast]
         return [line.verdict for line in judged(benchmark, Measured(here, [{"fast": 10.0}] * len(fast)))]
 
     assert verdicts(1.5, 9.0, 11.0, 12.0) == ["ok", "ok", "whole run only"]
