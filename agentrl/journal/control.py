@@ -47,14 +47,20 @@ _NAMED_REWARDS = msgspec.json.Decoder(tuple[tuple[str, float], ...])
 
 def row_checksum(table: str, values: Sequence[Any]) -> int:
     """Compute the CRC-32 of a control row: its table and all its other columns."""
-    return zlib.crc32(_ENCODER.encode(values), zlib.crc32(table.encode()))
+    return _checksum(table, _ENCODER.encode(values))
 
 
 def with_checksum(table: str, row: Sequence[Any]) -> Sequence[Any]:
     """Return a row with its checksum last. SQLite returns -0.0 as 0.0, so it is stored as 0.0."""
-    if _NEGATIVE_ZERO in _ENCODER.encode(row):
+    encoded = _ENCODER.encode(row)
+    if _NEGATIVE_ZERO in encoded:
         row = [(value or 0.0) if isinstance(value, float) else value for value in row]
-    return (*row, row_checksum(table, row))
+        encoded = _ENCODER.encode(row)
+    return (*row, _checksum(table, encoded))
+
+
+def _checksum(table: str, encoded: bytes) -> int:
+    return zlib.crc32(encoded, zlib.crc32(table.encode()))
 
 
 ADMISSION_COLUMNS = "episode attempt purpose environment task parent group_id spec admitted_at"

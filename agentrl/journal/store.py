@@ -243,44 +243,29 @@ class ControlTables:
     """The tables of one control log."""
 
     def __init__(self, database: WriterDatabase) -> None:
-        self.admissions = ControlTable(database, "admissions", control.ADMISSION_COLUMNS, checksum=True, once=True)
-        self.episodes = ControlTable(database, "episodes", control.EPISODE_COLUMNS, checksum=True, once=True)
-        self.trajectories = ControlTable(database, "trajectories", control.TRAJECTORY_COLUMNS, checksum=True, once=True)
-        self.unit_drops = ControlTable(
-            database, "unit_drops", "episode attempt policy reason dropped_at", checksum=True, once=True
+        def record(name: str, columns: str) -> ControlTable:
+            return ControlTable(database, name, columns, checksum=True, once=True)
+
+        self.admissions = record("admissions", control.ADMISSION_COLUMNS)
+        self.episodes = record("episodes", control.EPISODE_COLUMNS)
+        self.trajectories = record("trajectories", control.TRAJECTORY_COLUMNS)
+        self.unit_drops = record("unit_drops", "episode attempt policy reason dropped_at")
+        self.proposals = record("proposals", "number episode attempt call environment key structure")
+        self.baselines = record("baselines", "group_id finishers earlier")
+        self.versions = record(
+            "versions", "policy lineage step parent_lineage parent_step path kind sha256 published_at"
         )
-        self.proposals = ControlTable(
-            database,
-            "proposals",
-            "number episode attempt call environment key structure",
-            checksum=True,
-            once=True,
-        )
-        self.baselines = ControlTable(database, "baselines", "group_id finishers earlier", checksum=True, once=True)
-        self.versions = ControlTable(
-            database,
-            "versions",
-            "policy lineage step parent_lineage parent_step path kind sha256 published_at",
-            checksum=True,
-            once=True,
-        )
-        self.steps = ControlTable(
-            database,
+        self.steps = record(
             "steps",
             "policy lineage step started_lineage started_step loss grad_norm fed samples tokens seconds normaliser"
             " input_digest columns_file metrics stepped_at",
-            checksum=True,
-            once=True,
         )
-        self.step_units = ControlTable(
-            database,
+        self.step_units = record(
             "step_units",
             "policy lineage step position episode attempt seat agent reward advantage baseline turn_advantages",
-            checksum=True,
-            once=True,
         )
-        self.pruned = ControlTable(database, "pruned", "episode attempt rule pruned_at", checksum=True, once=True)
-        self.pruned_files = ControlTable(database, "pruned_files", "file rule pruned_at", checksum=True, once=True)
+        self.pruned = record("pruned", "episode attempt rule pruned_at")
+        self.pruned_files = record("pruned_files", "file rule pruned_at")
         self.metrics = ControlTable(database, "metrics", "policy step name value recorded_at")
         self.meta = ControlTable(database, "meta", "key value", once=True)
 
