@@ -315,10 +315,10 @@ class ToolEnvironment(Environment):
     async def run(self, ctx: EpisodeContext) -> None:
         """Act and answer tool calls until the policy answers in plain text or a limit is reached."""
         truncated = False
-        connections = [MCPConnection(server) for server in self.mcp_servers]
+        connections = tuple(map(MCPConnection, self.mcp_servers))
         try:
             tools = await self._all_tools(ctx, connections)
-            agent = ctx.agent(self.seats[0], tools=[bound.spec for bound in tools.values()])
+            agent = ctx.agent(self.seats[0], tools=tuple(bound.spec for bound in tools.values()))
             observations: list[Message] = [user(self.prompt(ctx.task))]
             try:
                 while observations:

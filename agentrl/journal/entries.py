@@ -15,6 +15,7 @@ as well as its content, so that a valid entry under another episode, attempt or 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import zlib
 from typing import TYPE_CHECKING, Any
@@ -387,27 +388,19 @@ def code_digest(source: str) -> str:
     return hashlib.blake2b(source.encode("utf-8", "replace"), digest_size=8).hexdigest()
 
 
-class EpisodeDigest:
-    """A running digest, 16 bytes of blake2b, over call ids and bodies of an attempt's entries in order."""
+def extend_digest(digest: bytes, entry: JournalEntry) -> bytes:
+    """Compute the digest of an attempt's entries up to `entry`, 16 bytes of blake2b.
 
-    __slots__ = ("_hash",)
+    Each entry is hashed behind the digest of those before it, since every episode in flight keeps one: a running hash
+    would take 448 bytes.
 
-    def __init__(self) -> None:
-        self._hash = hashlib.blake2b(digest_size=16)
-
-    def add(self, entry: JournalEntry) -> None:
-        """Add the next entry."""
-        self._hash.update(entry.call_id.encode() + entry.body)
-
-    @property
-    def value(self) -> bytes:
-        """Digest of the entries so far, which a commit names."""
-        return self._hash.digest()
+    Args:
+        digest: of the entries before; empty before the first.
+        entry: the next one.
+    """
+    return hashlib.blake2b(digest + entry.call_id.encode() + entry.body, digest_size=16).digest()
 
 
 def episode_digest(entries: Iterable[JournalEntry]) -> bytes:
-    """Compute the `EpisodeDigest` of all entries of an attempt."""
-    digest = EpisodeDigest()
-    for entry in entries:
-        digest.add(entry)
-    return digest.value
+    """Compute the digest of all entries of an attempt in their order, which its commit names."""
+    return functools.reduce(extend_digest, entries, b"")

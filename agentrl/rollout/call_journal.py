@@ -38,7 +38,6 @@ from agentrl.journal.entries import (
     Begin,
     CancelEntry,
     EntryBody,
-    EpisodeDigest,
     IntentEntry,
     JournalEntry,
     LimitEntry,
@@ -47,6 +46,7 @@ from agentrl.journal.entries import (
     TurnEntry,
     asked_hash,
     encode_body,
+    extend_digest,
 )
 from agentrl.rollout.branches import (
     BEGIN,
@@ -165,7 +165,6 @@ class CallJournal:
     __slots__ = (
         "_attempt",
         "_cancelled",
-        "_digest",
         "_ended",
         "_episode_id",
         "_is_cutting",
@@ -177,6 +176,7 @@ class CallJournal:
         "code_hash",
         "code_hash_then",
         "detects_draws",
+        "digest",
         "failure",
         "is_new",
         "is_over_time",
@@ -200,7 +200,8 @@ class CallJournal:
         self._log = log
         self._episode_id = episode_id
         self._attempt = attempt
-        self._digest = EpisodeDigest()
+        self.digest = b""
+        """The digest of all entries of the attempt so far; see `extend_digest`."""
         self._ended = False
         self._stopped = False
         self.failure: EngineError | GlobalRandomError | None = None
@@ -648,11 +649,6 @@ class CallJournal:
         """Whether the episode was cancelled from outside."""
         return self._stopped
 
-    @property
-    def digest(self) -> bytes:
-        """Return the digest of all entries of the attempt so far; see `EpisodeDigest`."""
-        return self._digest.value
-
     # --- differences --------------------------------------------------------------------------------------------------
 
     def mismatch(self, call_id: str, then: str, now: str) -> NoReturn:
@@ -680,7 +676,7 @@ class CallJournal:
             self._count(answer)
 
     def _count(self, entry: JournalEntry) -> None:
-        self._digest.add(entry)
+        self.digest = extend_digest(self.digest, entry)
         self.written += 1
 
 

@@ -249,7 +249,7 @@ class EpisodeRunner:
             await asyncio.sleep(0)
         return entries
 
-    async def recalled(self, spec: EpisodeSpec, since: int) -> tuple[int, list[JournalEntry]]:
+    async def recalled(self, spec: EpisodeSpec, since: int) -> tuple[int, tuple[JournalEntry, ...]]:
         """Return the turns of earlier attempts that external agents requested, each with its whole context; a later
         attempt's turn replaces an earlier one's.
 
@@ -267,7 +267,7 @@ class EpisodeRunner:
             if isinstance(begin, Begin) and begin.recalls_from > since:
                 since, found = begin.recalls_from, {}
             found.update({entry.call_id: entry for entry in standalone(entries)})
-        return since, list(found.values())
+        return since, tuple(found.values())
 
     def forget(self, spec: EpisodeSpec) -> None:
         """Discard the partial turns of a failed attempt."""

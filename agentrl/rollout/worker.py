@@ -182,8 +182,9 @@ class AsyncioWorker:
             begin_again = False
             try:
                 recorded = await self._runner.recorded(spec) if resume else ()
-                known = (recalls_from, ()) if recorded else await self._runner.recalled(spec, recalls_from)
-                recalls_from, answers = known
+                recalls_from, answers = (
+                    (recalls_from, ()) if recorded else await self._runner.recalled(spec, recalls_from)
+                )
                 header = await self._runner.run(
                     *(spec, environment, recorded),
                     answers=answers,
