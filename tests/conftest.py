@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +15,9 @@ pytest_plugins = ["pytester"]
 
 # Ray gives its processes niceness 15, so beside anything else that runs they take minutes to start.
 os.environ.setdefault("RAY_worker_niceness", "0")
+
+OF_TESTS: set[Path] = set()
+"""`tmp_path` of each test so far, whose runs are judged at its end."""
 
 settings.register_profile("repeatable", derandomize=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))  # "default" draws anew
@@ -34,13 +37,28 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
     """Judge every run under the test's `tmp_path`, unless the test says that it damages them."""
     tmp_path = getattr(item, "funcargs", {}).get("tmp_path")
+    if tmp_path is not None:
+        OF_TESTS.add(tmp_path)
     yield
-    if tmp_path is None or item.get_closest_marker("damages_journal"):
-        return
-    runs = [control.parent.parent for control in tmp_path.rglob("journal/control.db")]
+    if tmp_path is not None and not item.get_closest_marker("damages_journal"):
+        judge_runs([tmp_path])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _judge_runs_of_fixtures(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Judge the runs that fixtures of more than one test left since the module began."""
+    base = tmp_path_factory.getbasetemp()
+    before = {*base.iterdir()}
+    yield
+    judge_runs(each for each in {*base.iterdir()} - before - OF_TESTS if not each.is_symlink())
+
+
+def judge_runs(directories: Iterable[Path]) -> None:
+    """Fail if a run under one of them does not hold."""
+    runs = [control.parent.parent for each in directories for control in each.rglob("journal/control.db")]
     found = [f"{run}: {violation}" for run in runs for violation in judge(run)]
     if found:
-        pytest.fail("a run that this test left does not hold:\n" + "\n".join(found), pytrace=False)
+        pytest.fail("a run that was left does not hold:\n" + "\n".join(found), pytrace=False)
 
 
 @pytest.fixture(scope="session")
