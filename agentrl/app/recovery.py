@@ -492,7 +492,7 @@ class Code(NamedTuple):
                 program = load_function(bot.id, f"policies.{name}.id")
                 files[_file_of(program)] = code_digest(inspect.getsource(inspect.getmodule(program) or program))
             except (OSError, TypeError):
-                continue  # the child has no source of its own
+                continue  # its code is in no file, such as one that was typed in
         return Code(files, environments)
 
 

@@ -430,7 +430,7 @@ class ProcessEngine:
         self._sending: set[asyncio.Task[None]] = set()
         self._placement = placement or LocalPlacement()
         self._first_versions = dict(versions)
-        self._wanted = self._served = WantedVersions()
+        self._wanted = self._confirmed = WantedVersions()
         """Newest request, and the part of it that the process has confirmed, which a new process receives first."""
         self._gone: dict[WeightsRef, EngineError] = {}
         """Errors of pinned versions that a former process served and the next one could not load, until they are
@@ -441,7 +441,9 @@ class ProcessEngine:
         self._address = ""
         """Address of the process while it serves."""
         self._moved: Callable[[], None] = lambda: None
+        """See `SharedEngine.on_move`."""
         self._busy_before = 0.0
+        """Seconds that former processes have computed."""
         self.supervisor = Supervisor(
             "the engine's process",
             self,
@@ -519,11 +521,12 @@ class ProcessEngine:
         A pinned version whose files are gone is left out: a session that pins it is refused with an error, and it does
         not block later versions.
         """
-        current = self._served.current.values()
+        current = self._confirmed.current.values()
         if current:
             await connection.serve(current, ())
         restored: frozenset[WeightsRef] = frozenset()
-        for weights in in_order((), self._served.pinned):
+        # One by one, so that a version that cannot be loaded names itself, and the others are served.
+        for weights in in_order((), self._confirmed.pinned):
             try:
                 await connection.serve(current, restored | {weights})
                 restored |= {weights}
@@ -531,7 +534,7 @@ class ProcessEngine:
                 raise
             except EngineError as error:
                 self._gone[weights] = error
-        self._served = WantedVersions(self._served.current, restored & self._wanted.pinned)
+        self._confirmed = WantedVersions(self._confirmed.current, restored & self._wanted.pinned)
 
     async def died(self, how: str) -> None:
         """See `Supervised.died`."""
@@ -564,7 +567,7 @@ class ProcessEngine:
         if policy not in self._first_versions:
             served = ", ".join(sorted(self._first_versions))
             raise EngineError(f"no policy {policy!r} in this engine; it serves: {served}")
-        if pin is not None and not self._served.has_pin(pin) and pin != self._current(pin.policy):
+        if pin is not None and not self._confirmed.has_pin(pin) and pin != self._current(pin.policy):
             lost = [error for weights, error in self._gone.items() if weights.version == pin]
             why = f"the engine's process was restarted: {lost[0]}" if lost else "pin it by serve(..., pinned)"
             raise VersionNotServedError(f"version {pin} is not served here; {why}")
@@ -603,14 +606,15 @@ class ProcessEngine:
         here: sessions that sample from it get the error.
         """
         wanted = self._wanted = self._wanted.followed_by(current, pinned)
-        self._served = self._served.without_pins_but(wanted)
+        # Unpinned versions are gone at once: a process that starts meanwhile must not load them again.
+        self._confirmed = self._confirmed.without_pins_but(wanted)
         kept = wanted.pinned.difference(wanted.current.values())
         self._gone = {weights: error for weights, error in self._gone.items() if weights in kept}
         try:
             await run_to_end(self._serve(in_order(current, pinned)))
         except EngineError:
-            if self._wanted is wanted:
-                self._wanted = self._served
+            if self._wanted is wanted:  # otherwise a newer request decides
+                self._wanted = self._confirmed
             raise
 
     async def _serve(self, asked: Sequence[WeightsRef]) -> None:
@@ -619,14 +623,14 @@ class ProcessEngine:
             sent = WantedVersions(self._wanted.current, self._wanted.pinned.difference(self._gone))
             with contextlib.suppress(EngineLostError):
                 await connection.serve(sent.current.values(), sent.pinned)
-                self._served = sent.without_pins_but(self._wanted)
+                self._confirmed = sent.without_pins_but(self._wanted)
                 return
-        refused = ", ".join(str(weights.version) for weights in asked if weights not in self._served.all)
+        refused = ", ".join(str(weights.version) for weights in asked if weights not in self._confirmed.all)
         died = f"{LOSSES_OF_AN_UPDATE} processes of the engine died of it"
         raise EngineError(f"weights {refused} refused: {died}. The version before it keeps serving")
 
     def _current(self, policy: str) -> PolicyVersion | None:
-        weights = self._served.current.get(policy)
+        weights = self._confirmed.current.get(policy)
         return self._first_versions.get(policy) if weights is None else weights.version
 
     async def ping(self) -> None:

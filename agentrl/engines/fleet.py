@@ -75,9 +75,10 @@ class ReplicatedEngine:
     def __init__(self, engines: Sequence[Engine], *, tell: Callable[[str], None] | None = None) -> None:
         self.capabilities = _together([engine.capabilities for engine in engines])
         self._replicas = [Replica(number, engine) for number, engine in enumerate(engines)]
-        self._wanted = self._served = WantedVersions()
+        self._wanted = self._accepted = WantedVersions()
         """Newest request, and the part of it that at least one replica serves."""
-        self._forwarded: set[asyncio.Task[None]] = set()
+        self._unpinning: set[asyncio.Task[None]] = set()
+        """Tasks that unpin versions while a replica is busy with an earlier request; see `serve`."""
         self._tell = tell or (lambda line: None)
         self._one_at_a_time = asyncio.Lock()
         self._changed = asyncio.Event()
@@ -196,25 +197,30 @@ class ReplicatedEngine:
         versions at once; this method waits too.
         """
         self._wanted = self._wanted.followed_by(current, pinned)
-        self._served = self._served.without_pins_but(self._wanted)
+        self._accepted = self._accepted.without_pins_but(self._wanted)
         for replica in self._replicas:
             replica.refusal = None
             if replica.asked is not None and replica.following is not None and not replica.following.done():
-                self._forward(replica.engine.serve((), replica.asked.pinned & self._wanted.pinned))
+                # The replica still works on an earlier request, which may wait for a place that only versions unpinned
+                # since then can free: unpin them now. What is new reaches it when that request has ended.
+                self._unpin(replica.engine.serve((), replica.asked.pinned & self._wanted.pinned))
         await run_to_end(self._roll_out())
 
-    def _forward(self, unpinning: Coroutine[Any, Any, None]) -> None:
+    def _unpin(self, unpinning: Coroutine[Any, Any, None]) -> None:
+        """Run a replica's `serve` that only unpins versions in the background; a failure is ignored."""
         task = asyncio.get_running_loop().create_task(unpinning, name="engine unpins")
-        self._forwarded.add(task)
+        self._unpinning.add(task)
 
         def end(ended: asyncio.Task[None]) -> None:
-            self._forwarded.discard(ended)
+            self._unpinning.discard(ended)
             if not ended.cancelled():
-                ended.exception()  # mark as retrieved: the next task reports the replica's failure
+                ended.exception()  # mark as retrieved: the replica's own task (`_reconcile`) meets the failure too
 
         task.add_done_callback(end)
 
     async def _roll_out(self) -> None:
+        """Bring the replicas to the newest request, one after another; if none accepts it, return to the last accepted
+        one."""
         async with self._one_at_a_time:
             wanted = self._wanted
             try:
@@ -223,12 +229,12 @@ class ReplicatedEngine:
                 while not self._is_taken():
                     await self._change()
             except Exception:
-                if self._wanted is wanted:
-                    self._wanted = self._served
+                if self._wanted is wanted:  # otherwise a newer request decides
+                    self._wanted = self._accepted
                     for replica in self._replicas:
                         self._follow(replica)
                 raise
-            self._served = self._wanted
+            self._accepted = self._wanted
 
     async def _in_turn(self, replica: Replica) -> None:
         """Wait until a replica serves the wanted versions, and fence it if it does not; skip fenced ones.
@@ -291,6 +297,8 @@ class ReplicatedEngine:
         return replica.following
 
     async def _reconcile(self, replica: Replica) -> None:
+        """Wait for a lost replica, ask it for the versions wanted, again as long as these change, and lift its
+        fence."""
         while not self._closed and replica.failure is None:
             try:
                 if replica.is_lost:
@@ -374,7 +382,7 @@ class ReplicatedEngine:
         self._closed = True
         self._changed.set()
         await asyncio.gather(*(replica.engine.close() for replica in self._replicas))
-        pending = {replica.following for replica in self._replicas if replica.following is not None} | self._forwarded
+        pending = {replica.following for replica in self._replicas if replica.following is not None} | self._unpinning
         pending |= {self._reminding} if self._reminding is not None else set()
         for task in pending:
             task.cancel()

@@ -38,7 +38,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class WantedVersions:
-    """The versions that an engine's owner requested last."""
+    """The versions that an engine's owner requests with `Engine.serve`, or the part of them that an engine serves.
+
+    `_wanted` is in every engine the newest request. What is served differs: a `VersionTable` loads versions itself and
+    has them in `live`; `ProcessEngine` and `ReplicatedEngine` pass requests on, keep what was accepted
+    (`_confirmed` by the process, `_accepted` by a replica), and return to that when a request is refused.
+    """
 
     current: Mapping[str, WeightsRef] = field(default_factory=dict)
     """Newest weights of each policy; a policy that is absent stays at its initial version."""

@@ -253,6 +253,11 @@ class TokenGradients(NamedTuple):
     weight: Tensor
     """Absolute derivative of the policy loss by the token's log-probability, without entropy and KL."""
 
+    @property
+    def derivatives(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The derivatives by logprob, entropy and divergence from the reference."""
+        return self.by_logprob, self.by_entropy, self.by_reference_kl
+
     def of(self, tokens: Tensor) -> TokenGradients:
         """Return the derivatives of some tokens, by index."""
         return TokenGradients(*(column[tokens] for column in self))

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
@@ -303,20 +304,25 @@ class PolicyTrainer:
     def _accumulate(
         self, learner: _Learner, step: _OpenStep, samples: Sequence[TrainingSample], *, normaliser: float
     ) -> None:
+        """Run samples through the model in micro-batches, and add their gradient and sums to the step.
+
+        The loss is evaluated on leaves (`LossBatch.of`); its derivatives then enter the model's graph as the gradients
+        of the model's outputs, so that forward and backward pass need only one micro-batch at a time.
+        """
         version = learner.version._replace(step=learner.step)
         first, totals = step.columns.add(samples, version), step.totals
         columns = TokenColumns.of(samples, version, group_size=self._config.credit.group_size)
-        weights = self._weights(columns, normaliser)
+        weights = self._token_weights(columns, normaliser)
         totals["samples"] += len(samples)
         totals["tokens"] += len(columns)
         learner.model.activate()
-        known: TokenGradients | None = None
+        known: TokenGradients | None = None  # of all tokens, for a loss that depends on the whole step
         if not self._loss.mark.per_token:
-            known = self._evaluated(learner, step, samples, columns, weights)
+            known = self._evaluate_whole_step(learner, step, samples, columns, weights)
             used = [
                 index
-                for index in range(len(samples))
-                if any(bool(each[columns.starts[index] : columns.starts[index + 1]].any()) for each in known[1:4])
+                for index, (start, stop) in enumerate(pairwise(columns.starts.tolist()))
+                if any(bool(each[start:stop].any()) for each in known.derivatives)
             ]
         else:
             used = [index for index, sample in enumerate(samples) if self._is_forwarded(sample)]
@@ -334,14 +340,14 @@ class PolicyTrainer:
                 rows = [first + index for index in used]
                 logprobs, entropies = (column.detach().cpu().numpy() for column in (head.logprob, head.entropy))
                 step.columns.record(packed, logprobs, entropies, rows)
-            outputs = zip((head.logprob, head.entropy, head.reference_kl), gradients[1:4], strict=True)
+            outputs = zip((head.logprob, head.entropy, head.reference_kl), gradients.derivatives, strict=True)
             live = [(each, by.to(each.device)) for each, by in outputs if each is not None and each.requires_grad]
             torch.autograd.backward([output for output, _ in live], [by for _, by in live])
             if step.suspect is None and not bool(gradients.loss.isfinite().all()):
                 wrong = int((~gradients.loss.isfinite()).nonzero()[0])
                 step.suspect = samples[used[int(packed.sample[wrong])]].episode_id
 
-    def _weights(self, columns: TokenColumns, normaliser: float) -> Tensor:
+    def _token_weights(self, columns: TokenColumns, normaliser: float) -> Tensor:
         """Return the loss weight of each token, [n], over the whole step and all ranks."""
         count = len(columns)
         if self._config.trainer.loss.normalizer != "sequences":
@@ -351,7 +357,7 @@ class PolicyTrainer:
         self._ranks.sum([total])
         return torch.from_numpy((1.0 / (float(total[0]) * lengths[columns.agent])).astype(np.float32))
 
-    def _evaluated(
+    def _evaluate_whole_step(
         self,
         learner: _Learner,
         step: _OpenStep,
@@ -651,17 +657,17 @@ class PolicyTrainer:
         elif weights is not None:
             learner.load(weights)
         for earlier, rate in between:
-            self._accumulated(learner, earlier)
+            self._loss_and_norm(learner, earlier)
             if earlier.units:
                 learner.apply(rate)
             learner.discard()
             learner.step = earlier.step_id
-        found = self._accumulated(learner, batch)
+        found = self._loss_and_norm(learner, batch)
         learner.discard()
         return found
 
-    def _accumulated(self, learner: _Learner, batch: TrainBatch) -> tuple[float, float]:
-        """Return loss and gradient norm of a batch; its clipped gradient stays on the parameters."""
+    def _loss_and_norm(self, learner: _Learner, batch: TrainBatch) -> tuple[float, float]:
+        """Accumulate a batch; return its loss and gradient norm. The clipped gradient stays on the parameters."""
         self.forward_backward(batch)
         if learner.open is None:
             raise TrainerError(f"policy {batch.policy!r}: step {batch.step_id} was not accumulated")
@@ -731,10 +737,10 @@ def journal_reader(run_directory: Path) -> ReadUnits:
 
     def read(units: Sequence[Unit]) -> Sequence[Sequence[Trajectory]]:
         keys = [
-            EpisodeKey(item.location.partition, item.episode_id, item.attempt, item.location.entries) for item in units
+            EpisodeKey(unit.location.partition, unit.episode_id, unit.attempt, unit.location.entries) for unit in units
         ]
-        read = zip(units, reader.read_many(keys), strict=True)
-        return [trajectories(entries, item.policy) for item, entries in read]
+        entries = reader.read_many(keys)
+        return [trajectories(own, unit.policy) for unit, own in zip(units, entries, strict=True)]
 
     return read
 

@@ -131,7 +131,7 @@ class OpenGroup:
 
     running: int
     size: int = 0
-    """Number of members to be sampled; after a resume fewer may be left."""
+    """Number of members to be sampled; after a resume fewer may be left. 0 until the first is admitted."""
     task: str | None = None
     """Id of the root episode's task."""
     headers: list[EpisodeHeader] = field(default_factory=list)
@@ -445,7 +445,9 @@ class EpisodeBuffer:
         self._groups: dict[str, OpenGroup] = {}
         self._ready: dict[str, deque[ReadyUnit]] = {policy: deque() for policy in self.trainable}
         self._in_flight: Counter[str] = Counter()
+        """Number of units of running episodes, by policy."""
         self._late: Counter[str] = Counter()
+        """See `late`."""
         self._consumed: Counter[str] = Counter()
         """Number of units trained in this attempt of the run, by policy."""
         self._begun: dict[str, dict[str, int]] = {policy: {} for policy in self.trainable}
@@ -453,7 +455,9 @@ class EpisodeBuffer:
         self._beginnings: dict[str, OrderedDict[int, int]] = {policy: OrderedDict() for policy in self.trainable}
         """Number of outstanding units that began at each value of `_consumed`, smallest first, keyed by policy."""
         self._unresolved: dict[str, set[str]] = {}
+        """Policies whose unit is neither trained nor dropped, keyed by committed episode."""
         self._trained: set[str] = set()
+        """Episodes with unresolved units of which one was trained."""
         self.ledger = Ledger()
         self.counts = Counts()
         """Counts of the episodes that ended since the run began."""
@@ -470,7 +474,7 @@ class EpisodeBuffer:
         """
         running = spec.group_size if members is None else members
         group = self._groups.setdefault(spec.group_id, OpenGroup(running))
-        self.release.record_admission(spec, group)
+        self.release.record_admission(spec, group)  # before `size` is set: 0 marks the group's first member
         group.size = spec.group_size
         self.ledger.admitted += 1
         self.ledger.in_flight += 1
@@ -503,7 +507,7 @@ class EpisodeBuffer:
             self._in_flight[policy] -= 1
             self._late[policy] += group.late - before
         if self._drops_no_signal:
-            drops += self._without_signal(released, credits)
+            drops += self._drop_without_signal(released, credits)
         for member in released:
             self._make_ready(member, credits, group, spec.environment)
         if group.running == 0:
@@ -531,7 +535,7 @@ class EpisodeBuffer:
         if not policies:
             self._close_episode(header.episode_id, reason="frozen")
 
-    def _without_signal(self, released: Sequence[EpisodeHeader], credits: Credits) -> list[UnitDrop]:
+    def _drop_without_signal(self, released: Sequence[EpisodeHeader], credits: Credits) -> list[UnitDrop]:
         """Drop the units of a whole group in which no unit of their policy has an advantage."""
         trajectories = [(header.episode_id, own) for header in released for own in header.trajectories]
         found = [(own.policy, credits.get((episode_id, own.seat, own.index))) for episode_id, own in trajectories]
@@ -575,6 +579,7 @@ class EpisodeBuffer:
         rewards = [header.reward for header in headers if header.parent_id is not None and header.reward is not None]
         if rewards and min(rewards) >= 0.0 and max(rewards) <= 1.0:
             mean = math.fsum(rewards) / len(rewards)
+            # A range includes its lower end; that below 0.8 also its upper one, so that `FRONTIER` includes both ends.
             inside = 1 + min(int(mean * 5), 3 if mean <= 0.8 else 4)
             self.counts.count_pass_rate(PASS_RATES[0 if mean == 0 else -1 if mean == 1 else inside])
 

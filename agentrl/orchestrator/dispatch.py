@@ -152,7 +152,7 @@ class Dispatcher:
     next_evaluation: int = 0
     """Number of the next evaluation episode."""
     ended_children: dict[str, EpisodeHeader] = field(default_factory=dict)
-    """Headers of resumed parents' children that ended in a previous attempt, or before their parent asked for them."""
+    """Headers of children that ended in a previous attempt of the run, or of the episodes that forks were made from."""
     admission: AdmissionPolicy = field(default_factory=NobodyLearns)
     """Admission policy, set by `govern`."""
     memory: ProposalMemory = field(init=False)
@@ -167,8 +167,8 @@ class Dispatcher:
     """Episodes of a previous attempt that cannot continue yet."""
     _children: dict[str, dict[str, EpisodeHeader]] = field(default_factory=dict)
     """Headers of ended children, keyed by running parent: a re-executed parent asks for them again."""
-    _parents: dict[str, OnEnd] = field(default_factory=dict)
-    """Callbacks for children that were resumed before their parent asked for them."""
+    _rejoined: dict[str, OnEnd] = field(default_factory=dict)
+    """Callbacks of re-executed parents, keyed by a child in flight that was not started by that execution."""
     _resumed: set[str] = field(default_factory=set)
     """Resumed episodes and their children; the journal may hold their entries, admitted or not."""
     _sharers: dict[str, list[OnEnd]] = field(default_factory=dict)
@@ -240,9 +240,9 @@ class Dispatcher:
         for spec, _ in ended:
             self.buffer.admit(spec, members[spec.group_id])
         for spec in unfinished:
-            self._admit(spec, members[spec.group_id])
+            self._record_start(spec, members[spec.group_id])
         for spec, header in ended:
-            self._record(self.buffer.record_end(spec, header))
+            self._record_drops(self.buffer.record_end(spec, header))
         self._resumed = {spec.episode_id for spec in unfinished}
         self._held = unfinished
         self.resume_held()
@@ -311,7 +311,7 @@ class Dispatcher:
             asyncio.get_running_loop().call_soon(on_end, ended)
             return True
         if episode_id in self._running:
-            self._parents[episode_id] = on_end
+            self._rejoined[episode_id] = on_end
             return True
         return False
 
@@ -373,7 +373,7 @@ class Dispatcher:
                 continue
             header = dropped_header(spec, reason)
             self.reservations.cancel(spec.episode_id)
-            self._record(self.buffer.record_end(spec, header))
+            self._record_drops(self.buffer.record_end(spec, header))
             headers.append((spec, header))
         await asyncio.gather(*(self.store.commit_episode(spec, header, b"", {}) for spec, header in headers))
 
@@ -442,7 +442,8 @@ class Dispatcher:
         """Admit episodes, a whole group atomically, and run them: a resumed run must not take a part for the group."""
         self.store.admit(*(spec for spec, _ in starting))
         for spec, on_end in starting:
-            self._admit(spec)
+            self._record_start(spec)
+            # The journal may hold entries of a resumed parent's child even if its admission was lost with the process.
             resume = spec.parent_id in self._resumed
             if resume:
                 self._resumed.add(spec.episode_id)
@@ -465,6 +466,7 @@ class Dispatcher:
             self._end(spec, None, header)
 
     def _end(self, spec: EpisodeSpec, on_end: OnEnd | None, header: EpisodeHeader) -> None:
+        """Receive the header of an episode, and hand it to the buffer and to those who wait for it."""
         running = self._running.get(spec.episode_id)
         if running is None or running.attempt != header.attempt:
             self.buffer.counts.count_superseded()
@@ -475,11 +477,11 @@ class Dispatcher:
         self.reservations.cancel(spec.episode_id)
         if spec.parent_id in self._running:
             self._children.setdefault(spec.parent_id, {})[spec.episode_id] = header
-        on_end = self._parents.pop(spec.episode_id, on_end)
+        on_end = self._rejoined.pop(spec.episode_id, on_end)
         if spec.purpose == "train":
             if not header.committed:
                 self.memory.forget(spec.episode_id)
-            self._record(self.buffer.record_end(spec, header))
+            self._record_drops(self.buffer.record_end(spec, header))
             learning = self.admission.learning()
             self._drop_units_of_others(learning)
             self.buffer.counts.count_end(header, header.winner)
@@ -488,8 +490,8 @@ class Dispatcher:
                 self.fail(CheckFailedError(f"{why}. Last failure: {self.worker.last_failure or 'none'}"))
         elif spec.purpose == "evaluate" and spec.parent_id is not None:
             self._evaluated.append(header)
-        for tell in ([on_end] if on_end is not None else []) + self._sharers.pop(spec.episode_id, []):
-            tell(header)
+        for waiting in ([on_end] if on_end is not None else []) + self._sharers.pop(spec.episode_id, []):
+            waiting(header)
         self.signal.notify()
 
     def drop_frozen(self) -> None:
@@ -499,9 +501,10 @@ class Dispatcher:
     def _drop_units_of_others(self, learning: Collection[str]) -> None:
         for policy in self.buffer.trainable.difference(learning) if learning else ():
             ready = self.buffer.pop_ready(policy, self.buffer.ready(policy))
-            self._record(self.buffer.drop(ready, "frozen"))
+            self._record_drops(self.buffer.drop(ready, "frozen"))
 
-    def _admit(self, spec: EpisodeSpec, members: int | None = None) -> None:
+    def _record_start(self, spec: EpisodeSpec, members: int | None = None) -> None:
+        """Count an episode in: in the buffer, in the reservations for its children, and as running."""
         if spec.purpose == "train":
             self.buffer.admit(spec, members)
         self._reserve(spec)
@@ -534,7 +537,7 @@ class Dispatcher:
             # the code was edited since the child was spawned; its runner reports the error
             self.reservations.cancel(spec.episode_id)
 
-    def _record(self, drops: Sequence[UnitDrop]) -> None:
+    def _record_drops(self, drops: Sequence[UnitDrop]) -> None:
         for drop in drops:
             self.store.record_drop(drop.episode_id, drop.attempt, drop.policy, drop.reason)
 

@@ -4,16 +4,16 @@
               ▲                                               │
               └───────────── a new version makes room ◀───────┘
 
-| loop          | consumes       | waits for                               | is unblocked by                    |
-|---------------|----------------|-----------------------------------------|------------------------------------|
-| `_admit`      | tasks          | in-flight bound, staleness bounds       | an episode's end, a policy's step  |
-| episode       | engine, tools  | its own turns                           | nothing of the loop                |
-| `_train`      | ready units    | step_size units, or all that can come   | a released group, closed admission |
-| `_checkpoint` | nothing        | the trainer to be between two steps     | the step's end                     |
-| evaluation    | held-out tasks | the engine, behind training episodes    | nothing of the loop                |
-| `_watch`      | nothing        | that nothing runs or may start          | the end of training                |
+| loop            | consumes       | waits for                               | is unblocked by                    |
+|-----------------|----------------|-----------------------------------------|------------------------------------|
+| `_admit_groups` | tasks          | in-flight bound, staleness bounds       | an episode's end, a policy's step  |
+| episode         | engine, tools  | its own turns                           | nothing of the loop                |
+| `_train`        | ready units    | step_size units, or all that can come   | a released group, closed admission |
+| `_checkpoint`   | nothing        | the trainer to be between two steps     | the step's end                     |
+| evaluation      | held-out tasks | the engine, behind training episodes    | nothing of the loop                |
+| `_watch`        | nothing        | that nothing runs or may start          | the end of training                |
 
-To follow one episode (docs/follow_one_episode.md): `Orchestrator._admit` → `orchestrator/dispatch.py` →
+To follow one episode (docs/follow_one_episode.md): `Orchestrator._admit_groups` → `orchestrator/dispatch.py` →
 `rollout/worker.py` → `rollout/runner.py` → the environment's `run` → `rollout/agent.py` → `orchestrator/buffer.py` →
 `learn/trainer.py` → `credit/samples.py` → `learn/losses.py`.
 
@@ -131,7 +131,7 @@ class Orchestrator:
     _metrics: StepMetrics = field(init=False)
     _phase: str = "starting"
     _stepping: dict[str, int] = field(default_factory=dict)
-    """Number of steps in progress, by policy."""
+    """Number of the step in progress, by policy."""
 
     def __post_init__(self) -> None:
         self._metrics = StepMetrics(
@@ -177,10 +177,10 @@ class Orchestrator:
     def status(self) -> Status:
         """Return the state of the run between steps: counts, and who waits for what. Cheap: read every second."""
         ledger = self.buffer.ledger
-        evaluated, of = self.dispatcher.evaluated()
+        evaluated, total = self.dispatcher.evaluated()
         return Status(
             phase=self._phase,
-            progress=(evaluated, of) if evaluated < of else None,
+            progress=(evaluated, total) if evaluated < total else None,
             waits=self._waits() if self._phase == "training" else (),
             in_flight=ledger.in_flight,
             ready=ledger.ready,
@@ -218,7 +218,7 @@ class Orchestrator:
         self._metrics.start()
         try:
             async with asyncio.TaskGroup() as loops:
-                loops.create_task(self._admit(), name="admit")
+                loops.create_task(self._admit_groups(), name="admit")
                 loops.create_task(self._watch(), name="watch")
                 for policy in self.board.trainable:
                     loops.create_task(self._train(policy, loops), name=f"train {policy}")
@@ -239,8 +239,8 @@ class Orchestrator:
             await self.evaluator.now(self._versions(), self._is_stopping)
         await self.store.flush()
 
-    async def _admit(self) -> None:
-        held_by = ""
+    async def _admit_groups(self) -> None:
+        held_by = ""  # how long the next group waited, and for what
         while not self._finished():
             while not self._finished() and self.scheduler.may_admit(self.demand()):
                 self.dispatcher.admit_group(self.curriculum.task(self.dispatcher.next_group), held_by)

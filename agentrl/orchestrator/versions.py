@@ -161,6 +161,7 @@ class ServedVersions:
         self._pins: dict[str, dict[PolicyVersion, WeightsRef]] = {}
         """Pinned versions, keyed by holder."""
         self._unpinning: set[asyncio.Task[None]] = set()
+        """Tasks that tell the engine of unpinned versions; a reference keeps a task from being collected."""
 
     async def make_current(self, weights: WeightsRef) -> None:
         """Serve new conversations of a policy with a version, which replaces the oldest one of `BATCHES`.
@@ -172,18 +173,19 @@ class ServedVersions:
         before = self.current.get(policy)
         self.current[policy] = weights
         pins = self._pins.setdefault(BATCHES, {})
-        outdated: dict[PolicyVersion, WeightsRef] = {}
+        changed: dict[PolicyVersion, WeightsRef] = {}  # pins to restore if the engine refuses
         if policy in self._batches:
             oldest = weights.version.step - self._batches[policy]
             for version in [each for each in pins if each.policy == policy and each.step < oldest]:
-                outdated[version] = pins.pop(version)
-            outdated |= {each: ref for each, ref in pins.items() if each == weights.version}
+                changed[version] = pins.pop(version)
+            changed |= {each: pinned for each, pinned in pins.items() if each == weights.version}
             pins[weights.version] = weights
         try:
             await self._serve()
         except EngineError:
+            # Undo this call's changes only: other pins may have changed while the engine worked.
             pins.pop(weights.version, None)
-            pins.update(outdated)
+            pins.update(changed)
             if before is None:
                 del self.current[policy]
             else:
@@ -202,7 +204,7 @@ class ServedVersions:
         try:
             await self._serve()
         except EngineError:
-            # Otherwise it was unpinned in the meantime.
+            # If the version is no longer there, it was unpinned while the engine worked, and stays so.
             if pins.pop(weights.version, None) is not None and before is not None:
                 pins[weights.version] = before
             raise

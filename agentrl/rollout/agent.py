@@ -413,7 +413,8 @@ class LiveAgent(TurnSampler, Agent):
         return self._answered(call, messages, completion, completion.token_ids.tolist(), state)
 
     def _demonstrated(self, reply: str, sampled: Completion) -> Completion:
-        """A given reply as a turn, in place of the token that was sampled to learn the version that acts.
+        """Make the completion of a given reply; it replaces the one token of `sampled`, which shows the version that
+        acts.
 
         Raises:
             EpisodeError: nobody could train on it.

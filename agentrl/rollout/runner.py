@@ -86,10 +86,12 @@ class EpisodeRunner:
         self._store = store
         self._log = log
         self._reading = asyncio.Lock()
+        """Held while an episode's entries are read; see `recorded`."""
         self._code_hashes: dict[type[Environment], str] = {}
         self._checked: Counter[type[Environment]] = Counter()
         """Number of new episodes that were checked for draws, by environment."""
         self._run_settings = {"": self._services.policy_settings("").recorded}
+        """Settings of the run in the form of `Begin.settings`, shared by all episodes without overrides."""
         self._own_settings = {policy: own.recorded for policy, own in settings.policies.items()}
         self._running: dict[str, LiveContext] = {}
         """Context of the newest attempt, keyed by episode."""
@@ -128,7 +130,7 @@ class EpisodeRunner:
             try:
                 # Runs the program within its time limit; inline, because each further coroutine takes 300 bytes.
                 limit = episode.limit = TimeLimit(
-                    episode, self._services.settings.episode_timeout_s, on_stuck or _nobody
+                    episode, self._services.settings.episode_timeout_s, on_stuck or _ignore_stuck
                 )
                 try:
                     self.parking.begin(spec.episode_id, episode)
@@ -159,8 +161,8 @@ class EpisodeRunner:
             self.close_attempt(spec)
         header = self._header(context, stop_reason, self.clock.monotonic() - started)
         episode.partials.forget()
-        told = valid_unicode(episode.note)
-        await _whatever_happens(self._store.commit_episode(spec, header, journal.digest, episode.metrics, told))
+        note = valid_unicode(episode.note)
+        await _despite_cancellation(self._store.commit_episode(spec, header, journal.digest, episode.metrics, note))
         self.host.record_episode_metrics(spec, header, context.counted())
         return header
 
@@ -188,7 +190,7 @@ class EpisodeRunner:
             self._log, spec.episode_id, spec.attempt, clock=self.clock, kept=spec.purpose == "train", resumed=resumed
         )
         episode = LiveEpisode(spec, journal, self._services, partials, began_under)
-        context = self._running[spec.episode_id] = LiveContext(episode, environment)
+        self._running[spec.episode_id] = context = LiveContext(episode, environment)
         return context
 
     def _header(self, context: LiveContext, stop_reason: StopReason, seconds: float) -> EpisodeHeader:
@@ -276,7 +278,7 @@ class EpisodeRunner:
     async def drop(self, spec: EpisodeSpec, reason: str, detail: str, seconds: float) -> EpisodeHeader:
         """Record that an episode ends untrained, with its reason."""
         header = dropped_header(spec, reason, seconds=seconds)
-        await _whatever_happens(self._store.commit_episode(spec, header, b"", {}, valid_unicode(detail)))
+        await _despite_cancellation(self._store.commit_episode(spec, header, b"", {}, valid_unicode(detail)))
         return header
 
     def _journal_of(
@@ -381,7 +383,7 @@ def _inherited(now: Mapping[str, PlayedUnder], begin: Begin, spec: EpisodeSpec) 
     return {**now, **({"": recorded[""], **kept} if kept else {})}
 
 
-def _nobody(task: asyncio.Task[Any]) -> None:
+def _ignore_stuck(task: asyncio.Task[Any]) -> None:
     """Ignore a stuck program."""
 
 
@@ -418,7 +420,7 @@ def _check_end(environment: type[Environment], journal: CallJournal, limit: Time
         raise EpisodeError(limit.explanation, reason="episode_timeout")
 
 
-async def _whatever_happens(commit: Coroutine[Any, Any, None]) -> None:
+async def _despite_cancellation(commit: Coroutine[Any, Any, None]) -> None:
     """Wait for a commit even if cancelled, so that an episode on disk is also reported."""
     writing = asyncio.get_running_loop().create_task(commit)
     while not writing.done():

@@ -74,7 +74,7 @@ class AsyncioWorker:
         self._on_failure = on_failure
         self._tasks: dict[asyncio.Task[None], tuple[EpisodeSpec, OnEnd]] = {}
         """Running attempts and their end callbacks, keyed by task."""
-        self._on_end, self._on_stuck = self._ended, self._stuck  # bound once, not for each episode
+        self._on_task_done, self._on_stuck = self._task_done, self._stuck  # bound once, not for each episode
         self._is_cancelling = False
         self._strays = Counter[str]()
         """Number of cancellations by code that does not own the episode's task, keyed by episode."""
@@ -121,9 +121,10 @@ class AsyncioWorker:
         self._runner.parking.admit(spec.episode_id)
         task = asyncio.get_running_loop().create_task(work, name=spec.episode_id)
         self._tasks[task] = (spec, on_end)
-        task.add_done_callback(self._on_end)
+        task.add_done_callback(self._on_task_done)
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
+    def _task_done(self, task: asyncio.Task[None]) -> None:
+        """Handle the end of an episode's task: resume it if others cancelled it, or report its failure."""
         self._runner.parking.forget(task.get_name())
         known = self._tasks.pop(task, None)
         if known is None:
@@ -169,7 +170,8 @@ class AsyncioWorker:
     async def _run(self, spec: EpisodeSpec, on_end: OnEnd, *, resume: bool) -> None:
         """Run attempts until one commits, or the episode is dropped or abandoned.
 
-        A killed process may have written entries of a further attempt whose admission never reached the disk.
+        With `resume` every attempt reads its recorded entries first, later ones too: a killed process may have written
+        entries of a further attempt whose admission never reached the disk.
         """
         if self._admitted is not None:
             await self._admitted()
@@ -177,7 +179,9 @@ class AsyncioWorker:
         environment = self._environment(spec.environment)
         task = asyncio.current_task()
         assert task is not None
-        failures, recalls_from, counted_from = 0, 0, 0
+        failures = 0
+        recalls_from = 0  # see `EpisodeRunner.run`
+        counted_from = 0  # first attempt that counts towards `MAX_ATTEMPTS`
         while True:
             begin_again = False
             try:
@@ -208,7 +212,7 @@ class AsyncioWorker:
                 counted_from = spec.attempt + 1 if reason == "harness_lost" else counted_from
                 begin_again = spec.fork is None and spec.attempt + 1 - counted_from < MAX_ATTEMPTS
             elif reason == "environment_error":
-                recalls_from = spec.attempt + 1
+                recalls_from = spec.attempt + 1  # the recorded replies led to the error, so the retry samples new ones
                 failures += 1
                 begin_again = failures < self._data_attempts
             if not begin_again:

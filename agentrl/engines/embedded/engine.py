@@ -9,7 +9,7 @@ token     calls in flight go on under the new one    the same
 turn      calls in flight end on theirs              new calls wait until those in flight have ended, then the swap
 episode   sessions stay on theirs until they close   refused
 lazy      sessions stay until their lag exceeds      refused
-          `max_staleness`, their KV is gone, or a place is short
+          `max_staleness`, their KV is gone, or another version needs the adapter slot
 
 Invariants:
 1. The event loop schedules, the worker computes; they never touch the same state at once (`between_passes`).
