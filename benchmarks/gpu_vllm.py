@@ -41,7 +41,7 @@ from agentrl.config.run import RunConfig
 from agentrl.core.ports import Engine, Trainer
 from agentrl.core.records import PolicyVersion
 from agentrl.engines.client import ProcessEngine
-from agentrl.engines.transfer import Recipient, SendsWeights
+from agentrl.engines.transfer import ReceivingEngine, SendsWeights
 from agentrl.environment.registry import resolve
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -98,7 +98,7 @@ class Watched:
         if isinstance(trainer, SendsWeights):
             send = trainer.send
 
-            async def counted(version: PolicyVersion, recipient: Recipient) -> None:
+            async def counted(version: PolicyVersion, recipient: ReceivingEngine) -> None:
                 await send(version, recipient)
                 self.deliveries[recipient.transfer] += 1
 

@@ -31,7 +31,7 @@ from agentrl.config.policies import LoraConfig, PolicyConfig
 from agentrl.config.run import RunConfig
 from agentrl.config.sections import EngineConfig, EnvironmentConfig, ModelConfig, TrainerConfig
 from agentrl.core.records import PolicyVersion, TrainingSample
-from agentrl.engines.models import computable
+from agentrl.engines.models import runnable_on_meta
 from agentrl.learn.forward import token_logprobs
 from agentrl.learn.memory import AllocationCounter
 from agentrl.learn.models import PolicyModel, load_models
@@ -156,7 +156,7 @@ def _counted(path: Path, length: int, kind: type[Counter]) -> Counter:
     config = _configured(path, dtype="float32", recompute=True)
     model = load_models(config, torch.device("meta"))["policy"]
     module: nn.Module = model.model
-    with computable(model.model), kind([*module.parameters(), *module.buffers()]) as counted:
+    with runnable_on_meta(model.model), kind([*module.parameters(), *module.buffers()]) as counted:
         _ours(model, _rows(1, length))
     return counted
 

@@ -28,12 +28,12 @@ from agentrl.core.errors import ConfigError, EnvironmentDefinitionError, InputEr
 from agentrl.core.machine import Gpu, Memory, gpus, install_command
 from agentrl.core.ports import ChatFormat, Engine, Trainer
 from agentrl.core.records import PolicyVersion, Task
-from agentrl.engines.bases import EnginePerBase
+from agentrl.engines.base_models import EnginePerBase
 from agentrl.engines.child_process import SILENCE_S, ChildProgram, LocalPlacement, ProcessPlacement
 from agentrl.engines.client import ProcessEngine, SharedEngine
 from agentrl.engines.external import NoEngine, RoutedEngine
 from agentrl.engines.fleet import ReplicatedEngine
-from agentrl.engines.transfer import Recipient, SendsWeights
+from agentrl.engines.transfer import ReceivingEngine, SendsWeights
 from agentrl.environment.base import Environment, Split, TaskSource, described
 from agentrl.environment.mixture import (
     MemberTasks,
@@ -235,7 +235,7 @@ def connect_trainer(config: RunConfig, engine: Engine, trainer: Trainer) -> None
     for fleet in engines_of(engine):
         for each in fleet.engines if isinstance(fleet, ReplicatedEngine) else [fleet]:
             if isinstance(each, ProcessEngine):
-                recipient = Recipient(
+                recipient = ReceivingEngine(
                     address="",
                     transfer=plan.transfer_to(number),
                     processes=section.devices,
@@ -245,7 +245,7 @@ def connect_trainer(config: RunConfig, engine: Engine, trainer: Trainer) -> None
             number += 1
 
 
-def _delivery(trainer: SendsWeights, recipient: Recipient) -> Callable[[PolicyVersion, str], Awaitable[None]]:
+def _delivery(trainer: SendsWeights, recipient: ReceivingEngine) -> Callable[[PolicyVersion, str], Awaitable[None]]:
     def deliver(version: PolicyVersion, address: str) -> Awaitable[None]:
         return trainer.send(version, replace(recipient, address=address))
 

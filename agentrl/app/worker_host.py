@@ -33,7 +33,7 @@ from agentrl.core.files import closed_under_us
 from agentrl.core.network import SCHEME
 from agentrl.core.ports import SpawnedGroup
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, Task
-from agentrl.engines.bases import SamplerPerBase
+from agentrl.engines.base_models import SamplerPerBase
 from agentrl.engines.child_process import die_with_parent
 from agentrl.engines.client import EngineClient
 from agentrl.engines.external import RoutedSampler

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from agentrl.config.devices import NodePlan
     from agentrl.core.records import PolicyVersion, StepReport, TrainBatch, Trajectory, Unit, WeightsRef
-    from agentrl.engines.transfer import Recipient
+    from agentrl.engines.transfer import ReceivingEngine
     from agentrl.learn.ranks import Rendezvous
 
 PATIENCE_S = 60.0
@@ -237,7 +237,7 @@ class TrainerRank:
         """See `PolicyTrainer.publish`."""
         return self._trainer.publish(policy, version)
 
-    def send(self, version: PolicyVersion, recipient: Recipient) -> None:
+    def send(self, version: PolicyVersion, recipient: ReceivingEngine) -> None:
         """See `PolicyTrainer.send`."""
         self._trainer.send(version, recipient)
 
@@ -379,7 +379,7 @@ class RayTrainerPool:
         references: Sequence[WeightsRef] = await self._all("publish", policy, version)
         return references[0]
 
-    async def send(self, version: PolicyVersion, recipient: Recipient) -> None:
+    async def send(self, version: PolicyVersion, recipient: ReceivingEngine) -> None:
         """See `PolicyTrainer.send`."""
         await self._all("send", version, recipient)
 

@@ -176,7 +176,7 @@ def read_model(
         ) from error
     _check_report(path, report)
     loaded: PreTrainedModel = model
-    hold_positions(loaded, max_context)
+    fix_rotary_positions(loaded, max_context)
     return loaded
 
 
@@ -209,7 +209,7 @@ def _kept(keep: Callable[[nn.Parameter], nn.Parameter] | None) -> Iterator[None]
             os.environ[_ONE_TENSOR_AT_A_TIME] = before
 
 
-def read_shapes(path: str | Path, *, max_context: int, dtype: torch.dtype | None = None) -> PreTrainedModel:
+def read_meta_model(path: str | Path, *, max_context: int, dtype: torch.dtype | None = None) -> PreTrainedModel:
     """Read the model of a directory without its weights, on the meta device: names, shapes, configuration.
 
     Args:
@@ -239,7 +239,7 @@ def read_shapes(path: str | Path, *, max_context: int, dtype: torch.dtype | None
 
 
 @contextmanager
-def in_float32(model: PreTrainedModel, widened: Callable[[Tensor], Tensor] = Tensor.float) -> Iterator[None]:
+def computing_in_float32(model: PreTrainedModel, widened: Callable[[Tensor], Tensor] = Tensor.float) -> Iterator[None]:
     """Make a model compute in float32 within the context: each layer has a float32 copy of its weights while it runs.
 
     Args:
@@ -261,7 +261,7 @@ def in_float32(model: PreTrainedModel, widened: Callable[[Tensor], Tensor] = Ten
         for parameters, name, parameter in stored.pop(unit, ()):
             parameters[name] = parameter
 
-    layers = layers_of(model)
+    layers = outermost_layers(model)
     inside = {module for layer in layers for module in layer.modules()}
     every: Iterator[nn.Module] = model.modules()
     units = [*layers, *(module for module in every if module._parameters and module not in inside)]
@@ -276,15 +276,15 @@ def in_float32(model: PreTrainedModel, widened: Callable[[Tensor], Tensor] = Ten
             restore(unit)
 
 
-def layers_of(model: nn.Module) -> list[nn.Module]:
+def outermost_layers(model: nn.Module) -> list[nn.Module]:
     """Return the layers of a model, only the outermost ones."""
     if isinstance(model, GradientCheckpointingLayer):
         return [model]
-    return [layer for child in model.children() for layer in layers_of(child)]
+    return [layer for child in model.children() for layer in outermost_layers(child)]
 
 
 @contextmanager
-def computable(model: PreTrainedModel) -> Iterator[None]:
+def runnable_on_meta(model: PreTrainedModel) -> Iterator[None]:
     """Make a model on the meta device callable within the context: on the CPU, with tensors that have shapes and no
     data.
 
@@ -324,7 +324,7 @@ def kv_bytes_per_token(config: PretrainedConfig) -> int:
     return int(2 * heads * size * text.num_hidden_layers * dtype.itemsize)
 
 
-def special_lengths(config: PretrainedConfig, max_context: int) -> list[int]:
+def length_thresholds(config: PretrainedConfig, max_context: int) -> list[int]:
     """Return the lengths below `max_context` at which a model may change its computation, ascending.
 
     These are all integers in its configuration whose names contain window, chunk, block, top-k or original positions: a
@@ -402,7 +402,7 @@ def _check_shards(path: Path) -> None:
         return
     if missing:
         raise ModelError(
-            f"{path}: {len(missing)} of {len(named)} weight files are missing ({first_names(missing)}), though "
+            f"{path}: {len(missing)} of {len(named)} weight files are missing ({quote_first_names(missing)}), though "
             "model.safetensors.index.json names them. Copy the directory again, or finish its download"
         )
 
@@ -413,8 +413,8 @@ def _check_alone(path: Path) -> None:
         others = {each.name for each in path.glob("*.safetensors")} - {WEIGHT_FILES["full"][0]}
         if others:
             raise ModelError(
-                f"{path}: vLLM would load {first_names(others)} over model.safetensors; move it away, or save the "
-                "model with model.save_pretrained(directory)"
+                f"{path}: vLLM would load {quote_first_names(others)} over model.safetensors; move it away, or save "
+                "the model with model.save_pretrained(directory)"
             )
 
 
@@ -427,17 +427,17 @@ def _check_report(path: str | Path, report: Mapping[str, Any]) -> None:
     for what, names in wrong.items():
         if names:
             raise ModelError(
-                f"{path}: {len(names)} weights {what} ({first_names(names)}), so the files do not belong to "
+                f"{path}: {len(names)} weights {what} ({quote_first_names(names)}), so the files do not belong to "
                 "config.json. Copy the directory again, or save it with model.save_pretrained(directory)"
             )
     if unused := report["unexpected_keys"]:
         warnings.warn(
-            f"{path}: {len(unused)} tensors do not belong to the model and are ignored: {first_names(unused)}",
+            f"{path}: {len(unused)} tensors do not belong to the model and are ignored: {quote_first_names(unused)}",
             stacklevel=3,
         )
 
 
-def first_names(names: Iterable[str]) -> str:
+def quote_first_names(names: Iterable[str]) -> str:
     """Quote the first few names without control characters, shortened."""
     ordered = sorted(names)
     return ", ".join(ascii(name[:100]) for name in ordered[:4]) + (", …" if len(ordered) > 4 else "")
@@ -460,7 +460,7 @@ def _check_positions(config: PretrainedConfig, max_context: int, path: str | Pat
         raise ModelError(f"{path}: max_context is {max_context}, but the model has {positions} positions; lower it")
 
 
-def hold_positions(model: PreTrainedModel, max_context: int) -> None:
+def fix_rotary_positions(model: PreTrainedModel, max_context: int) -> None:
     """Make a model compute the rotary positions of every context as for `max_context` tokens.
 
     LongRoPE (Ding et al., 2024, arXiv:2402.13753) and dynamic NTK scaling choose their frequencies by the longest row

@@ -35,7 +35,7 @@ from agentrl.core.network import Listener
 from agentrl.core.ports import Engine
 from agentrl.engines import wire
 from agentrl.engines.child_process import MAKE_ROOM, PRIVATE_DIRECTORY_VARIABLE, die_with_parent
-from agentrl.engines.transfer import TakesDeliveries
+from agentrl.engines.transfer import ReceivesWeights
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -95,7 +95,7 @@ class ConnectionHandler:
             self._sessions[message.session] = error
 
     def _not_sent(self, message: wire.SendingEnded) -> None:
-        if isinstance(self._engine, TakesDeliveries):
+        if isinstance(self._engine, ReceivesWeights):
             self._engine.inbox.not_sent(message.number)
 
     async def report_busy(self) -> None:
@@ -299,7 +299,7 @@ class EngineServer:
         """Let trainers send weights to an engine that requests them through its owner."""
         private = os.environ.get(PRIVATE_DIRECTORY_VARIABLE)
         address = f"{private}/weights"
-        if isinstance(self._engine, TakesDeliveries) and private and len(address) <= LONGEST_ADDRESS:
+        if isinstance(self._engine, ReceivesWeights) and private and len(address) <= LONGEST_ADDRESS:
 
             def tell(number: int, version: PolicyVersion, address: str) -> None:
                 wire.send(owner, wire.WeightsWanted(number=number, version=version, address=address))

@@ -6,8 +6,9 @@ Rank 0 connects to the engine's Unix socket, offers names, dtypes and shapes, an
 connection: init, start, update once or more, finish. `DevicePlan.transfer_to` chooses what carries the bytes: `ipc` on
 one GPU, `nccl` between two, `file` elsewhere, by files in the engine's private directory.
 
-Owns `Inbox` and `Delivery`, the engine's ends; `WeightLink` (vLLM's `VLLMWeightSyncClient`) and `Outbox`, the trainer's
-ends; and `FileSender`. Imports nothing heavy: the senders for `ipc` and `nccl` are in `vllm/senders.py`.
+Owns `WeightReceiver` and `IncomingTransfer`, the engine's ends; `WeightLink` (vLLM's `VLLMWeightSyncClient`) and
+`WeightSenders`, the trainer's ends; and `FileSender`. Imports nothing heavy: the senders for `ipc` and `nccl` are in
+`vllm/senders.py`.
 Invariant: if no weights are sent, because the trainer has moved on, is dead or is on another machine, the engine loads
 the published file with the same weights; each end waits for the other for at most `silence_s` seconds.
 """
@@ -37,7 +38,7 @@ CHUNK_BYTES = 1 << 28
 """Maximum bytes of tensors in one file, unless a single tensor is larger."""
 
 
-class Offer(wire.WireMessage, frozen=True):
+class WeightOffer(wire.WireMessage, frozen=True, tag="Offer"):
     """The tensors of a version, in the order in which they will be sent."""
 
     version: PolicyVersion
@@ -70,7 +71,7 @@ class TransferCall(wire.WireMessage, frozen=True):
 
 
 class TransferReply(wire.WireMessage, frozen=True):
-    """The answer to an `Offer` or a `TransferCall`."""
+    """The answer to a `WeightOffer` or a `TransferCall`."""
 
     error: str = ""
     """Error message; empty: the request was executed."""
@@ -78,21 +79,21 @@ class TransferReply(wire.WireMessage, frozen=True):
     """Directory for files; sent with an accepted offer."""
 
 
-_REQUEST: msgspec.msgpack.Decoder[Offer | TransferCall] = msgspec.msgpack.Decoder(Offer | TransferCall)
+_REQUEST: msgspec.msgpack.Decoder[WeightOffer | TransferCall] = msgspec.msgpack.Decoder(WeightOffer | TransferCall)
 _REPLY = msgspec.msgpack.Decoder(TransferReply)
 
 
-class DeliveryError(Exception):
+class TransferError(Exception):
     """The trainer's end of a connection is gone, hangs, or sent an invalid message."""
 
 
 # --- the engine's end -------------------------------------------------------------------------------------------------
 
 
-class Delivery:
+class IncomingTransfer:
     """A transfer of one version in progress: the connection of the trainer that sends it."""
 
-    def __init__(self, offer: Offer, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __init__(self, offer: WeightOffer, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.offer = offer
         self._reader = reader
         self._writer = writer
@@ -105,18 +106,18 @@ class Delivery:
         """Return the next call of the trainer.
 
         Raises:
-            DeliveryError: there will be no further call, or none has come for `Offer.silence_s`.
+            TransferError: there will be no further call, or none has come for `WeightOffer.silence_s`.
         """
         try:
             async with asyncio.timeout(self.offer.silence_s):
                 body = await wire.receive(self._reader)
             message = None if body is None else _REQUEST.decode(body)
         except TimeoutError as error:
-            raise DeliveryError(f"the trainer has sent nothing for {self.offer.silence_s:g} s") from error
+            raise TransferError(f"the trainer has sent nothing for {self.offer.silence_s:g} s") from error
         except (ValueError, msgspec.MsgspecError) as error:
-            raise DeliveryError(str(error)) from error
+            raise TransferError(str(error)) from error
         if not isinstance(message, TransferCall):
-            raise DeliveryError("the trainer closed the connection")
+            raise TransferError("the trainer closed the connection")
         return message
 
     def close(self) -> None:
@@ -124,7 +125,7 @@ class Delivery:
         self._writer.close()
 
 
-class Inbox:
+class WeightReceiver:
     """Receiving end of weight transfers in an engine. Before `listen`, it requests nothing."""
 
     def __init__(self) -> None:
@@ -132,7 +133,7 @@ class Inbox:
         self._server: asyncio.Server | None = None
         self._tell: Callable[[int, PolicyVersion, str], None] = lambda number, version, address: None
         self._numbers = itertools.count(1)
-        self._waiting: dict[int, tuple[PolicyVersion, asyncio.Future[Delivery | None]]] = {}
+        self._waiting: dict[int, tuple[PolicyVersion, asyncio.Future[IncomingTransfer | None]]] = {}
 
     async def listen(self, address: str, tell: Callable[[int, PolicyVersion, str], None]) -> None:
         """Accept trainers at a Unix socket.
@@ -150,12 +151,12 @@ class Inbox:
         if self._server is not None:
             self._server.close()
 
-    async def ask(self, version: PolicyVersion) -> Delivery | None:
+    async def ask(self, version: PolicyVersion) -> IncomingTransfer | None:
         """Request a version; returns its delivery, or None if no trainer sends it."""
         if not self._address:
             return None
         number = next(self._numbers)
-        future: asyncio.Future[Delivery | None] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[IncomingTransfer | None] = asyncio.get_running_loop().create_future()
         self._waiting[number] = (version, future)
         self._tell(number, version, self._address)
         try:
@@ -176,24 +177,24 @@ class Inbox:
         except (ValueError, msgspec.MsgspecError):
             offer = None
         for version, future in self._waiting.values():
-            if isinstance(offer, Offer) and offer.version == version and not future.done():
-                future.set_result(Delivery(offer, reader, writer))
+            if isinstance(offer, WeightOffer) and offer.version == version and not future.done():
+                future.set_result(IncomingTransfer(offer, reader, writer))
                 return
         writer.close()
 
 
 @runtime_checkable
-class TakesDeliveries(Protocol):
+class ReceivesWeights(Protocol):
     """An engine that takes weights from trainers."""
 
-    inbox: Inbox
+    inbox: WeightReceiver
 
 
 # --- the trainer's end ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recipient:
+class ReceivingEngine:
     """A trainer's description of an engine that requested weights."""
 
     address: str
@@ -209,7 +210,7 @@ class Recipient:
 class SendsWeights(Protocol):
     """A trainer that sends weights to engines."""
 
-    async def send(self, version: PolicyVersion, recipient: Recipient) -> None:
+    async def send(self, version: PolicyVersion, recipient: ReceivingEngine) -> None:
         """Send the full weights of a policy's current version.
 
         Raises:
@@ -219,7 +220,7 @@ class SendsWeights(Protocol):
 
 
 @dataclass(slots=True)
-class Source:
+class PublishedWeightSource:
     """vLLM's `WeightSource` for a policy's published tensors.
 
     All ranks of a sharded model make each tensor together, so `tensors` is iterated once, while the other ranks iterate
@@ -239,10 +240,10 @@ class Source:
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         return self.tensors
 
-    def offer(self, version: PolicyVersion, silence_s: float) -> Offer:
-        """Make the offer of a version with these tensors; for `silence_s`, see `Offer`."""
+    def offer(self, version: PolicyVersion, silence_s: float) -> WeightOffer:
+        """Make the offer of a version with these tensors; for `silence_s`, see `WeightOffer`."""
         described = self.layout.values()
-        return Offer(
+        return WeightOffer(
             version=version,
             names=list(self.layout),
             dtype_names=[str(tensor.dtype).removeprefix("torch.") for tensor in described],
@@ -258,13 +259,13 @@ class WeightLink:
         TrainerError: the engine refused, hangs, or is gone.
     """
 
-    def __init__(self, recipient: Recipient) -> None:
+    def __init__(self, recipient: ReceivingEngine) -> None:
         self.directory = Path()
         """Directory from which the engine reads files."""
         self._recipient = recipient
         self._socket: socket.socket | None = None
 
-    def offer(self, offer: Offer) -> None:
+    def offer(self, offer: WeightOffer) -> None:
         """Connect, and offer tensors."""
         self.close()
         address = self._recipient.address
@@ -298,7 +299,7 @@ class WeightLink:
             self._socket.close()
             self._socket = None
 
-    def _request(self, message: Offer | TransferCall) -> TransferReply:
+    def _request(self, message: WeightOffer | TransferCall) -> TransferReply:
         if self._socket is None:
             raise TrainerError("no engine is connected")
         try:
@@ -332,7 +333,7 @@ class WeightLink:
 class FileSender:
     """Sends weights as files, written before the engine pauses."""
 
-    def __init__(self, recipient: Recipient, link: WeightLink, source: Source) -> None:
+    def __init__(self, recipient: ReceivingEngine, link: WeightLink, source: PublishedWeightSource) -> None:
         self.link = link
         self.source = source
 
@@ -364,19 +365,19 @@ class FileSender:
         """See `TrainerWeightTransferEngine.shutdown`; nothing to release."""
 
 
-class Outbox:
+class WeightSenders:
     """The senders of rank 0: one per engine, because `ipc` and `nccl` connect to an engine only once.
 
     Args:
         make: makes the sender of an engine, on the rank's device.
     """
 
-    def __init__(self, make: Callable[[Recipient, WeightLink, Source], Any]) -> None:
+    def __init__(self, make: Callable[[ReceivingEngine, WeightLink, PublishedWeightSource], Any]) -> None:
         self._make = make
         self._senders: dict[str, tuple[WeightLink, Any]] = {}
         """Connections and senders, keyed by the engine's address."""
 
-    def send(self, source: Source, version: PolicyVersion, recipient: Recipient) -> None:
+    def send(self, source: PublishedWeightSource, version: PolicyVersion, recipient: ReceivingEngine) -> None:
         """Send the weights of a source to an engine.
 
         Raises:

@@ -32,12 +32,12 @@ from agentrl.core.machine import Memory, memory
 from agentrl.engines.child_process import MAKE_ROOM
 from agentrl.engines.models import (
     ONE_LOAD_AT_A_TIME,
-    computable,
     dtype_name,
-    first_names,
     kv_bytes_per_token,
     model_dtype,
-    read_shapes,
+    quote_first_names,
+    read_meta_model,
+    runnable_on_meta,
 )
 from agentrl.engines.versions import CANARY_KEY, Canary, CanaryJson, Rounding, refusal
 
@@ -186,7 +186,7 @@ def _convert_layout(weights: WeightsRef, read: Mapping[str, Tensor], model: PreT
     }
     for what, names in wrong.items():
         if names:
-            raise refusal(weights, f"tensors are {what}: {first_names(names)}")
+            raise refusal(weights, f"tensors are {what}: {quote_first_names(names)}")
     state: dict[str, Tensor] = made.state_dict()
     return state
 
@@ -334,7 +334,7 @@ def adaptable_layers(model: PreTrainedModel) -> list[str]:
 
             hooks.append(module.register_forward_pre_hook(note))
     vocabulary = int(model.config.get_text_config().vocab_size)
-    with computable(model), torch.inference_mode():
+    with runnable_on_meta(model), torch.inference_mode():
         ids = torch.arange(rows * width, device=model.device).view(rows, width) % vocabulary
         model(input_ids=ids, use_cache=False)
     for hook in hooks:
@@ -532,7 +532,7 @@ def engine_memory(
         ModelError: the directory holds no model, or one with fewer positions.
     """
     computed = model_dtype(path, dtype, torch.device("cpu"))
-    shapes = read_shapes(path, max_context=max_context, dtype=computed)
+    shapes = read_meta_model(path, max_context=max_context, dtype=computed)
     sizes = 0
     if adapter_slots:
         named = dict(shapes.named_modules())

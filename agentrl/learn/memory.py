@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from agentrl.config.run import RunConfig
 from agentrl.core.functions import Mark
 from agentrl.core.records import TrainingSample
-from agentrl.engines.models import computable, dtype_name, layers_of
+from agentrl.engines.models import dtype_name, outermost_layers, runnable_on_meta
 from agentrl.engines.weights import device_memory
 from agentrl.learn.forward import TOP_TOKENS, HeadOutput, token_logprobs
 from agentrl.learn.losses import BUILT_IN
@@ -99,7 +99,7 @@ def _gathered(model: PolicyModel) -> int:
     """Return `TrainerMemory.gathered` of a model. The next layer is gathered while one computes, and its gradients are
     added up in float32 if all weights are trained."""
     module: nn.Module = model.model
-    layers = sorted(sum(each.nbytes for each in layer.parameters()) for layer in layers_of(module))
+    layers = sorted(sum(each.nbytes for each in layer.parameters()) for layer in outermost_layers(module))
     outside = _bytes(module.parameters()) - sum(layers)
     largest = layers[-1] if layers else 0
     if model.kind == "adapter":
@@ -128,7 +128,7 @@ def _activations(config: RunConfig, policy: str, model: PolicyModel) -> int:
     model.activate()
     loss = config.trainer.loss.name
     mark = BUILT_IN[loss][1] if loss in BUILT_IN else Mark("loss", divergence=bool(config.trained[policy].reference))
-    with computable(model.model), AllocationCounter([*module.parameters(), *module.buffers()]) as counted:
+    with runnable_on_meta(model.model), AllocationCounter([*module.parameters(), *module.buffers()]) as counted:
         reference = _reference_output(batch, model.model.device) if mark.divergence else None
         output = token_logprobs(
             model.model,

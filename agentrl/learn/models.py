@@ -37,11 +37,11 @@ from agentrl.core.ids import key64
 from agentrl.core.records import TrainingSample
 from agentrl.engines.models import (
     check_key_selection,
-    in_float32,
+    computing_in_float32,
+    length_thresholds,
     model_dtype,
+    read_meta_model,
     read_model,
-    read_shapes,
-    special_lengths,
 )
 from agentrl.engines.weights import adaptable_layers, match_full_weights, read_adapter_tensors, read_weights
 from agentrl.learn.forward import ATTENTION, HeadOutput, RoutingReplay, device_tensor, token_logprobs
@@ -388,7 +388,7 @@ def _load_on_base(config: RunConfig, device: torch.device, mesh: DeviceMesh | No
         base = _load(path, device, dtype, config.engine.max_context, mesh)
         replay = _replay(base, config)
         matrices = _matrices(base)
-        with in_float32(base, _widened):  # shards are gathered in float32
+        with computing_in_float32(base, _widened):  # shards are gathered in float32
             can = _adaptable(base)
         shared = shares_prefixes(base, config.engine.max_context)
         base.requires_grad_(False)
@@ -441,7 +441,7 @@ def _load(
 ) -> PreTrainedModel:
     """Load the model of a directory; with a mesh, this rank's shards of it."""
     if device.type == "meta":
-        model = read_shapes(path, max_context=max_context, dtype=dtype)
+        model = read_meta_model(path, max_context=max_context, dtype=dtype)
         check_key_selection(model.config, max_context, path)
     else:
         keep = None if mesh is None else partial(_shard_of, mesh=mesh, device=device)
@@ -616,7 +616,7 @@ def shares_prefixes(model: PreTrainedModel, max_context: int) -> bool:
     """Return whether the prefix tree reproduces the model's own log-probabilities; if not, padded rows do.
 
     The test batch has short rows, and one row on each side of every length below `max_context` that the model's
-    configuration names (`special_lengths`): windows and chunks have no effect in shorter rows. It costs as much as a
+    configuration names (`length_thresholds`): windows and chunks have no effect in shorter rows. It costs as much as a
     few rows of such a length in a step. It is computed in float32, layer by layer, because rounding would hide a wrong
     position. The function sets the model's attention according to the result. A model without weights, on the meta
     device, is assumed to share.
@@ -628,11 +628,11 @@ def shares_prefixes(model: PreTrainedModel, max_context: int) -> bool:
         model.set_attn_implementation(ATTENTION)
         return True
     own = "sdpa" if model._supports_sdpa else "eager"
-    special = special_lengths(model.config, max_context)
+    special = length_thresholds(model.config, max_context)
     around = [row for length in special for row in (length - 1, min(length + 5, max_context))]
     rows = _check_rows(model, [12, 13, 15, *around])  # several lengths, so that padding and masks are tested
     differences: dict[bool, float] = {}
-    with torch.no_grad(), in_float32(model, _widened):
+    with torch.no_grad(), computing_in_float32(model, _widened):
         model.set_attn_implementation(own)
         try:
             expected = [_own_logprobs(model, row) for row in rows]

@@ -34,7 +34,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from agentrl.core.errors import AgentRLError, ModelError, StorageError, TrainerError, TrainerLostError
 from agentrl.core.network import interface_of
-from agentrl.engines.models import layers_of
+from agentrl.engines.models import outermost_layers
 from agentrl.learn.forward import HeadOutput, token_logprobs
 
 if TYPE_CHECKING:
@@ -371,7 +371,7 @@ class ShardedForward(nn.Module):
         place = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy()
         shards = _without_data(self.model)
         try:
-            for module in [*layers_of(self.model), self]:
+            for module in [*outermost_layers(self.model), self]:
                 if masters:
                     for parameter in module.parameters():
                         if not isinstance(parameter, DTensor):

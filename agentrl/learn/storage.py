@@ -52,7 +52,7 @@ from agentrl.core.ids import key64
 from agentrl.core.records import PolicyVersion, StepReport, TrainingSample, WeightsRef
 from agentrl.credit.samples import input_digest, row_digest, token_lags, trained_positions
 from agentrl.engines.models import dtype_name
-from agentrl.engines.transfer import FileSender, Outbox, Recipient, Source, WeightLink
+from agentrl.engines.transfer import FileSender, PublishedWeightSource, ReceivingEngine, WeightLink, WeightSenders
 from agentrl.engines.versions import Canary
 from agentrl.learn.loss_batch import LOG_RATIO_LIMIT
 from agentrl.learn.packing import MicroBatch
@@ -235,7 +235,7 @@ class Publisher:
     def __init__(self, run_directory: Path) -> None:
         """Publish to `run_directory`/versions; configuration and tokenizer come from the base models."""
         self._root = run_directory / "versions"
-        self._outbox = Outbox(_sender)
+        self._outbox = WeightSenders(_sender)
 
     def publish(self, version: PolicyVersion, model: PolicyModel, canary: Canary | None = None) -> WeightsRef:
         """Write a version. Publishing the same weights again under the same id changes nothing.
@@ -264,7 +264,7 @@ class Publisher:
         digest = sha256_of(*(directory / each for each in WEIGHT_FILES[model.kind]))
         return WeightsRef(version=version, path=str(directory), kind=model.kind, sha256=digest)
 
-    def send(self, version: PolicyVersion, model: PolicyModel, recipient: Recipient) -> None:
+    def send(self, version: PolicyVersion, model: PolicyModel, recipient: ReceivingEngine) -> None:
         """Send the full weights of a published version to an engine; the other ranks do as in `publish`.
 
         Raises:
@@ -272,7 +272,7 @@ class Publisher:
         """
         with exhaust_on_exit(model.published()) as tensors:
             try:
-                self._outbox.send(Source(model.published_layout(), tensors), version, recipient)
+                self._outbox.send(PublishedWeightSource(model.published_layout(), tensors), version, recipient)
             except TrainerError:
                 raise
             except Exception as error:  # vLLM and NCCL raise many types, and the other ranks are waiting
@@ -321,7 +321,7 @@ class Publisher:
                 shutil.copyfile(file, target)
 
 
-def _sender(recipient: Recipient, link: WeightLink, source: Source) -> Any:
+def _sender(recipient: ReceivingEngine, link: WeightLink, source: PublishedWeightSource) -> Any:
     """Return the sender of full weights to an engine: vLLM's own where both have GPUs."""
     if recipient.transfer == "file":
         return FileSender(recipient, link, source)

@@ -36,7 +36,7 @@ from agentrl.core.errors import ConfigError, NonFiniteError, StorageError, Train
 from agentrl.core.functions import FunctionCode
 from agentrl.core.records import PolicyVersion, StepReport, TrainBatch, TrainingSample, Trajectory, Unit, WeightsRef
 from agentrl.credit.samples import ReadUnits, read_samples
-from agentrl.engines.transfer import Recipient
+from agentrl.engines.transfer import ReceivingEngine
 from agentrl.journal.reader import EpisodeKey, TurnReader
 from agentrl.journal.rows import trajectories
 from agentrl.learn.forward import TOP_TOKENS, HeadOutput
@@ -597,7 +597,7 @@ class PolicyTrainer:
         learner.version = version
         return reference
 
-    def send(self, version: PolicyVersion, recipient: Recipient) -> None:
+    def send(self, version: PolicyVersion, recipient: ReceivingEngine) -> None:
         """Send the policy's full weights to an engine that asked for them. All ranks must call this.
 
         Raises:
@@ -776,7 +776,7 @@ class InProcessTrainer:
         """See `PolicyTrainer.publish`."""
         return await self._call(self._trainer.publish, policy, version)
 
-    async def send(self, version: PolicyVersion, recipient: Recipient) -> None:
+    async def send(self, version: PolicyVersion, recipient: ReceivingEngine) -> None:
         """See `PolicyTrainer.send`."""
         await self._call(self._trainer.send, version, recipient)
 

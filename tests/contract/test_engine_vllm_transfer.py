@@ -14,7 +14,7 @@ import torch
 from agentrl.core.errors import EngineError, TrainerError
 from agentrl.core.records import PolicyVersion
 from agentrl.engines import transfer, wire
-from agentrl.engines.transfer import FileSender, Outbox, Recipient, Source, WeightLink
+from agentrl.engines.transfer import FileSender, PublishedWeightSource, ReceivingEngine, WeightLink, WeightSenders
 from tests.contract.engine_kinds import ModelZoo, canary_of, check_logprobs, prompt, request, version, write_full
 from tests.contract.test_engine_vllm_full import in_flight, steps, tensors_of
 from tests.contract.vllm_suite import MakeVllm
@@ -24,7 +24,7 @@ class TrainerEnd:
     """Sends tensors to an engine that asks for them, in a thread, as rank 0 does."""
 
     def __init__(self, engine: Any, path: Path) -> None:
-        self.outbox = Outbox(FileSender)
+        self.outbox = WeightSenders(FileSender)
         self.tensors: Mapping[str, torch.Tensor] = {}
         self.passes: Callable[[Iterator[Any]], Iterator[Any]] = iter
         self.errors: list[str] = []
@@ -41,8 +41,8 @@ class TrainerEnd:
 
     async def _send(self, number: int, wanted: PolicyVersion, address: str) -> None:
         try:
-            source = Source(self.tensors, self.passes(iter(self.tensors.items())))
-            recipient = Recipient(address=address, transfer="file", processes=1, silence_s=60.0)
+            source = PublishedWeightSource(self.tensors, self.passes(iter(self.tensors.items())))
+            recipient = ReceivingEngine(address=address, transfer="file", processes=1, silence_s=60.0)
             await asyncio.to_thread(self.outbox.send, source, wanted, recipient)
             self.sent += 1
         except TrainerError as error:
@@ -105,7 +105,7 @@ def test_what_a_trainer_cannot_send_is_loaded_from_its_file(
         for step in range(1, 5):
             tensors = trainer.tensors = tensors_of(zoo, step)
             trainer.passes = cut if step == 1 else iter
-            trainer.outbox = Outbox(LeavesInTheMiddle if step == 2 else FileSender)
+            trainer.outbox = WeightSenders(LeavesInTheMiddle if step == 2 else FileSender)
             if step == 3:
                 trainer.tensors = shapes_of_another(tensors)
             if step == 4:
@@ -151,7 +151,7 @@ IN_SUITE = pytest.mark.usefixtures("make_vllm")
 """They import vLLM, which the process of other tests is to be without."""
 
 
-IPC = Recipient(address="", transfer="ipc", processes=1, silence_s=60.0)
+IPC = ReceivingEngine(address="", transfer="ipc", processes=1, silence_s=60.0)
 
 
 class Listens(WeightLink):
@@ -177,7 +177,7 @@ def test_shared_memory_is_described_as_vllm_takes_it_without_a_class_on_the_way(
 
     from agentrl.engines.vllm import senders, worker
 
-    link, source = Listens(), Source(TENSORS, iter(TENSORS.items()))
+    link, source = Listens(), PublishedWeightSource(TENSORS, iter(TENSORS.items()))
     found: Any = senders.init_info(IPC, source)
     assert (found.backend, found.packed, found.packed_buffer_size_bytes) == ("agentrl_ipc", True, transfer.CHUNK_BYTES)
     assert found.is_sender
@@ -205,8 +205,8 @@ def test_broadcasts_are_met_by_an_id_and_no_port() -> None:
 
     from agentrl.engines.vllm import senders
 
-    source = Source(TENSORS, iter(TENSORS.items()))
-    found: Any = senders.init_info(Recipient(address="", transfer="nccl", processes=4, silence_s=60.0), source)
+    source = PublishedWeightSource(TENSORS, iter(TENSORS.items()))
+    found: Any = senders.init_info(ReceivingEngine(address="", transfer="nccl", processes=4, silence_s=60.0), source)
     assert (found.backend, found.world_size, found.is_sender) == ("agentrl_nccl", 5, True)
     payload = senders.nccl_payload(bytes(range(128)), found)
     taken = NCCLWeightTransferInitInfo(**payload)

@@ -25,7 +25,7 @@ from agentrl.app.training import run_training
 from agentrl.cli.main import main
 from agentrl.config.load import load
 from agentrl.core.errors import ConfigError, InputError
-from agentrl.engines.bases import EnginePerBase
+from agentrl.engines.base_models import EnginePerBase
 from agentrl.engines.client import ProcessEngine
 from agentrl.inspection.reader import RunReader
 from agentrl.inspection.steps import step_list

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from agentrl.core.errors import ModelError
-from agentrl.engines.models import read_model, read_shapes
+from agentrl.engines.models import read_meta_model, read_model
 from agentrl.learn.memory import AllocationCounter
 from tests.learn_cases import run_config, write_model
 from tests.rank_processes import on_ranks
@@ -139,7 +139,9 @@ def half(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def test_a_tensor_is_cut_before_the_next_is_read(root: Path) -> None:
-    shapes = sum(each.nbytes for each in read_shapes(root / "qwen3", max_context=64, dtype=torch.bfloat16).parameters())
+    shapes = sum(
+        each.nbytes for each in read_meta_model(root / "qwen3", max_context=64, dtype=torch.bfloat16).parameters()
+    )
     kept: list[nn.Parameter] = []
 
     def cut(parameter: nn.Parameter) -> nn.Parameter:

@@ -14,7 +14,7 @@ from transformers import Gemma3Config, MistralConfig
 from agentrl.core.errors import ModelError
 from agentrl.core.records import TrainingSample
 from agentrl.engines.embedded.forward import check_slots, load_model
-from agentrl.engines.models import kv_bytes_per_token, read_shapes, special_lengths
+from agentrl.engines.models import kv_bytes_per_token, length_thresholds, read_meta_model
 from agentrl.learn.forward import ATTENTION, token_logprobs
 from agentrl.learn.models import load_models, shares_prefixes
 from agentrl.learn.packing import pack
@@ -54,19 +54,19 @@ def test_weights_beside_the_models_are_refused_where_vllm_would_load_them(model:
     for name in ("model.safetensors", "consolidated.safetensors"):
         (model / name).touch()
     with pytest.raises(ModelError, match=r"vLLM would load 'consolidated\.safetensors' over model\.safetensors"):
-        read_shapes(model, max_context=64)
+        read_meta_model(model, max_context=64)
     (model / "model.safetensors.index.json").touch()
-    read_shapes(model, max_context=64)
+    read_meta_model(model, max_context=64)
 
 
 def test_a_window_bounds_the_embedded_engine_only_and_positions_bound_all(model: Path) -> None:
-    config = read_shapes(model, max_context=64).config
+    config = read_meta_model(model, max_context=64).config
     assert config.get_text_config().vocab_size == 97
     assert kv_bytes_per_token(config) == 2 * 1 * 16 * 2 * 4
     with pytest.raises(ModelError, match=r"window of 16 tokens.*use vLLM"):
         load_model(str(model), max_context=17, dtype=torch.float32, device="cpu")
     with pytest.raises(ModelError, match="max_context is 65, but the model has 64 positions"):
-        read_shapes(model, max_context=65)
+        read_meta_model(model, max_context=65)
 
 
 # --- lengths at which a model computes otherwise ----------------------------------------------------------------------
@@ -157,9 +157,9 @@ def test_positions_that_depend_on_the_whole_context_are_those_of_the_longest(tmp
 
 def test_vllm_is_given_no_context_that_only_dynamic_positions_reach(tmp_path: Path) -> None:
     path = _write("llama dynamic", tmp_path)
-    read_shapes(path, max_context=32)
+    read_meta_model(path, max_context=32)
     with pytest.raises(ModelError, match="max_context is 33, but the model has 32 positions"):
-        read_shapes(path, max_context=33)
+        read_meta_model(path, max_context=33)
     with pytest.raises(ModelError, match="max_context is 129, but the model has 128 positions"):
         load_model(str(path), max_context=129, dtype=torch.float32, device="cpu")
 
@@ -197,7 +197,7 @@ def test_the_check_at_start_sees_what_only_long_rows_show() -> None:
         model = transformers.AutoModelForCausalLM.from_config(_MODELS[kind](), dtype=torch.float32).eval()
         if kind.startswith("llama"):
             model.config.original_max_position_embeddings = length  # in its rope's parameters alone it is no length
-        assert special_lengths(model.config, 128) == [length]
+        assert length_thresholds(model.config, 128) == [length]
         assert shares_prefixes(model, 32)
         lengths = "12, 13, 15, 31, 37"
         with pytest.raises(ModelError, match=rf"rows of {lengths} tokens together, differ.*max_context to at most 32"):

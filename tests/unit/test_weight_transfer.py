@@ -18,8 +18,17 @@ from torch import Tensor
 from agentrl.core.errors import EngineError, TrainerError
 from agentrl.core.records import PolicyVersion, WeightsRef
 from agentrl.engines import transfer, wire
-from agentrl.engines.models import read_shapes
-from agentrl.engines.transfer import Delivery, FileSender, Inbox, Offer, Outbox, Recipient, Source, TransferCall
+from agentrl.engines.models import read_meta_model
+from agentrl.engines.transfer import (
+    FileSender,
+    IncomingTransfer,
+    PublishedWeightSource,
+    ReceivingEngine,
+    TransferCall,
+    WeightOffer,
+    WeightReceiver,
+    WeightSenders,
+)
 from agentrl.engines.weights import match_full_weights
 from agentrl.learn.ranks import OneRank, Ranks
 from agentrl.learn.trainer import PolicyTrainer
@@ -38,7 +47,7 @@ class Engine:
         self.address = str(directory / "weights")
         self.received: dict[str, Tensor] = {}
         self.asked: list[str] = []
-        self.offer: Offer | None = None
+        self.offer: WeightOffer | None = None
         self.refused = ""
         self._directory = directory
         self._listens = threading.Event()
@@ -53,32 +62,32 @@ class Engine:
         self._thread.join(60)
 
     async def _take(self) -> None:
-        inbox = Inbox()
+        inbox = WeightReceiver()
         await inbox.listen(self.address, lambda number, version, address: self._listens.set())
         async with asyncio.timeout(50):
             delivery = await inbox.ask(VERSION)
         assert delivery is not None
         self.offer = delivery.offer
         delivery.answer(error=self.refused, directory=str(self._directory))
-        with contextlib.suppress(transfer.DeliveryError):
+        with contextlib.suppress(transfer.TransferError):
             while True:
                 self._do(delivery, await delivery.next_call())
         delivery.close()
         inbox.close()
 
-    def _do(self, delivery: Delivery, asked: TransferCall) -> None:
+    def _do(self, delivery: IncomingTransfer, asked: TransferCall) -> None:
         self.asked.append(asked.method)
         if asked.method == "update":
             self.received |= load_file(asked.info["path"])
         delivery.answer()
 
 
-def recipient(address: str, silence_s: float = 60.0) -> Recipient:
-    return Recipient(address=address, transfer="file", processes=1, silence_s=silence_s)
+def recipient(address: str, silence_s: float = 60.0) -> ReceivingEngine:
+    return ReceivingEngine(address=address, transfer="file", processes=1, silence_s=silence_s)
 
 
-def source(tensors: dict[str, Tensor]) -> Source:
-    return Source({name: tensor.to("meta") for name, tensor in tensors.items()}, iter(tensors.items()))
+def source(tensors: dict[str, Tensor]) -> PublishedWeightSource:
+    return PublishedWeightSource({name: tensor.to("meta") for name, tensor in tensors.items()}, iter(tensors.items()))
 
 
 def test_tensors_arrive_in_files_that_are_written_before_the_engine_stands_still(
@@ -94,7 +103,7 @@ def test_tensors_arrive_in_files_that_are_written_before_the_engine_stands_still
             yield name, tensor
 
     with Engine(tmp_path) as engine:
-        Outbox(FileSender).send(Source(tensors, passed()), VERSION, recipient(engine.address))
+        WeightSenders(FileSender).send(PublishedWeightSource(tensors, passed()), VERSION, recipient(engine.address))
     assert seen == [], "the engine was asked nothing before all was there"
     assert engine.asked == ["start", "update", "update", "update", "finish"]
     assert all(torch.equal(engine.received[name], tensor) for name, tensor in tensors.items())
@@ -109,9 +118,9 @@ def test_an_engine_that_refuses_is_heard_and_one_that_is_gone_is_named(tmp_path:
     with Engine(tmp_path) as engine:
         engine.refused = "it is another model"
         with pytest.raises(TrainerError, match="refused the weights: it is another model"):
-            Outbox(FileSender).send(source(tensors), VERSION, recipient(engine.address))
+            WeightSenders(FileSender).send(source(tensors), VERSION, recipient(engine.address))
     with pytest.raises(TrainerError, match=r"no engine accepts weights at .*/gone"):
-        Outbox(FileSender).send(source(tensors), VERSION, recipient(str(tmp_path / "gone")))
+        WeightSenders(FileSender).send(source(tensors), VERSION, recipient(str(tmp_path / "gone")))
 
 
 @pytest.mark.parametrize("answers", range(4))
@@ -137,7 +146,9 @@ def test_an_engine_that_hangs_holds_up_no_trainer(tmp_path: Path, answers: int) 
         try:
             unanswered = ("offer", "start", "update", "finish")[answers]
             with pytest.raises(TrainerError, match=rf"{address} has not answered '{unanswered}' for 0\.2 s"):
-                Outbox(FileSender).send(source({"a": torch.zeros(2)}), VERSION, recipient(address, silence_s=0.2))
+                WeightSenders(FileSender).send(
+                    source({"a": torch.zeros(2)}), VERSION, recipient(address, silence_s=0.2)
+                )
         finally:
             ended.set()
             thread.join()
@@ -147,7 +158,7 @@ def test_a_trainer_that_hangs_holds_up_no_engine(tmp_path: Path) -> None:
     """It offers weights, and then says nothing, with its connection open."""
 
     async def main() -> None:
-        inbox, listens = Inbox(), asyncio.Event()
+        inbox, listens = WeightReceiver(), asyncio.Event()
         address = str(tmp_path / "weights")
         await inbox.listen(address, lambda number, version, address: listens.set())
         asking = asyncio.ensure_future(inbox.ask(VERSION))
@@ -156,7 +167,7 @@ def test_a_trainer_that_hangs_holds_up_no_engine(tmp_path: Path) -> None:
         writer.write(wire.frame(source({"a": torch.zeros(2)}).offer(VERSION, 0.2)))
         delivery = await asking
         assert delivery is not None
-        with pytest.raises(transfer.DeliveryError, match=r"sent nothing for 0\.2 s"):
+        with pytest.raises(transfer.TransferError, match=r"sent nothing for 0\.2 s"):
             await delivery.next_call()
         delivery.close()
         writer.close()
@@ -170,12 +181,12 @@ def test_a_trainer_that_hangs_holds_up_no_engine(tmp_path: Path) -> None:
     [
         b"\x00" * 40,
         wire.frame(TransferCall(method="start", info={})),
-        wire.frame(Offer(version=VERSION._replace(step=9), names=[], dtype_names=[], shapes=[], silence_s=1.0)),
+        wire.frame(WeightOffer(version=VERSION._replace(step=9), names=[], dtype_names=[], shapes=[], silence_s=1.0)),
     ],
 )
 def test_who_offers_something_else_is_disconnected(tmp_path: Path, said: bytes) -> None:
     async def main() -> None:
-        inbox = Inbox()
+        inbox = WeightReceiver()
         numbers: list[int] = []
         await inbox.listen(str(tmp_path / "weights"), lambda number, version, address: numbers.append(number))
         asking = asyncio.ensure_future(inbox.ask(VERSION))
@@ -197,14 +208,14 @@ def test_who_offers_something_else_is_disconnected(tmp_path: Path, said: bytes) 
 )
 def test_an_offer_of_no_tensors_is_refused(dtypes: list[str], shapes: list[list[int]]) -> None:
     with pytest.raises((ValueError, RuntimeError)):
-        Offer(version=VERSION, names=["a"], dtype_names=dtypes, shapes=shapes, silence_s=1.0).tensors()
+        WeightOffer(version=VERSION, names=["a"], dtype_names=dtypes, shapes=shapes, silence_s=1.0).tensors()
 
 
 def test_an_offer_in_the_hub_s_layout_is_compared_with_the_model(tmp_path: Path) -> None:
     """Experts are one tensor each there, and one for all of them in the model."""
     zoo = ModelZoo(tmp_path, "qwen3_moe")
     tensors = load_file(zoo.directory(seed=1) / "model.safetensors")
-    model = read_shapes(str(zoo.directory(seed=1)), max_context=64, dtype=torch.float32)
+    model = read_meta_model(str(zoo.directory(seed=1)), max_context=64, dtype=torch.float32)
     weights = WeightsRef(version=VERSION, path="unused", kind="full", sha256="")
     offered = source(tensors).offer(VERSION, 60.0).tensors()
     matched = match_full_weights(weights, offered, model.state_dict(), model)

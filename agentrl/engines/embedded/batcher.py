@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from agentrl.core.records import Completion, VersionSpan
-from agentrl.engines.embedded.forward import Pass
+from agentrl.engines.embedded.forward import ForwardPass
 from agentrl.engines.versions import VersionedSession, empty_completion
 
 if TYPE_CHECKING:
@@ -323,14 +323,14 @@ class Batcher:
                 self._tap.restart(slot, 0)
         self._layout = None
 
-    def plan(self) -> list[Pass]:
+    def plan(self) -> list[ForwardPass]:
         """Plan the passes of the next step: bounded prefill, then one decode pass per model."""
         if self._fixed_shapes:
             return self._fixed_plan()
         self._share_prefixes()
         if self._layout is None:
             self._layout = self._lay_out()
-        passes: list[Pass] = []
+        passes: list[ForwardPass] = []
         columns, budget = self._columns, self._prefill_tokens
         for served, slots, adapters in self._layout:
             pending = columns.length[slots] - columns.computed[slots]
@@ -347,11 +347,11 @@ class Batcher:
                 passes.append(_pass(served, slots, pending, adapters))
         return passes
 
-    def repeats(self, plan: list[Pass]) -> bool:
+    def repeats(self, plan: list[ForwardPass]) -> bool:
         """Whether the next plan is the same, as long as no call arrives or ends."""
         return self._fixed_shapes or sum(len(one.slots) for one in plan if one.counts.max() == 1) == len(self.running)
 
-    def _fixed_plan(self) -> list[Pass]:
+    def _fixed_plan(self) -> list[ForwardPass]:
         """Plan one token of every running call, of contexts too, in a pass over all slots for each version.
 
         A position's KV then depends only on the tokens before it and the weights: neither on how much of the context
@@ -463,5 +463,5 @@ def _is_held(call: ActiveRequest, held: Collection[str]) -> bool:
     return call.session.policy in held and call.session.pin is None
 
 
-def _pass(served: ServedModel, slots: Slots, counts: NDArray[np.int64], adapters: NDArray[np.int64]) -> Pass:
-    return Pass(model=served.model, bank=served.bank, slots=slots, counts=counts, adapters=adapters)
+def _pass(served: ServedModel, slots: Slots, counts: NDArray[np.int64], adapters: NDArray[np.int64]) -> ForwardPass:
+    return ForwardPass(model=served.model, bank=served.bank, slots=slots, counts=counts, adapters=adapters)

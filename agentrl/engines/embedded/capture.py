@@ -198,10 +198,10 @@ class KeptSetRecorder:
 
     def sets_of_call(self, slot: int) -> SamplingMask:
         """Return the kept sets of the slot's call, one per sampled token; count 0 if nothing was filtered."""
-        return ragged(self._sets[slot])
+        return ragged_kept_sets(self._sets[slot])
 
 
-def ragged(sets: Sequence[NDArray[np.int32] | None]) -> SamplingMask:
+def ragged_kept_sets(sets: Sequence[NDArray[np.int32] | None]) -> SamplingMask:
     """Convert kept sets to a ragged array."""
     parts = [part for part in sets if part is not None]
     return SamplingMask(

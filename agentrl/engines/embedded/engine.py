@@ -45,14 +45,14 @@ from agentrl.engines.embedded.capture import KeptSetRecorder, RoutingTap
 from agentrl.engines.embedded.forward import (
     BASE,
     EmbeddedVersion,
-    Pass,
+    ForwardPass,
     PassRunner,
     ServedModel,
     check_memory,
     check_rows,
     check_slots,
     load_model,
-    ready_to_sample,
+    prepare_for_sampling,
 )
 from agentrl.engines.embedded.slots import SlotCache, SlotColumns
 from agentrl.engines.models import model_dtype
@@ -285,7 +285,7 @@ class EmbeddedEngine(ModelEngine[EmbeddedVersion]):
                     self._end(call, aborted=True)
                 if batcher.empty:
                     break
-                plan: list[Pass] = []
+                plan: list[ForwardPass] = []
                 if not self.versions.paused:
                     batcher.admit(self.versions.held, self.versions.leases.resolve)
                     plan = batcher.plan()
@@ -411,11 +411,11 @@ class EmbeddedEngine(ModelEngine[EmbeddedVersion]):
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._worker, self._runner.next_logprobs, one, contexts, tokens)
 
-    def _alone(self, serving: EmbeddedVersion, counts: NDArray[np.int64]) -> Pass:
+    def _alone(self, serving: EmbeddedVersion, counts: NDArray[np.int64]) -> ForwardPass:
         """Make a pass of one version over rows without slots."""
         served, nowhere = serving.served, np.zeros(len(counts), np.int64)
         adapters = np.full(len(counts), serving.adapter)
-        return Pass(model=served.model, bank=served.bank, slots=nowhere, counts=counts, adapters=adapters)
+        return ForwardPass(model=served.model, bank=served.bank, slots=nowhere, counts=counts, adapters=adapters)
 
     @property
     def stats(self) -> EngineStats:
@@ -500,7 +500,7 @@ class EmbeddedVersions(VersionTable[EmbeddedVersion]):
         with torch.random.fork_rng(devices=[]):
             make: Any = AutoModelForCausalLM.from_config
             model = make(template.config, dtype=template.dtype, trust_remote_code=False)
-        served = ServedModel.of(ready_to_sample(model, template.device))
+        served = ServedModel.of(prepare_for_sampling(model, template.device))
         if self._engine.tap is not None:
             self._engine.tap.attach(served.model)
         return served

@@ -28,7 +28,7 @@ from agentrl.core.clock import SystemClock
 from agentrl.core.errors import EngineCapabilityError, ModelError
 from agentrl.core.machine import memory
 from agentrl.engines.embedded.slots import SamplingBatch, SlotCache, SlotColumns
-from agentrl.engines.models import in_float32, kv_bytes_per_token, read_model, special_lengths
+from agentrl.engines.models import computing_in_float32, kv_bytes_per_token, length_thresholds, read_model
 from agentrl.engines.versions import LiveVersion
 
 if TYPE_CHECKING:
@@ -60,10 +60,10 @@ def load_model(path: str, *, max_context: int, dtype: torch.dtype, device: str) 
     Raises:
         ModelError: the directory holds no such model, or one that cannot serve contexts of `max_context`.
     """
-    return ready_to_sample(read_model(path, dtype=dtype, max_context=max_context), device)
+    return prepare_for_sampling(read_model(path, dtype=dtype, max_context=max_context), device)
 
 
-def ready_to_sample(model: PreTrainedModel, device: str | torch.device) -> PreTrainedModel:
+def prepare_for_sampling(model: PreTrainedModel, device: str | torch.device) -> PreTrainedModel:
     """Move a model to its device, without gradients or dropout, with an attention that fits the slots.
 
     On the CPU, attention does not repeat keys and values; models with their own attention keep it.
@@ -133,7 +133,7 @@ class EmbeddedVersion(LiveVersion):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pass:
+class ForwardPass:
     """One forward pass of one model: the number of tokens of each slot, and its adapter."""
 
     model: PreTrainedModel
@@ -187,7 +187,7 @@ class PassRunner:
         self.interrupted = False
         """Whether the worker must return between two passes; set by the event loop."""
 
-    def run(self, plan: Sequence[Pass], *, repeat: bool) -> list[int]:
+    def run(self, plan: Sequence[ForwardPass], *, repeat: bool) -> list[int]:
         """Run the passes in order; returns the slots whose calls ended with a stop token or at their limit.
 
         With `repeat` (all rows decode, no call waits) the plan is repeated for a while, as long as no call ends and
@@ -205,7 +205,7 @@ class PassRunner:
         self.stats.busy_seconds += now - start
         return ended
 
-    def logits(self, one: Pass) -> Tensor:
+    def logits(self, one: ForwardPass) -> Tensor:
         """Run one pass; returns the logits after each row's last token, `[B, V]`."""
         slots, counts, columns = one.slots, one.counts, self._columns
         first, rows = int(slots[0]), len(slots)
@@ -251,7 +251,7 @@ class PassRunner:
         self.stats.prefill_tokens += int(counts.sum()) if width > 1 else 0
         return logits
 
-    def _sample(self, one: Pass, logits: Tensor) -> list[int]:
+    def _sample(self, one: ForwardPass, logits: Tensor) -> list[int]:
         columns, slots = self._columns, one.slots
         ready = (columns.computed[slots] == columns.length[slots]) & (one.counts > 0)
         if not ready.all():
@@ -266,7 +266,7 @@ class PassRunner:
         self.stats.sampled_tokens += len(slots)
         return columns.append(slots, drawn, logprobs.cpu().numpy())
 
-    def score(self, one: Pass, token_ids: NDArray[np.int64], temperature: float) -> NDArray[np.float32]:
+    def score(self, one: ForwardPass, token_ids: NDArray[np.int64], temperature: float) -> NDArray[np.float32]:
         """Compute the log-probability of each token of one sequence given those before it, without the cache; entry 0
         is 0."""
         start = self._clock.monotonic()
@@ -281,7 +281,9 @@ class PassRunner:
         self.stats.busy_seconds += self._clock.monotonic() - start
         return scored
 
-    def next_logprobs(self, one: Pass, contexts: NDArray[np.int64], tokens: NDArray[np.int64]) -> NDArray[np.float32]:
+    def next_logprobs(
+        self, one: ForwardPass, contexts: NDArray[np.int64], tokens: NDArray[np.int64]
+    ) -> NDArray[np.float32]:
         """Compute the log-probability of each of `tokens` after each context, `[B, n]`, without the cache."""
         start = self._clock.monotonic()
         with torch.inference_mode():
@@ -367,9 +369,9 @@ def check_slots(model: PreTrainedModel, path: str, *, max_context: int) -> None:
     """
     random, few = np.random.default_rng(0), min(6, int(model.config.get_text_config().vocab_size))
     try:
-        with in_float32(model):
+        with computing_in_float32(model):
             difference = _largest_difference(model, _CONTEXTS, _PIECES)
-            for length in special_lengths(model.config, max_context):
+            for length in length_thresholds(model.config, max_context):
                 grown = min(length + 5, max_context)
                 contexts = (tuple(random.integers(0, few, grown).tolist()), _CONTEXTS[1])
                 pieces = ((length - 1, 2), (grown - length, 1), (1, 1))
@@ -398,7 +400,7 @@ def _largest_difference(
     )
     largest = 0.0
     for counts in pieces:
-        one = Pass(
+        one = ForwardPass(
             model=model, bank=None, slots=np.arange(2), counts=np.array(counts), adapters=np.full(2, -1, np.int64)
         )
         with torch.inference_mode():
@@ -447,7 +449,7 @@ def _fixed_logits(model: PreTrainedModel, contexts: NDArray[np.int64]) -> Tensor
         cache=cache, columns=columns, device=model.device, dtype=model.dtype, tap=None, kept=None, clock=SystemClock()
     )
     everyone, ones, base = np.arange(slots), np.ones(slots, np.int64), np.full(slots, -1, np.int64)
-    one = Pass(model=model, bank=None, slots=everyone, counts=ones, adapters=base, fixed=True)
+    one = ForwardPass(model=model, bank=None, slots=everyone, counts=ones, adapters=base, fixed=True)
     with torch.inference_mode():
         for _ in range(length):
             logits = runner.logits(one)

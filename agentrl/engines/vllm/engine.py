@@ -24,9 +24,9 @@ from agentrl.core.errors import EngineCapabilityError, EngineError, EngineLostEr
 from agentrl.core.ids import key64
 from agentrl.core.ports import EngineCapabilities
 from agentrl.core.records import Completion, VersionSpan
-from agentrl.engines.transfer import Inbox
+from agentrl.engines.transfer import WeightReceiver
 from agentrl.engines.versions import ModelEngine, VersionedSession, empty_completion, keeping_version, needs_adapters
-from agentrl.engines.vllm.startup import VllmSettings, kv_tokens, prefill_rate, shapes_to_serve, start_vllm
+from agentrl.engines.vllm.startup import VllmSettings, kv_tokens, prefill_rate, read_served_meta_model, start_vllm
 from agentrl.engines.vllm.versions import VllmVersion, VllmVersions
 
 if TYPE_CHECKING:
@@ -155,7 +155,7 @@ class VllmEngine(ModelEngine[VllmVersion]):
                 f"engine.refresh = {needing!r} needs several adapters at once; with full weights set it to 'token' or "
                 "'turn'"
             )
-        shapes = shapes_to_serve(model_path, settings)
+        shapes = read_served_meta_model(model_path, settings)
         self.capabilities = EngineCapabilities(
             name="vllm",
             refresh=frozenset({"token", "turn", "episode", "lazy"} if adapters else {"token", "turn"}),
@@ -170,7 +170,7 @@ class VllmEngine(ModelEngine[VllmVersion]):
             shares_prefixes=True,
         )
         self._llm = llm
-        self.inbox = Inbox()
+        self.inbox = WeightReceiver()
         """Receives full weights of a version from its trainer."""
         self.versions = VllmVersions(
             *(llm, shapes, versions, settings),

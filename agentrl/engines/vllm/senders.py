@@ -23,7 +23,7 @@ from agentrl.engines.transfer import CHUNK_BYTES
 if TYPE_CHECKING:
     from vllm.distributed.weight_transfer.base import TrainerInitInfo
 
-    from agentrl.engines.transfer import Recipient, Source, WeightLink
+    from agentrl.engines.transfer import PublishedWeightSource, ReceivingEngine, WeightLink
 
 IPC, NCCL = "agentrl_ipc", "agentrl_nccl"
 
@@ -113,7 +113,7 @@ def plain_handle(handle: tuple[Any, ...]) -> list[Any]:
     return [int(size[0]), int(offset), *rest]
 
 
-def init_info(recipient: Recipient, source: Source) -> TrainerInitInfo:
+def init_info(recipient: ReceivingEngine, source: PublishedWeightSource) -> TrainerInitInfo:
     """Make vLLM's settings of a transfer for the trainer."""
     largest = max(tensor.nbytes for tensor in source.layout.values())
     buffer = max(CHUNK_BYTES, largest)
@@ -130,7 +130,7 @@ def init_info(recipient: Recipient, source: Source) -> TrainerInitInfo:
     )
 
 
-def make(recipient: Recipient, link: WeightLink, source: Source) -> Any:
+def make(recipient: ReceivingEngine, link: WeightLink, source: PublishedWeightSource) -> Any:
     """Make a sender, and connect it to the engine."""
     client: Any = link  # its `finish_weight_update` takes no label, because the engine knows it
     weights: Any = source

@@ -22,7 +22,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import EngineCapabilityError, EngineError
 from agentrl.core.machine import memory
-from agentrl.engines.models import dtype_name, kv_bytes_per_token, model_dtype, read_shapes
+from agentrl.engines.models import dtype_name, kv_bytes_per_token, model_dtype, read_meta_model
 from agentrl.engines.vllm import worker
 from agentrl.engines.vllm.arguments import check_arguments
 
@@ -95,7 +95,7 @@ def engine_arguments(model_path: str, settings: VllmSettings, *, kv_memory: int 
         EngineCapabilityError: the memory does not suffice, or an adapter's rank is too large.
     """
     check_arguments(settings.arguments, on_gpu=torch.cuda.is_available())
-    shapes = shapes_to_serve(model_path, settings)
+    shapes = read_served_meta_model(model_path, settings)
     return {
         "model": model_path,
         "skip_tokenizer_init": True,
@@ -118,7 +118,7 @@ def engine_arguments(model_path: str, settings: VllmSettings, *, kv_memory: int 
     }
 
 
-def shapes_to_serve(model_path: str, settings: VllmSettings) -> PreTrainedModel:
+def read_served_meta_model(model_path: str, settings: VllmSettings) -> PreTrainedModel:
     """Read the model without its weights, in the dtype in which vLLM computes.
 
     Raises:
@@ -126,7 +126,7 @@ def shapes_to_serve(model_path: str, settings: VllmSettings) -> PreTrainedModel:
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = model_dtype(model_path, settings.dtype, device)
-    return read_shapes(model_path, max_context=settings.max_context, dtype=dtype)
+    return read_meta_model(model_path, max_context=settings.max_context, dtype=dtype)
 
 
 def _adapters(places: int, max_rank: int) -> dict[str, Any]:

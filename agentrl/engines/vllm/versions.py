@@ -38,7 +38,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from agentrl.core.errors import EngineError, EngineLostError, VersionNotServedError
 from agentrl.core.files import WEIGHT_FILES
 from agentrl.engines.child_process import PRIVATE_DIRECTORY_VARIABLE
-from agentrl.engines.transfer import DeliveryError, TransferCall
+from agentrl.engines.transfer import TransferCall, TransferError
 from agentrl.engines.versions import LiveVersion, VersionTable, refusal, run_to_end
 from agentrl.engines.weights import (
     WeightFile,
@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from agentrl.core.records import Float32Array, Int32Array, PolicyVersion, WeightsRef
-    from agentrl.engines.transfer import Delivery, Inbox, Offer
+    from agentrl.engines.transfer import IncomingTransfer, WeightOffer, WeightReceiver
     from agentrl.engines.versions import Canary
     from agentrl.engines.vllm.startup import VllmSettings
 
@@ -115,7 +115,7 @@ class VllmVersions(VersionTable[VllmVersion]):
         versions: Mapping[str, PolicyVersion],
         settings: VllmSettings,
         *,
-        inbox: Inbox,
+        inbox: WeightReceiver,
         switch: Callable[[VllmVersion, VllmVersion], Awaitable[None]],
         recall: Callable[[VllmVersion], Awaitable[None]],
     ) -> None:
@@ -333,7 +333,7 @@ class VllmVersions(VersionTable[VllmVersion]):
             self.wake()
             self._remove_unused_copies()
 
-    async def _offered(self, weights: WeightsRef, directory: Path) -> tuple[Delivery | None, Canary | None]:
+    async def _offered(self, weights: WeightsRef, directory: Path) -> tuple[IncomingTransfer | None, Canary | None]:
         """Return the delivery of a version by its trainer, which is ready to send, and the version's canary; the
         delivery is None if the version must be loaded from its published file."""
         delivery = await self._inbox.ask(weights.version)
@@ -347,7 +347,7 @@ class VllmVersions(VersionTable[VllmVersion]):
                 await self._control.answer(delivery, asked)
             if asked.method == "start":
                 return delivery, canary
-        except (DeliveryError, EngineError, OSError) as error:
+        except (TransferError, EngineError, OSError) as error:
             delivery.answer(error=str(error))
         except BaseException:
             delivery.close()
@@ -356,7 +356,7 @@ class VllmVersions(VersionTable[VllmVersion]):
         shutil.rmtree(directory, ignore_errors=True)
         return None, None
 
-    def _check_offer(self, weights: WeightsRef, offer: Offer) -> Canary | None:
+    def _check_offer(self, weights: WeightsRef, offer: WeightOffer) -> Canary | None:
         """Check the weights before any tensor has come; see `_copy_full`."""
         try:
             tensors = offer.tensors()
@@ -383,7 +383,7 @@ class VllmVersions(VersionTable[VllmVersion]):
                 shutil.rmtree(copy, ignore_errors=True)
 
     async def _replace_full(
-        self, weights: WeightsRef, canary: Canary | None, copy: Path, delivery: Delivery | None
+        self, weights: WeightsRef, canary: Canary | None, copy: Path, delivery: IncomingTransfer | None
     ) -> None:
         old = self.of_policy(weights.version.policy)
         if old.pins:
@@ -482,7 +482,7 @@ class VllmControl:
         await self._llm.update_weights(WeightTransferUpdateRequest(update_info={"path": file}))
         await self._llm.finish_weight_update(weight_version=label)
 
-    async def receive(self, delivery: Delivery, label: str) -> bool:
+    async def receive(self, delivery: IncomingTransfer, label: str) -> bool:
         """Let a trainer, whose `start` was not answered yet, replace the weights.
 
         Returns:
@@ -495,13 +495,13 @@ class VllmControl:
                     return True
                 is_begun, asked = True, await delivery.next_call()
             is_begun = False  # a failed update needs no ending
-        except DeliveryError:
+        except TransferError:
             pass
         if is_begun:
             await self._llm.finish_weight_update()
         return False
 
-    async def answer(self, delivery: Delivery, asked: TransferCall, label: str = "") -> bool:
+    async def answer(self, delivery: IncomingTransfer, asked: TransferCall, label: str = "") -> bool:
         """Execute a trainer's request to vLLM, and answer the trainer."""
         try:
             match asked.method:
