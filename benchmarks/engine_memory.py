@@ -234,7 +234,7 @@ def main() -> None:
     )
     names = [f"memory_{what}_over_unbounded{suffix}" for suffix in SUFFIX.values() for what in ("turns", "computed")]
     report.figures.update(dict.fromkeys([*names, "memory_cached_share", "memory_cached_share_unbounded"]))
-    vllm_process.prepare()
+    vllm_process.prepare_vllm_process()
     parts = [options.part] if options.part else ["quick_tools"] if options.quick else list(TOOLS)
     asyncio.run(compare(report, parts, repeats))
     report.print()

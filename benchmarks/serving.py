@@ -44,7 +44,7 @@ NAMES = (
 
 def main() -> None:
     """Run and report."""
-    vllm_process.prepare()
+    vllm_process.prepare_vllm_process()
     run_parts("serving", NAMES, description=__doc__)
     os._exit(0)  # vLLM's threads would be waited for
 

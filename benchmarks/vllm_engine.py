@@ -100,7 +100,7 @@ def main() -> None:
         "vllm_engine", quick=options.quick, repeats=repeats, compared_with="vLLM's AsyncLLM, called bare, by turns"
     )
     report.figures.update(dict.fromkeys(NAMES))
-    vllm_process.prepare()
+    vllm_process.prepare_vllm_process()
     if options.part != "learning":
         from benchmarks import vllm_engine_rates
 

@@ -57,7 +57,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a tenth of the updates")
     parser.add_argument("--part", choices=["adapters", "full"], help="measure this part alone")
     options = parser.parse_args()
-    vllm_process.prepare()
+    vllm_process.prepare_vllm_process()
     from benchmarks.weight_sync_adapters import adapters
     from benchmarks.weight_sync_full import full_weights
 

@@ -28,7 +28,7 @@ from agentrl.core.errors import ConfigError, EnvironmentDefinitionError, InputEr
 from agentrl.core.machine import Gpu, Memory, gpus, install_command
 from agentrl.core.ports import ChatFormat, Engine, Trainer
 from agentrl.core.records import PolicyVersion, Task
-from agentrl.engines.base_models import EnginePerBase
+from agentrl.engines.base_models import EnginePerBaseModel
 from agentrl.engines.child_process import SILENCE_S, ChildProgram, LocalPlacement, ProcessPlacement
 from agentrl.engines.client import ProcessEngine, SharedEngine
 from agentrl.engines.external import NoEngine, RoutedEngine
@@ -131,7 +131,7 @@ async def _own_engine(
     except BaseException:
         await asyncio.gather(*(engine.close() for engine in dict.fromkeys(engines.values())))
         raise
-    return EnginePerBase(engines) if len(config.bases) > 1 else made
+    return EnginePerBaseModel(engines) if len(config.bases) > 1 else made
 
 
 async def _engine_of_base(
@@ -224,7 +224,7 @@ def _silence_s(config: RunConfig) -> float:
 def engines_of(engine: Engine) -> Sequence[Engine]:
     """Return the engines of a run, one per base model, without the routing to them."""
     own = engine.engine if isinstance(engine, RoutedEngine) else engine
-    return own.samplers if isinstance(own, EnginePerBase) else (own,)
+    return own.samplers if isinstance(own, EnginePerBaseModel) else (own,)
 
 
 def connect_trainer(config: RunConfig, engine: Engine, trainer: Trainer) -> None:

@@ -33,7 +33,7 @@ from agentrl.core.files import closed_under_us
 from agentrl.core.network import SCHEME
 from agentrl.core.ports import SpawnedGroup
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, Task
-from agentrl.engines.base_models import SamplerPerBase
+from agentrl.engines.base_models import SamplerPerBaseModel
 from agentrl.engines.child_process import die_with_parent
 from agentrl.engines.client import EngineClient
 from agentrl.engines.external import RoutedSampler
@@ -225,7 +225,7 @@ class WorkerHost:
         of_policy = {
             name: engine for base, engine in zip(config.bases, self._engines, strict=False) for name in base.policies
         }
-        sampler = SamplerPerBase(of_policy, work.capabilities) if len(self._engines) > 1 else self._engines[0]
+        sampler = SamplerPerBaseModel(of_policy, work.capabilities) if len(self._engines) > 1 else self._engines[0]
         self._external = external_policies(config)
         runner = EpisodeRunner(
             engine=RoutedSampler(sampler, self._external),

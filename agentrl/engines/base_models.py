@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 SamplerT = TypeVar("SamplerT", bound="Sampler")
 
 
-class SamplerPerBase(Generic[SamplerT]):
+class SamplerPerBaseModel(Generic[SamplerT]):
     """See `agentrl.core.ports.Sampler`. Policies of different base models share nothing in an engine: neither weights,
     nor tokens, nor KV.
 
@@ -54,7 +54,7 @@ class SamplerPerBase(Generic[SamplerT]):
             sampler.abort(request_id)
 
 
-class EnginePerBase(SamplerPerBase["Engine"]):
+class EnginePerBaseModel(SamplerPerBaseModel["Engine"]):
     """See `agentrl.core.ports.Engine`.
 
     Args:

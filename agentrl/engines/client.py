@@ -2,8 +2,8 @@
 
 `ProcessEngine` owns an engine's process and implements `core.ports.Engine`: it starts the process, restarts it when it
 dies, and gives a fresh one the versions of its predecessor. `EngineClient` samples from processes that it does not own
-and implements `core.ports.Sampler`: the process of an episode worker has one. Both talk over a `Connection`, in the
-messages of `wire.py`, to `server.py`.
+and implements `core.ports.Sampler`: the process of an episode worker has one. Both talk over an `EngineConnection`, in
+the messages of `wire.py`, to `server.py`.
 Invariants: a call in flight when its connection ends raises `EngineLostError` after its last delta; the next call of a
 session reopens it; a conversation stays with its process, which has its KV, as long as the process lives; any other
 request waits for the next process and is repeated, an update only once.
@@ -34,7 +34,7 @@ from agentrl.core.network import SCHEME, Address, connect
 from agentrl.core.records import ProcessStatus
 from agentrl.engines import wire
 from agentrl.engines.child_process import SILENCE_S, LocalPlacement, Supervisor
-from agentrl.engines.versions import WantedVersions, in_order, refusal, run_to_end
+from agentrl.engines.versions import WantedVersions, in_loading_order, run_shielded, version_refused_error
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
@@ -54,7 +54,7 @@ LOSSES_OF_AN_UPDATE = 2
 """Number of deaths during one update after which the update counts as their cause."""
 
 
-class Connection:
+class EngineConnection:
     """The connection to one process, from its start to its end.
 
     Args:
@@ -151,7 +151,7 @@ class Connection:
 
     async def serve(self, current: Collection[WeightsRef], pinned: Collection[WeightsRef]) -> None:
         """See `agentrl.core.ports.Engine.serve`."""
-        wanted = in_order(current, pinned)
+        wanted = in_loading_order(current, pinned)
         new = [weights for weights in wanted if self.host and weights.sha256 not in self._sent]
         pieces: list[asyncio.Task[None]] = []
         try:
@@ -161,7 +161,7 @@ class Connection:
             await asyncio.gather(*pieces, return_exceptions=True)
             raise
         call = self.next_call()
-        serving = self.ask(call, wire.Serve(call=call, current=list(current), pinned=in_order((), pinned)))
+        serving = self.ask(call, wire.Serve(call=call, current=list(current), pinned=in_loading_order((), pinned)))
         # Asked for before the pieces are acknowledged, which would take as long again. What came only in part is
         # refused by its digest; why it came in part is raised first.
         for answer in await asyncio.gather(*pieces, serving, return_exceptions=True):
@@ -184,7 +184,9 @@ class Connection:
             try:
                 read, is_last = await asyncio.to_thread(next, reading)
             except OSError as error:
-                raise refusal(weights, f"{error.filename or weights.path} cannot be read ({error.strerror})") from error
+                raise version_refused_error(
+                    weights, f"{error.filename or weights.path} cannot be read ({error.strerror})"
+                ) from error
             for name, start, data in read:
                 piece = wire.Piece(call=self.next_call(), sha256=weights.sha256, name=name, start=start, data=data)
                 pieces.append(asyncio.get_running_loop().create_task(self._send_piece(weights, piece)))
@@ -197,7 +199,9 @@ class Connection:
         except EngineLostError:
             raise
         except EngineError as error:
-            raise refusal(weights, f"machine {self.host} cannot store them: {error}", type(error)) from error
+            raise version_refused_error(
+                weights, f"machine {self.host} cannot store them: {error}", type(error)
+            ) from error
 
     async def drain(self, error: AgentRLError) -> None:
         """Read everything a dead process sent, then fail the calls it did not answer."""
@@ -265,7 +269,7 @@ class ConnectionSession:
 
     __slots__ = ("_connection", "_number")
 
-    def __init__(self, connection: Connection, number: int) -> None:
+    def __init__(self, connection: EngineConnection, number: int) -> None:
         self._connection = connection
         self._number = number
 
@@ -292,7 +296,7 @@ class SessionHost(Protocol):
 ReplicaT = TypeVar("ReplicaT", bound=SessionHost)
 
 
-class Router(Protocol[ReplicaT]):
+class ReplicaRouter(Protocol[ReplicaT]):
     """Decides which replica serves a conversation."""
 
     capabilities: EngineCapabilities
@@ -328,7 +332,7 @@ class RoutedSession(Generic[ReplicaT]):
 
     __slots__ = ("_closed", "_name", "_pin", "_policy", "_replica", "_router", "_session")
 
-    def __init__(self, router: Router[ReplicaT], name: str, policy: str, pin: PolicyVersion | None) -> None:
+    def __init__(self, router: ReplicaRouter[ReplicaT], name: str, policy: str, pin: PolicyVersion | None) -> None:
         self._router = router
         self._name = name
         self._policy = policy
@@ -435,7 +439,7 @@ class ProcessEngine:
         self._gone: dict[WeightsRef, EngineError] = {}
         """Errors of pinned versions that a former process served and the next one could not load, until they are
         unpinned."""
-        self._connection: Connection | None = None
+        self._connection: EngineConnection | None = None
         self._is_welcomed = False
         """Whether the process has received its versions; before that, no other message is sent to it."""
         self._address = ""
@@ -469,7 +473,7 @@ class ProcessEngine:
         """See `Supervised.launch`."""
         child = await self._placement.start(self._program)
         self._is_welcomed = False
-        self._connection = Connection(
+        self._connection = EngineConnection(
             child.reader, child.writer, on_message=self._on_message, on_end=self.supervisor.kill
         )
         self._connection.host = child.host
@@ -487,7 +491,7 @@ class ProcessEngine:
                 self._sending.add(task)
                 task.add_done_callback(self._sending.discard)
 
-    async def _send_weights(self, wanted: wire.WeightsWanted, connection: Connection | None) -> None:
+    async def _send_weights(self, wanted: wire.WeightsWanted, connection: EngineConnection | None) -> None:
         """Make the trainer send weights that the process asked for; otherwise the process loads the published file."""
         if self.deliver is not None:
             with contextlib.suppress(AgentRLError):  # the trainer's own caller reports a lost trainer
@@ -515,7 +519,7 @@ class ProcessEngine:
         self._address = loaded.address
         self._moved()
 
-    async def _restore(self, connection: Connection) -> None:
+    async def _restore(self, connection: EngineConnection) -> None:
         """Make a fresh process serve the versions of its predecessor.
 
         A pinned version whose files are gone is left out: a session that pins it is refused with an error, and it does
@@ -526,7 +530,7 @@ class ProcessEngine:
             await connection.serve(current, ())
         restored: frozenset[WeightsRef] = frozenset()
         # One by one, so that a version that cannot be loaded names itself, and the others are served.
-        for weights in in_order((), self._confirmed.pinned):
+        for weights in in_loading_order((), self._confirmed.pinned):
             try:
                 await connection.serve(current, restored | {weights})
                 restored |= {weights}
@@ -562,7 +566,9 @@ class ProcessEngine:
 
     # --- sessions ---------------------------------------------------------------------------------------------------
 
-    def open(self, session_id: str, policy: str, *, pin: PolicyVersion | None = None) -> RoutedSession[Connection]:
+    def open(
+        self, session_id: str, policy: str, *, pin: PolicyVersion | None = None
+    ) -> RoutedSession[EngineConnection]:
         """See `agentrl.core.ports.Engine.open`."""
         if policy not in self._first_versions:
             served = ", ".join(sorted(self._first_versions))
@@ -573,20 +579,20 @@ class ProcessEngine:
             raise VersionNotServedError(f"version {pin} is not served here; {why}")
         return RoutedSession(self, session_id, policy, pin)
 
-    def is_available(self, replica: Connection) -> bool:
-        """See `Router.is_available`."""
+    def is_available(self, replica: EngineConnection) -> bool:
+        """See `ReplicaRouter.is_available`."""
         return replica is self._connection and replica.is_open
 
-    async def pick(self, policy: str, context: Int32Array) -> Connection:
-        """See `Router.pick`."""
+    async def pick(self, policy: str, context: Int32Array) -> EngineConnection:
+        """See `ReplicaRouter.pick`."""
         return await self._connected()
 
-    def replica_lost(self, replica: Connection, error: EngineLostError | EngineFailedError) -> None:
-        """See `Router.replica_lost`; the supervisor handles the loss."""
+    def replica_lost(self, replica: EngineConnection, error: EngineLostError | EngineFailedError) -> None:
+        """See `ReplicaRouter.replica_lost`; the supervisor handles the loss."""
         if isinstance(error, EngineFailedError):
             raise error
 
-    async def _connected(self) -> Connection:
+    async def _connected(self) -> EngineConnection:
         """Return the connection to the process; waits until one serves."""
         while True:
             try:
@@ -611,7 +617,7 @@ class ProcessEngine:
         kept = wanted.pinned.difference(wanted.current.values())
         self._gone = {weights: error for weights, error in self._gone.items() if weights in kept}
         try:
-            await run_to_end(self._serve(in_order(current, pinned)))
+            await run_shielded(self._serve(in_loading_order(current, pinned)))
         except EngineError:
             if self._wanted is wanted:  # otherwise a newer request decides
                 self._wanted = self._confirmed
@@ -647,7 +653,7 @@ class ProcessEngine:
         """See `agentrl.core.ports.Engine.score`."""
         column = token_ids.astype("<i4", copy=False).tobytes()
 
-        def ask(connection: Connection) -> Any:
+        def ask(connection: EngineConnection) -> Any:
             call = connection.next_call()
             return connection.ask(
                 call, wire.Score(call=call, version=version, token_ids=column, temperature=temperature)
@@ -672,7 +678,7 @@ class ProcessEngine:
         if self._connection is not None and self._is_welcomed:
             self._connection.send(message)
 
-    async def _until_answered(self, ask: Callable[[Connection], Any]) -> Any:
+    async def _until_answered(self, ask: Callable[[EngineConnection], Any]) -> Any:
         """Send a request to the process or, if it dies meanwhile, to the next one; for requests that may be
         repeated.
         """
@@ -706,7 +712,7 @@ class EngineClient:
         self.capabilities = capabilities
         self._addresses: tuple[str, ...] = ()
         self._moved = asyncio.Event()
-        self._connections: dict[str, asyncio.Task[Connection]] = {}
+        self._connections: dict[str, asyncio.Task[EngineConnection]] = {}
         self._coming = Counter[str]()
         """Number of conversations whose connection is being opened, by address."""
 
@@ -721,7 +727,9 @@ class EngineClient:
         self._addresses = tuple(addresses)
         self._moved.set()
 
-    def open(self, session_id: str, policy: str, *, pin: PolicyVersion | None = None) -> RoutedSession[Connection]:
+    def open(
+        self, session_id: str, policy: str, *, pin: PolicyVersion | None = None
+    ) -> RoutedSession[EngineConnection]:
         """See `agentrl.core.ports.Sampler.open`; the first call chooses the process."""
         return RoutedSession(self, session_id, policy, pin)
 
@@ -731,17 +739,17 @@ class EngineClient:
             if opening.done() and not opening.cancelled() and opening.exception() is None:
                 opening.result().send(wire.Abort(request_id=request_id))
 
-    def is_available(self, replica: Connection) -> bool:
-        """See `Router.is_available`."""
+    def is_available(self, replica: EngineConnection) -> bool:
+        """See `ReplicaRouter.is_available`."""
         return replica.is_open and any(self._connection(address) is replica for address in self._addresses)
 
-    def replica_lost(self, replica: Connection, error: EngineLostError | EngineFailedError) -> None:
-        """See `Router.replica_lost`; the connection has ended, or the owner's engine fails other calls too."""
+    def replica_lost(self, replica: EngineConnection, error: EngineLostError | EngineFailedError) -> None:
+        """See `ReplicaRouter.replica_lost`; the connection has ended, or the owner's engine fails other calls too."""
         if isinstance(error, EngineFailedError):
             raise error
 
-    async def pick(self, policy: str, context: Int32Array) -> Connection:
-        """See `Router.pick`; waits while no process takes calls."""
+    async def pick(self, policy: str, context: Int32Array) -> EngineConnection:
+        """See `ReplicaRouter.pick`; waits while no process takes calls."""
         while True:
             while not self._addresses:
                 self._moved.clear()
@@ -759,7 +767,7 @@ class EngineClient:
             finally:
                 self._coming[address] -= 1
 
-    async def _open_connection(self, address: str) -> Connection:
+    async def _open_connection(self, address: str) -> EngineConnection:
         opening = self._connections.get(address)
         if opening is None:
             opening = self._connections[address] = asyncio.get_running_loop().create_task(self._connect(address))
@@ -769,7 +777,7 @@ class EngineClient:
             self._connections.pop(address, None)
             raise
 
-    def _connection(self, address: str) -> Connection | None:
+    def _connection(self, address: str) -> EngineConnection | None:
         opening = self._connections.get(address)
         return opening.result() if opening is not None and opening.done() and opening.exception() is None else None
 
@@ -777,7 +785,7 @@ class EngineClient:
         connection = self._connection(address)
         return self._coming[address] + (0 if connection is None else connection.sessions)
 
-    async def _connect(self, address: str) -> Connection:
+    async def _connect(self, address: str) -> EngineConnection:
         if address.startswith(SCHEME):
             reader, writer = await connect(Address.parse(address))
         else:
@@ -787,5 +795,5 @@ class EngineClient:
             self._connections.pop(address, None)
             connection.close(EngineLostError(f"the connection to the engine's process ended{why and f': {why}'}"))
 
-        connection = Connection(reader, writer, on_message=lambda reply: None, on_end=on_end)
+        connection = EngineConnection(reader, writer, on_message=lambda reply: None, on_end=on_end)
         return connection

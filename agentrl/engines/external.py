@@ -185,7 +185,7 @@ class Bot:
         if len(said) > MAX_CHARACTERS:
             raise self._failed(where, f"returned {len(said)} characters; at most {MAX_CHARACTERS} are allowed")
         line = json.dumps({"role": "assistant", "content": said}, ensure_ascii=False) + "\n"
-        return completion(self.policy, line.encode("utf-8", "replace"), "stop")
+        return external_completion(self.policy, line.encode("utf-8", "replace"), "stop")
 
     def abort(self, request_id: str) -> None:
         """Do nothing: turns of a bot end at once, or are awaited."""
@@ -197,7 +197,7 @@ class Bot:
         return EpisodeError(f"{where}, policy {self.policy!r}: the bot {what}", reason="bot_error")
 
 
-def completion(policy: str, said: bytes, reason: FinishReason) -> Completion:
+def external_completion(policy: str, said: bytes, reason: FinishReason) -> Completion:
     """Make the completion of an external policy from the bytes of its line."""
     version = PolicyVersion(policy, 0, 0)
     return Completion(

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from agentrl.core.errors import EngineError, EngineFailedError, EngineLostError, EngineStorageError
 from agentrl.core.ports import HasProcesses
 from agentrl.engines.client import RoutedSession, SharedEngine, pick_replica
-from agentrl.engines.versions import WantedVersions, run_to_end
+from agentrl.engines.versions import WantedVersions, run_shielded
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Coroutine, Sequence
@@ -138,11 +138,11 @@ class ReplicatedEngine:
         raise EngineLostError(f"session {session_id}: all replicas of the engine are lost")
 
     def is_available(self, replica: Replica) -> bool:
-        """See `client.Router.is_available`."""
+        """See `client.ReplicaRouter.is_available`."""
         return not replica.is_fenced
 
     async def pick(self, policy: str, context: Int32Array) -> Replica:
-        """See `client.Router.pick`; waits while all replicas are fenced."""
+        """See `client.ReplicaRouter.pick`; waits while all replicas are fenced."""
         available = await self._available()
         return available[pick_replica([replica.sessions for replica in available], policy, context)]
 
@@ -154,7 +154,7 @@ class ReplicatedEngine:
         return available
 
     def replica_lost(self, replica: Replica, error: EngineLostError | EngineFailedError) -> None:
-        """See `client.Router.replica_lost`: fences the replica until it answers again, or for good."""
+        """See `client.ReplicaRouter.replica_lost`: fences the replica until it answers again, or for good."""
         if isinstance(error, EngineFailedError):
             if replica.failure is None and not self._closed:
                 replica.failure, replica.is_fenced = error, False  # record the failure even if the replica was fenced
@@ -204,7 +204,7 @@ class ReplicatedEngine:
                 # The replica still works on an earlier request, which may wait for a place that only versions unpinned
                 # since then can free: unpin them now. What is new reaches it when that request has ended.
                 self._unpin(replica.engine.serve((), replica.asked.pinned & self._wanted.pinned))
-        await run_to_end(self._roll_out())
+        await run_shielded(self._roll_out())
 
     def _unpin(self, unpinning: Coroutine[Any, Any, None]) -> None:
         """Run a replica's `serve` that only unpins versions in the background; a failure is ignored."""

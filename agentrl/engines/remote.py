@@ -25,7 +25,7 @@ import aiohttp
 
 from agentrl.core.errors import ConfigError, EngineLostError, EpisodeError
 from agentrl.core.records import Completion, usage_of
-from agentrl.engines.external import completion
+from agentrl.engines.external import external_completion
 
 if TYPE_CHECKING:
     from agentrl.config.policies import RemotePolicy
@@ -90,7 +90,7 @@ class RemoteEndpoint:
         self._asking[request.request_id] = asking
         try:
             await asyncio.wait({asking})
-            return completion(self.policy, b"", "abort") if asking.cancelled() else asking.result()
+            return external_completion(self.policy, b"", "abort") if asking.cancelled() else asking.result()
         finally:
             asking.cancel()
             del self._asking[request.request_id]
@@ -141,7 +141,7 @@ class RemoteEndpoint:
         self._refusals_left = REFUSED_IN_A_ROW
         if reason == "content_filter":
             return _refused(self.policy, f"{here}: its answer was filtered")
-        return completion(self.policy, line, "length" if reason == "length" else "stop")
+        return external_completion(self.policy, line, "length" if reason == "length" else "stop")
 
     def _not_answered(self, status: int, content: bytes | None, here: str) -> Completion:
         """Return the turn recorded for a refusal because of the content.
@@ -285,4 +285,4 @@ def _line(message: dict[str, Any]) -> bytes:
 def _refused(policy: str, why: str, limit: StopReason = "refused") -> Completion:
     """Make the completion recorded for a turn that the endpoint refused; see `JsonFormat.parse`."""
     line = {"role": "assistant", "content": "", "refused": why} | ({} if limit == "refused" else {"limit": limit})
-    return completion(policy, _line(line), "stop")
+    return external_completion(policy, _line(line), "stop")

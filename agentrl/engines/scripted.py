@@ -21,7 +21,7 @@ from agentrl.core.errors import EngineError, EngineLostError, VersionNotServedEr
 from agentrl.core.ports import EngineCapabilities
 from agentrl.core.records import Completion, VersionSpan
 from agentrl.engines.counter_random import uniform
-from agentrl.engines.versions import WantedVersions, in_order
+from agentrl.engines.versions import WantedVersions, in_loading_order
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -302,7 +302,7 @@ class ScriptedEngine:
         self._wanted = self._wanted.followed_by(current, pinned)
         self._loaded &= self._wanted.all
         failures = []
-        for weights in in_order(current, pinned):
+        for weights in in_loading_order(current, pinned):
             try:
                 if weights not in self._loaded:
                     await self.load(weights)

@@ -2,8 +2,8 @@
 
 `WantedVersions` is the state requested by `Engine.serve`, to which every engine reconciles. The engines that compute in
 this process use a `VersionTable`, whose subclasses load weights and move calls. A `VersionedSession` holds a version
-from `open` until it is closed and its last call has ended: by a pin, a lease, or a call in flight. `Leases` implements
-each refresh between two turns. `ModelEngine` checks every call.
+from `open` until it is closed and its last call has ended: by a pin, a lease, or a call in flight. `VersionLeases`
+implements each refresh between two turns. `ModelEngine` checks every call.
 Invariants: a version that is current, pinned by the owner, or held by a session or a call is not forgotten; a version
 id never serves two digests; a version that is no longer wanted when its turn comes is not loaded.
 """
@@ -74,7 +74,7 @@ class WantedVersions:
 
 
 @dataclass(slots=True)
-class Rounding:
+class VersionRounding:
     """The rounding of a policy's versions in 16 bits, as far as those that passed the canary check have shown it."""
 
     distance: float = 0.0
@@ -83,7 +83,7 @@ class Rounding:
     """Largest mean distance of a version's log-probabilities from those that the run began with, in nats."""
 
 
-def in_order(current: Iterable[WeightsRef], pinned: Iterable[WeightsRef]) -> list[WeightsRef]:
+def in_loading_order(current: Iterable[WeightsRef], pinned: Iterable[WeightsRef]) -> list[WeightsRef]:
     """Return versions in the order in which an engine loads them: older before newer ones of a policy."""
     return sorted({*current, *pinned}, key=lambda weights: weights.version)
 
@@ -121,7 +121,9 @@ class Canary:
             EngineError: the canary has tokens beyond the vocabulary.
         """
         if max(int(self.contexts.max()), int(self.token_ids.max())) >= vocabulary:
-            raise refusal(weights, f"its canary has tokens outside the model's vocabulary of {vocabulary}")
+            raise version_refused_error(
+                weights, f"its canary has tokens outside the model's vocabulary of {vocabulary}"
+            )
 
     def asks_like(self, other: Canary) -> bool:
         """Whether answers to both canaries can be compared."""
@@ -215,21 +217,21 @@ class VersionedSession(Generic[LiveT]):
             self.engine.session_ended(self)
 
 
-def keeping_version(refresh: Refresh | Mapping[str, Refresh], policies: Iterable[str]) -> frozenset[str]:
+def policies_keeping_version(refresh: Refresh | Mapping[str, Refresh], policies: Iterable[str]) -> frozenset[str]:
     """Return the policies whose conversations stay on one version; see `EngineCapabilities.keeps_version`."""
     return frozenset(
         policy for policy in policies if (refresh if isinstance(refresh, str) else refresh[policy]) == "episode"
     )
 
 
-def needs_adapters(refresh: Refresh | Mapping[str, Refresh]) -> Refresh | None:
+def refresh_needing_adapters(refresh: Refresh | Mapping[str, Refresh]) -> Refresh | None:
     """Return the refresh, of all policies or of one, that needs several versions served side by side; None if there is
     none."""
     found = (refresh,) if isinstance(refresh, str) else refresh.values()
     return next((each for each in found if each in ("episode", "lazy")), None)
 
 
-class Leases(Generic[LiveT]):
+class VersionLeases(Generic[LiveT]):
     """Leases of one engine's sessions.
 
     Args:
@@ -338,12 +340,12 @@ class VersionTable(ABC, Generic[LiveT]):
         """Versions that can be sampled from."""
         self.current: dict[str, LiveT] = {}
         """Newest version of each policy."""
-        self.leases: Leases[LiveT] = Leases(
+        self.leases: VersionLeases[LiveT] = VersionLeases(
             refresh=refresh, max_staleness=max_staleness, current=self.of_policy, on_release=self.settle
         )
         self.held: set[str] = set()
         """Policies whose new calls wait for an update."""
-        self.rounding: dict[str, Rounding] = {}
+        self.rounding: dict[str, VersionRounding] = {}
         """Rounding seen in the versions that passed the canary check, by policy."""
         self._wanted = WantedVersions()
         self._one_at_a_time = asyncio.Lock()
@@ -403,7 +405,7 @@ class VersionTable(ABC, Generic[LiveT]):
             self.settle(serving)
         failures = []
         async with self._one_at_a_time:
-            for weights in in_order(current, pinned):
+            for weights in in_loading_order(current, pinned):
                 try:
                     await self._reconcile(weights)
                 except NotWantedError:
@@ -421,7 +423,7 @@ class VersionTable(ABC, Generic[LiveT]):
         if known is None or not known.digest:
             await self._load(weights)
         elif known.digest != weights.sha256:
-            raise refusal(
+            raise version_refused_error(
                 weights, "this version is already served with different weights; version ids are never reused"
             )
         elif self._wanted.is_current(weights) and not self.is_current(known):
@@ -458,7 +460,7 @@ class VersionTable(ABC, Generic[LiveT]):
             return
         if all(each.pinned or self.is_current(each) for each in adapters):
             taken = ", ".join(sorted(str(each.version) for each in adapters))
-            raise refusal(
+            raise version_refused_error(
                 weights, f"all {self.places} adapter slots are taken by {taken}; unpin one, or raise adapter_slots"
             )
         await self._change()
@@ -547,7 +549,7 @@ class ModelEngine(ABC, Generic[LiveT]):
         return len(request.token_ids) >= self.capabilities.max_context or request.sampling.max_tokens < 1
 
 
-async def run_to_end(work: Coroutine[Any, Any, T]) -> T:
+async def run_shielded(work: Coroutine[Any, Any, T]) -> T:
     """Run work to its end even if the caller is cancelled; the cancellation is raised when the work has ended.
 
     So a lock of the caller is held until the work has ended. A caller that is cancelled twice does not wait.
@@ -567,6 +569,6 @@ def _forget(task: asyncio.Task[Any]) -> None:
         task.exception()
 
 
-def refusal(weights: WeightsRef, reason: str, kind: type[EngineError] = EngineError) -> EngineError:
+def version_refused_error(weights: WeightsRef, reason: str, kind: type[EngineError] = EngineError) -> EngineError:
     """Make the error for a version that is not served."""
     return kind(f"weights {weights.version} refused: {reason}. The version before it keeps serving")

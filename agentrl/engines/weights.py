@@ -39,7 +39,7 @@ from agentrl.engines.models import (
     read_meta_model,
     runnable_on_meta,
 )
-from agentrl.engines.versions import CANARY_KEY, Canary, CanaryJson, Rounding, refusal
+from agentrl.engines.versions import CANARY_KEY, Canary, CanaryJson, VersionRounding, version_refused_error
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -89,23 +89,25 @@ def read_weights(weights: WeightsRef, *, beside: bytes = b"") -> WeightFile:
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise refusal(weights, f"{path} cannot be read ({error.strerror})") from error
+        raise version_refused_error(weights, f"{path} cannot be read ({error.strerror})") from error
     digest = hashlib.sha256(content)
     digest.update(beside)
     if digest.hexdigest() != weights.sha256:
         what = f"{path} and its configuration" if beside else path
-        raise refusal(
+        raise version_refused_error(
             weights, f"the SHA-256 digest of {what} is {digest.hexdigest()}, but {weights.sha256} was published"
         )
     try:
         tensors = load_safetensors(content)
     except SafetensorError as error:
-        raise refusal(weights, f"{path} is damaged ({error})") from error
+        raise version_refused_error(weights, f"{path} is damaged ({error})") from error
     for key, tensor in tensors.items():
         if tensor.dtype not in _WEIGHT_TYPES:
-            raise refusal(weights, f"{key} has dtype {tensor.dtype}; float32, bfloat16 or float16 is needed")
+            raise version_refused_error(
+                weights, f"{key} has dtype {tensor.dtype}; float32, bfloat16 or float16 is needed"
+            )
         if not bool(torch.isfinite(tensor).all()):
-            raise refusal(weights, f"{key} has values that are not finite")
+            raise version_refused_error(weights, f"{key} has values that are not finite")
     header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])  # safetensors has validated the header
     return WeightFile(tensors, header.get("__metadata__") or {})
 
@@ -121,7 +123,7 @@ def read_metadata(weights: WeightsRef) -> dict[str, str]:
         with safe_open(path, framework="pt") as file:
             return file.metadata() or {}
     except (OSError, SafetensorError) as error:
-        raise refusal(weights, f"{path} cannot be read ({error})") from error
+        raise version_refused_error(weights, f"{path} cannot be read ({error})") from error
 
 
 def match_full_weights(
@@ -140,10 +142,10 @@ def match_full_weights(
     for name, tensor in expected.items():
         if name not in matched:
             if tensor.untyped_storage()._cdata not in stored:  # a tied weight may be stored under its other name
-                raise refusal(weights, f"{name} is missing")
+                raise version_refused_error(weights, f"{name} is missing")
         elif matched[name].shape != tensor.shape:
             have, need = tuple(matched[name].shape), tuple(tensor.shape)
-            raise refusal(weights, f"{name} has shape {have}, but the model's is {need}")
+            raise version_refused_error(weights, f"{name} has shape {have}, but the model's is {need}")
     return matched
 
 
@@ -156,7 +158,7 @@ def check_dtypes(weights: WeightsRef, read: Mapping[str, Tensor], expected: Mapp
     for name in read.keys() & expected.keys():
         have, need = read[name].dtype, expected[name].dtype
         if have != need:
-            raise refusal(
+            raise version_refused_error(
                 weights,
                 f"its trainer published {name} in {dtype_name(have)}, and the engine computes in {dtype_name(need)}; "
                 "trainer and engine need the same model.dtype",
@@ -178,7 +180,7 @@ def _convert_layout(weights: WeightsRef, read: Mapping[str, Tensor], model: PreT
                 **({"device_map": "meta"} if is_offer else {}),
             )
     except (ValueError, RuntimeError) as error:
-        raise refusal(weights, f"its tensors do not match the model ({error})") from error
+        raise version_refused_error(weights, f"its tensors do not match the model ({error})") from error
     wrong = {
         "not those of the model": report["unexpected_keys"],
         "missing": report["missing_keys"],
@@ -186,7 +188,7 @@ def _convert_layout(weights: WeightsRef, read: Mapping[str, Tensor], model: PreT
     }
     for what, names in wrong.items():
         if names:
-            raise refusal(weights, f"tensors are {what}: {quote_first_names(names)}")
+            raise version_refused_error(weights, f"tensors are {what}: {quote_first_names(names)}")
     state: dict[str, Tensor] = made.state_dict()
     return state
 
@@ -225,22 +227,24 @@ def read_adapter(weights: WeightsRef) -> AdapterWeights:
     for key, tensor in file.tensors.items():
         module, _, kind = key.removeprefix(_PEFT_PREFIX).removesuffix(".weight").rpartition(".")
         if not key.startswith(_PEFT_PREFIX) or kind not in ("lora_A", "lora_B"):
-            raise refusal(weights, f"{key} is not a LoRA matrix of a linear layer")
+            raise version_refused_error(weights, f"{key} is not a LoRA matrix of a linear layer")
         if tensor.ndim != 2:
-            raise refusal(weights, f"{key} has shape {tuple(tensor.shape)}, but a matrix is expected")
+            raise version_refused_error(weights, f"{key} has shape {tuple(tensor.shape)}, but a matrix is expected")
         halves.setdefault(module, {})[kind] = tensor
     matrices = {}
     for module, pair in halves.items():
         if len(pair) != 2:
-            raise refusal(weights, f"{module} has only {next(iter(pair))}")
+            raise version_refused_error(weights, f"{module} has only {next(iter(pair))}")
         if pair["lora_A"].shape[0] != rank or pair["lora_B"].shape[1] != rank:
             found = (tuple(pair["lora_A"].shape), tuple(pair["lora_B"].shape))
-            raise refusal(weights, f"{module} has shapes {found}, which are not of the configured rank {rank}")
+            raise version_refused_error(
+                weights, f"{module} has shapes {found}, which are not of the configured rank {rank}"
+            )
         matrices[module] = (pair["lora_A"], scaled := pair["lora_B"] * scale)
         if not bool(scaled.isfinite().all()):
-            raise refusal(weights, f"{module} has values that are not finite when scaled by {scale:g}")
+            raise version_refused_error(weights, f"{module} has values that are not finite when scaled by {scale:g}")
     if not matrices:
-        raise refusal(weights, "it contains no LoRA matrices")
+        raise version_refused_error(weights, "it contains no LoRA matrices")
     return AdapterWeights(rank=rank, matrices=matrices, canary=read_canary(weights, file))
 
 
@@ -265,11 +269,13 @@ def copy_weights(weights: WeightsRef, directory: Path) -> WeightsRef:
             shutil.copyfile(Path(weights.path) / name, directory / name)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise refusal(weights, f"{weights.path}/{name} cannot be read ({error.strerror})") from error
+                raise version_refused_error(
+                    weights, f"{weights.path}/{name} cannot be read ({error.strerror})"
+                ) from error
             reason = (
                 f"there is no room for a copy of {weights.path}/{name} in {directory} ({error.strerror}); {MAKE_ROOM}"
             )
-            raise refusal(weights, reason, EngineStorageError) from error
+            raise version_refused_error(weights, reason, EngineStorageError) from error
     return replace(weights, path=str(directory))
 
 
@@ -279,9 +285,9 @@ def _read_config(weights: WeightsRef) -> bytes:
         with path.open("rb") as file:
             content = file.read(_CONFIG_BYTES + 1)
     except OSError as error:
-        raise refusal(weights, f"{path} cannot be read ({error.strerror})") from error
+        raise version_refused_error(weights, f"{path} cannot be read ({error.strerror})") from error
     if len(content) > _CONFIG_BYTES:
-        raise refusal(weights, f"{path} is longer than {_CONFIG_BYTES} bytes")
+        raise version_refused_error(weights, f"{path} is longer than {_CONFIG_BYTES} bytes")
     return content
 
 
@@ -290,10 +296,12 @@ def _decode_config(weights: WeightsRef, content: bytes) -> _AdapterConfig:
         config = msgspec.json.decode(content, type=_AdapterConfig)
         found = msgspec.json.decode(content, type=dict[str, Any])
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise refusal(weights, f"its configuration is not that of a supported LoRA adapter ({error})") from error
+        raise version_refused_error(
+            weights, f"its configuration is not that of a supported LoRA adapter ({error})"
+        ) from error
     used = sorted(ascii(key) for key, value in found.items() if value and key not in _HARMLESS)
     if used:
-        raise refusal(weights, f"only plain LoRA is supported, without {', '.join(used)}")
+        raise version_refused_error(weights, f"only plain LoRA is supported, without {', '.join(used)}")
     return config
 
 
@@ -304,14 +312,16 @@ def check_adapter(weights: WeightsRef, adapter: AdapterWeights, model: PreTraine
         EngineError: a rank, module or shape does not fit.
     """
     if adapter.rank > max_rank:
-        raise refusal(weights, f"its rank is {adapter.rank}, but the engine was started for at most {max_rank}")
+        raise version_refused_error(
+            weights, f"its rank is {adapter.rank}, but the engine was started for at most {max_rank}"
+        )
     for name, (down, up) in adapter.matrices.items():
         layer = linear_layer(model, name)
         if layer is None:
-            raise refusal(weights, f"the model has no linear layer {name}")
+            raise version_refused_error(weights, f"the model has no linear layer {name}")
         if down.shape[1] != layer.in_features or up.shape[0] != layer.out_features:
             found = (tuple(down.shape), tuple(up.shape))
-            raise refusal(
+            raise version_refused_error(
                 weights, f"{name} has shapes {found}, but the layer is {layer.in_features} → {layer.out_features}"
             )
 
@@ -397,17 +407,19 @@ def read_canary(weights: WeightsRef, file: WeightFile) -> Canary | None:
         contexts, tokens = np.array(said.contexts, np.int64), np.array(said.token_ids, np.int64)
         logprobs, start = (np.array(rows, np.float64) for rows in (said.logprobs, said.start_logprobs))
     except (ValueError, OverflowError) as error:  # msgspec's errors are ValueErrors
-        raise refusal(weights, f"its canary cannot be read ({str(error)[:200]!a})") from error
+        raise version_refused_error(weights, f"its canary cannot be read ({str(error)[:200]!a})") from error
     if contexts.ndim != 2 or not (0 < len(contexts) <= _MAX_CONTEXTS and 0 < contexts.shape[1] <= _MAX_LENGTH):
-        raise refusal(weights, f"its canary has contexts of shape {contexts.shape}")
+        raise version_refused_error(weights, f"its canary has contexts of shape {contexts.shape}")
     if not 1 < len(tokens) <= _MAX_TOKENS or {logprobs.shape, start.shape} != {(len(contexts), len(tokens))}:
         shapes = f"{logprobs.shape} and {start.shape}"
-        raise refusal(weights, f"its canary has {len(tokens)} tokens and log-probabilities of shapes {shapes}")
+        raise version_refused_error(
+            weights, f"its canary has {len(tokens)} tokens and log-probabilities of shapes {shapes}"
+        )
     for ids in (contexts, tokens):
         if int(ids.min()) < 0 or int(ids.max()) > np.iinfo(np.int32).max:
-            raise refusal(weights, "its canary has token ids that are negative, or beyond 32 bits")
+            raise version_refused_error(weights, "its canary has token ids that are negative, or beyond 32 bits")
     if not all(((each >= -_MAX_NATS) & (each <= 1e-3)).all() for each in (logprobs, start)):
-        raise refusal(weights, f"its canary has log-probabilities outside [-{_MAX_NATS:g}, 0]")
+        raise version_refused_error(weights, f"its canary has log-probabilities outside [-{_MAX_NATS:g}, 0]")
     return Canary(
         contexts=contexts.astype(np.int32),
         token_ids=tokens.astype(np.int32),
@@ -417,14 +429,14 @@ def read_canary(weights: WeightsRef, file: WeightFile) -> Canary | None:
     )
 
 
-def check_answer(
+def check_canary_answer(
     weights: WeightsRef,
     canary: Canary,
     answer: Float32Array,
     *,
     dtype: torch.dtype,
     others: Mapping[PolicyVersion, Canary],
-    rounding: dict[str, Rounding],
+    rounding: dict[str, VersionRounding],
 ) -> None:
     """Refuse a version if the engine's answer to its canary fits other weights.
 
@@ -442,7 +454,7 @@ def check_answer(
     Raises:
         EngineError: the answer is not the version's.
     """
-    seen = rounding.setdefault(weights.version.policy, Rounding())
+    seen = rounding.setdefault(weights.version.policy, VersionRounding())
     change = _distance(canary.logprobs, canary.start_logprobs)
     limits = _EXACT if canary.is_exact and dtype == torch.float32 else _rounded(seen, change)
     own, nearest, name = _distance(answer, canary.logprobs), _distance(answer, canary.start_logprobs), _START_NAME
@@ -450,7 +462,7 @@ def check_answer(
         if other.asks_like(canary) and (distance := _distance(answer, other.logprobs)) < nearest:
             nearest, name = distance, str(version)
     if own > limits.floor and own > _NEARER * nearest:
-        raise refusal(
+        raise version_refused_error(
             weights,
             f"the engine answers its canary check as {name} would: the log-probabilities of {answer.size} next tokens "
             f"differ by {nearest:.2g} nats on average from those of {name}, and by {own:.2g} from those the trainer "
@@ -462,7 +474,7 @@ def check_answer(
         seen.distance, seen.change = max(seen.distance, own), max(seen.change, change)
 
 
-def _rounded(seen: Rounding, change: float) -> _Limits:
+def _rounded(seen: VersionRounding, change: float) -> _Limits:
     """Return the limits in 16 bits for a version that is `change` nats from the weights that the run began with.
 
     The effect of rounding cannot be derived from a model's shape (0.009 nats with 3 layers, 0.016 with 4, 0.05 to 0.14
@@ -476,7 +488,7 @@ def _rounded(seen: Rounding, change: float) -> _Limits:
 
 
 def _too_far(weights: WeightsRef, difference: float, tolerance: float, dtype: torch.dtype) -> EngineError:
-    return refusal(
+    return version_refused_error(
         weights,
         f"the engine's log-probabilities of its canary tokens differ by {difference:.2g} nats on average from those "
         f"the trainer computed; with {dtype_name(dtype)} in the engine at most {tolerance:.2g} is allowed. Either the "

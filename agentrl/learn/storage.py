@@ -325,9 +325,9 @@ def _sender(recipient: ReceivingEngine, link: WeightLink, source: PublishedWeigh
     """Return the sender of full weights to an engine: vLLM's own where both have GPUs."""
     if recipient.transfer == "file":
         return FileSender(recipient, link, source)
-    from agentrl.engines.vllm.senders import make
+    from agentrl.engines.vllm.senders import connect_sender
 
-    return make(recipient, link, source)
+    return connect_sender(recipient, link, source)
 
 
 def _state_dtype(path: Path, dtype: torch.dtype) -> None:

@@ -16,7 +16,7 @@ from agentrl.core.ports import GenerateRequest, SamplingParams
 from agentrl.core.records import PolicyVersion
 from agentrl.engines import wire
 from agentrl.engines.child_process import PRIVATE_DIRECTORY_VARIABLE
-from agentrl.engines.client import PIECE_BYTES, Connection, EngineClient, ProcessEngine
+from agentrl.engines.client import PIECE_BYTES, EngineClient, EngineConnection, ProcessEngine
 from tests.contract.elsewhere import START, Elsewhere, program, written
 
 REQUEST = GenerateRequest(
@@ -88,7 +88,7 @@ class UnansweredWriter:
 def test_an_adapter_and_the_request_to_serve_it_take_one_round_trip(tmp_path: Path) -> None:
     async def main() -> None:
         writer, reader = UnansweredWriter(), asyncio.StreamReader()
-        connection = Connection(reader, writer, on_message=lambda reply: None, on_end=lambda why: None)
+        connection = EngineConnection(reader, writer, on_message=lambda reply: None, on_end=lambda why: None)
         connection.host = "another"
         serving = asyncio.create_task(connection.serve([written(tmp_path / "1", 1, 1000)], ()))
         while not writer.sent:

@@ -190,12 +190,12 @@ def test_shared_memory_is_described_as_vllm_takes_it_without_a_class_on_the_way(
     assert method == "update"
     sent = transfer._REQUEST.decode(wire.frame(transfer.TransferCall(method="update", info=info))[4:])
     assert isinstance(sent, transfer.TransferCall)
-    handles = {gpu: worker.shared_handle(handle) for gpu, handle in sent.info["ipc_handles"].items()}
+    handles = {gpu: worker.cuda_handle_from_plain(handle) for gpu, handle in sent.info["ipc_handles"].items()}
     assert handles == {"GPU-1": SHARED + HANDLE}
     taken = IPCWeightTransferUpdateInfo(**{**sent.info, "ipc_handles": handles})
     assert (taken.names, taken.tensor_sizes) == (["a.weight", "b.bias"], [16, 12])
     with pytest.raises(ValueError, match="bytes in one dimension"):
-        senders.plain_handle((torch.Tensor, torch.Size([2, 2]), (2, 1), 0, None, torch.uint8, *HANDLE))
+        senders.plain_cuda_handle((torch.Tensor, torch.Size([2, 2]), (2, 1), 0, None, torch.uint8, *HANDLE))
 
 
 @IN_SUITE
@@ -232,10 +232,10 @@ def test_one_backend_takes_files_and_what_vllm_s_own_take() -> None:
 
     from agentrl.engines.vllm import senders, worker
 
-    assert WeightTransferEngineFactory._registry[worker.BACKEND]() is worker.Weights
+    assert WeightTransferEngineFactory._registry[worker.BACKEND]() is worker.VersionTransferEngine
     assert WeightTransferTrainerFactory._registry[senders.IPC]() is senders.IpcSender
     assert WeightTransferTrainerFactory._registry[senders.NCCL]() is senders.NcclSender
-    backend = worker.Weights.__new__(worker.Weights)
+    backend = worker.VersionTransferEngine.__new__(worker.VersionTransferEngine)
     assert backend.parse_update_info({"path": "/file", "is_last": False}).path == "/file"
     assert backend.parse_update_info({}).sent is None
     assert backend.parse_update_info({"names": ["a"]}).sent == {"names": ["a"]}

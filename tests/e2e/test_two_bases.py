@@ -25,7 +25,7 @@ from agentrl.app.training import run_training
 from agentrl.cli.main import main
 from agentrl.config.load import load
 from agentrl.core.errors import ConfigError, InputError
-from agentrl.engines.base_models import EnginePerBase
+from agentrl.engines.base_models import EnginePerBaseModel
 from agentrl.engines.client import ProcessEngine
 from agentrl.inspection.reader import RunReader
 from agentrl.inspection.steps import step_list
@@ -234,7 +234,7 @@ def test_both_bases_are_sharded_over_the_same_ranks(repository: Path, tmp_path: 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_each_base_has_a_vllm_of_its_own_that_is_restarted_and_resumed(repository: Path, tmp_path: Path) -> None:
-    made: list[EnginePerBase] = []
+    made: list[EnginePerBaseModel] = []
 
     async def engine(config: agentrl.RunConfig, *arguments: Any) -> Any:
         made.append(await make_engine(config, *arguments))  # type: ignore[arg-type]

@@ -8,8 +8,8 @@ import torch
 
 from agentrl.core.errors import EngineError
 from agentrl.core.records import PolicyVersion, WeightsRef
-from agentrl.engines.versions import Canary, Rounding
-from agentrl.engines.weights import check_answer
+from agentrl.engines.versions import Canary, VersionRounding
+from agentrl.engines.weights import check_canary_answer
 
 TOKENS = 128
 
@@ -25,7 +25,7 @@ class Engine:
     """Checks versions of one policy in bfloat16, one after another."""
 
     def __init__(self) -> None:
-        self.rounding: dict[str, Rounding] = {}
+        self.rounding: dict[str, VersionRounding] = {}
         self.step = 0
 
     def check(self, *, change: float, rounding: float) -> None:
@@ -44,7 +44,7 @@ class Engine:
         )
         answer = (logprobs + away(rounding, 2 + self.step)).astype(np.float32)
         self.step += 1
-        check_answer(weights, canary, answer, dtype=torch.bfloat16, others={}, rounding=self.rounding)
+        check_canary_answer(weights, canary, answer, dtype=torch.bfloat16, others={}, rounding=self.rounding)
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ from agentrl.engines.embedded.forward import (
     BASE,
     EmbeddedVersion,
     ForwardPass,
-    PassRunner,
+    ForwardPassRunner,
     ServedModel,
     check_memory,
     check_rows,
@@ -60,13 +60,13 @@ from agentrl.engines.versions import (
     ModelEngine,
     VersionTable,
     empty_completion,
-    keeping_version,
-    needs_adapters,
-    refusal,
-    run_to_end,
+    policies_keeping_version,
+    refresh_needing_adapters,
+    run_shielded,
+    version_refused_error,
 )
 from agentrl.engines.weights import (
-    check_answer,
+    check_canary_answer,
     check_dtypes,
     match_full_weights,
     read_adapter,
@@ -152,7 +152,7 @@ class EmbeddedEngine(ModelEngine[EmbeddedVersion]):
             kept=self._kept,
             fixed_shapes=settings.fixed_shapes,
         )
-        self._runner = PassRunner(
+        self._runner = ForwardPassRunner(
             cache=cache,
             columns=self._columns,
             device=model.device,
@@ -202,7 +202,7 @@ class EmbeddedEngine(ModelEngine[EmbeddedVersion]):
             ModelError: the directory holds no model that can be served with these arguments.
             EngineCapabilityError: the model or the settings lack a requested capability.
         """
-        if adapter_slots == 0 and (needing := needs_adapters(refresh)):
+        if adapter_slots == 0 and (needing := refresh_needing_adapters(refresh)):
             raise EngineCapabilityError(
                 f"engine.refresh = {needing!r} needs several adapters at once; set adapter_slots, or refresh = 'token' "
                 "or 'turn'"
@@ -222,7 +222,7 @@ class EmbeddedEngine(ModelEngine[EmbeddedVersion]):
             sampling_mask=capture_mask,
             adapters=adapter_slots,
             max_context=max_context,
-            keeps_version=keeping_version(refresh, versions),
+            keeps_version=policies_keeping_version(refresh, versions),
         )
         settings = EmbeddedSettings(
             slots=slots,
@@ -547,7 +547,7 @@ class EmbeddedVersions(VersionTable[EmbeddedVersion]):
         policy, base = weights.version.policy, self.base
         refresh = self.leases.refresh_of(policy)
         if refresh in ("episode", "lazy"):
-            raise refusal(
+            raise version_refused_error(
                 weights,
                 f"engine.refresh = {refresh!r} needs adapters; with full weights set it to 'auto', 'token' or 'turn'",
             )
@@ -560,7 +560,7 @@ class EmbeddedVersions(VersionTable[EmbeddedVersion]):
             if refresh == "turn":
                 self.held.add(policy)
                 await self._turn_boundary(weights)
-            await run_to_end(self._swap_full(weights, read, canary))
+            await run_shielded(self._swap_full(weights, read, canary))
         finally:
             self.held.discard(policy)
             self.wake()
@@ -569,7 +569,9 @@ class EmbeddedVersions(VersionTable[EmbeddedVersion]):
         old = self.of_policy(weights.version.policy)
         while old.calls and self._wanted.is_current(weights) and self._overwritable(old.version.policy) is not None:
             if self.paused:
-                raise refusal(weights, "the engine is paused in the middle of turns; resume it, or use refresh token")
+                raise version_refused_error(
+                    weights, "the engine is paused in the middle of turns; resume it, or use refresh token"
+                )
             await self._change()
 
     async def _swap_full(self, weights: WeightsRef, read: Mapping[str, Tensor], canary: Canary | None) -> None:
@@ -600,14 +602,16 @@ class EmbeddedVersions(VersionTable[EmbeddedVersion]):
     async def _load_adapter(self, weights: WeightsRef) -> None:
         adapter = await asyncio.to_thread(read_adapter, weights)
         if self.places == 0:
-            raise refusal(weights, "the engine was started without slots for adapters (adapter_slots = 0)")
+            raise version_refused_error(
+                weights, "the engine was started without slots for adapters (adapter_slots = 0)"
+            )
         bank = self._bank()
         bank.check(weights, adapter)
         canary = self._of_the_model(weights, adapter.canary)
         while True:
             while bank.free_slot() is None and not self._is_replaceable(weights):
                 await self._wait_for_adapter_slot(weights, [s for s in self.live.values() if s.adapter != BASE])
-            if await run_to_end(self._swap_adapter(weights, adapter, canary)):
+            if await run_shielded(self._swap_adapter(weights, adapter, canary)):
                 return
 
     def _is_replaceable(self, weights: WeightsRef) -> bool:
@@ -678,4 +682,4 @@ class EmbeddedVersions(VersionTable[EmbeddedVersion]):
         if new.canary is not None:
             answer = await self._engine.answer(new, new.canary)
             others, dtype = self.canaries(new, *replaced), new.served.model.dtype
-            check_answer(weights, new.canary, answer, dtype=dtype, others=others, rounding=self.rounding)
+            check_canary_answer(weights, new.canary, answer, dtype=dtype, others=others, rounding=self.rounding)

@@ -1,7 +1,7 @@
 """The model of the embedded engine, its forward passes over slots, and the check that it supports them.
 
-`PassRunner` turns slots into model inputs, runs the model, samples, and writes the results to the columns, in the
-engine's worker thread. The event loop plans which slots run and which weights serve them.
+`ForwardPassRunner` turns slots into model inputs, runs the model, samples, and writes the results to the columns, in
+the engine's worker thread. The event loop plans which slots run and which weights serve them.
 
 Invariants: rows of a pass do not affect one another; padding is written to a position that is never read; the n-th
 token of a request depends only on (seed, n) and its distribution, never on the rest of the batch; a logprob is that of
@@ -160,7 +160,7 @@ class EngineStats:
     busy_seconds: float = 0.0
 
 
-class PassRunner:
+class ForwardPassRunner:
     """Runs passes, on the worker thread."""
 
     def __init__(
@@ -395,7 +395,7 @@ def _largest_difference(
     for slot, context in enumerate(contexts):
         columns.tokens[slot, : len(context)] = context
         columns.length[slot] = len(context)
-    runner = PassRunner(
+    runner = ForwardPassRunner(
         cache=cache, columns=columns, device=model.device, dtype=torch.float32, tap=None, kept=None, clock=SystemClock()
     )
     largest = 0.0
@@ -445,7 +445,7 @@ def _fixed_logits(model: PreTrainedModel, contexts: NDArray[np.int64]) -> Tensor
     columns = SlotColumns(slots=slots, capacity=length)
     columns.tokens[:, :length] = contexts
     columns.length[:] = length
-    runner = PassRunner(
+    runner = ForwardPassRunner(
         cache=cache, columns=columns, device=model.device, dtype=model.dtype, tap=None, kept=None, clock=SystemClock()
     )
     everyone, ones, base = np.arange(slots), np.ones(slots, np.int64), np.full(slots, -1, np.int64)

@@ -25,7 +25,13 @@ from agentrl.core.ids import key64
 from agentrl.core.ports import EngineCapabilities
 from agentrl.core.records import Completion, VersionSpan
 from agentrl.engines.transfer import WeightReceiver
-from agentrl.engines.versions import ModelEngine, VersionedSession, empty_completion, keeping_version, needs_adapters
+from agentrl.engines.versions import (
+    ModelEngine,
+    VersionedSession,
+    empty_completion,
+    policies_keeping_version,
+    refresh_needing_adapters,
+)
 from agentrl.engines.vllm.startup import VllmSettings, kv_tokens, prefill_rate, read_served_meta_model, start_vllm
 from agentrl.engines.vllm.versions import VllmVersion, VllmVersions
 
@@ -150,7 +156,7 @@ class VllmEngine(ModelEngine[VllmVersion]):
                 f"vLLM serves full weights of one policy, not of {', '.join(sorted(versions))}; give the policies a "
                 "lora section, or remove engine.vllm"
             )
-        if adapters == 0 and (needing := needs_adapters(settings.refresh)):
+        if adapters == 0 and (needing := refresh_needing_adapters(settings.refresh)):
             raise EngineCapabilityError(
                 f"engine.refresh = {needing!r} needs several adapters at once; with full weights set it to 'token' or "
                 "'turn'"
@@ -163,7 +169,7 @@ class VllmEngine(ModelEngine[VllmVersion]):
             sampling_mask=False,
             adapters=adapters,
             max_context=settings.max_context,
-            keeps_version=keeping_version(settings.refresh, versions),
+            keeps_version=policies_keeping_version(settings.refresh, versions),
             exact_continuation=False,
             kv_tokens=kv_tokens(llm.vllm_config),
             prefill_rate=prefill_rate,

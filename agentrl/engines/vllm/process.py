@@ -39,7 +39,7 @@ _STARTER = "AGENTRL_VLLM_STARTER"
 """Environment variable with the id of the spawning process, for the spawned ones."""
 
 
-def prepare() -> None:
+def prepare_vllm_process() -> None:
     """Set up this process before vLLM, torch or transformers are imported."""
     os.environ.update(_ENVIRONMENT)
     for name, value in _GENTLE.items():
@@ -65,7 +65,7 @@ def _keep_files_in(private: Path) -> None:
     named._make_filename = lambda: f"/{private.name}-{os.getpid()}-{next(numbers)}"
 
 
-prepare()
+prepare_vllm_process()
 
 if __name__ == "__main__":
     from agentrl.engines.server import main

@@ -61,7 +61,7 @@ class IpcSender(IPCTrainerWeightTransferEngine):
         torch.cuda.ipc_collect()
 
     def _do_send(self, names: Any, dtype_names: Any, shapes: Any, ipc_handles: Any, tensor_sizes: Any = None) -> None:
-        handles = {gpu: plain_handle(handle) for gpu, handle in ipc_handles.items()}
+        handles = {gpu: plain_cuda_handle(handle) for gpu, handle in ipc_handles.items()}
         described = {"names": names, "dtype_names": dtype_names, "shapes": shapes, "tensor_sizes": tensor_sizes}
         self.client.update_weights({**described, "ipc_handles": handles})
 
@@ -105,7 +105,7 @@ def nccl_payload(unique_id: bytes, init_info: NCCLTrainerInitInfo) -> dict[str, 
     return nccl_common.worker_init_payload(worker)
 
 
-def plain_handle(handle: tuple[Any, ...]) -> list[Any]:
+def plain_cuda_handle(handle: tuple[Any, ...]) -> list[Any]:
     """Return `torch.multiprocessing`'s arguments for one flat byte buffer, without the classes among them."""
     (_, size, _, offset, _, dtype, *rest) = handle
     if dtype != torch.uint8 or len(size) != 1:
@@ -130,7 +130,7 @@ def init_info(recipient: ReceivingEngine, source: PublishedWeightSource) -> Trai
     )
 
 
-def make(recipient: ReceivingEngine, link: WeightLink, source: PublishedWeightSource) -> Any:
+def connect_sender(recipient: ReceivingEngine, link: WeightLink, source: PublishedWeightSource) -> Any:
     """Make a sender, and connect it to the engine."""
     client: Any = link  # its `finish_weight_update` takes no label, because the engine knows it
     weights: Any = source

@@ -39,11 +39,11 @@ from agentrl.core.errors import EngineError, EngineLostError, VersionNotServedEr
 from agentrl.core.files import WEIGHT_FILES
 from agentrl.engines.child_process import PRIVATE_DIRECTORY_VARIABLE
 from agentrl.engines.transfer import TransferCall, TransferError
-from agentrl.engines.versions import LiveVersion, VersionTable, refusal, run_to_end
+from agentrl.engines.versions import LiveVersion, VersionTable, run_shielded, version_refused_error
 from agentrl.engines.weights import (
     WeightFile,
     check_adapter,
-    check_answer,
+    check_canary_answer,
     check_dtypes,
     copy_weights,
     match_full_weights,
@@ -182,7 +182,7 @@ class VllmVersions(VersionTable[VllmVersion]):
         await (self._load_full(weights) if weights.kind == "full" else self._load_adapter(weights))
 
     async def _make_current(self, serving: VllmVersion) -> None:
-        await run_to_end(self._promote(serving))
+        await run_shielded(self._promote(serving))
 
     async def _promote(self, new: VllmVersion) -> None:
         """Make a version with loaded weights current, and move calls to it if the refresh says so."""
@@ -196,7 +196,9 @@ class VllmVersions(VersionTable[VllmVersion]):
 
     async def _load_adapter(self, weights: WeightsRef) -> None:
         if self.places == 0:
-            raise refusal(weights, "the engine was started without slots for adapters (adapter_slots = 0)")
+            raise version_refused_error(
+                weights, "the engine was started without slots for adapters (adapter_slots = 0)"
+            )
         number = next(self._numbers)
         copy = Path(self._copies.name) / str(number)
         try:
@@ -208,7 +210,7 @@ class VllmVersions(VersionTable[VllmVersion]):
                     break  # nothing pins the old version, which is unloaded when its calls have moved
                 await self._wait_for_adapter_slot(weights, adapters)
             adapter = LoRARequest(lora_name=f"{weights.version}/{number}", lora_int_id=number, lora_path=str(copy))
-            await run_to_end(self._add_adapter(weights, adapter, canary))
+            await run_shielded(self._add_adapter(weights, adapter, canary))
         except BaseException:
             if weights.version not in self.live:
                 shutil.rmtree(copy, ignore_errors=True)
@@ -302,19 +304,21 @@ class VllmVersions(VersionTable[VllmVersion]):
             if isinstance(outcome, EngineDeadError):
                 raise outcome
             if isinstance(outcome, BaseException):
-                raise refusal(weights, f"vLLM cannot {what} ({type(outcome).__name__}: {outcome})") from outcome
+                raise version_refused_error(
+                    weights, f"vLLM cannot {what} ({type(outcome).__name__}: {outcome})"
+                ) from outcome
         if canary is not None:
             dtype: Any = self._model.config.dtype
             others = self.canaries(new, old)
-            check_answer(weights, canary, outcomes[-1], dtype=dtype, others=others, rounding=self.rounding)
+            check_canary_answer(weights, canary, outcomes[-1], dtype=dtype, others=others, rounding=self.rounding)
 
     async def _load_full(self, weights: WeightsRef) -> None:
         if self.places:
-            raise refusal(
+            raise version_refused_error(
                 weights, "vLLM was started for adapters; it serves full weights only if no policy has a lora section"
             )
         if not self._wanted.is_current(weights) or any(each.pinned for each in self.live.values()):
-            raise refusal(
+            raise version_refused_error(
                 weights, "vLLM serves one version of full weights at a time, so no other can be pinned; use lora"
             )
         policy, copy = weights.version.policy, Path(self._copies.name) / str(next(self._numbers))
@@ -325,7 +329,7 @@ class VllmVersions(VersionTable[VllmVersion]):
             self.held.add(policy)  # a turn that began now would reuse prefixes of the version being replaced
             while self.leases.refresh_of(policy) == "turn" and self.of_policy(policy).calls:
                 await self._change()
-            await run_to_end(self._replace_full(weights, canary, copy, delivery))
+            await run_shielded(self._replace_full(weights, canary, copy, delivery))
         finally:
             if delivery is not None:
                 delivery.close()
@@ -361,7 +365,7 @@ class VllmVersions(VersionTable[VllmVersion]):
         try:
             tensors = offer.tensors()
         except ValueError as error:
-            raise refusal(weights, f"its trainer's offer of weights is invalid ({error})") from error
+            raise version_refused_error(weights, f"its trainer's offer of weights is invalid ({error})") from error
         return self._check_full(weights, WeightFile(tensors, read_metadata(weights)))
 
     def _copy_full(self, weights: WeightsRef, copy: Path) -> Canary | None:
@@ -387,7 +391,9 @@ class VllmVersions(VersionTable[VllmVersion]):
     ) -> None:
         old = self.of_policy(weights.version.policy)
         if old.pins:
-            raise refusal(weights, f"{old.pins} conversations are pinned to {old.version}; close them, or use lora")
+            raise version_refused_error(
+                weights, f"{old.pins} conversations are pinned to {old.version}; close them, or use lora"
+            )
         file = str((copy if delivery is None else Path(weights.path)) / WEIGHT_FILES["full"][0])
         new = VllmVersion(
             version=weights.version, digest=weights.sha256, canary=canary, salt=str(weights.version), file=file
@@ -417,7 +423,7 @@ class VllmVersions(VersionTable[VllmVersion]):
             raise
         except Exception as error:
             await self._go_back(weights, old, f"vLLM cannot load them: {error}")
-            raise refusal(weights, f"vLLM cannot load it ({type(error).__name__}: {error})") from error
+            raise version_refused_error(weights, f"vLLM cannot load it ({type(error).__name__}: {error})") from error
 
     async def _go_back(self, weights: WeightsRef, old: VllmVersion, reason: str) -> None:
         """Load the previous weights again.

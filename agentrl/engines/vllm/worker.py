@@ -51,7 +51,7 @@ class TransferUpdate(WeightTransferUpdateInfo):
     sent: dict[str, Any] | None = None
 
 
-class Weights(WeightTransferEngine[TransferInit, TransferUpdate]):
+class VersionTransferEngine(WeightTransferEngine[TransferInit, TransferUpdate]):
     """Loads a version over the serving weights."""
 
     init_info_cls = TransferInit
@@ -117,7 +117,7 @@ class Weights(WeightTransferEngine[TransferInit, TransferUpdate]):
         if self._sent is None:
             raise ValueError("the trainer has not announced the weights it sends")
         if self._over == "ipc":
-            handles = {gpu: shared_handle(handle) for gpu, handle in info["ipc_handles"].items()}
+            handles = {gpu: cuda_handle_from_plain(handle) for gpu, handle in info["ipc_handles"].items()}
             info = {**info, "ipc_handles": handles}
         self._sent.receive_weights(self._sent.parse_update_info(info))
 
@@ -150,8 +150,8 @@ class Weights(WeightTransferEngine[TransferInit, TransferUpdate]):
             self._sent = None
 
 
-def shared_handle(plain: list[Any]) -> tuple[Any, ...]:
-    """Return the arguments of `rebuild_cuda_tensor` for a flat byte buffer; see `senders.plain_handle`."""
+def cuda_handle_from_plain(plain: list[Any]) -> tuple[Any, ...]:
+    """Return the arguments of `rebuild_cuda_tensor` for a flat byte buffer; see `senders.plain_cuda_handle`."""
     size, offset, *rest = plain
     return (torch.Tensor, torch.Size([size]), (1,), offset, torch.storage.TypedStorage, torch.uint8, *rest)
 
@@ -182,4 +182,4 @@ class WorkerExtension:
 
 
 if BACKEND not in WeightTransferEngineFactory._registry:  # registering twice is an error
-    WeightTransferEngineFactory.register_engine(BACKEND, Weights)
+    WeightTransferEngineFactory.register_engine(BACKEND, VersionTransferEngine)
