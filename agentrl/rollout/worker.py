@@ -74,7 +74,7 @@ class AsyncioWorker:
         self._on_failure = on_failure
         self._tasks: dict[asyncio.Task[None], tuple[EpisodeSpec, OnEnd]] = {}
         """Running attempts and their end callbacks, keyed by task."""
-        self._on_task_done, self._on_stuck = self._task_done, self._stuck  # bound once, not for each episode
+        self._on_task_end, self._on_stuck = self._task_ended, self._stuck  # bound once, not for each episode
         self._is_cancelling = False
         self._strays = Counter[str]()
         """Number of cancellations by code that does not own the episode's task, keyed by episode."""
@@ -121,9 +121,9 @@ class AsyncioWorker:
         self._runner.parking.admit(spec.episode_id)
         task = asyncio.get_running_loop().create_task(work, name=spec.episode_id)
         self._tasks[task] = (spec, on_end)
-        task.add_done_callback(self._on_task_done)
+        task.add_done_callback(self._on_task_end)
 
-    def _task_done(self, task: asyncio.Task[None]) -> None:
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
         """Handle the end of an episode's task: resume it if others cancelled it, or report its failure."""
         self._runner.parking.forget(task.get_name())
         known = self._tasks.pop(task, None)
