@@ -43,7 +43,7 @@ from agentrl.config.run import RunConfig
 from agentrl.config.sections import EngineConfig, EnvironmentConfig, ModelConfig, TrainerConfig
 from agentrl.core.errors import AgentRLError
 from agentrl.core.records import TrainingSample
-from agentrl.learn.forward import Tree, flex_tree_attention, token_logprobs, tree_attention
+from agentrl.learn.forward import TreeAttentionMask, flex_tree_attention, token_logprobs, tree_attention
 from agentrl.learn.models import load_models
 from agentrl.learn.packing import pack
 
@@ -209,9 +209,9 @@ def attention(machine: Machine) -> Figures:
     here = [each.clone().requires_grad_(True) for each in tensors]
     for name, window in (("all", None), ("window", sizes.length // 4)):
         expected, _ = tree_attention(
-            torch.nn.Module(), *here, None, tree=Tree(batch, torch.device("cpu")), sliding_window=window
+            torch.nn.Module(), *here, None, tree=TreeAttentionMask(batch, torch.device("cpu")), sliding_window=window
         )
-        seen = flex_tree_attention(*there, Tree(batch, machine.device), window, None).transpose(1, 2)
+        seen = flex_tree_attention(*there, TreeAttentionMask(batch, machine.device), window, None).transpose(1, 2)
         found["error"][name] = _error(seen, expected)
         if machine.is_gpu:  # flex_attention has no backward pass on CPUs
             weight = torch.randn_like(expected)
@@ -227,7 +227,7 @@ def attention(machine: Machine) -> Figures:
         torch.randn(sizes.rows, each, sizes.length, width, device=machine.device, dtype=dtype, requires_grad=True)
         for each in (heads, key_heads, key_heads)
     ]
-    tree = Tree(batch, machine.device)
+    tree = TreeAttentionMask(batch, machine.device)
 
     def fused() -> None:
         output = flex_tree_attention(*rounded, tree, None, None)

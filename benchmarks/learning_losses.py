@@ -24,7 +24,7 @@ from agentrl.core.functions import describe
 from agentrl.core.records import PolicyVersion, Row, StepReport
 from agentrl.credit.advantages import ADVANTAGES
 from agentrl.learn.loss_batch import IDS, LossBatch, TokenColumns
-from agentrl.learn.losses import divergence, make_loss
+from agentrl.learn.losses import kl_divergence, make_loss
 from agentrl.learn.ranks import Ranks
 from agentrl.learn.trainer import PolicyTrainer
 from benchmarks import learning_sapo
@@ -103,7 +103,7 @@ def _compared(
     reference = torch.tensor(np.concatenate([row["reference"] for row in rows]))
     weights = torch.tensor(_weights(ours.get("weights", "tokens"), lengths, longest))
     if "estimator" in ours:
-        away = divergence(logprobs, reference, estimator=ours["estimator"]) * weights
+        away = kl_divergence(logprobs, reference, estimator=ours["estimator"]) * weights
         loss, gradient = away.detach(), torch.autograd.grad(away.sum(), logprobs)[0]
     else:
         config = {name: ours[name] for name in ("name", "kl") if name in ours} | ours.get("options", {})

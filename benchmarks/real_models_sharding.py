@@ -25,7 +25,7 @@ from agentrl.config.policies import PolicyConfig
 from agentrl.config.sections import ModelConfig
 from agentrl.core.machine import anonymous_bytes
 from agentrl.core.records import PolicyVersion
-from agentrl.learn.ranks import ProcessGroup, local
+from agentrl.learn.ranks import ProcessGroup, local_part
 from agentrl.learn.trainer import PolicyTrainer
 from benchmarks.real_models_doctor import peak_memory
 from benchmarks.real_models_memory import SHAPE, SMALL
@@ -114,7 +114,9 @@ def load(ranks: ProcessGroup, path: str, directory: str) -> int:
     trainer = PolicyTrainer(config, Path(directory), ranks=ranks, publishes=False)
     with peak_memory() as peak:
         trainer.start()
-    return peak[0] - before - sum(local(each).nbytes for each in trainer._learner("policy").model.parameters.values())
+    return (
+        peak[0] - before - sum(local_part(each).nbytes for each in trainer._learner("policy").model.parameters.values())
+    )
 
 
 def publish(ranks: ProcessGroup, model: str, directory: str) -> int:

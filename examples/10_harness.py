@@ -110,7 +110,7 @@ def repairs(seed: int) -> Iterator[tiny_model.Demonstration]:
 
 def build_model(directory: Path, *, steps: int = 120) -> None:
     """Write a model that tries a repair, in any of four ways."""
-    tiny_model.prepare(0)
+    tiny_model.seed_torch(0)
     tiny_model.write_chat_template(directory, tiny_model.TEMPLATE, pad="<|pad|>", end="<|im_end|>", context=512)
     shown = (each for each, _ in zip(repairs(1), range(500), strict=False))
     tokenizer = tiny_model.trained_tokenizer(tiny_model.format_corpus(ChatTemplate(directory), shown), vocabulary=400)
@@ -121,8 +121,8 @@ def build_model(directory: Path, *, steps: int = 120) -> None:
         vocabulary=tokenizer.get_vocab_size(), pad_token=pad, stop_token=stop, context=512, hidden=64, layers=2
     )
     rows = (tiny_model.demonstrated_row(chat, each) for each in repairs(2))
-    tiny_model.warm_up(model, rows, steps=steps, on_step=tiny_model.shown("warm-up", steps))
-    tiny_model.save(model, directory, stop_tokens=stop)
+    tiny_model.train_supervised(model, rows, steps=steps, on_step=tiny_model.progress_printer("warm-up", steps))
+    tiny_model.save_model(model, directory, stop_tokens=stop)
 
 
 def config(model: Path, **changes: Any) -> agentrl.RunConfig:

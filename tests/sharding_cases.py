@@ -16,7 +16,7 @@ from agentrl.config.sections import OptimizerConfig
 from agentrl.core.functions import loss
 from agentrl.core.records import PolicyVersion, Trajectory, Unit
 from agentrl.learn.loss_batch import LossBatch
-from agentrl.learn.ranks import OneRank, ProcessGroup, Ranks, gathered, local
+from agentrl.learn.ranks import OneRank, ProcessGroup, Ranks, gather_in_turn, local_part
 from agentrl.learn.trainer import PolicyTrainer
 from tests.learn_cases import LORA, Episodes, make_rows, run_config
 
@@ -131,7 +131,7 @@ def _capture(learner: Any, gradients: dict[str, Tensor]) -> None:
 
     def captured(rate: float) -> None:
         own = {f"{learner.name}/{name}": parameter.grad for name, parameter in learner.model.parameters.items()}
-        gradients.update({name: gradient.clone() for name, gradient in gathered(own)})
+        gradients.update({name: gradient.clone() for name, gradient in gather_in_turn(own)})
         apply(rate)
 
     learner.apply = captured
@@ -144,8 +144,8 @@ def _held_bytes(trainer: PolicyTrainer, policies: Sequence[str]) -> int:
         trained = list(learner.model.parameters.values())
         states = [each for state in learner.optimizer.state.values() for each in state.values()]
         for tensor in (*learner.model.model.parameters(), *trained, *states):
-            held[id(tensor)] = local(tensor).nbytes
-        held[id(learner)] = sum(local(parameter).nbytes for parameter in trained)
+            held[id(tensor)] = local_part(tensor).nbytes
+        held[id(learner)] = sum(local_part(parameter).nbytes for parameter in trained)
     return sum(held.values())
 
 

@@ -382,7 +382,7 @@ class _Builder:
         from agentrl.rollout.chat_format import TemplateFormat
         from agentrl.rollout.chat_template import ChatTemplate
 
-        tiny_model.prepare(self.seed)
+        tiny_model.seed_torch(self.seed)
         directory = self.directory
         tiny_model.write_chat_template(
             directory, tiny_model.TEMPLATE, pad="<|pad|>", end="<|im_end|>", context=MAX_CONTEXT
@@ -410,7 +410,7 @@ class _Builder:
             hidden=128,
             layers=4,
         )
-        tiny_model.save(model, directory, stop_tokens=stop)
+        tiny_model.save_model(model, directory, stop_tokens=stop)
         before = reward = self._measure("random weights")
         taken = 0
 
@@ -420,13 +420,13 @@ class _Builder:
             self.on_progress(f"step {step} of {steps}, loss {loss:.3f}, held-out reward {reward:.2f}")
             if step % MEASURED_EVERY:
                 return False
-            tiny_model.save(model, directory, stop_tokens=stop)
+            tiny_model.save_model(model, directory, stop_tokens=stop)
             reward = self._measure(f"step {step} of {steps}, loss {loss:.3f}")
             return wanted is not None and reward >= before + until * (wanted - before) > before
 
         rows = _again_and_again(chat, source, self.seed)
-        tiny_model.warm_up(model, rows, steps=steps, on_step=on_step)
-        tiny_model.save(model, directory, stop_tokens=stop)
+        tiny_model.train_supervised(model, rows, steps=steps, on_step=on_step)
+        tiny_model.save_model(model, directory, stop_tokens=stop)
         reward = self._measure("the last step")
         return {
             "demonstrated": wanted,

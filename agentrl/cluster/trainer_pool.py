@@ -164,7 +164,7 @@ class TrainerRank:
 
     def join(self, rendezvous: Rendezvous | None) -> None:
         """Join the group and create the trainer; None means that there is no group."""
-        from agentrl.learn.ranks import OneRank, ProcessGroup, device_of, limit_memory
+        from agentrl.learn.ranks import OneRank, ProcessGroup, limit_memory, rank_device
         from agentrl.learn.trainer import PolicyTrainer
 
         if self._memory_share:
@@ -174,7 +174,7 @@ class TrainerRank:
             ranks = ProcessGroup(
                 rendezvous,
                 rank=self._rank,
-                device=device_of(self._rank),
+                device=rank_device(self._rank),
                 addresses=self._addresses,
                 store=self._store if self._rank == 0 else None,
             )

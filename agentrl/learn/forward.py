@@ -131,7 +131,7 @@ def _tree_hidden(
             input_ids=device_tensor(batch.token_ids, device).unsqueeze(0),
             position_ids=device_tensor(batch.position_ids, device).unsqueeze(0),
             use_cache=False,
-            tree=Tree(batch, device),
+            tree=TreeAttentionMask(batch, device),
         )
     hidden: Tensor = output.last_hidden_state
     return hidden[0]
@@ -305,7 +305,7 @@ def reference_divergence(log_softmax: Tensor, logprob: Tensor, targets: Tensor, 
     return kl + residual * (1.0 + logprob - logprob.detach())
 
 
-def logprobs_of(
+def chunked_logprob_head(
     model: PreTrainedModel,
     hidden: Tensor,
     targets: Tensor,
@@ -379,7 +379,7 @@ def token_logprobs(
     kept = None
     if batch.kept_counts is not None and batch.kept_ids is not None:
         kept = KeptSets(device_tensor(batch.kept_counts, device), device_tensor(batch.kept_ids, device))
-    return logprobs_of(
+    return chunked_logprob_head(
         model,
         F.embedding(device_tensor(batch.hidden_index, device), hidden),
         device_tensor(batch.targets, device),
@@ -419,7 +419,7 @@ class _Chunk:
     """Attention mask of the chunk; None if it is not kept."""
 
 
-class Tree:
+class TreeAttentionMask:
     """The visibility of tokens in a micro-batch, on a device."""
 
     def __init__(self, batch: MicroBatch, device: torch.device) -> None:
@@ -524,7 +524,13 @@ class _ChunkedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, tree: Tree, window: int | None, scale: float | None
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        tree: TreeAttentionMask,
+        window: int | None,
+        scale: float | None,
     ) -> Tensor:
         _, heads, count, width = query.shape
         output = query.new_empty(1, count, heads, width).transpose(1, 2)
@@ -573,7 +579,7 @@ class _ChunkedAttention(torch.autograd.Function):
 
 
 def flex_tree_attention(
-    query: Tensor, key: Tensor, value: Tensor, tree: Tree, window: int | None, scale: float | None
+    query: Tensor, key: Tensor, value: Tensor, tree: TreeAttentionMask, window: int | None, scale: float | None
 ) -> Tensor:
     """Compute `tree_attention` with flex_attention, compiled on CUDA; the output is [1, heads, N, D]."""
     attend: Any = _compiled_flex() if query.is_cuda else flex_attention
@@ -597,7 +603,7 @@ def tree_attention(  # noqa: PLR0913
     dropout: float = 0.0,
     scaling: float | None = None,
     sliding_window: int | None = None,
-    tree: Tree | None = None,
+    tree: TreeAttentionMask | None = None,
     **other: Any,
 ) -> tuple[Tensor, None]:
     """Compute attention along the paths of a prefix tree; registered with transformers, which fixes this signature.

@@ -46,7 +46,7 @@ SUMS = (
     "reference_tokens",
     "reference_kl",
 )
-"""Names of the sums that `measure` returns, in order."""
+"""Names of the sums that `token_metric_sums` returns, in order."""
 
 LossFunction = Callable[..., Tensor]
 
@@ -390,7 +390,7 @@ class Loss:
             loss = loss - self.entropy_bonus * weights * batch.entropies.detach()
             by_entropy = by_entropy - self.entropy_bonus * weights
         if self.kl and batch.reference_logprobs is not None:
-            away = divergence(batch.logprobs, batch.reference_logprobs, estimator=self.kl_estimator)
+            away = kl_divergence(batch.logprobs, batch.reference_logprobs, estimator=self.kl_estimator)
             away = self.kl * weights * away
             loss, by_logprob = loss + away.detach(), by_logprob + self._derivatives(away, batch)[0]
         return TokenGradients(loss, by_logprob, by_entropy, by_reference_kl, weight)
@@ -465,7 +465,7 @@ def make_loss(section: TrainerConfig, code: FunctionCode | None = None) -> Loss:
     )
 
 
-def divergence(logprobs: Tensor, reference: Tensor, *, estimator: KLEstimator) -> Tensor:
+def kl_divergence(logprobs: Tensor, reference: Tensor, *, estimator: KLEstimator) -> Tensor:
     """Estimate KL(pi || reference) per token, from tokens of pi (Schulman 2020, joschu.net/blog/kl-approx.html).
 
     With d = log pi - log ref: k1 = d, unbiased; k2 = d²/2, biased and of low variance; k3 = exp(-d) - 1 + d, unbiased
@@ -482,7 +482,7 @@ def divergence(logprobs: Tensor, reference: Tensor, *, estimator: KLEstimator) -
             return torch.exp(-d) - 1 + d
 
 
-def measure(batch: LossBatch, gradients: TokenGradients, weights: Tensor) -> Tensor:
+def token_metric_sums(batch: LossBatch, gradients: TokenGradients, weights: Tensor) -> Tensor:
     """Compute sums over the tokens, [len(SUMS)] in float64, additive over tokens, micro-batches and ranks.
 
     A token with a nonzero advantage counts as masked if its loss has no gradient, and as truncated if its weight is
@@ -509,7 +509,7 @@ def measure(batch: LossBatch, gradients: TokenGradients, weights: Tensor) -> Ten
 
 
 def loss_metrics(sums: Tensor, loss: Loss) -> Mapping[str, float]:
-    """Compute means per trained token from the totals of `measure`.
+    """Compute means per trained token from the totals of `token_metric_sums`.
 
     Returns:
         `k3` (the k3 estimate of KL(mu || pi), Schulman 2020), `abs_logprob_difference`, `mean_ratio`, and

@@ -46,7 +46,7 @@ from agentrl.engines.models import (
 from agentrl.engines.weights import adaptable_layers, match_full_weights, read_adapter_tensors, read_weights
 from agentrl.learn.forward import ATTENTION, HeadOutput, RoutingReplay, device_tensor, token_logprobs
 from agentrl.learn.packing import MicroBatch, pack
-from agentrl.learn.ranks import ShardedForward, tensor_shard, whole
+from agentrl.learn.ranks import ShardedForward, gather_tensor, shard_tensor
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -89,7 +89,7 @@ class PolicyModel:
         self._dtype = model.dtype
         """Dtype in which the model computes and is published."""
         self.shared_prefixes = shared
-        """Whether the model can be forwarded over a prefix tree (`shares_prefixes`)."""
+        """Whether the model can be forwarded over a prefix tree (`prefix_tree_is_exact`)."""
         self.replay = replay
         """Routing replay of the model's routers, if the engine records experts."""
         self.described = described
@@ -191,7 +191,7 @@ class PolicyModel:
         """
         tensors = self._own_tensors()
         for piece in self._converted_together:
-            chosen = {name: whole(tensors[name], self._published_dtype(tensors[name])) for name in piece}
+            chosen = {name: gather_tensor(tensors[name], self._published_dtype(tensors[name])) for name in piece}
             yield from self._converted(chosen).items()
             chosen.clear()
 
@@ -368,7 +368,7 @@ def _load_reference(
             raise ModelError(f"{path}: is not an adapter of {base} ({error})") from error
         model = merged
     model.requires_grad_(False)
-    shared = shares_prefixes(model, config.engine.max_context)
+    shared = prefix_tree_is_exact(model, config.engine.max_context)
     found = PolicyModel(model=model, base=directory, peft_model=None, adapter=None, shared=shared)
     if mesh is not None:
         found.shard(ShardedForward(model, mesh, masters=False, offload=offload))
@@ -390,7 +390,7 @@ def _load_on_base(config: RunConfig, device: torch.device, mesh: DeviceMesh | No
         matrices = _matrices(base)
         with computing_in_float32(base, _widened):  # shards are gathered in float32
             can = _adaptable(base)
-        shared = shares_prefixes(base, config.engine.max_context)
+        shared = prefix_tree_is_exact(base, config.engine.max_context)
         base.requires_grad_(False)
         peft_model: peft.PeftModel | None = None
         adapters: dict[str, str] = {}
@@ -418,7 +418,7 @@ def _load_on_base(config: RunConfig, device: torch.device, mesh: DeviceMesh | No
         if name not in result:
             model = _load(path, device, dtype, config.engine.max_context, mesh)
             replay = _replay(model, config)
-            shared = shares_prefixes(model, config.engine.max_context)
+            shared = prefix_tree_is_exact(model, config.engine.max_context)
             result[name] = PolicyModel(
                 model=model, base=path, peft_model=None, adapter=None, shared=shared, replay=replay
             )
@@ -454,11 +454,11 @@ def _load(
 
 
 def _shard_of(parameter: nn.Parameter, *, mesh: DeviceMesh, device: torch.device) -> nn.Parameter:
-    return nn.Parameter(tensor_shard(parameter, mesh, device), requires_grad=parameter.is_floating_point())
+    return nn.Parameter(shard_tensor(parameter, mesh, device), requires_grad=parameter.is_floating_point())
 
 
 def _widened(parameter: Tensor) -> Tensor:
-    return whole(parameter, torch.float32).float()
+    return gather_tensor(parameter, torch.float32).float()
 
 
 def _recompute_layers(model: PreTrainedModel, replay: RoutingReplay | None) -> None:
@@ -612,7 +612,7 @@ def _add_adapter(
     return peft_model
 
 
-def shares_prefixes(model: PreTrainedModel, max_context: int) -> bool:
+def prefix_tree_is_exact(model: PreTrainedModel, max_context: int) -> bool:
     """Return whether the prefix tree reproduces the model's own log-probabilities; if not, padded rows do.
 
     The test batch has short rows, and one row on each side of every length below `max_context` that the model's

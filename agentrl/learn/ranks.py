@@ -76,7 +76,7 @@ def _filled(sizes: Sequence[int], limit: int) -> list[range]:
 
 
 @torch.no_grad()
-def whole(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+def gather_tensor(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Return a tensor, gathered if it is sharded; all ranks must call this.
 
     Each shard is received into its place, so only the result takes memory. Shards are rounded to `dtype` first.
@@ -97,19 +97,19 @@ def whole(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return result
 
 
-def gathered(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+def gather_in_turn(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """Yield tensors by name, one at a time, each gathered; all ranks must iterate to the end."""
     for name, tensor in tensors.items():
-        yield name, whole(tensor)
+        yield name, gather_tensor(tensor)
 
 
-def local(tensor: Tensor) -> Tensor:
+def local_part(tensor: Tensor) -> Tensor:
     """Return this rank's part of a tensor, in the same memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 @torch.no_grad()
-def tensor_shard(tensor: Tensor, mesh: DeviceMesh, device: torch.device) -> DTensor:
+def shard_tensor(tensor: Tensor, mesh: DeviceMesh, device: torch.device) -> DTensor:
     """This rank's shard of a tensor, on a device: a part of its rows, as FSDP2 divides them; no rank is asked."""
     dimension = mesh.ndim - 1
     own = tensor.detach()[_rows_of(len(tensor), mesh.get_local_rank(dimension), mesh.size(dimension))]
@@ -125,7 +125,7 @@ def tensor_shard(tensor: Tensor, mesh: DeviceMesh, device: torch.device) -> DTen
     )
 
 
-def local_shard(tensor: Tensor) -> slice:
+def local_row_slice(tensor: Tensor) -> slice:
     """Return the rows of a tensor (its first dimension) that this rank holds."""
     if not isinstance(tensor, DTensor):
         return slice(0, len(tensor))
@@ -159,7 +159,7 @@ def exhaust_on_exit(items: Iterable[T]) -> Iterator[Iterator[T]]:
             pass
 
 
-def from_first(ranks: Ranks, work: Callable[[], bytes]) -> bytes:
+def broadcast_from_first_rank(ranks: Ranks, work: Callable[[], bytes]) -> bytes:
     """Run `work` on every rank; return the result of rank 0 on every rank, or raise its error.
 
     Raises:
@@ -324,7 +324,7 @@ class ProcessGroup:
         dist.destroy_process_group()
 
 
-def device_of(rank: int) -> torch.device:
+def rank_device(rank: int) -> torch.device:
     """Return the device of a rank: one GPU per rank if there are any (not yet tested), else the CPU."""
     if torch.cuda.is_available():
         return torch.device("cuda", rank % torch.cuda.device_count())
@@ -333,7 +333,7 @@ def device_of(rank: int) -> torch.device:
 
 def limit_memory(rank: int, share: float) -> None:
     """Limit this process to a share of the memory of a rank's GPU; an engine may have the rest."""
-    if (device := device_of(rank)).type == "cuda":
+    if (device := rank_device(rank)).type == "cuda":
         torch.cuda.set_per_process_memory_fraction(share, device)
 
 
@@ -346,7 +346,7 @@ class ShardedForward(nn.Module):
     This module is the root of the shards, because `token_logprobs` calls parts of the model separately.
 
     Args:
-        model: model with its weights, on any device, whole or as shards (`ranks.tensor_shard`); its parameters become
+        model: model with its weights, on any device, whole or as shards (`ranks.shard_tensor`); its parameters become
             `DTensor`s.
         mesh: see `ProcessGroup.mesh`.
         masters: whether full weights are trained, so that the shards are float32.

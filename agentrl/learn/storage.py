@@ -56,7 +56,7 @@ from agentrl.engines.transfer import FileSender, PublishedWeightSource, Receivin
 from agentrl.engines.versions import Canary
 from agentrl.learn.loss_batch import LOG_RATIO_LIMIT
 from agentrl.learn.packing import MicroBatch
-from agentrl.learn.ranks import exhaust_on_exit, gathered, local, local_shard
+from agentrl.learn.ranks import exhaust_on_exit, gather_in_turn, local_part, local_row_slice
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -95,7 +95,7 @@ _LENGTH = 16
 
 
 @contextmanager
-def writing(path: Path) -> Iterator[None]:
+def converting_write_errors(path: Path) -> Iterator[None]:
     """Convert errors of writing `path` within the context.
 
     Raises:
@@ -147,10 +147,10 @@ def save_checkpoint(
     """
     moments = _moments(parameters, optimizer)
     rng = {"torch_cpu": torch.get_rng_state().numpy().tobytes().hex()}
-    with exhaust_on_exit(chain(gathered(parameters), gathered(moments))) as tensors:
+    with exhaust_on_exit(chain(gather_in_turn(parameters), gather_in_turn(moments))) as tensors:
         if not writes:
             return
-        with writing(directory):
+        with converting_write_errors(directory):
             directory.mkdir(parents=True)
             _write_tensors(directory / "weights.safetensors", parameters, tensors)
             _write_tensors(directory / "optimizer.safetensors", moments, tensors)
@@ -210,11 +210,11 @@ def _no_moments(parameter: nn.Parameter) -> dict[str, Tensor]:
 @torch.no_grad()
 def _read_into(tensor: Tensor, file: Any, name: str) -> None:
     """Copy a tensor of an open file, or the rows of it that this rank holds, into `tensor`."""
-    own = local(tensor)
+    own = local_part(tensor)
     if not tensor.ndim:
         own.copy_(file.get_tensor(name))
     elif own.numel():
-        own.copy_(file.get_slice(name)[local_shard(tensor)])
+        own.copy_(file.get_slice(name)[local_row_slice(tensor)])
 
 
 def _moments(parameters: Parameters, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
@@ -251,7 +251,7 @@ class Publisher:
         name = FULL_FILE if model.adapter_config() is None else ADAPTER_FILE
         with (
             exhaust_on_exit(model.published()) as tensors,
-            writing(directory),
+            converting_write_errors(directory),
             staged(directory, depth=2) as staging,
         ):
             self._write(staging, name, version.policy, model, tensors, canary)
@@ -538,7 +538,7 @@ class MergedColumns:
             StorageError: writing failed.
         """
         partial = path.with_name(f".{path.name}.{os.getpid()}")
-        with writing(path):
+        with converting_write_errors(path):
             # Only these two, so that a run that was moved is not created again.
             for folder in (path.parent.parent, path.parent):
                 folder.mkdir(exist_ok=True)

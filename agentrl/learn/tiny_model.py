@@ -87,26 +87,26 @@ class Demonstration:
     tools: Sequence[ToolSpec] = ()
 
 
-def command(build: Callable[..., None], *, directory: Path, steps: int, description: str) -> None:
+def build_model_command(build: Callable[..., None], *, directory: Path, steps: int, description: str) -> None:
     """Run the command line of a `build_model.py`: call `build(output, seed=…, steps=…)`."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=steps, help=f"warm-up steps of {BATCH} conversations")
     parser.add_argument("--output", type=Path, default=directory)
     arguments = parser.parse_args()
-    prepare(arguments.seed)
+    seed_torch(arguments.seed)
     arguments.output.mkdir(parents=True, exist_ok=True)
     build(arguments.output, seed=arguments.seed, steps=arguments.steps)
 
 
-def prepare(seed: int) -> None:
+def seed_torch(seed: int) -> None:
     """Seed torch, and limit it to one thread: a model this small gains nothing from more."""
     torch.set_num_threads(1)
     torch.manual_seed(seed)
 
 
-def shown(what: str, steps: int) -> Callable[[int, float], bool]:
-    """Return a callback for `warm_up` that shows steps and loss on the error stream."""
+def progress_printer(what: str, steps: int) -> Callable[[int, float], bool]:
+    """Return a callback for `train_supervised` that shows steps and loss on the error stream."""
     part = ProgressLine(what, sys.stderr)
 
     def on_step(step: int, loss: float) -> bool:
@@ -206,7 +206,7 @@ def random_model(
     return Qwen3ForCausalLM(config)
 
 
-def warm_up(
+def train_supervised(
     model: Qwen3ForCausalLM,
     rows: Iterator[Row],
     *,
@@ -250,7 +250,7 @@ def warm_up(
             return
 
 
-def save(model: Qwen3ForCausalLM, directory: Path, *, stop_tokens: int | list[int]) -> None:
+def save_model(model: Qwen3ForCausalLM, directory: Path, *, stop_tokens: int | list[int]) -> None:
     """Write an ordinary Hugging Face directory; any of `stop_tokens` ends a turn."""
     pad = model.config.pad_token_id
     model.generation_config = GenerationConfig(eos_token_id=stop_tokens, pad_token_id=pad, do_sample=True)

@@ -41,20 +41,28 @@ from agentrl.journal.reader import EpisodeKey, TurnReader
 from agentrl.journal.rows import trajectories
 from agentrl.learn.forward import TOP_TOKENS, HeadOutput
 from agentrl.learn.loss_batch import LossBatch, TokenColumns, TokenGradients
-from agentrl.learn.losses import SUMS, Loss, loss_metrics, make_loss, measure
+from agentrl.learn.losses import SUMS, Loss, loss_metrics, make_loss, token_metric_sums
 from agentrl.learn.memory import shard_count
 from agentrl.learn.models import PolicyModel, load_models, load_references
 from agentrl.learn.packing import MicroBatch, pack
-from agentrl.learn.ranks import OneRank, Ranks, balanced_shares, device_of, equal_shares, from_first, whole
+from agentrl.learn.ranks import (
+    OneRank,
+    Ranks,
+    balanced_shares,
+    broadcast_from_first_rank,
+    equal_shares,
+    gather_tensor,
+    rank_device,
+)
 from agentrl.learn.storage import (
     CanaryMaker,
     LearnerState,
     MergedColumns,
     Publisher,
     StepColumns,
+    converting_write_errors,
     load_checkpoint,
     save_checkpoint,
-    writing,
 )
 
 P = ParamSpec("P")
@@ -195,11 +203,11 @@ class PolicyTrainer:
             TrainerError: the checkpoint does not fit the configuration.
         """
         torch.set_num_threads(self._config.threads)
-        with writing(self._directory):
+        with converting_write_errors(self._directory):
             self._directory.mkdir(parents=True, exist_ok=True)
         shards = int(self._ranks.gather(str(shard_count(self._config, self._ranks.size)).encode())[0])
         mesh = self._ranks.mesh(shards) if shards > 1 else None
-        device = device_of(self._ranks.rank)
+        device = rank_device(self._ranks.rank)
         models = load_models(self._config, device, mesh)
         if self._loss.needs_reference:
             self._references = load_references(self._config, models, device, mesh)
@@ -407,7 +415,7 @@ class PolicyTrainer:
         )
         step.totals["loss"] += float(known.loss.sum())
         step.totals["entropy"] += float(computed["entropies"].sum())
-        for name, value in zip(SUMS, measure(mine, known, weights).tolist(), strict=True):
+        for name, value in zip(SUMS, token_metric_sums(mine, known, weights).tolist(), strict=True):
             step.totals[name] += value
         return known
 
@@ -481,7 +489,7 @@ class PolicyTrainer:
     ) -> None:
         """Add a micro-batch to the totals of the step."""
         sums = [gradients.loss.sum(), batch.entropies.detach().sum(), head.kept_mass.sum()]
-        values = [*torch.stack(sums).tolist(), *measure(batch, gradients, weights).tolist()]
+        values = [*torch.stack(sums).tolist(), *token_metric_sums(batch, gradients, weights).tolist()]
         for name, value in zip(_MEASURED, values, strict=True):
             step.totals[name] += value
         self._count_forward(step, packed, samples, used)
@@ -550,7 +558,7 @@ class PolicyTrainer:
             self._ranks.sum(gradients)
         self._ranks.sum([totals])
         norm = torch.nn.utils.clip_grad_norm_(learner.model.parameters.values(), learner.max_grad_norm)
-        return dict(zip(_TOTALS, totals.tolist(), strict=True)), float(whole(norm))
+        return dict(zip(_TOTALS, totals.tolist(), strict=True)), float(gather_tensor(norm))
 
     def _write_columns(self, learner: _Learner, step: _OpenStep) -> tuple[str, MergedColumns]:
         """Write the step's file on rank 0; returns its path in the run and the rows of all ranks.
@@ -567,7 +575,7 @@ class PolicyTrainer:
             return b""
 
         try:
-            from_first(self._ranks, write)  # no rank steps unless rank 0 has written the columns
+            broadcast_from_first_rank(self._ranks, write)  # no rank steps unless rank 0 has written the columns
         except StorageError:
             learner.discard()
             raise
@@ -593,7 +601,7 @@ class PolicyTrainer:
                 deque(learner.model.published(), maxlen=0)
             return b""
 
-        reference = msgspec.json.decode(from_first(self._ranks, write), type=WeightsRef)
+        reference = msgspec.json.decode(broadcast_from_first_rank(self._ranks, write), type=WeightsRef)
         learner.version = version
         return reference
 
@@ -615,7 +623,7 @@ class PolicyTrainer:
                 deque(learner.model.published(), maxlen=0)
             return b""
 
-        from_first(self._ranks, deliver)
+        broadcast_from_first_rank(self._ranks, deliver)
 
     def discard(self, policy: str) -> None:
         """Discard the gradient accumulated for the policy's next step."""
@@ -684,7 +692,7 @@ class PolicyTrainer:
         for name, learner in self._learners.items():
             if learner.open is not None:
                 raise TrainerError(f"policy {name!r}: step {learner.open.step_id} is in progress; finish it first")
-            from_first(self._ranks, partial(self._save, learner, directory / name))
+            broadcast_from_first_rank(self._ranks, partial(self._save, learner, directory / name))
 
     def _save(self, learner: _Learner, directory: Path) -> bytes:
         state = LearnerState(step=learner.step, version=learner.version, report=learner.report)

@@ -44,8 +44,8 @@ def build(directory: Path, *, seed: int, steps: int) -> None:
     )
     drawn = (conversation(tasks[n], stream("warm-up", seed, n)) for n in count())
     rows = (tiny_model.demonstrated_row(chat, tiny_model.Demonstration(messages, tools)) for messages in drawn)
-    tiny_model.warm_up(model, rows, steps=steps, on_step=tiny_model.shown("warm-up", steps))
-    tiny_model.save(model, directory, stop_tokens=stop)
+    tiny_model.train_supervised(model, rows, steps=steps, on_step=tiny_model.progress_printer("warm-up", steps))
+    tiny_model.save_model(model, directory, stop_tokens=stop)
 
 
 def conversation(task: Task, random: Random) -> list[Message]:
@@ -61,4 +61,6 @@ def conversation(task: Task, random: Random) -> list[Message]:
 
 
 if __name__ == "__main__":
-    tiny_model.command(build, directory=Path(__file__).parent / "model", steps=800, description=__doc__ or "")
+    tiny_model.build_model_command(
+        build, directory=Path(__file__).parent / "model", steps=800, description=__doc__ or ""
+    )

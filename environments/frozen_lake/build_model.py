@@ -50,8 +50,8 @@ def build(directory: Path, *, seed: int, steps: int) -> None:
     )
     tasks = FrozenLake.tasks("train", seed=seed)
     rows = (game_row(chat, tasks[n], stream("warm-up", seed, n)) for n in count())
-    tiny_model.warm_up(model, rows, steps=steps, on_step=tiny_model.shown("warm-up", steps))
-    tiny_model.save(model, directory, stop_tokens=[end, *(chat.encode(move)[0] for move in MOVES)])
+    tiny_model.train_supervised(model, rows, steps=steps, on_step=tiny_model.progress_printer("warm-up", steps))
+    tiny_model.save_model(model, directory, stop_tokens=[end, *(chat.encode(move)[0] for move in MOVES)])
 
 
 def byte_tokenizer() -> Tokenizer:
@@ -79,4 +79,6 @@ def game_row(chat: TemplateFormat, task: Task, random: Random) -> tiny_model.Row
 
 
 if __name__ == "__main__":
-    tiny_model.command(build, directory=Path(__file__).parent / "model", steps=150, description=__doc__ or "")
+    tiny_model.build_model_command(
+        build, directory=Path(__file__).parent / "model", steps=150, description=__doc__ or ""
+    )

@@ -52,8 +52,8 @@ def build(directory: Path, *, seed: int, steps: int) -> None:
     )
     tools = [bound.spec for bound in Solve.tool_table().values()]
     rows = (shown_row(chat, tools, stream("warm-up", seed, number)) for number in count())
-    tiny_model.warm_up(model, rows, steps=steps, on_step=tiny_model.shown("warm-up", steps))
-    tiny_model.save(model, directory, stop_tokens=stop)
+    tiny_model.train_supervised(model, rows, steps=steps, on_step=tiny_model.progress_printer("warm-up", steps))
+    tiny_model.save_model(model, directory, stop_tokens=stop)
 
 
 def shown_row(chat: TemplateFormat, tools: Sequence[ToolSpec], random: Random) -> tiny_model.Row:
@@ -93,4 +93,6 @@ def solving(problem: Sum, random: Random) -> list[tuple[str, bool]]:
 
 
 if __name__ == "__main__":
-    tiny_model.command(build, directory=Path(__file__).parent / "model", steps=700, description=__doc__ or "")
+    tiny_model.build_model_command(
+        build, directory=Path(__file__).parent / "model", steps=700, description=__doc__ or ""
+    )

@@ -45,8 +45,8 @@ def build(directory: Path, *, seed: int, steps: int) -> None:
     )
     tasks = TicTacToe.tasks("train", seed=seed)
     rows = (shown_row(chat, tasks[number], stream("warm-up", seed, number)) for number in count())
-    tiny_model.warm_up(model, rows, steps=steps, piece=tiny_model.BATCH)
-    tiny_model.save(model, directory, stop_tokens=[end, *(chat.encode(move)[0] for move in MOVES)])
+    tiny_model.train_supervised(model, rows, steps=steps, piece=tiny_model.BATCH)
+    tiny_model.save_model(model, directory, stop_tokens=[end, *(chat.encode(move)[0] for move in MOVES)])
 
 
 def shown_row(chat: TemplateFormat, task: Task, random: Random) -> tiny_model.Row:
@@ -58,4 +58,6 @@ def shown_row(chat: TemplateFormat, task: Task, random: Random) -> tiny_model.Ro
 
 
 if __name__ == "__main__":
-    tiny_model.command(build, directory=Path(__file__).parent / "model", steps=350, description=__doc__ or "")
+    tiny_model.build_model_command(
+        build, directory=Path(__file__).parent / "model", steps=350, description=__doc__ or ""
+    )

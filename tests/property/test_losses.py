@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl.learn.loss_batch import LossBatch
-from agentrl.learn.losses import BUILT_IN, Loss, loss_metrics, measure
+from agentrl.learn.losses import BUILT_IN, Loss, loss_metrics, token_metric_sums
 from tests.loss_cases import batch_of, evaluated, loss_named
 from tests.markdown_pages import ROOT
 
@@ -73,7 +73,7 @@ def batch(rows: Tokens) -> LossBatch:
 
 def sums(loss: Loss, rows: Tokens) -> torch.Tensor:
     given = batch(rows)
-    return measure(given, evaluated(loss, given), torch.ones(len(rows)))
+    return token_metric_sums(given, evaluated(loss, given), torch.ones(len(rows)))
 
 
 @pytest.mark.parametrize(("loss", "naive"), CASES)

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from agentrl.core.errors import ModelError
 from agentrl.core.records import TrainingSample
 from agentrl.learn import forward
-from agentrl.learn.forward import Tree, flex_tree_attention, tree_attention
+from agentrl.learn.forward import TreeAttentionMask, flex_tree_attention, tree_attention
 from agentrl.learn.packing import LONGEST_PADDED, MicroBatch, pack, padded_rows
 
 HEADS, KEY_HEADS, WIDTH = 4, 2, 16
@@ -82,13 +82,20 @@ def test_output_and_gradients_are_those_of_a_mask(
 ) -> None:
     monkeypatch.setattr(forward, "_MASK", 20_000)
     batch = packed(rows_of(*TREES[name]))
-    assert len(Tree(batch, CPU).chunks(window)) > 1 or name == "one row"
+    assert len(TreeAttentionMask(batch, CPU).chunks(window)) > 1 or name == "one row"
     query, key, value = inputs(len(batch.token_ids))
     expected = naive(query, key, value, visible(batch, window))
     weights = torch.randn(expected.shape, dtype=expected.dtype, generator=torch.Generator().manual_seed(2))
     wanted = torch.autograd.grad((expected * weights).sum(), (query, key, value))
     found, _ = tree_attention(
-        nn.Module(), query, key, value, None, sliding_window=window, tree=Tree(batch, CPU), scaling=WIDTH**-0.5
+        nn.Module(),
+        query,
+        key,
+        value,
+        None,
+        sliding_window=window,
+        tree=TreeAttentionMask(batch, CPU),
+        scaling=WIDTH**-0.5,
     )
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
     got = torch.autograd.grad((found * weights).sum(), (query, key, value))
@@ -101,7 +108,7 @@ def test_output_and_gradients_are_those_of_a_mask(
 def test_the_path_for_cuda_gives_the_same_output(name: str, window: int | None) -> None:
     batch = packed(rows_of(*TREES[name]))
     query, key, value = (each.detach() for each in inputs(len(batch.token_ids), torch.float32))
-    tree = Tree(batch, CPU)
+    tree = TreeAttentionMask(batch, CPU)
     found = flex_tree_attention(query, key, value, tree, window, None).transpose(1, 2)
     torch.testing.assert_close(found, naive(query, key, value, visible(batch, window)), rtol=1e-4, atol=1e-5)
 
@@ -117,7 +124,7 @@ def test_one_compiled_kernel_is_for_all_rows_and_windows() -> None:
         batch = packed(rows_of(lengths, shared))
         query, key, value = (each.detach() for each in inputs(len(batch.token_ids), torch.float32))
         for window in (None, 64):
-            mask = Tree(batch, CPU).block_mask(window)
+            mask = TreeAttentionMask(batch, CPU).block_mask(window)
             with torch.no_grad():
                 found = compiled(query, key, value, block_mask=mask, scale=None, enable_gqa=True).transpose(1, 2)
             torch.testing.assert_close(found, naive(query, key, value, visible(batch, window)), rtol=1e-4, atol=1e-5)
@@ -130,7 +137,7 @@ def test_a_block_mask_leaves_no_visible_key_out(name: str, window: int | None) -
     batch = packed(rows_of(*TREES[name]))
     seen, size = visible(batch, window), forward._BLOCK
     count = len(seen)
-    mask = Tree(batch, CPU).block_mask(window)
+    mask = TreeAttentionMask(batch, CPU).block_mask(window)
     listed = np.zeros((mask.kv_indices.shape[-1],) * 2, np.int64)
     for kind, (counts, indices) in enumerate(
         [(mask.kv_num_blocks, mask.kv_indices), (mask.full_kv_num_blocks, mask.full_kv_indices)], start=1
@@ -172,7 +179,7 @@ def test_nothing_that_is_kept_or_made_grows_with_the_square(monkeypatch: pytest.
             return tensor
 
         with Largest() as seen, torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-            found, _ = tree_attention(nn.Module(), query, key, value, None, tree=Tree(batch, CPU))
+            found, _ = tree_attention(nn.Module(), query, key, value, None, tree=TreeAttentionMask(batch, CPU))
             found.sum().backward()
         kept.append(sum(sizes))
         largest.append(seen.elements)
@@ -183,7 +190,7 @@ def test_nothing_that_is_kept_or_made_grows_with_the_square(monkeypatch: pytest.
 def test_what_is_no_causal_softmax_is_refused() -> None:
     batch = packed(rows_of([5], [0]))
     query, key, value = inputs(5)
-    tree: Any = Tree(batch, CPU)
+    tree: Any = TreeAttentionMask(batch, CPU)
     for other in ({"softcap": 30.0}, {"s_aux": query}, {"dropout": 0.1}, {"tree": None}):
         with pytest.raises(ModelError, match="needs attention with"):
             tree_attention(nn.Module(), query, key, value, None, **({"tree": tree} | other))

@@ -17,7 +17,7 @@ from torch import Tensor
 from agentrl.config.sections import ADVANTAGES as ADVANTAGE_NAMES
 from agentrl.config.sections import LOSSES
 from agentrl.credit.advantages import ADVANTAGES, OF_GROUPS, Group, make_estimator
-from agentrl.learn.losses import BUILT_IN, divergence
+from agentrl.learn.losses import BUILT_IN, kl_divergence
 from benchmarks.learning_losses import oracle_errors
 from tests.loss_cases import batch_of, evaluated, loss_named
 
@@ -215,7 +215,7 @@ def test_covariance_losses_hold_back_the_tokens_of_largest_covariance(name: str)
 def test_the_divergence_and_its_derivative(estimator: Any, naive: Callable[[float], float]) -> None:
     pi = torch.tensor([-0.5, -2.0, -1.0], dtype=torch.float64, requires_grad=True)
     reference = torch.tensor([-1.0, -1.5, -1.0], dtype=torch.float64)
-    value = divergence(pi, reference, estimator=estimator)
+    value = kl_divergence(pi, reference, estimator=estimator)
     (slope,) = torch.autograd.grad(value.sum(), pi)
     for index in range(3):
         d, step = number(pi[index] - reference[index]), 1e-6

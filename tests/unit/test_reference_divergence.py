@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from agentrl.learn import forward
-from agentrl.learn.forward import HeadOutput, logprob_head, logprobs_of, reference_divergence
+from agentrl.learn.forward import HeadOutput, chunked_logprob_head, logprob_head, reference_divergence
 
 VOCABULARY = 12
 
@@ -148,8 +148,8 @@ def test_pieces_of_the_vocabulary_change_nothing(monkeypatch: pytest.MonkeyPatch
         own = states[0].clone().requires_grad_()
         settings: dict[str, Any] = {"temperature": torch.full((13,), 0.8)}
         with torch.no_grad():
-            given = logprobs_of(teacher, states[1], targets, top=8, **settings)
-        found = logprobs_of(student, own, targets, reference=given, **settings)
+            given = chunked_logprob_head(teacher, states[1], targets, top=8, **settings)
+        found = chunked_logprob_head(student, own, targets, reference=given, **settings)
         assert found.reference_kl is not None
         (gradient,) = torch.autograd.grad(found.reference_kl.sum(), own)
         results.append((found.reference_kl.detach(), gradient))
