@@ -78,7 +78,7 @@ def ran(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Ran:
 
 
 def test_a_run_is_reached_from_its_own_machine_only(ran: Ran) -> None:
-    for name in ("gcs_server", "raylet", "ray::TrainerRank", "ray::EngineActor", "VLLM::Worker"):
+    for name in ("gcs_server", "raylet", "ray::TrainerRank", "ray::EngineActor", "VLLM::EngineCor"):
         assert any(each.startswith(name[:15]) for each in ran.processes), name
     assert any(each.startswith("tcp") for each in ran.reached)
     assert [each for each in ran.reached if not is_loopback(each)] == []
