@@ -41,10 +41,10 @@ def with_local_model(config: RunConfig, before: Mapping[str, Any], *, download: 
         ModelError: a model is neither in the cache nor available; the message says what to download, and where to.
     """
 
-    def local(key: str, path: str, then: object) -> str:
+    def local(key: str, path: str, began_with: object) -> str:
         if not is_hub_name(path):
             return path
-        return str(_kept(path, then) or _snapshot(key, path, download=download))
+        return str(_kept(path, began_with) or _snapshot(key, path, download=download))
 
     policies: dict[str, Any] = dict(config.policies)
     for name, policy in config.of_kind(LocalPolicy).items():
@@ -69,10 +69,11 @@ def _split(path: str) -> tuple[str, str]:
     return name, revision
 
 
-def _kept(path: str, then: object) -> Path | None:
-    """Return the directory that the run began with, if it holds this model and, if one is named, this commit."""
+def _kept(path: str, began_with: object) -> Path | None:
+    """Return the directory that the run began with, if it holds this model and, if a revision is named, this commit. A
+    branch or tag is looked up again."""
     name, revision = _split(path)
-    directory = Path(then if isinstance(then, str) else "")
+    directory = Path(began_with if isinstance(began_with, str) else "")
     of_model = (
         directory.parent.name == "snapshots" and directory.parent.parent.name == f"models--{name.replace('/', '--')}"
     )

@@ -331,7 +331,7 @@ def run_prune(reader: RunReader, options: argparse.Namespace) -> Answer:
             "can be pruned"
         )
     if options.dry_run:
-        given_up = prune(reader.journal, reader.log, rule, None)
+        pruned = prune(reader.journal, reader.log, rule, None)
     else:
 
         async def work() -> Pruned:
@@ -342,8 +342,8 @@ def run_prune(reader: RunReader, options: argparse.Namespace) -> Answer:
             finally:
                 await journal.close()
 
-        given_up = asyncio.run(work())
-    return Answer(given_up, lambda: pruned_page(given_up, is_dry=options.dry_run))
+        pruned = asyncio.run(work())
+    return Answer(pruned, lambda: pruned_page(pruned, is_dry=options.dry_run))
 
 
 def run_export(options: argparse.Namespace) -> int:

@@ -266,7 +266,8 @@ def check_options(function: Callable[..., Any], options: Mapping[str, Any], key:
 
 
 class _Slice:
-    """The statements of a module that a function needs, in their order.
+    """The statements of a module that a function needs, in their order: those that bind its name, or a name that one of
+    them mentions.
 
     Raises:
         ConfigError: the text is not Python, or does not define the function.
@@ -289,6 +290,7 @@ class _Slice:
                 wanted |= {node.id for node in ast.walk(statement) if isinstance(node, ast.Name)}
                 grew = True
         self.statements = [body[index] for index in sorted(found)]
+        """The needed statements, and every `from __future__` import."""
         self.names = [each for statement in self.statements for each in _bound(statement)]
         if name not in self.names:
             raise ConfigError(f"{location} defines no function {name!r} at its top level")
@@ -404,12 +406,17 @@ def is_replaced(ours: object, live: object) -> bool:
 
 
 def _import(module: str, key: str) -> Any:
+    """Import a module, also from the working directory.
+
+    Raises:
+        ConfigError: there is no such module, or its code raised.
+    """
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         here = str(Path.cwd())
         if error.name == module.partition(".")[0] and here not in sys.path:
-            sys.path.append(here)
+            sys.path.append(here)  # a console script, unlike `python -m`, does not look in the working directory
             return _import(module, key)
         raise ConfigError(f"{key}: there is no module {error.name}") from None
     except (Exception, SystemExit) as error:

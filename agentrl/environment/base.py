@@ -159,8 +159,8 @@ class Agent(ABC):
         """Append messages to the conversation and return the policy's answer.
 
         Args:
-            messages: new ones.
-            max_tokens: longest answer.
+            messages: messages to append.
+            max_tokens: maximum number of tokens of the answer, if less than `ctx.limits.max_tokens`.
             reply: an answer as the policy would write it, which it is trained on in place of one that it samples: a
                 demonstration. Its recorded probability is 1.
             state: the environment's state before the turn, as text, such as a board. Turns of a group with equal states
@@ -190,8 +190,8 @@ class Agent(ABC):
             name: its name.
 
         Raises:
-            RewardError: a value is not a finite real number, the agent has no such turn yet, or the name is none or has
-                no weight although others have.
+            RewardError: a value is not a finite real number, the agent has no such turn yet, or the name is not an
+                identifier, or lacks a weight although other names have one.
         """
 
     @abstractmethod
@@ -221,7 +221,7 @@ class Agent(ABC):
 class Endpoint(ABC):
     """A model endpoint on this machine whose models are an episode's seats; see `EpisodeContext.endpoint`.
 
-    It answers OpenAI's chat completions and its clients' requests for the list of models.
+    It answers OpenAI's chat completions and responses, Anthropic's messages, and requests for the list of models.
     """
 
     url: str
@@ -440,7 +440,7 @@ class Environment(ABC):
     splits: ClassVar[tuple[str, ...]] = ("train", "held_out")
     """The splits that `tasks` knows; `evaluation.tasks` may name further ones."""
     truncated_reward: ClassVar[float | None] = 0.0
-    """Reward of an agent that has none when a limit ends the episode; None drops such episodes."""
+    """Reward of an agent that has none when a limit ends the episode; None: its unit is dropped (`no_reward`)."""
     on_code_change: ClassVar[OnCodeChange] = "try"
     """Treatment of unfinished episodes when a resume finds this class's file edited. `try`: replay them, and restart
     only those that depart from the journal; `restart`: restart all of them; `drop`: drop them."""
@@ -547,7 +547,7 @@ def children_of(environment: type[Environment]) -> dict[type[Environment], int]:
     """The classes that `fan_out` names, looked up in the environment's module, with their counts.
 
     Raises:
-            EnvironmentDefinitionError: a name is not an environment of that module, or a count is below 1.
+        EnvironmentDefinitionError: a name is not an environment of that module, or a count is below 1.
     """
     found = {}
     for name, count in environment.fan_out.items():

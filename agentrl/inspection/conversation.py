@@ -200,7 +200,7 @@ def conversation_of(reader: RunReader, view: EpisodeView) -> ConversationView:
     acts = [_act(call, body, waits) for call, body in bodies[: view.inherited]]
     own = [body for _, body in bodies[view.inherited :] if isinstance(body, TurnEntry)]
     if acts and own:
-        waits.go_on_at(own[0].started)
+        waits.continue_at(own[0].started)
     acts += [_act(call, body, waits) for call, body in bodies[view.inherited :]]
     external = _external_policies(reader.info())
     return ConversationView(
@@ -235,7 +235,11 @@ def _with_usage(act: TurnAct) -> TurnAct:
 
 
 class _Waits:
-    """Computes how long each branch was idle before its next turn."""
+    """Computes how long each branch was idle before its next turn.
+
+    Args:
+        began: wall time of the first turn.
+    """
 
     def __init__(self, began: float) -> None:
         self.began = began
@@ -248,7 +252,7 @@ class _Waits:
         self._ends[branch] = turn.started + turn.seconds
         return 0.0 if known is None else max(turn.started - known, 0.0)
 
-    def go_on_at(self, started: float) -> None:
+    def continue_at(self, started: float) -> None:
         """Shift the time to that of a fork's own acts: the time between them and the inherited acts is not a wait."""
         between = started - max(self._ends.values(), default=started)
         self.began += between
@@ -318,7 +322,7 @@ def _turn(call: str, turn: TurnEntry, waits: _Waits) -> TurnAct:
         text=turn.text,
         thinking=reply.thinking,
         content=reply.content,
-        calls=[{"name": call.name, "arguments": call.arguments} for call in reply.tool_calls],
+        calls=[{"name": each.name, "arguments": each.arguments} for each in reply.tool_calls],
         tokens=len(turn.token_ids) // 4,
         finish_reason=turn.finish_reason,
         versions=[(span.start, f"{whose}@{span.lineage}.{span.step}") for span in turn.spans],

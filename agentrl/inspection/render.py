@@ -163,14 +163,14 @@ def ledger_view(ledger: RunLedger) -> Page:
     return page
 
 
-def pruned_page(given_up: Pruned, *, is_dry: bool) -> Page:
+def pruned_page(pruned: Pruned, *, is_dry: bool) -> Page:
     """Make a page with the episodes and steps whose tokens were pruned, or would be, and the consequences."""
     page = Page()
     verb = "would be removed" if is_dry else "removed"
-    size = f"{given_up.bytes / (1 << 20):.3g} MiB"
-    told = f"{plural(given_up.episodes, 'episode')} and the columns of {plural(given_up.files, 'step')}"
-    page.line(f"{verb}: the tokens of {told}, {size}, rule {given_up.rule}")
-    for policy, step in given_up.last.items():
+    size = f"{pruned.bytes / (1 << 20):.3g} MiB"
+    told = f"{plural(pruned.episodes, 'episode')} and the columns of {plural(pruned.files, 'step')}"
+    page.line(f"{verb}: the tokens of {told}, {size}, rule {pruned.rule}")
+    for policy, step in pruned.last.items():
         page.line(f"{policy}: the episodes that steps up to {step} trained on, and those dropped before")
     page.line(
         "no longer possible: `episode show|tokens|replay|rescore|fork` of these episodes, `step replay` of these steps"

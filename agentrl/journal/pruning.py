@@ -73,9 +73,9 @@ def prune(
         JournalError: a database cannot be read.
         StorageError: writing failed.
     """
-    given_up = Pruned(rule=str(rule), last=rule.last)
+    pruned = Pruned(rule=str(rule), last=rule.last)
     if not rule.sealed:
-        return given_up
+        return pruned
     settled = _Settled(log, rule, _forked(journal))
     for path in sorted(journal.glob("turns-*.db")):
         run = str(log.info()["run"])
@@ -84,22 +84,22 @@ def prune(
             try:
                 for attempts in _batches(connection, settled):
                     if stopped():
-                        return given_up
-                    given_up.episodes += len(attempts)
-                    given_up.bytes += sum(attempts.values())
+                        return pruned
+                    pruned.episodes += len(attempts)
+                    pruned.bytes += sum(attempts.values())
                     if record is not None:
                         record(list(attempts), ())
                         _remove(connection, list(attempts))
                 if record is not None:
-                    _give_back(connection, stopped)
+                    _shrink(connection, stopped)
             except sqlite3.OperationalError as error:
                 if getattr(error, "sqlite_errorcode", 0) & 0xFF != sqlite3.SQLITE_BUSY:
                     raise _refused(path, error) from error
                 # Its writer was busy for too long: the next pruning continues here.
             except DAMAGE as error:
                 raise database_error(path, error) from error
-    _prune_files(journal.parent, settled, record, given_up, stopped)
-    return given_up
+    _prune_files(journal.parent, settled, record, pruned, stopped)
+    return pruned
 
 
 # --- what may go ------------------------------------------------------------------------------------------------------
@@ -112,19 +112,23 @@ class _Settled:
         self._log = log
         self._forked = forked
         self.last = rule.last
-        held = [{policy: log.surviving(version) for policy, version in cut.items()} for cut in rule.sealed]
+        taken = [{policy: log.surviving(version) for policy, version in cut.items()} for cut in rule.sealed]
         lines = [
             [policy, lineage, first, min(last, self.last[policy])]
             for policy in self.last
-            for lineage, first, last in _common([cut.get(policy, []) for cut in held])
+            for lineage, first, last in _common([cut.get(policy, []) for cut in taken])
         ]
         trained = sorted({policy for cut in rule.sealed for policy in cut})
-        self._before = self._stepped_at()
-        self._asked = (json.dumps(lines), json.dumps([[name, step] for name, step in self.last.items()]))
+        self._before = self._last_removable_at()
+        """Time before which attempts that no step trained on are removable."""
+        self._lines = json.dumps(lines)
+        """Steps that every resumable checkpoint counts as taken and that may be removed; a parameter of `LINE`."""
+        self._cut = json.dumps([[name, step] for name, step in self.last.items()])
         self._trained = json.dumps(trained)
 
-    def _stepped_at(self) -> float | None:
-        """Return when the last removable step was taken: units dropped earlier are removable too."""
+    def _last_removable_at(self) -> float | None:
+        """Return when a policy's last removable step was taken, of the policy where that is longest ago; None if no
+        step may be removed."""
         found = []
         for policy, step in self.last.items():
             statement = "SELECT max(stepped_at) FROM steps WHERE policy = ? AND step = ? AND step > 0"
@@ -152,7 +156,8 @@ class _Settled:
             " AND (EXISTS (SELECT 1 FROM step_units s WHERE s.episode = a.episode AND s.attempt = a.attempt)"
             " OR coalesce(e.committed_at, a.admitted_at) < ?)"
         )
-        rows = self._log.rows(statement, *self._asked, self._trained, json.dumps(list(episodes)), self._before or -1.0)
+        asked = json.dumps(list(episodes))
+        rows = self._log.rows(statement, self._lines, self._cut, self._trained, asked, self._before or -1.0)
         return {(episode, attempt) for episode, attempt in rows} - self._forked
 
     def files(self) -> Iterator[str]:
@@ -163,10 +168,10 @@ class _Settled:
                 yield name
 
 
-def _common(held: Sequence[Sequence[tuple[int, int, int]]]) -> list[tuple[int, int, int]]:
+def _common(lines: Sequence[Sequence[tuple[int, int, int]]]) -> list[tuple[int, int, int]]:
     """Return the steps that all of some lines have in common, as (lineage, first, last): first < step <= last."""
-    common = list(held[0])
-    for line in held[1:]:
+    common = list(lines[0])
+    for line in lines[1:]:
         common = [
             (lineage, max(first, other_first), min(last, other_last))
             for lineage, first, last in common
@@ -190,6 +195,7 @@ def _forked(journal: Path) -> frozenset[AttemptKey]:
 # --- removing ---------------------------------------------------------------------------------------------------------
 
 _SIZES = (
+    # 64: allowance for a row's other columns
     "SELECT episode, attempt, sum(length(body) + length(asked) + 64) FROM"
     " (SELECT episode, attempt, body, asked FROM entries WHERE episode IN (SELECT value FROM json_each(?1))"
     " UNION ALL SELECT episode, attempt, body, asked FROM partials WHERE episode IN (SELECT value FROM json_each(?1)))"
@@ -234,7 +240,7 @@ def _remove(connection: sqlite3.Connection, attempts: Sequence[AttemptKey]) -> N
     _leave_to_others(began)
 
 
-def _give_back(connection: sqlite3.Connection, stopped: Callable[[], bool]) -> None:
+def _shrink(connection: sqlite3.Connection, stopped: Callable[[], bool]) -> None:
     """Move the file's last pages into its free ones and truncate it, piece by piece."""
     while not stopped():
         ((free,),) = connection.execute("PRAGMA freelist_count").fetchall()
@@ -255,7 +261,7 @@ def _leave_to_others(began: float) -> None:
 
 
 def _prune_files(
-    run: Path, settled: _Settled, record: Record | None, given_up: Pruned, stopped: Callable[[], bool]
+    run: Path, settled: _Settled, record: Record | None, pruned: Pruned, stopped: Callable[[], bool]
 ) -> None:
     root = (run / "steps").resolve()
     there = {}
@@ -266,8 +272,8 @@ def _prune_files(
         if path.resolve().is_relative_to(root):  # an altered record must not name a file outside the run
             with suppress(FileNotFoundError, NotADirectoryError):
                 there[name] = path.lstat().st_size
-    given_up.files += len(there)
-    given_up.bytes += sum(there.values())
+    pruned.files += len(there)
+    pruned.bytes += sum(there.values())
     if record is None or not there or stopped():
         return
     record((), list(there))

@@ -26,11 +26,12 @@ if TYPE_CHECKING:
 
     from agentrl.core.records import ForkPoint
 
-_COLUMNS = "SELECT episode, attempt, call, asked, body, checksum"
-_SELECT = _COLUMNS + " FROM entries WHERE episode IN ({}) ORDER BY id"
-_SELECT_PARTIALS = _COLUMNS + " FROM partials WHERE episode = ? AND attempt = ? ORDER BY id"
+_SELECT_COLUMNS = "SELECT episode, attempt, call, asked, body, checksum"
+_SELECT_ENTRIES = _SELECT_COLUMNS + " FROM entries WHERE episode IN ({}) ORDER BY id"
+_SELECT_PARTIALS = _SELECT_COLUMNS + " FROM partials WHERE episode = ? AND attempt = ? ORDER BY id"
 _COUNT = "SELECT count(*) FROM {} WHERE episode = ? AND attempt = ?"
 _BULK = 256
+"""Number of episodes that one statement reads."""
 ReadAttempt = Callable[[str, "ForkPoint"], "list[JournalEntry]"]
 """Reads the own entries of the attempt that a fork point names, in a journal directory."""
 
@@ -98,7 +99,7 @@ class TurnReader:
         for (partition, episode_id), attempt in wanted.items():
             with suppress(JournalError, *DAMAGE):
                 path, connection = self._open(partition)
-                statement = f"{_COLUMNS} FROM entries WHERE episode = ? AND attempt = ? AND call = 'begin'"
+                statement = f"{_SELECT_COLUMNS} FROM entries WHERE episode = ? AND attempt = ? AND call = 'begin'"
                 found += [verified_entry(path, row) for row in connection.execute(statement, (episode_id, attempt))]
         return found
 
@@ -170,7 +171,7 @@ class TurnReader:
     def _entries(self, partition: str, episodes: Sequence[str]) -> Iterable[JournalEntry]:
         path, connection = self._open(partition)
         try:
-            for row in connection.execute(_SELECT.format(",".join("?" * len(episodes))), episodes):
+            for row in connection.execute(_SELECT_ENTRIES.format(",".join("?" * len(episodes))), episodes):
                 yield verified_entry(path, row)
         except DAMAGE as error:
             raise database_error(path, error, damage=EntriesError) from error
@@ -195,7 +196,7 @@ def whole_partition(path: Path, run: str) -> Iterator[JournalEntry]:
     """
     connection = open_to_read(path, "turns", run)
     try:
-        for row in connection.execute(_COLUMNS + " FROM entries ORDER BY id"):
+        for row in connection.execute(_SELECT_COLUMNS + " FROM entries ORDER BY id"):
             yield verified_entry(path, row)
     except DAMAGE as error:
         raise database_error(path, error) from error
@@ -282,18 +283,19 @@ def pruned_attempt(journal: Path, episode_id: str, attempt: int) -> PrunedError 
         JournalError: the control log cannot be read.
     """
     statement = "SELECT pruned_at, rule FROM pruned WHERE episode = ? AND attempt = ?"
-    found = _recorded(journal, statement, episode_id, attempt)
+    found = _words_of_pruning(journal, statement, episode_id, attempt)
     return None if found is None else PrunedError(f"episode {episode_id} attempt {attempt}: its tokens {found}")
 
 
 def pruned_file(run: Path, name: str) -> PrunedError | None:
     """Return the error for a missing file of step columns, if it was pruned; `name` is as in the step's record."""
     journal = run / "journal" if (run / "journal").is_dir() else run
-    found = _recorded(journal, "SELECT pruned_at, rule FROM pruned_files WHERE file = ?", name)
+    found = _words_of_pruning(journal, "SELECT pruned_at, rule FROM pruned_files WHERE file = ?", name)
     return None if found is None else PrunedError(f"{name}: the step's columns {found}")
 
 
-def _recorded(journal: Path, statement: str, *key: Any) -> str | None:
+def _words_of_pruning(journal: Path, statement: str, *key: Any) -> str | None:
+    """Return when and by which rule something was pruned, for a message; None if it was not."""
     if not (journal / CONTROL_FILE).is_file():
         return None
     with closing(open_to_read(journal / CONTROL_FILE, "control")) as connection:

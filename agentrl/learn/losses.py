@@ -8,8 +8,8 @@ A loss is evaluated on columns that are leaves, apart from the model: `evaluate`
 log-probability and each entropy, and the trainer sends those back through the model in micro-batches. So a loss that
 couples tokens (a sequence-level ratio, a user's function) sees the whole step at once, however the step is split.
 
-Owns: the formulas, normalisers, the divergence from the reference, the metrics of the ratio. Does not own: the model
-(`forward.py`), the columns (`loss_batch.py`), advantages (`credit`).
+Owns: the formulas, the divergence from the reference, the metrics of the ratio. Does not own: the model (`forward.py`),
+the columns (`loss_batch.py`), the normaliser (`trainer.py`), advantages (`credit`).
 
 The gradient of a token's loss with respect to its log pi is bounded by |A| times
 truncated   max_ratio, also far from mu: the weight is a constant, cut there
@@ -361,7 +361,8 @@ class Loss:
     options: Mapping[str, Any]
     mark: Mark
     skips_zeros: bool
-    """Whether a row whose advantages are all 0 has no gradient, so that it need not be forwarded."""
+    """Whether rows whose advantages are all 0 need not be forwarded. Decides for a `per_token` loss; for others the
+    gradients do, and this only estimates the work of each rank."""
     uses_entropy: bool = True
     """Whether the entropy may carry a gradient."""
     entropy_bonus: float = 0.0

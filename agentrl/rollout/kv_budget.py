@@ -133,7 +133,7 @@ class KVBudget:
         reservation.idle_since = None
         self._evict(reservation)
         if reservation.admitted is not None and not reservation.admitted.done():
-            reservation.admitted.set_result(None)
+            reservation.admitted.set_result(None)  # `_admit_waiting` then skips it
         self._admit_waiting()
 
     def _parts(self, weights: Hashable, context: Int32Array | None) -> tuple[tuple[int, int], ...]:
@@ -167,7 +167,8 @@ class KVBudget:
             self._tokens.pin(reservation)
 
     def _evict(self, reservation: Reservation) -> None:
-        self._pin(reservation)
+        """Take the memory of a conversation, if it holds any."""
+        self._pin(reservation)  # removes it from the idle ones, as `_Tokens.evict` expects
         if reservation.is_held:
             self._tokens.evict(reservation)
 
@@ -232,7 +233,9 @@ class Reservation:
         self.common = 0
         """Number of tokens in `parts`."""
         self.idle_since: float | None = None
+        """Time at which the conversation became idle; None during a call, and before the first."""
         self.kept_until = 0.0
+        """Time from which an idle reservation is evictable."""
         self.admitted: asyncio.Future[None] | None = None
         """Future that resolves when the newest `wait` ends."""
 
@@ -285,7 +288,7 @@ class _Tokens:
     def hold(self, reservation: Reservation, tokens: int) -> None:
         """Set the tokens of a pinned reservation."""
         if reservation.is_held:
-            tokens = max(tokens, reservation.common)
+            tokens = max(tokens, reservation.common)  # shared parts are counted whole until the reservation is evicted
             self.reserved += tokens - reservation.tokens
             self.pinned += tokens - reservation.tokens
         else:
@@ -344,6 +347,7 @@ class _KeepingCosts:
 
     def learn(self, kind: Hashable, seconds: float) -> None:
         """Record an idle time of a conversation, in seconds."""
+        # Used again in time, it cost the memory meanwhile; else the memory for `_most_s`, and the recomputation.
         cost = seconds / self._most_s if seconds < self._most_s else 2.0
         self._idles[kind] += 1
         before = self._means.get(kind, 0.0)

@@ -20,12 +20,13 @@ if TYPE_CHECKING:
     from agentrl.environment.games import GameEpisode
 
 FREE, OWN, OTHER = "012345678", "ABCDEFGHI", "abcdefghi"
-"""What a cell is called, by whose mark is in it; a letter of its own each."""
+"""Characters of the nine cells in a prompt: free, with the player's own mark, with the other player's."""
 TURNED = ("012345678", "630741852", "876543210", "258147036", "036147258", "678345012", "852741630", "210543876")
-"""Which cell is shown where when the board is turned, and mirrored."""
+"""Order in which the cells are shown, for each rotation and reflection of the board."""
 LINES = ((0, 1, 2), (3, 4, 5), (6, 7, 8), (0, 3, 6), (1, 4, 7), (2, 5, 8), (0, 4, 8), (2, 4, 6))
 OPENINGS = (1, 1, 1, 1, 2, 3, 3, 3)
-"""How often a training game starts after 0, 1, … 7 moves: close to the end of a game, a move is its result."""
+"""Relative frequencies of training games that start after 0, 1, … 7 moves: close to the end of a game, a single move
+decides it."""
 
 
 class TicTacToe(agentrl.TextArenaEnvironment):
@@ -60,8 +61,8 @@ class TicTacToe(agentrl.TextArenaEnvironment):
         return "".join(board[cell] for line in LINES for cell in line)
 
     def action(self, text: str, env: textarena.Env) -> str:
-        """The move on TextArena's board; what is no cell stays what it is."""
-        return re.sub(r"\[\s*([0-8])\s*\]", lambda said: f"[{self._turned[int(said[1])]}]", text)
+        """The text with each `[cell]` turned back to TextArena's board; all else is unchanged."""
+        return re.sub(r"\[\s*([0-8])\s*\]", lambda cell: f"[{self._turned[int(cell[1])]}]", text)
 
     def rewards(self, task: Task, episode: GameEpisode) -> Sequence[float]:
         """1 for a win, ½ for a draw, 0 for a loss or a game cut short: the mean is the share won, draws by half."""
@@ -75,7 +76,7 @@ class TicTacToe(agentrl.TextArenaEnvironment):
         """Training games start after up to 7 random moves that end nothing; held-out ones from the empty board.
 
         Args:
-            split: held-out games differ in nothing but what the players draw.
+            split: `train` or `held_out`; held-out games differ only in what the players sample.
             seed: of the training games.
             held_out: how many held-out games there are.
         """
@@ -101,5 +102,5 @@ def is_won(cells: Collection[int]) -> bool:
 
 
 def random_player(conversation: Sequence[Message], random: Random) -> str:
-    """A bot: any free cell."""
+    """A bot that marks a random free cell."""
     return f"[{random.choice(sorted(set(FREE) & set(conversation[-1].content)))}]"

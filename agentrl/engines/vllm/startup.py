@@ -41,6 +41,7 @@ _REASON = 600
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values of vLLM's maximum adapter rank."""
 _TRIES = 3
+"""Maximum number of measurements of the prefill rate; the best counts."""
 _ENOUGH_S = 1.0
 """Seconds after which no further try begins."""
 _ADAPTER = 1 << 30
