@@ -25,7 +25,7 @@ from benchmarks.overhead import Silent, resident_kb, run_config
 from benchmarks.scheduling_workers import tool_call, wired
 
 if TYPE_CHECKING:
-    from agentrl.core.ports import Delta, GenerateRequest
+    from agentrl.core.ports import GenerateRequest, NewTokensCallback
     from agentrl.core.records import PolicyVersion
 
 WORKERS = 8
@@ -52,7 +52,13 @@ class HoldingEngine(ScriptedEngine):
         self._drawn = random.Random(0)
 
     def start(
-        self, request: GenerateRequest, policy: str, version: PolicyVersion, *, pinned: bool, on_delta: Delta | None
+        self,
+        request: GenerateRequest,
+        policy: str,
+        version: PolicyVersion,
+        *,
+        pinned: bool,
+        on_delta: NewTokensCallback | None,
     ) -> Any:
         """See `ScriptedEngine.start`."""
         waiting = self._answerable

@@ -31,8 +31,8 @@ import msgspec
 
 from agentrl.cli.commands import READING
 from agentrl.cli.main import main
-from agentrl.core.ids import stream
-from agentrl.core.text import safe
+from agentrl.core.ids import random_stream
+from agentrl.core.text import escape_text
 from agentrl.exchange.formats import EXPORTS
 from agentrl.journal.control import CHECKED, row_checksum
 from agentrl.journal.entries import entry_checksum
@@ -285,7 +285,7 @@ def wrong_with(command: list[str]) -> str | None:
         trace = Path(found[0]).read_text(encoding="utf-8", errors="replace") if found else ""
         Path(found[0]).unlink() if found else None
         return f"exit code {code}: {err.getvalue()[-1000:]}{trace[-3000:]}"
-    return None if safe(told) == told else "a control character reached the terminal"
+    return None if escape_text(told) == told else "a control character reached the terminal"
 
 
 def damaged_run(folder: Path, whole: Path, draw: Random) -> list[list[str]]:
@@ -298,7 +298,7 @@ def work(whole: Path, first: int, count: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115
     for number in range(first, first + count):
-        draw = stream("fuzz", number)
+        draw = random_stream("fuzz", number)
         with tempfile.TemporaryDirectory(prefix="agentrl-fuzz-", dir=whole.parent) as name:
             folder = Path(name)
             if draw.random() < 0.25:

@@ -18,7 +18,7 @@ from array import array
 from collections.abc import Iterator
 from pathlib import Path
 
-from agentrl.core.ids import stream
+from agentrl.core.ids import random_stream
 from agentrl.core.records import DataLocation, EpisodeHeader, EpisodeSpec, PolicyVersion, Task
 from agentrl.journal import control
 from agentrl.journal.control import row_checksum
@@ -144,7 +144,7 @@ def write_large_run(run: Path, count: int, sampled: int = SAMPLED) -> None:
 
 
 def episode(number: int, sampled: int) -> tuple[EpisodeSpec, EpisodeHeader, list[JournalEntry]]:
-    draw = stream("large", number)
+    draw = random_stream("large", number)
     spec = make_spec(
         f"e{number}",
         environment=("calculator", "frozen_lake")[number % 2],

@@ -18,7 +18,7 @@ from agentrl.app.parts import RunFactories
 from agentrl.app.replays import compute_step, rebuild_steps, replay
 from agentrl.cli.main import main
 from agentrl.cli.sample_run import sample_factories, write_sample_run
-from agentrl.core.text import safe
+from agentrl.core.text import escape_text
 from agentrl.inspection.reader import RunReader
 from agentrl.inspection.steps import step_list
 from benchmarks.coevolution_propose import QUICK_STEPS, config_of
@@ -85,5 +85,5 @@ def hostile_bytes(run: Path) -> int:
             with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
                 main(arguments)
             text = out.getvalue() + err.getvalue()
-            found += sum(safe(character) != character for character in text)
+            found += sum(escape_text(character) != character for character in text)
     return found

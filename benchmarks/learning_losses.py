@@ -20,8 +20,8 @@ import torch
 from agentrl.config.run import RunConfig
 from agentrl.config.sections import LossConfig, TrainerConfig
 from agentrl.core.errors import ConfigError, TrainerError
-from agentrl.core.functions import describe
-from agentrl.core.records import PolicyVersion, Row, StepReport
+from agentrl.core.functions import capture_function_code
+from agentrl.core.records import PolicyVersion, StepReport, TrajectoryRow
 from agentrl.credit.advantages import ADVANTAGES
 from agentrl.learn.loss_batch import IDS, LossBatch, TokenColumns
 from agentrl.learn.losses import kl_divergence, make_loss
@@ -161,7 +161,7 @@ def step(
     return report.loss, report.grad_norm
 
 
-def _forked(row: Row) -> tuple[Row, ...]:
+def _forked(row: TrajectoryRow) -> tuple[TrajectoryRow, ...]:
     """The row as often as it has trained tokens, each cut behind the one that it trains."""
     found = []
     for at in np.flatnonzero(row.loss_mask):
@@ -238,7 +238,7 @@ async def under_ray(model: Path, directory: Path) -> bool:
     given, learning_sapo.sapo = learning_sapo.sapo, learning_sapo.raises
     try:
         learning_sapo.sapo.__qualname__, name = "sapo", learning_sapo.sapo.__qualname__
-        describe(learning_sapo.sapo, "loss", key="loss")
+        capture_function_code(learning_sapo.sapo, "loss", key="loss")
         refused = False
     except ConfigError:
         refused = True

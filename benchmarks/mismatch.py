@@ -38,7 +38,7 @@ from agentrl.config.run import RunConfig
 from agentrl.config.sections import EngineConfig, EnvironmentConfig, ModelConfig
 from agentrl.core.ports import GenerateRequest, SamplingParams
 from agentrl.core.records import Completion, DataLocation, PolicyVersion, TrainingSample, TrajectoryCredit, Unit
-from agentrl.credit.samples import samples as unit_samples
+from agentrl.credit.samples import unit_samples as unit_samples
 from agentrl.engines.embedded.capture import chosen_experts, find_routers
 from agentrl.engines.embedded.engine import EmbeddedEngine
 from agentrl.journal.entries import Begin, EntryBody, JournalEntry, SpanEntry, TurnEntry, encode_body

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 
 import agentrl
-from agentrl.core.ids import key64
+from agentrl.core.ids import stable_hash64
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion, SeatBinding
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.environment.registry import name_of
@@ -136,7 +136,7 @@ async def _played(chat_format: ChatFormat, seeds: range) -> Counter[str]:
             episode_id=f"e{seed}",
             environment=name_of(Roaming),
             task=agentrl.Task(id=f"t{seed}", data={"seed": seed}),
-            seed=key64("outside", seed),
+            seed=stable_hash64("outside", seed),
             seats={"main": SeatBinding(POLICY)},
             group_id=f"g{seed}",
         )

@@ -35,8 +35,8 @@ from agentrl.config.sections import (
     SamplingConfig,
     TrainerConfig,
 )
-from agentrl.core.machine import anonymous_bytes
-from agentrl.core.records import DataLocation, Row, TrainBatch, Trajectory, TrajectoryCredit, Unit
+from agentrl.core.machine import unreclaimable_memory_bytes
+from agentrl.core.records import DataLocation, TrainBatch, Trajectory, TrajectoryCredit, TrajectoryRow, Unit
 from agentrl.learn.memory import longest_rows
 from agentrl.learn.models import load_models
 from agentrl.learn.trainer import PolicyTrainer
@@ -108,7 +108,7 @@ def trained_bytes(config: RunConfig) -> int:
         (shapes,) = load_models(config, torch.device("meta")).values()
         samples = longest_rows(config, POLICY, shapes)
         rows = [
-            Row(
+            TrajectoryRow(
                 token_ids=sample.token_ids,
                 loss_mask=sample.loss_mask,
                 behavior_logprobs=sample.behavior_logprobs,
@@ -145,7 +145,7 @@ def peak_memory() -> Iterator[list[int]]:
 
     def watch() -> None:
         while not ended.wait(EVERY_S):
-            peak[0] = max(peak[0], anonymous_bytes())
+            peak[0] = max(peak[0], unreclaimable_memory_bytes())
 
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()

@@ -23,7 +23,7 @@ import transformers
 
 from agentrl.config.policies import PolicyConfig
 from agentrl.config.sections import ModelConfig
-from agentrl.core.machine import anonymous_bytes
+from agentrl.core.machine import unreclaimable_memory_bytes
 from agentrl.core.records import PolicyVersion
 from agentrl.learn.ranks import ProcessGroup, local_part
 from agentrl.learn.trainer import PolicyTrainer
@@ -110,7 +110,7 @@ def load(ranks: ProcessGroup, path: str, directory: str) -> int:
     config = run_config(Path(path), policies={"policy": PolicyConfig(lora=None)}, ranks=ranks.size, sharding="full")
     config = config.model_copy(update={"model": ModelConfig(path=path, dtype="bfloat16")})
     gc.collect()
-    before = anonymous_bytes()
+    before = unreclaimable_memory_bytes()
     trainer = PolicyTrainer(config, Path(directory), ranks=ranks, publishes=False)
     with peak_memory() as peak:
         trainer.start()

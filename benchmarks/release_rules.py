@@ -42,7 +42,7 @@ class WholeTasks:
 
     def record_end(self, spec: EpisodeSpec, group: OpenGroup) -> tuple[Sequence[EpisodeHeader], Credits]:
         """Nobody, or everybody of the task: parents end after their children."""
-        task = ids.root_number(spec.episode_id) // PROPOSALS
+        task = ids.root_episode_number(spec.episode_id) // PROPOSALS
         self._held[task].append(self._inner.record_end(spec, group))
         self._ended[task] += spec.parent_id is None
         if self._ended[task] < PROPOSALS:

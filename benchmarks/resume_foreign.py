@@ -35,7 +35,7 @@ import msgspec
 import numpy as np
 
 import agentrl
-from agentrl.core.ids import stream
+from agentrl.core.ids import random_stream
 from agentrl.core.ports import GenerateRequest
 from agentrl.core.records import EpisodeSpec, PolicyVersion, SeatBinding
 from agentrl.engines.scripted import Script
@@ -152,7 +152,7 @@ class _Observer:
             if every or not self.trail:
                 self.trail[request.seed] = self._state()
             text = chat_format.decode(request.token_ids.tolist())
-            return [*self._case.policy(text, stream("foreign", request.seed)).encode(), STOP_TOKEN]
+            return [*self._case.policy(text, random_stream("foreign", request.seed)).encode(), STOP_TOKEN]
 
         return script
 

@@ -38,7 +38,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import agentrl
-from agentrl.core.ids import stream
+from agentrl.core.ids import random_stream
 from agentrl.core.records import PolicyVersion
 from agentrl.environments.calculator import Calculator
 from agentrl.simulation.plan import Tail
@@ -81,7 +81,7 @@ class SlowCalculator(Calculator):
 
     async def run(self, ctx: agentrl.EpisodeContext) -> None:
         """Remember where chance comes from, and how long it took."""
-        self._own, self._of_siblings, self._slept = ctx.rng, stream("latency", ctx.task.id), 0.0
+        self._own, self._of_siblings, self._slept = ctx.rng, random_stream("latency", ctx.task.id), 0.0
         began = time.monotonic()
         await super().run(ctx)
         SlowCalculator.lived += time.monotonic() - began

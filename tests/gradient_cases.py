@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from agentrl.config.run import PolicyConfig
-from agentrl.core.records import PolicyVersion, Row, TrainBatch, Trajectory, Unit
+from agentrl.core.records import PolicyVersion, TrainBatch, Trajectory, TrajectoryRow, Unit
 from agentrl.learn.trainer import PolicyTrainer
 from tests.learn_cases import LORA, Episodes, make_rows, run_config
 
@@ -45,7 +45,7 @@ class Rank:
         return every
 
 
-def split(row: Row) -> tuple[Row, Row]:
+def split(row: TrajectoryRow) -> tuple[TrajectoryRow, TrajectoryRow]:
     """The row as two, as if its context had been rewritten in between: each token is trained in one of them."""
     early = np.arange(len(row.token_ids)) < (np.flatnonzero(row.loss_mask)[0] + len(row.token_ids)) // 2
     return replace(row, loss_mask=row.loss_mask & early), replace(row, loss_mask=row.loss_mask & ~early)

@@ -11,7 +11,15 @@ import numpy as np
 from agentrl.config.policies import AnyPolicy, LoraConfig, PolicyConfig
 from agentrl.config.run import RunConfig
 from agentrl.config.sections import EngineConfig, EnvironmentConfig, ModelConfig, TrainerConfig
-from agentrl.core.records import DataLocation, Row, TrainBatch, TrainingSample, Trajectory, TrajectoryCredit, Unit
+from agentrl.core.records import (
+    DataLocation,
+    TrainBatch,
+    TrainingSample,
+    Trajectory,
+    TrajectoryCredit,
+    TrajectoryRow,
+    Unit,
+)
 from agentrl.credit.samples import ReadUnits
 from agentrl.journal.entries import Begin, JournalEntry, SpanEntry, TurnEntry, encode_body
 from agentrl.journal.store import SqliteJournal
@@ -92,7 +100,7 @@ def run_config(model: Path, *, policies: Mapping[str, AnyPolicy] | None = None, 
     )
 
 
-def make_rows(seed: int, count: int, *, prefix: int = 10, longest: int = 14) -> list[Row]:
+def make_rows(seed: int, count: int, *, prefix: int = 10, longest: int = 14) -> list[TrajectoryRow]:
     """Rows that share a preamble, some also more of it, with sampled tokens in several runs."""
     rng = np.random.default_rng(seed)
     preamble = rng.integers(0, VOCABULARY, prefix)
@@ -107,7 +115,7 @@ def make_rows(seed: int, count: int, *, prefix: int = 10, longest: int = 14) -> 
         behavior = np.where(loss_mask, rng.normal(-3.5, 0.5, len(token_ids)), 0.0).astype(np.float32)
         turn_index = np.where(loss_mask, 0, -1).astype(np.int32)
         rows.append(
-            Row(
+            TrajectoryRow(
                 token_ids=token_ids,
                 loss_mask=loss_mask,
                 behavior_logprobs=behavior,
@@ -138,7 +146,7 @@ def make_samples(seed: int, count: int, **shape: int) -> list[TrainingSample]:
 class Episodes:
     """Episodes held in memory, one trajectory each, and the batches over them."""
 
-    def __init__(self, rows: Sequence[Row], *, policy: str = "policy", seed: int = 0) -> None:
+    def __init__(self, rows: Sequence[TrajectoryRow], *, policy: str = "policy", seed: int = 0) -> None:
         """Episode `e<k>` has row k; advantages are drawn from `seed`."""
         self.policy = policy
         self.locations: list[DataLocation] = []

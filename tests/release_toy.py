@@ -10,7 +10,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 
-from agentrl.credit.advantages import against, compared_with, leave_one_out
+from agentrl.credit.advantages import baseline_members, leave_one_out, shrunk_advantage
 
 LONG, SHORT = 1, 0
 SPEED = {LONG: 1.0, SHORT: 5.0}
@@ -143,9 +143,10 @@ def late(early: int, earlier: float | None = None) -> Rule:
 
     def advantages(rewards: Sequence[float]) -> list[float]:
         members = range(len(rewards))
-        sets = [compared_with(members[:early], member) for member in members]
+        sets = [baseline_members(members[:early], member) for member in members]
         return [
-            against(r, [rewards[i] for i in others], earlier).value for r, others in zip(rewards, sets, strict=True)
+            shrunk_advantage(r, [rewards[i] for i in others], earlier).value
+            for r, others in zip(rewards, sets, strict=True)
         ]
 
     return advantages

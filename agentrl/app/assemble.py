@@ -17,7 +17,7 @@ from agentrl.core.files import LOCAL, Disk
 from agentrl.core.ports import ChatFormat, Engine, Observer, Trainer
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion
 from agentrl.credit.advantages import ADVANTAGES, Estimator, ReleaseRule, StepAdvantages
-from agentrl.credit.baselines import Mean, Role, RoleMeans
+from agentrl.credit.baselines import DecayingMean, RoleMeans, SeatRole
 from agentrl.environment.base import Environment, TaskSource
 from agentrl.environment.mixture import roots_of
 from agentrl.environment.registry import name_of
@@ -70,7 +70,7 @@ class Parts:
     resume_state: ResumeState = field(default_factory=ResumeState)
     estimator: Estimator | None = None
     """Advantage estimator, if it takes a `Group`; see `recovery.functions_of`."""
-    role_means: Mapping[Role, Mean] = field(default_factory=dict)
+    role_means: Mapping[SeatRole, DecayingMean] = field(default_factory=dict)
     """Mean reward of each role, from the checkpoint."""
     running_best: RunningBest = NOT_MEASURED
     """Best running mean, from the checkpoint."""
@@ -173,7 +173,7 @@ def _journal_retention(config: RunConfig, parts: Parts) -> JournalRetention:
 
 def _record_group(curriculum: Curriculum, group_size: int, spec: EpisodeSpec, headers: Sequence[EpisodeHeader]) -> None:
     if spec.parent_id is None:
-        group = ids.root_number(spec.episode_id) // group_size
+        group = ids.root_episode_number(spec.episode_id) // group_size
         curriculum.record_group(GroupResult.of(group, spec.task, headers))
 
 
@@ -257,7 +257,7 @@ def _step_advantages(config: RunConfig, estimator: Estimator | None) -> StepAdva
     return StepAdvantages(estimator, group_size=config.credit.group_size, weights=config.credit.reward_weights)
 
 
-def _roles(config: RunConfig, means: Mapping[Role, Mean]) -> RoleMeans | None:
+def _roles(config: RunConfig, means: Mapping[SeatRole, DecayingMean]) -> RoleMeans | None:
     return RoleMeans(means) if config.credit.advantage.name == "role_mean" else None
 
 

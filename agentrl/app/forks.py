@@ -313,7 +313,7 @@ def fork_spec(
         episode_id=episode_id,
         environment=name_of(environment),
         task=Task(id=begin.task_id, data=begin.task),
-        seed=ids.key64("fork", begin.seed, episode_id, parent.point.episode_id, parent.point.call_id),
+        seed=ids.stable_hash64("fork", begin.seed, episode_id, parent.point.episode_id, parent.point.call_id),
         seats={seat: SeatBinding(policy) for seat, policy in {**begin.seats, **seats}.items()},
         group_id=f"{parent.point.episode_id}.{parent.point.attempt}.{parent.point.call_id}",
         group_size=n,

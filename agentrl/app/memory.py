@@ -15,7 +15,7 @@ from agentrl.app.policies import adapter_slots_needed, largest_lora_rank
 from agentrl.config.fields import base_name
 from agentrl.config.run import RunConfig
 from agentrl.core.errors import ConfigError
-from agentrl.core.machine import anonymous_bytes, memory
+from agentrl.core.machine import memory, unreclaimable_memory_bytes
 
 if TYPE_CHECKING:
     from agentrl.config.devices import DevicePlan
@@ -349,7 +349,7 @@ def _programs(parts: Sequence[MemoryPart]) -> list[MemoryPart]:
 
     Code does not count: it is mapped from files, shared by all processes, and read again when memory is short.
     """
-    held = anonymous_bytes()
+    held = unreclaimable_memory_bytes()
     processes = {part.process: part.processes for part in parts} | {_THIS: 1}
     return [
         MemoryPart(process=process, name="Python and its libraries", bytes=held, processes=count)

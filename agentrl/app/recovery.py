@@ -28,13 +28,13 @@ from agentrl.core import ids
 from agentrl.core.clock import Clock
 from agentrl.core.errors import ConfigError, EngineError, RunDirectoryError, StorageError
 from agentrl.core.files import LOCAL, Disk, remove_leftovers
-from agentrl.core.functions import FunctionCode, check_options, find_loaded
+from agentrl.core.functions import FunctionCode, check_options, find_function
 from agentrl.core.ports import Trainer
 from agentrl.core.records import BaselineSet, EpisodeHeader, EpisodeSpec, PolicyVersion, Proposal
 from agentrl.core.text import plural
 from agentrl.credit.advantages import ADVANTAGES as OVER_REWARDS
 from agentrl.credit.advantages import Estimator, make_estimator
-from agentrl.credit.baselines import Mean, RewardHistory, Role
+from agentrl.credit.baselines import DecayingMean, RewardHistory, SeatRole
 from agentrl.environment.base import Environment
 from agentrl.environment.mixture import classes_of
 from agentrl.environment.registry import load_function, name_of
@@ -164,7 +164,7 @@ class Recovery:
         return None if self.manifest is None else str(self.manifest.directory)
 
     @property
-    def role_means(self) -> Mapping[Role, Mean]:
+    def role_means(self) -> Mapping[SeatRole, DecayingMean]:
         """Mean reward of each role, from the checkpoint."""
         return {} if self.manifest is None else self.manifest.role_means
 
@@ -354,7 +354,7 @@ def results_of(
             _, headers = groups.pop(spec.group_id, (spec, []))
             groups[spec.group_id] = spec, [*headers, header]
     return [
-        GroupResult.of(ids.root_number(spec.episode_id) // group_size, spec.task, headers)
+        GroupResult.of(ids.root_episode_number(spec.episode_id) // group_size, spec.task, headers)
         for spec, headers in groups.values()
     ]
 
@@ -514,14 +514,14 @@ def functions_of(config: RunConfig) -> UserFunctions:
     """
     codes, loss, credit, advantage = [], config.trainer.loss, config.credit, config.credit.advantage
     if loss.name not in LOSSES:
-        code, function = find_loaded("loss", loss.name, key="trainer.loss.name")
+        code, function = find_function("loss", loss.name, key="trainer.loss.name")
         check_options(function, loss.options, "trainer.loss")
         codes.append(code)
     if advantage.name in OVER_REWARDS:
         return UserFunctions(codes, None)
     given = None
     if advantage.name not in ADVANTAGES:
-        code, given = find_loaded("advantage", advantage.name, key="credit.advantage")
+        code, given = find_function("advantage", advantage.name, key="credit.advantage")
         codes.append(code)
     estimator = make_estimator(advantage.name, advantage.options, given)
     at_end_of_group = {

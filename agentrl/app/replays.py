@@ -40,12 +40,12 @@ from agentrl.core.errors import (
     JournalError,
     ReplayMismatchError,
 )
-from agentrl.core.functions import find
+from agentrl.core.functions import find_function_code
 from agentrl.core.machine import install_command
 from agentrl.core.ports import EngineCapabilities
 from agentrl.core.records import DataLocation, PolicyVersion, TrainBatch, TrajectoryCredit, Unit, WeightsRef
 from agentrl.core.text import plural
-from agentrl.credit.samples import input_digest, row_digest, samples, trained_positions
+from agentrl.credit.samples import input_digest, row_digest, trained_positions, unit_samples
 from agentrl.environment.base import described
 from agentrl.environment.registry import loaded, registered, resolve
 from agentrl.inspection.comparisons import Outcome, Replayed
@@ -540,7 +540,7 @@ def _check_loss(config: RunConfig, reader: RunReader, lineage: int) -> None:
     name = config.trainer.loss.name
     if name in LOSSES:
         return
-    now = find("loss", name, key="trainer.loss.name")
+    now = find_function_code("loss", name, key="trainer.loss.name")
     then = next((start.code.get(now.reference) for start in reader.log.starts() if start.lineage == lineage), None)
     if then != now.digest:
         raise InputError(
@@ -576,7 +576,7 @@ def _step_inputs(reader: RunReader, turns: TurnReader, line: StepLine) -> Iterat
     for unit in _units(reader, line.policy, line.lineage, line.step):
         key = EpisodeKey(unit.location.partition, unit.episode_id, unit.attempt, unit.location.entries)
         (entries,) = turns.read_many([key])
-        yield from samples(unit, trajectories(entries, line.policy))
+        yield from unit_samples(unit, trajectories(entries, line.policy))
 
 
 def _units(reader: RunReader, policy: str, lineage: int, step: int) -> Iterator[Unit]:

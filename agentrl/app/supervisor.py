@@ -34,7 +34,7 @@ from agentrl.cluster.nodes import wait_for_nodes
 from agentrl.cluster.worker_pool import SUSPECTED
 from agentrl.config.load import Difference
 from agentrl.config.run import RunConfig
-from agentrl.core.clock import RetryBudget, SteadyLoop
+from agentrl.core.clock import ProtectedClockLoop, RetryBudget
 from agentrl.core.errors import (
     AgentRLError,
     EngineLostError,
@@ -45,7 +45,7 @@ from agentrl.core.errors import (
     TrainerError,
     TrainerLostError,
 )
-from agentrl.core.files import closed_under_us
+from agentrl.core.files import was_closed_by_foreign_code
 from agentrl.core.ports import ChatFormat, HasProcesses, Trainer
 from agentrl.core.records import PolicyVersion
 from agentrl.credit.advantages import Estimator
@@ -112,7 +112,7 @@ def run_in_shared_loop(main: Coroutine[Any, Any, T], directory: Path) -> T:
         EnvironmentFaultError: an environment stopped the loop, cancelled the run's tasks, or ended the process from one
             of its tasks.
     """
-    runner = asyncio.Runner(loop_factory=SteadyLoop)
+    runner = asyncio.Runner(loop_factory=ProtectedClockLoop)
     try:
         task = runner.get_loop().create_task(main, name="run")
         try:
@@ -146,9 +146,9 @@ def _is_foreign(error: BaseException) -> bool:
     """Whether an error of the run comes from foreign code: from a function that an environment replaced, or from files
     that it closed."""
     if isinstance(error, AgentRLError):
-        return closed_under_us(error)
+        return was_closed_by_foreign_code(error)
     frames = traceback.extract_tb(error.__traceback__)
-    return closed_under_us(error) or bool(frames and is_users(frames[-1].filename))
+    return was_closed_by_foreign_code(error) or bool(frames and is_users(frames[-1].filename))
 
 
 async def _wait(task: asyncio.Task[Any]) -> None:
@@ -402,7 +402,7 @@ def _playing(record: ProcessRecord, run: Path, workers: WorkerPool | None) -> It
         # agentrl never cancels a run, so an environment did: `run_in_shared_loop` finds out which
         raise
     except BaseException as error:
-        is_ours = isinstance(error, AgentRLError) and not closed_under_us(error)
+        is_ours = isinstance(error, AgentRLError) and not was_closed_by_foreign_code(error)
         end("" if is_ours else described(error))
         raise
     end()

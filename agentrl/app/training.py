@@ -38,7 +38,7 @@ from agentrl.app.supervisor import RunSetup, ended_by_ctrl_c, run_in_shared_loop
 from agentrl.config.load import Difference, check_unchanged
 from agentrl.config.run import RunConfig
 from agentrl.core.errors import ConfigError
-from agentrl.core.functions import describe
+from agentrl.core.functions import capture_function_code
 from agentrl.core.ports import Observer
 from agentrl.core.records import Task
 from agentrl.environment.base import Environment, TaskSource
@@ -100,8 +100,10 @@ def train(  # noqa: PLR0913 - what a run is given, all but the first by name
         AgentRLError: the run failed; its newest checkpoint stays valid.
     """
     config = load_config(config).with_functions(
-        loss=None if loss is None else describe(loss, "loss", key="loss").reference,
-        advantage=None if advantage is None else describe(advantage, "advantage", key="advantage").reference,
+        loss=None if loss is None else capture_function_code(loss, "loss", key="loss").reference,
+        advantage=None
+        if advantage is None
+        else capture_function_code(advantage, "advantage", key="advantage").reference,
     )
     chosen = environment_of(config, environment)
     units_per_root_group(config, chosen)  # refuse impossible settings before anything is loaded

@@ -24,7 +24,7 @@ from agentrl.app.evaluation import evaluate
 from agentrl.app.parts import task_source
 from agentrl.config.run import RunConfig
 from agentrl.core.errors import AgentRLError, CheckFailedError, InputError
-from agentrl.core.ids import stream
+from agentrl.core.ids import random_stream
 from agentrl.core.records import Message, Task, ToolSpec
 from agentrl.core.reply_formats import CLOSE, OPEN, parse_hermes
 from agentrl.environment.base import Environment, EpisodeLimits, described
@@ -144,7 +144,7 @@ class _Expert:
         self, environment: type[Environment], task: Task, seat: str, index: int, seed: int, calls: int | None
     ) -> None:
         takes_seat = "seat" in inspect.signature(environment.demonstrate).parameters
-        random = stream("demonstration", seed, task.id, seat, index)
+        random = random_stream("demonstration", seed, task.id, seat, index)
         made = environment.demonstrate(task, random, **({"seat": seat} if takes_seat else {}))
         self.messages: list[Message] = []
         self._replies = made if isinstance(made, Generator) else iter(made)
@@ -220,7 +220,7 @@ class _ShownContext(PlainContext):
 def _shown(environment: type[Environment], task: Task, seed: int, early: float) -> tuple[list[Demonstration], float]:
     """Play one episode of a demonstration or, with probability `early`, of one that answers too early."""
     context = _play(environment, task, seed)
-    random = stream("early", seed, task.id)
+    random = random_stream("early", seed, task.id)
     if random.random() < early and len(context.shown) == 1:
         *calls, answer = context.shown[0][0].said
         if len(calls) > 1 and isinstance(answer, str) and not any(isinstance(call, str) for call in calls):
@@ -463,7 +463,7 @@ def _again_and_again(chat: Any, source: _Played | list[Demonstration], seed: int
         yield rows[-1]
     for number in count():
         order = list(range(len(rows)))
-        stream("warm-up", seed, number).shuffle(order)
+        random_stream("warm-up", seed, number).shuffle(order)
         for index in order:
             yield rows[index]
 
@@ -473,7 +473,7 @@ def _held_out(config: RunConfig, environment: type[Environment]) -> list[Task]:
     for split in ("held_out", "train"):
         source = task_source(config, environment, split)
         if len(source):
-            drawn = stream("measured", config.seed).sample(range(len(source)), min(MEASURED, len(source)))
+            drawn = random_stream("measured", config.seed).sample(range(len(source)), min(MEASURED, len(source)))
             return [source[index] for index in drawn]
     raise InputError(f"{environment.__name__}.tasks('train') is empty, so there is nothing to demonstrate")
 

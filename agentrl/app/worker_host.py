@@ -27,9 +27,9 @@ from agentrl.cluster import worker_wire as wire
 from agentrl.cluster.journal_stream import StreamedJournal
 from agentrl.config.run import RunConfig
 from agentrl.core import ids
-from agentrl.core.clock import SteadyLoop, SystemClock
-from agentrl.core.errors import AgentRLError, error_words
-from agentrl.core.files import closed_under_us
+from agentrl.core.clock import ProtectedClockLoop, SystemClock
+from agentrl.core.errors import AgentRLError, format_foreign_error
+from agentrl.core.files import was_closed_by_foreign_code
 from agentrl.core.network import SCHEME
 from agentrl.core.ports import SpawnedGroup
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, Task
@@ -50,8 +50,8 @@ from agentrl.rollout.worker import AsyncioWorker
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from agentrl.core.ports import Counted
-    from agentrl.core.records import Recollection
+    from agentrl.core.ports import PolicyCounts
+    from agentrl.core.records import ProposalNovelty
     from agentrl.journal.port import TurnLog
 
 PARK_S = 10.0
@@ -72,11 +72,11 @@ class RunConnection:
         self._log = log
         self._policy_of = policy_of
         self._calls = itertools.count(1)
-        self._recollections: dict[int, asyncio.Future[Recollection]] = {}
+        self._recollections: dict[int, asyncio.Future[ProposalNovelty]] = {}
         self._children: dict[tuple[int, int, str], Callable[[int, EpisodeHeader], None]] = {}
         """Callbacks that wait for children, keyed by the spawn call."""
         self._ends: dict[str, tuple[bytes, dict[str, float], str]] = {}
-        self._counted: dict[str, dict[str, Counted]] = {}
+        self._counted: dict[str, dict[str, PolicyCounts]] = {}
 
     def tell(self, message: wire.FromWorker) -> None:
         """Send the run a message; never waits."""
@@ -117,10 +117,10 @@ class RunConnection:
         group_id = ids.spawned_group_id(parent.episode_id, attempt, spawn_call)
         return SpawnedGroup(group_id=group_id, episode_ids=tuple(children))
 
-    async def remember(self, spec: EpisodeSpec, call_id: str, key: str, structure: str) -> Recollection:
+    async def remember(self, spec: EpisodeSpec, call_id: str, key: str, structure: str) -> ProposalNovelty:
         """See `EpisodeHost.remember`."""
         call, number = next(self._calls), self.numbers[spec.episode_id]
-        answer: asyncio.Future[Recollection] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[ProposalNovelty] = asyncio.get_running_loop().create_future()
         self._recollections[call] = answer
         self.tell(wire.Remember(call=call, number=number, call_id=call_id, key=key, structure=structure))
         try:
@@ -142,7 +142,9 @@ class RunConnection:
             await self._log.flush()
         self._ends[spec.episode_id] = (digest, dict(metrics), detail)
 
-    def record_episode_metrics(self, spec: EpisodeSpec, header: EpisodeHeader, counted: Mapping[str, Counted]) -> None:
+    def record_episode_metrics(
+        self, spec: EpisodeSpec, header: EpisodeHeader, counted: Mapping[str, PolicyCounts]
+    ) -> None:
         """See `EpisodeHost.record_episode_metrics`: sent with the end of the episode."""
         self._counted[spec.episode_id] = dict(counted)
 
@@ -188,10 +190,14 @@ class RunConnection:
     def failed(self, error: BaseException) -> None:
         """End the run because of a failure that belongs to no episode. An unexpected error ends this process: code of
         an episode may have broken it, and the pool identifies the episode."""
-        if isinstance(error, AgentRLError) and not closed_under_us(error):
+        if isinstance(error, AgentRLError) and not was_closed_by_foreign_code(error):
             tell_failure(self._writer, error)
             return
-        self.tell(wire.LogLine(line=f"a worker process was broken from within: {error_words(error)} (see workers.log)"))
+        self.tell(
+            wire.LogLine(
+                line=f"a worker process was broken from within: {format_foreign_error(error)} (see workers.log)"
+            )
+        )
         with contextlib.suppress(Exception):
             traceback.print_exception(error)
         os._exit(1)
@@ -207,7 +213,7 @@ def tell_failure(writer: asyncio.StreamWriter, error: BaseException) -> None:
     if isinstance(error, AgentRLError):
         send(writer, wire.WorkerFailed(kind=type(error).__name__, message=str(error)))
         return
-    send(writer, wire.WorkerFailed(kind="AgentRLError", message=error_words(error)))
+    send(writer, wire.WorkerFailed(kind="AgentRLError", message=format_foreign_error(error)))
     # The run gets only the message of a bug, so print its traceback; a full disk must not raise another error.
     with contextlib.suppress(OSError):
         traceback.print_exception(error)
@@ -371,7 +377,7 @@ def main() -> None:
     faulthandler.enable()  # a native crash writes its Python stack to workers.log
     descriptor, parent = map(int, sys.argv[1:])
     die_with_parent(parent)
-    with asyncio.Runner(loop_factory=SteadyLoop) as runner:
+    with asyncio.Runner(loop_factory=ProtectedClockLoop) as runner:
         try:
             runner.run(_serve_and_leave(socket.socket(fileno=descriptor)))
         finally:

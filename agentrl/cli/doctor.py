@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Literal
 from agentrl.cli.output import print_json
 from agentrl.config.load import load
 from agentrl.core.errors import AgentRLError, InputError
-from agentrl.core.machine import broken_builds, install_command
+from agentrl.core.machine import install_command, mismatched_torch_builds
 from agentrl.core.machine import memory as memory_here
-from agentrl.core.text import safe_line
+from agentrl.core.text import escape_line
 from agentrl.observe.progress import spinner
 
 if TYPE_CHECKING:
@@ -79,12 +79,14 @@ def doctor(options: argparse.Namespace) -> int:
     for title, checks in report.items():
         sys.stdout.write(f"{title}\n")
         for check in checks:
-            sys.stdout.write(f"  {_MARKS[check.level]} {check.name:<25} {safe_line(check.found)}\n")
+            sys.stdout.write(f"  {_MARKS[check.level]} {check.name:<25} {escape_line(check.found)}\n")
             if check.fix:
-                sys.stdout.write(f"    {'':<25} → {safe_line(check.fix)}\n")
+                sys.stdout.write(f"    {'':<25} → {escape_line(check.fix)}\n")
     command = "agentrl demo" if options.file is None else f"agentrl train {options.file}"
     ready = (
-        f"ready: try `{safe_line(command)}`" if not missing else f"not ready: {len(missing)} problem(s) marked ✗ to fix"
+        f"ready: try `{escape_line(command)}`"
+        if not missing
+        else f"not ready: {len(missing)} problem(s) marked ✗ to fix"
     )
     sys.stdout.write(f"{ready}\n")
     return 1 if missing else 0
@@ -201,7 +203,7 @@ def vllm() -> list[Check]:
     if not found:
         return [Check(name="vllm", found="not installed; only [engine.vllm] needs it")]
     checks = [package(name, _floors(), extra=name, needed=False) for name in found]
-    if broken := broken_builds():
+    if broken := mismatched_torch_builds():
         names = " ".join(broken)
         text = f"{names}: CUDA builds beside a torch for CPUs; agentrl hides them from transformers and vLLM"
         checks.append(Check(name="torch's companions", found=text, level="note", fix=f"pip uninstall {names}"))

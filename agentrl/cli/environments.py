@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from agentrl.cli.output import print_json
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import AgentRLError, CheckFailedError, InputError, StorageError
-from agentrl.core.text import plural, safe, safe_line
+from agentrl.core.text import escape_line, escape_text, plural
 
 if TYPE_CHECKING:
     import argparse
@@ -49,9 +49,9 @@ def env_list(options: argparse.Namespace) -> int:
     width = max((len(line["id"]) for line in found), default=0)
     for line in found:
         about = f"cannot be used: {line['error']}" if line["error"] else line["description"]
-        sys.stdout.write(f"{safe_line(line['id']):<{width}}  {safe_line(about)}\n")
+        sys.stdout.write(f"{escape_line(line['id']):<{width}}  {escape_line(about)}\n")
         seats = f"; seats: {', '.join(line['seats'])}" if line["seats"] else ""
-        sys.stdout.write(f"{'':<{width}}  from {safe_line(line['entry_point'] + seats)}\n")
+        sys.stdout.write(f"{'':<{width}}  from {escape_line(line['entry_point'] + seats)}\n")
     if not found:
         sys.stdout.write("no environments are installed; write one with `agentrl env new NAME`\n")
     return 0
@@ -93,7 +93,7 @@ def env_check(options: argparse.Namespace) -> int:
     if options.json:
         print_json({"id": options.id, "passed": passed, "class": resume_class, "text": text})
     else:
-        sys.stdout.write(safe(text).rstrip("\n") + "\n")
+        sys.stdout.write(escape_text(text).rstrip("\n") + "\n")
     return max(0 if passed else CheckFailedError.exit_code, *codes, 0)
 
 
@@ -114,7 +114,7 @@ def _check_function(kind: str, name: str, *, as_json: bool) -> int:
     if as_json:
         print_json({kind: name, "passed": passed, "text": text})
     else:
-        sys.stdout.write(safe(text) + "\n")
+        sys.stdout.write(escape_text(text) + "\n")
     return 0 if passed else CheckFailedError.exit_code
 
 
@@ -251,7 +251,7 @@ def env_warm_up(options: argparse.Namespace) -> int:
         print_json({**dataclasses.asdict(made), "path": str(made.path)})
         return 0
     wanted = "" if made.demonstrated is None else f"; the demonstrations earn {made.demonstrated:.3f}"
-    path = safe_line(str(made.path))
+    path = escape_line(str(made.path))
     sys.stdout.write(
         f"{path}: {made.parameters:,} parameters, {made.vocabulary} tokens, {plural(made.steps, 'supervised step')}\n"
         f"held-out reward {made.before:.3f} before, {made.reward:.3f} after{wanted}\n"

@@ -19,9 +19,9 @@ from importlib import import_module
 
 from agentrl.cli.commands import parser
 from agentrl.cli.output import INTERNAL, INTERRUPTED
-from agentrl.core.errors import AgentRLError, CheckFailedError, InputError, StorageError, error_words
-from agentrl.core.files import remedy
-from agentrl.core.text import safe, safe_line
+from agentrl.core.errors import AgentRLError, CheckFailedError, InputError, StorageError, format_foreign_error
+from agentrl.core.files import os_error_advice
+from agentrl.core.text import escape_line, escape_text
 
 EXTRAS = {
     **dict.fromkeys(("torch", "transformers", "peft", "safetensors", "tokenizers", "jinja2"), "train"),
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except AgentRLError as error:
-        _say(f"agentrl: {safe(str(error))}\n")
+        _say(f"agentrl: {escape_text(str(error))}\n")
         return error.exit_code
     except ModuleNotFoundError as error:
         extra = EXTRAS.get((error.name or "").partition(".")[0])
@@ -82,7 +82,7 @@ def _report_unexpected(error: BaseException) -> int:
     if isinstance(error, SystemExit):
         _say(f"agentrl: the program was ended (exit code {error.code}) by {_raised_at(error)}\n")
         return CheckFailedError.exit_code
-    if type(error).__name__ == "CancelledError" or "Event loop stopped before" in error_words(error):
+    if type(error).__name__ == "CancelledError" or "Event loop stopped before" in format_foreign_error(error):
         _say(
             "agentrl: an environment stopped the event loop of this process, or cancelled tasks that are not its own; "
             "an episode ends by raising or returning\n"
@@ -95,10 +95,10 @@ def _report_unexpected(error: BaseException) -> int:
         )
         return CheckFailedError.exit_code
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
-        _say(f"agentrl: {safe_line(str(error.filename))[:100]}…: {error.strerror}; {remedy(error)}\n")
+        _say(f"agentrl: {escape_line(str(error.filename))[:100]}…: {error.strerror}; {os_error_advice(error)}\n")
         return InputError.exit_code
     if isinstance(error, OSError) and error.errno in _MACHINE:
-        where = safe_line(str(error.filename or "a file"))
+        where = escape_line(str(error.filename or "a file"))
         _say(f"agentrl: {where}: {error.strerror}; check the free space and the permissions there\n")
         return StorageError.exit_code
     return _report_bug(error)
@@ -107,7 +107,7 @@ def _report_unexpected(error: BaseException) -> int:
 def _raised_at(error: BaseException) -> str:
     """Return file and line at which an error was raised."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
-    return safe_line(f"{frame.filename}:{frame.lineno}, in {frame.name}")
+    return escape_line(f"{frame.filename}:{frame.lineno}, in {frame.name}")
 
 
 def _call(options: argparse.Namespace) -> int:
@@ -137,9 +137,9 @@ def _say(text: str) -> None:
 
 
 def _report_bug(error: BaseException) -> int:
-    _say(f"agentrl: internal error: {safe_line(error_words(error))[:500]}\n")
+    _say(f"agentrl: internal error: {escape_line(format_foreign_error(error))[:500]}\n")
     for note in getattr(error, "__notes__", ()):
-        _say(f"{safe_line(note)}\n")
+        _say(f"{escape_line(note)}\n")
     _say(f"This is a bug of agentrl, unless `agentrl doctor` finds the machine at fault. {_write_traceback()}\n")
     return INTERNAL
 

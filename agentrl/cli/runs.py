@@ -26,7 +26,7 @@ import msgspec
 from agentrl.cli.output import print_json, print_json_line, print_text
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import CheckFailedError, InputError
-from agentrl.core.text import plural, safe_line
+from agentrl.core.text import escape_line, plural
 from agentrl.inspection.comparisons import located
 from agentrl.inspection.reader import RunReader, report_journal_damage, runs
 
@@ -379,7 +379,7 @@ def run_import(options: argparse.Namespace) -> int:
 
 
 def _say(line: str) -> None:
-    sys.stdout.write(f"{safe_line(line)}\n")
+    sys.stdout.write(f"{escape_line(line)}\n")
 
 
 def run_mirror(options: argparse.Namespace) -> int:
@@ -426,6 +426,6 @@ async def _serve(run: Path, port: int, *, as_json: bool) -> None:
         if as_json:
             print_json_line({"address": served.address, "run": str(run)})
         else:
-            sys.stdout.write(f"{safe_line(str(run))} is at {served.address}\nCtrl-C ends this.\n")
+            sys.stdout.write(f"{escape_line(str(run))} is at {served.address}\nCtrl-C ends this.\n")
             sys.stdout.flush()
         await ended.wait()

@@ -9,7 +9,7 @@ import re
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import agentrl
-from agentrl.core.ids import stream
+from agentrl.core.ids import random_stream
 from agentrl.environment.tools import bind_tools, run_tool
 from agentrl.rollout.byte_formats import STOP_TOKEN, PlainFormat
 
@@ -125,7 +125,7 @@ def look_up(written: str, right: int) -> dict[str, Any]:
 
 def says(request: GenerateRequest, policy: str, version: PolicyVersion) -> Sequence[int]:
     """Return a policy's turn, from its conversation, its seed and its step."""
-    draw = stream("sample", request.seed)
+    draw = random_stream("sample", request.seed)
     context = request.token_ids.tolist()
     sampled = request.sampled_before
     conversation = _FORMAT.decode(context[: len(context) - sampled] if sampled else context)

@@ -23,7 +23,7 @@ from agentrl.config.run import RunConfig
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import TrainerLostError
 from agentrl.core.records import PolicyVersion, StepReport, TrainBatch, TrainingSample
-from agentrl.credit.samples import input_digest, row_digest, samples, token_lags, trained_positions
+from agentrl.credit.samples import input_digest, row_digest, token_lags, trained_positions, unit_samples
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.environment.registry import name_of
 from agentrl.inspection.reader import RunReader
@@ -175,7 +175,7 @@ class SampleTrainer(RecordingTrainer):
         fed: list[TrainingSample] = []
         for unit in units:
             entries = self._turns.read(unit.location.partition, unit.episode_id, unit.attempt)
-            fed += samples(unit, trajectories(entries, policy))
+            fed += unit_samples(unit, trajectories(entries, policy))
         version = self._versions[policy]._replace(step=step_id - 1)
         columns = step_columns(fed, version)
         path = f"steps/{policy}/{version.lineage}.{step_id}.safetensors"

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from agentrl.cli.output import INTERRUPTED, print_json, print_json_line, print_text
 from agentrl.config.load import dump_toml, load
 from agentrl.core.errors import ConfigError, InputError, StorageError
-from agentrl.core.text import plural, safe_line
+from agentrl.core.text import escape_line, plural
 from agentrl.observe.progress import spinner
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def train(options: argparse.Namespace) -> int:
         print_json({"path": str(run.path), "summary": run.summary, "metrics": run.metrics, "policies": policies})
     else:
         for policy, path in policies.items():
-            sys.stdout.write(f"{safe_line(policy)}: {safe_line(path)}\n")
+            sys.stdout.write(f"{escape_line(policy)}: {escape_line(path)}\n")
     if run.interrupted:
         _say_how_to_go_on(options)
         return INTERRUPTED
@@ -75,7 +75,7 @@ def _say_how_to_go_on(options: argparse.Namespace) -> None:
     model = [] if options.model is None else ["--model", str(options.model)]
     overrides = [f"--{override.lstrip('-')}" for override in options.overrides]
     command = shlex.join(["agentrl", "train", str(options.file), *model, *overrides, "--resume"])
-    sys.stderr.write(f"stopped; to continue: {safe_line(command)}\n")
+    sys.stderr.write(f"stopped; to continue: {escape_line(command)}\n")
 
 
 def demo(options: argparse.Namespace) -> int:
@@ -99,7 +99,7 @@ def _sample(options: argparse.Namespace) -> int:
     if options.json:
         print_json({"path": path})
     else:
-        sys.stdout.write(f"{safe_line(path)}: view it with `agentrl episode list {safe_line(path)}`\n")
+        sys.stdout.write(f"{escape_line(path)}: view it with `agentrl episode list {escape_line(path)}`\n")
     return 0
 
 
@@ -138,7 +138,9 @@ def evaluate(options: argparse.Namespace) -> int:
     for name, value in metrics.items():
         sys.stdout.write(f"{name:<{width}}  {value:.4g}\n")
     if journal is not None:
-        sys.stdout.write(f"{safe_line(str(journal))}: view it with `agentrl episode list {safe_line(str(journal))}`\n")
+        sys.stdout.write(
+            f"{escape_line(str(journal))}: view it with `agentrl episode list {escape_line(str(journal))}`\n"
+        )
     return 0
 
 
@@ -165,10 +167,10 @@ def serve(options: argparse.Namespace) -> int:
             print_json_line({**dataclasses.asdict(address), "path": str(run)})
             return
         sys.stdout.write(
-            f"models: {', '.join(map(safe_line, address.models))}\n"
+            f"models: {', '.join(map(escape_line, address.models))}\n"
             f"OPENAI_BASE_URL={address.url}\nANTHROPIC_BASE_URL={address.root_url}\n"
             f"OPENAI_API_KEY={address.key}\nANTHROPIC_API_KEY={address.key}\n"
-            f"Each conversation is an episode of {safe_line(str(run))}; the key {address.key[:5]}…:NAME names it. "
+            f"Each conversation is an episode of {escape_line(str(run))}; the key {address.key[:5]}…:NAME names it. "
             "Ctrl-C ends this.\n"
         )
         sys.stdout.flush()
@@ -180,7 +182,7 @@ def serve(options: argparse.Namespace) -> int:
         print_json_line({"conversations": len(headers), "turns": turns, "path": str(run)})
     else:
         said = f"{plural(len(headers), 'conversation')}, {plural(turns, 'turn')}"
-        sys.stdout.write(f"{said}: agentrl episode list {safe_line(str(run))}\n")
+        sys.stdout.write(f"{said}: agentrl episode list {escape_line(str(run))}\n")
     return 0
 
 

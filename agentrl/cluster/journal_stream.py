@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from agentrl.core.clock import RetryBudget, SystemClock
-from agentrl.core.errors import AgentRLError, EngineLostError, JournalError, error_named, error_words
+from agentrl.core.errors import AgentRLError, EngineLostError, JournalError, format_foreign_error, rebuild_error
 from agentrl.core.network import Address, Listener, connect
 from agentrl.engines.child_process import ChildProgram, LocalPlacement, Supervisor, die_with_parent
 from agentrl.engines.wire import WireMessage, receive, send
@@ -212,7 +212,7 @@ class StreamedTurnLog:
         finally:
             del self._answers[question.call]
         if found.kind:
-            raise error_named(found.kind, found.message, among=(AgentRLError,))
+            raise rebuild_error(found.kind, found.message, among=(AgentRLError,))
         return found
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
@@ -410,7 +410,7 @@ class _Partition:
         except AgentRLError as error:
             answer = Answer(call=question.call, kind=type(error).__name__, message=str(error))
         except Exception as error:  # noqa: BLE001 - a bug of ours: whoever asked must not wait for ever
-            answer = Answer(call=question.call, kind="JournalError", message=error_words(error))
+            answer = Answer(call=question.call, kind="JournalError", message=format_foreign_error(error))
         send(writer, answer)
 
 

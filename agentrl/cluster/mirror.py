@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import AgentRLError, InputError, JournalError, StorageError
-from agentrl.core.files import LOCAL, open_regular, remedy
+from agentrl.core.files import LOCAL, open_regular, os_error_advice
 from agentrl.journal.process import LOCK_FILE
 from agentrl.journal.schema import CONTROL_FILE, meta, open_to_read, open_to_write
 
@@ -440,7 +440,7 @@ def _disk(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise StorageError(
-            f"{path}: {error.strerror or error}; {remedy(error)}; the copy's last complete state is intact"
+            f"{path}: {error.strerror or error}; {os_error_advice(error)}; the copy's last complete state is intact"
         ) from error
     except sqlite3.Error as error:
         raise JournalError(f"{path}: cannot be written ({error}); the copy's last complete state is intact") from error

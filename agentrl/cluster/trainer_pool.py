@@ -26,7 +26,7 @@ from agentrl.config.run import RunConfig
 from agentrl.config.sections import LOSSES
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import AgentRLError, ConfigError, TrainerError, TrainerLostError
-from agentrl.core.functions import FunctionCode, find, is_replaced
+from agentrl.core.functions import FunctionCode, find_function_code, is_monkeypatched
 from agentrl.core.records import ProcessStatus
 from agentrl.engines.child_process import visible_gpus
 
@@ -87,7 +87,7 @@ def refuse_patches() -> None:
         installed = importlib.util.module_from_spec(live.__spec__)
         live.__spec__.loader.exec_module(installed)
         for part, ours in vars(installed).items():
-            if not part.startswith("__") and is_replaced(ours, vars(live).get(part)):
+            if not part.startswith("__") and is_monkeypatched(ours, vars(live).get(part)):
                 raise ConfigError(
                     f"{name}.{part} was replaced in this process, and ranks in Ray actors use the installed one. "
                     "Remove the replacement, or train in this process: trainer.ranks = 1, no cluster.address"
@@ -263,7 +263,7 @@ class RayTrainerPool:
         refuse_patches()
         self._config = config
         name = config.trainer.loss.name
-        self._loss = None if name in LOSSES else find("loss", name, key="trainer.loss.name")
+        self._loss = None if name in LOSSES else find_function_code("loss", name, key="trainer.loss.name")
         """Loss function of the user, sent to every rank; None for a built-in loss."""
         self._directory = run_directory.resolve()
         self._session = session if session is not None else RaySession(config.ray_address)

@@ -35,7 +35,7 @@ from agentrl.journal.process import NAMED
 if TYPE_CHECKING:
     from agentrl.cluster.journal_stream import JournalReceiver
     from agentrl.core.clock import Clock
-    from agentrl.core.ports import CommitLog, Counted, EpisodeHost
+    from agentrl.core.ports import CommitLog, EpisodeHost, PolicyCounts
     from agentrl.engines.child_process import ProcessPlacement
     from agentrl.engines.client import SharedEngine
 
@@ -429,7 +429,7 @@ class WorkerPool:
         digest: bytes,
         metrics: Mapping[str, float],
         detail: str,
-        counted: Mapping[str, Counted],
+        counted: Mapping[str, PolicyCounts],
     ) -> None:
         async def commit() -> None:
             await self._store.commit_episode(placed.spec, header, digest, metrics, detail)

@@ -12,7 +12,7 @@ import msgspec
 
 from agentrl.cluster import worker_wire as wire
 from agentrl.core.clock import RetryBudget
-from agentrl.core.errors import AgentRLError, EngineLostError, error_named
+from agentrl.core.errors import AgentRLError, EngineLostError, rebuild_error
 from agentrl.core.records import ProcessStatus
 from agentrl.core.text import plural
 from agentrl.engines.child_process import ChildProgram, Supervisor
@@ -238,7 +238,7 @@ class WorkerProcess:
             case wire.Cancelled():
                 _settle(self._cancelled)
             case wire.WorkerFailed():
-                error = error_named(message.kind, message.message, among=(AgentRLError,))
+                error = rebuild_error(message.kind, message.message, among=(AgentRLError,))
                 if self._welcomed is not None and not self._welcomed.done():
                     self._welcomed.set_exception(error)
                 else:

@@ -12,13 +12,13 @@ from typing import Any
 
 import msgspec
 
-from agentrl.core.ports import Counted, EngineCapabilities
+from agentrl.core.ports import EngineCapabilities, PolicyCounts
 from agentrl.core.records import (
     DataLocation,
     EpisodeHeader,
     EpisodeSpec,
     PolicyVersion,
-    Recollection,
+    ProposalNovelty,
     StopReason,
     Task,
     TrajectoryHeader,
@@ -47,7 +47,7 @@ class Ended(WireMessage, frozen=True):
     entries: int
     digest: bytes
     metrics: dict[str, float]
-    counted: dict[str, Counted] | None
+    counted: dict[str, PolicyCounts] | None
     """Counts by policy; None if only one policy acted and counted all of `metrics`, in all turns."""
 
 
@@ -115,7 +115,7 @@ class Recollected(WireMessage, frozen=True):
     """Answer of the run to a proposal."""
 
     call: int
-    known: Recollection
+    known: ProposalNovelty
 
 
 class CancelEpisodes(WireMessage, frozen=True):
@@ -232,11 +232,11 @@ def ended_of(
     digest: bytes = b"",
     metrics: Mapping[str, float] | None = None,
     detail: str = "",
-    counted: Mapping[str, Counted] | None = None,
+    counted: Mapping[str, PolicyCounts] | None = None,
 ) -> Ended:
     """Encode an episode's end as a message, without data that the run already has."""
     metrics, counted = dict(metrics or {}), dict(counted or {})
-    plain = not counted or list(counted.values()) == [Counted(header.turns, metrics)]
+    plain = not counted or list(counted.values()) == [PolicyCounts(header.turns, metrics)]
     return Ended(
         number=number,
         attempt=header.attempt,
@@ -280,8 +280,8 @@ def header_of(spec: EpisodeSpec, ended: Ended, partition: str | None) -> Episode
     )
 
 
-def counted_of(ended: Ended) -> dict[str, Counted]:
+def counted_of(ended: Ended) -> dict[str, PolicyCounts]:
     """Return the counts of each policy that acted."""
     if ended.counted is not None:
         return ended.counted
-    return {policy: Counted(ended.turns, ended.metrics) for policy in {each[2] for each in ended.trajectories}}
+    return {policy: PolicyCounts(ended.turns, ended.metrics) for policy in {each[2] for each in ended.trajectories}}

@@ -40,7 +40,7 @@ from agentrl.config.sections import (
     TrainerConfig,
 )
 from agentrl.core.errors import ConfigError
-from agentrl.core.functions import Kind, installed
+from agentrl.core.functions import Kind, installed_functions
 from agentrl.core.ids import is_safe_name
 
 if TYPE_CHECKING:
@@ -347,9 +347,9 @@ def _check_functions(config: RunConfig) -> None:
         ("advantage", "credit.advantage", config.credit.advantage.name, ADVANTAGES),
     )
     for kind, key, name, built_in in named:
-        if name not in built_in and ":" not in name and name not in installed(kind):
+        if name not in built_in and ":" not in name and name not in (others := installed_functions(kind)):
             raise ValueError(
-                f"{key} = {name!r}: there is no such {kind}; built in are {', '.join((*built_in, *installed(kind)))}. "
+                f"{key} = {name!r}: there is no such {kind}; built in are {', '.join((*built_in, *others))}. "
                 "One of your own is `module:function` or `path/to/file.py:function`"
             )
 

@@ -37,7 +37,7 @@ class SystemClock:
         await asyncio.sleep(seconds)
 
 
-class SteadyLoop(asyncio.SelectorEventLoop):
+class ProtectedClockLoop(asyncio.SelectorEventLoop):
     """An event loop whose timers no environment can disturb by replacing `time.monotonic`."""
 
     time = staticmethod(time.monotonic)

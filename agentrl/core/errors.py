@@ -210,7 +210,7 @@ class UnstructuredConcurrencyError(EpisodeError):
         super().__init__(message, reason="unstructured_concurrency")
 
 
-def error_words(error: BaseException) -> str:
+def format_foreign_error(error: BaseException) -> str:
     """Format a foreign error as `Type: message`. Formatting runs foreign code, which may itself fail."""
     try:
         message = str(error)
@@ -224,7 +224,7 @@ def _without_init(kind: type[AgentRLError], arguments: tuple[object, ...]) -> Ag
     return kind.__new__(kind, *arguments)
 
 
-def error_named(kind: str, message: str, *, among: tuple[type[AgentRLError], ...]) -> AgentRLError:
+def rebuild_error(kind: str, message: str, *, among: tuple[type[AgentRLError], ...]) -> AgentRLError:
     """Rebuild an error that another process met, by the name of its class.
 
     Args:

@@ -1,9 +1,10 @@
 """Safe file operations: open files that others may have written, and put a directory in place completely or not at all.
 
 `Disk` is the port of every file that must survive a crash: checkpoints and published versions. `LOCAL` is the real one;
-tests use one that crashes. Only this module knows the protocol: build in a `staged` directory, then `rename_durably`:
-sync every file, sync the directories, rename, sync the parent. A name that exists is therefore complete, even after a
-power cut. The half-built directories of dead processes have staging names; `remove_leftovers` removes them.
+tests use one that crashes. Only this module knows the protocol: build in a `staging_directory` directory, then
+`rename_durably`: sync every file, sync the directories, rename, sync the parent. A name that exists is therefore
+complete, even after a power cut. The half-built directories of dead processes have staging names; `remove_leftovers`
+removes them.
 
 `open_regular` opens regular files only: no device or pipe that never ends, and no link that leads elsewhere.
 """
@@ -34,7 +35,7 @@ WEIGHT_FILES: Mapping[str, tuple[str, ...]] = {
 scale."""
 
 
-def read_pieces(
+def read_files_in_pieces(
     directory: Path, names: Sequence[str], size: int
 ) -> Iterator[tuple[list[tuple[str, int, bytes]], bool]]:
     """Yield lists of (file name, bytes before, bytes) of files in a directory, each of at most `size` bytes, and
@@ -75,7 +76,7 @@ def open_regular(path: Path) -> BufferedReader:
         raise
 
 
-def closed_under_us(error: BaseException | None) -> bool:
+def was_closed_by_foreign_code(error: BaseException | None) -> bool:
     """Whether a descriptor of this process was closed by code that does not own it."""
     while error is not None:
         if isinstance(error, OSError) and error.errno == errno.EBADF:
@@ -84,7 +85,7 @@ def closed_under_us(error: BaseException | None) -> bool:
     return False
 
 
-def remedy(error: OSError) -> str:
+def os_error_advice(error: OSError) -> str:
     """Advice on an error of the operating system, as a clause."""
     match error.errno:
         case errno.ENOSPC | errno.EDQUOT:
@@ -119,14 +120,14 @@ def replace_file(path: Path, content: bytes) -> None:
         raise
 
 
-def size_of(file: BufferedReader) -> int:
+def file_size(file: BufferedReader) -> int:
     """Return the size of an open file in bytes."""
     return os.fstat(file.fileno()).st_size
 
 
 def read_at_most(file: BufferedReader, limit: int) -> bytes:
     """Read the rest of an open file, at most `limit` bytes; allocates only as much as there is."""
-    return file.read(max(min(size_of(file) - file.tell(), limit), 0))
+    return file.read(max(min(file_size(file) - file.tell(), limit), 0))
 
 
 def sha256_of(*paths: Path) -> str:
@@ -231,8 +232,8 @@ class LocalDisk:
     def read(self, path: Path, *, limit: int) -> bytes:
         """See `Disk.read`."""
         with open_regular(path) as file:
-            if size_of(file) > limit:
-                raise ValueError(f"{size_of(file)} bytes; at most {limit}")
+            if file_size(file) > limit:
+                raise ValueError(f"{file_size(file)} bytes; at most {limit}")
             return file.read()
 
     def digest(self, path: Path) -> str:
@@ -251,7 +252,7 @@ LOCAL: Disk = LocalDisk()
 
 
 @contextlib.contextmanager
-def staged(target: Path, *, disk: Disk = LOCAL, depth: int = 1) -> Iterator[Path]:
+def staging_directory(target: Path, *, disk: Disk = LOCAL, depth: int = 1) -> Iterator[Path]:
     """Yield an empty staging directory beside `target`; remove it at the end, unless `rename_durably` has renamed it.
 
     Up to `depth` parent directories are created. A run directory that was moved away is never re-created: it would
@@ -271,7 +272,7 @@ def rename_durably(staging: Path, target: Path, *, disk: Disk = LOCAL, unless_sa
     """Sync a staged directory with all its contents, then rename it to `target` and sync the parent.
 
     Args:
-        staging: a directory from `staged`.
+        staging: a directory from `staging_directory`.
         target: its new name.
         disk: the disk that holds both.
         unless_same: name of a file that identifies the content: a target that exists with an equal file stays, without

@@ -38,7 +38,7 @@ ENTRY_POINTS: dict[Kind, str] = {"loss": "agentrl.losses", "advantage": "agentrl
 _MARK = "__agentrl_mark__"
 
 
-class Mark(NamedTuple):
+class FunctionDeclaration(NamedTuple):
     """The declaration that a decorator leaves on a function."""
 
     kind: Kind
@@ -75,7 +75,7 @@ def loss(function: Any = None, *, per_token: bool = False, reference: bool = Fal
         ... def reinforce(batch):
         ...     return -batch.advantages * batch.logprobs
     """
-    mark = Mark("loss", per_token=per_token, reference=reference or divergence, divergence=divergence)
+    mark = FunctionDeclaration("loss", per_token=per_token, reference=reference or divergence, divergence=divergence)
     return _marked(function, mark) if function is not None else lambda given: _marked(given, mark)
 
 
@@ -99,23 +99,23 @@ def advantage(function: Any = None, *, over: Literal["group", "step"] = "group")
         ...     mean = sum(group.rewards) / len(group.rewards)
         ...     return [reward - mean for reward in group.rewards]
     """
-    mark = Mark("advantage", over=over)
+    mark = FunctionDeclaration("advantage", over=over)
     return _marked(function, mark) if function is not None else lambda given: _marked(given, mark)
 
 
-def _marked(function: F, mark: Mark) -> F:
+def _marked(function: F, mark: FunctionDeclaration) -> F:
     setattr(function, _MARK, mark)
     return function
 
 
-def mark_of(function: Callable[..., Any]) -> Mark:
+def declaration_of(function: Callable[..., Any]) -> FunctionDeclaration:
     """Return the declaration that the function's decorator left.
 
     Raises:
         ConfigError: the function has no decorator.
     """
     mark = getattr(function, _MARK, None)
-    if not isinstance(mark, Mark):
+    if not isinstance(mark, FunctionDeclaration):
         name = getattr(function, "__qualname__", repr(function))
         raise ConfigError(
             f"{name} is neither a loss nor an advantage: put @agentrl.loss or @agentrl.advantage above it"
@@ -154,17 +154,17 @@ class FunctionCode:
         return function  # type: ignore[no-any-return]
 
 
-def installed(kind: Kind) -> dict[str, str]:
+def installed_functions(kind: Kind) -> dict[str, str]:
     """Return the functions that installed packages provide, as `module:function` keyed by name."""
     return {point.name: point.value for point in importlib.metadata.entry_points(group=ENTRY_POINTS[kind])}
 
 
-def find(kind: Kind, reference: str, *, key: str) -> FunctionCode:
-    """Return the code of a function; see `find_loaded`."""
-    return find_loaded(kind, reference, key=key)[0]
+def find_function_code(kind: Kind, reference: str, *, key: str) -> FunctionCode:
+    """Return the code of a function; see `find_function`."""
+    return find_function(kind, reference, key=key)[0]
 
 
-def find_loaded(kind: Kind, reference: str, *, key: str) -> tuple[FunctionCode, Callable[..., Any]]:
+def find_function(kind: Kind, reference: str, *, key: str) -> tuple[FunctionCode, Callable[..., Any]]:
     """Find a function and its code, by its name in an entry point, `module:function` or `path/to/file.py:function`.
 
     Args:
@@ -175,7 +175,7 @@ def find_loaded(kind: Kind, reference: str, *, key: str) -> tuple[FunctionCode, 
     Raises:
         ConfigError: the reference names nothing, or something that is not marked as `kind`, or cannot be recorded.
     """
-    reference = installed(kind).get(reference, reference)
+    reference = installed_functions(kind).get(reference, reference)
     location, _, name = reference.rpartition(":")
     if not (location and name.isidentifier()) or "\0" in location:
         raise ConfigError(f"{key} = {reference!r}: give `module:function` or `path/to/file.py:function`")
@@ -185,14 +185,14 @@ def find_loaded(kind: Kind, reference: str, *, key: str) -> tuple[FunctionCode, 
             raise ConfigError(f"{key}: there is no file {path}")
         code = _code_of_file(path, name)
     else:
-        code = describe(getattr(_import(location, key), name, None), kind, key=key)
+        code = capture_function_code(getattr(_import(location, key), name, None), kind, key=key)
     function = code.load()
-    if (found := mark_of(function).kind) != kind:
+    if (found := declaration_of(function).kind) != kind:
         raise ConfigError(f"{key}: {reference} is marked as {found}; put @agentrl.{kind} above it")
     return code, function
 
 
-def describe(function: object, kind: Kind, *, key: str) -> FunctionCode:
+def capture_function_code(function: object, kind: Kind, *, key: str) -> FunctionCode:
     """Return the code of a function of this process.
 
     Raises:
@@ -200,7 +200,7 @@ def describe(function: object, kind: Kind, *, key: str) -> FunctionCode:
     """
     if not inspect.isfunction(function):
         raise ConfigError(f"{key}: {function!r} is not a function that a module defines with `def`")
-    if (found := mark_of(function).kind) != kind:
+    if (found := declaration_of(function).kind) != kind:
         raise ConfigError(f"{key}: {function.__qualname__} is marked as {found}; put @agentrl.{kind} above it")
     name, module = function.__qualname__, sys.modules.get(function.__module__)
     if function.__closure__ or not name.isidentifier():
@@ -385,14 +385,14 @@ def _check_live(part: _Slice, live: dict[str, Any], key: str) -> None:
     """
     defined = _execute(part, part.digest)
     for name in part.names:
-        if is_replaced(defined.get(name), live.get(name)):
+        if is_monkeypatched(defined.get(name), live.get(name)):
             raise ConfigError(
                 f"{key}: {name} differs from what {part.location} defines: it was replaced in this process, or the "
                 "file was edited after the import. The file is what is recorded and shipped: make the change there"
             )
 
 
-def is_replaced(ours: object, live: object) -> bool:
+def is_monkeypatched(ours: object, live: object) -> bool:
     """Whether a module's name was rebound: it differs from what a fresh execution of the module's file binds."""
     if ours is live:
         return False
@@ -401,7 +401,7 @@ def is_replaced(ours: object, live: object) -> bool:
         return not inspect.isfunction(found) or found.__code__ != code
     if inspect.isclass(ours):
         own = [(name, made) for name, made in vars(ours).items() if inspect.isfunction(made)]
-        return not inspect.isclass(live) or any(is_replaced(made, vars(live).get(name)) for name, made in own)
+        return not inspect.isclass(live) or any(is_monkeypatched(made, vars(live).get(name)) for name, made in own)
     return isinstance(ours, int | float | str | tuple) and ours != live
 
 

@@ -35,15 +35,15 @@ def spawned_group_id(parent_id: str, attempt: int, spawn_call: str) -> str:
     return f"{parent_id}~{attempt}.{spawn_call}"
 
 
-def group_of(episode_id: str, group_size: int) -> str:
+def group_id_of(episode_id: str, group_size: int) -> str:
     """The id of the group that an episode belongs to: that of its spawn, or of its root's task.
 
     Example:
-        >>> group_of("e17", 8), group_of("e17~0.r#3.1", 8)
+        >>> group_id_of("e17", 8), group_id_of("e17~0.r#3.1", 8)
         ('g2', 'e17~0.r#3')
     """
     spawned, _, _ = episode_id.rpartition(".")
-    return spawned or f"g{root_number(episode_id) // group_size}"
+    return spawned or f"g{root_episode_number(episode_id) // group_size}"
 
 
 def call_id(branch: str, number: int) -> str:
@@ -61,45 +61,45 @@ def child_branch(branch: str, number: int, index: int) -> str:
     return f"{branch}/{number}.{index}"
 
 
-def root_number(episode_id: str) -> int:
+def root_episode_number(episode_id: str) -> int:
     """The number of the root episode that an episode descends from.
 
     Example:
-        >>> root_number("e12~0.r#3.1")
+        >>> root_episode_number("e12~0.r#3.1")
         12
     """
     return int(episode_id.partition("~")[0][1:])
 
 
-def order_key(episode_id: str) -> tuple[int, ...]:
+def episode_sort_key(episode_id: str) -> tuple[int, ...]:
     """Sort key: root number, attempt, call id, index, compared as numbers.
 
     Example:
-        >>> sorted(["e10", "e9~0.r#2.0", "e9"], key=order_key)
+        >>> sorted(["e10", "e9~0.r#2.0", "e9"], key=episode_sort_key)
         ['e9', 'e9~0.r#2.0', 'e10']
     """
     return tuple(map(int, _NUMBER.findall(episode_id)))
 
 
-def key64(*parts: object) -> int:
+def stable_hash64(*parts: object) -> int:
     """A 64-bit key from the text of `parts`: equal parts give equal keys in every process.
 
     Example:
-        >>> key64(0, "e1", "r#0") == key64(0, "e1", "r#0")
+        >>> stable_hash64(0, "e1", "r#0") == stable_hash64(0, "e1", "r#0")
         True
     """
     text = "\x1f".join(map(str, parts)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 
 
-def stream(*key: object) -> random.Random:
+def random_stream(*key: object) -> random.Random:
     """The random stream of `key` (run seed, episode, branch, …).
 
     Example:
         >>> stream(0, "e1").random() == stream(0, "e1").random()
         True
     """
-    return random.Random(key64(*key))
+    return random.Random(stable_hash64(*key))
 
 
 def uuid4(source: random.Random) -> str:

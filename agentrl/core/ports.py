@@ -24,7 +24,7 @@ if TYPE_CHECKING:
         Message,
         PolicyVersion,
         ProcessStatus,
-        Recollection,
+        ProposalNovelty,
         SampledTurn,
         StepReport,
         Task,
@@ -113,7 +113,7 @@ class GenerateRequest:
     """Priority of the call: waiting calls with a lower value run first."""
 
 
-class Delta(Protocol):
+class NewTokensCallback(Protocol):
     """Receives new tokens of a call in flight, for partial turns and live views."""
 
     def __call__(
@@ -126,7 +126,7 @@ class Delta(Protocol):
 class EngineSession(Protocol):
     """One conversation in an engine: its KV, its slot and its version pin."""
 
-    async def generate(self, request: GenerateRequest, on_delta: Delta | None = None) -> Completion:
+    async def generate(self, request: GenerateRequest, on_delta: NewTokensCallback | None = None) -> Completion:
         """Sample until a stop token, the limit, or an abort (which returns the partial).
 
         Raises:
@@ -330,7 +330,7 @@ class EpisodeHost(Protocol):
         """
         ...
 
-    async def remember(self, spec: EpisodeSpec, call_id: str, key: str, structure: str) -> Recollection:
+    async def remember(self, spec: EpisodeSpec, call_id: str, key: str, structure: str) -> ProposalNovelty:
         """Record a proposal with its structure, and return how often similar ones were proposed.
 
         Repeating a call counts it only once.
@@ -341,7 +341,9 @@ class EpisodeHost(Protocol):
         """Start a further attempt of a running episode."""
         ...
 
-    def record_episode_metrics(self, spec: EpisodeSpec, header: EpisodeHeader, counted: Mapping[str, Counted]) -> None:
+    def record_episode_metrics(
+        self, spec: EpisodeSpec, header: EpisodeHeader, counted: Mapping[str, PolicyCounts]
+    ) -> None:
         """Receive the values of a committed episode's `ctx.metric`, by policy that acted, for the step metrics."""
         ...
 
@@ -360,7 +362,7 @@ class CommitLog(Protocol):
         ...
 
 
-class Counted(NamedTuple):
+class PolicyCounts(NamedTuple):
     """The counts of one policy in one episode: its turns, and the values of `ctx.metric`."""
 
     turns: int

@@ -163,7 +163,7 @@ class SamplingMask:
     token_ids: Int32Array  # [sum of the positive counts]
 
 
-class RoutingBreak(NamedTuple):
+class RoutingRestart(NamedTuple):
     """A restart of routing positions: from `row` of a completion's routing on, positions count from `position` again.
 
     It occurs where the context was recomputed (newer weights, a resume) through other experts. Earlier tokens keep the
@@ -185,7 +185,7 @@ class Completion:
     expert_routing: ExpertArray | None = None  # [positions, layers, top_k]; see `routing_start`
     routing_start: int = 0
     """Position in the whole context of row 0 of `expert_routing`."""
-    routing_breaks: tuple[RoutingBreak, ...] = ()
+    routing_breaks: tuple[RoutingRestart, ...] = ()
     sampling_mask: SamplingMask | None = None
     prompt_tokens: int = 0
     """Length of the context in tokens."""
@@ -295,7 +295,7 @@ class RoutingSpan(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class TrajectoryRow:
     """One token sequence of a trajectory. An agent has one row, and one more for each rewrite of its context."""
 
     token_ids: Int32Array  # [T]
@@ -318,7 +318,7 @@ class Trajectory:
     index: int
     """Number of the agent within its seat, from 0."""
     policy: str
-    rows: tuple[Row, ...]
+    rows: tuple[TrajectoryRow, ...]
     reward: float | None
     """Weighted sum of the agent's rewards; None if it received none."""
     turn_rewards: Mapping[int, float] = field(default_factory=dict)
@@ -435,7 +435,7 @@ class GameResult(NamedTuple):
     as 0."""
 
 
-class Tally(NamedTuple):
+class GameTally(NamedTuple):
     """The number of games between two versions, and their summed score: a win counts 1, a draw ½."""
 
     episodes: int = 0
@@ -446,9 +446,9 @@ class Tally(NamedTuple):
         """Mean score, shrunk towards ½ by one win and one loss (Laplace); defined without any game."""
         return (self.score + 1.0) / (self.episodes + 2.0)
 
-    def plus(self, score: float) -> Tally:
+    def plus(self, score: float) -> GameTally:
         """Return the tally after one more game."""
-        return Tally(self.episodes + 1, self.score + score)
+        return GameTally(self.episodes + 1, self.score + score)
 
 
 def dropped_header(spec: EpisodeSpec, reason: str, *, seconds: float = 0.0) -> EpisodeHeader:
@@ -469,11 +469,11 @@ def dropped_header(spec: EpisodeSpec, reason: str, *, seconds: float = 0.0) -> E
     )
 
 
-def usage_of(said: Mapping[str, Any]) -> dict[str, int]:
+def reported_token_usage(said: Mapping[str, Any]) -> dict[str, int]:
     """Return the endpoint's token counts in its answer, or in a remote policy's line; empty if it reports none.
 
     Example:
-        >>> usage_of({"usage": {"prompt_tokens": 7, "completion_tokens": -1, "cost": 3}})
+        >>> reported_token_usage({"usage": {"prompt_tokens": 7, "completion_tokens": -1, "cost": 3}})
         {'prompt_tokens': 7}
     """
     usage = said.get("usage")
@@ -508,7 +508,7 @@ class Proposal(NamedTuple):
         return self.episode_id, self.attempt, self.call_id
 
 
-class Recollection(NamedTuple):
+class ProposalNovelty(NamedTuple):
     """The run's memory at the time of a proposal."""
 
     times: int
@@ -517,7 +517,7 @@ class Recollection(NamedTuple):
     """Share of proposals with the same structure among the environment's newest (at most 100)."""
 
 
-class EarlierMean(NamedTuple):
+class FrozenRoleMean(NamedTuple):
     """A policy's mean reward in a seat when the group was admitted."""
 
     policy: str
@@ -531,7 +531,7 @@ class BaselineSet(NamedTuple):
     group_id: str
     finishers: tuple[str, ...]
     """Ids of the episodes that had ended, in the order of their ends."""
-    earlier: tuple[EarlierMean, ...] = ()
+    earlier: tuple[FrozenRoleMean, ...] = ()
 
 
 # --- what a trainer consumes and reports ------------------------------------------------------------------------------

@@ -92,7 +92,7 @@ def _is_deep(value: Any, levels: int = MAX_CALL_DEPTH) -> bool:
     )
 
 
-def json_value(text: str) -> Any:
+def parse_json_value(text: str) -> Any:
     """Parse the JSON value in `text`; return None if there is none, or it cannot be represented.
 
     Refused are NaN, numbers beyond float64 and int64, lone surrogates, objects with a key twice (it is unknown which
@@ -109,7 +109,7 @@ def json_value(text: str) -> Any:
     return None if text.count("{") + text.count("[") > MAX_CALL_DEPTH and _is_deep(value) else value
 
 
-class Reply(NamedTuple):
+class ReplyParts(NamedTuple):
     """The parts of a reply."""
 
     thinking: str
@@ -206,7 +206,7 @@ def _named(value: Any, raw: str, keys: Sequence[str] = _ARGUMENTS, name_key: str
 
 
 def _json_object(raw: str, tools: Sequence[ToolSpec]) -> Sequence[Named]:
-    return [_named(json_value(raw), raw)]
+    return [_named(parse_json_value(raw), raw)]
 
 
 def _items(value: Any) -> Sequence[Any]:
@@ -215,12 +215,12 @@ def _items(value: Any) -> Sequence[Any]:
 
 
 def _json_list(raw: str, tools: Sequence[ToolSpec]) -> Sequence[Named]:
-    value = json_value(raw)
+    value = parse_json_value(raw)
     return [_named(item, raw) for item in _items(value)]
 
 
 def _cohere_list(raw: str, tools: Sequence[ToolSpec]) -> Sequence[Named]:
-    return [_named(item, raw, ("parameters",), "tool_name") for item in _items(json_value(raw))]
+    return [_named(item, raw, ("parameters",), "tool_name") for item in _items(parse_json_value(raw))]
 
 
 def _apertus_list(raw: str, tools: Sequence[ToolSpec]) -> Sequence[Named]:
@@ -229,7 +229,7 @@ def _apertus_list(raw: str, tools: Sequence[ToolSpec]) -> Sequence[Named]:
         next(iter(item.items()))
         if isinstance(item, dict) and len(item) == 1 and isinstance(next(iter(item.values())), dict)
         else ("", None)
-        for item in _items(json_value(raw))
+        for item in _items(parse_json_value(raw))
     ]
 
 
@@ -239,7 +239,7 @@ def _internlm(raw: str, tools: Sequence[ToolSpec]) -> Sequence[Named]:
 
 def _after_name(name: str, raw: str) -> Named:
     """Parse the JSON object that follows a call's name."""
-    arguments = json_value(raw) if raw else {}
+    arguments = parse_json_value(raw) if raw else {}
     return name.strip()[:MAX_NAME_CHARACTERS], arguments if isinstance(arguments, dict) else None
 
 
@@ -296,7 +296,7 @@ def parse_llama(text: str, tools: Sequence[ToolSpec] = ()) -> Parsed:
     raw = stripped[len(PYTHON_TAG) :].strip() if tagged else stripped
     if not tagged and not raw.startswith("{"):
         return text, ()
-    value = json_value(raw)
+    value = parse_json_value(raw)
     parts = [(raw, value)] if value is not None else _split(raw)
     if (
         not tagged
@@ -310,7 +310,7 @@ def parse_llama(text: str, tools: Sequence[ToolSpec] = ()) -> Parsed:
 def _split(raw: str) -> list[tuple[str, Any]]:
     """Split calls separated by `;`; if they do not parse, return one malformed call."""
     parts = raw.split(";", MAX_CALLS) if len(raw) <= MAX_CALL_CHARACTERS else [raw]
-    values = [json_value(part.strip()) for part in parts]
+    values = [parse_json_value(part.strip()) for part in parts]
     if len(parts) == 1 or len(parts) > MAX_CALLS or any(value is None for value in values):
         return [(raw, None)]
     return list(zip((part.strip() for part in parts), values, strict=True))
@@ -321,7 +321,7 @@ def _split(raw: str) -> list[tuple[str, Any]]:
 
 def _typed(raw: str, schema: Any) -> Any:
     """Parse a value written without its type: as JSON if the schema admits the type of that, else as text."""
-    value, kinds = json_value(raw), _kinds(schema)
+    value, kinds = parse_json_value(raw), _kinds(schema)
     if isinstance(value, str) or (value is None and raw.strip() != "null"):
         return raw
     own = {bool: {"boolean"}, int: {"integer", "number"}, float: {"number"}, list: {"array"}, dict: {"object"}}
@@ -471,7 +471,7 @@ def _python_arguments(item: ast.expr) -> Mapping[str, Any] | None:
         written.encode()
     except (ValueError, RecursionError):
         return None
-    checked = json_value(written)
+    checked = parse_json_value(written)
     return checked if isinstance(checked, dict) else None
 
 
@@ -520,7 +520,7 @@ _HARMONY = ("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>
 HARMONY_THINKING = ("<|channel|>analysis<|message|>", "<|end|>")
 
 
-def read_harmony(text: str) -> Reply:
+def read_harmony(text: str) -> ReplyParts:
     """Parse messages in channels (gpt-oss): `analysis` is thinking, a message to `functions.NAME` a call, the rest
     content.
 
@@ -532,7 +532,7 @@ def read_harmony(text: str) -> Reply:
     content: list[str] = []
     calls: list[ToolCall] = []
     if "<|message|>" not in text:
-        return Reply("", "" if text.lstrip().startswith("<|channel|>") else text, ())
+        return ReplyParts("", "" if text.lstrip().startswith("<|channel|>") else text, ())
     for message in text.split("<|start|>"):
         head, _, body = message.partition("<|message|>")
         for end in ("<|end|>", "<|call|>", "<|return|>"):
@@ -546,7 +546,7 @@ def read_harmony(text: str) -> Reply:
             thinking.append(body)
         else:
             content.append(body)
-    return Reply("\n".join(thinking).strip(), "\n".join(content).strip(), tuple(calls))
+    return ReplyParts("\n".join(thinking).strip(), "\n".join(content).strip(), tuple(calls))
 
 
 def _harmony(text: str, tools: Sequence[ToolSpec] = ()) -> Parsed:
@@ -573,12 +573,12 @@ class ReplyFormat:
 
     def read(
         self, text: str, marks: tuple[str, str] | None, tools: Sequence[ToolSpec] = (), *, is_open: bool = False
-    ) -> Reply:
+    ) -> ReplyParts:
         """Split a reply into its parts; see `split_thinking`."""
         if self.parse is _harmony:
             return read_harmony(text)
         thinking, rest = split_thinking(text, marks, is_open=is_open) if marks else ("", text)
-        return Reply(thinking, *self.parse(rest, tools))
+        return ReplyParts(thinking, *self.parse(rest, tools))
 
 
 def _format(
@@ -664,13 +664,13 @@ _ENDING = re.compile(r"(?:<(?:[|｜][^<>\s]{1,40}[|｜]|end_of_turn|turn\||/s|eo
 """Tokens at the end of a reply, as far as its text shows them."""
 
 
-def guess(text: str) -> Reply:
+def guess_reply_parts(text: str) -> ReplyParts:
     """Split a reply into its parts as far as possible without its model, for readers of a run."""
     text = _ENDING.sub("", text)
     if "<|channel|>" in text and "<|message|>" in text:
         return read_harmony(text)
     marks = next((pair for pair in THINKING if pair[1] in text or text.lstrip().startswith(pair[0])), THINKING[0])
-    best: Reply | None = None
+    best: ReplyParts | None = None
     for each in REPLY_FORMATS.values():
         if each.parse not in (parse_llama, parse_pythonic) and not any(mark in text for mark in each.markup):
             continue
@@ -678,4 +678,4 @@ def guess(text: str) -> Reply:
         if reply.tool_calls and not any(isinstance(call.arguments, str) for call in reply.tool_calls):
             return reply
         best = best or (reply if reply.tool_calls else None)
-    return best or Reply(*split_thinking(text, marks), ())
+    return best or ReplyParts(*split_thinking(text, marks), ())

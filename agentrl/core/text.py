@@ -17,7 +17,7 @@ _UNSAFE = re.compile(
 )
 
 
-def safe(text: str) -> str:
+def escape_text(text: str) -> str:
     r"""Escape every control, bidirectional and invisible character of `text` except newline and tab.
 
     Example:
@@ -27,9 +27,9 @@ def safe(text: str) -> str:
     return _UNSAFE.sub(_escape, text)
 
 
-def safe_line(text: str) -> str:
-    """`safe` for one line: newlines and tabs are escaped too."""
-    return safe(text).replace("\n", "\\n").replace("\t", "\\t")
+def escape_line(text: str) -> str:
+    """`escape_text` for one line: newlines and tabs are escaped too."""
+    return escape_text(text).replace("\n", "\\n").replace("\t", "\\t")
 
 
 def _escape(match: re.Match[str]) -> str:
@@ -49,7 +49,7 @@ def plural(count: float, one: str, several: str = "") -> str:
     return f"{count:,.12g} {one if count == 1 else several or f'{one}s'}"
 
 
-def rate(value: float) -> str:
+def format_rate(value: float) -> str:
     """Format a rate as a whole number, or with two digits below 10, so that a slow one is not shown as 0.
 
     Example:

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from agentrl.core import ids
 from agentrl.core.errors import InputError
-from agentrl.core.functions import Mark, check_options, find_loaded, mark_of
+from agentrl.core.functions import FunctionDeclaration, check_options, declaration_of, find_function
 from agentrl.core.records import REWARD, Unit
 
 E = TypeVar("E", bound=Hashable)
@@ -340,19 +340,19 @@ ADVANTAGES: dict[str, AdvantageFunction] = {
 """Estimators that need the rewards alone, keyed by the name in `credit.advantage`; `role_mean` gets its baseline at the
 step (`baselines.RoleMeans`)."""
 
-OF_GROUPS: dict[str, tuple[Callable[..., Sequence[float] | Sequence[Sequence[float]]], Mark]] = {
-    "max_rl": (max_rl, Mark("advantage")),
-    "pass_at_k": (pass_at_k, Mark("advantage")),
-    "best_of_n": (best_of_n, Mark("advantage")),
-    "gigpo": (gigpo, Mark("advantage")),
-    "reinforce_plus_plus": (reinforce_plus_plus, Mark("advantage", over="step")),
-    "reinforce_plus_plus_baseline": (reinforce_plus_plus_baseline, Mark("advantage", over="step")),
-    "gdpo": (gdpo, Mark("advantage", over="step")),
+OF_GROUPS: dict[str, tuple[Callable[..., Sequence[float] | Sequence[Sequence[float]]], FunctionDeclaration]] = {
+    "max_rl": (max_rl, FunctionDeclaration("advantage")),
+    "pass_at_k": (pass_at_k, FunctionDeclaration("advantage")),
+    "best_of_n": (best_of_n, FunctionDeclaration("advantage")),
+    "gigpo": (gigpo, FunctionDeclaration("advantage")),
+    "reinforce_plus_plus": (reinforce_plus_plus, FunctionDeclaration("advantage", over="step")),
+    "reinforce_plus_plus_baseline": (reinforce_plus_plus_baseline, FunctionDeclaration("advantage", over="step")),
+    "gdpo": (gdpo, FunctionDeclaration("advantage", over="step")),
 }
 """Estimators that take a `Group`, like those of users."""
 
 
-class Credited(NamedTuple):
+class AgentCredit(NamedTuple):
     """The credit that an estimator gave an agent."""
 
     value: float
@@ -367,10 +367,10 @@ class Estimator:
 
     name: str
     function: Callable[..., Any]
-    mark: Mark
+    mark: FunctionDeclaration
     options: Mapping[str, Any]
 
-    def __call__(self, group: Group) -> list[Credited]:
+    def __call__(self, group: Group) -> list[AgentCredit]:
         """Return the credit of each agent.
 
         Raises:
@@ -396,10 +396,10 @@ class Estimator:
                         "numbers, or for each agent a list of them, one per turn"
                     )
             first = float(numbers[0])
-            found.append(Credited(first, reward - first, tuple(map(float, turns))))
+            found.append(AgentCredit(first, reward - first, tuple(map(float, turns))))
         return found
 
-    def to_go(self, group: Group) -> list[Credited]:
+    def to_go(self, group: Group) -> list[AgentCredit]:
         """Return the credit of each agent per turn, from the rewards to go; see `advantages_to_go`."""
 
         def of_rewards(rewards: Sequence[float], _: Sequence[Hashable]) -> list[Advantage]:
@@ -443,7 +443,7 @@ class StepAdvantages:
                 named_rewards=tuple(credits[at][number].named_rewards for at, number in places),
                 weights=self._weights,
                 episodes=episodes,
-                groups=tuple(ids.group_of(episode, self._group_size) for episode in episodes),
+                groups=tuple(ids.group_id_of(episode, self._group_size) for episode in episodes),
                 policy=policy,
                 seat=seat,
                 environment=environment,
@@ -468,8 +468,8 @@ def make_estimator(name: str, options: Mapping[str, Any], given: Callable[..., A
     """
     function, mark = OF_GROUPS.get(name, (None, None))
     if function is None or mark is None:
-        function = given or find_loaded("advantage", name, key="credit.advantage")[1]
-        mark = mark_of(function)
+        function = given or find_function("advantage", name, key="credit.advantage")[1]
+        mark = declaration_of(function)
     check_options(function, options, "credit.advantage")
     return Estimator(name=name.rpartition(":")[2], function=function, mark=mark, options=options)
 
@@ -537,7 +537,7 @@ class ReleaseRule:
         return max(math.ceil(self.share * size), min(2, size)) if self.share else 1
 
 
-def compared_with(first: Sequence[E], member: E) -> list[E]:
+def baseline_members(first: Sequence[E], member: E) -> list[E]:
     """The baseline set of a member: the first m - 1 finishers among the others.
 
     Args:
@@ -551,7 +551,7 @@ def compared_with(first: Sequence[E], member: E) -> list[E]:
     return [other for other in first if other != member][: len(first) - 1]
 
 
-def against(reward: float, others: Sequence[float], earlier: float | None) -> Advantage:
+def shrunk_advantage(reward: float, others: Sequence[float], earlier: float | None) -> Advantage:
     """A = R - b with b = (Σ others + κ·V) / (n + κ), κ = 3: the noisy mean of a few siblings is shrunk towards the mean
     V of earlier groups (James & Stein 1961).
 

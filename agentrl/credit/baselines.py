@@ -20,7 +20,7 @@ from agentrl.core import ids
 from agentrl.core.records import Unit
 
 
-class Role(NamedTuple):
+class SeatRole(NamedTuple):
     """A policy in a seat of an environment, over which rewards are averaged."""
 
     policy: str
@@ -28,15 +28,15 @@ class Role(NamedTuple):
     seat: str
 
 
-class Mean(NamedTuple):
+class DecayingMean(NamedTuple):
     """An exponentially weighted mean, `total / weight`."""
 
     total: float = 0.0
     weight: float = 0.0
 
-    def with_reward(self, reward: float, decay: float) -> Mean:
+    def with_reward(self, reward: float, decay: float) -> DecayingMean:
         """Return the mean after one more reward."""
-        return Mean(decay * self.total + reward, decay * self.weight + 1.0)
+        return DecayingMean(decay * self.total + reward, decay * self.weight + 1.0)
 
 
 ROLE_DECAY = 0.95
@@ -56,13 +56,13 @@ class RoleMeans:
         decay: d, the share of a mean that is kept per reward.
     """
 
-    def __init__(self, means: Mapping[Role, Mean] | None = None, *, decay: float = ROLE_DECAY) -> None:
+    def __init__(self, means: Mapping[SeatRole, DecayingMean] | None = None, *, decay: float = ROLE_DECAY) -> None:
         self._decay = decay
         self._means = dict(means or {})
-        self._next: dict[str, dict[Role, Mean]] = {}
+        self._next: dict[str, dict[SeatRole, DecayingMean]] = {}
 
     @property
-    def means(self) -> Mapping[Role, Mean]:
+    def means(self) -> Mapping[SeatRole, DecayingMean]:
         """Return the mean of each role after the newest steps taken."""
         return self._means
 
@@ -76,17 +76,17 @@ class RoleMeans:
             policy: policy that takes the step.
             units: (environment, unit) in the step's order.
         """
-        means: dict[Role, Mean] = {}
+        means: dict[SeatRole, DecayingMean] = {}
         found: dict[str, Unit] = {}
-        for environment, unit in sorted(units, key=lambda item: ids.order_key(item[1].episode_id)):
+        for environment, unit in sorted(units, key=lambda item: ids.episode_sort_key(item[1].episode_id)):
             seats = dict.fromkeys(credit.seat for credit in unit.credits)
-            now = {seat: self._mean(means, Role(policy, environment, seat)) for seat in seats}
+            now = {seat: self._mean(means, SeatRole(policy, environment, seat)) for seat in seats}
             credits = []
             for credit in unit.credits:
                 mean = now[credit.seat]
                 baseline = mean.total / mean.weight if mean.weight else credit.reward
                 credits.append(dataclasses.replace(credit, advantage=credit.reward - baseline, baseline=baseline))
-                role = Role(policy, environment, credit.seat)
+                role = SeatRole(policy, environment, credit.seat)
                 means[role] = self._mean(means, role).with_reward(credit.reward, self._decay)
             found[unit.episode_id] = dataclasses.replace(unit, credits=tuple(credits))
         self._next[policy] = means
@@ -96,8 +96,8 @@ class RoleMeans:
         """Add the rewards of the units credited last to the means, after their step has been taken."""
         self._means.update(self._next.pop(policy, {}))
 
-    def _mean(self, means: Mapping[Role, Mean], role: Role) -> Mean:
-        return means.get(role) or self._means.get(role) or Mean()
+    def _mean(self, means: Mapping[SeatRole, DecayingMean], role: SeatRole) -> DecayingMean:
+        return means.get(role) or self._means.get(role) or DecayingMean()
 
 
 HISTORY_DECAY = 0.98
@@ -107,10 +107,10 @@ TASKS = 100_000
 """Number of tasks remembered per role; the least recently seen are forgotten first."""
 
 
-class Rewarded(NamedTuple):
+class RewardInRole(NamedTuple):
     """The reward of an agent of a group, with its role."""
 
-    role: Role
+    role: SeatRole
     reward: float
 
 
@@ -125,10 +125,10 @@ class RewardHistory:
 
     def __init__(self, tasks: int = TASKS) -> None:
         self._tasks = tasks
-        self._by_role: dict[Role, Mean] = {}
-        self._by_task: dict[Role, OrderedDict[str, Mean]] = {}
+        self._by_role: dict[SeatRole, DecayingMean] = {}
+        self._by_task: dict[SeatRole, OrderedDict[str, DecayingMean]] = {}
 
-    def mean(self, role: Role, task: str | None) -> float | None:
+    def mean(self, role: SeatRole, task: str | None) -> float | None:
         """Return the mean reward of the task's earlier groups, else of the environment's; None before the first.
 
         Args:
@@ -138,13 +138,13 @@ class RewardHistory:
         found = self._by_task.get(role, OrderedDict()).get(task or "") or self._by_role.get(role)
         return None if found is None else found.total / found.weight
 
-    def add(self, task: str | None, group: Iterable[Rewarded]) -> None:
+    def add(self, task: str | None, group: Iterable[RewardInRole]) -> None:
         """Add the rewards of a group that has ended."""
         for role, reward in group:
-            self._by_role[role] = self._by_role.get(role, Mean()).with_reward(reward, HISTORY_DECAY)
+            self._by_role[role] = self._by_role.get(role, DecayingMean()).with_reward(reward, HISTORY_DECAY)
             if task is None:
                 continue
             means = self._by_task.setdefault(role, OrderedDict())
-            means[task] = means.pop(task, Mean()).with_reward(reward, HISTORY_DECAY)
+            means[task] = means.pop(task, DecayingMean()).with_reward(reward, HISTORY_DECAY)
             if len(means) > self._tasks:
                 means.popitem(last=False)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from agentrl.core.errors import EntriesError, UntrainableUnitsError
-from agentrl.core.records import MaskStatus, Row, TrainingSample, Trajectory, TrajectoryCredit, Unit
+from agentrl.core.records import MaskStatus, TrainingSample, Trajectory, TrajectoryCredit, TrajectoryRow, Unit
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -28,7 +28,7 @@ ReadUnits = Callable[[Sequence[Unit]], Sequence[Sequence[Trajectory]]]
 """Returns the trajectories of each unit's episode."""
 
 
-def samples(unit: Unit, trajectories: Sequence[Trajectory]) -> list[TrainingSample]:
+def unit_samples(unit: Unit, trajectories: Sequence[Trajectory]) -> list[TrainingSample]:
     """Return the rows of a unit's policy, in (seat, index, row) order; each sampled token has the advantage of its
     trajectory or, if the credit has advantages per turn, of its turn.
 
@@ -68,13 +68,13 @@ def read_samples(units: Sequence[Unit], read: ReadUnits) -> list[list[TrainingSa
         JournalError: a partition cannot be read at all.
     """
     try:
-        return [samples(unit, episode) for unit, episode in zip(units, read(units), strict=True)]
+        return [unit_samples(unit, episode) for unit, episode in zip(units, read(units), strict=True)]
     except EntriesError:
         found: list[list[TrainingSample]] = []
         untrainable = []
         for unit in units:
             try:
-                found.append(samples(unit, read([unit])[0]))
+                found.append(unit_samples(unit, read([unit])[0]))
             except EntriesError as error:
                 untrainable.append((unit.episode_id, unit.attempt, str(error)))
         if untrainable:
@@ -82,7 +82,9 @@ def read_samples(units: Sequence[Unit], read: ReadUnits) -> list[list[TrainingSa
         return found
 
 
-def _samples(row: Row, credit: TrajectoryCredit, *, episode_id: str, row_index: int) -> Iterator[TrainingSample]:
+def _samples(
+    row: TrajectoryRow, credit: TrajectoryCredit, *, episode_id: str, row_index: int
+) -> Iterator[TrainingSample]:
     """The samples of one row, one per routing, with its advantage on the trained tokens."""
     by_turn = np.array(credit.turn_advantages or (credit.advantage,), dtype=np.float32)
     advantages = by_turn[np.clip(row.turn_index, 0, len(by_turn) - 1)]

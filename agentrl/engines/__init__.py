@@ -8,6 +8,6 @@ base model. `external.py` and `remote.py` call policies that no engine serves. `
 check. `transfer.py` sends full weights from the trainer to an engine.
 """
 
-from agentrl.core.machine import hide_broken_builds
+from agentrl.core.machine import hide_mismatched_torch_builds
 
-hide_broken_builds()
+hide_mismatched_torch_builds()

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from agentrl.core.errors import AgentRLError, EngineError, EngineLostError, StorageError
-from agentrl.core.files import remedy
+from agentrl.core.files import os_error_advice
 
 if TYPE_CHECKING:
     from asyncio.subprocess import Process
@@ -179,7 +179,7 @@ class LocalPlacement:
                     errors = os.open(self._log, flags, 0o600)
                 except OSError as error:
                     raise StorageError(
-                        f"{self._log}: cannot be opened to write ({error.strerror}); {remedy(error)}, "
+                        f"{self._log}: cannot be opened to write ({error.strerror}); {os_error_advice(error)}, "
                         "then finish the run with --resume"
                     ) from error
                 stack.callback(os.close, errors)

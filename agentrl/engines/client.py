@@ -26,10 +26,10 @@ from agentrl.core.errors import (
     EngineLostError,
     InputError,
     VersionNotServedError,
-    error_named,
+    rebuild_error,
 )
-from agentrl.core.files import WEIGHT_FILES, read_pieces
-from agentrl.core.ids import key64
+from agentrl.core.files import WEIGHT_FILES, read_files_in_pieces
+from agentrl.core.ids import stable_hash64
 from agentrl.core.network import SCHEME, Address, connect
 from agentrl.core.records import ProcessStatus
 from agentrl.engines import wire
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 
     from agentrl.core.clock import Clock
-    from agentrl.core.ports import Delta, EngineCapabilities, EngineSession, GenerateRequest
+    from agentrl.core.ports import EngineCapabilities, EngineSession, GenerateRequest, NewTokensCallback
     from agentrl.core.records import Completion, Float32Array, Int32Array, PolicyVersion, WeightsRef
     from agentrl.engines.child_process import ChildProgram, ConnectedChild, ProcessPlacement, Writer
 
@@ -86,7 +86,7 @@ class EngineConnection:
         self._on_end = on_end
         self._numbers = itertools.count(1)
         self._calls: dict[int, asyncio.Future[wire.Reply]] = {}
-        self._listeners: dict[int, tuple[str, Delta]] = {}
+        self._listeners: dict[int, tuple[str, NewTokensCallback]] = {}
         self._ended: AgentRLError | None = None
         self._reading = asyncio.get_running_loop().create_task(self._read(reader), name="engine replies")
 
@@ -131,7 +131,7 @@ class EngineConnection:
         finally:
             del self._calls[call]
 
-    async def generate(self, session: int, request: GenerateRequest, on_delta: Delta | None) -> Completion:
+    async def generate(self, session: int, request: GenerateRequest, on_delta: NewTokensCallback | None) -> Completion:
         """Make one call of a session."""
         call = self.next_call()
         if on_delta is not None:
@@ -178,7 +178,7 @@ class EngineConnection:
         Raises:
             EngineError: the files cannot be read here.
         """
-        reading = read_pieces(Path(weights.path), WEIGHT_FILES[weights.kind], PIECE_BYTES)
+        reading = read_files_in_pieces(Path(weights.path), WEIGHT_FILES[weights.kind], PIECE_BYTES)
         is_last = False
         while not is_last:
             try:
@@ -234,7 +234,7 @@ class EngineConnection:
             case wire.Busy():
                 self.busy = reply.seconds
             case wire.Failed():
-                self._settle(reply.call, error_named(reply.kind, reply.message, among=(EngineError, InputError)))
+                self._settle(reply.call, rebuild_error(reply.kind, reply.message, among=(EngineError, InputError)))
             case wire.Loaded():
                 self._settle(0, reply)
             case wire.WeightsWanted():
@@ -273,7 +273,7 @@ class ConnectionSession:
         self._connection = connection
         self._number = number
 
-    async def generate(self, request: GenerateRequest, on_delta: Delta | None = None) -> Completion:
+    async def generate(self, request: GenerateRequest, on_delta: NewTokensCallback | None = None) -> Completion:
         """See `agentrl.core.ports.EngineSession.generate`."""
         return await self._connection.generate(self._number, request, on_delta)
 
@@ -341,7 +341,7 @@ class RoutedSession(Generic[ReplicaT]):
         self._session: EngineSession | None = None
         self._closed = False
 
-    async def generate(self, request: GenerateRequest, on_delta: Delta | None = None) -> Completion:
+    async def generate(self, request: GenerateRequest, on_delta: NewTokensCallback | None = None) -> Completion:
         """See `agentrl.core.ports.EngineSession.generate`."""
         while True:
             replica, session = await self._opened(request)
@@ -396,7 +396,7 @@ def pick_replica(loads: Sequence[int], policy: str, context: Int32Array) -> int:
         policy: policy of the conversation.
         context: token ids of the conversation, `[n]`.
     """
-    best = key64(policy, context.tobytes().hex()) % len(loads)
+    best = stable_hash64(policy, context.tobytes().hex()) % len(loads)
     return best if loads[best] <= LOAD_BOUND * sum(loads) / len(loads) else loads.index(min(loads))
 
 

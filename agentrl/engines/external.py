@@ -18,15 +18,15 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from agentrl.core.errors import EngineError, EpisodeError, error_words
-from agentrl.core.ids import stream
+from agentrl.core.errors import EngineError, EpisodeError, format_foreign_error
+from agentrl.core.ids import random_stream
 from agentrl.core.ports import EngineCapabilities
 from agentrl.core.records import Completion, Message, PolicyVersion, VersionSpan
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
-    from agentrl.core.ports import Delta, Engine, EngineSession, GenerateRequest, Sampler
+    from agentrl.core.ports import Engine, EngineSession, GenerateRequest, NewTokensCallback, Sampler
     from agentrl.core.records import FinishReason, Float32Array, Int32Array, WeightsRef
 
 MAX_CHARACTERS = 1 << 20
@@ -58,7 +58,7 @@ class ExternalSession:
     external: ExternalPolicy
     session_id: str
 
-    async def generate(self, request: GenerateRequest, on_delta: Delta | None = None) -> Completion:
+    async def generate(self, request: GenerateRequest, on_delta: NewTokensCallback | None = None) -> Completion:
         """See `agentrl.core.ports.EngineSession.generate`; the whole answer comes at once."""
         return await self.external.generate(request, f"episode and seat {self.session_id}")
 
@@ -173,13 +173,13 @@ class Bot:
         told = [line for line in map(json.loads, lines) if "tools" not in line]
         conversation = [Message(role=line["role"], content=line["content"]) for line in told]
         try:
-            said = self.program(conversation, stream("bot", request.seed))
+            said = self.program(conversation, random_stream("bot", request.seed))
             if inspect.isawaitable(said):
                 said = await said
         except EpisodeError:
             raise
         except Exception as error:
-            raise self._failed(where, f"raised {error_words(error)}") from error
+            raise self._failed(where, f"raised {format_foreign_error(error)}") from error
         if not isinstance(said, str):
             raise self._failed(where, f"returned {said!r:.200}; it must return text")
         if len(said) > MAX_CHARACTERS:

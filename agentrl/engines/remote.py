@@ -24,7 +24,7 @@ from urllib.parse import quote
 import aiohttp
 
 from agentrl.core.errors import ConfigError, EngineLostError, EpisodeError
-from agentrl.core.records import Completion, usage_of
+from agentrl.core.records import Completion, reported_token_usage
 from agentrl.engines.external import external_completion
 
 if TYPE_CHECKING:
@@ -263,7 +263,7 @@ def _answer(content: bytes) -> tuple[dict[str, Any], Any]:
         said["tool_calls"] = message["tool_calls"]
     if not isinstance(said["content"], str):
         raise ValueError("its content is not text")
-    if counts := usage_of(answer):
+    if counts := reported_token_usage(answer):
         said["usage"] = counts
     return said, choice.get("finish_reason")
 

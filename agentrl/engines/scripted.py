@@ -26,7 +26,7 @@ from agentrl.engines.versions import WantedVersions, in_loading_order
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from agentrl.core.ports import Delta, GenerateRequest, Refresh
+    from agentrl.core.ports import GenerateRequest, NewTokensCallback, Refresh
     from agentrl.core.records import FinishReason, Float32Array, Int32Array, PolicyVersion, WeightsRef
 
 Script = Callable[["GenerateRequest", str, "PolicyVersion"], Sequence[int]]
@@ -45,7 +45,7 @@ class _Call:
     version: PolicyVersion
     follows: bool
     """Whether the call moves to newer versions while it runs."""
-    on_delta: Delta | None
+    on_delta: NewTokensCallback | None
     future: asyncio.Future[None]
     ran: float = 0.0
     """Seconds that the call ran until `since`."""
@@ -175,7 +175,13 @@ class ScriptedEngine:
         return current if self._refresh == "lazy" and lags else lease
 
     def start(
-        self, request: GenerateRequest, policy: str, version: PolicyVersion, *, pinned: bool, on_delta: Delta | None
+        self,
+        request: GenerateRequest,
+        policy: str,
+        version: PolicyVersion,
+        *,
+        pinned: bool,
+        on_delta: NewTokensCallback | None,
     ) -> Completion | _Call:
         """Begin a call; returns its completion, or the call in flight if it takes time."""
         context = len(request.token_ids)
@@ -408,7 +414,7 @@ class ScriptedSession:
         self._call = ""
         self.closed = False
 
-    async def generate(self, request: GenerateRequest, on_delta: Delta | None = None) -> Completion:
+    async def generate(self, request: GenerateRequest, on_delta: NewTokensCallback | None = None) -> Completion:
         """See `agentrl.core.ports.EngineSession.generate`."""
         engine, pin = self._engine, self._pin
         self._call = request.request_id

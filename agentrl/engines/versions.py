@@ -25,7 +25,7 @@ from agentrl.core.records import Completion
 if TYPE_CHECKING:
     from collections.abc import Container
 
-    from agentrl.core.ports import Delta, EngineCapabilities, GenerateRequest, Refresh
+    from agentrl.core.ports import EngineCapabilities, GenerateRequest, NewTokensCallback, Refresh
     from agentrl.core.records import FinishReason, Float32Array, Int32Array, PolicyVersion, WeightsRef
 
 
@@ -161,7 +161,7 @@ LiveT = TypeVar("LiveT", bound=LiveVersion)
 class SessionOwner(Protocol):
     """The engine's interface to its sessions."""
 
-    async def generate(self, session: Any, request: GenerateRequest, on_delta: Delta | None) -> Completion:
+    async def generate(self, session: Any, request: GenerateRequest, on_delta: NewTokensCallback | None) -> Completion:
         """Make one call of `session`."""
         ...
 
@@ -196,7 +196,7 @@ class VersionedSession(Generic[LiveT]):
         """Whether the session's KV is assumed to be cached; vLLM does not report dropped prefixes."""
         return True
 
-    async def generate(self, request: GenerateRequest, on_delta: Delta | None = None) -> Completion:
+    async def generate(self, request: GenerateRequest, on_delta: NewTokensCallback | None = None) -> Completion:
         """See `agentrl.core.ports.EngineSession.generate`."""
         return await self.engine.generate(self, request, on_delta)
 

@@ -17,7 +17,7 @@ from agentrl.core.records import (
     Completion,
     FinishReason,
     PolicyVersion,
-    RoutingBreak,
+    RoutingRestart,
     SamplingMask,
     VersionSpan,
     WeightsRef,
@@ -149,7 +149,7 @@ class Completed(WireMessage, frozen=True):
     routing: bytes | None
     routing_shape: tuple[int, ...]
     routing_start: int
-    routing_breaks: tuple[RoutingBreak, ...]
+    routing_breaks: tuple[RoutingRestart, ...]
     mask_counts: bytes | None
     mask_ids: bytes
     prompt_tokens: int

@@ -21,8 +21,8 @@ from numbers import Real
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar, runtime_checkable
 
-from agentrl.core.errors import AgentRLError, EnvironmentDefinitionError, RewardError, error_words
-from agentrl.core.records import REWARD, Message, PolicyVersion, Recollection, StopReason, Task, Turn
+from agentrl.core.errors import AgentRLError, EnvironmentDefinitionError, RewardError, format_foreign_error
+from agentrl.core.records import REWARD, Message, PolicyVersion, ProposalNovelty, StopReason, Task, Turn
 
 if TYPE_CHECKING:
     import random
@@ -346,7 +346,7 @@ class EpisodeContext(ABC):
         """
 
     @abstractmethod
-    async def remember(self, key: str, structure: str = "") -> Recollection:
+    async def remember(self, key: str, structure: str = "") -> ProposalNovelty:
         """Record a proposal in the run's memory and return what the memory held before. Journaled: re-execution returns
         the same.
 
@@ -485,7 +485,7 @@ class Environment(ABC):
 
 def described(error: BaseException) -> str:
     """Describe an error of foreign code on one line, with the file and line that raised it."""
-    return f"{error_words(error)}{raised_at(error)}"
+    return f"{format_foreign_error(error)}{raised_at(error)}"
 
 
 def raised_at(error: BaseException | None) -> str:

@@ -31,7 +31,7 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from agentrl.core.errors import EnvironmentDefinitionError, error_words
+from agentrl.core.errors import EnvironmentDefinitionError, format_foreign_error
 from agentrl.environment.base import valid_unicode
 from agentrl.environment.containment import GlobalRandom
 from agentrl.environment.registry import load_module, module_of
@@ -121,7 +121,7 @@ class IsolatedObject:
         try:
             await self._ask(first, self._name, more_s=_START_S)
         except IsolatedError as error:
-            self._ended = self._ended or f"{self._name} raised {error_words(error)}"
+            self._ended = self._ended or f"{self._name} raised {format_foreign_error(error)}"
             self._end()
             raise
 

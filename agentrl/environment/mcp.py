@@ -21,7 +21,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from agentrl.core.errors import EnvironmentDefinitionError, EpisodeError, error_words
+from agentrl.core.errors import EnvironmentDefinitionError, EpisodeError, format_foreign_error
 from agentrl.core.machine import install_command
 from agentrl.core.records import ToolSpec
 from agentrl.environment.base import Guarantee
@@ -134,7 +134,7 @@ class MCPTool:
             where = ".".join(map(str, error.absolute_path)) or "arguments"
             raise ValueError(f"{where}: {error.message[:300]}") from None
         except Exception as error:  # noqa: BLE001 - of a schema that is nested too deeply, or that lies otherwise
-            raise ValueError(f"the tool's schema cannot be applied: {error_words(error)[:300]}") from None
+            raise ValueError(f"the tool's schema cannot be applied: {format_foreign_error(error)[:300]}") from None
         return dict(arguments)
 
 
@@ -180,7 +180,7 @@ class MCPConnection:
         except _ListError as error:
             raise self._unusable(str(error)) from None
         except Exception as error:  # noqa: BLE001 - of the server, or of the library that speaks with it
-            raise self._unusable(self._ended or error_words(_cause(error))[:1000]) from None
+            raise self._unusable(self._ended or format_foreign_error(_cause(error))[:1000]) from None
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
         """Call a tool.
@@ -205,7 +205,7 @@ class MCPConnection:
         except asyncio.CancelledError:
             raise
         except Exception as error:  # noqa: BLE001 - of the server, or of the library that speaks with it
-            raise MCPToolError(self._ended or error_words(_cause(error))[:1000]) from None
+            raise MCPToolError(self._ended or format_foreign_error(_cause(error))[:1000]) from None
         said = _text_of(result)
         if getattr(result, "is_error", False):
             raise MCPToolError(said)

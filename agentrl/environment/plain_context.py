@@ -14,14 +14,14 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
 from agentrl.core.clock import SystemClock
-from agentrl.core.errors import EnvironmentDefinitionError, error_words
-from agentrl.core.ids import stream, uuid4
+from agentrl.core.errors import EnvironmentDefinitionError, format_foreign_error
+from agentrl.core.ids import random_stream, uuid4
 from agentrl.core.records import (
     REWARD,
     Completion,
     Message,
     PolicyVersion,
-    Recollection,
+    ProposalNovelty,
     Task,
     ToolCall,
     ToolSpec,
@@ -151,7 +151,7 @@ class PlainContext(EpisodeContext):
         self.truncated = False
         self._speakers = speakers
         self._parse: ParseText = parse if parse is not None else lambda text: (text, ())
-        self._rng = stream("plain", seed)
+        self._rng = random_stream("plain", seed)
         self._clock = SystemClock()
 
     def agent(self, seat: str, index: int = 0, *, tools: Sequence[ToolSpec] = ()) -> PlainAgent:
@@ -193,9 +193,9 @@ class PlainContext(EpisodeContext):
             "`agentrl.evaluate`"
         )
 
-    async def remember(self, key: str, structure: str = "") -> Recollection:
+    async def remember(self, key: str, structure: str = "") -> ProposalNovelty:
         """Return an empty recollection: this context remembers no proposals."""
-        return Recollection(times=0, share=0.0)
+        return ProposalNovelty(times=0, share=0.0)
 
     async def gather(self, *awaitables: Awaitable[Any]) -> list[Any]:
         """Await several things at once."""
@@ -219,7 +219,7 @@ class PlainContext(EpisodeContext):
         except InvalidToolCallError as error:
             return f"error: {error}"
         except Exception as error:  # noqa: BLE001 - a tool is foreign code, and its error is the policy's observation
-            return f"error: {error_words(error)}"
+            return f"error: {format_foreign_error(error)}"
 
     def truncate(self, limit: LimitReachedError) -> None:
         """Mark the episode as truncated."""

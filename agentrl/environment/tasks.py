@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterable
 
 from agentrl.core.errors import EpisodeError, InputError, RewardError
-from agentrl.core.ids import key64
+from agentrl.core.ids import stable_hash64
 from agentrl.core.records import Task
 from agentrl.environment.base import ChildResult, Split
 
@@ -77,7 +77,7 @@ class SeedTasks:
             raise IndexError(index)
         if self._split == "held_out":
             return Task(id=f"held_out-{index}", data={"seed": index})
-        drawn = HELD_OUT_SEEDS + key64("gym", self._seed, index) % (SEEDS - HELD_OUT_SEEDS)
+        drawn = HELD_OUT_SEEDS + stable_hash64("gym", self._seed, index) % (SEEDS - HELD_OUT_SEEDS)
         return Task(id=f"train-{self._seed}-{index}", data={"seed": drawn})
 
 

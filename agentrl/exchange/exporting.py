@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from agentrl.core.errors import AgentRLError, InputError, StorageError
-from agentrl.core.files import LOCAL, remedy, rename_durably
+from agentrl.core.files import LOCAL, os_error_advice, rename_durably
 from agentrl.exchange.files import building
 from agentrl.exchange.formats import EXPORTS
 from agentrl.inspection.comparisons import FORKS, fork_tree
@@ -90,7 +90,7 @@ def export(
             _settle(built, target, format, force=force)
     except OSError as error:
         what = os.strerror(error.errno) if error.errno else str(error)
-        raise StorageError(f"{target}: the export cannot be written ({what}); {remedy(error)}") from error
+        raise StorageError(f"{target}: the export cannot be written ({what}); {os_error_advice(error)}") from error
     return Exported(format=format, path=str(target), episodes=len(selection.keys), problems=selection.problems)
 
 

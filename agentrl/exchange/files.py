@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from agentrl.core.errors import InputError
-from agentrl.core.files import STAGING, open_regular, read_at_most, staged
+from agentrl.core.files import STAGING, open_regular, read_at_most, staging_directory
 
 T = TypeVar("T")
 
@@ -150,7 +150,7 @@ def building(target: Path) -> Iterator[Path]:
         # Holds the parent's lock, so that cleanups do not take it for a leftover before it is locked.
         with _locked(target.parent):
             _remove_those_of_the_dead(target.parent)
-            directory = until_built.enter_context(staged(target.with_name(_NAME + secrets.token_hex(8))))
+            directory = until_built.enter_context(staging_directory(target.with_name(_NAME + secrets.token_hex(8))))
             until_built.enter_context(_locked(directory))
         yield directory / target.name
 

@@ -18,7 +18,7 @@ import msgspec
 
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import EpisodeError, InputError, StorageError
-from agentrl.core.files import remedy, rename_durably
+from agentrl.core.files import os_error_advice, rename_durably
 from agentrl.exchange.files import building, storable
 from agentrl.exchange.foreign import ForeignReply, entries_of, header_of, missing, replies_of, spec_of
 from agentrl.exchange.formats import IMPORTS
@@ -80,7 +80,7 @@ def import_run(source: Path, format: str, target: Path) -> Imported:
     except (OSError, StorageError) as error:
         why, mend = "the disk is full, or refuses", "free space or repair it, then import again"
         if isinstance(error, OSError):  # the journal's own message is about resuming a run
-            why, mend = error.strerror or str(error), remedy(error)
+            why, mend = error.strerror or str(error), os_error_advice(error)
         raise StorageError(f"{target}: the run cannot be written ({why}); {mend}") from error
     counts = {name: told.pop(name) for name in ("episodes", "turns")}
     return Imported(path=str(target), **counts, not_told=dict(told))

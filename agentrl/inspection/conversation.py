@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from agentrl.core.records import REWARD, PolicyVersion, usage_of
-from agentrl.core.reply_formats import Reply, guess, json_value
+from agentrl.core.records import REWARD, PolicyVersion, reported_token_usage
+from agentrl.core.reply_formats import ReplyParts, guess_reply_parts, parse_json_value
 from agentrl.inspection.reader import AgentLine, EpisodeLine, EpisodeView, checked_rows
 from agentrl.journal.entries import (
     Begin,
@@ -229,8 +229,8 @@ def _external_policies(info: Mapping[str, Any]) -> set[str]:
 
 def _with_usage(act: TurnAct) -> TurnAct:
     """Replace the recorded bytes of an endpoint's turn by the endpoint's token counts, 0 if it gave none."""
-    said = json_value(act.text)
-    counts = usage_of(said) if isinstance(said, dict) else {}
+    said = parse_json_value(act.text)
+    counts = reported_token_usage(said) if isinstance(said, dict) else {}
     return msgspec.structs.replace(act, tokens=counts.get("completion_tokens", 0))
 
 
@@ -310,7 +310,7 @@ def _act(call: str, body: EntryBody, waits: _Waits) -> Act:
 
 def _turn(call: str, turn: TurnEntry, waits: _Waits) -> TurnAct:
     whose = turn.weights_of or turn.policy
-    reply = guess(turn.text) if len(turn.text) <= MAX_READ else Reply("", turn.text, ())
+    reply = guess_reply_parts(turn.text) if len(turn.text) <= MAX_READ else ReplyParts("", turn.text, ())
     return TurnAct(
         call=call,
         seat=turn.seat,

@@ -13,7 +13,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from agentrl.core.text import plural, rate, safe, safe_line
+from agentrl.core.text import escape_line, escape_text, format_rate, plural
 from agentrl.inspection.statistics import win_rate_matrix
 from agentrl.observe.metrics import describe
 from agentrl.observe.view import curve
@@ -70,7 +70,7 @@ class Page:
 
     def block(self, content: str, style: str = "", *, indent: int = 4) -> None:
         """Add multi-line content; very long content is cut, with its length."""
-        shown = safe(content[:MAX_BLOCK])
+        shown = escape_text(content[:MAX_BLOCK])
         if len(content) > MAX_BLOCK:
             shown += f"\n… and {len(content) - MAX_BLOCK:,} more characters (--json has them)"
         self._parts.append(Text("\n".join(" " * indent + line for line in shown.split("\n")), style))
@@ -82,20 +82,20 @@ class Page:
             for number, piece in enumerate(content.split("\n")):
                 if number:
                     text.append("⏎\n" + " " * indent, "dim")
-                text.append(safe_line(piece), style)
+                text.append(escape_line(piece), style)
         self._parts.append(text)
 
     def facts(self, facts: Iterable[tuple[str, str]]) -> None:
         """Add names with their values, one per line."""
         for name, fact in facts:
-            self._parts.append(Text(f"  {safe_line(name):<12} ", "dim") + Text(_short(fact, 4 * MAX_CELL)))
+            self._parts.append(Text(f"  {escape_line(name):<12} ", "dim") + Text(_short(fact, 4 * MAX_CELL)))
 
     def table(self, columns: Sequence[str], rows: Iterable[Sequence[Part]], *, caption: str = "") -> None:
         """Add a table; the heading of a column of numbers ends with `>`."""
-        table = Table(box=None, pad_edge=False, header_style="bold", caption=safe_line(caption) or None)
+        table = Table(box=None, pad_edge=False, header_style="bold", caption=escape_line(caption) or None)
         for column in columns:
             right = column.endswith(">")
-            name = Text(safe_line(column.removesuffix(">")))
+            name = Text(escape_line(column.removesuffix(">")))
             table.add_column(name, justify="right" if right else "left", no_wrap=right, overflow="fold")
         for row in rows:
             table.add_row(*(_styled([cell]) for cell in row))
@@ -104,7 +104,7 @@ class Page:
     def problems(self, problems: Iterable[str]) -> None:
         """Append a list of problems met while reading."""
         for problem in problems:
-            self._parts.append(Text(f"\nnot readable: {safe(problem)}", "bold red"))
+            self._parts.append(Text(f"\nnot readable: {escape_text(problem)}", "bold red"))
 
 
 def _styled(parts: Iterable[Part]) -> Text:
@@ -116,7 +116,7 @@ def _styled(parts: Iterable[Part]) -> Text:
 
 
 def _short(content: str, most: int) -> str:
-    return safe_line(content if len(content) <= most else f"{content[:most]}…")
+    return escape_line(content if len(content) <= most else f"{content[:most]}…")
 
 
 def run_table(lines: Sequence[RunLine]) -> Page:
@@ -347,7 +347,11 @@ def _digits(value: float | None) -> str:
 def figures_page(figures: RunStatistics) -> Page:
     """Make a page with the figures of a run."""
     page = Page()
-    speed = "" if figures.tokens_per_second is None else f", {rate(figures.tokens_per_second)} sampled tokens a second"
+    speed = (
+        ""
+        if figures.tokens_per_second is None
+        else f", {format_rate(figures.tokens_per_second)} sampled tokens a second"
+    )
     page.line((figures.name, "bold"), f" · {number(figures.seconds)} s{speed}")
     page.line(f"{figures.in_flight} in flight, {plural(figures.repeated, 'attempt')} beyond the first")
     for kind in figures.episodes:

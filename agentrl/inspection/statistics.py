@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 
 from agentrl.core.errors import StorageError
-from agentrl.core.records import REWARD, Tally
+from agentrl.core.records import REWARD, GameTally
 from agentrl.observe.run_state import RunState, Status, plan_of, read_metrics, read_status
 
 if TYPE_CHECKING:
@@ -211,14 +211,14 @@ def run_win_rates(reader: RunReader) -> list[OpponentResult]:
 
 def win_rates(
     headers: Iterable[EpisodeHeader], learner: str, opponent: str, *, every: int
-) -> dict[tuple[int, PolicyVersion], Tally]:
+) -> dict[tuple[int, PolicyVersion], GameTally]:
     """Sum results by the learner's step, rounded down to multiples of `every`, and the opponent's version."""
-    matrix: dict[tuple[int, PolicyVersion], Tally] = {}
+    matrix: dict[tuple[int, PolicyVersion], GameTally] = {}
     for header in headers:
         result = header.result(learner, opponent)
         if result is not None:
             key = (result.learner.step - result.learner.step % every, result.opponent)
-            matrix[key] = matrix.get(key, Tally()).plus(result.score)
+            matrix[key] = matrix.get(key, GameTally()).plus(result.score)
     return dict(sorted(matrix.items()))
 
 

@@ -17,9 +17,9 @@ from agentrl.core.records import (
     STATE_BYTES,
     BaselineSet,
     DataLocation,
-    EarlierMean,
     EpisodeHeader,
     EpisodeSpec,
+    FrozenRoleMean,
     PolicyVersion,
     SeatBinding,
     TrajectoryHeader,
@@ -39,7 +39,7 @@ _NEGATIVE_ZERO = _ENCODER.encode(-0.0)
 _SPEC = msgspec.msgpack.Decoder(EpisodeSpec)
 _JSON = msgspec.json.Encoder()
 _FINISHERS = msgspec.json.Decoder(tuple[str, ...])
-_EARLIER = msgspec.json.Decoder(tuple[EarlierMean, ...])
+_EARLIER = msgspec.json.Decoder(tuple[FrozenRoleMean, ...])
 _VERSIONS = msgspec.json.Decoder(tuple[PolicyVersion, ...])
 _TURN_REWARDS = msgspec.json.Decoder(tuple[tuple[int, float], ...])
 _NAMED_REWARDS = msgspec.json.Decoder(tuple[tuple[str, float], ...])

@@ -139,7 +139,7 @@ class TurnEntry(msgspec.Struct, frozen=True, array_like=True, tag="turn"):
     parent_context: int = 0
     """Length of the row before this turn's `context_ids`."""
     routing_breaks: tuple[tuple[int, int], ...] = ()
-    """Restarts of routing positions, as (row of the routing, position); see `RoutingBreak`."""
+    """Restarts of routing positions, as (row of the routing, position); see `RoutingRestart`."""
     weights_of: str = ""
     """Policy whose versions `spans` names, if that is not `policy`: a past version of it held the seat."""
     pauses: tuple[Pause, ...] = ()

@@ -20,8 +20,8 @@ import msgspec
 
 from agentrl.core import ids
 from agentrl.core.errors import RunDirectoryError, StorageError
-from agentrl.core.files import open_regular, read_at_most, remedy, replace_file
-from agentrl.core.text import safe_line
+from agentrl.core.files import open_regular, os_error_advice, read_at_most, replace_file
+from agentrl.core.text import escape_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -66,7 +66,7 @@ class RunLock:
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         except OSError as error:
-            raise StorageError(f"{path}: cannot be opened ({error.strerror}); {remedy(error)}") from error
+            raise StorageError(f"{path}: cannot be opened ({error.strerror}); {os_error_advice(error)}") from error
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -81,7 +81,7 @@ class RunLock:
             os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
         except OSError as error:
             os.close(descriptor)
-            raise StorageError(f"{path}: cannot be written ({error.strerror}); {remedy(error)}") from error
+            raise StorageError(f"{path}: cannot be written ({error.strerror}); {os_error_advice(error)}") from error
         self._descriptor = descriptor
         _held.add(self)
 
@@ -237,7 +237,7 @@ class ProcessRecord(msgspec.Struct, kw_only=True):
             return ProcessRecord()
         except (OSError, ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors
             why = error.strerror if isinstance(error, OSError) else error
-            fault = f"how it ended is unknown, because {path} cannot be read ({safe_line(str(why))[:200]})"
+            fault = f"how it ended is unknown, because {path} cannot be read ({escape_line(str(why))[:200]})"
             return ProcessRecord(state="unknown", is_playing=True, fault=fault, has_killer=True)
 
     def write(self, run: Path) -> None:
@@ -268,7 +268,7 @@ class ProcessRecord(msgspec.Struct, kw_only=True):
         evaluations = unfinished("evaluate")
         return [
             *unfinished("train"),
-            *(spec for spec in evaluations if ids.root_number(spec.episode_id) >= self.next_evaluation),
+            *(spec for spec in evaluations if ids.root_episode_number(spec.episode_id) >= self.next_evaluation),
         ]
 
     def next(self, journal: PlayedJournal) -> ProcessRecord:

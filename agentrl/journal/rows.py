@@ -9,7 +9,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from agentrl.core.errors import EntriesError
-from agentrl.core.records import MaskStatus, PolicyVersion, RoutingSpan, Row, SamplingMask, Trajectory, VersionSpan
+from agentrl.core.records import (
+    MaskStatus,
+    PolicyVersion,
+    RoutingSpan,
+    SamplingMask,
+    Trajectory,
+    TrajectoryRow,
+    VersionSpan,
+)
 from agentrl.journal.entries import Begin, JournalEntry, RewardEntry, TurnEntry, decode_entries
 
 if TYPE_CHECKING:
@@ -66,7 +74,7 @@ def trajectories(entries: Iterable[JournalEntry], policy: str | None = None) -> 
     return tuple(answer)
 
 
-def _rows(turns: Sequence[TurnEntry]) -> tuple[Row, ...]:
+def _rows(turns: Sequence[TurnEntry]) -> tuple[TrajectoryRow, ...]:
     by_row: dict[int, list[TurnEntry]] = {}
     numbers: set[int] = set()
     for turn in sorted(turns, key=lambda turn: turn.turn):
@@ -77,7 +85,7 @@ def _rows(turns: Sequence[TurnEntry]) -> tuple[Row, ...]:
     return tuple(_row(by_row[number]) for number in sorted(by_row))
 
 
-def _row(turns: Sequence[TurnEntry]) -> Row:
+def _row(turns: Sequence[TurnEntry]) -> TrajectoryRow:
     import numpy as np
 
     tokens, masks, logprobs, indices, counts, kept = [], [], [], [], [], []
@@ -113,7 +121,7 @@ def _row(turns: Sequence[TurnEntry]) -> Row:
             spans.append(VersionSpan(start + span.start, start + span.stop, version))
         at = start + len(sampled)
     masked = any(turn.mask_counts is not None for turn in turns)
-    return Row(
+    return TrajectoryRow(
         token_ids=_int32(tokens),
         loss_mask=np.concatenate(masks),
         behavior_logprobs=np.concatenate(logprobs).astype(np.float32, copy=False),

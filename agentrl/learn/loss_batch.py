@@ -70,7 +70,7 @@ class TokenColumns:
                 "agent": agent,
                 "episode": (sample.episode_id,),
                 "seat": (sample.seat,),
-                "group": (ids.group_of(sample.episode_id or "e0", group_size),),
+                "group": (ids.group_id_of(sample.episode_id or "e0", group_size),),
             }
             for name, key in keys.items():
                 names[name] += [key] * len(at)

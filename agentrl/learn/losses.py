@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from agentrl.core.errors import TrainerError
-from agentrl.core.functions import FunctionCode, Mark, check_options, find, mark_of
+from agentrl.core.functions import FunctionCode, FunctionDeclaration, check_options, declaration_of, find_function_code
 from agentrl.learn.loss_batch import LOG_RATIO_LIMIT, Id, LossBatch, TokenGradients
 
 if TYPE_CHECKING:
@@ -329,24 +329,24 @@ def _check_one_of(option: str, value: str, known: Sequence[str]) -> None:
         raise ValueError(f"{option} = {value!r}: expected {', '.join(known)}")
 
 
-BUILT_IN: dict[str, tuple[LossFunction, Mark]] = {
-    "truncated": (truncated, Mark("loss", per_token=True)),
-    "ppo": (ppo, Mark("loss", per_token=True)),
-    "reinforce": (reinforce, Mark("loss", per_token=True)),
-    "cispo": (cispo, Mark("loss", per_token=True)),
-    "sapo": (sapo, Mark("loss", per_token=True)),
-    "gspo": (gspo, Mark("loss")),
-    "decoupled_ppo": (decoupled_ppo, Mark("loss", per_token=True)),
-    "importance_sampling": (importance_sampling, Mark("loss")),
-    "geometric_mask": (geometric_mask, Mark("loss")),
-    "off_policy_mask": (off_policy_mask, Mark("loss")),
-    "m2po": (m2po, Mark("loss")),
-    "topr": (topr, Mark("loss")),
-    "vespo": (vespo, Mark("loss")),
-    "clip_cov": (clip_cov, Mark("loss")),
-    "kl_cov": (kl_cov, Mark("loss")),
-    "distillation": (distillation, Mark("loss", per_token=True, reference=True, divergence=True)),
-    "dpo": (dpo, Mark("loss", reference=True)),
+BUILT_IN: dict[str, tuple[LossFunction, FunctionDeclaration]] = {
+    "truncated": (truncated, FunctionDeclaration("loss", per_token=True)),
+    "ppo": (ppo, FunctionDeclaration("loss", per_token=True)),
+    "reinforce": (reinforce, FunctionDeclaration("loss", per_token=True)),
+    "cispo": (cispo, FunctionDeclaration("loss", per_token=True)),
+    "sapo": (sapo, FunctionDeclaration("loss", per_token=True)),
+    "gspo": (gspo, FunctionDeclaration("loss")),
+    "decoupled_ppo": (decoupled_ppo, FunctionDeclaration("loss", per_token=True)),
+    "importance_sampling": (importance_sampling, FunctionDeclaration("loss")),
+    "geometric_mask": (geometric_mask, FunctionDeclaration("loss")),
+    "off_policy_mask": (off_policy_mask, FunctionDeclaration("loss")),
+    "m2po": (m2po, FunctionDeclaration("loss")),
+    "topr": (topr, FunctionDeclaration("loss")),
+    "vespo": (vespo, FunctionDeclaration("loss")),
+    "clip_cov": (clip_cov, FunctionDeclaration("loss")),
+    "kl_cov": (kl_cov, FunctionDeclaration("loss")),
+    "distillation": (distillation, FunctionDeclaration("loss", per_token=True, reference=True, divergence=True)),
+    "dpo": (dpo, FunctionDeclaration("loss", reference=True)),
 }
 """Losses, keyed by the name in `trainer.loss.name`. Those marked `per_token` without a reference have no gradient where
 the advantage is 0; none reads the entropies."""
@@ -359,7 +359,7 @@ class Loss:
     name: str
     function: LossFunction
     options: Mapping[str, Any]
-    mark: Mark
+    mark: FunctionDeclaration
     skips_zeros: bool
     """Whether rows whose advantages are all 0 need not be forwarded. Decides for a `per_token` loss; for others the
     gradients do, and this only estimates the work of each rank."""
@@ -449,8 +449,8 @@ def make_loss(section: TrainerConfig, code: FunctionCode | None = None) -> Loss:
     function, mark = BUILT_IN.get(config.name, (None, None))
     is_built_in = function is not None
     if function is None or mark is None:
-        function = (code or find("loss", config.name, key="trainer.loss.name")).load()
-        mark = mark_of(function)
+        function = (code or find_function_code("loss", config.name, key="trainer.loss.name")).load()
+        mark = declaration_of(function)
     check_options(function, config.options, "trainer.loss")
     estimator, kl = config.divergence
     return Loss(

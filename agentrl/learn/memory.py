@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from agentrl.config.run import RunConfig
-from agentrl.core.functions import Mark
+from agentrl.core.functions import FunctionDeclaration
 from agentrl.core.records import TrainingSample
 from agentrl.engines.models import dtype_name, outermost_layers, runnable_on_meta
 from agentrl.engines.weights import device_memory
@@ -127,7 +127,11 @@ def _activations(config: RunConfig, policy: str, model: PolicyModel) -> int:
     module: nn.Module = model.model
     model.activate()
     loss = config.trainer.loss.name
-    mark = BUILT_IN[loss][1] if loss in BUILT_IN else Mark("loss", divergence=bool(config.trained[policy].reference))
+    mark = (
+        BUILT_IN[loss][1]
+        if loss in BUILT_IN
+        else FunctionDeclaration("loss", divergence=bool(config.trained[policy].reference))
+    )
     with runnable_on_meta(model.model), AllocationCounter([*module.parameters(), *module.buffers()]) as counted:
         reference = _reference_output(batch, model.model.device) if mark.divergence else None
         output = token_logprobs(

@@ -33,7 +33,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from agentrl.config.policies import LoraConfig
 from agentrl.config.run import RunConfig
 from agentrl.core.errors import ConfigError, ModelError
-from agentrl.core.ids import key64
+from agentrl.core.ids import stable_hash64
 from agentrl.core.records import TrainingSample
 from agentrl.engines.models import (
     check_key_selection,
@@ -401,7 +401,7 @@ def _load_on_base(config: RunConfig, device: torch.device, mesh: DeviceMesh | No
             # Generated names, because PEFT matches names as substrings: a policy called "a" would match every adapter.
             adapters[name] = f"adapter{index}x"
             with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(key64(config.seed, name, "adapter") >> 1)
+                torch.manual_seed(stable_hash64(config.seed, name, "adapter") >> 1)
                 peft_model = _add_adapter(base, peft_model, adapters[name], lora, _short(targets, base), path)
         base.requires_grad_(False)
         for name, adapter in adapters.items():

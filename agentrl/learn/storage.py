@@ -47,8 +47,8 @@ from safetensors.numpy import load, save
 from torch import Tensor, nn
 
 from agentrl.core.errors import StorageError, TrainerError
-from agentrl.core.files import WEIGHT_FILES, remedy, rename_durably, sha256_of, staged
-from agentrl.core.ids import key64
+from agentrl.core.files import WEIGHT_FILES, os_error_advice, rename_durably, sha256_of, staging_directory
+from agentrl.core.ids import stable_hash64
 from agentrl.core.records import PolicyVersion, StepReport, TrainingSample, WeightsRef
 from agentrl.credit.samples import input_digest, row_digest, token_lags, trained_positions
 from agentrl.engines.models import dtype_name
@@ -105,7 +105,7 @@ def converting_write_errors(path: Path) -> Iterator[None]:
         yield
     except (OSError, SafetensorError) as error:
         reason = (error.strerror if isinstance(error, OSError) else None) or " ".join(str(error).split())
-        mend = remedy(error) if isinstance(error, OSError) else "free space or make it writable"
+        mend = os_error_advice(error) if isinstance(error, OSError) else "free space or make it writable"
         raise StorageError(
             f"{path}: could not be written ({reason}); {mend}, then start the run again with --resume"
         ) from error
@@ -252,7 +252,7 @@ class Publisher:
         with (
             exhaust_on_exit(model.published()) as tensors,
             converting_write_errors(directory),
-            staged(directory, depth=2) as staging,
+            staging_directory(directory, depth=2) as staging,
         ):
             self._write(staging, name, version.policy, model, tensors, canary)
             try:
@@ -303,7 +303,7 @@ class Publisher:
         of them is made once."""
         source = self._root / ".companions" / policy
         if not source.is_dir():
-            with staged(source, depth=2) as copy:
+            with staging_directory(source, depth=2) as copy:
                 for pattern in _COMPANIONS:
                     for file in sorted(base.glob(pattern)):
                         if file.is_file() and not file.name.endswith(".index.json"):
@@ -385,7 +385,7 @@ class CanaryMaker:
         length = max(1, min(_LENGTH, max_context - 1))
 
         def drawn(kind: str, count: int) -> Int32Array:
-            return np.array([key64("probe", kind, at) % vocabulary for at in range(count)], np.int32)
+            return np.array([stable_hash64("probe", kind, at) % vocabulary for at in range(count)], np.int32)
 
         # Tokens are drawn from the whole vocabulary, because the probabilities of likely tokens hardly change with the
         # weights.

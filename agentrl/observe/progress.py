@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Protocol, TextIO
 
 from agentrl.core.clock import SystemClock
-from agentrl.core.text import plural, rate
+from agentrl.core.text import format_rate, plural
 from agentrl.observe.view import duration, plain, view
 
 if TYPE_CHECKING:
@@ -159,7 +159,7 @@ def figures(metrics: Mapping[str, float]) -> str:
     if "trainer/busy_share" in metrics:
         parts.append(f"trainer {metrics['trainer/busy_share']:.0%}")
     if "tokens/sampled_per_s" in metrics:
-        parts.append(f"{rate(metrics['tokens/sampled_per_s'])} tokens/s")
+        parts.append(f"{format_rate(metrics['tokens/sampled_per_s'])} tokens/s")
     return "  ".join(parts)
 
 

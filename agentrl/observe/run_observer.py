@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TextIO
 
 from agentrl.core.clock import Clock, SystemClock
-from agentrl.core.text import plural, safe_line
+from agentrl.core.text import escape_line, plural
 from agentrl.observe.alarms import alarms, write_alarm
 from agentrl.observe.progress import Display, display, spinner
 from agentrl.observe.run_state import (
@@ -155,7 +155,7 @@ class RunObserver:
         stepped = [policy for policy in self.state.policies.values() if len(policy.steps) > 1]
         for policy in stepped:
             steps, rewards = policy.series("reward/mean")
-            whose = f" of {safe_line(policy.name)}" if len(stepped) > 1 else ""
+            whose = f" of {escape_line(policy.name)}" if len(stepped) > 1 else ""
             title = f"training reward{whose} by optimizer step"
             self._stream.write("\n" + curve(rewards, steps=steps, title=title) + "\n")
         self._stream.write(self._held_out(summary["held_out_tasks"]))
@@ -176,7 +176,7 @@ class RunObserver:
             if self.steps or not planned
             else nothing
         )
-        self._stream.write(f"run directory: {safe_line(str(self._directory.given))}\n")
+        self._stream.write(f"run directory: {escape_line(str(self._directory.given))}\n")
         self._stream.flush()
 
     def closing(self, text: str) -> AbstractContextManager[object]:
@@ -208,7 +208,7 @@ class RunObserver:
         attempt of the run."""
         lines, several = [], len(self.state.policies) > 1
         for policy in self.state.policies.values():
-            whose = f" of {safe_line(policy.name)}" if several else ""
+            whose = f" of {escape_line(policy.name)}" if several else ""
             match policy.held_out():
                 case [(first, before), *_, (_, after)]:
                     began = first == min(policy.evaluations)
@@ -261,10 +261,10 @@ def _chosen(summary: Mapping[str, Any]) -> str:
     """Return a line with the best versions and whether the metric ended the run; empty if there is no such metric."""
     lines = []
     if best := summary.get("best"):
-        steps = ", ".join(f"{safe_line(name)}@{step}" for name, step in best["steps"].items())
-        lines.append(f"best {safe_line(best['metric'])}: {best['value']:.3f} with {steps}\n")
+        steps = ", ".join(f"{escape_line(name)}@{step}" for name, step in best["steps"].items())
+        lines.append(f"best {escape_line(best['metric'])}: {best['value']:.3f} with {steps}\n")
     if summary.get("ended_early"):
-        lines.append(f"ended early: {safe_line(summary['ended_early'])}\n")
+        lines.append(f"ended early: {escape_line(summary['ended_early'])}\n")
     return "".join(lines)
 
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 
 from agentrl.core.errors import StorageError
-from agentrl.core.files import open_regular, read_at_most, remedy, replace_file, size_of
+from agentrl.core.files import file_size, open_regular, os_error_advice, read_at_most, replace_file
 from agentrl.core.records import ProcessStatus
 from agentrl.core.text import plural
 
@@ -273,7 +273,7 @@ def read_metrics(path: Path, state: RunState) -> None:
     """
     try:
         with open_regular(path) as file:
-            file.seek(max(size_of(file) - MAX_METRICS_BYTES, 0))
+            file.seek(max(file_size(file) - MAX_METRICS_BYTES, 0))
             lines = io.BytesIO(read_at_most(file, MAX_METRICS_BYTES))
     except OSError:
         return
@@ -320,7 +320,9 @@ class MetricsFile:
         try:
             write_line(self._file, {"policy": policy, "step": step, **finite})
         except OSError as error:
-            raise StorageError(f"{self.path}: metrics cannot be written ({error.strerror}); {remedy(error)}") from error
+            raise StorageError(
+                f"{self.path}: metrics cannot be written ({error.strerror}); {os_error_advice(error)}"
+            ) from error
 
     def close(self) -> None:
         """Close the file. Idempotent."""

@@ -15,7 +15,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from agentrl.core.text import plural, rate, safe_line
+from agentrl.core.text import escape_line, format_rate, plural
 from agentrl.observe.alarms import Alarm, alarms
 from agentrl.observe.metrics import describe
 from agentrl.observe.run_state import SILENT_S
@@ -82,9 +82,9 @@ def view(state: RunState, *, width: int = WIDTH, age_s: float | None = None) -> 
 
 
 def plain(text: str) -> str:
-    """Return `text` on one line, safe for a terminal (`safe_line`), cut at the end if too long."""
+    """Return `text` on one line, safe for a terminal (`escape_line`), cut at the end if too long."""
     text = text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]} …"
-    return safe_line(text)
+    return escape_line(text)
 
 
 def duration(seconds: float) -> str:
@@ -165,7 +165,7 @@ def _figures(policy: PolicyState, width: int, *, several: bool) -> RenderableTyp
     for label, name, form in [*(rows if several else rows[1:]), *_by_word(policy)]:
         _, values = policy.series(name)
         if values:
-            shown = form.format(values[-1]) if form else rate(values[-1])  # no fixed number of digits
+            shown = form.format(values[-1]) if form else format_rate(values[-1])  # no fixed number of digits
             cells.append((label, Text(f"{shown:>8} ").append(sparkline(values, width=spark), "cyan")))
     cells.insert(0, ("held-out", _held_out(policy)))
     last = policy.last

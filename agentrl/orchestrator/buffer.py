@@ -23,9 +23,9 @@ from agentrl.core.errors import AgentRLError
 from agentrl.core.records import (
     BaselineSet,
     DataLocation,
-    EarlierMean,
     EpisodeHeader,
     EpisodeSpec,
+    FrozenRoleMean,
     TrajectoryCredit,
     TrajectoryHeader,
     Unit,
@@ -33,17 +33,17 @@ from agentrl.core.records import (
 from agentrl.credit.advantages import (
     Advantage,
     AdvantageFunction,
-    Credited,
+    AgentCredit,
     Estimator,
     Group,
     ReleaseRule,
     advantages_to_go,
-    against,
-    compared_with,
+    baseline_members,
     leave_one_out,
     no_baseline,
+    shrunk_advantage,
 )
-from agentrl.credit.baselines import Rewarded, RewardHistory, Role
+from agentrl.credit.baselines import RewardHistory, RewardInRole, SeatRole
 from agentrl.observe.metrics import PASS_RATES
 from agentrl.orchestrator.metrics import AS_TRAINED, NO_SIGNAL, Counts, SelectionBias
 
@@ -138,7 +138,7 @@ class OpenGroup:
     """Headers of the members that ended, dropped ones included, in order of their ends."""
     released: int = 0
     """Number of `headers` that have been released."""
-    earlier: tuple[EarlierMean, ...] = ()
+    earlier: tuple[FrozenRoleMean, ...] = ()
     """Mean rewards of the group's policies in earlier groups, when the group was admitted."""
     frozen: BaselineSet | None = None
     squares: Mapping[str, tuple[float, float]] = field(default_factory=dict)
@@ -218,7 +218,7 @@ class WholeGroups:
         if group.running:
             return (), {}
         compared: dict[tuple[str, str], list[tuple[str, TrajectoryHeader]]] = {}
-        for header in sorted(group.headers, key=lambda header: ids.order_key(header.episode_id)):
+        for header in sorted(group.headers, key=lambda header: ids.episode_sort_key(header.episode_id)):
             # Keep this order, because floating-point sums depend on it.
             for trajectory in rewarded_trajectories(header, self._trainable):
                 key = (trajectory.policy, trajectory.seat)
@@ -244,11 +244,11 @@ class WholeGroups:
                 credit = TrajectoryCredit(t.seat, t.index, t.reward or 0.0, *credited, t.named_rewards)
                 credits[episode_id, t.seat, t.index] = credit
             if self._history is not None:
-                role = Role(policy, spec.environment, seat)
-                self._history.add(group.task, [Rewarded(role, reward) for reward in whole.rewards])
+                role = SeatRole(policy, spec.environment, seat)
+                self._history.add(group.task, [RewardInRole(role, reward) for reward in whole.rewards])
         return group.release_ended(), credits
 
-    def _credited(self, group: Group) -> Sequence[Credited]:
+    def _credited(self, group: Group) -> Sequence[AgentCredit]:
         """Compute the advantage of each agent of a group."""
         to_go = self._to_go and any(group.turn_rewards)
         if isinstance(self._advantage, Estimator):
@@ -257,19 +257,19 @@ class WholeGroups:
         if to_go:
             by_turn = advantages_to_go(self._advantage, group.rewards, group.turn_rewards, group.episodes)
         advantages = self._advantage(group.rewards, group.episodes)
-        return [Credited(*found, turns) for found, turns in zip(advantages, by_turn, strict=True)]
+        return [AgentCredit(*found, turns) for found, turns in zip(advantages, by_turn, strict=True)]
 
 
 def _earlier_means(
     history: RewardHistory, spec: EpisodeSpec, task: str | None, trainable: Collection[str]
-) -> tuple[EarlierMean, ...]:
+) -> tuple[FrozenRoleMean, ...]:
     """Return the mean rewards of the policies of a group at its admission, in the order of its seats."""
     means = [
-        (binding.policy, seat, history.mean(Role(binding.policy, spec.environment, seat), task))
+        (binding.policy, seat, history.mean(SeatRole(binding.policy, spec.environment, seat), task))
         for seat, binding in sorted(spec.seats.items())
         if binding.policy in trainable
     ]
-    return tuple(EarlierMean(policy, seat, mean) for policy, seat, mean in means if mean is not None)
+    return tuple(FrozenRoleMean(policy, seat, mean) for policy, seat, mean in means if mean is not None)
 
 
 class FirstFinishers:
@@ -358,7 +358,7 @@ class FirstFinishers:
         earlier = {(policy, seat): mean for policy, seat, mean in frozen.earlier}
         by_episode = {header.episode_id: header for header in first}
         for header in released:
-            others = [by_episode[name] for name in compared_with(frozen.finishers, header.episode_id)]
+            others = [by_episode[name] for name in baseline_members(frozen.finishers, header.episode_id)]
             for own in rewarded_trajectories(header, self._trainable):
                 key = (own.policy, own.seat)
                 rewards = [
@@ -369,15 +369,15 @@ class FirstFinishers:
                 ]
                 reward = own.reward or 0.0
                 value, baseline = (
-                    against(reward, rewards, earlier.get(key)) if self.compares else Advantage(reward, 0.0)
+                    shrunk_advantage(reward, rewards, earlier.get(key)) if self.compares else Advantage(reward, 0.0)
                 )
                 credit = TrajectoryCredit(own.seat, own.index, reward, value, baseline)
                 yield (header.episode_id, own.seat, own.index), credit
 
-    def _rewarded(self, environment: str, headers: Iterable[EpisodeHeader]) -> Iterator[Rewarded]:
+    def _rewarded(self, environment: str, headers: Iterable[EpisodeHeader]) -> Iterator[RewardInRole]:
         for header in headers:
             for own in rewarded_trajectories(header, self._trainable):
-                yield Rewarded(Role(own.policy, environment, own.seat), own.reward or 0.0)
+                yield RewardInRole(SeatRole(own.policy, environment, own.seat), own.reward or 0.0)
 
 
 def rewarded_trajectories(header: EpisodeHeader, policies: frozenset[str] | set[str]) -> Iterator[TrajectoryHeader]:
@@ -393,7 +393,7 @@ def history_of(members: Iterable[tuple[EpisodeSpec, EpisodeHeader]], open_groups
         open_groups: groups that will end, or end again, in this attempt of the run; they are left out.
     """
     tasks: dict[str, str] = {}
-    groups: dict[str, list[Rewarded]] = {}
+    groups: dict[str, list[RewardInRole]] = {}
     parents: dict[str, str] = {}
     for spec, header in members:
         tasks[spec.episode_id] = spec.task.id
@@ -402,7 +402,7 @@ def history_of(members: Iterable[tuple[EpisodeSpec, EpisodeHeader]], open_groups
         # Removing and adding again keeps groups in the order in which they ended.
         rewards = groups.pop(spec.group_id, [])
         for own in rewarded_trajectories(header, {own.policy for own in header.trajectories}):
-            rewards.append(Rewarded(Role(own.policy, spec.environment, own.seat), own.reward or 0.0))
+            rewards.append(RewardInRole(SeatRole(own.policy, spec.environment, own.seat), own.reward or 0.0))
         groups[spec.group_id] = rewards
         parents[spec.group_id] = spec.episode_id.partition("~")[0]
     history = RewardHistory()

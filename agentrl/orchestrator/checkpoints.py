@@ -28,11 +28,11 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from agentrl.core.errors import StorageError
-from agentrl.core.files import LOCAL, Disk, remedy, rename_durably, staged
+from agentrl.core.files import LOCAL, Disk, os_error_advice, rename_durably, staging_directory
 from agentrl.core.ports import Trainer
 from agentrl.core.records import PolicyVersion, WeightsRef
 from agentrl.core.text import plural
-from agentrl.credit.baselines import Mean, Role, RoleMeans
+from agentrl.credit.baselines import DecayingMean, RoleMeans, SeatRole
 from agentrl.journal.port import JournalStore, PruneRule
 from agentrl.orchestrator.buffer import Ledger
 from agentrl.orchestrator.versions import NOT_MEASURED, RunningBest, read_running_best
@@ -57,7 +57,7 @@ class Manifest:
 
     directory: Path
     versions: Mapping[str, PolicyVersion]
-    role_means: Mapping[Role, Mean] = field(default_factory=dict)
+    role_means: Mapping[SeatRole, DecayingMean] = field(default_factory=dict)
     measured: RunningBest = NOT_MEASURED
     opponents: Mapping[str, tuple[PolicyVersion, ...]] = field(default_factory=dict)
     """Versions from which opponents were drawn, keyed by pool, oldest first."""
@@ -108,7 +108,7 @@ class CheckpointWriter:
             self._prune(target)
 
         try:
-            with staged(target, disk=self._disk) as staging:
+            with staging_directory(target, disk=self._disk) as staging:
                 await trainer.save(str(staging))
                 await self._disk.run_in_thread(seal)
         except FileExistsError as error:
@@ -118,7 +118,8 @@ class CheckpointWriter:
             ) from error
         except OSError as error:
             raise StorageError(
-                f"checkpoint {target}: {error.strerror or error}; {remedy(error)}, then start again with --resume"
+                f"checkpoint {target}: {error.strerror or error}; {os_error_advice(error)}, "
+                "then start again with --resume"
             ) from error
         return target
 
@@ -280,16 +281,16 @@ def _read(directory: Path, disk: Disk) -> tuple[Manifest, Mapping[str, str]]:
     return manifest, {name: digest for name, (_, digest) in files.items()}
 
 
-def _role_means(data: Iterable[Sequence[str | float]]) -> dict[Role, Mean]:
+def _role_means(data: Iterable[Sequence[str | float]]) -> dict[SeatRole, DecayingMean]:
     """Read the role means of a manifest; raises ValueError if a mean is not valid."""
     means = {}
     for policy, environment, seat, total, weight in data:
-        mean = Mean(float(total), float(weight))
+        mean = DecayingMean(float(total), float(weight))
         if not (abs(mean.total) < float("inf") and 0.0 < mean.weight < float("inf")):
             raise ValueError(
                 f"the recorded mean of {policy} in seat {seat} is {total} / {weight}, which is not a finite number"
             )
-        means[Role(str(policy), str(environment), str(seat))] = mean
+        means[SeatRole(str(policy), str(environment), str(seat))] = mean
     return means
 
 
@@ -384,7 +385,11 @@ class JournalRetention:
                 if self._budget:
                     self._sizes.append((self._steps, await self._disk.run_in_thread(self._size)))
         except OSError as error:
-            fail(StorageError(f"checkpoints: {error.strerror or error}; {remedy(error)}, then resume with --resume"))
+            fail(
+                StorageError(
+                    f"checkpoints: {error.strerror or error}; {os_error_advice(error)}, then resume with --resume"
+                )
+            )
         except Exception as error:  # noqa: BLE001 - nobody awaits this task for its result
             fail(error)
 

@@ -18,14 +18,14 @@ from typing import Any, Protocol
 
 from agentrl.core import ids
 from agentrl.core.errors import CheckFailedError, ConfigError, EnvironmentDefinitionError
-from agentrl.core.ports import Counted, SpawnedGroup, Worker
+from agentrl.core.ports import PolicyCounts, SpawnedGroup, Worker
 from agentrl.core.records import (
     EpisodeHeader,
     EpisodeSpec,
     PolicyVersion,
     Proposal,
+    ProposalNovelty,
     Purpose,
-    Recollection,
     SeatBinding,
     Task,
     dropped_header,
@@ -291,7 +291,7 @@ class Dispatcher:
                 episode_id=episode_id,
                 environment=environment,
                 task=task,
-                seed=ids.key64(parent.seed, parent.attempt, spawn_call, index),
+                seed=ids.stable_hash64(parent.seed, parent.attempt, spawn_call, index),
                 seats=seats,
                 group_id=group_id,
                 group_size=len(tasks),
@@ -322,7 +322,7 @@ class Dispatcher:
         self._sharers.setdefault(episode_id, []).append(on_end)
         return True
 
-    async def remember(self, spec: EpisodeSpec, call_id: str, key: str, structure: str) -> Recollection:
+    async def remember(self, spec: EpisodeSpec, call_id: str, key: str, structure: str) -> ProposalNovelty:
         """Compare a proposal with the remembered ones; those of training episodes are recorded and remembered."""
         made_by = (spec.episode_id, spec.attempt, call_id)
         proposal = Proposal(self.memory.next_number, *made_by, spec.environment, key, structure)
@@ -348,7 +348,7 @@ class Dispatcher:
         self.next_evaluation += len(tasks)
         self._evaluated = []
         specs = [
-            replace(spec, seed=ids.key64(self.run_seed, f"evaluation {index}"))
+            replace(spec, seed=ids.stable_hash64(self.run_seed, f"evaluation {index}"))
             for index, task in enumerate(tasks)
             for spec in self._root_specs(task, "evaluate", (first + index,), f"v{first + index}", 1, pins)
         ]
@@ -381,7 +381,9 @@ class Dispatcher:
         """Numbers of ended and of all episodes in the newest evaluation."""
         return sum(end.done() for end in self._evaluating), len(self._evaluating)
 
-    def record_episode_metrics(self, spec: EpisodeSpec, header: EpisodeHeader, counted: Mapping[str, Counted]) -> None:
+    def record_episode_metrics(
+        self, spec: EpisodeSpec, header: EpisodeHeader, counted: Mapping[str, PolicyCounts]
+    ) -> None:
         """Count a committed training episode for each policy that acted in it."""
         if spec.purpose == "train":
             self.buffer.counts.count_committed(header, counted)
@@ -411,7 +413,7 @@ class Dispatcher:
                 episode_id=episode_id,
                 environment=name,
                 task=task,
-                seed=ids.key64(self.run_seed, episode_id),
+                seed=ids.stable_hash64(self.run_seed, episode_id),
                 seats=seats,
                 group_id=group,
                 group_size=size,
@@ -422,12 +424,12 @@ class Dispatcher:
             )
 
     def _deadline(self, purpose: Purpose, episode_id: str) -> int:
-        number = ids.root_number(episode_id) if purpose == "train" else self.next_number
+        number = ids.root_episode_number(episode_id) if purpose == "train" else self.next_number
         return self.admission.deadline(number) + LATER[purpose]
 
     def _group(self, purpose: Purpose, episode_id: str) -> int:
         """Return the root group of an episode; outside training, each episode is its own group."""
-        number = ids.root_number(episode_id)
+        number = ids.root_episode_number(episode_id)
         if purpose == "train":
             return number // self.group_size
         return number - self._first_evaluated if purpose == "evaluate" else number

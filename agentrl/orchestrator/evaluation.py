@@ -163,12 +163,12 @@ class _TaskResult(NamedTuple):
 
 def _by_task(headers: Sequence[EpisodeHeader], attempts: int) -> list[_TaskResult]:
     """Group the headers by task, in the order of the tasks."""
-    first = min((ids.root_number(header.episode_id) for header in headers), default=0)
+    first = min((ids.root_episode_number(header.episode_id) for header in headers), default=0)
     count = sum(header.parent_id is None for header in headers)
     found = [_TaskResult([], []) for _ in range(0, count, attempts)]
     for header in headers:
         if header.committed:
-            roots, episodes = found[(ids.root_number(header.episode_id) - first) // attempts]
+            roots, episodes = found[(ids.root_episode_number(header.episode_id) - first) // attempts]
             episodes.append(header)
             if header.parent_id is None:
                 roots.append(header)

@@ -18,7 +18,7 @@ from agentrl.observe.alarms import LENGTH_STEPS
 from agentrl.observe.metrics import BROKEN_FORMAT, FRONTIER, GATE_PASSED, GATE_REFUSED, PASS_RATES
 
 if TYPE_CHECKING:
-    from agentrl.core.ports import Counted
+    from agentrl.core.ports import PolicyCounts
 
 NO_SIGNAL = "no_signal"
 """Drop reason of the units of a group without any advantage (`credit.release = "dynamic_sampling"`)."""
@@ -78,7 +78,7 @@ class Counts:
         """Count an end that was reported twice, or belongs to a replaced attempt."""
         self._add("superseded")
 
-    def count_committed(self, header: EpisodeHeader, counted: Mapping[str, Counted]) -> None:
+    def count_committed(self, header: EpisodeHeader, counted: Mapping[str, PolicyCounts]) -> None:
         """Count a committed episode for each policy that acted in it."""
         for policy, (turns, metrics) in counted.items():
             own = [trajectory for trajectory in header.trajectories if trajectory.policy == policy]

@@ -428,7 +428,7 @@ class SynchronousBatchScheduler(Scheduler):
 
     def batch_of(self, episode_id: str) -> int:
         """Return the batch of a training episode's root."""
-        return ids.root_number(episode_id) // self._roots
+        return ids.root_episode_number(episode_id) // self._roots
 
     # --- admission --------------------------------------------------------------------------------------------------
 
@@ -458,7 +458,7 @@ class SynchronousBatchScheduler(Scheduler):
         """Take all units of the policy's batch out of the buffer, in (root, call id) order."""
         step = self._board.step(policy)
         taken = self._buffer.pop_ready_where(policy, lambda ready: self.batch_of(ready.unit.episode_id) <= step)
-        return sorted(taken, key=lambda ready: ids.order_key(ready.unit.episode_id))
+        return sorted(taken, key=lambda ready: ids.episode_sort_key(ready.unit.episode_id))
 
     # --- pins -------------------------------------------------------------------------------------------------------
 

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 from agentrl.core import ids
 from agentrl.core.errors import AgentRLError, InputError
-from agentrl.core.ids import stream
-from agentrl.core.records import EpisodeHeader, Proposal, Recollection, Task
+from agentrl.core.ids import random_stream
+from agentrl.core.records import EpisodeHeader, Proposal, ProposalNovelty, Task
 from agentrl.environment.base import SelectingTaskSource, TaskSource, described
 from agentrl.environment.mixture import MEMBER, MixedTasks
 
@@ -89,7 +89,7 @@ class Curriculum:
             for result in self._take_visible(number):
                 if result.rewards:
                     self.selector.record_result(result.task, result.rewards)
-            selected = self.selector.select(number, stream(self._seed, "select", number))
+            selected = self.selector.select(number, random_stream(self._seed, "select", number))
             if not isinstance(selected, Task):
                 raise InputError(f"the task source's select returned {type(selected).__name__}; it must be a Task")
             return selected
@@ -128,12 +128,12 @@ class Shuffled:
         """Return the task of a number."""
         length = len(self._source)
         if length > _SHUFFLE_LIMIT:
-            return self._source[stream(*self._key, "task", number).randrange(length)]
+            return self._source[random_stream(*self._key, "task", number).randrange(length)]
         number_of_pass, position = divmod(number, length)
         if number_of_pass != self._pass:
             self._pass = number_of_pass
             self._order = list(range(length))
-            stream(*self._key, "tasks", number_of_pass).shuffle(self._order)
+            random_stream(*self._key, "tasks", number_of_pass).shuffle(self._order)
         return self._source[self._order[position]]
 
     def other(self, number: int, rng: random.Random) -> Task:
@@ -182,7 +182,7 @@ class MemberRates:
     def select(self, group: int, rng: random.Random) -> Task:
         """Return the task of a root group."""
         while len(self._drawn) <= group:
-            rng_of_group = stream(self._seed, "mixture", len(self._drawn))
+            rng_of_group = random_stream(self._seed, "mixture", len(self._drawn))
             name = rng_of_group.choices(self._names, self._rates)[0]
             self._drawn.append((name, self._count[name]))
             self._count[name] += 1
@@ -298,7 +298,7 @@ class ProposalMemory:
             unfinished.add(proposal.made_by)
         self._known |= unfinished
 
-    def recall(self, proposal: Proposal) -> Recollection:
+    def recall(self, proposal: Proposal) -> ProposalNovelty:
         """Compare a proposal with the remembered ones, except itself and those of its own root group."""
         times = same = newest = 0
         for _, other in self._visible_to(proposal.episode_id):
@@ -309,7 +309,7 @@ class ProposalMemory:
                 if newest < NEWEST:
                     newest += 1
                     same += other.structure == proposal.structure
-        return Recollection(times, same / newest if newest else 0.0)
+        return ProposalNovelty(times, same / newest if newest else 0.0)
 
     def remember(self, proposal: Proposal) -> bool:
         """Remember a proposal; returns False if it is already known."""
@@ -343,14 +343,14 @@ class ProposalMemory:
         if self._seen is None:
             return (proposal.number,)
         batch, _ = self._seen(proposal.episode_id)
-        episode, call = ids.order_key(proposal.episode_id), ids.order_key(proposal.call_id)
+        episode, call = ids.episode_sort_key(proposal.episode_id), ids.episode_sort_key(proposal.call_id)
         return (batch, *episode, -1, proposal.attempt, *call)
 
     def _are_compared(self, one: str, other: str) -> bool:
         """Whether two training episodes belong to one root group."""
         if one == other or one[0] != other[0]:
             return False
-        return ids.root_number(one) // self._group_size == ids.root_number(other) // self._group_size
+        return ids.root_episode_number(one) // self._group_size == ids.root_episode_number(other) // self._group_size
 
     def _visible_to(self, episode_id: str) -> Iterator[tuple[tuple[int, ...], Proposal]]:
         """Yield the newest `size` proposals that an episode may see, newest first."""

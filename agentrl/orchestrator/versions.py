@@ -21,9 +21,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from agentrl.core.errors import EngineError
-from agentrl.core.ids import stream
+from agentrl.core.ids import random_stream
 from agentrl.core.ports import Engine, Trainer
-from agentrl.core.records import EpisodeHeader, EpisodeSpec, GameResult, PolicyVersion, Tally, WeightsRef
+from agentrl.core.records import EpisodeHeader, EpisodeSpec, GameResult, GameTally, PolicyVersion, WeightsRef
 from agentrl.journal.port import JournalStore, StepRow
 from agentrl.orchestrator.metrics import Counts
 
@@ -271,7 +271,7 @@ class OpponentPool:
     served: list[PolicyVersion]
     """Served versions, oldest first. Opponents are drawn from the newest `size`; one more may still have episodes in
     flight."""
-    tallies: dict[PolicyVersion, Tally] = field(default_factory=dict)
+    tallies: dict[PolicyVersion, GameTally] = field(default_factory=dict)
     """Results of the episodes against each version."""
 
     @property
@@ -287,8 +287,8 @@ class OpponentPool:
             return versions[-1]
         weights = [1.0] * len(versions)
         if self.choose == "prioritised":
-            weights = [(1.0 - self.tallies.get(version, Tally()).win_rate) ** 2 for version in versions]
-        at = stream("opponent", self.name, *key).random() * sum(weights)
+            weights = [(1.0 - self.tallies.get(version, GameTally()).win_rate) ** 2 for version in versions]
+        at = random_stream("opponent", self.name, *key).random() * sum(weights)
         for version, weight in zip(versions, weights, strict=True):
             at -= weight
             if at < 0.0:
@@ -307,7 +307,7 @@ class OpponentPool:
         """Count a committed episode; returns its result if it was played against a version of this pool."""
         result = header.result(self.of, self.name)
         if result is not None:
-            self.tallies[result.opponent] = self.tallies.get(result.opponent, Tally()).plus(result.score)
+            self.tallies[result.opponent] = self.tallies.get(result.opponent, GameTally()).plus(result.score)
         return result
 
 

@@ -33,7 +33,7 @@ from agentrl.core.errors import (
     RewardError,
     VersionNotServedError,
 )
-from agentrl.core.ids import key64
+from agentrl.core.ids import stable_hash64
 from agentrl.core.ports import GenerateRequest, SamplingParams
 from agentrl.core.records import (
     REWARD,
@@ -256,7 +256,9 @@ class TurnSampler:
             request_id=f"{spec.episode_id}.{spec.attempt}.{call.call_id}",
             token_ids=context,
             sampling=sampling,
-            seed=key64(spec.seed, spec.attempt, call.call_id),  # the same seed on every execution of the attempt
+            seed=stable_hash64(
+                spec.seed, spec.attempt, call.call_id
+            ),  # the same seed on every execution of the attempt
             sampled_before=sampled,
             priority=priority,
         )

@@ -110,7 +110,7 @@ class Branch:
     def rng(self) -> random.Random:
         """The branch's own random stream."""
         if self._rng is None:
-            self._rng = ids.stream(*self._key, self.path)
+            self._rng = ids.random_stream(*self._key, self.path)
         return self._rng
 
     def use(self, key: StreamKey) -> None:
@@ -119,7 +119,7 @@ class Branch:
         if key != self._key:
             self._key = key
             if self._rng is not None:
-                self._rng.setstate(ids.stream(*key, self.path).getstate())
+                self._rng.setstate(ids.random_stream(*key, self.path).getstate())
 
 
 class RecordedCalls:

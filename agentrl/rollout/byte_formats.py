@@ -18,8 +18,8 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from agentrl.core.records import FinishReason, Message, SampledTurn, ToolCall, ToolSpec, usage_of
-from agentrl.core.reply_formats import CLOSE, OPEN, json_value, parse_hermes
+from agentrl.core.records import FinishReason, Message, SampledTurn, ToolCall, ToolSpec, reported_token_usage
+from agentrl.core.reply_formats import CLOSE, OPEN, parse_hermes, parse_json_value
 from agentrl.environment.base import LimitReachedError
 
 if TYPE_CHECKING:
@@ -175,7 +175,7 @@ class JsonFormat:
             said = json.loads(self.decode(token_ids))
         except (ValueError, RecursionError):
             return {}
-        return usage_of(said) if isinstance(said, dict) else {}
+        return reported_token_usage(said) if isinstance(said, dict) else {}
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """See `core.ports.ChatFormat.decode`."""
@@ -223,6 +223,6 @@ def _tool_call(call: Mapping[str, Any]) -> ToolCall:
     """Convert a call of the endpoint; arguments that are not a JSON object stay text."""
     written = call["function"].get("arguments")
     text = written if isinstance(written, str) else json.dumps(written)
-    parsed = json_value(text)
+    parsed = parse_json_value(text)
     name = call["function"]["name"]
     return ToolCall(id=str(call.get("id")), name=name, arguments=parsed if isinstance(parsed, dict) else text)

@@ -546,7 +546,7 @@ class CallJournal:
         """
         guard: Guard | None = None
         if self.own_random:
-            guard = GlobalRandom(ids.key64("branch", *branch.key, branch.path))
+            guard = GlobalRandom(ids.stable_hash64("branch", *branch.key, branch.path))
         elif self.detects_draws:
             guard = DrawDetector()
         branch.steps = Steps(guard, program, self.drew)

@@ -31,11 +31,11 @@ from agentrl.core.errors import (
     EnvironmentDefinitionError,
     EpisodeError,
     InfrastructureError,
-    error_words,
+    format_foreign_error,
 )
-from agentrl.core.ids import key64, uuid4
-from agentrl.core.ports import Counted
-from agentrl.core.records import EpisodeHeader, PolicyVersion, Recollection, StopReason, Task, ToolSpec
+from agentrl.core.ids import stable_hash64, uuid4
+from agentrl.core.ports import PolicyCounts
+from agentrl.core.records import EpisodeHeader, PolicyVersion, ProposalNovelty, StopReason, Task, ToolSpec
 from agentrl.environment.base import (
     ChildEpisode,
     ChildResult,
@@ -276,7 +276,7 @@ class LiveContext(EpisodeContext):
                 reason="fan_out",
             )
 
-    async def remember(self, key: str, structure: str = "") -> Recollection:
+    async def remember(self, key: str, structure: str = "") -> ProposalNovelty:
         """Ask the run once, and recall the answer afterwards."""
         return await remember(self.episode, key, structure)
 
@@ -338,18 +338,18 @@ class LiveContext(EpisodeContext):
             raise out_of_reach(f"tool {entry.name!r}", entry.observation)
         return entry.observation
 
-    def counted(self) -> Mapping[str, Counted]:
+    def counted(self) -> Mapping[str, PolicyCounts]:
         """Return turns and metrics of each policy that acted: its own metrics, and those of no particular agent."""
         acted = [agent for agent in self.agents if agent.turns]
         own = {name for agent in acted for name in agent.counts}
-        counted: dict[str, Counted] = {}
+        counted: dict[str, PolicyCounts] = {}
         everything = self.episode.metrics
         for agent in acted:
             shared = {name: value for name, value in everything.items() if name not in own}
-            turns, metrics = counted.get(agent.policy, Counted(0, shared))
+            turns, metrics = counted.get(agent.policy, PolicyCounts(0, shared))
             for name, value in agent.counts.items():
                 metrics[name] = metrics.get(name, 0.0) + value
-            counted[agent.policy] = Counted(turns + len(agent.turns), metrics)
+            counted[agent.policy] = PolicyCounts(turns + len(agent.turns), metrics)
         return counted
 
     def close(self) -> None:
@@ -454,7 +454,7 @@ async def _observe(
         # A tool may itself raise TimeoutError.
         if isinstance(error, TimeoutError) and timer is not None and timer.expired():
             return f"error: timed out after {limit_s:g} s (its @tool(timeout_s=…))", "timeout"
-        return valid_unicode(f"error: {error_words(error)}"[:2000]), "error"
+        return valid_unicode(f"error: {format_foreign_error(error)}"[:2000]), "error"
 
 
 async def perform_effect(
@@ -493,7 +493,7 @@ async def perform_effect(
     return result
 
 
-async def remember(episode: LiveEpisode, key: str, structure: str) -> Recollection:
+async def remember(episode: LiveEpisode, key: str, structure: str) -> ProposalNovelty:
     """See `EpisodeContext.remember`: an effect on the run itself."""
     journal = episode.journal
     if not (isinstance(key, str) and isinstance(structure, str)):
@@ -511,7 +511,7 @@ async def remember(episode: LiveEpisode, key: str, structure: str) -> Recollecti
         return found
     try:
         times, share = entry.value
-        return Recollection(int(times), float(share))
+        return ProposalNovelty(int(times), float(share))
     except (TypeError, ValueError):
         journal.mismatch(call.call_id, f"the journal holds {str(entry.value)[:100]!r}", "what is remembered is asked")
 
@@ -588,7 +588,7 @@ async def _outcome(
 
 def error_text(error: BaseException) -> str:
     """Return the text of a foreign error, as recorded."""
-    return valid_unicode(error_words(error)[:2000])
+    return valid_unicode(format_foreign_error(error)[:2000])
 
 
 async def _awaited(value: Any) -> Any:
@@ -732,8 +732,8 @@ class LiveResource(Resource):
 
     def _random(self, key: StreamKey) -> GlobalRandom:
         if self._seed is not None:
-            return GlobalRandom(key64("resource", self._seed, self._calls))
-        return GlobalRandom(key64("resource", *key, self.name, self._calls))
+            return GlobalRandom(stable_hash64("resource", self._seed, self._calls))
+        return GlobalRandom(stable_hash64("resource", *key, self.name, self._calls))
 
 
 def _kind(error: str | None) -> str | None:

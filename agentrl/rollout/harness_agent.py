@@ -29,9 +29,9 @@ import numpy as np
 
 from agentrl.core import ids
 from agentrl.core.errors import EngineError, EnvironmentDefinitionError, EpisodeError, ModelError
-from agentrl.core.ids import key64
+from agentrl.core.ids import stable_hash64
 from agentrl.core.records import Completion, Message, SamplingMask, Turn, VersionSpan
-from agentrl.core.reply_formats import json_value
+from agentrl.core.reply_formats import parse_json_value
 from agentrl.core.text import plural
 from agentrl.environment.base import Endpoint, LimitReachedError
 from agentrl.gateway.calls import ChatReply, ChatRequest, RequestRefusedError, shown
@@ -462,7 +462,7 @@ class HarnessAgent(LiveAgent):
         )
 
     def _key(self, *parts: object) -> int:
-        return key64(self._episode.spec.episode_id, *parts)
+        return stable_hash64(self._episode.spec.episode_id, *parts)
 
     def _tool_call_id(self, call_id: str, number: int) -> str:
         """Make the id of a tool call: nine letters and digits, which every chat template accepts."""
@@ -627,7 +627,7 @@ def _two_values(was: object, came: object) -> str:
 def _said_instead(text: str, sampled: Completion, chat_format: ChatFormat) -> Completion:
     """Make a completion of other text, under the version that began the replaced one."""
     if isinstance(chat_format, JsonFormat):
-        given = json_value(text)
+        given = parse_json_value(text)
         message = given if isinstance(given, dict) else {"role": "assistant", "content": text}
         text = json.dumps(message) + "\n"
     token_ids, stops = chat_format.encode(text), chat_format.stop_token_ids

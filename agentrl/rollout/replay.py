@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from agentrl.core import ids
 from agentrl.core.errors import EngineError
 from agentrl.core.ports import SpawnedGroup
-from agentrl.core.records import Recollection
+from agentrl.core.records import ProposalNovelty
 from agentrl.journal.entries import RewardEntry, SpawnEntry
 from agentrl.rollout.branches import describe_entry
 from agentrl.rollout.call_journal import Call, CallJournal, current_branch
@@ -256,9 +256,9 @@ class ReplayHost:
         names = [ids.child_episode_id(parent.episode_id, parent.attempt, spawn_call, i) for i in range(len(tasks))]
         return SpawnedGroup(group_id=f"{parent.episode_id}~{parent.attempt}.{spawn_call}", episode_ids=tuple(names))
 
-    async def remember(self, spec: EpisodeSpec, call_id: str, key: str, structure: str) -> Recollection:
+    async def remember(self, spec: EpisodeSpec, call_id: str, key: str, structure: str) -> ProposalNovelty:
         """Return an empty recollection: the episode reads the recorded one from its journal."""
-        return Recollection(0, 0.0)
+        return ProposalNovelty(0, 0.0)
 
     def readmit(self, spec: EpisodeSpec) -> None:
         """Do nothing: a replay has no further attempt."""

@@ -18,7 +18,15 @@ import msgspec
 import numpy as np
 
 from agentrl.core.errors import EngineError, JournalError
-from agentrl.core.records import Completion, MaskStatus, Message, PolicyVersion, RoutingBreak, SamplingMask, VersionSpan
+from agentrl.core.records import (
+    Completion,
+    MaskStatus,
+    Message,
+    PolicyVersion,
+    RoutingRestart,
+    SamplingMask,
+    VersionSpan,
+)
 from agentrl.journal.entries import JournalEntry, Partial, SpanEntry, TurnEntry, decode_partial, encode_partial
 
 if TYPE_CHECKING:
@@ -86,7 +94,7 @@ def completion_of(entry: TurnEntry) -> Completion:
         spans=_spans(entry.weights_of or entry.policy, entry.spans),
         expert_routing=routing,
         routing_start=entry.routing_start,
-        routing_breaks=tuple(RoutingBreak(*at) for at in entry.routing_breaks),
+        routing_breaks=tuple(RoutingRestart(*at) for at in entry.routing_breaks),
         sampling_mask=mask,
         cached_tokens=entry.cached_tokens,
     )
@@ -218,7 +226,7 @@ class PartialTurn:
     def on_delta(
         self, request_id: str, token_ids: Sequence[int], logprobs: Sequence[float], version: PolicyVersion
     ) -> None:
-        """Receive new tokens of the running call; see `core.ports.Delta`."""
+        """Receive new tokens of the running call; see `core.ports.NewTokensCallback`."""
         piece = Completion(
             token_ids=np.array(token_ids, dtype=np.int32),
             logprobs=np.array(logprobs, dtype=np.float32),
@@ -391,12 +399,12 @@ def _joined_masks(pieces: Sequence[Completion]) -> SamplingMask | None:
     return SamplingMask(counts=np.concatenate(counts), token_ids=np.concatenate(ids))
 
 
-def _joined_routing(pieces: Sequence[Completion]) -> tuple[int, ExpertArray | None, tuple[RoutingBreak, ...]]:
+def _joined_routing(pieces: Sequence[Completion]) -> tuple[int, ExpertArray | None, tuple[RoutingRestart, ...]]:
     """Join start, rows and breaks of the routing; where a call computed positions again, the joined rows repeat
     them.
     """
     parts: list[ExpertArray] = []
-    breaks: list[RoutingBreak] = []
+    breaks: list[RoutingRestart] = []
     rows = start = end = 0
     for piece in pieces:
         if piece.expert_routing is None:
@@ -404,9 +412,9 @@ def _joined_routing(pieces: Sequence[Completion]) -> tuple[int, ExpertArray | No
         if not parts:
             start = piece.routing_start
         elif piece.routing_start != end:
-            breaks.append(RoutingBreak(rows, piece.routing_start))
-        breaks += (RoutingBreak(rows + row, position) for row, position in piece.routing_breaks)
-        last = piece.routing_breaks[-1] if piece.routing_breaks else RoutingBreak(0, piece.routing_start)
+            breaks.append(RoutingRestart(rows, piece.routing_start))
+        breaks += (RoutingRestart(rows + row, position) for row, position in piece.routing_breaks)
+        last = piece.routing_breaks[-1] if piece.routing_breaks else RoutingRestart(0, piece.routing_start)
         end = last.position + len(piece.expert_routing) - last.row
         rows += len(piece.expert_routing)
         parts.append(piece.expert_routing)

@@ -29,7 +29,7 @@ from agentrl.core.ports import EngineCapabilities
 from agentrl.core.records import Completion, VersionSpan
 
 if TYPE_CHECKING:
-    from agentrl.core.ports import Delta, GenerateRequest
+    from agentrl.core.ports import GenerateRequest, NewTokensCallback
     from agentrl.core.records import FinishReason, Float32Array, Int32Array, PolicyVersion, WeightsRef
 
 HEADROOM = 0.05
@@ -391,7 +391,7 @@ class EmulatedSession:
         """Number of tokens of the conversation after its newest turn."""
         self.is_open = True
 
-    async def generate(self, request: GenerateRequest, on_delta: Delta | None = None) -> Completion:
+    async def generate(self, request: GenerateRequest, on_delta: NewTokensCallback | None = None) -> Completion:
         """See `agentrl.core.ports.EngineSession.generate`."""
         call = self._engine.submit(self, request)
         try:

@@ -17,7 +17,7 @@ import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, ClassVar
 
-from agentrl.core.ids import stream
+from agentrl.core.ids import random_stream
 from agentrl.core.records import Message, Task
 from agentrl.environment.base import Environment, EpisodeContext, user
 
@@ -41,7 +41,7 @@ class Tasks:
         return 1 << 20
 
     def __getitem__(self, number: int) -> Task:
-        return Task(id=f"task-{number}", data={"shared": [stream("simulated task", self._seed, number).gauss()]})
+        return Task(id=f"task-{number}", data={"shared": [random_stream("simulated task", self._seed, number).gauss()]})
 
 
 class Planned(Environment):

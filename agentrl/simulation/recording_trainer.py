@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agentrl.core.errors import RunDirectoryError, StorageError, TrainerError
-from agentrl.core.files import LOCAL, Disk, rename_durably, staged
+from agentrl.core.files import LOCAL, Disk, rename_durably, staging_directory
 from agentrl.core.records import PolicyVersion, StepReport, TrainBatch, WeightsRef
 
 if TYPE_CHECKING:
@@ -208,7 +208,7 @@ class RecordingTrainer:
             return WeightsRef(version=version, path=f"weights/{version.policy}/{name}", kind="full", sha256=sha256)
         target = self._root / version.policy / name
         try:
-            with staged(target, disk=self._disk, depth=2) as staging:
+            with staging_directory(target, disk=self._disk, depth=2) as staging:
                 self._disk.write(staging / TRAINED_FILE, self._weights_of(version.policy))
                 rename_durably(staging, target, disk=self._disk, unless_same=TRAINED_FILE)
         except FileExistsError as error:

@@ -25,7 +25,7 @@ from operator import itemgetter
 from typing import Any, Never, TypeVar
 
 from agentrl.core.errors import AgentRLError
-from agentrl.core.ids import stream
+from agentrl.core.ids import random_stream
 
 T = TypeVar("T")
 
@@ -170,7 +170,7 @@ class SimLoop(asyncio.BaseEventLoop):
         self.steps = 0
         """Number of handles that ran."""
         self._max_steps = max_steps
-        self._draw = stream("simulated loop", seed).randrange
+        self._draw = random_stream("simulated loop", seed).randrange
         self._now = 0.0
         self._ready = _Ready()
         self._serial = 0

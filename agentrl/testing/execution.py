@@ -15,7 +15,7 @@ import msgspec
 
 from agentrl.core.clock import LoopClock, SystemClock
 from agentrl.core.errors import AgentRLError, CheckFailedError, EpisodeError, GlobalRandomError
-from agentrl.core.ids import stream
+from agentrl.core.ids import random_stream
 from agentrl.core.ports import SamplingParams
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion, SeatBinding
 from agentrl.credit.advantages import ADVANTAGES
@@ -260,7 +260,7 @@ def random_policy(environment: type[Environment]) -> Script:
     chat_format = PlainFormat()
 
     def script(request: GenerateRequest, policy: str, version: PolicyVersion) -> list[int]:
-        draw = stream("check", request.seed)
+        draw = random_stream("check", request.seed)
         text = draw.choice(["yes", "no", "0", "1", "2", "[0]", "left", "a", "hello world"])
         if is_told and draw.random() < 0.9:
             told = chat_format.decode(request.token_ids.tolist()).rpartition(LEGAL_ACTIONS)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from agentrl.core.clock import SystemClock
-from agentrl.core.ids import stream
+from agentrl.core.ids import random_stream
 from agentrl.core.ports import GenerateRequest
 from agentrl.core.records import PolicyVersion, Task
 from agentrl.engines.scripted import Script
@@ -111,7 +111,7 @@ def _always(text: str) -> Script:
 
 def _one_of(texts: Sequence[str]) -> Script:
     def script(request: GenerateRequest, policy: str, version: PolicyVersion) -> list[int]:
-        return [*stream("format", request.seed).choice(texts).encode(), STOP_TOKEN]
+        return [*random_stream("format", request.seed).choice(texts).encode(), STOP_TOKEN]
 
     return script
 

@@ -11,7 +11,7 @@ from itertools import count, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from agentrl.core.ids import stream
+from agentrl.core.ids import random_stream
 from agentrl.core.records import Message
 from agentrl.environments.calculator.demonstrations import demonstrate
 from agentrl.environments.calculator.env import Calculator
@@ -33,7 +33,7 @@ def build(directory: Path, *, seed: int, steps: int) -> None:
     tasks = Calculator.tasks("train", seed=seed)
     tools = [bound.spec for bound in Calculator.tool_table().values()]
     tiny_model.write_chat_template(directory, tiny_model.TEMPLATE, pad="<|pad|>", end="<|im_end|>", context=CONTEXT)
-    shown = (tiny_model.Demonstration(conversation(tasks[n], stream("corpus", n)), tools) for n in range(2000))
+    shown = (tiny_model.Demonstration(conversation(tasks[n], random_stream("corpus", n)), tools) for n in range(2000))
     corpus = tiny_model.format_corpus(ChatTemplate(directory), shown)
     tokenizer = tiny_model.trained_tokenizer(corpus, vocabulary=VOCABULARY)
     tiny_model.write_tokenizer(directory, tokenizer, special=tiny_model.SPECIAL, markup=tiny_model.MARKUP)
@@ -42,7 +42,7 @@ def build(directory: Path, *, seed: int, steps: int) -> None:
     model = tiny_model.random_model(
         vocabulary=tokenizer.get_vocab_size(), pad_token=pad, stop_token=stop, context=CONTEXT, hidden=128, layers=4
     )
-    drawn = (conversation(tasks[n], stream("warm-up", seed, n)) for n in count())
+    drawn = (conversation(tasks[n], random_stream("warm-up", seed, n)) for n in count())
     rows = (tiny_model.demonstrated_row(chat, tiny_model.Demonstration(messages, tools)) for messages in drawn)
     tiny_model.train_supervised(model, rows, steps=steps, on_step=tiny_model.progress_printer("warm-up", steps))
     tiny_model.save_model(model, directory, stop_tokens=stop)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
-from agentrl.core.ids import key64
+from agentrl.core.ids import stable_hash64
 from agentrl.core.records import Task
 from agentrl.environment.tasks import DrawnTasks
 
@@ -25,7 +25,7 @@ def _source() -> Any:
 
 def _draw(*key: object) -> dict[str, str]:
     """The question and answer drawn with `key`, as a task's data."""
-    item = _source()[key64("chain_sum", *key)]
+    item = _source()[stable_hash64("chain_sum", *key)]
     return {"question": item["question"], "answer": item["answer"]}
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from agentrl.core.ids import stream
+from agentrl.core.ids import random_stream
 from agentrl.core.records import Message
 from agentrl.environment.gym import SeededGame
 from agentrl.environments.frozen_lake.env import MOVES, FrozenLake
@@ -49,7 +49,7 @@ def build(directory: Path, *, seed: int, steps: int) -> None:
         vocabulary=tokenizer.get_vocab_size(), pad_token=pad, stop_token=end, context=CONTEXT, hidden=96, layers=3
     )
     tasks = FrozenLake.tasks("train", seed=seed)
-    rows = (game_row(chat, tasks[n], stream("warm-up", seed, n)) for n in count())
+    rows = (game_row(chat, tasks[n], random_stream("warm-up", seed, n)) for n in count())
     tiny_model.train_supervised(model, rows, steps=steps, on_step=tiny_model.progress_printer("warm-up", steps))
     tiny_model.save_model(model, directory, stop_tokens=[end, *(chat.encode(move)[0] for move in MOVES)])
 

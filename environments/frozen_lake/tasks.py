@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from agentrl.core.ids import key64
+from agentrl.core.ids import stable_hash64
 from agentrl.core.records import Task
 from agentrl.environment.tasks import DrawnTasks
 
@@ -35,7 +35,7 @@ def training_tasks(seed: int, *, held_out: int) -> DrawnTasks:
     hidden = {_map(held) for held in range(held_out)}
 
     def draw(index: int, attempt: int) -> Task | None:
-        rows = _map(key64("frozen_lake", seed, index, attempt) % (1 << 31))
+        rows = _map(stable_hash64("frozen_lake", seed, index, attempt) % (1 << 31))
         if rows in hidden:
             return None
         return Task(id=f"train-{seed}-{index}", data={"map": list(rows), "seed": 0, "shaped": True})

@@ -9,7 +9,7 @@ import gymnasium
 import pytest
 
 import agentrl
-from agentrl.core.ids import stream
+from agentrl.core.ids import random_stream
 from agentrl.core.records import Task
 from agentrl.environment.gym import GymEpisode, SeededGame
 from agentrl.environments.frozen_lake.env import MOVES, FrozenLake
@@ -59,7 +59,7 @@ def test_rewards(moves: str, shaped: float, held_out: float) -> None:
 
 
 def test_breaking_the_format_scores_below_every_legal_end() -> None:
-    draw = stream("worst")
+    draw = random_stream("worst")
     worst = min(reward_of("".join(draw.choice(MOVES) for _ in range(length))) for length in range(1, 17))
     assert FrozenLake.illegal_reward < worst
 
@@ -79,7 +79,7 @@ def test_no_held_out_map_is_trained_on() -> None:
 
 
 def test_what_is_read_agrees_with_the_game() -> None:
-    tasks, draw = FrozenLake.tasks("train"), stream("agreement")
+    tasks, draw = FrozenLake.tasks("train"), random_stream("agreement")
     for index in range(40):
         rows = tasks[index].data["map"]
         table: Any = gymnasium.make("FrozenLake-v1", desc=rows, is_slippery=False).unwrapped

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from tokenizers import Tokenizer
 
 import agentrl
-from agentrl.core.ids import stream
+from agentrl.core.ids import random_stream
 from agentrl.core.records import Message
 from agentrl.environments.calculator import build_model as calculator
 from agentrl.environments.calculator.demonstrations import call_text, observation
@@ -51,7 +51,7 @@ def build(directory: Path, *, seed: int, steps: int) -> None:
         vocabulary=vocabulary, pad_token=pad, stop_token=stop, context=CONTEXT, hidden=128, layers=4
     )
     tools = [bound.spec for bound in Solve.tool_table().values()]
-    rows = (shown_row(chat, tools, stream("warm-up", seed, number)) for number in count())
+    rows = (shown_row(chat, tools, random_stream("warm-up", seed, number)) for number in count())
     tiny_model.train_supervised(model, rows, steps=steps, on_step=tiny_model.progress_printer("warm-up", steps))
     tiny_model.save_model(model, directory, stop_tokens=stop)
 

@@ -9,7 +9,7 @@ from random import Random
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import agentrl
-from agentrl.core.ids import stream
+from agentrl.core.ids import random_stream
 from agentrl.environments.calculator.env import Calculator
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class Solve(Calculator):
 
 def drawn_sums(*seeds: str | int) -> tuple[Sum, ...]:
     """As many sums as the solver is examined on."""
-    draws = (stream("sums", *seeds, number) for number in range(EXAMINED))
+    draws = (random_stream("sums", *seeds, number) for number in range(EXAMINED))
     return tuple(drawn_sum(draw, 2 + number % 5) for number, draw in enumerate(draws))
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import agentrl
-from agentrl.core.ids import stream
+from agentrl.core.ids import random_stream
 from agentrl.environments.frozen_lake.build_model import TEMPLATE, byte_tokenizer
 from agentrl.environments.tictactoe.env import FREE, LINES, OTHER, OWN, TicTacToe, random_player
 from agentrl.learn import tiny_model
@@ -44,7 +44,7 @@ def build(directory: Path, *, seed: int, steps: int) -> None:
         vocabulary=tokenizer.get_vocab_size(), pad_token=pad, stop_token=end, context=CONTEXT, hidden=64, layers=1
     )
     tasks = TicTacToe.tasks("train", seed=seed)
-    rows = (shown_row(chat, tasks[number], stream("warm-up", seed, number)) for number in count())
+    rows = (shown_row(chat, tasks[number], random_stream("warm-up", seed, number)) for number in count())
     tiny_model.train_supervised(model, rows, steps=steps, piece=tiny_model.BATCH)
     tiny_model.save_model(model, directory, stop_tokens=[end, *(chat.encode(move)[0] for move in MOVES)])
 

@@ -6,7 +6,7 @@ import re
 from typing import TYPE_CHECKING, ClassVar
 
 import agentrl
-from agentrl.core.ids import stream
+from agentrl.core.ids import random_stream
 from agentrl.environment.tasks import DrawnTasks
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class TicTacToe(agentrl.TextArenaEnvironment):
             ]
 
         def draw(index: int, attempt: int) -> Task | None:
-            random = stream("tictactoe", seed, index, attempt)
+            random = random_stream("tictactoe", seed, index, attempt)
             (moves,) = random.choices(range(len(OPENINGS)), OPENINGS)
             cells = random.sample(range(9), moves)
             if is_won(cells[0::2]) or is_won(cells[1::2]):

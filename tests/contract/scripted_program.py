@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from agentrl.core.errors import EngineError, EngineLostError
-from agentrl.core.ports import Delta, EngineSession, GenerateRequest
+from agentrl.core.ports import EngineSession, GenerateRequest, NewTokensCallback
 from agentrl.core.records import Completion, PolicyVersion, WeightsRef
 from agentrl.engines.scripted import ScriptedEngine
 
@@ -140,7 +140,7 @@ class _MortalSession:
         self._engine = engine
         self._version = version
 
-    async def generate(self, request: GenerateRequest, on_delta: Delta | None = None) -> Completion:
+    async def generate(self, request: GenerateRequest, on_delta: NewTokensCallback | None = None) -> Completion:
         await self._engine.calls.wait()
         if on_delta is not None:
             on_delta(request.request_id, [7], [-1.0], self._version)

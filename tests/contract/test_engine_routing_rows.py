@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from agentrl.core.records import Row
+from agentrl.core.records import TrajectoryRow
 from agentrl.engines.embedded.engine import EmbeddedEngine
 from agentrl.engines.wire import Completed, completed_message, completion_of
 from agentrl.journal.entries import Begin, EntryBody, JournalEntry, SpanEntry, TurnEntry, encode_body
@@ -18,7 +18,7 @@ from tests.contract.engine_kinds import ModelZoo, load_engine, prompt, request, 
 from tests.contract.test_engine_capture import plain_routing
 
 
-async def conversation(engine: EmbeddedEngine, number: int, turns: int) -> Row:
+async def conversation(engine: EmbeddedEngine, number: int, turns: int) -> TrajectoryRow:
     """A row of several turns, read back from entries and from the wire of an engine in another process."""
     session = engine.open(f"s{number}", "solver")
     begin = Begin("e", "", "t", {}, 0, {"solver": "solver"}, "train", "g", 1, None)
@@ -53,7 +53,7 @@ async def conversation(engine: EmbeddedEngine, number: int, turns: int) -> Row:
 def test_each_token_has_the_experts_of_the_weights_that_sampled_it(zoo: ModelZoo, options: dict[str, Any]) -> None:
     """With KV computed again at each update, the whole context of a token went through its version's experts."""
 
-    async def main() -> list[Row]:
+    async def main() -> list[TrajectoryRow]:
         engine = load_engine(zoo, "mixtral", capture_routing=True, keep_kv=False, **options)
         running = [asyncio.ensure_future(conversation(engine, number, 3)) for number in range(6)]
         for step, tokens in ((1, 60), (2, 61), (3, 200)):  # the second update may interrupt the first one's prefill

@@ -19,14 +19,14 @@ from agentrl.core.records import (
     DataLocation,
     MaskStatus,
     RoutingSpan,
-    Row,
     SamplingMask,
     TrainingSample,
     Trajectory,
     TrajectoryCredit,
+    TrajectoryRow,
     Unit,
 )
-from agentrl.credit.samples import samples
+from agentrl.credit.samples import unit_samples
 from agentrl.learn.forward import token_logprobs
 from agentrl.learn.models import PolicyModel, load_models
 from agentrl.learn.packing import pack
@@ -36,10 +36,10 @@ from tests.contract.engine_kinds import ModelZoo, check_logprobs, load_engine, p
 PROMPT, TOKENS = 12, 40
 
 
-def sampled(zoo: ModelZoo, architecture: str, dtype: str) -> Row:
+def sampled(zoo: ModelZoo, architecture: str, dtype: str) -> TrajectoryRow:
     """A turn under top-k 20 and top-p 0.9."""
 
-    async def main() -> Row:
+    async def main() -> TrajectoryRow:
         engine = load_engine(zoo, architecture, capture_routing=True, capture_mask=True, dtype=dtype)
         context = prompt(PROMPT)
         call = request("r", context, max_tokens=TOKENS, top_k=20, top_p=0.9)
@@ -49,7 +49,7 @@ def sampled(zoo: ModelZoo, architecture: str, dtype: str) -> Row:
         assert mask is not None
         assert routing is not None
         blank = np.zeros(PROMPT, np.int32)
-        return Row(
+        return TrajectoryRow(
             token_ids=np.concatenate([context, completion.token_ids]),
             loss_mask=np.arange(PROMPT + TOKENS) >= PROMPT,
             behavior_logprobs=np.concatenate([blank.astype(np.float32), completion.logprobs]),
@@ -62,12 +62,12 @@ def sampled(zoo: ModelZoo, architecture: str, dtype: str) -> Row:
     return asyncio.run(main())
 
 
-def trained(row: Row) -> TrainingSample:
+def trained(row: TrajectoryRow) -> TrainingSample:
     """The row as a unit's only one."""
     trajectory = Trajectory(seat="solver", index=0, policy="solver", rows=(row,), reward=1.0)
     credit = TrajectoryCredit("solver", 0, 1.0, 1.0, 0.0)
     unit = Unit(episode_id="e", attempt=0, policy="solver", location=DataLocation("", 0), credits=(credit,))
-    (sample,) = samples(unit, [trajectory])
+    (sample,) = unit_samples(unit, [trajectory])
     return sample
 
 

@@ -13,7 +13,7 @@ import agentrl
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import EngineError
 from agentrl.core.ports import Engine, Refresh, SamplingParams
-from agentrl.core.records import Completion, EpisodeSpec, MaskStatus, Recollection, Row, SeatBinding, Task
+from agentrl.core.records import Completion, EpisodeSpec, MaskStatus, ProposalNovelty, SeatBinding, Task, TrajectoryRow
 from agentrl.engines.embedded.engine import EmbeddedEngine
 from agentrl.environment.base import EpisodeLimits
 from agentrl.journal.rows import trajectories
@@ -139,7 +139,7 @@ class Host:
     def spawn(self, *arguments: Any) -> Any:
         raise EngineError("no children here")
 
-    async def remember(self, spec: EpisodeSpec, call_id: str, key: str, structure: str) -> Recollection:
+    async def remember(self, spec: EpisodeSpec, call_id: str, key: str, structure: str) -> ProposalNovelty:
         raise AssertionError("nothing is proposed here")
 
     def readmit(self, spec: EpisodeSpec) -> None:
@@ -176,7 +176,7 @@ def moe_engine(zoo: ModelZoo) -> EmbeddedEngine:
     return load_engine(zoo, "qwen3_moe", capture_routing=True, capture_mask=True, clock=StepClock())
 
 
-async def interrupted(zoo: ModelZoo, how: str, sampling: dict[str, Any]) -> Row:
+async def interrupted(zoo: ModelZoo, how: str, sampling: dict[str, Any]) -> TrajectoryRow:
     """The row of the episode, interrupted in its second turn."""
     engine, journal = moe_engine(zoo), MemoryJournal()
     worker = worker_over(engine, journal, sampling)

@@ -7,9 +7,9 @@ from dataclasses import replace
 from agentrl.core.records import (
     BaselineSet,
     DataLocation,
-    EarlierMean,
     EpisodeHeader,
     EpisodeSpec,
+    FrozenRoleMean,
     PolicyVersion,
     Proposal,
     StepReport,
@@ -199,7 +199,7 @@ def test_a_header_comes_back_with_whom_it_was_measured_against(on_journal: OnJou
 
 def test_what_a_group_is_compared_with_comes_back_as_it_was_frozen(on_journal: OnJournal) -> None:
     async def scenario(journal: AnyJournal) -> None:
-        frozen = BaselineSet("g0", ("e3", "e1"), (EarlierMean("solver", "agent", 0.1 + 0.2),))
+        frozen = BaselineSet("g0", ("e3", "e1"), (FrozenRoleMean("solver", "agent", 0.1 + 0.2),))
         again = BaselineSet("g0", ("e1", "e2"))
         for baselines in (frozen, BaselineSet("g4", ()), again):
             journal.record_baselines(baselines)

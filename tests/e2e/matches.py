@@ -17,7 +17,7 @@ from aiohttp import web
 
 import agentrl
 from agentrl.app.policies import weights_in
-from agentrl.core.records import Row
+from agentrl.core.records import TrajectoryRow
 from agentrl.inspection.reader import RunReader
 from agentrl.journal.entries import TurnEntry
 from agentrl.journal.reader import EpisodeKey, TurnReader
@@ -119,7 +119,7 @@ def answering(text: str) -> Iterator[str]:
         loop.close()
 
 
-def played(run: Path) -> list[tuple[TurnEntry, Row]]:
+def played(run: Path) -> list[tuple[TurnEntry, TrajectoryRow]]:
     """Every turn of training with its row."""
     reader, log = RunReader(run), TurnReader(run / "journal")
     found = []
@@ -134,7 +134,7 @@ def played(run: Path) -> list[tuple[TurnEntry, Row]]:
     return found
 
 
-def logprobs_under(directory: Path, row: Row) -> np.ndarray[Any, Any]:
+def logprobs_under(directory: Path, row: TrajectoryRow) -> np.ndarray[Any, Any]:
     """Of a row's sampled tokens, with an adapter loaded as anybody would."""
     from transformers import AutoModelForCausalLM
 
@@ -145,7 +145,7 @@ def logprobs_under(directory: Path, row: Row) -> np.ndarray[Any, Any]:
     return np.asarray(told[:, 0])[row.loss_mask[1:]]
 
 
-def check_played(turns: list[tuple[TurnEntry, Row]], run: Path, judge: Path) -> set[tuple[int, int]]:
+def check_played(turns: list[tuple[TurnEntry, TrajectoryRow]], run: Path, judge: Path) -> set[tuple[int, int]]:
     """Each seat was played by the weights it says; the past versions that were met."""
     opponents = {(turn.spans[0].lineage, turn.spans[0].step) for turn, _ in turns if turn.policy == "past"}
     assert all(turn.weights_of == "player" for turn, _ in turns if turn.policy == "past")
@@ -167,7 +167,7 @@ def check_played(turns: list[tuple[TurnEntry, Row]], run: Path, judge: Path) -> 
     return opponents
 
 
-def check_critic(turns: list[tuple[TurnEntry, Row]], text: str) -> None:
+def check_critic(turns: list[tuple[TurnEntry, TrajectoryRow]], text: str) -> None:
     """Whoever is elsewhere said one thing, as JSON, with no logprob of ours."""
     said = [(turn, row) for turn, row in turns if turn.policy == "critic"]
     assert said

@@ -18,7 +18,7 @@ import msgspec
 import pytest
 
 from agentrl.cli.main import main
-from agentrl.core.text import safe
+from agentrl.core.text import escape_text
 from agentrl.inspection.comparisons import difference
 from agentrl.inspection.reader import RunReader
 from agentrl.inspection.timelines import run_timeline
@@ -381,7 +381,7 @@ def test_the_page_escapes_the_characters_that_a_terminal_does_not_get(tab: Tab) 
         " return found; })()"
     )
     assert [tuple(found) for found in escaped] == [
-        (code, safe(chr(code))) for code in range(0x110000) if safe(chr(code)) != chr(code)
+        (code, escape_text(chr(code))) for code in range(0x110000) if escape_text(chr(code)) != chr(code)
     ]
 
 

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from agentrl.config.policies import LoraConfig, PolicyConfig
 from agentrl.config.sections import LossConfig, TrainerConfig
-from agentrl.core.records import PolicyVersion, Row
+from agentrl.core.records import PolicyVersion, TrajectoryRow
 from agentrl.learn.trainer import PolicyTrainer
 from tests.learn_cases import VOCABULARY, Episodes, run_config, write_model
 
@@ -21,7 +21,7 @@ CONTEXTS = 8
 PER_CONTEXT = 16
 
 
-def sample(network: torch.nn.Module, generator: torch.Generator) -> tuple[list[Row], np.ndarray]:
+def sample(network: torch.nn.Module, generator: torch.Generator) -> tuple[list[TrajectoryRow], np.ndarray]:
     """`PER_CONTEXT` attempts at each context; right is the upper half of the vocabulary or the lower, by context."""
     contexts = torch.arange(CONTEXTS).repeat_interleave(PER_CONTEXT)
     prompts = torch.stack([torch.full_like(contexts, 40), torch.full_like(contexts, 41), contexts], dim=1)
@@ -30,7 +30,7 @@ def sample(network: torch.nn.Module, generator: torch.Generator) -> tuple[list[R
     tokens = torch.multinomial(logprobs.exp(), 1, generator=generator)
     rewards = ((tokens[:, 0] >= VOCABULARY // 2) == (contexts % 2 == 0)).float().numpy()
     rows = [
-        Row(
+        TrajectoryRow(
             token_ids=torch.cat([prompt, token]).numpy().astype(np.int32),
             loss_mask=np.array([False, False, False, True]),
             behavior_logprobs=np.array([0, 0, 0, float(lp[token])], np.float32),

@@ -1,4 +1,4 @@
-"""`safe` over all code points; any text is a filter or an `InputError`."""
+"""`escape_text` over all code points; any text is a filter or an `InputError`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from agentrl.core.errors import InputError
-from agentrl.core.text import safe, safe_line
+from agentrl.core.text import escape_line, escape_text
 from agentrl.inspection.where import MAX_DEPTH, Column, parse
 
 pytestmark = pytest.mark.property
@@ -42,14 +42,14 @@ WORDS = [
 def test_every_code_point_is_shown_or_escaped() -> None:
     for code in range(0x110000):
         character = chr(code)
-        kept = safe(character) == character
+        kept = escape_text(character) == character
         dangerous = unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zl", "Zp") and character not in "\n\t"
         assert not (dangerous and kept), hex(code)
-        assert kept or safe(character).isascii()
+        assert kept or escape_text(character).isascii()
         if character.isprintable() and character.isascii():
             assert kept
-    assert safe("größe 数 🙂 é\n\t") == "größe 数 🙂 é\n\t"
-    assert safe_line("a\nb\tc") == "a\\nb\\tc"
+    assert escape_text("größe 数 🙂 é\n\t") == "größe 数 🙂 é\n\t"
+    assert escape_line("a\nb\tc") == "a\\nb\\tc"
 
 
 def rows() -> sqlite3.Connection:

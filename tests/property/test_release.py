@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl.credit.advantages import ReleaseRule, against, compared_with, leave_one_out
+from agentrl.credit.advantages import ReleaseRule, baseline_members, leave_one_out, shrunk_advantage
 from tests.release_toy import (
     APART,
     REWARDS,
@@ -51,7 +51,7 @@ def test_whoever_a_member_is_it_does_not_choose_its_own_baseline(size: int, data
     sets = []
     for place in range(size):
         order = [*others[:place], 0, *others[place:]]
-        sets.append(compared_with(order[:early], 0))
+        sets.append(baseline_members(order[:early], 0))
     assert all(found == sets[0] for found in sets)
     assert 0 not in sets[0]
     assert len(sets[0]) == early - 1
@@ -69,7 +69,7 @@ def test_a_group_waits_for_two_at_least_and_for_all_at_most(share: float, size: 
 
 
 def test_alone_and_without_a_past_nothing_is_learned() -> None:
-    assert against(3.0, [], None) == (0.0, 3.0)
+    assert shrunk_advantage(3.0, [], None) == (0.0, 3.0)
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,8 @@ import agentrl
 from agentrl.app.recovery import ResumeState, read_resume_state
 from agentrl.core import ids
 from agentrl.core.clock import LoopClock
-from agentrl.core.ids import stream
-from agentrl.core.ports import Delta, GenerateRequest, Refresh, SamplingParams
+from agentrl.core.ids import random_stream
+from agentrl.core.ports import GenerateRequest, NewTokensCallback, Refresh, SamplingParams
 from agentrl.core.records import Completion, PolicyVersion, Task, WeightsRef
 from agentrl.credit.advantages import ADVANTAGES
 from agentrl.engines.scripted import ScriptedEngine, ScriptedSession
@@ -93,7 +93,7 @@ TASKS = [Task(id=f"t{number}", data={"asks": number == 1}) for number in range(G
 
 def say(request: GenerateRequest, policy: str, version: PolicyVersion) -> list[int]:
     """Up to 59 letters that depend on the seed and their number alone; some turns are cut by `MAX_TOKENS`."""
-    return [ord("a") + ids.key64(request.seed, n) % 26 for n in range(request.seed % 60)] + [STOP_TOKEN]
+    return [ord("a") + ids.stable_hash64(request.seed, n) % 26 for n in range(request.seed % 60)] + [STOP_TOKEN]
 
 
 class WatchedEngine(ScriptedEngine):
@@ -118,7 +118,13 @@ class WatchedEngine(ScriptedEngine):
         return session
 
     def start(
-        self, request: GenerateRequest, policy: str, version: PolicyVersion, *, pinned: bool, on_delta: Delta | None
+        self,
+        request: GenerateRequest,
+        policy: str,
+        version: PolicyVersion,
+        *,
+        pinned: bool,
+        on_delta: NewTokensCallback | None,
     ) -> Any:
         name = request.request_id
         self.asked.setdefault(name, asyncio.get_running_loop().time())
@@ -280,7 +286,7 @@ class InterruptedRun:
     _rng: random.Random = field(init=False)
 
     def __post_init__(self) -> None:
-        self._rng = stream("nemesis", self.seed)
+        self._rng = random_stream("nemesis", self.seed)
 
     async def run(self, *, disturbed: bool = True) -> dict[str, Turn]:
         """Run to the end; the turns by request.

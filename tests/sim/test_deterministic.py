@@ -9,7 +9,7 @@ import pytest
 
 import agentrl
 from agentrl.app.recovery import read_resume_state
-from agentrl.core.ids import stream
+from agentrl.core.ids import random_stream
 from agentrl.core.ports import GenerateRequest
 from agentrl.core.records import PolicyVersion
 from agentrl.journal.port import StepRow
@@ -28,7 +28,7 @@ Trained = dict[tuple[str, int], list[tuple[str, float, float]]]
 
 def guess(request: GenerateRequest, policy: str, version: PolicyVersion) -> list[int]:
     """What is said depends on the step of the weights that say it."""
-    draw = stream(request.seed, version.step)
+    draw = random_stream(request.seed, version.step)
     return [*b"......"[: draw.randrange(6)], ord(str(draw.randrange(10))), STOP_TOKEN]
 
 

@@ -11,7 +11,7 @@ import pytest
 
 import agentrl
 from agentrl.core.errors import EngineLostError
-from agentrl.core.ports import Delta, GenerateRequest
+from agentrl.core.ports import GenerateRequest, NewTokensCallback
 from agentrl.core.records import Completion, EpisodeHeader, EpisodeSpec
 from agentrl.engines.scripted import ScriptedEngine, ScriptedSession
 from agentrl.orchestrator.loop import Orchestrator
@@ -106,7 +106,7 @@ class _FlakySession:
         self._engine = engine
         self._session = session
 
-    async def generate(self, request: GenerateRequest, on_delta: Delta | None = None) -> Completion:
+    async def generate(self, request: GenerateRequest, on_delta: NewTokensCallback | None = None) -> Completion:
         self._engine.asked[request.request_id] += 1
         is_fatal = request.request_id.startswith(self._engine.fatal)
         if is_fatal or self._engine.asked[request.request_id] <= self._engine.losses:

@@ -8,9 +8,9 @@ from collections import Counter
 import pytest
 
 from agentrl.app.recovery import read_resume_state
-from agentrl.core.ids import order_key
+from agentrl.core.ids import episode_sort_key
 from agentrl.core.records import BaselineSet, PolicyVersion, Unit
-from agentrl.credit.advantages import against, compared_with
+from agentrl.credit.advantages import baseline_members, shrunk_advantage
 from agentrl.journal.port import StepRow
 from agentrl.testing.memory_journal import EpisodeEnd, MemoryJournal
 from agentrl.testing.plugin import SimulatedLoop
@@ -33,12 +33,12 @@ def check_credits(journal: MemoryJournal) -> None:
     frozen = journal.baselines()
     for unit in units_of(journal):
         baselines = frozen[ends[unit.episode_id].spec.group_id]
-        others = compared_with(baselines.finishers, unit.episode_id)
+        others = baseline_members(baselines.finishers, unit.episode_id)
         assert unit.episode_id not in others
         rewards = [ends[other].header.reward or 0.0 for other in others]
         [credit] = unit.credits
         mean = baselines.earlier[0].mean if baselines.earlier else None
-        assert (credit.advantage, credit.baseline) == pytest.approx(against(credit.reward, rewards, mean))
+        assert (credit.advantage, credit.baseline) == pytest.approx(shrunk_advantage(credit.reward, rewards, mean))
 
 
 def test_a_group_is_trained_in_parts_and_each_part_once(simulated_loop: SimulatedLoop) -> None:
@@ -77,8 +77,8 @@ def test_the_variance_of_its_advantages_over_those_of_whole_groups_is_measured(
             baselines = frozen[group_id]
             mean = baselines.earlier[0].mean if baselines.earlier else None
             for member, reward in rewards.items():
-                others = [rewards[other] for other in compared_with(baselines.finishers, member)]
-                given += against(reward, others, mean).value ** 2
+                others = [rewards[other] for other in baseline_members(baselines.finishers, member)]
+                given += shrunk_advantage(reward, others, mean).value ** 2
                 whole += ((4 * reward - sum(rewards.values())) / 3) ** 2
         counts = run.orchestrator.buffer.counts
         assert counts.each("squares of advantages", "guesser") == pytest.approx(
@@ -154,7 +154,7 @@ def test_children_are_compared_with_earlier_children_of_their_parents_task(simul
             for baselines in run.journal.of_kind(BaselineSet)
             if ends[baselines.group_id].spec.parent_id is not None
         }
-        newest = sorted(means, key=order_key)[-6:]
+        newest = sorted(means, key=episode_sort_key)[-6:]
         assert all(len(means[name]) == 1 for name in newest)
         assert all(min(map(min, rewards.values())) <= means[name][0].mean <= 1.0 for name in newest)
 

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 import agentrl
 from agentrl.app.recovery import read_resume_state
-from agentrl.core.ids import stream
+from agentrl.core.ids import random_stream
 from agentrl.core.records import PolicyVersion
 from agentrl.observe.alarms import alarms
 from agentrl.observe.run_state import RunPlan, RunState
@@ -61,7 +61,7 @@ class Propose(agentrl.Environment):
 
 def drawn(seed: int) -> tuple[type[agentrl.Environment], dict[str, Any], dict[str, int]]:
     """A point of the grid of environments, releases, bounds, step sizes and phases; and the limits."""
-    draw = stream("max_lag", seed)
+    draw = random_stream("max_lag", seed)
     environment = (Solve, Propose)[draw.randrange(2)]
     release = ("group", "late", "episode")[draw.randrange(3)]
     group_size = draw.randrange(2, 5)

@@ -13,7 +13,15 @@ from agentrl.app.policies import check_capabilities
 from agentrl.app.recovery import read_resume_state
 from agentrl.core.errors import ConfigError
 from agentrl.core.ports import GenerateRequest
-from agentrl.core.records import EpisodeSpec, PolicyVersion, Tally, Task, TrajectoryHeader, WeightsRef, dropped_header
+from agentrl.core.records import (
+    EpisodeSpec,
+    GameTally,
+    PolicyVersion,
+    Task,
+    TrajectoryHeader,
+    WeightsRef,
+    dropped_header,
+)
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.inspection.statistics import win_rates
 from agentrl.journal.entries import TurnEntry
@@ -217,7 +225,7 @@ def test_the_harder_ones_are_drawn_more_often() -> None:
         size=3,
         choose="prioritised",
         served=versions,
-        tallies={versions[0]: Tally(98, 98.0), versions[1]: Tally(98, 49.0), versions[2]: Tally(98, 0.0)},
+        tallies={versions[0]: GameTally(98, 98.0), versions[1]: GameTally(98, 49.0), versions[2]: GameTally(98, 0.0)},
     )
     drawn = Counter(pool.draw("seed", group) for group in range(2000))
     expected = {versions[1]: 0.25 / 1.23, versions[2]: 0.98 / 1.23}
@@ -241,8 +249,8 @@ def test_a_win_is_more_than_the_opponent_got() -> None:
         ended(("player", 0.0, 13), ("player", 0.0, 13)),
     ]
     assert win_rates(headers, "player", "past", every=10) == {
-        (0, PolicyVersion("player", 0, 0)): Tally(2, 1.0),
-        (10, PolicyVersion("player", 0, 10)): Tally(1, 0.5),
+        (0, PolicyVersion("player", 0, 0)): GameTally(2, 1.0),
+        (10, PolicyVersion("player", 0, 10)): GameTally(1, 0.5),
     }
 
 

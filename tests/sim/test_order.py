@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from agentrl.app.recovery import read_resume_state
-from agentrl.core.ids import root_number
+from agentrl.core.ids import root_episode_number
 from agentrl.core.ports import GenerateRequest
 from agentrl.core.records import PolicyVersion
 from agentrl.journal.port import StepRow
@@ -52,7 +52,9 @@ def test_earlier_ones_go_first_then_parents_then_who_has_worked_most(simulated_l
         assert all(later < earlier for calls in trained.values() for earlier, later in itertools.pairwise(calls))
         waves: dict[int, list[int]] = {}
         for episode_id, priorities in trained.items():
-            waves.setdefault(root_number(episode_id) // 4, []).extend(priorities)  # 12 units: 4 parents, 8 children
+            waves.setdefault(root_episode_number(episode_id) // 4, []).extend(
+                priorities
+            )  # 12 units: 4 parents, 8 children
         assert len(waves) > 4
         assert all(max(waves[wave]) < min(waves[wave + 1]) for wave in range(len(waves) - 1))
         for episode_id, priorities in trained.items():

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import pytest
 
 import agentrl
-from agentrl.core.ids import root_number, stream
+from agentrl.core.ids import random_stream, root_episode_number
 from agentrl.core.ports import GenerateRequest
 from agentrl.core.records import PolicyVersion, Proposal
 from agentrl.journal.entries import EffectEntry
@@ -58,7 +58,7 @@ class ProposeAndSolve(agentrl.Environment):
 
 def speak(request: GenerateRequest, policy: str, version: PolicyVersion) -> list[int]:
     """A digit, drawn by the request and the weights alone; one proposal in ten is none."""
-    draw = stream(request.seed, version.step)
+    draw = random_stream(request.seed, version.step)
     if policy == "proposer" and draw.random() < 0.1:
         return [*b"none", STOP_TOKEN]
     return [ord(str(draw.randrange(10))), STOP_TOKEN]
@@ -88,7 +88,7 @@ def remembered(journal: Any) -> dict[tuple[str, int, str], list[Any]]:
 
 def group(proposal: Proposal) -> int:
     """The root group, of four."""
-    return root_number(proposal.episode_id) // 4
+    return root_episode_number(proposal.episode_id) // 4
 
 
 def check_metrics(steps: list[dict[str, float]], repeated: list[bool]) -> None:

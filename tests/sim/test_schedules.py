@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 import agentrl
 from agentrl.app.recovery import read_resume_state
-from agentrl.core.ids import stream
+from agentrl.core.ids import random_stream
 from agentrl.core.ports import GenerateRequest
 from agentrl.core.records import PolicyVersion
 from agentrl.simulation.virtual_time import SimLoop
@@ -88,7 +88,7 @@ def alternating(*freeze: tuple[str, int]) -> dict[str, Any]:
 
 def drawn(seed: int) -> tuple[type[agentrl.Environment], dict[str, Any]]:
     """A point of the grid of fan-outs, step sizes, bounds and schedules; bounds are what one group needs, or more."""
-    draw = stream("schedule", seed)
+    draw = random_stream("schedule", seed)
     environment = (Propose, ProposeThree, ProposeEight)[draw.randrange(3)]
     group_size, solvers = draw.randrange(2, 5), environment.fan_out["Solve"]
     turns = ((0, 0), (1, 1), (1, 3), (2, 1))[draw.randrange(4)]

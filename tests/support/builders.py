@@ -13,11 +13,11 @@ from agentrl.core.records import (
     EpisodeHeader,
     EpisodeSpec,
     PolicyVersion,
-    Row,
     SeatBinding,
     Task,
     Trajectory,
     TrajectoryHeader,
+    TrajectoryRow,
     VersionSpan,
 )
 
@@ -175,7 +175,7 @@ def make_trajectory(
     width = context_tokens + sampled_tokens
     loss_mask = np.tile(np.arange(width) >= context_tokens, turns)
     turn_of_position = np.repeat(np.arange(turns), width)
-    row = Row(
+    row = TrajectoryRow(
         token_ids=np.arange(10, 10 + turns * width, dtype=np.int32),
         loss_mask=loss_mask,
         behavior_logprobs=np.where(loss_mask, -0.5, 0.0).astype(np.float32),

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from agentrl.core.errors import CheckFailedError
-from agentrl.core.ids import key64, stream
+from agentrl.core.ids import random_stream, stable_hash64
 from agentrl.environment.base import Environment
 from agentrl.environment.registry import resolve
 from agentrl.testing.execution import random_policy
@@ -157,7 +157,7 @@ def crash_everywhere(
     report, undisturbed, points = _undisturbed(scenario, wanted, seed)
     for point in points:
         for first, second in _every_recovery() if every_recovery else _fates(point, seed):
-            salt = key64(seed, point.operation, first, second)
+            salt = stable_hash64(seed, point.operation, first, second)
             for what in _after(scenario, point, first, second, undisturbed, report, salt):
                 fate = first if second is None else f"{first}, then {second.fate} at operation {second.operation}"
                 found = Violation(operation=point.operation, name=point.name, fate=fate, what=what)
@@ -198,7 +198,7 @@ def _point(machine: Machine, number: int, name: str, seed: int) -> _Point:
         operation=number,
         name=name,
         acknowledged=tuple(machine.journal.acknowledged),
-        survivors={fate: machine.after_crash(fate, seed=key64(seed, number, fate)) for fate in DISK_FATES},
+        survivors={fate: machine.after_crash(fate, seed=stable_hash64(seed, number, fate)) for fate in DISK_FATES},
     )
 
 
@@ -206,7 +206,7 @@ def _fates(point: _Point, seed: int) -> Iterator[tuple[Fate, _Second | None]]:
     """The four fates of a crash point."""
     for fate in ("kill", "lost", "kept"):
         yield fate, None
-    draw = stream("second crash", seed, point.operation).randrange
+    draw = random_stream("second crash", seed, point.operation).randrange
     first: Fate = "kill" if draw(2) else DISK_FATES[draw(len(DISK_FATES))]
     operation = 1 + point.operation % RECOVERY
     yield first, _Second(operation=operation, fate=DISK_FATES[draw(len(DISK_FATES))])

@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from agentrl.core.ids import stream
+from agentrl.core.ids import random_stream
 
 T = TypeVar("T")
 
@@ -130,7 +130,9 @@ class SimDisk:
     def after_crash(self, fate: Fate, *, seed: int = 0) -> SimDisk:
         """The disk another process finds; this one stays as it is. `seed` draws where what was not synced is torn."""
         survivor = type(self)()
-        root = _copied(self._root, {}) if fate == "kill" else _cut(self._root, fate, stream("torn", seed).randrange)
+        root = (
+            _copied(self._root, {}) if fate == "kill" else _cut(self._root, fate, random_stream("torn", seed).randrange)
+        )
         assert isinstance(root, _Directory)
         survivor._root = root
         return survivor

@@ -11,7 +11,7 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 
 from agentrl.core.errors import JournalError, StorageError
-from agentrl.core.ids import stream
+from agentrl.core.ids import random_stream
 from agentrl.journal.store import FLUSH_SECONDS, LINGER_SECONDS
 from agentrl.testing.memory_journal import EpisodeEnd, MemoryJournal, MemoryTurnLog
 from tests.support.sim_disk import SimDisk
@@ -141,7 +141,7 @@ class SimJournal(MemoryJournal):
     def after_crash(self, fate: Fate = "kill", disk: SimDisk | None = None, *, seed: int = 0) -> SimJournal:
         """The journal another process opens, on the disk it finds; `seed` draws whether a transaction landed."""
         survivor = type(self)(disk or SimDisk(), flush_seconds=self.flush_seconds)
-        may_land = fate != "kill" and stream("landed", seed).random() < 0.5
+        may_land = fate != "kill" and random_stream("landed", seed).random() < 0.5
         lands = self._landing if may_land else None
         survivor.records = self.records[: None if lands == _CONTROL else self._on_disk]
         survivor._on_disk = len(survivor.records)

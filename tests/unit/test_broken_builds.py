@@ -41,5 +41,5 @@ def test_the_build_is_as_if_it_were_not_installed(with_torchvision: dict[str, st
 
 
 def test_the_doctor_names_it(with_torchvision: dict[str, str]) -> None:
-    code = "from agentrl.cli import doctor; print(doctor.broken_builds())"
+    code = "from agentrl.cli import doctor; print(doctor.mismatched_torch_builds())"
     assert run(code, with_torchvision).stdout.strip() == "['torchvision']"

@@ -20,7 +20,7 @@ import pytest
 from agentrl.cli.commands import EPISODE_COLUMNS
 from agentrl.cli.commands import parser as _parser
 from agentrl.cli.main import main
-from agentrl.core.text import safe
+from agentrl.core.text import escape_text
 from agentrl.inspection.reader import COLUMNS
 from tests.journal_cases import HOSTILE, write_run
 from tests.processes import without_the_rights_of_root
@@ -202,7 +202,7 @@ def test_content_reaches_no_terminal_unescaped(tmp_path: Path, capsys: pytest.Ca
         main(command)
         output = capsys.readouterr()
         shown = output.out + output.err
-        assert safe(shown) == shown, command
+        assert escape_text(shown) == shown, command
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from agentrl.cluster.worker_wire import ended_of
-from agentrl.core.ports import Counted
+from agentrl.core.ports import PolicyCounts
 from agentrl.core.records import PolicyVersion
 from benchmarks.overhead import TURNS, run_config, train_once, wire
 from tests.support.builders import make_episode_header, make_spec
@@ -93,6 +93,8 @@ def test_the_end_of_an_episode_crosses_in_no_more_bytes_than_promised(agents: in
     spec = make_spec("e1234567", seats={f"seat{number}": "policy" for number in range(agents)})
     header = make_episode_header(spec, turns=TURNS, tokens=100_000, version=version, seconds=3601.123)
     metrics = {"tool/ok": float(TURNS), "tool/error": 1.0}
-    counted = {"policy": Counted(header.turns, {"tool/ok": float(TURNS)})}  # another than `metrics`: it travels too
+    counted = {
+        "policy": PolicyCounts(header.turns, {"tool/ok": float(TURNS)})
+    }  # another than `metrics`: it travels too
     ended = ended_of(1_234_567, header, digest=b"d" * 16, metrics=metrics, counted=counted)
     assert len(msgspec.msgpack.encode(ended)) <= EVENT_BYTES

@@ -9,7 +9,7 @@ import pytest
 
 from agentrl.core.errors import JournalError
 from agentrl.core.records import DataLocation, RoutingSpan, SamplingMask, TrajectoryCredit, Unit
-from agentrl.credit.samples import samples
+from agentrl.credit.samples import unit_samples
 from tests.support.builders import make_trajectory
 
 
@@ -22,7 +22,7 @@ def test_each_sampled_token_has_its_trajectory_s_advantage() -> None:
     second = replace(make_trajectory(seat="b", sampled_tokens=2), index=1)
     stranger = make_trajectory(seat="c", policy="other")
     unit = make_unit(TrajectoryCredit("b", 1, 1.0, -0.25, 0.5), TrajectoryCredit("a", 0, 1.0, 0.5, 0.5))
-    found = samples(unit, [stranger, second, first])
+    found = unit_samples(unit, [stranger, second, first])
     assert [(item.episode_id, item.row_index) for item in found] == [("e1", 0), ("e1", 1)]
     for item, trajectory, advantage in zip(found, (first, second), (0.5, -0.25), strict=True):
         row = trajectory.rows[0]
@@ -34,7 +34,7 @@ def test_each_sampled_token_has_its_trajectory_s_advantage() -> None:
 def test_each_sampled_token_has_its_turn_s_advantage() -> None:
     trajectory = make_trajectory(turns=3, context_tokens=2, sampled_tokens=2)
     credit = TrajectoryCredit("agent", 0, 1.0, 0.5, 0.5, turn_advantages=(0.5, -2.0))
-    (found,) = samples(make_unit(credit), [trajectory])
+    (found,) = unit_samples(make_unit(credit), [trajectory])
     assert found.advantages.tolist() == [0, 0, 0.5, 0.5, 0, 0, -2, -2, 0, 0, -2, -2], (
         "the last one holds for later turns"
     )
@@ -44,7 +44,7 @@ def test_rows_of_a_rewritten_context_are_samples_of_their_own() -> None:
     trajectory = make_trajectory()
     (row,) = trajectory.rows
     unsampled = replace(row, loss_mask=np.zeros_like(row.loss_mask))
-    found = samples(
+    found = unit_samples(
         make_unit(TrajectoryCredit("agent", 0, 1.0, 1.0, 0.0)), [replace(trajectory, rows=(row, unsampled, row))]
     )
     assert [item.row_index for item in found] == [0, 2]
@@ -54,7 +54,7 @@ def test_a_token_whose_mask_was_not_recorded_is_not_trained() -> None:
     trajectory = make_trajectory(turns=1, context_tokens=2, sampled_tokens=3)
     counts = np.array([0, 0, 0, -1, 2], np.int32)
     row = replace(trajectory.rows[0], sampling_mask=SamplingMask(counts=counts, token_ids=np.array([5, 6], np.int32)))
-    (found,) = samples(make_unit(TrajectoryCredit("agent", 0, 1.0, 2.0, 0.0)), [replace(trajectory, rows=(row,))])
+    (found,) = unit_samples(make_unit(TrajectoryCredit("agent", 0, 1.0, 2.0, 0.0)), [replace(trajectory, rows=(row,))])
     assert found.loss_mask.tolist() == [False, False, True, False, True]
     assert found.advantages.tolist() == [0.0, 0.0, 2.0, 0.0, 2.0]
 
@@ -65,10 +65,10 @@ def test_a_row_routed_twice_is_a_sample_per_routing_that_share_no_token() -> Non
     first = RoutingSpan(0, 4, np.zeros((3, 1, 2), np.int16))
     second = RoutingSpan(4, 10, np.ones((9, 1, 2), np.int16))
     unit = make_unit(TrajectoryCredit("agent", 0, 1.0, 2.0, 0.0))
-    (whole,) = samples(unit, [replace(trajectory, rows=(replace(row, routing=(first,)),))])
+    (whole,) = unit_samples(unit, [replace(trajectory, rows=(replace(row, routing=(first,)),))])
     assert whole.expert_routing is first.experts
     assert whole.loss_mask is row.loss_mask
-    parts = samples(unit, [replace(trajectory, rows=(replace(row, routing=(first, second)),))])
+    parts = unit_samples(unit, [replace(trajectory, rows=(replace(row, routing=(first, second)),))])
     assert [item.row_index for item in parts] == [0, 0]
     assert [np.flatnonzero(item.loss_mask).tolist() for item in parts] == [[2, 3], [4, 7, 8, 9]]
     assert [np.flatnonzero(item.advantages).tolist() for item in parts] == [[2, 3], [4, 7, 8, 9]]
@@ -78,4 +78,4 @@ def test_a_row_routed_twice_is_a_sample_per_routing_that_share_no_token() -> Non
 
 def test_a_credit_without_its_trajectory_is_a_damaged_journal() -> None:
     with pytest.raises(JournalError, match=r"agent\[3\]"):
-        samples(make_unit(TrajectoryCredit("agent", 3, 1.0, 1.0, 0.0)), [make_trajectory()])
+        unit_samples(make_unit(TrajectoryCredit("agent", 3, 1.0, 1.0, 0.0)), [make_trajectory()])

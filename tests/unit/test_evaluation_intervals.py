@@ -12,7 +12,7 @@ import pytest
 
 from agentrl.app.evaluation import EvaluatedEpisode, Evaluation
 from agentrl.core.errors import InputError
-from agentrl.core.ids import stream
+from agentrl.core.ids import random_stream
 from agentrl.core.records import EpisodeHeader
 from agentrl.orchestrator.evaluation import evaluation_metrics, interval
 from tests.support.builders import make_episode_header, make_spec
@@ -52,7 +52,7 @@ def test_the_interval_is_over_tasks_and_leaves_out_what_was_dropped() -> None:
 
 
 def test_an_interval_covers_the_mean_as_often_as_it_says() -> None:
-    draw, covered = stream("intervals"), 0
+    draw, covered = random_stream("intervals"), 0
     for _ in range(400):
         values = [float(draw.random() < 0.4) for _ in range(60)]
         covered += abs(statistics.mean(values) - 0.4) <= interval(values)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.core.files import LOCAL, Disk, remedy, remove_leftovers, rename_durably, staged
+from agentrl.core.files import LOCAL, Disk, os_error_advice, remove_leftovers, rename_durably, staging_directory
 from agentrl.orchestrator.checkpoints import versions_in
 from tests.support.sim_disk import Fault, SimDisk, SimulatedCrashError
 
@@ -23,7 +23,7 @@ def disk_and_root(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Disk,
 
 
 def build(disk: Disk, target: Path, content: bytes, *, unless_same: str | None = None) -> None:
-    with staged(target, disk=disk, depth=2) as staging:
+    with staging_directory(target, disk=disk, depth=2) as staging:
         disk.make_directory(staging / "policy")
         disk.write(staging / "policy" / "weights", content)
         disk.write(staging / "state", b"1")
@@ -56,7 +56,7 @@ def test_a_build_that_fails_leaves_nothing_and_leftovers_can_be_cleared(disk_and
     disk, root = disk_and_root
 
     def fail() -> None:
-        with staged(root / "0.1", disk=disk) as staging:
+        with staging_directory(root / "0.1", disk=disk) as staging:
             disk.write(staging / "state", b"1")
             raise ValueError("halfway")
 
@@ -110,7 +110,7 @@ def test_a_power_cut_leaves_what_was_synced() -> None:
 
 def test_a_rename_is_kept_or_lost_as_one() -> None:
     disk = SimDisk()
-    with staged(Path("/run/0.1"), disk=disk) as staging:
+    with staging_directory(Path("/run/0.1"), disk=disk) as staging:
         disk.write(staging / "weights", b"weights")
         disk.sync(staging / "weights")
         disk.sync(staging)
@@ -137,11 +137,11 @@ def test_faults_happen_where_they_are_planned() -> None:
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_run_directory_that_was_moved_away_does_not_come_back(tmp_path: Path, depth: int) -> None:
     target = tmp_path / "run" / ("checkpoints" if depth == 1 else "versions/policy") / "0.1"
-    with pytest.raises(FileNotFoundError), staged(target, depth=depth):
+    with pytest.raises(FileNotFoundError), staging_directory(target, depth=depth):
         pass
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "run").mkdir()
-    with staged(target, depth=depth) as staging:
+    with staging_directory(target, depth=depth) as staging:
         rename_durably(staging, target)
     assert target.is_dir()
 
@@ -156,4 +156,4 @@ def test_a_run_directory_that_was_moved_away_does_not_come_back(tmp_path: Path, 
     ],
 )
 def test_what_to_do_depends_on_what_was_refused(number: int, told: str) -> None:
-    assert told in remedy(OSError(number, os.strerror(number)))
+    assert told in os_error_advice(OSError(number, os.strerror(number)))

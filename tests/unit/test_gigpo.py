@@ -27,7 +27,7 @@ from agentrl.cli.main import main
 from agentrl.cluster.worker_wire import Ended, ended_of, header_of
 from agentrl.config.run import RunConfig
 from agentrl.core.errors import EnvironmentDefinitionError, InputError
-from agentrl.core.ids import group_of
+from agentrl.core.ids import group_id_of
 from agentrl.core.ports import Engine, GenerateRequest, Trainer
 from agentrl.core.records import PolicyVersion
 from agentrl.credit.advantages import Group, gigpo, leave_one_out, make_estimator
@@ -269,7 +269,7 @@ def test_the_share_of_turns_in_a_repeated_state_is_a_metric(tmp_path: Path) -> N
     met: dict[int, Counter[tuple[str, bytes]]] = {1: Counter(), 2: Counter(), 3: Counter()}
     query = "SELECT step, episode, turn_states FROM step_units JOIN trajectories USING (episode)"
     for step, episode, blob in rows(run, query):
-        met[step].update((group_of(episode, 4), blob[at : at + 8]) for at in range(0, len(blob), 8))
+        met[step].update((group_id_of(episode, 4), blob[at : at + 8]) for at in range(0, len(blob), 8))
     expected = {step: sum(n for n in states.values() if n > 1) / states.total() for step, states in met.items()}
     assert shown == pytest.approx(expected)
     assert any(0.0 < share < 1.0 for share in expected.values())

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from agentrl.core.errors import InputError, JournalError
 from agentrl.core.records import PolicyVersion
-from agentrl.core.text import safe
+from agentrl.core.text import escape_text
 from agentrl.inspection.conversation import conversation
 from agentrl.inspection.reader import RunReader, runs
 from agentrl.inspection.render import MAX_CELL, curves, episode_table, run_table
@@ -141,7 +141,7 @@ def test_hostile_content_in_every_field_reaches_no_terminal(tmp_path: Path) -> N
     pages = [shown(episode_table(reader.episodes(), reader.count())), shown(run_table([reader.line()]))]
     pages += [shown(conversation_page(conversation(reader, f"e{number}"))) for number in range(6)]
     for page in pages:
-        assert safe(page) == page
+        assert escape_text(page) == page
         assert "[bold]" in page or "e99" in page
     assert reader.count() == 7
     reader.close()

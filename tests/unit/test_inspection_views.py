@@ -17,7 +17,7 @@ from rich.console import Console
 
 from agentrl.cli.main import main
 from agentrl.core.errors import InputError, JournalError
-from agentrl.core.text import safe
+from agentrl.core.text import escape_text
 from agentrl.inspection.comparisons import compare_episodes, difference, fork_tree
 from agentrl.inspection.conversation import EffectAct, RewardAct, ToolAct, TurnAct, conversation
 from agentrl.inspection.reader import EpisodeLine, RunReader
@@ -378,7 +378,7 @@ def test_hostile_content_in_every_view_reaches_no_terminal(tmp_path: Path, capsy
         for arguments in (command, [*command, "--json"]):
             assert main(arguments) == 0, arguments
             output = capsys.readouterr()
-            assert safe(output.out + output.err) == output.out + output.err, arguments
+            assert escape_text(output.out + output.err) == output.out + output.err, arguments
 
 
 def test_every_code_point_is_escaped_by_every_part_of_a_page() -> None:
@@ -394,7 +394,7 @@ def test_every_code_point_is_escaped_by_every_part_of_a_page() -> None:
         page.table([text], [[text]], caption=text)
         page.problems([text])
         found = shown(page)
-        assert safe(found) == found
+        assert escape_text(found) == found
         assert "\r" not in found
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from agentrl.core.clock import SystemClock
 from agentrl.core.ports import SamplingParams
-from agentrl.core.records import Completion, MaskStatus, PolicyVersion, RoutingBreak, SamplingMask, VersionSpan
+from agentrl.core.records import Completion, MaskStatus, PolicyVersion, RoutingRestart, SamplingMask, VersionSpan
 from agentrl.journal.entries import JournalEntry, Partial, SpanEntry, encode_partial
 from agentrl.rollout.call_journal import Call
 from agentrl.rollout.turn_entries import EpisodePartials, PartialTurn, joined, slice_of
@@ -64,7 +64,7 @@ def test_kept_sets_are_concatenated_and_a_piece_without_had_none() -> None:
 
 
 def test_routings_are_concatenated_and_break_where_positions_begin_again() -> None:
-    again = {**routing(0, 1, 2, 3, 4, 5, 6, 40, 50, 60, 70), "routing_breaks": (RoutingBreak(6, 3),)}
+    again = {**routing(0, 1, 2, 3, 4, 5, 6, 40, 50, 60, 70), "routing_breaks": (RoutingRestart(6, 3),)}
     whole = joined([piece([5, 6], **routing(3, 30, 31)), piece([1]), piece([7], **again), piece([8], **routing(7, 9))])
     assert whole.routing_start == 3
     assert whole.expert_routing is not None

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from agentrl import ChildResult, learnability
 from agentrl.core.errors import EpisodeError, RewardError
-from agentrl.core.records import Proposal, Recollection
+from agentrl.core.records import Proposal, ProposalNovelty
 from agentrl.orchestrator.tasks import NEWEST, ProposalMemory
 
 
@@ -63,7 +63,7 @@ def proposal(number: int, key: str, structure: str = "", *, episode: str | None 
     return Proposal(number, episode or f"e{number}", 0, "r#1", "Propose", key, structure)
 
 
-def told(memory: ProposalMemory, made: Proposal) -> Recollection:
+def told(memory: ProposalMemory, made: Proposal) -> ProposalNovelty:
     found = memory.recall(made)
     memory.remember(made)
     return found
@@ -132,7 +132,7 @@ def test_in_waves_an_answer_depends_on_no_order(order: list[int], lag: int, size
         wave = int(episode[1:]) // 4
         return wave, wave - lag
 
-    answers: dict[int, Recollection] = {}
+    answers: dict[int, ProposalNovelty] = {}
     memory = ProposalMemory(size, group_size=1, seen=seen)
     waiting = sorted(order, key=lambda number: (number // 4 // (lag + 1), order.index(number)))
     for arrived, number in enumerate(waiting):

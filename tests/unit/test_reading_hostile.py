@@ -12,8 +12,8 @@ import pytest
 
 from agentrl.cli.commands import READING
 from agentrl.cli.main import main
-from agentrl.core.ids import stream
-from agentrl.core.text import safe
+from agentrl.core.ids import random_stream
+from agentrl.core.text import escape_text
 from agentrl.journal.entries import (
     EffectEntry,
     JournalEntry,
@@ -123,7 +123,7 @@ def test_ten_megabytes_of_output_in_every_field_are_shown_cut(
 ) -> None:
     run = tmp_path / "run"
     asyncio.run(write_large_episode(run, "\x1b[31m<b>\u202e\n" * 1_000_000))
-    for command in commands(run, stream("large", 0)):
+    for command in commands(run, random_stream("large", 0)):
         if "e1" not in command and command[0] == "episode" and command[1] != "list":
             command = [*command[:3], "e1", *[word for word in command[4:] if word.startswith("--")]]
         is_about_it = command[0] == "episode" or command[1] in ("export", "stats", "timeline")
@@ -132,7 +132,9 @@ def test_ten_megabytes_of_output_in_every_field_are_shown_cut(
         assert main(command) in (0, 1, 2), command
         shown = capsys.readouterr()
         assert "--json" in command or len(shown.out) < 1_000_000, command
-        assert all(character in "\n\t" or safe(character) == character for character in set(shown.out + shown.err))
+        assert all(
+            character in "\n\t" or escape_text(character) == character for character in set(shown.out + shown.err)
+        )
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from agentrl.app.training import run_training
 from agentrl.cli.sample_environment import Propose
 from agentrl.cli.sample_run import sample_config, sample_factories
 from agentrl.config.run import RunConfig
-from agentrl.core.ids import root_number
+from agentrl.core.ids import root_episode_number
 from agentrl.core.ports import Engine
 from agentrl.inspection.reader import RunReader
 from agentrl.inspection.reasons import reasons
@@ -32,7 +32,7 @@ def trained_children(reader: RunReader) -> list[str]:
 def test_what_kept_a_root_waiting_and_its_deadline(sample_run: Path) -> None:
     reader = RunReader(sample_run)
     lines = reader.episodes("purpose = train and parent = null", limit=1000)
-    roots = sorted((line.episode for line in lines), key=root_number)[:32]
+    roots = sorted((line.episode for line in lines), key=root_episode_number)[:32]
     waited = [text for name in roots for text in told(reader, name, "admitted") if "its admission waited" in text]
     assert waited
     assert all(re.search(r"waited [\d.e-]+ s for (max_staleness of \w+|max_in_flight): \d+ ", text) for text in waited)

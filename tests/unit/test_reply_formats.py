@@ -14,7 +14,7 @@ from agentrl.core.reply_formats import (
     MAX_CALLS,
     REPLY_FORMATS,
     THINKING,
-    guess,
+    guess_reply_parts,
     parse_hermes,
     parse_llama,
     split_thinking,
@@ -139,7 +139,9 @@ def test_plain_text_is_content_and_the_empty_reply_is_empty(name: str) -> None:
 @pytest.mark.parametrize("name", sorted(REPLY_FORMATS.keys() - WHOLE))
 def test_readers_of_a_run_tell_the_parts_without_the_model(name: str) -> None:
     said = f"<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant{CALLS[name]}"
-    thinking, _, calls = guess(said if name == "openai" else f"<think>\nHm.\n</think>\n\n{CALLS[name]}<|im_end|>\n")
+    thinking, _, calls = guess_reply_parts(
+        said if name == "openai" else f"<think>\nHm.\n</think>\n\n{CALLS[name]}<|im_end|>\n"
+    )
     assert thinking == "Hm."
     assert [call.name for call in calls] == ["weather", "weather"]
     assert not any(isinstance(call.arguments, str) for call in calls)
@@ -199,7 +201,7 @@ def test_no_text_makes_a_parser_raise_or_invent(name: str, drawn: st.DataObject)
     for said in (reply.thinking, reply.content):
         left = iter(text)
         assert all(character in left for character in said if not character.isspace()), "pieces of the text, in order"
-    guess(text)
+    guess_reply_parts(text)
 
 
 @pytest.mark.parametrize("name", REPLY_FORMATS)

@@ -13,8 +13,8 @@ from agentrl.cli.main import main
 from agentrl.config.run import RunConfig
 from agentrl.config.sections import LOSSES
 from agentrl.core.errors import ConfigError, InputError, NonFiniteError, TrainerError
-from agentrl.core.functions import Mark, describe, find, find_loaded
-from agentrl.core.records import Row, TrajectoryCredit, Unit
+from agentrl.core.functions import FunctionDeclaration, capture_function_code, find_function, find_function_code
+from agentrl.core.records import TrajectoryCredit, TrajectoryRow, Unit
 from agentrl.credit.advantages import Estimator, Group, StepAdvantages, make_estimator
 from agentrl.credit.baselines import RewardHistory
 from agentrl.learn.function_check import check_advantage, check_loss
@@ -37,7 +37,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def step(model: Path, directory: Path, loss: str, rows: list[Row] | None = None, **trainer: Any) -> tuple[float, float]:
+def step(
+    model: Path, directory: Path, loss: str, rows: list[TrajectoryRow] | None = None, **trainer: Any
+) -> tuple[float, float]:
     """Loss and gradient norm of a step."""
     episodes = Episodes(rows or make_rows(0, 8))
     section = {"name": loss, **trainer.pop("section", {})}
@@ -49,15 +51,15 @@ def step(model: Path, directory: Path, loss: str, rows: list[Row] | None = None,
 
 
 def test_a_function_is_its_slice_of_the_file(tmp_path: Path) -> None:
-    code = find("loss", f"{SCRIPT}:sapo", key="loss")
-    assert describe(user_functions.sapo, "loss", key="loss") == code
+    code = find_function_code("loss", f"{SCRIPT}:sapo", key="loss")
+    assert capture_function_code(user_functions.sapo, "loss", key="loss") == code
     assert code.reference == f"{SCRIPT}:sapo"
     text = Path(SCRIPT).read_text()
     copy = tmp_path / "copy.py"
 
     def digest(changed: str) -> str:
         copy.write_text(changed)
-        return find("loss", f"{copy}:sapo", key="loss").digest
+        return find_function_code("loss", f"{copy}:sapo", key="loss").digest
 
     assert digest(text) == code.digest
     assert digest(text.replace('"as asked"', '"otherwise"').replace("# ", "#  ")) == code.digest
@@ -77,14 +79,14 @@ def test_a_function_is_its_slice_of_the_file(tmp_path: Path) -> None:
 )
 def test_what_cannot_be_recorded_is_refused(function: object, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
-        describe(function, "loss", key="loss")
+        capture_function_code(function, "loss", key="loss")
 
 
 @pytest.mark.parametrize(("name", "value"), [("side", lambda advantages: advantages), ("TEMPERATURE", 2.0)])
 def test_what_was_patched_by_hand_is_refused(name: str, value: object, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(user_functions, name, value)
     with pytest.raises(ConfigError, match=f"{name} differs from what .* defines"):
-        describe(user_functions.sapo, "loss", key="loss")
+        capture_function_code(user_functions.sapo, "loss", key="loss")
 
 
 @pytest.mark.parametrize(
@@ -101,7 +103,7 @@ def test_a_file_that_cannot_be_shipped_is_refused(text: str, reason: str, tmp_pa
     path = tmp_path / "mine.py"
     path.write_text(text)
     with pytest.raises(ConfigError, match=reason):
-        find("loss", f"{path}:f", key="trainer.loss.name")
+        find_function_code("loss", f"{path}:f", key="trainer.loss.name")
 
 
 def test_a_loss_gives_the_same_step_however_it_is_split(model: Path, tmp_path: Path) -> None:
@@ -241,7 +243,7 @@ def test_the_advantage_that_runs_is_the_one_that_was_recorded(tmp_path: Path) ->
 def test_a_file_that_cannot_be_read_is_told(tmp_path: Path, reference: str) -> None:
     (tmp_path / "binary.py").write_bytes(b"\xff\xfe")
     with pytest.raises(ConfigError, match=r"cannot be read|there is no file|give `module:function`"):
-        find("loss", reference.format(tmp_path), key="trainer.loss.name")
+        find_function_code("loss", reference.format(tmp_path), key="trainer.loss.name")
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -254,7 +256,7 @@ def test_the_page_s_loss_with_the_kl_in_the_reward_is_that_of_a_loop(tmp_path: P
     script = tmp_path / "mine.py"
     script.write_text(text, encoding="utf-8")
     assert check_loss(f"{script}:kl_in_reward").findings == []
-    _, function = find_loaded("loss", f"{script}:kl_in_reward", key="trainer.loss.name")
+    _, function = find_function("loss", f"{script}:kl_in_reward", key="trainer.loss.name")
     agents, groups = [0, 0, 1, 2, 2, 2, 3], [0, 0, 0, 1, 1, 1, 1]
     logprobs, reference = [-1.0, -2.0, -0.5, -1.5, -0.2, -3.0, -0.7], [-1.2, -1.0, -0.9, -0.4, -0.3, -2.0, -2.5]
     advantages = [1.0, 1.0, -1.0, 0.5, 0.5, 0.5, -0.5]
@@ -321,7 +323,7 @@ def test_an_estimator_sees_how_long_each_agent_of_a_group_was() -> None:
         weighted = sum(n * reward for n, reward in zip(group.tokens, group.rewards, strict=True))
         return [reward - weighted / sum(group.tokens) for reward in group.rewards]
 
-    estimator = Estimator(name="opo", function=opo, mark=Mark("advantage"), options={})
+    estimator = Estimator(name="opo", function=opo, mark=FunctionDeclaration("advantage"), options={})
     buffer = EpisodeBuffer(["policy"], WholeGroups(["policy"], estimator))
     specs = [make_spec(f"e{number}", group_size=2) for number in range(2)]
     for spec in specs:
@@ -339,7 +341,7 @@ def test_an_estimator_sees_the_mean_of_earlier_groups() -> None:
         seen.append(group.history)
         return [reward - group.mean for reward in group.rewards]
 
-    estimator = Estimator(name="centred", function=centred, mark=Mark("advantage"), options={})
+    estimator = Estimator(name="centred", function=centred, mark=FunctionDeclaration("advantage"), options={})
     buffer = EpisodeBuffer(["policy"], WholeGroups(["policy"], estimator, history=RewardHistory()))
     for first, rewards in ((0, (1.0, 0.5)), (2, (0.0, 0.0))):
         specs = [make_spec(f"e{first + number}", group_size=2) for number in range(2)]
@@ -363,11 +365,11 @@ def test_a_function_of_an_installed_package_goes_by_its_entry_point(
     (tmp_path / "functions_of_mine.py").write_text(Path(SCRIPT).read_text(encoding="utf-8"), encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
     config = run_config(tmp_path, loss={"name": "of_mine", "scale": 2.0})
-    code, function = find_loaded("loss", config.trainer.loss.name, key="trainer.loss.name")
+    code, function = find_function("loss", config.trainer.loss.name, key="trainer.loss.name")
     assert code.reference == f"{tmp_path / 'functions_of_mine.py'}:sapo", "a package that is no wheel is shipped"
     assert function.__name__ == "sapo"
-    assert code.digest == find("loss", f"{SCRIPT}:sapo", key="trainer.loss.name").digest
+    assert code.digest == find_function_code("loss", f"{SCRIPT}:sapo", key="trainer.loss.name").digest
     with pytest.raises(ConfigError, match=r"put @agentrl\.advantage above it"):
-        find("advantage", "wrong", key="credit.advantage")
+        find_function_code("advantage", "wrong", key="credit.advantage")
     with pytest.raises(ValueError, match=r"built in are .*of_mine"):
         run_config(tmp_path, loss={"name": "of_nobody"})

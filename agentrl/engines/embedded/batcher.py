@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from agentrl.core.clock import Clock
-    from agentrl.core.ports import Delta, GenerateRequest
+    from agentrl.core.ports import GenerateRequest, NewTokensCallback
     from agentrl.core.records import FinishReason
     from agentrl.engines.embedded.capture import KeptSetRecorder, RoutingTap
     from agentrl.engines.embedded.forward import EmbeddedVersion, ServedModel
@@ -63,7 +63,7 @@ class ActiveRequest:
     request: GenerateRequest
     session: EmbeddedSession
     future: asyncio.Future[Completion]
-    on_delta: Delta | None
+    on_delta: NewTokensCallback | None
     order: int
     """Arrival number."""
     due: int = 0

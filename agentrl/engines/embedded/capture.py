@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from agentrl.core.errors import EngineCapabilityError
-from agentrl.core.records import RoutingBreak, SamplingMask
+from agentrl.core.records import RoutingRestart, SamplingMask
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,7 +33,7 @@ class Routing(NamedTuple):
 
     rows: ExpertArray
     start: int
-    breaks: tuple[RoutingBreak, ...]
+    breaks: tuple[RoutingRestart, ...]
 
 
 @dataclass(slots=True)
@@ -139,7 +139,7 @@ class RoutingTap:
         stop = max(calls.start, computed) if calls.behind else calls.reached
         parts = [*calls.parts, (calls.start, self._rows[slot, calls.start : stop].copy())]
         ends = np.cumsum([len(rows) for _, rows in parts]).tolist()
-        breaks = (RoutingBreak(row, start) for row, (start, _) in zip(ends, parts[1:], strict=False))
+        breaks = (RoutingRestart(row, start) for row, (start, _) in zip(ends, parts[1:], strict=False))
         return Routing(np.concatenate([rows for _, rows in parts]), parts[0][0], tuple(breaks))
 
 

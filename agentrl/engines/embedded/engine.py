@@ -82,7 +82,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from agentrl.core.clock import Clock
-    from agentrl.core.ports import Delta, GenerateRequest, Refresh
+    from agentrl.core.ports import GenerateRequest, NewTokensCallback, Refresh
     from agentrl.core.records import FinishReason, Float32Array, Int32Array, PolicyVersion, WeightsRef
     from agentrl.engines.embedded.forward import EngineStats
     from agentrl.engines.versions import Canary
@@ -247,7 +247,7 @@ class EmbeddedEngine(ModelEngine[EmbeddedVersion]):
         self.versions.leases.close(session)
 
     async def generate(
-        self, session: EmbeddedSession, request: GenerateRequest, on_delta: Delta | None = None
+        self, session: EmbeddedSession, request: GenerateRequest, on_delta: NewTokensCallback | None = None
     ) -> Completion:
         """Make one call of `session`; see `agentrl.core.ports.EngineSession.generate`."""
         self._check_call(session, request, self._calls)

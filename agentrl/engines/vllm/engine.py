@@ -21,7 +21,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import EngineCapabilityError, EngineError, EngineLostError
-from agentrl.core.ids import key64
+from agentrl.core.ids import stable_hash64
 from agentrl.core.ports import EngineCapabilities
 from agentrl.core.records import Completion, VersionSpan
 from agentrl.engines.transfer import WeightReceiver
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from agentrl.core.clock import Clock
-    from agentrl.core.ports import Delta, GenerateRequest, Refresh
+    from agentrl.core.ports import GenerateRequest, NewTokensCallback, Refresh
     from agentrl.core.records import FinishReason, Float32Array, Int32Array, PolicyVersion, WeightsRef
 
 _SEED_BITS = 2**63 - 1
@@ -60,7 +60,7 @@ class VllmCall:
 
     request: GenerateRequest
     session: VllmSession
-    on_delta: Delta | None
+    on_delta: NewTokensCallback | None
     clock: Clock
     serving: VllmVersion
     """Version that samples the call, or sampled it last."""
@@ -270,7 +270,7 @@ class VllmEngine(ModelEngine[VllmVersion]):
         self.versions.leases.close(session)
 
     async def generate(
-        self, session: VllmSession, request: GenerateRequest, on_delta: Delta | None = None
+        self, session: VllmSession, request: GenerateRequest, on_delta: NewTokensCallback | None = None
     ) -> Completion:
         """Make one call of `session`; see `agentrl.core.ports.EngineSession.generate`."""
         self._check_call(session, request, self._calls)
@@ -332,7 +332,7 @@ class VllmEngine(ModelEngine[VllmVersion]):
         parameters = SamplingParams(
             temperature=request.sampling.temperature,
             max_tokens=limit,
-            seed=(key64(request.seed, sampled) if sampled else request.seed) & _SEED_BITS,
+            seed=(stable_hash64(request.seed, sampled) if sampled else request.seed) & _SEED_BITS,
             stop_token_ids=[each for each in request.sampling.stop_token_ids if each < self._vocabulary],
             ignore_eos=True,
             logprobs=0,

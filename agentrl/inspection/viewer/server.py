@@ -21,7 +21,7 @@ from typing import NamedTuple
 from aiohttp import web
 
 from agentrl.core.errors import AgentRLError, InputError, StorageError
-from agentrl.core.files import remedy
+from agentrl.core.files import os_error_advice
 from agentrl.inspection.reader import RunReader
 from agentrl.inspection.viewer.page import viewer_page
 from agentrl.inspection.viewer.questions import answer
@@ -76,7 +76,7 @@ async def serving(run: str | Path, port: int = 0) -> AsyncIterator[RunningServer
             await site.start()
         except OSError as error:
             raise StorageError(
-                f"port {port} of {HOST}: cannot be listened on ({error.strerror}); {remedy(error)}"
+                f"port {port} of {HOST}: cannot be listened on ({error.strerror}); {os_error_advice(error)}"
             ) from error
         yield RunningServer(runner.addresses[0][1], token)
     finally:
