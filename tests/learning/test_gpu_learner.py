@@ -22,6 +22,7 @@ main({arguments})
 @pytest.mark.learning
 @pytest.mark.slow
 @pytest.mark.timeout(900)
+@pytest.mark.exhaustive
 def test_the_whole_command_runs_without_what_the_machine_may_lack(repository: Path, tmp_path: Path) -> None:
     output = tmp_path / "gpu.json"
     arguments = ["--device", "cpu", "--small", "--output", str(output)]

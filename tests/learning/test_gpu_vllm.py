@@ -22,6 +22,7 @@ def answered(repository: Path, *arguments: str) -> subprocess.CompletedProcess[s
 @needs_vllm
 @pytest.mark.vllm
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(900)
 def test_every_piece_runs_on_cpus(repository: Path, tmp_path: Path) -> None:
     """The adapter's piece differs from the others in settings only, which other tests run."""
