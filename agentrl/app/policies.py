@@ -457,8 +457,8 @@ def adapter_slots_needed(config: RunConfig) -> int:
     slots = sum(policy.max_staleness + 2 for policy in trained)
     slots += sum(rank_in(policy) > 0 for policy in config.of_kind(FrozenPolicy).values())
     for pool in config.of_kind(OpponentPoolPolicy).values():
-        of = config.policies[pool.of]
-        if isinstance(of, PolicyConfig) and of.lora is not None:
+        learner = config.policies[pool.of]
+        if isinstance(learner, PolicyConfig) and learner.lora is not None:
             slots += pool.size + SPARE  # a removed opponent keeps its slot until its episodes have ended
     return slots + SPARE if slots else 0
 

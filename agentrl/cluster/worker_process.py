@@ -76,8 +76,9 @@ class WorkerProcess:
         self.suspects: set[int] = set()
         """Numbers of the episodes suspected of killing processes."""
         self.is_ready = False
+        """Whether the process has answered its welcome and takes episodes."""
         self.is_leaving = False
-        """Whether it takes no more episodes, and ends by itself."""
+        """Whether the process takes no more episodes, and ends by itself."""
         self._work = work
         self._owner = owner
         self.placement = placement
@@ -90,7 +91,7 @@ class WorkerProcess:
         self._reading: asyncio.Task[None] | None = None
         self._welcomed: asyncio.Future[None] | None = None
         self._cancelled: asyncio.Future[None] | None = None
-        self._heard_at = clock.monotonic()
+        self._last_message_at = clock.monotonic()
         self.supervisor = Supervisor(
             f"worker {work.number}",
             self,
@@ -99,7 +100,7 @@ class WorkerProcess:
             clock=clock,
             tell=tell,
         )
-        self._minding = asyncio.get_running_loop().create_task(self._mind(), name=f"mind worker {work.number}")
+        self._watching = asyncio.get_running_loop().create_task(self._report_end(), name=f"watch worker {work.number}")
 
     @property
     def node(self) -> str:
@@ -109,7 +110,7 @@ class WorkerProcess:
     @property
     def is_behind(self) -> bool:
         """Whether the process has been silent for longer than `BEHIND_S`."""
-        return self._clock.monotonic() - self._heard_at > BEHIND_S
+        return self._clock.monotonic() - self._last_message_at > BEHIND_S
 
     def tell(self, message: wire.ToWorker) -> None:
         """Send a message; never blocks. Those of one iteration of the event loop share a system call."""
@@ -125,7 +126,7 @@ class WorkerProcess:
             self._child.writer.write(data)
 
     def leave(self, why: str) -> None:
-        """Have it park its episodes and end: they go on elsewhere. Idempotent."""
+        """Make the process park its episodes, which continue in others, and end. Idempotent."""
         if not self.is_leaving:
             self._tell(f"worker {self._work.number} leaves ({why}): its episodes are parked and continue elsewhere")
             self.tell(wire.Leave())
@@ -156,13 +157,13 @@ class WorkerProcess:
 
     async def close(self) -> None:
         """End the process permanently. Idempotent."""
-        self._minding.cancel()
+        self._watching.cancel()
         self._write_unsent()
         if self._child is not None:
             self._child.writer.close()  # end of file makes the child close its partition and exit
         await self.supervisor.stop(CLOSE_S if self.is_ready else 0.0)
 
-    # --- its life -----------------------------------------------------------------------------------------------------
+    # --- the process ------------------------------------------------------------------------------------------------
 
     async def launch(self) -> ConnectedChild:
         """See `Supervised.launch`."""
@@ -201,10 +202,12 @@ class WorkerProcess:
             self.supervisor.achieved()  # a requested exit does not count as a loss
         self._owner.lost(self)
         self.is_leaving = False
-        self._minding.cancel()
-        self._minding = asyncio.get_running_loop().create_task(self._mind(), name=f"mind worker {self._work.number}")
+        self._watching.cancel()
+        self._watching = asyncio.get_running_loop().create_task(
+            self._report_end(), name=f"watch worker {self._work.number}"
+        )
 
-    async def _mind(self) -> None:
+    async def _report_end(self) -> None:
         """Report a process that is not restarted any more."""
         try:
             await self.supervisor.serving()
@@ -216,15 +219,15 @@ class WorkerProcess:
         try:
             while (body := await receive(child.reader)) is not None:
                 self.supervisor.sign_of_life()
-                self._heard_at = self._clock.monotonic()
-                self._hear(wire.FROM_WORKER.decode(body))
+                self._last_message_at = self._clock.monotonic()
+                self._on_message(wire.FROM_WORKER.decode(body))
         except (ValueError, msgspec.MsgspecError) as error:
             why = f"it sent an invalid message ({type(error).__name__}: {error})"
         except Exception as error:  # noqa: BLE001 - a bug of ours, or the disk: the run must not wait for ever
             self._owner.failed(error if isinstance(error, AgentRLError) else _bug(error))
         self.supervisor.kill(why)
 
-    def _hear(self, message: wire.FromWorker) -> None:
+    def _on_message(self, message: wire.FromWorker) -> None:
         match message:
             case wire.Alive():
                 if self._child is not None and self._child.is_drained:

@@ -141,7 +141,7 @@ class HarnessEnvironment(Environment):
         except (OSError, UnicodeDecodeError) as error:
             raise EnvironmentDefinitionError(f"{cls.__qualname__}.task_file: {path}: {error}") from error
         found = [_task(line, n, path) for n, line in enumerate(lines, 1) if line.strip()]
-        return [task for task, of in found if of == split]
+        return [task for task, its_split in found if its_split == split]
 
     async def run(self, ctx: EpisodeContext) -> None:
         """Start the program, answer its requests, and reward it when it has ended."""
@@ -275,8 +275,8 @@ def _filled(argument: str, task: Task, endpoint: Endpoint) -> str:
     """Fill the fields of a command's argument."""
 
     def value(found: re.Match[str]) -> str:
-        of, name = found.groups()
-        values = {"id": task.id, **task.data} if of == "task" else {"url": endpoint.url, "key": endpoint.key}
+        source, name = found.groups()
+        values = {"id": task.id, **task.data} if source == "task" else {"url": endpoint.url, "key": endpoint.key}
         if name not in values:
             raise EnvironmentDefinitionError(
                 f"command: {found[0]} is not a known value; there are: {', '.join(values)}"

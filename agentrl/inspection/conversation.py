@@ -139,9 +139,12 @@ class RewardAct(_Act, frozen=True, kw_only=True, tag="reward"):
             >>> RewardAct(call="1", seat="solver", index=0, value=1.0, turn=None, name="format", weight=0.2).words
             '0.2 × 1 (format)'
         """
-        of = [*([self.name] if self.name != REWARD else []), *([f"turn {self.turn}"] if self.turn is not None else [])]
+        details = [
+            *([self.name] if self.name != REWARD else []),
+            *([f"turn {self.turn}"] if self.turn is not None else []),
+        ]
         weight = f"{self.weight:g} × " if self.weight != 1.0 else ""
-        return f"{weight}{self.value:g}" + (f" ({', '.join(of)})" if of else "")
+        return f"{weight}{self.value:g}" + (f" ({', '.join(details)})" if details else "")
 
 
 class OtherAct(_Act, frozen=True, kw_only=True, tag="other"):
@@ -286,7 +289,7 @@ def _act(call: str, body: EntryBody, waits: _Waits) -> Act:
         case SpawnEntry():
             return SpawnAct(call=call, environment=body.environment, children=list(body.children))
         case GatherEntry():
-            versions = [str(PolicyVersion(policy, *of)) for policy, of in body.versions.items()]
+            versions = [str(PolicyVersion(policy, *number)) for policy, number in body.versions.items()]
             return ChildAct(
                 call=call, child=body.child, drop_reason=body.drop_reason, rewards=body.rewards, versions=versions
             )

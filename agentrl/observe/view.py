@@ -112,10 +112,10 @@ def _heading(state: RunState, width: int, age_s: float | None) -> Text:
     phase = status.phase if is_running else state.standing or "ended"
     text.append(plain(f"  {phase}"), "green")
     if status.progress is not None and is_running:
-        ended, of = status.progress
-        text.append(f"  {'beside it evaluating ' if phase == 'training' else ''}{ended}/{of} ", "green")
-        if of:
-            text.append_text(_bar(ended / of, 12))
+        ended, total = status.progress
+        text.append(f"  {'beside it evaluating ' if phase == 'training' else ''}{ended}/{total} ", "green")
+        if total:
+            text.append_text(_bar(ended / total, 12))
     if status.seconds:
         text.append(f"  {duration(status.seconds)}", "dim")
     if age_s is not None and age_s > SILENT_S and is_running:

@@ -31,7 +31,8 @@ kept with their episodes only."""
 
 
 Count = tuple[str, str, str]
-"""Name of a count: its kind; the seat, opponent, pass rate or environment's name; the policy, "" for all policies."""
+"""Name of a count: its kind, such as `turns`; its label (a seat, opponent, pass rate or the name of an environment's
+metric), "" where the kind has none; the policy, "" for all policies."""
 
 
 class Counts:
@@ -48,20 +49,22 @@ class Counts:
         """Return a copy."""
         return Counts(self._counts)
 
-    def of(self, what: str, of: str = "", policy: str = "") -> float:
+    def of(self, kind: str, label: str = "", policy: str = "") -> float:
         """Return a single count; 0 if nothing was counted."""
-        return self._counts.get((what, of, policy), 0.0)
+        return self._counts.get((kind, label, policy), 0.0)
 
-    def of_all_policies(self, what: str, of: str = "") -> float:
+    def of_all_policies(self, kind: str, label: str = "") -> float:
         """Return a count summed over policies."""
-        return sum(value for count, value in self._counts.items() if count[:2] == (what, of))
+        return sum(value for count, value in self._counts.items() if count[:2] == (kind, label))
 
-    def each(self, what: str, policy: str = "") -> dict[str, float]:
-        """Return the nonzero counts of a kind, keyed by the second part of their names."""
-        return {of: n for (kind, of, whose), n in self._counts.items() if n and (kind, whose) == (what, policy)}
+    def each(self, kind: str, policy: str = "") -> dict[str, float]:
+        """Return the nonzero counts of a kind, keyed by label."""
+        return {
+            label: n for (of_kind, label, whose), n in self._counts.items() if n and (of_kind, whose) == (kind, policy)
+        }
 
-    def _add(self, what: str, value: float = 1.0, of: str = "", policy: str = "") -> None:
-        count = (what, of, policy)
+    def _add(self, kind: str, value: float = 1.0, label: str = "", policy: str = "") -> None:
+        count = (kind, label, policy)
         self._counts[count] = self._counts.get(count, 0.0) + value
 
     # --- counting -----------------------------------------------------------------------------------------------------
@@ -72,7 +75,7 @@ class Counts:
         self._add("tokens", header.tokens)
         self._add("timed out", header.stop_reason == "time_limit" or header.drop_reason == "episode_timeout")
         if won_by is not None:
-            self._add("won", of=won_by)
+            self._add("won", label=won_by)
 
     def count_superseded(self) -> None:
         """Count an end that was reported twice, or belongs to a replaced attempt."""
@@ -102,8 +105,8 @@ class Counts:
 
     def count_game(self, opponent: str, score: float) -> None:
         """Count a game against an opponent pool; score 1: won, ½: a draw, 0: lost."""
-        self._add("games", of=opponent)
-        self._add("score", score, of=opponent)
+        self._add("games", label=opponent)
+        self._add("score", score, label=opponent)
 
     def count_squared_advantages(self, policy: str, given: float, whole: float) -> None:
         """Add a complete group's summed squared advantages: as trained (`given`), and as leave-one-out would give them
@@ -113,7 +116,7 @@ class Counts:
 
     def count_pass_rate(self, pass_rate: str) -> None:
         """Count a group of child episodes in a bin of `PASS_RATES`."""
-        self._add("groups", of=pass_rate)
+        self._add("groups", label=pass_rate)
 
     def count_state(self, policy: str, turns: int) -> None:
         """Count an anchor state in which `turns` turns of a complete group's seat began."""

@@ -159,6 +159,7 @@ class LiveContext(EpisodeContext):
         )
         if opened.waits:
             await journal.reach(opened)
+        # Other tools are run again, because they may change `self`; one that timed out would take its time again.
         if isinstance(opened.recorded, ToolEntry) and (external or opened.recorded.outcome == "timeout"):
             return self._observed(opened, journal.recall(opened, ToolEntry) or opened.recorded)
         what = f"tool {name!r}"

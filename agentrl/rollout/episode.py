@@ -185,10 +185,10 @@ class LiveEpisode:
         """Return the settings of the policy that holds a seat."""
         return self.began_under.get(seat) or self.services.policy_settings(self.spec.seats[seat].policy)
 
-    def metric(self, name: str, value: float, of: EpisodeAgent | None = None) -> None:
-        """Add to a metric of the episode, or of its agent `of`."""
-        if of is not None:
-            counts = of.counts
+    def metric(self, name: str, value: float, agent: EpisodeAgent | None = None) -> None:
+        """Add to a metric of the episode, or of one of its agents."""
+        if agent is not None:
+            counts = agent.counts
         else:
             counts = self._counts = self._counts or {}
         counts[name] = counts.get(name, 0.0) + float(value)
