@@ -31,11 +31,19 @@ from agentrl.core.records import (
     WeightsRef,
 )
 from agentrl.inspection.reader import RunReader
-from agentrl.journal.entries import Begin, JournalEntry, RewardEntry, SpanEntry, TurnEntry, encode_body, episode_digest
+from agentrl.journal.entries import (
+    BeginEntry,
+    JournalEntry,
+    RewardEntry,
+    SpanEntry,
+    TurnEntry,
+    encode_body,
+    episode_digest,
+)
 from agentrl.journal.port import PruneRule
 from agentrl.journal.store import SqliteJournal
 from agentrl.orchestrator.buffer import Ledger
-from agentrl.orchestrator.checkpoints import CheckpointWriter, sealed
+from agentrl.orchestrator.checkpoints import CheckpointWriter, resumable_versions
 from tests.journal_cases import step_of
 from tests.support.builders import make_episode_header, make_spec
 
@@ -78,7 +86,7 @@ def _spec(number: int) -> EpisodeSpec:
 
 def _entries(spec: EpisodeSpec, step: int) -> list[JournalEntry]:
     column = os.urandom(4 * TOKENS)
-    begin = Begin(
+    begin = BeginEntry(
         *(spec.environment, "hash", spec.task.id, dict(spec.task.data), spec.seed, {"solver": POLICY}, "train"),
         *(spec.group_id, GROUP, None),
     )
@@ -196,7 +204,7 @@ def pruned_size(run: Path) -> int:
 
     async def prune() -> None:
         journal = SqliteJournal(run / "journal")
-        await journal.prune(PruneRule(keep=0, sealed=sealed(run / "checkpoints")))
+        await journal.prune(PruneRule(keep=0, sealed=resumable_versions(run / "checkpoints")))
         await journal.close()
 
     asyncio.run(prune())

@@ -23,7 +23,7 @@ from agentrl.core.records import DataLocation, EpisodeHeader, EpisodeSpec, Polic
 from agentrl.journal import control
 from agentrl.journal.control import row_checksum
 from agentrl.journal.entries import (
-    Begin,
+    BeginEntry,
     JournalEntry,
     RewardEntry,
     SpanEntry,
@@ -174,7 +174,7 @@ def episode(number: int, sampled: int) -> tuple[EpisodeSpec, EpisodeHeader, list
 def bodies(spec: EpisodeSpec, draw: object, sampled: int) -> Iterator[bytes]:
     choices = draw.choices  # type: ignore[attr-defined]
     yield encode_body(
-        Begin(
+        BeginEntry(
             spec.environment,
             "0",
             spec.task.id,

@@ -41,8 +41,8 @@ from agentrl.core.records import Completion, DataLocation, PolicyVersion, Traini
 from agentrl.credit.samples import unit_samples as unit_samples
 from agentrl.engines.embedded.capture import chosen_experts, find_routers
 from agentrl.engines.embedded.engine import EmbeddedEngine
-from agentrl.journal.entries import Begin, EntryBody, JournalEntry, SpanEntry, TurnEntry, encode_body
-from agentrl.journal.rows import trajectories
+from agentrl.journal.entries import BeginEntry, EntryBody, JournalEntry, SpanEntry, TurnEntry, encode_body
+from agentrl.journal.rows import assemble_trajectories
 from agentrl.learn.forward import token_logprobs
 from agentrl.learn.models import PolicyModel, load_models
 from agentrl.learn.packing import pack
@@ -97,7 +97,7 @@ async def sampled(model: Path, *, episodes: int, dtype: str, sampling: SamplingP
         session, random = engine.open(f"e{number}", "policy"), np.random.default_rng(number)
         context = np.zeros(0, np.int32)
         bodies: list[EntryBody] = [
-            Begin("mismatch", "", f"t{number}", {}, number, {"agent": "policy"}, "train", "g", 1, None)
+            BeginEntry("mismatch", "", f"t{number}", {}, number, {"agent": "policy"}, "train", "g", 1, None)
         ]
         for turn in range(TURNS):
             before = len(context)
@@ -113,7 +113,7 @@ async def sampled(model: Path, *, episodes: int, dtype: str, sampling: SamplingP
         unit = Unit(
             episode_id=f"e{number}", attempt=0, policy="policy", location=DataLocation("", 0), credits=(credit,)
         )
-        found.extend(unit_samples(unit, trajectories(entries)))
+        found.extend(unit_samples(unit, assemble_trajectories(entries)))
 
     await asyncio.gather(*(episode(number) for number in range(episodes)))
     await engine.close()

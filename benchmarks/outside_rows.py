@@ -22,7 +22,7 @@ from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion, Seat
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.environment.registry import name_of
 from agentrl.journal.entries import TurnEntry
-from agentrl.journal.rows import trajectories
+from agentrl.journal.rows import assemble_trajectories
 from agentrl.rollout.byte_formats import PlainFormat
 from agentrl.rollout.chat_format import TemplateFormat
 from agentrl.rollout.runner import EpisodeRunner
@@ -158,7 +158,7 @@ async def _played(chat_format: ChatFormat, seeds: range) -> Counter[str]:
 def _compare(header: EpisodeHeader, journal: MemoryJournal, log: _Log, found: Counter[str]) -> None:
     """An episode's rows as the trainer gets them, against what the engine had."""
     entries = journal.turn_log(PARTITION).read(header.episode_id, header.attempt)
-    (trajectory,) = trajectories(entries)
+    (trajectory,) = assemble_trajectories(entries)
     turns = [(entry.call_id, body) for entry in entries if isinstance(body := entry.decode(), TurnEntry)]
     numbers = {number: n for n, number in enumerate(sorted({turn.row for _, turn in turns}))}
     found["rows"] += len(trajectory.rows)

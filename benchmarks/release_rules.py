@@ -12,7 +12,7 @@ from agentrl.core import ids
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, TrajectoryCredit
 from agentrl.orchestrator.buffer import Credits, OpenGroup, ReadyUnit, ReleasePolicy
 from agentrl.orchestrator.loop import Orchestrator
-from agentrl.orchestrator.scheduler import Demand
+from agentrl.orchestrator.scheduler import GroupDemand
 from agentrl.simulation.engine import EmulatedEngine
 from agentrl.simulation.run import episode_of
 
@@ -132,7 +132,7 @@ def one_step_off(orchestrator: Orchestrator) -> None:
     groups = size // orchestrator.plan.demands[0].units[POLICY]
     inner, began = scheduler.why_not, 0
 
-    def why_not(demand: Demand) -> str | None:
+    def why_not(demand: GroupDemand) -> str | None:
         nonlocal began
         if dispatcher.next_group - began >= groups:
             if buffer.ledger.in_flight:
@@ -150,7 +150,7 @@ def _drop_before_steps(orchestrator: Orchestrator, unwanted: Callable[[ReadyUnit
     scheduler, buffer = orchestrator.scheduler, orchestrator.buffer
     inner = scheduler.may_step
 
-    def may_step(policy: str, demand: Demand) -> bool:
+    def may_step(policy: str, demand: GroupDemand) -> bool:
         for drop in buffer.drop(buffer.pop_ready_where(policy, unwanted), reason):
             orchestrator.store.record_drop(drop.episode_id, drop.attempt, drop.policy, drop.reason)
         return inner(policy, demand)

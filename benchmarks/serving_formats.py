@@ -28,7 +28,7 @@ from agentrl.core.reply_formats import REPLY_FORMATS, THINKING
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.environment.registry import name_of
 from agentrl.journal.entries import TurnEntry
-from agentrl.journal.rows import trajectories
+from agentrl.journal.rows import assemble_trajectories
 from agentrl.rollout.chat_format import TemplateFormat
 from agentrl.rollout.runner import EpisodeRunner
 from agentrl.rollout.template_history import RewriteCause
@@ -259,7 +259,7 @@ def _compared(
     entries = journal.turn_log(PARTITION).read(header.episode_id, header.attempt)
     if header.drop_reason:
         return 0, Counter()
-    (trajectory,) = trajectories(entries)
+    (trajectory,) = assemble_trajectories(entries)
     turns = [body for entry in entries if isinstance(body := entry.decode(), TurnEntry)]
     numbers = {number: n for n, number in enumerate(sorted({turn.row for turn in turns}))}
     found = Counter[str]()

@@ -20,7 +20,7 @@ from agentrl.core.records import (
     WeightsRef,
 )
 from agentrl.journal.entries import (
-    Begin,
+    BeginEntry,
     EntryBody,
     JournalEntry,
     RewardEntry,
@@ -162,7 +162,7 @@ def entries_with(number: int, text: str) -> list[EntryBody]:
         started=1.0,
     )
     return [
-        Begin(text, "hash", text, {"q": text}, number, {"solver": "policy"}, "train", "g", 2, None),
+        BeginEntry(text, "hash", text, {"q": text}, number, {"solver": "policy"}, "train", "g", 2, None),
         turn,
         ToolEntry(text, {text: text}, text, "ok", False, 0.01),
         RewardEntry("solver", 0, float(number), None),

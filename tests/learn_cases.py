@@ -21,7 +21,7 @@ from agentrl.core.records import (
     Unit,
 )
 from agentrl.credit.samples import ReadUnits
-from agentrl.journal.entries import Begin, JournalEntry, SpanEntry, TurnEntry, encode_body
+from agentrl.journal.entries import BeginEntry, JournalEntry, SpanEntry, TurnEntry, encode_body
 from agentrl.journal.store import SqliteJournal
 
 VOCABULARY = 48
@@ -193,7 +193,7 @@ class Episodes:
 def _entries(episode_id: str, trajectory: Trajectory) -> list[JournalEntry]:
     """A one-row episode as journal entries: a turn per run of sampled tokens; context behind the last is left out."""
     (row,) = trajectory.rows
-    begin = Begin("test", "", episode_id, {}, 0, {trajectory.seat: trajectory.policy}, "train", "g0", 1, None)
+    begin = BeginEntry("test", "", episode_id, {}, 0, {trajectory.seat: trajectory.policy}, "train", "g0", 1, None)
     entries = [JournalEntry(episode_id, 0, "begin", b"", encode_body(begin))]
     edges = np.flatnonzero(np.diff(row.loss_mask.astype(np.int8), prepend=0, append=0))
     end = 0

@@ -26,16 +26,23 @@ from agentrl.journal.port import JournalStore
 from agentrl.orchestrator.buffer import EpisodeBuffer, FirstFinishers, ReleasePolicy, WholeGroups
 from agentrl.orchestrator.checkpoints import KEPT_CHECKPOINTS, CheckpointWriter, JournalRetention, VersionRetention
 from agentrl.orchestrator.dispatch import Dispatcher, Signal
-from agentrl.orchestrator.evaluation import Evaluator, HeldOut
+from agentrl.orchestrator.evaluation import Evaluator, HeldOutSplit
 from agentrl.orchestrator.loop import Orchestrator, TrainingPlan
 from agentrl.orchestrator.metrics import selection_bias_by_policy
-from agentrl.orchestrator.scheduler import BoundedStaleness, Demand, Phase, Phases, Scheduler, SynchronousBatchScheduler
+from agentrl.orchestrator.scheduler import (
+    BoundedStaleness,
+    FreezePhase,
+    FreezeSchedule,
+    GroupDemand,
+    Scheduler,
+    SynchronousBatchScheduler,
+)
 from agentrl.orchestrator.tasks import Curriculum, GroupResult
 from agentrl.orchestrator.versions import (
     NOT_MEASURED,
     BestCheckpointTracker,
     OpponentPool,
-    Opponents,
+    OpponentPools,
     PolicyBoard,
     RunningBest,
     ServedVersions,
@@ -59,7 +66,7 @@ class Parts:
     observer: Observer
     clock: Clock
     tasks: TaskSource
-    held_out: Sequence[HeldOut] = ()
+    held_out: Sequence[HeldOutSplit] = ()
     checkpoints: CheckpointWriter | None = None
     versions: Mapping[str, PolicyVersion] = field(default_factory=dict)
     """Starting version of each policy; (0, 0) where absent."""
@@ -187,7 +194,7 @@ def _plan(config: RunConfig, environment: type[Environment]) -> TrainingPlan:
     )
 
 
-def _opponents(config: RunConfig, parts: Parts, dispatcher: Dispatcher) -> Opponents:
+def _opponents(config: RunConfig, parts: Parts, dispatcher: Dispatcher) -> OpponentPools:
     pools = {
         name: OpponentPool(
             name=name,
@@ -202,7 +209,7 @@ def _opponents(config: RunConfig, parts: Parts, dispatcher: Dispatcher) -> Oppon
     for header in parts.resume_state.against:
         for pool in pools.values():
             pool.count(header)
-    return Opponents(
+    return OpponentPools(
         pools=pools,
         versions=parts.served,
         run_seed=config.seed,
@@ -294,16 +301,18 @@ def _kept_versions(config: RunConfig) -> int:
 
 
 def _scheduler(
-    config: RunConfig, demand: Demand, dispatcher: Dispatcher, opponents: Opponents, board: PolicyBoard
+    config: RunConfig, demand: GroupDemand, dispatcher: Dispatcher, opponents: OpponentPools, board: PolicyBoard
 ) -> Scheduler:
     bounds = {
         name: BoundedStaleness(max_staleness=policy.max_staleness, step_size=policy.step_size, max_lag=policy.max_lag)
         for name, policy in config.trained.items()
     }
-    phases = Phases(
+    phases = FreezeSchedule(
         board=board,
         steps={name: config.steps_of(name) for name in config.trained},
-        cycle=[Phase(frozenset([held] if isinstance(held, str) else held), steps) for held, steps in config.freeze],
+        cycle=[
+            FreezePhase(frozenset([held] if isinstance(held, str) else held), steps) for held, steps in config.freeze
+        ],
     )
     if not config.deterministic:
         return Scheduler(

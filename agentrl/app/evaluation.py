@@ -34,11 +34,11 @@ from agentrl.engines.remote import RemoteEndpoint
 from agentrl.environment.base import Environment
 from agentrl.inspection.conversation import TurnAct, conversation
 from agentrl.inspection.reader import RunReader
-from agentrl.journal.process import leading, record_state
+from agentrl.journal.process import record_state, recording_process_state
 from agentrl.observe.run_state import MetricsFile
 from agentrl.orchestrator.buffer import EpisodeBuffer, WholeGroups
 from agentrl.orchestrator.dispatch import Signal
-from agentrl.orchestrator.evaluation import HeldOut, evaluation_metrics, interval, repeated
+from agentrl.orchestrator.evaluation import HeldOutSplit, confidence_half_width, evaluation_metrics, repeat_tasks
 from agentrl.orchestrator.versions import ServedVersions
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ class Evaluation(dict[str, float]):
         differences = [statistics.mean(ours[task]) - statistics.mean(theirs[task]) for task in ours]
         return {
             "difference/reward": statistics.mean(differences),
-            "difference/reward_error": interval(differences),
+            "difference/reward_error": confidence_half_width(differences),
             "difference/better": float(sum(each > 0 for each in differences)),
             "difference/worse": float(sum(each < 0 for each in differences)),
             "difference/tasks": float(len(differences)),
@@ -155,7 +155,7 @@ def evaluate(
     """
     config, given = prepared(load_config(config), policy)
     chosen = environment_of(config, environment)
-    splits = [HeldOut("held_out", tasks)] if tasks is not None else held_out(config, chosen)[0]
+    splits = [HeldOutSplit("held_out", tasks)] if tasks is not None else held_out(config, chosen)[0]
     if not any(split.tasks for split in splits):
         raise InputError("evaluation.tasks is 0, so there are no tasks to evaluate on; set it to 1 or more")
     with tempfile.TemporaryDirectory(prefix="agentrl-evaluate-") as scratch:
@@ -163,7 +163,7 @@ def evaluate(
         if (kept / "journal").exists():
             raise RunDirectoryError(f"{kept} already contains a journal; give evaluate a new directory")
         attempts = config.evaluation.attempts
-        played_tasks = repeated(splits, attempts)
+        played_tasks = repeat_tasks(splits, attempts)
         evaluated = played(config, chosen, given, kept, lambda dispatcher: dispatcher.evaluate(played_tasks, {}))
         headers = asyncio.run(evaluated)
         episodes = _episodes(config, kept)
@@ -312,7 +312,7 @@ async def played(
         }
         store = SqliteJournal(run / "journal", info=info)
         stack.push_async_callback(store.close)
-        stack.enter_context(leading(run))
+        stack.enter_context(recording_process_state(run))
         engine = await make_engine(
             config, {known: PolicyVersion(known, 0, 0) for known in config.policies}, lambda line: None
         )

@@ -33,7 +33,7 @@ from agentrl.environment.base import Environment
 from agentrl.environment.registry import name_of, resolve
 from agentrl.inspection.comparisons import FORKS
 from agentrl.inspection.reader import RunReader
-from agentrl.journal.entries import Begin, JournalEntry, TurnEntry, decode_entries
+from agentrl.journal.entries import BeginEntry, JournalEntry, TurnEntry, decode_entries
 from agentrl.journal.reader import TurnReader, read_prefix
 from agentrl.journal.run_log import SqliteRunLog
 from agentrl.observe.run_directory import ENGINE_LOG
@@ -47,7 +47,7 @@ _VERSION = re.compile(r"(?P<policy>[^@/]+)@(?P<lineage>\d{1,9})\.(?P<step>\d{1,9
 class Parent:
     """An episode to be forked at one of its turns."""
 
-    begin: Begin
+    begin: BeginEntry
     point: ForkPoint
     """Start of the fork; its journal is an absolute path."""
     turns: Sequence[TurnEntry]
@@ -137,7 +137,7 @@ def find_parent(journal: Path, episode_id: str, attempt: int | None, at: int) ->
     """
     partition, own = _entries(journal, episode_id, attempt)
     begin = decode_entries(own[:1])[0]
-    if not isinstance(begin, Begin):
+    if not isinstance(begin, BeginEntry):
         raise JournalError(f"{journal}: the first entries of episode {episode_id} are missing; the journal is damaged")
     points = _points(journal, partition, own[0], begin)
     whole = own if begin.fork is None else [*read_prefix(journal, begin.fork), *own]
@@ -374,7 +374,7 @@ def _entries(journal: Path, episode_id: str, attempt: int | None) -> tuple[str, 
     raise InputError(f"{journal.parent}: episode {episode_id} has no entries yet; fork it later")
 
 
-def _points(journal: Path, partition: str, first: JournalEntry, begin: Begin) -> dict[str, ForkPoint]:
+def _points(journal: Path, partition: str, first: JournalEntry, begin: BeginEntry) -> dict[str, ForkPoint]:
     """Return the fork points that name the journal directories of an episode and its ancestors, by episode id; call ids
     are ignored."""
     directory = os.path.abspath(journal)
@@ -386,7 +386,7 @@ def _points(journal: Path, partition: str, first: JournalEntry, begin: Begin) ->
         points[begin.fork.episode_id] = replace(begin.fork, journal=directory)
         _, entries = _entries(Path(directory), begin.fork.episode_id, begin.fork.attempt)
         found = decode_entries(entries[:1])[0]
-        assert isinstance(found, Begin)
+        assert isinstance(found, BeginEntry)
         begin = found
     return points
 

@@ -47,7 +47,7 @@ from agentrl.environment.mixture import (
     with_others,
 )
 from agentrl.environment.registry import load_function, module_of, name_of, resolve
-from agentrl.orchestrator.evaluation import HeldOut
+from agentrl.orchestrator.evaluation import HeldOutSplit
 from agentrl.rollout.byte_formats import JsonFormat
 
 if TYPE_CHECKING:
@@ -632,14 +632,14 @@ def _own_tasks(environment: type[Environment], split: Split, seed: int, options:
 
 def held_out(
     config: RunConfig, environment: type[Environment], tasks: TaskSource | None = None
-) -> tuple[list[HeldOut], int]:
+) -> tuple[list[HeldOutSplit], int]:
     """Return the splits to evaluate with their tasks, and the number of tasks to choose from.
 
     If a split has more than `evaluation.tasks` tasks, that many are drawn with the run's seed: the first ones of an
     ordered list would be a biased sample.
     """
     splits, available = config.evaluation.splits, 0
-    found: list[HeldOut] = []
+    found: list[HeldOutSplit] = []
     for name, split, wanted in splits:
         for root in (resolve(name),) if name else trained_in(environment):
             source = _source(config, environment, root, split, tasks)
@@ -649,5 +649,5 @@ def held_out(
             names = [root.__name__] if issubclass(environment, Mixture) else []
             prefix = [*names, split] if len(splits) > 1 else names
             chosen = [renamed(source[index], *prefix) if prefix else source[index] for index in drawn]
-            found.append(HeldOut("@".join((*names, split)), chosen))
+            found.append(HeldOutSplit("@".join((*names, split)), chosen))
     return found, available

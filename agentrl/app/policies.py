@@ -30,7 +30,7 @@ from agentrl.core.records import PolicyVersion, WeightsRef
 from agentrl.core.text import plural
 from agentrl.environment.base import Environment, EpisodeLimits, children_of
 from agentrl.environment.mixture import roots_of, seat_prefix, trained_in
-from agentrl.orchestrator.scheduler import Demand
+from agentrl.orchestrator.scheduler import GroupDemand
 from agentrl.orchestrator.versions import ServedVersions, record_durably
 from agentrl.rollout.byte_formats import JsonFormat
 from agentrl.rollout.context import MAX_CHILD_DEPTH
@@ -76,7 +76,7 @@ def castings(environment: type[Environment], prefix: str = "", times: int = 1, d
             yield from castings(child, f"{child.__name__}.", times * number, depth + 1)
 
 
-def units_per_root_group(config: RunConfig, environment: type[Environment]) -> Sequence[Demand]:
+def units_per_root_group(config: RunConfig, environment: type[Environment]) -> Sequence[GroupDemand]:
     """Return the units of each policy in a root group, for each line-up.
 
     Raises:
@@ -110,16 +110,16 @@ def units_per_root_group(config: RunConfig, environment: type[Environment]) -> S
     return demands
 
 
-def _demand(config: RunConfig, cast: Sequence[Casting], group: int) -> Demand:
+def _demand(config: RunConfig, cast: Sequence[Casting], group: int) -> GroupDemand:
     """Return the units of each policy in a group of one environment."""
     units: Counter[str] = Counter()
     for casting in cast:
         holders = {config.policy_of(seat, group) for seat in casting.seats}
         units.update({name: casting.times * config.credit.group_size for name in holders if name in config.trained})
-    return Demand(episodes=config.credit.group_size, units=dict(units))
+    return GroupDemand(episodes=config.credit.group_size, units=dict(units))
 
 
-def split_groups(config: RunConfig, demands: Sequence[Demand]) -> Iterator[str]:
+def split_groups(config: RunConfig, demands: Sequence[GroupDemand]) -> Iterator[str]:
     """Yield a warning for each policy whose steps end inside groups: this works, but is rarely intended.
 
     Args:

@@ -38,13 +38,13 @@ from agentrl.credit.baselines import DecayingMean, RewardHistory, SeatRole
 from agentrl.environment.base import Environment
 from agentrl.environment.mixture import classes_of
 from agentrl.environment.registry import load_function, name_of
-from agentrl.journal.entries import Begin, code_digest, decode_entries
+from agentrl.journal.entries import BeginEntry, code_digest, decode_entries
 from agentrl.journal.port import JournalStore, RunLog
 from agentrl.journal.reader import EpisodeKey, TurnReader
 from agentrl.journal.run_log import RunStart, SettingChange
 from agentrl.observe.alarms import LENGTH_STEPS
-from agentrl.orchestrator.buffer import history_of
-from agentrl.orchestrator.checkpoints import Manifest, newest, versions_in
+from agentrl.orchestrator.buffer import reward_history_from_journal
+from agentrl.orchestrator.checkpoints import Manifest, find_newest_checkpoint, list_version_directories
 from agentrl.orchestrator.metrics import SelectionBias, selection_bias_from_journal
 from agentrl.orchestrator.tasks import MEMORY_SIZE, GroupResult
 from agentrl.orchestrator.versions import (
@@ -53,8 +53,8 @@ from agentrl.orchestrator.versions import (
     PolicyBoard,
     RunningBest,
     ServedVersions,
-    holder_of_pool,
-    joined_by,
+    opponent_pool_holder,
+    opponent_pool_steps,
     publish,
 )
 
@@ -151,7 +151,7 @@ class Recovery:
         Raises:
             StorageError: there are checkpoints, and none can be used.
         """
-        manifest, rejected = newest(checkpoints, disk=disk)
+        manifest, rejected = find_newest_checkpoint(checkpoints, disk=disk)
         if rejected and manifest is None:
             raise StorageError(
                 f"no checkpoint can be used: {'; '.join(rejected)}. Remove them to start again from the base model"
@@ -177,7 +177,7 @@ class Recovery:
         """
         measured = NOT_MEASURED if self.manifest is None else self.manifest.measured
         for version in measured.versions.values():
-            if (version.lineage, version.step) not in versions_in(versions / version.policy, disk=disk):
+            if (version.lineage, version.step) not in list_version_directories(versions / version.policy, disk=disk):
                 return RunningBest(what=measured.what, newest=measured.newest)
         return measured
 
@@ -331,7 +331,9 @@ def read_resume_state(
         against=tuple(log.against(opponents)),
         proposals=log.proposals(remembered),
         baselines={name: baselines[name] for name in open_groups & baselines.keys()},
-        history=history_of(log.members(), open_groups) if baselines or with_history else RewardHistory(),
+        history=reward_history_from_journal(log.members(), open_groups)
+        if baselines or with_history
+        else RewardHistory(),
         results=lambda: results_of(log.members(), open_groups, group_size=group_size),
         selection_bias=selection_bias_from_journal(sizes, dispatched, resolved),
     )
@@ -464,7 +466,7 @@ def _played_by_other_code(resume_state: ResumeState, store: SqliteJournal, code:
         for entry in reader.beginnings(keys):
             begin = decode_entries([entry])[0]
             file, digest = code.environments.get(environments[entry.episode_id], ("", ""))
-            if isinstance(begin, Begin) and digest and begin.code_hash != digest:
+            if isinstance(begin, BeginEntry) and digest and begin.code_hash != digest:
                 found.setdefault(file, []).append(entry.episode_id)
     finally:
         reader.close()
@@ -600,7 +602,9 @@ async def _serve_older_opponents(
     A pool that is new in the configuration gets the versions that would have joined it, as far as their files exist.
     """
     now = board.current(pool.of)
-    joined = {board.at(pool.of, step) for step in joined_by(now.step, pool.every, pool.size) if step < now.step}
+    joined = {
+        board.at(pool.of, step) for step in opponent_pool_steps(now.step, pool.every, pool.size) if step < now.step
+    }
     wanted = set(drawn_from[-pool.size :]) or joined
     pinned = {spec.pins[name] for spec in journal.unfinished() if name in spec.pins} - wanted
     others = sorted(version for version in pinned if version.step < now.step and board.survives(version))
@@ -610,7 +614,7 @@ async def _serve_older_opponents(
         if weights is None:
             continue
         try:
-            await table.pin(holder_of_pool(name), weights)
+            await table.pin(opponent_pool_holder(name), weights)
         except EngineError:  # deleted since then, as after a rollback: the remaining opponents suffice
             continue
         served.append(version)
@@ -633,7 +637,7 @@ async def serve_opponents(
         step = current.version.step
         joins = step % pool.every == 0 and len(served) <= pool.size
         if not served or (joins and served[-1].step < step):
-            await table.pin(holder_of_pool(name), current)
+            await table.pin(opponent_pool_holder(name), current)
             served.append(current.version)
         opponents[name] = served
     return opponents
@@ -647,5 +651,9 @@ def clear_leftovers(checkpoints: Path, versions: Path, *, disk: Disk = LOCAL) ->
 
 def _highest_on_disk(versions: Path, disk: Disk) -> int:
     """Return the largest lineage with files; -1 if there is none."""
-    found = [lineage for policy in disk.names(versions) for lineage, _ in versions_in(versions / policy, disk=disk)]
+    found = [
+        lineage
+        for policy in disk.names(versions)
+        for lineage, _ in list_version_directories(versions / policy, disk=disk)
+    ]
     return max(found, default=-1)

@@ -53,11 +53,11 @@ from agentrl.inspection.reader import RunReader, checked_rows
 from agentrl.inspection.steps import StepLine, step_list, step_view
 from agentrl.inspection.tokens import step_rows
 from agentrl.journal.control import ADMISSION_COLUMNS, read_spec
-from agentrl.journal.entries import Begin, GatherEntry, JournalEntry, decode_entries, encode_body
+from agentrl.journal.entries import BeginEntry, GatherEntry, JournalEntry, decode_entries, encode_body
 from agentrl.journal.reader import EpisodeKey, TurnReader
-from agentrl.journal.rows import trajectories
-from agentrl.orchestrator.checkpoints import holding
-from agentrl.rollout.harness_agent import is_turn, standalone
+from agentrl.journal.rows import assemble_trajectories
+from agentrl.orchestrator.checkpoints import find_checkpoint_of
+from agentrl.rollout.harness_agent import is_external_turn, turns_with_context
 from agentrl.rollout.replay import RecordEndedError, ReplayHost, ReplayLog, ReplayRunner, ReplayStoppedError
 
 if TYPE_CHECKING:
@@ -136,8 +136,10 @@ async def _one(reader: RunReader, episode_id: str, attempt: int | None, asked: _
     own, inherited = reader.recorded(line)
     if view.problems:
         return msgspec.structs.replace(found, recorded=len(own), text="; ".join(view.problems))
-    turns = list(standalone([*inherited, *own]))  # turns of an external agent, which may request them in any order
-    own, inherited = ([entry for entry in part if not is_turn(entry)] for part in (own, inherited))
+    turns = list(
+        turns_with_context([*inherited, *own])
+    )  # turns of an external agent, which may request them in any order
+    own, inherited = ([entry for entry in part if not is_external_turn(entry)] for part in (own, inherited))
     if not own:
         return msgspec.structs.replace(found, text="nothing of it was recorded: it was dropped before its first act")
     if asked.until is not None and asked.until not in {entry.call_id for entry in [*inherited, *own, *turns]}:
@@ -151,7 +153,7 @@ async def _one(reader: RunReader, episode_id: str, attempt: int | None, asked: _
         spec.environment,
         asked.environment,
         recorded=recorded_code(reader.info()),
-        code_hash=begin.code_hash if isinstance(begin, Begin) else "",
+        code_hash=begin.code_hash if isinstance(begin, BeginEntry) else "",
         command=f"agentrl episode {verb} {shlex.quote(str(reader.path))} {line.episode}",
     )
     if asked.rescoring:
@@ -478,7 +480,7 @@ def kept_weights(reader: RunReader, version: PolicyVersion) -> tuple[WeightsRef 
     if version.step == 0:
         return None, "those a run begins with"
     directory = reader.path / "checkpoints"
-    if (saved := holding(directory, same)) is not None:
+    if (saved := find_checkpoint_of(directory, same)) is not None:
         return saved, str(saved.relative_to(reader.path))
     for each in same:
         weights = reader.log.published(each)
@@ -516,7 +518,7 @@ def _kept_masters(
     between: list[tuple[TrainBatch, float]] = []
     while True:
         same = _same_weights(reader, version)
-        saved = None if version.step == 0 else holding(reader.path / "checkpoints", same)
+        saved = None if version.step == 0 else find_checkpoint_of(reader.path / "checkpoints", same)
         if saved is not None or version.step == 0:
             where = "those a run begins with" if saved is None else str(saved.relative_to(reader.path))
             steps = f", and {plural(len(between), 'step')} from there" if between else ""
@@ -576,7 +578,7 @@ def _step_inputs(reader: RunReader, turns: TurnReader, line: StepLine) -> Iterat
     for unit in _units(reader, line.policy, line.lineage, line.step):
         key = EpisodeKey(unit.location.partition, unit.episode_id, unit.attempt, unit.location.entries)
         (entries,) = turns.read_many([key])
-        yield from unit_samples(unit, trajectories(entries, line.policy))
+        yield from unit_samples(unit, assemble_trajectories(entries, line.policy))
 
 
 def _units(reader: RunReader, policy: str, lineage: int, step: int) -> Iterator[Unit]:

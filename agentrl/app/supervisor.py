@@ -51,12 +51,12 @@ from agentrl.core.records import PolicyVersion
 from agentrl.credit.advantages import Estimator
 from agentrl.environment.base import Environment, TaskSource, described
 from agentrl.environment.containment import end_if_forked, forks_ended
-from agentrl.journal.process import NAMED, ProcessRecord, names_of, record_state
+from agentrl.journal.process import NAMED, ProcessRecord, list_episodes, record_state
 from agentrl.journal.run_log import SqliteRunLog
 from agentrl.observe.blocked import is_users, watch_loop
 from agentrl.observe.run_state import Status
 from agentrl.orchestrator.checkpoints import CheckpointWriter
-from agentrl.orchestrator.evaluation import HeldOut
+from agentrl.orchestrator.evaluation import HeldOutSplit
 from agentrl.orchestrator.loop import Orchestrator
 from agentrl.orchestrator.versions import ServedVersions
 
@@ -90,7 +90,7 @@ class RunSetup:
     config: RunConfig
     environment: type[Environment]
     tasks: TaskSource
-    held_out: Sequence[HeldOut]
+    held_out: Sequence[HeldOutSplit]
     chat_format: ChatFormat
     factories: RunFactories
     directory: RunDirectory
@@ -171,7 +171,7 @@ def _running_now(directory: Path) -> str:
     record = ProcessRecord.read(directory)
     try:
         with contextlib.closing(SqliteRunLog(directory / "journal")) as log:
-            return names_of(record.running(log.unfinished))
+            return list_episodes(record.running(log.unfinished))
     except JournalError as error:
         return f"episodes that the journal cannot name ({error})"
 
@@ -351,12 +351,12 @@ def _new_record(setup: RunSetup) -> ProcessRecord:
         )
         where = "" if last.workers == 1 else ", in worker processes"
         setup.observer.warn(
-            f"the previous process {ended}. It was running {names_of(running)}{where}; they continue from where they "
-            "stopped"
+            f"the previous process {ended}. It was running {list_episodes(running)}{where}; they continue from where "
+            "they stopped"
         )
     if is_suspicious and configured == 1:
         why = (
-            f"{names_of(suspects)} made no progress through {SUSPECTED} such deaths in a row"
+            f"{list_episodes(suspects)} made no progress through {SUSPECTED} such deaths in a row"
             if suspects
             else "an episode may break the process again"
         )

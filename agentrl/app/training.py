@@ -248,7 +248,7 @@ async def _opened(
 ) -> AsyncIterator[tuple[SqliteJournal, RunObserver, Sequence[Difference]]]:
     """Open journal and observer, which outlive restarts, and close them at the end. Yields them, and the settings that
     differ from those of the previous process."""
-    from agentrl.journal.process import check_partitions, leading, when_unlocked
+    from agentrl.journal.process import check_partitions, recording_process_state, retry_until_unlocked
     from agentrl.journal.store import SqliteJournal
     from agentrl.observe.run_observer import RunObserver
     from agentrl.observe.run_state import plan_of
@@ -264,11 +264,11 @@ async def _opened(
         check_same_bases(config, store.info().get("bases"))
         plan = plan_of(resolved)
         sinks = open_sinks(config.sinks, directory.path, resolved)
-        stack.enter_context(leading(directory.path))
+        stack.enter_context(recording_process_state(directory.path))
         observer = stack.enter_context(RunObserver(directory, plan=plan, others=observers, sinks=sinks, quiet=quiet))
         observer.watch()
         stack.enter_context(ended_by_ctrl_c(directory.path))
-        await when_unlocked(lambda: check_partitions(directory.journal), observer.warn, clock)
+        await retry_until_unlocked(lambda: check_partitions(directory.journal), observer.warn, clock)
         yield store, observer, [each for each in changed if each.path not in (("name",), ("directory",))]
 
 

@@ -40,8 +40,8 @@ from agentrl.engines.external import RoutedSampler
 from agentrl.engines.wire import receive, send
 from agentrl.environment.containment import end_if_forked, forks_ended
 from agentrl.environment.registry import give_files, resolve
-from agentrl.journal.control import not_data
-from agentrl.journal.process import when_unlocked
+from agentrl.journal.control import unserialisable_task_error
+from agentrl.journal.process import retry_until_unlocked
 from agentrl.journal.store import WorkerJournal
 from agentrl.observe.blocked import watch_loop
 from agentrl.rollout.runner import EpisodeRunner
@@ -112,7 +112,7 @@ class RunConnection:
         try:
             self.tell(spawn)
         except (TypeError, ValueError, OverflowError) as error:
-            raise not_data(children[0], tasks[0], error) from error
+            raise unserialisable_task_error(children[0], tasks[0], error) from error
         self._children[number, attempt, spawn_call] = on_end
         group_id = ids.spawned_group_id(parent.episode_id, attempt, spawn_call)
         return SpawnedGroup(group_id=group_id, episode_ids=tuple(children))
@@ -352,7 +352,7 @@ async def _journal_of(work: wire.Work, tell: Callable[[str], None]) -> WorkerJou
     """Open the worker's partition, on this host or on the run's."""
     if work.journal.startswith(SCHEME):
         return await StreamedJournal.open(work.journal, work.number)
-    return await when_unlocked(lambda: WorkerJournal(Path(work.journal), str(work.number)), tell, SystemClock())
+    return await retry_until_unlocked(lambda: WorkerJournal(Path(work.journal), str(work.number)), tell, SystemClock())
 
 
 async def _tell_alive(writer: asyncio.StreamWriter) -> None:

@@ -313,7 +313,7 @@ def run_prune(reader: RunReader, options: argparse.Namespace) -> Answer:
     from agentrl.journal.process import check_partitions
     from agentrl.journal.pruning import prune
     from agentrl.journal.store import SqliteJournal
-    from agentrl.orchestrator.checkpoints import sealed
+    from agentrl.orchestrator.checkpoints import resumable_versions
 
     config = reader.info().get("config")
     section = config.get("journal") if isinstance(config, dict) else None
@@ -324,7 +324,7 @@ def run_prune(reader: RunReader, options: argparse.Namespace) -> Answer:
             "choose how much to keep: --keep=20 keeps the newest 20 steps of each policy; --keep=0 keeps only what "
             "resuming from a checkpoint needs"
         )
-    rule = PruneRule(keep=keep, sealed=sealed(reader.path / "checkpoints"))
+    rule = PruneRule(keep=keep, sealed=resumable_versions(reader.path / "checkpoints"))
     if not rule.sealed:
         raise InputError(
             f"{reader.path}: there is no checkpoint to resume from, so every episode may still be needed, and nothing "
@@ -385,7 +385,7 @@ def _say(line: str) -> None:
 def run_mirror(options: argparse.Namespace) -> int:
     """`agentrl run mirror [RUN] --to PLACE`: until the run has ended."""
     from agentrl.cluster.mirror import Mirror, copy_at
-    from agentrl.journal.process import standing
+    from agentrl.journal.process import read_process_state
 
     if not 0 < options.every <= 86_400:
         raise InputError("--every must be a number of seconds, at most 86400")
@@ -394,7 +394,7 @@ def run_mirror(options: argparse.Namespace) -> int:
         mirror = Mirror(run, call)
         has_ended = False
         while not has_ended:
-            has_ended, began = options.once or standing(run) != "running", clock.wall()
+            has_ended, began = options.once or read_process_state(run) != "running", clock.wall()
             copied = mirror.round()
             if options.json:
                 print_json_line({"began": began, "seconds": copied.seconds, "bytes": copied.sent})

@@ -28,7 +28,7 @@ from agentrl.engines.scripted import ScriptedEngine
 from agentrl.environment.registry import name_of
 from agentrl.inspection.reader import RunReader
 from agentrl.journal.reader import TurnReader
-from agentrl.journal.rows import trajectories
+from agentrl.journal.rows import assemble_trajectories
 from agentrl.rollout.byte_formats import PlainFormat
 from agentrl.simulation.recording_trainer import RecordingTrainer
 
@@ -175,7 +175,7 @@ class SampleTrainer(RecordingTrainer):
         fed: list[TrainingSample] = []
         for unit in units:
             entries = self._turns.read(unit.location.partition, unit.episode_id, unit.attempt)
-            fed += unit_samples(unit, trajectories(entries, policy))
+            fed += unit_samples(unit, assemble_trajectories(entries, policy))
         version = self._versions[policy]._replace(step=step_id - 1)
         columns = step_columns(fed, version)
         path = f"steps/{policy}/{version.lineage}.{step_id}.safetensors"

@@ -29,7 +29,7 @@ from agentrl.core.network import Address, Listener, connect
 from agentrl.engines.child_process import ChildProgram, LocalPlacement, Supervisor, die_with_parent
 from agentrl.engines.wire import WireMessage, receive, send
 from agentrl.journal.entries import JournalEntry
-from agentrl.journal.process import when_unlocked
+from agentrl.journal.process import retry_until_unlocked
 from agentrl.journal.store import WorkerJournal, check_entry
 
 if TYPE_CHECKING:
@@ -443,7 +443,7 @@ async def _serve(connection: socket.socket) -> None:
                     def opened(worker: int = worker) -> WorkerJournal:
                         return WorkerJournal(Path(begun.journal), str(worker))
 
-                    partitions[worker] = _Partition(await when_unlocked(opened, tell, SystemClock()), count)
+                    partitions[worker] = _Partition(await retry_until_unlocked(opened, tell, SystemClock()), count)
                 address = await partitions[worker].grant(begun.host)
                 send(writer, Granted(worker=worker, address=address))
             case Revoke(worker=worker) if worker in partitions:

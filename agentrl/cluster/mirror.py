@@ -26,7 +26,7 @@ from agentrl.core.clock import SystemClock
 from agentrl.core.errors import AgentRLError, InputError, JournalError, StorageError
 from agentrl.core.files import LOCAL, open_regular, os_error_advice
 from agentrl.journal.process import LOCK_FILE
-from agentrl.journal.schema import CONTROL_FILE, meta, open_to_read, open_to_write
+from agentrl.journal.schema import CONTROL_FILE, open_to_read, open_to_write, read_meta_table
 
 CALL_S = 120.0
 """Timeout for an answer of a node, in seconds."""
@@ -88,7 +88,7 @@ class Copy:
                 raise InputError(f"{link}: this copy was resumed and is now a run of its own; mirror to another path")
         if link.is_symlink():
             with contextlib.closing(open_to_read(link / CONTROL, "control")) as control:
-                if (found := meta(control).get("run")) != run:
+                if (found := read_meta_table(control).get("run")) != run:
                     raise InputError(f"{link}: this is a mirror of run {found}, not of {run}; choose another path")
         whole = os.path.basename(os.readlink(link)) if link.is_symlink() else ""
         self._side, self._other = sides if whole == sides[1].name else sides[::-1]
@@ -226,7 +226,7 @@ class Mirror:
             tempfile.TemporaryDirectory(prefix="agentrl-mirror-") as scratch,
             contextlib.closing(open_to_read(self._run / CONTROL, "control")) as control,
         ):
-            run = meta(control)["run"]
+            run = read_meta_table(control)["run"]
             had: dict[str, Stamp] = self._call("begin", run)
             target = Path(scratch) / CONTROL_FILE
             sent = self._send_state(run, control, target, had)

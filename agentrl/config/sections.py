@@ -44,7 +44,7 @@ class EnvironmentConfig(Section):
     @field_validator("selection")
     @classmethod
     def _check_selection(cls, selection: dict[str, float]) -> dict[str, float]:
-        """Check the arguments of `orchestrator.tasks.PassRates`."""
+        """Check the arguments of `orchestrator.tasks.PassRateCurriculum`."""
         bounds = {"low": 1.0, "high": 1.0, "replay": 1.0, "retire_after": math.inf}
         for name, value in selection.items():
             if name not in bounds:

@@ -278,7 +278,7 @@ class EpisodeContext(ABC):
             guarantee: what a retry may do if the process died before the result was on disk. `read` and `idempotent`:
                 call `function` again (a read changes nothing, an idempotent act may happen twice; a `ctx.uuid()` drawn
                 before it is a stable key). `once`: never call it again; the intent is on disk before the act, and an
-                act without a result ends the episode as `unknown_effect`, unless `reconcile` finds the outcome.
+                act without a result ends the episode as `unknown_outcome_error`, unless `reconcile` finds the outcome.
             reconcile: for `once`: asks the outside world what happened. Returns `(True, result)`, or `(False, None)` if
                 nothing happened and the act may be tried again.
 

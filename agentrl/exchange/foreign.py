@@ -19,7 +19,7 @@ from agentrl.core.errors import InputError
 from agentrl.core.records import DataLocation, EpisodeHeader, EpisodeSpec, SeatBinding, Task, TrajectoryHeader
 from agentrl.exchange.files import MAX_INT, storable
 from agentrl.journal.entries import (
-    Begin,
+    BeginEntry,
     EntryBody,
     JournalEntry,
     RewardEntry,
@@ -122,7 +122,7 @@ def entries_of(played: ForeignEpisode) -> list[JournalEntry]:
     """Return the entries of an episode: agents are interleaved by time if all times are known, else one follows the
     other."""
     seats = {agent.seat: agent.policy for agent in played.agents}
-    begin = Begin(
+    begin = BeginEntry(
         played.environment, "", played.task_id, played.task, 0, seats, "import", played.group, 1, None
     )  # fmt: skip
     blocks = [block for agent in played.agents for block in _blocks(agent, played.where)]

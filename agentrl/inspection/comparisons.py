@@ -15,7 +15,7 @@ from agentrl.core.records import PolicyVersion
 from agentrl.inspection.reader import EpisodeLine, RunReader
 from agentrl.inspection.tokens import int32
 from agentrl.journal.control import ADMISSION_COLUMNS, read_spec
-from agentrl.journal.entries import Begin, EntryBody, RewardEntry, TurnEntry
+from agentrl.journal.entries import BeginEntry, EntryBody, RewardEntry, TurnEntry
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -205,7 +205,7 @@ def difference(
 
 
 def _acts(view: EpisodeView) -> dict[str, EntryBody]:
-    return {call: body for call, body in view.entries if not isinstance(body, Begin)}
+    return {call: body for call, body in view.entries if not isinstance(body, BeginEntry)}
 
 
 def _environments(left: EpisodeView, right: EpisodeView) -> Departure | None:
@@ -309,7 +309,7 @@ def compare_episodes(reader: RunReader, a: str | None, b: str | None) -> Episode
         if b is not None:
             with located(reader, b) as (right, right_id):
                 return difference(left, left_id, right, right_id)
-        begin = next((body for _, body in left.episode(left_id).entries if isinstance(body, Begin)), None)
+        begin = next((body for _, body in left.episode(left_id).entries if isinstance(body, BeginEntry)), None)
         if begin is None or begin.fork is None:
             raise InputError(f"{a} is not a fork: name the episode to compare it with")
         parent = RunReader(Path(os.path.normpath(left.journal / begin.fork.journal)))

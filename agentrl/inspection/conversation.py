@@ -13,7 +13,7 @@ from agentrl.core.records import REWARD, PolicyVersion, reported_token_usage
 from agentrl.core.reply_formats import ReplyParts, guess_reply_parts, parse_json_value
 from agentrl.inspection.reader import AgentLine, EpisodeLine, EpisodeView, checked_rows
 from agentrl.journal.entries import (
-    Begin,
+    BeginEntry,
     CancelEntry,
     EffectEntry,
     EntryBody,
@@ -194,10 +194,10 @@ def conversation(reader: RunReader, episode_id: str, attempt: int | None = None)
 
 def conversation_of(reader: RunReader, view: EpisodeView) -> ConversationView:
     """Make the conversation of an episode that was read."""
-    bodies = [(call, body) for call, body in view.entries if not isinstance(body, Begin)]
+    bodies = [(call, body) for call, body in view.entries if not isinstance(body, BeginEntry)]
     turns = [body for _, body in bodies if isinstance(body, TurnEntry)]
     began = min((turn.started for turn in turns), default=None)
-    begin = next((body for _, body in view.entries if isinstance(body, Begin)), None)
+    begin = next((body for _, body in view.entries if isinstance(body, BeginEntry)), None)
     waits = _Waits(began or 0.0)
     problems = list(view.problems)
     acts = [_act(call, body, waits) for call, body in bodies[: view.inherited]]

@@ -21,7 +21,7 @@ from agentrl.core.files import open_regular, read_at_most
 from agentrl.core.records import PolicyVersion
 from agentrl.core.text import plural
 from agentrl.journal.entries import TurnEntry, decode_entries
-from agentrl.journal.reader import whole_partition
+from agentrl.journal.reader import read_whole_partition
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -180,7 +180,7 @@ class _Counting:
         """Read a partition; returns the number of missing entries per episode."""
         left = dict(expected)
         read = 0
-        for entry in whole_partition(path, self._run):
+        for entry in read_whole_partition(path, self._run):
             key = (entry.episode_id, entry.attempt)
             if key not in left:
                 continue

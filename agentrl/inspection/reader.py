@@ -26,8 +26,8 @@ from agentrl.core.records import ForkPoint, PolicyVersion
 from agentrl.inspection.ledger import RunLedger, run_ledger
 from agentrl.inspection.where import Column, parse
 from agentrl.journal.control import row_checksum
-from agentrl.journal.entries import Begin, EntryBody, JournalEntry, decode_entries
-from agentrl.journal.process import is_writer_dead, standing
+from agentrl.journal.entries import BeginEntry, EntryBody, JournalEntry, decode_entries
+from agentrl.journal.process import is_writer_dead, read_process_state
 from agentrl.journal.reader import TurnReader, read_prefix
 from agentrl.journal.run_log import SqliteRunLog
 from agentrl.journal.schema import CONTROL_FILE, all_rows
@@ -577,7 +577,7 @@ class RunReader:
 
         If the lock is invisible, as for a process in another container, a fresh status counts as a sign of life.
         """
-        found = standing(self.path)
+        found = read_process_state(self.path)
         if found == "killed" and not is_writer_dead(self.path):
             status = read_status(self.path)
             if status is not None and abs(SystemClock().wall() - status.wall) < SILENT_S:
@@ -618,14 +618,14 @@ class RunReader:
         whole, inherited, problems = self._entries(line)
         own = [whole[0], *whole[1 + inherited :]] if whole else []
         begin = decode_entries(own[:1])[0] if own and not problems else None
-        if not isinstance(begin, Begin) or begin.fork is None:
+        if not isinstance(begin, BeginEntry) or begin.fork is None:
             return own, []
         return own, read_prefix(self.journal, begin.fork)
 
     def _with_prefix(self, entries: list[JournalEntry]) -> list[JournalEntry]:
         """Return a fork's entries: its own first entry, then the inherited ones, then the rest of its own."""
         begin = decode_entries(entries[:1])[0] if entries else None
-        if not isinstance(begin, Begin) or begin.fork is None:
+        if not isinstance(begin, BeginEntry) or begin.fork is None:
             return entries
         inherited = [entry for entry in read_prefix(self.journal, begin.fork) if entry.call_id != "begin"]
         return [entries[0], *inherited, *entries[1:]]

@@ -17,7 +17,7 @@ import msgspec
 
 from agentrl.core.errors import InputError, JournalError
 from agentrl.journal.entries import (
-    Begin,
+    BeginEntry,
     EffectEntry,
     EntryBody,
     JournalEntry,
@@ -195,7 +195,7 @@ def _words(body: EntryBody) -> Iterator[str]:
             yield from (body.method, _json(body.arguments), _json(body.value), body.error or "")
         case ValueEntry(kind="reasoning" | "message"):
             yield body.value if isinstance(body.value, str) else _json(body.value)
-        case Begin():
+        case BeginEntry():
             yield from (body.task_id, _json(body.task))
 
 

@@ -23,7 +23,7 @@ from agentrl.core.errors import JournalError
 from agentrl.core.files import open_regular, read_at_most
 from agentrl.inspection.reader import checked_rows
 from agentrl.journal.entries import TurnEntry
-from agentrl.journal.reader import pruned_file
+from agentrl.journal.reader import pruned_file_error
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -94,7 +94,7 @@ def step_rows(run: Path, name: Any) -> list[RowColumns]:
         columns = {key: _tensor(msgspec.convert(value, _Tensor), data) for key, value in header.items()}
         return _rows(described, columns)
     except OSError as error:
-        raise pruned_file(run, name) or JournalError(
+        raise pruned_file_error(run, name) or JournalError(
             f"{path}: cannot be read ({error.strerror}); the step's columns are lost"
         ) from error
     except (msgspec.MsgspecError, ValueError, KeyError, TypeError, RecursionError, IndexError) as error:

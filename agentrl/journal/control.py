@@ -85,12 +85,12 @@ def admission_row(spec: EpisodeSpec, now: float) -> Sequence[Any]:
     try:
         encoded = _ENCODER.encode(spec)
     except (TypeError, ValueError, OverflowError) as error:
-        raise not_data(spec.episode_id, spec.task, error) from error
+        raise unserialisable_task_error(spec.episode_id, spec.task, error) from error
     key = (spec.episode_id, spec.attempt, spec.purpose)
     return (*key, spec.environment, spec.task.id, spec.parent_id, spec.group_id, encoded, float(now))
 
 
-def not_data(episode_id: str, task: Task, error: Exception) -> InputError:
+def unserialisable_task_error(episode_id: str, task: Task, error: Exception) -> InputError:
     """Make the error of a task that cannot be serialised."""
     return InputError(
         f"episode {episode_id}: task {task.id!r} cannot be written to the journal ({error}); give Task.data JSON "

@@ -53,7 +53,7 @@ class Pause(msgspec.Struct, frozen=True, array_like=True):
     """Cause of the pause: `parked`, `engine_lost`, or `no_room` in the engine's memory."""
 
 
-class PlayedUnder(msgspec.Struct, frozen=True, array_like=True):
+class SeatSettings(msgspec.Struct, frozen=True, array_like=True):
     """The sampling settings and limits of a seat, fixed from the episode's first turn to its last."""
 
     temperature: float
@@ -65,7 +65,7 @@ class PlayedUnder(msgspec.Struct, frozen=True, array_like=True):
     max_context: int
 
 
-class Begin(msgspec.Struct, frozen=True, array_like=True, tag="begin"):
+class BeginEntry(msgspec.Struct, frozen=True, array_like=True, tag="begin"):
     """The episode's spec and settings; always the entry at call id `begin`."""
 
     environment: str
@@ -82,7 +82,7 @@ class Begin(msgspec.Struct, frozen=True, array_like=True, tag="begin"):
     """Location of the recorded prefix, if the episode is a fork."""
     own_random: bool = False
     """Whether the episode's code has its own global random generators."""
-    settings: dict[str, PlayedUnder] = {}
+    settings: dict[str, SeatSettings] = {}
     """Policy settings, keyed by seat; the key "" holds those of seats not named, and of `ctx.limits`. Empty if an older
     version wrote the entry."""
     recalls_from: int = 0
@@ -278,7 +278,7 @@ class Partial(msgspec.Struct, frozen=True, array_like=True):
 
 
 EntryBody = (
-    Begin
+    BeginEntry
     | TurnEntry
     | ToolEntry
     | EffectEntry
@@ -359,7 +359,7 @@ def decode_partial(body: bytes) -> Partial:
 # --- hashes and checksums ---------------------------------------------------------------------------------------------
 
 
-def asked_hash(*parts: bytes) -> bytes:
+def request_hash(*parts: bytes) -> bytes:
     """Hash a new question: 8 bytes of blake2b."""
     framed = b""
     for part in parts:
@@ -372,9 +372,9 @@ def state_hash(state: str | None, messages: Iterable[Message]) -> bytes:
     each of the turn's new messages but system messages, which only the first turn has.
     """
     if state is not None:
-        return asked_hash(state.encode())
+        return request_hash(state.encode())
     said = [part for message in messages if message.role != "system" for part in (message.role, message.content)]
-    return asked_hash(*[part.encode("utf-8", "replace") for part in said])
+    return request_hash(*[part.encode("utf-8", "replace") for part in said])
 
 
 def entry_checksum(episode_id: str, attempt: int, call_id: str, asked: bytes, body: bytes) -> int:

@@ -3,8 +3,8 @@
 Each run, and each partition of its turns, has one writer, which holds an advisory lock that ends with its process in
 any case. `process.json` in the run's directory is written when a process begins to lead the run, when episodes begin to
 run in it, and when it ends. After `kill -9` it still holds the last state: `running` without a lock holder means that
-the run was killed, and `is_playing` without one that the process died while episodes ran. `standing` reads both for
-displays; a resume reads the whole record.
+the run was killed, and `is_playing` without one that the process died while episodes ran. `read_process_state` reads
+both for displays; a resume reads the whole record.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class RunLock:
             self._descriptor = -1
 
 
-def writer_of(directory: Path) -> int | None:
+def find_writing_process(directory: Path) -> int | None:
     """Find the live process that writes a run, without touching its lock; None if there is none on this machine.
 
     Overlay file systems report another device than the kernel's list of locks. A listed lock with the same inode is
@@ -131,7 +131,7 @@ def check_partitions(directory: Path) -> None:
         RunLock(directory, path.name).release()
 
 
-async def when_unlocked(take: Callable[[], T], tell: Callable[[str], None], clock: Clock) -> T:
+async def retry_until_unlocked(take: Callable[[], T], tell: Callable[[str], None], clock: Clock) -> T:
     """Call `take` until the holder of the lock has released it, and return its result.
 
     Args:
@@ -303,7 +303,7 @@ class ProcessRecord(msgspec.Struct, kw_only=True):
         return 0 if progress is None else progress.deaths
 
 
-def names_of(specs: Sequence[EpisodeSpec]) -> str:
+def list_episodes(specs: Sequence[EpisodeSpec]) -> str:
     """List the ids and tasks of episodes, for a message."""
     if not specs:
         return "no episode"
@@ -321,7 +321,7 @@ def record_state(run: Path, state: State) -> None:
 
 
 @contextlib.contextmanager
-def leading(run: Path) -> Iterator[None]:
+def recording_process_state(run: Path) -> Iterator[None]:
     """Record that this process leads a run and, if an error ends the block, that the run `failed` or was `stopped`.
 
     Raises:
@@ -336,9 +336,9 @@ def leading(run: Path) -> Iterator[None]:
         raise
 
 
-def standing(run: Path) -> str:
+def read_process_state(run: Path) -> str:
     """Return the state of a run: a `State`, or `killed`. Reads the kernel's locks and a small file."""
-    if writer_of(run / "journal") is not None:
+    if find_writing_process(run / "journal") is not None:
         return "running"
     state = ProcessRecord.read(run).state
     return "killed" if state == "running" else state

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from agentrl.core.errors import EntriesError, JournalError, PrunedError
 from agentrl.core.ids import is_safe_name
 from agentrl.core.text import plural
-from agentrl.journal.entries import Begin, JournalEntry, decode_entries, entry_checksum, episode_digest
+from agentrl.journal.entries import BeginEntry, JournalEntry, decode_entries, entry_checksum, episode_digest
 from agentrl.journal.schema import CONTROL_FILE, DAMAGE, all_rows, database_error, open_to_read
 
 if TYPE_CHECKING:
@@ -158,7 +158,7 @@ class TurnReader:
             PrunedError: the attempt was pruned.
             JournalError: the control log cannot be read.
         """
-        error = pruned_attempt(self._directory, episode_id, attempt)
+        error = pruned_attempt_error(self._directory, episode_id, attempt)
         if error is not None:
             raise error
 
@@ -188,7 +188,7 @@ class TurnReader:
         return path, connection
 
 
-def whole_partition(path: Path, run: str) -> Iterator[JournalEntry]:
+def read_whole_partition(path: Path, run: str) -> Iterator[JournalEntry]:
     """Iterate over every entry of a partition of a run, in the order in which they were appended.
 
     Raises:
@@ -204,7 +204,7 @@ def whole_partition(path: Path, run: str) -> Iterator[JournalEntry]:
         connection.close()
 
 
-def prefix_of(journal: str, point: ForkPoint, read: ReadAttempt, *, depth: int = 0) -> list[JournalEntry]:
+def read_fork_prefix(journal: str, point: ForkPoint, read: ReadAttempt, *, depth: int = 0) -> list[JournalEntry]:
     """Read the entries before a fork point in order, including each ancestor's `begin`.
 
     Args:
@@ -223,14 +223,14 @@ def prefix_of(journal: str, point: ForkPoint, read: ReadAttempt, *, depth: int =
         raise JournalError(f"a fork refers to {name}, which cannot be found; was the run moved without its forks?")
     begin = decode_entries(entries[:1])[0]
     calls = [entry.call_id for entry in entries]
-    if not isinstance(begin, Begin) or point.call_id not in calls:
+    if not isinstance(begin, BeginEntry) or point.call_id not in calls:
         raise JournalError(f"a fork refers to call {point.call_id} of {name}, which does not exist")
     own = entries[: calls.index(point.call_id)]
-    return own if begin.fork is None else [*prefix_of(where, begin.fork, read, depth=depth + 1), *own]
+    return own if begin.fork is None else [*read_fork_prefix(where, begin.fork, read, depth=depth + 1), *own]
 
 
 def read_prefix(journal: str | Path, point: ForkPoint) -> list[JournalEntry]:
-    """Read `prefix_of` from the databases on disk; `journal` is the fork's own directory."""
+    """Read `read_fork_prefix` from the databases on disk; `journal` is the fork's own directory."""
 
     def read(where: str, at: ForkPoint) -> list[JournalEntry]:
         reader = TurnReader(where)
@@ -242,7 +242,7 @@ def read_prefix(journal: str | Path, point: ForkPoint) -> list[JournalEntry]:
         finally:
             reader.close()
 
-    return prefix_of(str(journal), point, read)
+    return read_fork_prefix(str(journal), point, read)
 
 
 def _check_committed(key: EpisodeKey, rows: Sequence[JournalEntry]) -> None:
@@ -276,7 +276,7 @@ def verified_entry(path: Path, row: tuple[str, int, str, bytes, bytes, int]) -> 
     return JournalEntry(episode, attempt, call, asked, body)
 
 
-def pruned_attempt(journal: Path, episode_id: str, attempt: int) -> PrunedError | None:
+def pruned_attempt_error(journal: Path, episode_id: str, attempt: int) -> PrunedError | None:
     """Return the error for an attempt without entries, if they were pruned; else None.
 
     Raises:
@@ -287,7 +287,7 @@ def pruned_attempt(journal: Path, episode_id: str, attempt: int) -> PrunedError 
     return None if found is None else PrunedError(f"episode {episode_id} attempt {attempt}: its tokens {found}")
 
 
-def pruned_file(run: Path, name: str) -> PrunedError | None:
+def pruned_file_error(run: Path, name: str) -> PrunedError | None:
     """Return the error for a missing file of step columns, if it was pruned; `name` is as in the step's record."""
     journal = run / "journal" if (run / "journal").is_dir() else run
     found = _words_of_pruning(journal, "SELECT pruned_at, rule FROM pruned_files WHERE file = ?", name)

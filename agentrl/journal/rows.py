@@ -18,7 +18,7 @@ from agentrl.core.records import (
     TrajectoryRow,
     VersionSpan,
 )
-from agentrl.journal.entries import Begin, JournalEntry, RewardEntry, TurnEntry, decode_entries
+from agentrl.journal.entries import BeginEntry, JournalEntry, RewardEntry, TurnEntry, decode_entries
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -29,7 +29,7 @@ AgentKey = tuple[str, int]
 """Seat and index of an agent."""
 
 
-def trajectories(entries: Iterable[JournalEntry], policy: str | None = None) -> tuple[Trajectory, ...]:
+def assemble_trajectories(entries: Iterable[JournalEntry], policy: str | None = None) -> tuple[Trajectory, ...]:
     """Assemble the trajectories of one episode, one row per context, in the order in which agents first acted or were
     rewarded.
 
@@ -42,7 +42,7 @@ def trajectories(entries: Iterable[JournalEntry], policy: str | None = None) -> 
             occurs twice.
     """
     bodies = decode_entries(entries)
-    begin = next((body for body in bodies if isinstance(body, Begin)), None)
+    begin = next((body for body in bodies if isinstance(body, BeginEntry)), None)
     if begin is None:
         raise EntriesError("an episode's entries lack its `begin` entry; the partition is damaged or was cut")
     turns: dict[AgentKey, list[TurnEntry]] = {}

@@ -27,7 +27,7 @@ from agentrl.journal.control import (
     verify_tables,
 )
 from agentrl.journal.reader import verified_entry
-from agentrl.journal.schema import CONTROL_FILE, all_rows, meta, open_to_read
+from agentrl.journal.schema import CONTROL_FILE, all_rows, open_to_read, read_meta_table
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -508,7 +508,7 @@ class ControlLogReader:
         """Return `format`, `run` (an id), and the data that the journal was created with: the run's name and resolved
         configuration."""
         try:
-            values = meta(self.connection)
+            values = read_meta_table(self.connection)
             info = json.loads(values.get("info", "{}"))
             return {**info, "format": int(values["format"]), "run": values["run"]}
         except (sqlite3.Error, ValueError, TypeError, KeyError, RecursionError) as error:

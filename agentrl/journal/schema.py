@@ -176,7 +176,7 @@ def open_to_read(path: Path, kind: Kind, run: str | None = None) -> sqlite3.Conn
     return connection
 
 
-def meta(connection: sqlite3.Connection) -> dict[str, str]:
+def read_meta_table(connection: sqlite3.Connection) -> dict[str, str]:
     """Return the meta table: format, kind, run, and the data that the run was created with."""
     return dict(connection.execute("SELECT key, value FROM meta"))
 
@@ -252,7 +252,7 @@ def _check(connection: sqlite3.Connection, path: Path, kind: Kind, run: str | No
     schema = {sql for (sql,) in connection.execute("SELECT sql FROM sqlite_master WHERE sql IS NOT NULL")}
     if _META not in schema:
         raise JournalError(f"{path}: not a journal of agentrl")
-    values = meta(connection)
+    values = read_meta_table(connection)
     if values.get("format") != str(FORMAT):
         raise JournalError(
             f"{path}: journal format {values.get('format')!r}, but this version of agentrl reads format {FORMAT}; "

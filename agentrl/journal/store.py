@@ -38,7 +38,7 @@ from agentrl.journal.process import RunLock
 from agentrl.journal.pruning import prune
 from agentrl.journal.reader import TurnReader, read_prefix
 from agentrl.journal.run_log import START_KEY, ControlLogReader, RunStart, SqliteRunLog
-from agentrl.journal.schema import CONTROL_FILE, MAX_VALUE_BYTES, meta, open_to_write, private_directory
+from agentrl.journal.schema import CONTROL_FILE, MAX_VALUE_BYTES, open_to_write, private_directory, read_meta_table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -197,7 +197,7 @@ class SqliteTurnLog:
         self._reader.close()
 
 
-class LabelClock(SystemClock):
+class NonDecreasingClock(SystemClock):
     """The machine's clock with a wall time that never goes back, because readers of a journal rely on the order of its
     labels.
 
@@ -281,7 +281,7 @@ class SqliteJournal(ControlLogReader):
         Args:
             directory: the run's journal directory.
             info: identity of a new journal, stored as JSON: the run's name, its resolved configuration.
-            clock: clock of wall-time labels; default: a `LabelClock`.
+            clock: clock of wall-time labels; default: a `NonDecreasingClock`.
 
         Raises:
             RunDirectoryError: another process is writing this run.
@@ -295,9 +295,9 @@ class SqliteJournal(ControlLogReader):
             path = self.directory / CONTROL_FILE
             identity = {"info": msgspec.json.encode(dict(info or {})).decode(), "run": os.urandom(8).hex()}
             connection = open_to_write(path, "control", identity)
-            self._run = meta(connection)["run"]
+            self._run = read_meta_table(connection)["run"]
             super().__init__(self.directory)
-            self._clock = clock or LabelClock(self.newest_label())
+            self._clock = clock or NonDecreasingClock(self.newest_label())
         except BaseException:
             self._lock.release()
             raise
@@ -510,14 +510,14 @@ class WorkerJournal:
 # --- group commit: the writer thread of a process ---------------------------------------------------------------------
 
 
-class Waiter(NamedTuple):
+class CommitWaiter(NamedTuple):
     """A caller that waits for a round, and its event loop."""
 
     loop: asyncio.AbstractEventLoop
     future: asyncio.Future[None]
 
 
-class Target(Protocol):
+class QueuedTable(Protocol):
     """A table of a database, with the conversion of queued items to rows."""
 
     database: WriterDatabase
@@ -547,7 +547,7 @@ class GroupCommitWriter:
     """The writer thread of a process. `put`, `check`, `wait` and `close` are called from the event loop's thread."""
 
     def __init__(self, name: str) -> None:
-        self._queue: deque[Sequence[tuple[Target, Any]] | Waiter] = deque()
+        self._queue: deque[Sequence[tuple[QueuedTable, Any]] | CommitWaiter] = deque()
         self._urgent = threading.Event()
         self._closing = threading.Event()
         self._failure: str | None = None
@@ -560,7 +560,7 @@ class GroupCommitWriter:
         """Add a database; only the thread uses and closes its connection."""
         self._databases.append(database)
 
-    def put(self, *rows: tuple[Target, Any]) -> None:
+    def put(self, *rows: tuple[QueuedTable, Any]) -> None:
         """Queue rows; those of one database are written in one transaction."""
         self._queue.append(rows)
 
@@ -584,7 +584,7 @@ class GroupCommitWriter:
             raise StorageError("the journal is closed; nothing can be written to it any more")
         loop = asyncio.get_running_loop()
         future: asyncio.Future[None] = loop.create_future()
-        self._queue.append(Waiter(loop, future))
+        self._queue.append(CommitWaiter(loop, future))
         if not self._urgent.is_set():  # setting takes a lock, and a thousand callers may wait for the same round
             self._urgent.set()
         try:
@@ -641,7 +641,7 @@ class GroupCommitWriter:
         finally:  # wake all waiters whatever happened
             self._resolve(waiters)
 
-    def _resolve(self, waiters: Sequence[Waiter]) -> None:
+    def _resolve(self, waiters: Sequence[CommitWaiter]) -> None:
         by_loop: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = {}
         for loop, future in waiters:
             by_loop.setdefault(loop, []).append(future)
@@ -649,20 +649,20 @@ class GroupCommitWriter:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(_resolve, futures, self._failure)
 
-    def _take(self) -> tuple[dict[Target, list[Any]], list[Waiter]]:
-        rows: defaultdict[Target, list[Any]] = defaultdict(list)
-        waiters: list[Waiter] = []
+    def _take(self) -> tuple[dict[QueuedTable, list[Any]], list[CommitWaiter]]:
+        rows: defaultdict[QueuedTable, list[Any]] = defaultdict(list)
+        waiters: list[CommitWaiter] = []
         queue = self._queue
         for _ in range(len(queue)):
             queued = queue.popleft()
-            if isinstance(queued, Waiter):
+            if isinstance(queued, CommitWaiter):
                 waiters.append(queued)
                 continue
             for target, item in queued:
                 rows[target].append(item)
         return rows, waiters
 
-    def _commit(self, database: WriterDatabase, rows: dict[Target, list[Any]]) -> str | None:
+    def _commit(self, database: WriterDatabase, rows: dict[QueuedTable, list[Any]]) -> str | None:
         """Commit one transaction; returns the reason if it failed."""
         connection = database.connection
         try:

@@ -22,7 +22,7 @@ from transformers.utils import logging as transformers_logging
 
 from agentrl.observe.progress import ProgressLine
 from agentrl.rollout.chat_template import AddedToken as AddedText
-from agentrl.rollout.chat_template import ChatTemplate, ControlTokens, message_value, tool_value
+from agentrl.rollout.chat_template import ChatTemplate, ControlTokens, message_for_template, tool_for_template
 
 if TYPE_CHECKING:
     from agentrl.core.records import Message, ToolSpec
@@ -160,8 +160,8 @@ def format_corpus(template: ChatTemplate, demonstrations: Iterator[Demonstration
     texts = enumerate(SPECIAL + MARKUP)
     control = ControlTokens([AddedText(number, text, text in SPECIAL, False, False) for number, text in texts])
     for shown in demonstrations:
-        specs = [tool_value(tool, control) for tool in shown.tools]
-        messages = [message_value(message, control) for message in shown.messages]
+        specs = [tool_for_template(tool, control) for tool in shown.tools]
+        messages = [message_for_template(message, control) for message in shown.messages]
         for piece in control.split(template.render(messages, specs, prompt=True)):
             if isinstance(piece, str):
                 yield piece

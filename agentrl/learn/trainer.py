@@ -38,7 +38,7 @@ from agentrl.core.records import PolicyVersion, StepReport, TrainBatch, Training
 from agentrl.credit.samples import ReadUnits, read_samples
 from agentrl.engines.transfer import ReceivingEngine
 from agentrl.journal.reader import EpisodeKey, TurnReader
-from agentrl.journal.rows import trajectories
+from agentrl.journal.rows import assemble_trajectories
 from agentrl.learn.forward import TOP_TOKENS, HeadOutput
 from agentrl.learn.loss_batch import LossBatch, TokenColumns, TokenGradients
 from agentrl.learn.losses import SUMS, Loss, loss_metrics, make_loss, token_metric_sums
@@ -748,7 +748,7 @@ def journal_reader(run_directory: Path) -> ReadUnits:
             EpisodeKey(unit.location.partition, unit.episode_id, unit.attempt, unit.location.entries) for unit in units
         ]
         entries = reader.read_many(keys)
-        return [trajectories(own, unit.policy) for unit, own in zip(units, entries, strict=True)]
+        return [assemble_trajectories(own, unit.policy) for unit, own in zip(units, entries, strict=True)]
 
     return read
 

@@ -45,7 +45,7 @@ from agentrl.credit.advantages import (
 )
 from agentrl.credit.baselines import RewardHistory, RewardInRole, SeatRole
 from agentrl.observe.metrics import PASS_RATES
-from agentrl.orchestrator.metrics import AS_TRAINED, NO_SIGNAL, Counts, SelectionBias
+from agentrl.orchestrator.metrics import AS_TRAINED, NO_SIGNAL, EpisodeTotals, SelectionBias
 
 
 class LedgerError(AgentRLError):
@@ -385,7 +385,9 @@ def rewarded_trajectories(header: EpisodeHeader, policies: frozenset[str] | set[
     return (own for own in header.trajectories if own.policy in policies and own.reward is not None)
 
 
-def history_of(members: Iterable[tuple[EpisodeSpec, EpisodeHeader]], open_groups: Collection[str]) -> RewardHistory:
+def reward_history_from_journal(
+    members: Iterable[tuple[EpisodeSpec, EpisodeHeader]], open_groups: Collection[str]
+) -> RewardHistory:
     """Fold the mean rewards of earlier groups from a journal.
 
     Args:
@@ -459,7 +461,7 @@ class EpisodeBuffer:
         self._trained: set[str] = set()
         """Episodes with unresolved units of which one was trained."""
         self.ledger = Ledger()
-        self.counts = Counts()
+        self.counts = EpisodeTotals()
         """Counts of the episodes that ended since the run began."""
 
     # --- entering ---------------------------------------------------------------------------------------------------

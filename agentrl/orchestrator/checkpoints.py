@@ -124,14 +124,14 @@ class CheckpointWriter:
         return target
 
     def sealed(self) -> list[Mapping[str, PolicyVersion]]:
-        """Sync the directory, then return the result of the function `sealed`: no removed checkpoint returns after a
-        power cut.
+        """Sync the directory, then return the result of the function `resumable_versions`: no removed checkpoint
+        returns after a power cut.
 
         Raises:
             OSError: the sync failed.
         """
         self._disk.sync(self._directory)
-        return sealed(self._directory, disk=self._disk)
+        return resumable_versions(self._directory, disk=self._disk)
 
     def _prune(self, written: Path) -> None:
         """Remove all but the newest `keep` checkpoints from which a run can resume; damaged ones do not count."""
@@ -143,7 +143,7 @@ class CheckpointWriter:
                 whole += _is_whole(candidate, self._disk)
 
 
-def sealed(directory: Path, *, disk: Disk = LOCAL) -> list[Mapping[str, PolicyVersion]]:
+def resumable_versions(directory: Path, *, disk: Disk = LOCAL) -> list[Mapping[str, PolicyVersion]]:
     """Return the versions of every checkpoint from which a run can resume, newest first, without reading the files'
     bytes."""
     found = []
@@ -153,7 +153,7 @@ def sealed(directory: Path, *, disk: Disk = LOCAL) -> list[Mapping[str, PolicyVe
     return found
 
 
-def newest(directory: Path, *, disk: Disk = LOCAL) -> tuple[Manifest | None, list[str]]:
+def find_newest_checkpoint(directory: Path, *, disk: Disk = LOCAL) -> tuple[Manifest | None, list[str]]:
     """Find the newest checkpoint whose files match its manifest, and the reasons why newer ones were rejected.
 
     Args:
@@ -172,7 +172,7 @@ def newest(directory: Path, *, disk: Disk = LOCAL) -> tuple[Manifest | None, lis
     return None, rejected
 
 
-def holding(directory: Path, versions: Collection[PolicyVersion], *, disk: Disk = LOCAL) -> Path | None:
+def find_checkpoint_of(directory: Path, versions: Collection[PolicyVersion], *, disk: Disk = LOCAL) -> Path | None:
     """Return the directory with a policy's state in a checkpoint of one of these versions; None if there is none.
 
     Raises:
@@ -314,12 +314,12 @@ class VersionRetention:
             await self._disk.run_in_thread(lambda: self._prune(Path(weights.path).parent, stay))
 
     def _prune(self, directory: Path, stay: Collection[tuple[int, int]]) -> None:
-        for lineage, step in versions_in(directory, disk=self._disk)[: -self._keep]:
+        for lineage, step in list_version_directories(directory, disk=self._disk)[: -self._keep]:
             if (lineage, step) not in stay:
                 self._disk.remove_tree(directory / f"{lineage}.{step}")
 
 
-def versions_in(directory: Path, *, disk: Disk = LOCAL) -> list[tuple[int, int]]:
+def list_version_directories(directory: Path, *, disk: Disk = LOCAL) -> list[tuple[int, int]]:
     """Return (lineage, step) of each version in a policy's directory, oldest first."""
     matches = [_VERSION_NAME.fullmatch(name) for name in disk.names(directory)]
     return sorted((int(match[1]), int(match[2])) for match in matches if match)

@@ -107,7 +107,7 @@ class AdmissionPolicy(Protocol):
         ...
 
 
-class NobodyLearns:
+class UnrestrictedAdmission:
     """The `AdmissionPolicy` of episodes outside training: they play the current versions."""
 
     def pins(self, group: int) -> Mapping[str, PolicyVersion]:
@@ -153,7 +153,7 @@ class Dispatcher:
     """Number of the next evaluation episode."""
     ended_children: dict[str, EpisodeHeader] = field(default_factory=dict)
     """Headers of children that ended in a previous attempt of the run, or of the episodes that forks were made from."""
-    admission: AdmissionPolicy = field(default_factory=NobodyLearns)
+    admission: AdmissionPolicy = field(default_factory=UnrestrictedAdmission)
     """Admission policy, set by `govern`."""
     memory: ProposalMemory = field(init=False)
     worker: Worker = field(init=False)

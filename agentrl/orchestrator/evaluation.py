@@ -28,7 +28,7 @@ _HOLDER = "evaluation"
 """Holder that pins the versions of the running evaluation in `ServedVersions`."""
 
 
-class HeldOut(NamedTuple):
+class HeldOutSplit(NamedTuple):
     """The tasks of an evaluated split."""
 
     name: str
@@ -40,7 +40,7 @@ class HeldOut(NamedTuple):
 class Evaluator:
     """Runs evaluations of one run, one after another."""
 
-    held_out: Sequence[HeldOut]
+    held_out: Sequence[HeldOutSplit]
     attempts: int = 1
     dispatcher: Dispatcher
     versions: ServedVersions
@@ -80,7 +80,7 @@ class Evaluator:
         """
         began, busy = self.clock.monotonic(), self.versions.engine.busy_seconds()
         loop = asyncio.get_running_loop()
-        tasks = repeated(self.held_out, self.attempts)
+        tasks = repeat_tasks(self.held_out, self.attempts)
         running = loop.create_task(self.dispatcher.evaluate(tasks, versions if pinned else {}), name="evaluate")
         running.add_done_callback(lambda _: self.signal.notify())
         try:
@@ -105,13 +105,13 @@ class Evaluator:
         self.observer.on_evaluation(versions, metrics)
 
 
-def repeated(held_out: Sequence[HeldOut], attempts: int) -> list[Task]:
+def repeat_tasks(held_out: Sequence[HeldOutSplit], attempts: int) -> list[Task]:
     """Return the tasks of all splits, each `attempts` times in a row."""
     return [task for split in held_out for task in split.tasks for _ in range(attempts)]
 
 
 def evaluation_metrics(
-    headers: Sequence[EpisodeHeader], policy: str | None, attempts: int = 1, held_out: Sequence[HeldOut] = ()
+    headers: Sequence[EpisodeHeader], policy: str | None, attempts: int = 1, held_out: Sequence[HeldOutSplit] = ()
 ) -> dict[str, float]:
     """Compute the metrics of an evaluation for one policy: its rewards, and statistics of the whole evaluation.
 
@@ -146,7 +146,7 @@ def evaluation_metrics(
     return metrics | _course(headers)
 
 
-def interval(values: Sequence[float]) -> float:
+def confidence_half_width(values: Sequence[float]) -> float:
     """Return half the width of the 95 % interval of a mean of independent values: 1.96 s / √n, s by n - 1; 0 for one
     value."""
     return 1.96 * statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
@@ -202,7 +202,7 @@ def _estimates(tasks: Sequence[_TaskResult], policy: str | None) -> dict[str, fl
     means = [_mean(own) for own in rewards if own]
     if not means:
         return {}
-    metrics = {"evaluation/reward": _mean(means), "evaluation/reward_error": interval(means)}
+    metrics = {"evaluation/reward": _mean(means), "evaluation/reward_error": confidence_half_width(means)}
     attempted = [
         [reward for header in task.roots if (reward := _reward_of(header, policy)) is not None] for task in tasks
     ]
@@ -213,7 +213,10 @@ def _estimates(tasks: Sequence[_TaskResult], policy: str | None) -> dict[str, fl
             for own in attempted
             if len(own) >= k
         ]
-        metrics |= {f"evaluation/pass_at/{k}": _mean(passed), f"evaluation/pass_at_error/{k}": interval(passed)}
+        metrics |= {
+            f"evaluation/pass_at/{k}": _mean(passed),
+            f"evaluation/pass_at_error/{k}": confidence_half_width(passed),
+        }
     return metrics
 
 

@@ -45,12 +45,12 @@ from agentrl.orchestrator.buffer import EpisodeBuffer, ReadyUnit
 from agentrl.orchestrator.checkpoints import CheckpointWriter, JournalRetention, VersionRetention
 from agentrl.orchestrator.dispatch import Dispatcher, Signal
 from agentrl.orchestrator.evaluation import Evaluator
-from agentrl.orchestrator.metrics import Counts, mean_named_rewards
-from agentrl.orchestrator.scheduler import Demand, Scheduler
+from agentrl.orchestrator.metrics import EpisodeTotals, mean_named_rewards
+from agentrl.orchestrator.scheduler import GroupDemand, Scheduler
 from agentrl.orchestrator.tasks import Curriculum
 from agentrl.orchestrator.versions import (
     BestCheckpointTracker,
-    Opponents,
+    OpponentPools,
     PolicyBoard,
     ServedVersions,
     publish,
@@ -76,7 +76,7 @@ class TrainingPlan:
     step_size: Mapping[str, int]
     tokens_per_unit: int
     """Divisor of a step's summed token losses, per unit of the step; 0: the step's number of sampled tokens."""
-    demands: Sequence[Demand]
+    demands: Sequence[GroupDemand]
     """Demand of each root group in turn; repeats after the last."""
     evaluate_every: int = 0
     checkpoint_every: int = 0
@@ -109,7 +109,7 @@ class Orchestrator:
     evaluator: Evaluator
     retention: VersionRetention
     journal_retention: JournalRetention
-    opponents: Opponents
+    opponents: OpponentPools
     best: BestCheckpointTracker
     roles: RoleMeans | None = None
     """Role-conditioned baselines; None if rewards are compared in groups."""
@@ -249,7 +249,7 @@ class Orchestrator:
             await self.signal.wait_for(lambda: self._finished() or self.scheduler.may_admit(self.demand()))
             held_by = f"{self.clock.monotonic() - since:.3g} s for {why}"
 
-    def demand(self) -> Demand:
+    def demand(self) -> GroupDemand:
         """Demand of the next root group."""
         return self.plan.demands[self.dispatcher.next_group % len(self.plan.demands)]
 
@@ -491,7 +491,7 @@ class StepMetrics:
         self._started = 0.0
         self._last: dict[str, tuple[float, float]] = {}
         self._idle_since: dict[str, float] = {}
-        self._counts: dict[str, Counts] = {}
+        self._counts: dict[str, EpisodeTotals] = {}
         self._counted_at: dict[str, float] = {}
 
     def start(self) -> None:

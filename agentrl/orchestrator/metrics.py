@@ -1,6 +1,6 @@
 """Statistics of training episodes for the metrics of a step.
 
-`Counts` are sums over the episodes that ended; each policy's step reports the change since its previous step.
+`EpisodeTotals` are sums over the episodes that ended; each policy's step reports the change since its previous step.
 `SelectionBias` compares the units that a policy trained on with those dispatched. Both are computed from headers alone.
 """
 
@@ -35,19 +35,19 @@ Count = tuple[str, str, str]
 metric), "" where the kind has none; the policy, "" for all policies."""
 
 
-class Counts:
+class EpisodeTotals:
     """Sums over the training episodes of a run or, as returned by `since`, over those between two moments."""
 
     def __init__(self, counts: Mapping[Count, float] | None = None) -> None:
         self._counts: dict[Count, float] = dict(counts or {})
 
-    def since(self, before: Counts) -> Counts:
+    def since(self, before: EpisodeTotals) -> EpisodeTotals:
         """Return the difference from an earlier copy."""
-        return Counts({count: value - before._counts.get(count, 0.0) for count, value in self._counts.items()})
+        return EpisodeTotals({count: value - before._counts.get(count, 0.0) for count, value in self._counts.items()})
 
-    def copy(self) -> Counts:
+    def copy(self) -> EpisodeTotals:
         """Return a copy."""
-        return Counts(self._counts)
+        return EpisodeTotals(self._counts)
 
     def of(self, kind: str, label: str = "", policy: str = "") -> float:
         """Return a single count; 0 if nothing was counted."""

@@ -1,6 +1,6 @@
 """Scheduling: when a root group may be admitted, when a policy may step, and which units the step trains on.
 
-`BoundedStaleness` limits the outstanding units of a policy, `Phases` decides which policies learn now,
+`BoundedStaleness` limits the outstanding units of a policy, `FreezeSchedule` decides which policies learn now,
 `StarvationGuard` detects a policy that gets no units to train on. `Scheduler` combines them;
 `SynchronousBatchScheduler` is the scheduler of a deterministic run. Scheduling never depends on the content of
 episodes. `why_not` explains what holds admission back.
@@ -21,7 +21,7 @@ from agentrl.orchestrator.buffer import EpisodeBuffer, ReadyUnit
 from agentrl.orchestrator.dispatch import Dispatcher, UnitReservations
 from agentrl.orchestrator.metrics import NO_SIGNAL
 from agentrl.orchestrator.tasks import Seen
-from agentrl.orchestrator.versions import Opponents, PolicyBoard
+from agentrl.orchestrator.versions import OpponentPools, PolicyBoard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +67,7 @@ class BoundedStaleness:
         return (1 + self.max_lag) * self.step_size - outstanding - overtaken
 
 
-class Phase(NamedTuple):
+class FreezePhase(NamedTuple):
     """A part of the cycle: the frozen policies, and its length."""
 
     frozen: frozenset[str]
@@ -76,7 +76,7 @@ class Phase(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Phases:
+class FreezeSchedule:
     """The policies that learn now, if policies are frozen in turn: a pure function of their steps.
 
     A phase freezes some policies until each of the others has taken its number of steps; the last phase is followed by
@@ -87,15 +87,15 @@ class Phases:
     Example:
         >>> from agentrl.core.records import PolicyVersion
         >>> board = PolicyBoard({"a": PolicyVersion("a", 0, 2), "b": PolicyVersion("b", 0, 0)}, ["a", "b"])
-        >>> cycle = [Phase(frozenset({"b"}), 2), Phase(frozenset({"a"}), 1)]
-        >>> Phases(board=board, steps={"a": 8, "b": 4}, cycle=cycle).frozen()
+        >>> cycle = [FreezePhase(frozenset({"b"}), 2), FreezePhase(frozenset({"a"}), 1)]
+        >>> FreezeSchedule(board=board, steps={"a": 8, "b": 4}, cycle=cycle).frozen()
         {'a'}
     """
 
     board: PolicyBoard
     steps: Mapping[str, int]
     """Last step of each policy that learns."""
-    cycle: Sequence[Phase] = ()
+    cycle: Sequence[FreezePhase] = ()
 
     def frozen(self) -> set[str]:
         """Return the policies that do not learn now."""
@@ -126,7 +126,7 @@ class Phases:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Demand:
+class GroupDemand:
     """The episodes and units of one root group."""
 
     episodes: int
@@ -151,13 +151,13 @@ class Scheduler:
     def __init__(
         self,
         *,
-        demand: Demand,
+        demand: GroupDemand,
         buffer: EpisodeBuffer,
         reservations: UnitReservations,
-        opponents: Opponents,
+        opponents: OpponentPools,
         board: PolicyBoard,
         staleness: Mapping[str, BoundedStaleness],
-        phases: Phases,
+        phases: FreezeSchedule,
         max_in_flight: int,
     ) -> None:
         self._buffer = buffer
@@ -174,11 +174,11 @@ class Scheduler:
         self.stepping: set[str] = set()
         """Policies that are taking a step."""
 
-    def may_admit(self, demand: Demand) -> bool:
+    def may_admit(self, demand: GroupDemand) -> bool:
         """Whether a group may start now."""
         return self.why_not(demand) is None
 
-    def why_not(self, demand: Demand) -> str | None:
+    def why_not(self, demand: GroupDemand) -> str | None:
         """Return the reason that holds a group back; None if there is none."""
         running = self._buffer.ledger.in_flight
         if running + demand.episodes > self._max_in_flight:
@@ -268,7 +268,7 @@ class Scheduler:
 
     # --- steps --------------------------------------------------------------------------------------------------------
 
-    def may_step(self, policy: str, demand: Demand) -> bool:
+    def may_step(self, policy: str, demand: GroupDemand) -> bool:
         """Whether a policy may take its step: enough units are ready, or no more can come.
 
         The second case keeps a step size that groups, drops or fan-outs cannot fill exactly from waiting forever; at
@@ -285,7 +285,7 @@ class Scheduler:
             return False
         return not self.may_admit(demand) and not any(map(self._is_full, self._bounds))
 
-    def is_starved(self, demand: Demand) -> str | None:
+    def is_starved(self, demand: GroupDemand) -> str | None:
         """Name the policies that wait for units which can no longer come, with the reason; None while anything can
         progress."""
         if self._buffer.ledger.in_flight or self.stepping or self.may_admit(demand):
@@ -399,13 +399,13 @@ class SynchronousBatchScheduler(Scheduler):
     def __init__(
         self,
         *,
-        demand: Demand,
+        demand: GroupDemand,
         pinned: Collection[str],
         dispatcher: Dispatcher,
-        opponents: Opponents,
+        opponents: OpponentPools,
         board: PolicyBoard,
         staleness: Mapping[str, BoundedStaleness],
-        phases: Phases,
+        phases: FreezeSchedule,
         max_in_flight: int,
     ) -> None:
         super().__init__(
@@ -432,7 +432,7 @@ class SynchronousBatchScheduler(Scheduler):
 
     # --- admission --------------------------------------------------------------------------------------------------
 
-    def why_not(self, demand: Demand) -> str | None:
+    def why_not(self, demand: GroupDemand) -> str | None:
         """Return the reason that holds a group back; None if there is none."""
         running = self._buffer.ledger.in_flight
         if running + demand.episodes > self._max_in_flight:
@@ -447,7 +447,7 @@ class SynchronousBatchScheduler(Scheduler):
 
     # --- steps ------------------------------------------------------------------------------------------------------
 
-    def may_step(self, policy: str, demand: Demand) -> bool:
+    def may_step(self, policy: str, demand: GroupDemand) -> bool:
         """Whether every episode of the policy's batch has ended; without units of the policy, the step is empty."""
         step = self._board.step(policy)
         if step >= self._steps or self._dispatcher.next_group < (step + 1) * self._groups:

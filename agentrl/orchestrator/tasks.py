@@ -1,7 +1,8 @@
 """Tasks of a run: chooses the task of each root group, and remembers proposed tasks.
 
-`Curriculum` draws from the environment's source, `PassRates` by the rewards of earlier groups, `MemberRates` from the
-members of a mixture. `ProposalMemory` remembers the tasks that episodes proposed for their children.
+`Curriculum` draws from the environment's source, `PassRateCurriculum` by the rewards of earlier groups,
+`MixtureCurriculum` from the members of a mixture. `ProposalMemory` remembers the tasks that episodes proposed for their
+children.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class Curriculum:
     Args:
         source: source of the tasks.
         seed: seed of the run.
-        selection: arguments of `PassRates`, which then selects; empty: the source selects, if it can.
+        selection: arguments of `PassRateCurriculum`, which then selects; empty: the source selects, if it can.
         visible: `Scheduler.visible_groups`.
         results: reads the results of previous attempts of the run, in the order in which the groups ended.
     """
@@ -67,10 +68,10 @@ class Curriculum:
             raise InputError("the environment's task source is empty; check environment.options")
         self._seed = seed
         self._visible = visible
-        self._shuffled = Shuffled(source, seed)
+        self._shuffled = ShuffledTasks(source, seed)
         self.selector: SelectingTaskSource | None = None
         if isinstance(source, MixedTasks):
-            self.selector = MemberRates(source, seed=seed, selection=selection or {})
+            self.selector = MixtureCurriculum(source, seed=seed, selection=selection or {})
         else:
             self.selector = _selector(source, self._shuffled, selection or {})
         self._results = [] if self.selector is None else list(results())
@@ -109,7 +110,7 @@ class Curriculum:
         return taken
 
 
-class Shuffled:
+class ShuffledTasks:
     """Endless tasks of a source: a seeded permutation per pass, so that a task is a pure function of its number.
 
     Args:
@@ -146,14 +147,14 @@ RETRIES = 64
 """Number of random tasks tried in place of a retired one."""
 
 
-def _selector(source: TaskSource, shuffled: Shuffled, selection: Mapping[str, Any]) -> SelectingTaskSource | None:
+def _selector(source: TaskSource, shuffled: ShuffledTasks, selection: Mapping[str, Any]) -> SelectingTaskSource | None:
     """Return the selector of one environment's tasks; None if there is none."""
     if selection:
-        return PassRates(shuffled, **selection)
+        return PassRateCurriculum(shuffled, **selection)
     return source if isinstance(source, SelectingTaskSource) else None
 
 
-class MemberRates:
+class MixtureCurriculum:
     """Selects the tasks of a mixture: draws a member for each group by the rates, then one of its tasks.
 
     Each member has its own permutation, selection and count, as if it were trained alone with the groups it gets.
@@ -161,19 +162,19 @@ class MemberRates:
     Args:
         tasks: task sources of the members.
         seed: seed of the run.
-        selection: arguments of each member's `PassRates`.
+        selection: arguments of each member's `PassRateCurriculum`.
     """
 
     def __init__(self, tasks: MixedTasks, *, seed: int, selection: Mapping[str, Any]) -> None:
         self._seed = seed
         self._names = [member.name for member in tasks.members]
         self._rates = [tasks.rates[name] for name in self._names]
-        self._shuffled: dict[str, Shuffled] = {}
+        self._shuffled: dict[str, ShuffledTasks] = {}
         self._selectors: dict[str, SelectingTaskSource | None] = {}
         for member in tasks.members:
             if len(member) == 0:
                 raise InputError(f"the task source of {member.name} is empty; check environment.options")
-            shuffled = self._shuffled[member.name] = Shuffled(member, seed, member.name)
+            shuffled = self._shuffled[member.name] = ShuffledTasks(member, seed, member.name)
             self._selectors[member.name] = _selector(member, shuffled, selection)
         self._drawn: list[tuple[str, int]] = []
         """Member of each group, and the number of earlier groups with this member."""
@@ -197,7 +198,7 @@ class MemberRates:
             selector.record_result(task, rewards)
 
 
-class PassRates:
+class PassRateCurriculum:
     """Selects tasks by the mean reward of their last group: repeats some within a band, and retires solved ones.
 
     A `replay` share of the groups gets a task whose mean reward p lay within [`low`, `high`] when it was last tried, in
@@ -215,7 +216,7 @@ class PassRates:
 
     def __init__(
         self,
-        shuffled: Shuffled,
+        shuffled: ShuffledTasks,
         low: float = 0.1,
         high: float = 0.9,
         replay: float = 0.5,

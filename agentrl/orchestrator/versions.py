@@ -1,9 +1,9 @@
 """Versions of policies: the current ones, those served, the opponents, and the best.
 
 `PolicyBoard` knows the current version of each policy and the staleness of others; `publish` makes versions.
-`ServedVersions` is the one table of the versions that the engine serves, with their holders. `Opponents` pins earlier
-versions to play against. `BestCheckpointTracker` remembers the versions at which a metric was best, and ends a run by
-its rules.
+`ServedVersions` is the one table of the versions that the engine serves, with their holders. `OpponentPools` pins
+earlier versions to play against. `BestCheckpointTracker` remembers the versions at which a metric was best, and ends a
+run by its rules.
 
 Invariants: weights leave the trainer only after the journal has recorded their version on disk; steps of a lineage only
 grow; a version is current only after the engine serves it; lineages form a tree through the version each one started
@@ -25,7 +25,7 @@ from agentrl.core.ids import random_stream
 from agentrl.core.ports import Engine, Trainer
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, GameResult, GameTally, PolicyVersion, WeightsRef
 from agentrl.journal.port import JournalStore, StepRow
-from agentrl.orchestrator.metrics import Counts
+from agentrl.orchestrator.metrics import EpisodeTotals
 
 
 class PolicyBoard:
@@ -236,19 +236,19 @@ class ServedVersions:
         await self.engine.serve(tuple(self.current.values()), tuple(sorted(pinned, key=lambda each: each.version)))
 
 
-def joined_by(step: int, every: int, size: int) -> range:
+def opponent_pool_steps(step: int, every: int, size: int) -> range:
     """Return the steps whose versions are opponents when the policy is at `step`: the newest `size` multiples of
     `every`.
 
     Example:
-        >>> list(joined_by(35, 10, 3)), list(joined_by(4, 10, 3))
+        >>> list(opponent_pool_steps(35, 10, 3)), list(opponent_pool_steps(4, 10, 3))
         ([10, 20, 30], [0])
     """
     newest = step - step % every
     return range(max(newest - (size - 1) * every, 0), newest + 1, every)
 
 
-def holder_of_pool(name: str) -> str:
+def opponent_pool_holder(name: str) -> str:
     """Return the holder that pins the versions of an opponent pool in `ServedVersions`."""
     return f"opponents {name}"
 
@@ -277,7 +277,7 @@ class OpponentPool:
     @property
     def holder(self) -> str:
         """Holder that pins the pool's versions in `ServedVersions`."""
-        return holder_of_pool(self.name)
+        return opponent_pool_holder(self.name)
 
     def draw(self, *key: object) -> PolicyVersion:
         """Draw the opponent of a group; `prioritised` uses (1 - win rate)², PFSP's hard weighting (Vinyals et al.,
@@ -312,7 +312,7 @@ class OpponentPool:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Opponents:
+class OpponentPools:
     """The opponent pools of a run: keeps their versions served, draws one per root group, counts results.
 
     Pools are in the manifest, so a rollback restores them. The drawn version is pinned in the episode's spec, so
@@ -325,7 +325,7 @@ class Opponents:
     run_seed: int
     pinned: Callable[[], Collection[PolicyVersion]]
     """Returns the versions to which episodes in flight are pinned."""
-    counts: Counts
+    counts: EpisodeTotals
     checkpoints: int
     """Number of newest checkpoints from which a run may resume."""
     _saved: deque[Mapping[str, Sequence[PolicyVersion]]] = field(init=False)

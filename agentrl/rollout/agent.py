@@ -48,11 +48,11 @@ from agentrl.core.records import (
 )
 from agentrl.core.text import plural
 from agentrl.environment.base import Agent, LimitReachedError, check_reward_name, finite_reward, valid_unicode
-from agentrl.journal.entries import Pause, RewardEntry, SpanEntry, TurnEntry, asked_hash, state_hash
+from agentrl.journal.entries import Pause, RewardEntry, SpanEntry, TurnEntry, request_hash, state_hash
 from agentrl.observe.metrics import DEMONSTRATED, GATE_PASSED, GATE_REFUSED
 from agentrl.rollout.branches import shortened
 from agentrl.rollout.byte_formats import JsonFormat
-from agentrl.rollout.call_journal import Performing, encode, encode_arguments
+from agentrl.rollout.call_journal import CallExecution, encode, encode_arguments
 from agentrl.rollout.template_history import applicable_rewrite_causes
 from agentrl.rollout.turn_entries import completion_of, decode_message, message_data
 
@@ -375,7 +375,7 @@ class LiveAgent(TurnSampler, Agent):
             messages = tuple(map(decode_message, journal.fork_edits())) or messages
         sampling = self._sampling(max_tokens if reply is None else 1)
         state, given = _given(reply, state)
-        asked = asked_hash(sampling.max_tokens.to_bytes(4, "little"), *self._rows.question(messages), *given)
+        asked = request_hash(sampling.max_tokens.to_bytes(4, "little"), *self._rows.question(messages), *given)
         known = None if journal.is_new else journal.peek(asked)
         if isinstance(known, TurnEntry):
             context = known.context_ids
@@ -398,7 +398,7 @@ class LiveAgent(TurnSampler, Agent):
             # The time limit pauses while the run's engine samples, but not while a bot or an endpoint does.
             limit = None if self._settings.is_external else self._episode.limit
             try:
-                with Performing(journal, call, "a turn", limit):
+                with CallExecution(journal, call, "a turn", limit):
                     completion = await self.sample(call, self._rows.context(), sampling)
                     if reply is not None:
                         completion = self._demonstrated(valid_unicode(reply), completion)

@@ -22,7 +22,7 @@ from agentrl.core.records import REWARD
 from agentrl.core.text import plural
 from agentrl.environment.base import valid_unicode
 from agentrl.journal.entries import (
-    Begin,
+    BeginEntry,
     EffectEntry,
     EntryBody,
     GatherEntry,
@@ -161,12 +161,12 @@ class RecordedCalls:
         entries: dict[str, JournalEntry] = {}
         edits = dict(edits)
         self._decoded: tuple[JournalEntry, EntryBody] | None = None
-        self.forked_from: Begin | None = None
+        self.forked_from: BeginEntry | None = None
         """First entry of the episode from which this one was forked."""
         for entry in inherited:
             if entry.call_id == BEGIN:
                 begin = entry.decode()
-                assert isinstance(begin, Begin)
+                assert isinstance(begin, BeginEntry)
                 keys[entry.episode_id] = (begin.seed, entry.attempt)
                 edits |= {} if begin.fork is None else begin.fork.edits
                 self.forked_from = begin

@@ -35,7 +35,7 @@ from agentrl.core.records import REWARD
 from agentrl.environment.base import LimitReachedError, valid_unicode
 from agentrl.environment.containment import DrawDetector, GlobalRandom, Guard, Steps
 from agentrl.journal.entries import (
-    Begin,
+    BeginEntry,
     CancelEntry,
     EntryBody,
     IntentEntry,
@@ -44,9 +44,9 @@ from agentrl.journal.entries import (
     PatchEntry,
     RewardEntry,
     TurnEntry,
-    asked_hash,
     encode_body,
     extend_digest,
+    request_hash,
 )
 from agentrl.rollout.branches import (
     BEGIN,
@@ -91,7 +91,7 @@ def current_branch() -> Branch:
     return branch
 
 
-def branch_inside() -> Branch | None:
+def running_branch() -> Branch | None:
     """Return the branch whose code is running, or None outside episodes; for observers."""
     return _branch.get(None)
 
@@ -456,7 +456,7 @@ class CallJournal:
     def reward(self, body: RewardEntry) -> RewardEntry:
         """Write a reward, or recall it with its recorded weight; raises as `open` and `write`."""
         name = () if body.name == REWARD else (body.name.encode(),)
-        call = self.open(asked_hash(struct.pack("<d", body.value), *name), lambda: describe_entry(body))
+        call = self.open(request_hash(struct.pack("<d", body.value), *name), lambda: describe_entry(body))
         recorded = self.recall(call, RewardEntry)
         if recorded is None:
             self.write(call, body)
@@ -464,11 +464,11 @@ class CallJournal:
 
     # --- entries without a number ------------------------------------------------------------------------------------
 
-    def begin(self, make: Callable[[], Begin]) -> Begin:
+    def begin(self, make: Callable[[], BeginEntry]) -> BeginEntry:
         """Return the first entry, recorded or made by `make()`; notes the hash of the code then and now."""
         made = make()
         call = self._unnumbered(BEGIN)
-        begin = self.recall(call, Begin)
+        begin = self.recall(call, BeginEntry)
         if begin is None:
             if self.written:
                 self.mismatch(BEGIN, "the journal holds entries of this attempt and not its beginning", "it is missing")
@@ -500,7 +500,7 @@ class CallJournal:
         return known
 
     @property
-    def forked_from(self) -> Begin | None:
+    def forked_from(self) -> BeginEntry | None:
         """First entry of the episode from which this one was forked."""
         return self._recorded.forked_from
 
@@ -684,7 +684,7 @@ def _time_limit(entry: LimitEntry) -> LimitReachedError:
     return LimitReachedError(entry.message, stop_reason="time_limit")
 
 
-class Performing:
+class CallExecution:
     """A context in which a call is performed; it records the call's cancellation.
 
     Args:
@@ -736,20 +736,20 @@ encode = msgspec.msgpack.Encoder().encode
 decode = msgspec.msgpack.Decoder().decode
 
 
-def plain(arguments: Any) -> Any:
+def to_journal_data(arguments: Any) -> Any:
     """Convert arguments to data that the journal can hold; anything else (such as an integer of 80 bits) becomes
     text.
     """
-    return plain_and_encoded(arguments)[0]
+    return to_journal_data_and_bytes(arguments)[0]
 
 
 def encode_arguments(arguments: Any) -> bytes:
     """Encode arguments for hashing."""
-    return plain_and_encoded(arguments)[1]
+    return to_journal_data_and_bytes(arguments)[1]
 
 
-def plain_and_encoded(arguments: Any) -> tuple[Any, bytes]:
-    """Compute `plain` and `encode_arguments` at once."""
+def to_journal_data_and_bytes(arguments: Any) -> tuple[Any, bytes]:
+    """Compute `to_journal_data` and `encode_arguments` at once."""
     data = dict(arguments) if type(arguments) is dict or isinstance(arguments, Mapping) else arguments
     try:
         return data, encode(data)
@@ -758,7 +758,7 @@ def plain_and_encoded(arguments: Any) -> tuple[Any, bytes]:
         return text, encode(text)
 
 
-def journaled(value: Any, where: str) -> Any:
+def after_journal_round_trip(value: Any, where: str) -> Any:
     """Return a value as the journal returns it: the same on the first execution as on every other.
 
     Tuples become lists, and the caller may change the result without changing the recorded value.

@@ -32,10 +32,10 @@ from agentrl.rollout.chat_template import (
     AddedToken,
     ChatTemplate,
     ControlTokens,
-    message_value,
+    message_for_template,
     read_json,
     stop_token_ids,
-    tool_value,
+    tool_for_template,
     valid_unicode,
 )
 from agentrl.rollout.template_history import rewrite_causes, shared_length, thinking_form, thinking_forms
@@ -116,7 +116,7 @@ class TemplateFormat:
         self._plain = _without_control(tokenizer, self._control, anchor=False)
         self._anchored = _anchored(self._plain, _without_control(tokenizer, self._control, anchor=True))
         self._renumbered = _renumbered(self._anchored or self._plain, tokenizer)
-        self._encoded, self._encoded_plain = KeptTokens(_KEPT_CHARACTERS), KeptTokens(_KEPT_CHARACTERS)
+        self._encoded, self._encoded_plain = TokenCache(_KEPT_CHARACTERS), TokenCache(_KEPT_CHARACTERS)
         self._check_plain()
         self._silent = frozenset(t.token_id for t in tokens if t.special and t.literal not in markup)
         configured = stop_token_ids(directory)
@@ -239,7 +239,7 @@ class TemplateFormat:
             replies.append(self._reply_parts(turn.token_ids))
             values.append(self._marked(n, replies[-1], [each for each in asked[n + 1] if each.role == "tool"]))
         values += self._values(messages)
-        specs = [tool_value(tool, self._control) for tool in tools]
+        specs = [tool_for_template(tool, self._control) for tool in tools]
         rendered = self._template.render(values, specs, prompt=True)
         ids: list[int] = []
         for n, reply in enumerate(replies):
@@ -265,7 +265,7 @@ class TemplateFormat:
     def _values(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         """Convert messages to the template's values."""
         as_text = self._arguments_as_text
-        return [message_value(each, self._control, arguments_as_text=as_text) for each in messages]
+        return [message_for_template(each, self._control, arguments_as_text=as_text) for each in messages]
 
     def _from_closing(self, text: str) -> list[int | str]:
         """Return the rendered pieces from the token that ends a turn; none if there is none."""
@@ -345,7 +345,7 @@ class TemplateFormat:
 
     def _opening_pieces(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[int | str]:
         values = self._values(messages)
-        specs = [tool_value(tool, self._control) for tool in tools]
+        specs = [tool_for_template(tool, self._control) for tool in tools]
         return self._control.split(self._template.render(values, specs, prompt=True))
 
     def _reply_pieces(self, messages: Sequence[Message]) -> list[int | str]:
@@ -643,7 +643,7 @@ def _added_tokens(tokenizer: Tokenizer) -> list[AddedToken]:
     ]
 
 
-class KeptTokens:
+class TokenCache:
     """A cache of the tokens of recently encoded texts; the oldest are evicted first.
 
     Args:

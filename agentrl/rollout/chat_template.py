@@ -632,7 +632,9 @@ def valid_unicode(text: str) -> str:
     return text.encode("utf-8", "replace").decode()
 
 
-def message_value(message: Message, control: ControlTokens, *, arguments_as_text: bool = False) -> dict[str, Any]:
+def message_for_template(
+    message: Message, control: ControlTokens, *, arguments_as_text: bool = False
+) -> dict[str, Any]:
     """Convert a message to the template's value. An assistant's own markup (thinking, tool calls) keeps its meaning."""
     own = message.role == "assistant"
     value: dict[str, Any] = {"role": message.role, "content": control.escape(message.content, only_special=own)}
@@ -661,7 +663,7 @@ def _given(arguments: Any, as_text: bool) -> Any:
     return json.dumps(arguments, ensure_ascii=False) if as_text and not isinstance(arguments, str) else arguments
 
 
-def tool_value(tool: ToolSpec, control: ControlTokens) -> dict[str, Any]:
+def tool_for_template(tool: ToolSpec, control: ControlTokens) -> dict[str, Any]:
     """Convert a tool to the template's value."""
     function = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
     return {"type": "function", "function": control.escape_value(function)}

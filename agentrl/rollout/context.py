@@ -59,21 +59,21 @@ from agentrl.journal.entries import (
     SpawnEntry,
     ToolEntry,
     ValueEntry,
-    asked_hash,
+    request_hash,
 )
 from agentrl.observe.metrics import BROKEN_FORMAT
 from agentrl.rollout.agent import LiveAgent
 from agentrl.rollout.branches import shortened
 from agentrl.rollout.call_journal import (
     Call,
-    Performing,
+    CallExecution,
+    after_journal_round_trip,
     current_branch,
     encode,
     encode_arguments,
-    journaled,
     memoising,
-    plain,
-    plain_and_encoded,
+    to_journal_data,
+    to_journal_data_and_bytes,
 )
 from agentrl.rollout.gather import gather
 from agentrl.rollout.harness_agent import opened_endpoint
@@ -153,9 +153,9 @@ class LiveContext(EpisodeContext):
     ) -> str:
         """Run a tool: its failures are observations, and its outcome is journaled."""
         journal, clock = self._journal, self._services.clock
-        asked, encoded = plain_and_encoded(arguments)
+        asked, encoded = to_journal_data_and_bytes(arguments)
         opened = journal.open(
-            asked_hash(name.encode("utf-8", "replace"), encoded), lambda: f"{name}({shortened(asked)})"
+            request_hash(name.encode("utf-8", "replace"), encoded), lambda: f"{name}({shortened(asked)})"
         )
         if opened.waits:
             await journal.reach(opened)
@@ -164,9 +164,9 @@ class LiveContext(EpisodeContext):
             return self._observed(opened, journal.recall(opened, ToolEntry) or opened.recorded)
         what = f"tool {name!r}"
         started = clock.monotonic()
-        with Performing(journal, opened, what if external else None):
-            if external and not await may_perform(self.episode, opened, what, guarantee):
-                raise unknown_effect(self.episode, opened, what)
+        with CallExecution(journal, opened, what if external else None):
+            if external and not await may_perform_effect(self.episode, opened, what, guarantee):
+                raise unknown_outcome_error(self.episode, opened, what)
             if external:
                 observation, outcome = await self._observe_external(call, timeout_s, guarantee)
             else:
@@ -313,7 +313,7 @@ class LiveContext(EpisodeContext):
         opened = self._journal.open()
         await self._journal.reach(opened)
         if self._journal.recall(opened, ValueEntry) is None:
-            with Performing(self._journal, opened):
+            with CallExecution(self._journal, opened):
                 await self._services.clock.sleep(seconds)
             self._journal.write(opened, ValueEntry("sleep", seconds))
 
@@ -336,7 +336,7 @@ class LiveContext(EpisodeContext):
     def _observed(self, call: Call, entry: ToolEntry) -> str:
         self.episode.metric(f"tool/{entry.outcome}", 1.0, self.episode.speaker(call.branch))
         if entry.outcome == "infrastructure":
-            raise out_of_reach(f"tool {entry.name!r}", entry.observation)
+            raise infrastructure_limit_error(f"tool {entry.name!r}", entry.observation)
         return entry.observation
 
     def counted(self) -> Mapping[str, PolicyCounts]:
@@ -395,7 +395,7 @@ class LiveChild(ChildEpisode):
 
     async def _wait(self) -> ChildResult:
         journal = self._parent.journal
-        opened = journal.open(asked_hash(self.episode_id.encode()), lambda: f"the wait for {self.episode_id}")
+        opened = journal.open(request_hash(self.episode_id.encode()), lambda: f"the wait for {self.episode_id}")
         await journal.reach(opened)
         recorded = journal.recall(opened, GatherEntry)
         if recorded is not None:
@@ -409,7 +409,7 @@ class LiveChild(ChildEpisode):
                 )
             )
         # The parent's time limit pauses, because the child has its own.
-        with Performing(journal, opened, limit=self._parent.limit):
+        with CallExecution(journal, opened, limit=self._parent.limit):
             result = await asyncio.shield(self._result)
         at = {policy: (version.lineage, version.step) for policy, version in result.versions.items()}
         journal.write(opened, GatherEntry(result.episode_id, result.drop_reason, dict(result.rewards), at))
@@ -469,13 +469,13 @@ async def perform_effect(
 ) -> T:
     """See `EpisodeContext.effect`. With `again`, a recorded effect is performed again, and its new outcome counts."""
     journal = episode.journal
-    call = journal.open(asked_hash(name.encode("utf-8", "replace")), lambda: f"the effect {name!r}")
+    call = journal.open(request_hash(name.encode("utf-8", "replace")), lambda: f"the effect {name!r}")
     await journal.reach(call)
     entry = None if again else journal.recall(call, EffectEntry)
     if entry is None:
         started = episode.services.clock.monotonic()
         is_out_of_reach = False
-        with Performing(journal, call, f"the effect {name!r}"):
+        with CallExecution(journal, call, f"the effect {name!r}"):
             try:
                 value, error = await retry_infrastructure(
                     episode, guarantee, lambda: _outcome(episode, call, name, function, guarantee, reconcile)
@@ -487,7 +487,7 @@ async def perform_effect(
         if not again or journal.recall(call, EffectEntry) is None:
             journal.write(call, entry)
     if entry.is_out_of_reach:
-        raise out_of_reach(f"effect {name!r}", entry.error or "")
+        raise infrastructure_limit_error(f"effect {name!r}", entry.error or "")
     if entry.error is not None:
         raise EffectError(f"effect {name!r} failed", error=entry.error)
     result: T = entry.value
@@ -501,11 +501,11 @@ async def remember(episode: LiveEpisode, key: str, structure: str) -> ProposalNo
         raise EnvironmentDefinitionError(f"ctx.remember takes text, not {key!r} and {structure!r}")
     digest, structure = _digest(key), structure if len(structure) <= LONGEST_STRUCTURE else _digest(structure)
     structure = structure.encode("utf-8", "replace").decode()
-    asked = asked_hash(b"remember", digest.encode(), structure.encode())
+    asked = request_hash(b"remember", digest.encode(), structure.encode())
     call = journal.open(asked, lambda: f"whether a proposal of structure {structure!r} is remembered")
     await journal.reach(call)
     entry = journal.recall(call, EffectEntry)
-    with Performing(journal, call):  # also during replay: the run may have died before it had stored it
+    with CallExecution(journal, call):  # also during replay: the run may have died before it had stored it
         found = await episode.services.host.remember(episode.spec, call.call_id, digest, structure)
     if entry is None:
         journal.write(call, EffectEntry("remember", "idempotent", list(found), None, 0.0))
@@ -539,12 +539,12 @@ async def retry_infrastructure(episode: LiveEpisode, guarantee: Guarantee, perfo
         await episode.services.clock.sleep(wait)
 
 
-def out_of_reach(what: str, error: str) -> LimitReachedError:
+def infrastructure_limit_error(what: str, error: str) -> LimitReachedError:
     """Make the limit of an effect whose infrastructure fails repeatedly, which is attributed to the policy."""
     return LimitReachedError(f"{what} failed repeatedly: {error}", stop_reason="infrastructure")
 
 
-async def may_perform(episode: LiveEpisode, call: Call, what: str, guarantee: Guarantee) -> bool:
+async def may_perform_effect(episode: LiveEpisode, call: Call, what: str, guarantee: Guarantee) -> bool:
     """Whether an effect may be performed now; False for a `once` effect that an earlier process began."""
     if guarantee != "once":
         return True
@@ -554,13 +554,13 @@ async def may_perform(episode: LiveEpisode, call: Call, what: str, guarantee: Gu
     return True
 
 
-def unknown_effect(episode: LiveEpisode, call: Call, what: str) -> EpisodeError:
+def unknown_outcome_error(episode: LiveEpisode, call: Call, what: str) -> EpisodeError:
     """Make the error of a `once` effect that an earlier process began, and whose outcome is unknown."""
     return EpisodeError(
         f"episode {episode.spec.episode_id}, call {call.call_id}: {what} must happen at most once, and the process "
         "ended while it was in progress, so whether it happened is unknown. Give `reconcile=` a function that finds "
         "out, or make the effect idempotent",
-        reason="unknown_effect",
+        reason="unknown_outcome_error",
     )
 
 
@@ -575,12 +575,12 @@ async def _outcome(
     """Return the journaled value, or the error's type and message."""
     what = f"effect {name!r}"
     happened, value = False, None
-    if not await may_perform(episode, call, what, guarantee):
+    if not await may_perform_effect(episode, call, what, guarantee):
         if reconcile is None:
-            raise unknown_effect(episode, call, what)
+            raise unknown_outcome_error(episode, call, what)
         happened, value = await _awaited(reconcile())
     try:
-        return journaled(value if happened else await _awaited(function()), what), None
+        return after_journal_round_trip(value if happened else await _awaited(function()), what), None
     except AgentRLError:  # includes InfrastructureError
         raise  # errors of agentrl itself (storage, engine, unserializable result), not of the outside world
     except Exception as error:  # noqa: BLE001 - foreign code: whatever it raises is what happened
@@ -632,8 +632,8 @@ class LiveResource(Resource):
         journal = self._episode.journal
         where = f"{self.name}.{method}"
         call = journal.open(
-            asked_hash(self.name.encode(), method.encode(), encode_arguments(arguments)),
-            lambda: f"{where}({shortened(plain(arguments))})",
+            request_hash(self.name.encode(), method.encode(), encode_arguments(arguments)),
+            lambda: f"{where}({shortened(to_journal_data(arguments))})",
         )
         await journal.reach(call)
         self._calls += 1
@@ -652,7 +652,7 @@ class LiveResource(Resource):
         if self._restore is not None:
             return self._restore
         get_state = getattr(self._object, "get_state", None)
-        return journaled(get_state(), f"{self.name}.get_state") if callable(get_state) else None
+        return after_journal_round_trip(get_state(), f"{self.name}.get_state") if callable(get_state) else None
 
     async def _performed(self, call: Call, method: str, arguments: tuple[Any, ...]) -> Any:
         journal, clock, where = self._episode.journal, self._episode.services.clock, f"{self.name}.{method}"
@@ -660,12 +660,14 @@ class LiveResource(Resource):
         value, problem, state = None, None, None
         cause: Exception | None = None
         own = self._random(self._key_of(call))
-        with Performing(journal, call, self._memoised_name()):
+        with CallExecution(journal, call, self._memoised_name()):
             try:
                 if self._restore is not None:
                     with own.swapped_in():
                         self._restored()
-                value = journaled(await call_with_random(own, getattr(self._object, method), *arguments), where)
+                value = after_journal_round_trip(
+                    await call_with_random(own, getattr(self._object, method), *arguments), where
+                )
             except AgentRLError:
                 raise
             except Exception as error:  # noqa: BLE001 - foreign code: whatever it raises is what happened
@@ -679,7 +681,9 @@ class LiveResource(Resource):
         if recorded is None:
             journal.write(
                 call,
-                ResourceEntry(self.name, self._level, method, value, seconds, plain(list(arguments)), problem, state),
+                ResourceEntry(
+                    self.name, self._level, method, value, seconds, to_journal_data(list(arguments)), problem, state
+                ),
             )
         elif recorded.value != value or _kind(recorded.error) != _kind(problem):
             journal.mismatch(
@@ -706,7 +710,7 @@ class LiveResource(Resource):
 
     def _new_state(self) -> Any:
         """Return the state after a call; None if the call did not change it."""
-        state = journaled(self._object.get_state(), f"{self.name}.get_state")  # type: ignore[attr-defined]
+        state = after_journal_round_trip(self._object.get_state(), f"{self.name}.get_state")  # type: ignore[attr-defined]
         if state is None:
             raise EnvironmentDefinitionError(f"{type(self._object).__qualname__}.get_state() returned None")
         encoded = encode(state)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
-from agentrl.journal.entries import PlayedUnder
+from agentrl.journal.entries import SeatSettings
 from agentrl.rollout.call_journal import current_branch
 
 if TYPE_CHECKING:
@@ -50,10 +50,10 @@ class PolicySettings:
     """Whether another engine than the run's samples the policy, so that it uses none of the engine's memory."""
 
     @property
-    def recorded(self) -> PlayedUnder:
+    def recorded(self) -> SeatSettings:
         """Convert the settings to the form in an episode's first entry."""
         sampling, limits = self.sampling, self.limits
-        return PlayedUnder(
+        return SeatSettings(
             temperature=sampling.temperature,
             top_k=sampling.top_k,
             top_p=sampling.top_p,
@@ -63,7 +63,7 @@ class PolicySettings:
             max_context=limits.max_context,
         )
 
-    def as_recorded(self, began: PlayedUnder) -> PolicySettings:
+    def as_recorded(self, began: SeatSettings) -> PolicySettings:
         """Return the policy with the settings that an episode began with; a context limit lowered since then still
         applies."""
         sampling = replace(
@@ -104,7 +104,7 @@ class RolloutSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Services:
+class WorkerServices:
     """The engine, host, clock and settings that the episodes of a worker share."""
 
     engine: Sampler
@@ -150,7 +150,7 @@ class LiveEpisode:
 
     spec: EpisodeSpec
     journal: CallJournal
-    services: Services
+    services: WorkerServices
     partials: EpisodePartials
     began_under: Mapping[str, PolicySettings] = field(default_factory=lambda: AS_THE_RUN)
     """Settings the episode began with, if they differ from the run's now, keyed by seat, and by "" for `ctx.limits`."""

@@ -35,13 +35,13 @@ from agentrl.core.reply_formats import parse_json_value
 from agentrl.core.text import plural
 from agentrl.environment.base import Endpoint, LimitReachedError
 from agentrl.gateway.calls import ChatReply, ChatRequest, RequestRefusedError, shown
-from agentrl.journal.entries import RequestParameters, TurnEntry, asked_hash, encode_body
+from agentrl.journal.entries import RequestParameters, TurnEntry, encode_body, request_hash
 from agentrl.rollout.agent import CHARACTERS_PER_TOKEN, LiveAgent, TurnSampler
 from agentrl.rollout.branches import describe_entry, shortened
 from agentrl.rollout.byte_formats import JsonFormat
 from agentrl.rollout.template_history import shared_length
 from agentrl.rollout.token_tree import TokenTree, tools_text
-from agentrl.rollout.turn_entries import completion_of, message_data, slice_of
+from agentrl.rollout.turn_entries import completion_of, message_data, slice_completion
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -176,7 +176,7 @@ class HarnessAgent(LiveAgent):
         self._check_limits(self._settings.limits)
         self._check_length(request)
         path = self._tree.identity(request.messages, request.tools)
-        asked = asked_hash(path, sampling.max_tokens.to_bytes(4, "little"), *map(_encoded, request.stop))
+        asked = request_hash(path, sampling.max_tokens.to_bytes(4, "little"), *map(_encoded, request.stop))
         call_id = f"{self.seat}:{asked.hex()}.{self._asked[asked]}"
         self._asked[asked] += 1
         call = self._episode.journal.open_named(call_id, asked)
@@ -454,7 +454,7 @@ class HarnessAgent(LiveAgent):
             counts = mask.counts[:end]
             mask = SamplingMask(counts=counts, token_ids=mask.token_ids[: int(counts[counts > 0].sum())])
         return dataclasses.replace(
-            slice_of(completion, 0, end),
+            slice_completion(completion, 0, end),
             finish_reason="length",
             sampling_mask=mask,
             prompt_tokens=completion.prompt_tokens,
@@ -643,17 +643,17 @@ def _said_instead(text: str, sampled: Completion, chat_format: ChatFormat) -> Co
     )
 
 
-def is_turn(entry: JournalEntry) -> bool:
+def is_external_turn(entry: JournalEntry) -> bool:
     """Whether an entry is a turn that an external agent requested: its call is named by its content."""
     return not ids.has_call_number(entry.call_id) and isinstance(entry.decode(), TurnEntry)
 
 
-def standalone(entries: Iterable[JournalEntry]) -> Iterator[JournalEntry]:
+def turns_with_context(entries: Iterable[JournalEntry]) -> Iterator[JournalEntry]:
     """Yield the turns that external agents requested in one attempt, in order, each with its whole context and its
     tools."""
     rows: dict[tuple[str, int], bytes] = {}
     tools: dict[tuple[str, int], str] = {}
-    for entry in filter(is_turn, entries):
+    for entry in filter(is_external_turn, entries):
         body = entry.decode()
         assert isinstance(body, TurnEntry)
         context = rows.get((body.seat, body.row), b"")[: 4 * body.parent_context] + body.context_ids

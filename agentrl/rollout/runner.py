@@ -32,7 +32,7 @@ from agentrl.core.records import (
 from agentrl.environment.base import Environment, LimitReachedError, valid_unicode
 from agentrl.environment.containment import as_episode_error
 from agentrl.gateway.server import Gateway
-from agentrl.journal.entries import Begin, JournalEntry, PlayedUnder, code_digest
+from agentrl.journal.entries import BeginEntry, JournalEntry, SeatSettings, code_digest
 from agentrl.journal.port import TurnLog
 from agentrl.rollout.call_journal import CallJournal, begin_branch, current_branch
 from agentrl.rollout.context import LiveContext
@@ -42,10 +42,10 @@ from agentrl.rollout.episode import (
     Parking,
     PolicySettings,
     RolloutSettings,
-    Services,
     TimeLimit,
+    WorkerServices,
 )
-from agentrl.rollout.harness_agent import standalone
+from agentrl.rollout.harness_agent import turns_with_context
 from agentrl.rollout.kv_budget import kv_budget_of
 from agentrl.rollout.turn_entries import EpisodePartials
 
@@ -73,7 +73,7 @@ class EpisodeRunner:
         self.clock = clock
         self.parking = Parking()
         self.kv_budget = kv_budget_of(engine.capabilities)
-        self._services = Services(
+        self._services = WorkerServices(
             engine=engine,
             default=PolicySettings(chat_format=chat_format, sampling=settings.sampling, limits=settings.limits),
             host=host,
@@ -91,7 +91,7 @@ class EpisodeRunner:
         self._checked: Counter[type[Environment]] = Counter()
         """Number of new episodes that were checked for draws, by environment."""
         self._run_settings = {"": self._services.policy_settings("").recorded}
-        """Settings of the run in the form of `Begin.settings`, shared by all episodes without overrides."""
+        """Settings of the run in the form of `BeginEntry.settings`, shared by all episodes without overrides."""
         self._own_settings = {policy: own.recorded for policy, own in settings.policies.items()}
         self._running: dict[str, LiveContext] = {}
         """Context of the newest attempt, keyed by episode."""
@@ -266,9 +266,9 @@ class EpisodeRunner:
             except EpisodeError:
                 continue  # damaged entries are not reused; their turns are sampled again
             begin = entries[0].decode() if entries else None
-            if isinstance(begin, Begin) and begin.recalls_from > since:
+            if isinstance(begin, BeginEntry) and begin.recalls_from > since:
                 since, found = begin.recalls_from, {}
-            found.update({entry.call_id: entry for entry in standalone(entries)})
+            found.update({entry.call_id: entry for entry in turns_with_context(entries)})
         return since, tuple(found.values())
 
     def forget(self, spec: EpisodeSpec) -> None:
@@ -303,7 +303,7 @@ class EpisodeRunner:
             self._code_hashes[environment] = code_hash
         settings = self._settings(spec)
         began = journal.begin(
-            lambda: Begin(
+            lambda: BeginEntry(
                 environment=spec.environment,
                 code_hash=code_hash,
                 task_id=spec.task.id,
@@ -331,8 +331,8 @@ class EpisodeRunner:
             )
         return AS_THE_RUN if began.settings in ({}, settings) else self._began_under(spec, began)
 
-    def _settings(self, spec: EpisodeSpec) -> dict[str, PlayedUnder]:
-        """Return the run's settings for `Begin.settings`: one shared dict if no policy has overrides."""
+    def _settings(self, spec: EpisodeSpec) -> dict[str, SeatSettings]:
+        """Return the run's settings for `BeginEntry.settings`: one shared dict if no policy has overrides."""
         own = self._own_settings
         if not own:
             return self._run_settings
@@ -340,7 +340,7 @@ class EpisodeRunner:
             seat: own[binding.policy] for seat, binding in spec.seats.items() if binding.policy in own
         }
 
-    def _began_under(self, spec: EpisodeSpec, began: Begin) -> Mapping[str, PolicySettings]:
+    def _began_under(self, spec: EpisodeSpec, began: BeginEntry) -> Mapping[str, PolicySettings]:
         """Return the settings of an episode that began under others than the run's now.
 
         Raises:
@@ -372,7 +372,7 @@ class EpisodeRunner:
                     agent.reward(value)
 
 
-def _inherited(now: Mapping[str, PlayedUnder], begin: Begin, spec: EpisodeSpec) -> dict[str, PlayedUnder]:
+def _inherited(now: Mapping[str, SeatSettings], begin: BeginEntry, spec: EpisodeSpec) -> dict[str, SeatSettings]:
     """Return the settings of a fork: those of its parent, in seats held by the same policy."""
     recorded = begin.settings
     kept = {

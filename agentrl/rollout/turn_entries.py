@@ -247,7 +247,10 @@ class PartialTurn:
             delivered = sum(len(piece.token_ids) for piece in self._delivered or ())
             self._delivered = None
             if len(completion.token_ids) > delivered:
-                self._unwritten = [*(self._unwritten or ()), slice_of(completion, delivered, len(completion.token_ids))]
+                self._unwritten = [
+                    *(self._unwritten or ()),
+                    slice_completion(completion, delivered, len(completion.token_ids)),
+                ]
             self._write()
 
     def lost(self) -> bool:
@@ -255,7 +258,7 @@ class PartialTurn:
         delivered, self._delivered = self._delivered, None
         self._write()
         if delivered:
-            self._add(self._without_masks(joined(delivered)))
+            self._add(self._without_masks(join_completions(delivered)))
         return bool(delivered)
 
     def finish_reason(self, sampling: SamplingParams) -> FinishReason | None:
@@ -280,7 +283,7 @@ class PartialTurn:
 
     def whole(self, finish_reason: FinishReason) -> Completion:
         """Return the turn as one completion."""
-        whole = joined(self.pieces)
+        whole = join_completions(self.pieces)
         return (
             whole if whole.finish_reason == finish_reason else dataclasses.replace(whole, finish_reason=finish_reason)
         )
@@ -292,7 +295,7 @@ class PartialTurn:
         newest = self.pieces[index]
         if newest.finish_reason != "abort" or newest.expert_routing is not None:
             return False
-        self.pieces[index] = slice_of(newest, 0, len(newest.token_ids) - 1)
+        self.pieces[index] = slice_completion(newest, 0, len(newest.token_ids) - 1)
         self.sampled -= 1
         self._written -= 1
         return True
@@ -307,7 +310,7 @@ class PartialTurn:
 
     def _write(self) -> None:
         if self._unwritten:
-            piece = joined(self._unwritten)
+            piece = join_completions(self._unwritten)
             self._partials.append(self._call, self._written, piece)
             self._written += len(piece.token_ids)
             self._unwritten = None
@@ -320,7 +323,7 @@ class PartialTurn:
         return dataclasses.replace(piece, sampling_mask=SamplingMask(counts=missing, token_ids=np.zeros(0, np.int32)))
 
 
-def joined(pieces: Sequence[Completion]) -> Completion:
+def join_completions(pieces: Sequence[Completion]) -> Completion:
     """Join the pieces of a turn, in order, to one completion; it has the end of the last piece and the prompt of the
     first."""
     first, last = pieces[0], pieces[-1]
@@ -350,7 +353,7 @@ def joined(pieces: Sequence[Completion]) -> Completion:
     )
 
 
-def slice_of(piece: Completion, start: int, stop: int) -> Completion:
+def slice_completion(piece: Completion, start: int, stop: int) -> Completion:
     """Return tokens `[start, stop)` of a piece, with logprobs and versions only."""
     spans = ((max(span.start, start) - start, min(span.stop, stop) - start, span.version) for span in piece.spans)
     return Completion(

@@ -43,7 +43,7 @@ from agentrl.journal.entries import (
 )
 from agentrl.observe.blocked import watch_loop
 from agentrl.rollout.branches import REMEDY, shortened
-from agentrl.rollout.harness_agent import differing_request, standalone
+from agentrl.rollout.harness_agent import differing_request, turns_with_context
 from agentrl.simulation.virtual_time import simulate
 from agentrl.testing.execution import POLICY, RESOURCE_LOST, Executed, execute, random_policy
 from agentrl.testing.format_reward_check import TASKS as FORMAT_TASKS
@@ -392,7 +392,7 @@ async def _recall_everything(
     if not environment.replay_stable:
         report.resume_class = "pinned"
         return None
-    recalled = list(standalone(first.entries))
+    recalled = list(turns_with_context(first.entries))
     turns = {entry.call_id: body for entry in recalled if isinstance(body := entry.decode(), TurnEntry)}
     for count in sorted({min(1, len(recalled)), len(recalled)}):
         report.on_progress(f"{part}begun again with {plural(count, 'recorded reply', 'recorded replies')}")
@@ -402,7 +402,9 @@ async def _recall_everything(
         if isinstance(again, str):
             return f"begun again with {plural(count, 'recorded reply', 'recorded replies')}: {again}"
         asked = {
-            entry.call_id: body for entry in standalone(again.entries) if isinstance(body := entry.decode(), TurnEntry)
+            entry.call_id: body
+            for entry in turns_with_context(again.entries)
+            if isinstance(body := entry.decode(), TurnEntry)
         }
         missing = [body for call_id, body in turns.items() if call_id not in asked][:count]
         if missing and len(missing) > len(turns) - count:

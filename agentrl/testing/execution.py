@@ -27,7 +27,7 @@ from agentrl.environment.tools import ToolEnvironment
 from agentrl.journal.entries import TurnEntry
 from agentrl.orchestrator.buffer import EpisodeBuffer, WholeGroups
 from agentrl.orchestrator.dispatch import Dispatcher, Signal
-from agentrl.orchestrator.metrics import Counts
+from agentrl.orchestrator.metrics import EpisodeTotals
 from agentrl.rollout.byte_formats import STOP_TOKEN, PlainFormat
 from agentrl.rollout.episode import RolloutSettings
 from agentrl.rollout.runner import EpisodeRunner
@@ -63,7 +63,7 @@ class Executed(NamedTuple):
     entries: list[JournalEntry]
     states: dict[str, Any]
     """Final states of the resources that have `get_state`."""
-    counts: Counts
+    counts: EpisodeTotals
 
 
 class _StateRunner(EpisodeRunner):

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from agentrl.core.errors import JournalError, StorageError
 from agentrl.core.records import BaselineSet, PolicyVersion, Proposal
 from agentrl.journal.port import Pruned, StepRow
-from agentrl.journal.reader import prefix_of
+from agentrl.journal.reader import read_fork_prefix
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -190,7 +190,7 @@ class MemoryTurnLog:
 
     def prefix(self, point: ForkPoint) -> list[JournalEntry]:
         """Return the entries of this partition before a fork point."""
-        return prefix_of(".", point, lambda _, at: self.read(at.episode_id, at.attempt))
+        return read_fork_prefix(".", point, lambda _, at: self.read(at.episode_id, at.attempt))
 
 
 def fullest(logs: Mapping[str, MemoryTurnLog], episode_id: str, attempt: int) -> MemoryTurnLog | None:

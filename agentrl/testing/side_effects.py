@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from agentrl.environment.base import valid_unicode
 from agentrl.observe.blocked import is_users
-from agentrl.rollout.call_journal import branch_inside
+from agentrl.rollout.call_journal import running_branch
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -102,7 +102,7 @@ def _hook(event: str, arguments: tuple[Any, ...]) -> None:
     act = _act(event, arguments)
     if act is None:
         return
-    branch = branch_inside()
+    branch = running_branch()
     if branch is None or not branch.is_open or branch.memoised is not None:
         return
     frame = sys._getframe(1)

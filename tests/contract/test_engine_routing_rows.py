@@ -12,8 +12,8 @@ import pytest
 from agentrl.core.records import TrajectoryRow
 from agentrl.engines.embedded.engine import EmbeddedEngine
 from agentrl.engines.wire import Completed, completed_message, completion_of
-from agentrl.journal.entries import Begin, EntryBody, JournalEntry, SpanEntry, TurnEntry, encode_body
-from agentrl.journal.rows import trajectories
+from agentrl.journal.entries import BeginEntry, EntryBody, JournalEntry, SpanEntry, TurnEntry, encode_body
+from agentrl.journal.rows import assemble_trajectories
 from tests.contract.engine_kinds import ModelZoo, load_engine, prompt, request, version
 from tests.contract.test_engine_capture import plain_routing
 
@@ -21,7 +21,7 @@ from tests.contract.test_engine_capture import plain_routing
 async def conversation(engine: EmbeddedEngine, number: int, turns: int) -> TrajectoryRow:
     """A row of several turns, read back from entries and from the wire of an engine in another process."""
     session = engine.open(f"s{number}", "solver")
-    begin = Begin("e", "", "t", {}, 0, {"solver": "solver"}, "train", "g", 1, None)
+    begin = BeginEntry("e", "", "t", {}, 0, {"solver": "solver"}, "train", "g", 1, None)
     bodies: list[EntryBody] = [begin]
     context = np.zeros(0, np.int32)
     for turn in range(turns):
@@ -45,7 +45,7 @@ async def conversation(engine: EmbeddedEngine, number: int, turns: int) -> Traje
         bodies.append(entry)
         context = np.concatenate([context, completion.token_ids])
     entries = [JournalEntry("e0", 0, f"r#{at}", b"", encode_body(body)) for at, body in enumerate(bodies)]
-    (found,) = trajectories(entries)
+    (found,) = assemble_trajectories(entries)
     return found.rows[0]
 
 

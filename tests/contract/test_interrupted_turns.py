@@ -16,11 +16,11 @@ from agentrl.core.ports import Engine, Refresh, SamplingParams
 from agentrl.core.records import Completion, EpisodeSpec, MaskStatus, ProposalNovelty, SeatBinding, Task, TrajectoryRow
 from agentrl.engines.embedded.engine import EmbeddedEngine
 from agentrl.environment.base import EpisodeLimits
-from agentrl.journal.rows import trajectories
+from agentrl.journal.rows import assemble_trajectories
 from agentrl.rollout.byte_formats import PlainFormat
 from agentrl.rollout.episode import RolloutSettings
 from agentrl.rollout.runner import EpisodeRunner
-from agentrl.rollout.turn_entries import joined
+from agentrl.rollout.turn_entries import join_completions
 from agentrl.rollout.worker import AsyncioWorker
 from agentrl.testing.memory_journal import MemoryJournal
 from tests.contract.engine_kinds import (
@@ -60,7 +60,7 @@ async def cut_and_continued(engine: Engine, update: Any, *, new_session: bool) -
     rest = await session.generate(request("r", context, seed=3, max_tokens=200 - count, sampled_before=count))
     session.close()
     beside.close()
-    return joined([first, rest])
+    return join_completions([first, rest])
 
 
 @pytest.mark.parametrize("refresh", ["token", "turn"])
@@ -204,7 +204,7 @@ async def interrupted(zoo: ModelZoo, how: str, sampling: dict[str, Any]) -> Traj
     worker.unpark()
     await worker.drain()
     await engine.close()
-    (trajectory,) = trajectories(journal.turn_log(partition).read("e0", 0))
+    (trajectory,) = assemble_trajectories(journal.turn_log(partition).read("e0", 0))
     (row,) = trajectory.rows
     return row
 

@@ -21,7 +21,7 @@ from agentrl.core.records import TrajectoryRow
 from agentrl.inspection.reader import RunReader
 from agentrl.journal.entries import TurnEntry
 from agentrl.journal.reader import EpisodeKey, TurnReader
-from agentrl.journal.rows import trajectories
+from agentrl.journal.rows import assemble_trajectories
 
 
 class Match(agentrl.Environment):
@@ -127,7 +127,7 @@ def played(run: Path) -> list[tuple[TurnEntry, TrajectoryRow]]:
         entries = reader.episode(line.episode).entries
         turns = {entry.seat: entry for _, entry in entries if isinstance(entry, TurnEntry)}
         partition = next((run / "journal").glob("turns-*.db")).name
-        rows = trajectories(log.read_many([EpisodeKey(partition, line.episode, 0, len(entries))])[0])
+        rows = assemble_trajectories(log.read_many([EpisodeKey(partition, line.episode, 0, len(entries))])[0])
         found += [(turns[t.seat], t.rows[0]) for t in rows if t.rows]
     reader.close()
     log.close()

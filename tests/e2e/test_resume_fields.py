@@ -21,7 +21,7 @@ from agentrl.config.run import RunConfig
 from agentrl.core.errors import ConfigError, StorageError
 from agentrl.inspection.reader import RunReader
 from agentrl.journal.control import row_checksum
-from agentrl.journal.entries import Begin, JournalEntry, TurnEntry, encode_body, entry_checksum, episode_digest
+from agentrl.journal.entries import BeginEntry, JournalEntry, TurnEntry, encode_body, entry_checksum, episode_digest
 from agentrl.observe.run_state import SILENT_S, read_status, write_status
 from benchmarks.resume_fields import (
     NOT_RUN,
@@ -237,7 +237,7 @@ def _temperatures(path: Path, episode: str) -> set[float]:
     finally:
         reader.close()
     turns = {body.temperature for body in bodies if isinstance(body, TurnEntry) and body.seat == "guesser"}
-    begun = {body.settings[""].temperature for body in bodies if isinstance(body, Begin)}
+    begun = {body.settings[""].temperature for body in bodies if isinstance(body, BeginEntry)}
     return turns | begun
 
 

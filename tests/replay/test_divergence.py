@@ -13,7 +13,7 @@ from agentrl.core.errors import EpisodeError, ReplayMismatchError
 from agentrl.core.records import PolicyVersion
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.environment.base import OnCodeChange
-from agentrl.journal.entries import Begin, JournalEntry, PatchEntry, ResourceEntry, encode_body
+from agentrl.journal.entries import BeginEntry, JournalEntry, PatchEntry, ResourceEntry, encode_body
 from agentrl.rollout.worker import MAX_ATTEMPTS
 from agentrl.testing.execution import PARTITION, settings_of, wired
 from agentrl.testing.memory_journal import Admission, EpisodeEnd, MemoryJournal
@@ -77,7 +77,7 @@ def test_a_mismatch_names_call_and_both_values_and_the_code(version: str, words:
 def test_without_a_change_of_code_it_is_nondeterminism() -> None:
     entries = recorded()
     begin = entries[0].decode()
-    assert isinstance(begin, Begin)
+    assert isinstance(begin, BeginEntry)
     tampered = [JournalEntry("e0", 0, "r#0", b"elsewher", entries[1].body)]
     error = Stage(environment=Edited).play([entries[0], *tampered]).error
     assert isinstance(error, ReplayMismatchError)

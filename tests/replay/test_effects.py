@@ -60,7 +60,7 @@ def test_a_once_effect_without_a_result_ends_the_episode_by_name() -> None:
     Paying.performed.clear()
     again = Stage(environment=Paying).play(whole.entries[: intent + 1])
     assert again.error is not None
-    assert again.error.reason == "unknown_effect"
+    assert again.error.reason == "unknown_outcome_error"
     assert "reconcile" in str(again.error)
     assert Paying.performed == []
 
@@ -128,7 +128,7 @@ def test_a_once_tool_leaves_its_intent() -> None:
     assert stage.play(whole.entries[:4]).transcript == whole.transcript
     again = stage.play(whole.entries[:3])
     assert again.error is not None
-    assert again.error.reason == "unknown_effect"
+    assert again.error.reason == "unknown_outcome_error"
     assert Sending.sent == ["hi"]
 
 
@@ -268,7 +268,10 @@ def test_a_snapshot_needs_its_methods() -> None:
 
 def test_a_tool_entry_names_the_arguments() -> None:
     huge = 1 << 80
-    from agentrl.rollout.call_journal import plain
+    from agentrl.rollout.call_journal import to_journal_data
 
-    assert plain({"n": huge}) == str({"n": huge})
-    assert ToolEntry("t", plain({"n": huge}), "", "ok", False, 0.0).arguments == "{'n': 1208925819614629174706176}"
+    assert to_journal_data({"n": huge}) == str({"n": huge})
+    assert (
+        ToolEntry("t", to_journal_data({"n": huge}), "", "ok", False, 0.0).arguments
+        == "{'n': 1208925819614629174706176}"
+    )

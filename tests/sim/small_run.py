@@ -17,7 +17,7 @@ from agentrl.core.ports import GenerateRequest
 from agentrl.core.records import PolicyVersion, Task
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.orchestrator import loop
-from agentrl.orchestrator.evaluation import HeldOut
+from agentrl.orchestrator.evaluation import HeldOutSplit
 from agentrl.orchestrator.loop import Orchestrator, RunOutcome
 from agentrl.orchestrator.versions import ServedVersions
 from agentrl.rollout.byte_formats import STOP_TOKEN, PlainFormat
@@ -120,7 +120,7 @@ class SmallRun:
     journal: MemoryJournal = field(default_factory=MemoryJournal)
     tasks: agentrl.TaskSource = field(default_factory=lambda: list(TASKS))
     held_out: list[Task] = field(default_factory=list)
-    splits: list[HeldOut] = field(default_factory=list)
+    splits: list[HeldOutSplit] = field(default_factory=list)
     """In place of `held_out`, where there are several."""
     during: Callable[[Orchestrator], None] | None = None
     resume_state: ResumeState = field(default_factory=ResumeState)
@@ -180,7 +180,7 @@ class SmallRun:
             observer=self.seen,
             clock=LoopClock(),
             tasks=self.tasks,
-            held_out=self.splits or [HeldOut("held_out", self.held_out)],
+            held_out=self.splits or [HeldOutSplit("held_out", self.held_out)],
             opponents=opponents,
             versions=versions,
             parents=self.journal.parents(),

@@ -17,7 +17,7 @@ from agentrl.config.run import RunConfig
 from agentrl.core.errors import ConfigError, EnvironmentDefinitionError, InputError
 from agentrl.core.records import Task
 from agentrl.environment.mixture import MemberTasks, MixedTasks, Mixture, mixture, roots_of
-from agentrl.orchestrator.evaluation import HeldOut
+from agentrl.orchestrator.evaluation import HeldOutSplit
 from agentrl.orchestrator.tasks import Curriculum, GroupResult
 from agentrl.testing.plugin import SimulatedLoop
 from tests.sim.small_run import TASKS, Ask, Guess, SmallRun, config_for
@@ -102,9 +102,9 @@ def test_a_member_may_select_its_tasks_itself() -> None:
 
 def test_a_mixture_trains_evaluates_by_split_and_resumes_with_the_same_tasks(simulated_loop: SimulatedLoop) -> None:
     splits = [
-        HeldOut("Digits@held_out", [Task(id=f"Digits:{task.id}", data=task.data) for task in TASKS[:3]]),
-        HeldOut("Easy@hard", [Task(id="Easy:hard-0", data={"hard": True})]),
-        HeldOut("Easy@held_out", [Task(id="Easy:held_out-0", data={}), Task(id="Easy:held_out-1", data={})]),
+        HeldOutSplit("Digits@held_out", [Task(id=f"Digits:{task.id}", data=task.data) for task in TASKS[:3]]),
+        HeldOutSplit("Easy@hard", [Task(id="Easy:hard-0", data={"hard": True})]),
+        HeldOutSplit("Easy@held_out", [Task(id="Easy:held_out-0", data={}), Task(id="Easy:held_out-1", data={})]),
     ]
     changed = config_for(evaluation={"tasks": 9}, steps=6)
 

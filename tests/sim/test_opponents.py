@@ -26,8 +26,8 @@ from agentrl.engines.scripted import ScriptedEngine
 from agentrl.inspection.statistics import win_rates
 from agentrl.journal.entries import TurnEntry
 from agentrl.observe.metrics import describe
-from agentrl.orchestrator.metrics import Counts
-from agentrl.orchestrator.versions import OpponentPool, Opponents, ServedVersions, joined_by
+from agentrl.orchestrator.metrics import EpisodeTotals
+from agentrl.orchestrator.versions import OpponentPool, OpponentPools, ServedVersions, opponent_pool_steps
 from agentrl.rollout.byte_formats import STOP_TOKEN
 from agentrl.testing.plugin import SimulatedLoop
 from tests.sim.small_run import SmallRun, config_for
@@ -175,8 +175,8 @@ def test_the_files_of_a_checkpoint_s_opponents_stay_as_long_as_it(simulated_loop
         versions = ServedVersions(ScriptedEngine([[1]], versions={"player": version(0)}))
         pool = OpponentPool(name="past", of="player", every=1, size=1, choose="latest", served=[version(0)])
         await versions.pin(pool.holder, weights(0))
-        opponents = Opponents(
-            pools={"past": pool}, versions=versions, run_seed=0, pinned=set, counts=Counts(), checkpoints=2
+        opponents = OpponentPools(
+            pools={"past": pool}, versions=versions, run_seed=0, pinned=set, counts=EpisodeTotals(), checkpoints=2
         )
         needed = []
         for step in range(1, 7):
@@ -255,4 +255,10 @@ def test_a_win_is_more_than_the_opponent_got() -> None:
 
 
 def test_who_joined_follows_from_the_step() -> None:
-    assert [list(joined_by(step, 10, 2)) for step in (0, 9, 10, 25, 40)] == [[0], [0], [0, 10], [10, 20], [30, 40]]
+    assert [list(opponent_pool_steps(step, 10, 2)) for step in (0, 9, 10, 25, 40)] == [
+        [0],
+        [0],
+        [0, 10],
+        [10, 20],
+        [30, 40],
+    ]

@@ -11,7 +11,7 @@ import pytest
 from agentrl.app.recovery import ResumeState, read_resume_state
 from agentrl.core.records import BaselineSet, EpisodeHeader, EpisodeSpec, PolicyVersion, Proposal
 from agentrl.journal.store import SqliteJournal
-from agentrl.orchestrator.checkpoints import newest
+from agentrl.orchestrator.checkpoints import find_newest_checkpoint
 from agentrl.testing.memory_journal import Admission, EpisodeEnd, MetricRow, Publication, UnitDropped
 from tests.sim.crash_cases import Talk
 from tests.support.crash_scenario import CHECKPOINTS, CrashScenario, Machine
@@ -80,7 +80,7 @@ def _dispatch(episode: tuple[EpisodeSpec, EpisodeHeader | None]) -> tuple[str, i
 
 def test_both_journals_are_folded_alike(tmp_path: Path) -> None:
     async def compare(machine: Machine, directory: Path) -> int:
-        manifest, _ = newest(CHECKPOINTS, disk=machine.disk)
+        manifest, _ = find_newest_checkpoint(CHECKPOINTS, disk=machine.disk)
         versions: dict[str, PolicyVersion] = {} if manifest is None else dict(manifest.versions)
         journal = await written(machine.journal, directory)
         try:

@@ -16,8 +16,8 @@ Each check returns sentences, one for each violation; the word in front of the c
 * `attempts`: no episode began again.
 * `trained`: where the same episodes were admitted as in that run, the same units were trained.
 
-Excused, as declared: an act that must happen `once` may end its episode as `unknown_effect`; an episode that has called
-a `pinned` resource may begin again, and is then another one.
+Excused, as declared: an act that must happen `once` may end its episode as `unknown_outcome_error`; an episode that has
+called a `pinned` resource may begin again, and is then another one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from agentrl.journal.entries import ResourceEntry, TurnEntry
-from agentrl.orchestrator.checkpoints import newest, sealed
+from agentrl.orchestrator.checkpoints import find_newest_checkpoint, resumable_versions
 from agentrl.simulation.recording_trainer import TRAINED_FILE
 from agentrl.testing.memory_journal import Admission, EpisodeEnd, Publication, UnitDropped
 from tests.support.crash_scenario import CHECKPOINTS
@@ -71,7 +71,7 @@ def lost(acknowledged: Iterable[tuple[str, int]], survivor: Machine) -> list[str
 def needed(machine: Machine) -> list[str]:
     """Entries that were pruned and that a checkpoint makes ready again: it may be the one the run goes on from."""
     violations = []
-    for versions in sealed(CHECKPOINTS, disk=machine.disk):
+    for versions in resumable_versions(CHECKPOINTS, disk=machine.disk):
         for _, header in machine.journal.ready_units(versions):
             entries, _ = machine.journal.recorded(header.episode_id, header.attempt)
             if header.location is not None and len(entries) < header.location.entries:
@@ -102,7 +102,7 @@ def served_unknown(machine: Machine) -> list[str]:
 def finished(machine: Machine, *, steps: int, trainable: Sequence[str]) -> Finished:
     """Look at a run that has ended."""
     journal = machine.journal
-    manifest, rejected = newest(CHECKPOINTS, disk=machine.disk)
+    manifest, rejected = find_newest_checkpoint(CHECKPOINTS, disk=machine.disk)
     versions = {} if manifest is None else dict(manifest.versions)
     violations = [f"resumed: {reason}" for reason in rejected]
     violations += [
@@ -138,7 +138,7 @@ def finished(machine: Machine, *, steps: int, trainable: Sequence[str]) -> Finis
 
 def compared(found: Finished, undisturbed: Finished) -> list[str]:
     """What went otherwise than in the run nothing happened to, and should not have."""
-    excused = {"run_ended", "unknown_effect"}
+    excused = {"run_ended", "unknown_outcome_error"}
     violations = [
         f"dropped: something, because of {reason}" for reason in sorted(found.drops - undisturbed.drops - excused)
     ]
@@ -166,7 +166,7 @@ def _pinned(machine: Machine) -> frozenset[str]:
 
 def _trained_by(machine: Machine, policy: str) -> list[UnitKey]:
     """The units a policy's last weights were trained on, as these say."""
-    manifest, _ = newest(CHECKPOINTS, disk=machine.disk)
+    manifest, _ = find_newest_checkpoint(CHECKPOINTS, disk=machine.disk)
     assert manifest is not None
     content = machine.disk.read(manifest.directory / policy / TRAINED_FILE, limit=1 << 30)
     return [(episode, attempt, policy) for episode, attempt in json.loads(content)]

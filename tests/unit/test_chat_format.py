@@ -14,7 +14,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from agentrl.core.errors import ModelError
 from agentrl.core.records import Message, ToolSpec
-from agentrl.rollout.chat_format import KeptTokens, TemplateFormat
+from agentrl.rollout.chat_format import TemplateFormat, TokenCache
 
 QWEN = """
 {%- if tools %}<|im_start|>system
@@ -259,7 +259,7 @@ def test_a_closing_token_changes_nothing_of_what_a_turn_says(
 
 
 def test_tokens_of_the_newest_texts_are_kept_and_no_others() -> None:
-    kept = KeptTokens(12)
+    kept = TokenCache(12)
     for text, token_ids in (("abc", [1, 2]), ("def", [3]), ("ghi", [4]), ("jkl", [5]), ("mno", [6]), ("long", [7])):
         assert list(kept.keep(text, token_ids)) == token_ids
     known = {text: kept.get(text) for text in ("abc", "def", "ghi", "jkl", "mno", "long")}

@@ -15,7 +15,7 @@ import pytest
 from agentrl.core.errors import StorageError
 from agentrl.core.records import PolicyVersion
 from agentrl.orchestrator.buffer import Ledger
-from agentrl.orchestrator.checkpoints import CheckpointWriter, newest
+from agentrl.orchestrator.checkpoints import CheckpointWriter, find_newest_checkpoint
 from agentrl.simulation.recording_trainer import RecordingTrainer
 
 
@@ -34,16 +34,16 @@ def entry_of(path: Path) -> list[object]:
 
 
 def test_the_newest_whole_checkpoint_is_found_and_each_newer_one_is_told(tmp_path: Path) -> None:
-    assert newest(tmp_path) == (None, [])
+    assert find_newest_checkpoint(tmp_path) == (None, [])
     first, second, third = (write(tmp_path, step) for step in (1, 2, 3))
-    manifest, rejected = newest(tmp_path)
+    manifest, rejected = find_newest_checkpoint(tmp_path)
     assert manifest is not None
     assert (manifest.directory, manifest.versions, rejected) == (third, {"policy": PolicyVersion("policy", 0, 3)}, [])
     (third / "manifest.json").unlink()
     state = second / "recording_trainer.json"
     whole = state.read_bytes()
     state.write_bytes(bytes([whole[0] ^ 1]) + whole[1:])
-    manifest, rejected = newest(tmp_path)
+    manifest, rejected = find_newest_checkpoint(tmp_path)
     assert manifest is not None
     assert manifest.directory == first
     assert rejected == [
@@ -51,7 +51,7 @@ def test_the_newest_whole_checkpoint_is_found_and_each_newer_one_is_told(tmp_pat
         f"checkpoint {second}: 'recording_trainer.json' is not the file that was saved: its digest differs",
     ]
     (first / "recording_trainer.json").unlink()
-    manifest, rejected = newest(tmp_path)
+    manifest, rejected = find_newest_checkpoint(tmp_path)
     assert (manifest, len(rejected)) == (None, 3)
 
 
@@ -60,7 +60,7 @@ def test_the_opponents_of_a_checkpoint_are_those_that_were_drawn_from(tmp_path: 
     versions = {"policy": PolicyVersion("policy", 1, 8)}
     writer = CheckpointWriter(tmp_path, keep=2)
     asyncio.run(writer.write(RecordingTrainer(["policy"]), versions, Ledger(), opponents=pools))
-    manifest, _ = newest(tmp_path)
+    manifest, _ = find_newest_checkpoint(tmp_path)
     assert manifest is not None
     assert manifest.opponents == pools
 
@@ -103,7 +103,7 @@ def test_a_hostile_list_of_files_is_refused_and_nothing_is_opened(tmp_path: Path
     (checkpoint / "device").symlink_to("/dev/zero")
     (checkpoint / "away").symlink_to(tmp_path / "outside")
     change_manifest(checkpoint, files=files)
-    manifest, rejected = newest(tmp_path / "checkpoints")
+    manifest, rejected = find_newest_checkpoint(tmp_path / "checkpoints")
     assert manifest is None
     assert reason in rejected[0]
 
@@ -121,7 +121,7 @@ def test_a_hostile_list_of_files_is_refused_and_nothing_is_opened(tmp_path: Path
 )
 def test_a_hostile_manifest_is_refused(tmp_path: Path, text: str, reason: str) -> None:
     (write(tmp_path, 1) / "manifest.json").write_text(text)
-    manifest, rejected = newest(tmp_path)
+    manifest, rejected = find_newest_checkpoint(tmp_path)
     assert manifest is None
     assert reason in rejected[0]
 
@@ -136,7 +136,7 @@ def test_a_hostile_manifest_is_refused(tmp_path: Path, text: str, reason: str) -
 )
 def test_a_manifest_with_means_that_are_none_is_refused(tmp_path: Path, means: object, reason: str) -> None:
     change_manifest(write(tmp_path, 1), role_means=means)
-    manifest, rejected = newest(tmp_path)
+    manifest, rejected = find_newest_checkpoint(tmp_path)
     assert manifest is None
     assert reason in rejected[0]
 
@@ -146,7 +146,7 @@ def test_a_manifest_that_is_a_pipe_or_a_link_is_refused(tmp_path: Path) -> None:
         (write(tmp_path, step) / "manifest.json").unlink()
     os.mkfifo(tmp_path / "step_000001-0" / "manifest.json")
     (tmp_path / "step_000002-0" / "manifest.json").symlink_to("/dev/zero")
-    manifest, rejected = newest(tmp_path)
+    manifest, rejected = find_newest_checkpoint(tmp_path)
     assert (manifest, len(rejected)) == (None, 2)
 
 

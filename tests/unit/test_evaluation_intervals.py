@@ -14,7 +14,7 @@ from agentrl.app.evaluation import EvaluatedEpisode, Evaluation
 from agentrl.core.errors import InputError
 from agentrl.core.ids import random_stream
 from agentrl.core.records import EpisodeHeader
-from agentrl.orchestrator.evaluation import evaluation_metrics, interval
+from agentrl.orchestrator.evaluation import confidence_half_width, evaluation_metrics
 from tests.support.builders import make_episode_header, make_spec
 
 
@@ -39,7 +39,7 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_success() -> None:
             for own in rewards
         ]
         assert found[f"evaluation/pass_at/{k}"] == pytest.approx(statistics.mean(by_task))
-        assert found[f"evaluation/pass_at_error/{k}"] == pytest.approx(interval(by_task))
+        assert found[f"evaluation/pass_at_error/{k}"] == pytest.approx(confidence_half_width(by_task))
     assert "evaluation/pass_at/8" not in found
 
 
@@ -55,7 +55,7 @@ def test_an_interval_covers_the_mean_as_often_as_it_says() -> None:
     draw, covered = random_stream("intervals"), 0
     for _ in range(400):
         values = [float(draw.random() < 0.4) for _ in range(60)]
-        covered += abs(statistics.mean(values) - 0.4) <= interval(values)
+        covered += abs(statistics.mean(values) - 0.4) <= confidence_half_width(values)
     assert 0.9 < covered / 400 < 0.99
 
 
@@ -73,7 +73,7 @@ def test_a_paired_difference_leaves_out_how_hard_the_tasks_are() -> None:
     better = {task: reward + 0.5 + 0.01 * (number % 3) for number, (task, reward) in enumerate(hard.items())}
     found = evaluation(better).compared_with(evaluation(hard))
     assert found["difference/reward"] == pytest.approx(0.51, abs=0.005)
-    assert found["difference/reward_error"] < 0.01 < interval(list(hard.values()))
+    assert found["difference/reward_error"] < 0.01 < confidence_half_width(list(hard.values()))
     assert (found["difference/better"], found["difference/worse"], found["difference/tasks"]) == (20.0, 0.0, 20.0)
     with pytest.raises(InputError, match="different tasks"):
         evaluation(better).compared_with(evaluation({"other": 1.0}))

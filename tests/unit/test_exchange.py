@@ -16,7 +16,7 @@ from agentrl.exchange.atif import file_name
 from agentrl.exchange.exporting import export
 from agentrl.inspection.reader import RunReader
 from agentrl.inspection.tokens import episode_tokens
-from agentrl.journal.rows import trajectories
+from agentrl.journal.rows import assemble_trajectories
 from tests.atif_rules import check_trajectory
 
 
@@ -34,7 +34,7 @@ def test_json_lines_hold_the_rows_that_a_trainer_is_fed(sample_run: Path, tmp_pa
     for episode in exported:
         assert episode["problems"] == []
         entries, _ = reader.recorded(reader.lines([(episode["episode"], episode["attempt"])])[0])
-        known = {(each.seat, each.index): each for each in trajectories(entries)}
+        known = {(each.seat, each.index): each for each in assemble_trajectories(entries)}
         for agent in episode["agents"]:
             trajectory = known[agent["seat"], agent["index"]]
             assert agent["reward"] == pytest.approx(trajectory.reward)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from agentrl.core.files import LOCAL, Disk, os_error_advice, remove_leftovers, rename_durably, staging_directory
-from agentrl.orchestrator.checkpoints import versions_in
+from agentrl.orchestrator.checkpoints import list_version_directories
 from tests.support.sim_disk import Fault, SimDisk, SimulatedCrashError
 
 
@@ -74,8 +74,8 @@ def test_versions_are_ordered_by_lineage_and_step(disk_and_root: tuple[Disk, Pat
     disk, root = disk_and_root
     for name in ("0.10", "0.9", "1.2", "elsewhere", "1", ".tmp-2.0"):
         disk.make_directory(root / name)
-    assert versions_in(root, disk=disk) == [(0, 9), (0, 10), (1, 2)]
-    assert versions_in(root / "missing", disk=disk) == []
+    assert list_version_directories(root, disk=disk) == [(0, 9), (0, 10), (1, 2)]
+    assert list_version_directories(root / "missing", disk=disk) == []
 
 
 def test_links_are_no_files(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from agentrl.engines.scripted import ScriptedEngine
 from agentrl.environment.registry import name_of
 from agentrl.gateway.calls import ChatRequest, RequestRefusedError
 from agentrl.gateway.server import Conversations, OpenSeats
-from agentrl.journal.entries import Begin, JournalEntry, TurnEntry, encode_body
+from agentrl.journal.entries import BeginEntry, JournalEntry, TurnEntry, encode_body
 from agentrl.rollout.byte_formats import STOP_TOKEN
 from agentrl.rollout.call_journal import CallJournal
 from agentrl.testing.check import check_environment
@@ -554,7 +554,7 @@ def test_replies_of_an_attempt_that_ended_in_an_error_are_not_given_again() -> N
     assert (played.header.attempt, played.header.reward, len(played.seen)) == (2, 1.0, 2)
     assert [turn.text for turn in turns(played)] == ["good<|stop|>"]
     begin = played.entries[0]
-    assert isinstance(begin, Begin)
+    assert isinstance(begin, BeginEntry)
     assert begin.recalls_from == 1
 
 
@@ -646,7 +646,7 @@ async def _resumed_often(attempt: int) -> EpisodeHeader:
     dispatcher, _ = wired(Stable, engine, journal, settings_of(), failures)
     spec = replace(outside_spec(Stable), attempt=attempt)
     log = journal.turn_log(PARTITION)
-    begin = Begin(
+    begin = BeginEntry(
         *(name_of(Stable), "", "t", {}, 1, {"main": POLICY}, "train", "g0", 1, None),
         settings={},
     )

@@ -20,7 +20,7 @@ from agentrl.core.errors import ConfigError, JournalError, StorageError
 from agentrl.core.files import replace_file
 from agentrl.inspection.reader import RunReader
 from agentrl.inspection.statistics import run_state
-from agentrl.journal.process import ProcessRecord, record_state, standing
+from agentrl.journal.process import ProcessRecord, read_process_state, record_state
 from agentrl.journal.reader import TurnReader
 from agentrl.journal.run_log import RunStart, SettingChange, SqliteRunLog
 from agentrl.journal.store import SqliteJournal
@@ -87,16 +87,16 @@ def test_any_curve_can_be_drawn(values: list[float]) -> None:
 def test_a_record_of_the_process_beyond_all_measure_is_not_believed(tmp_path: Path, record: dict[str, object]) -> None:
     """One more death, and Python would refuse to write the count."""
     (tmp_path / "process.json").write_text(json.dumps({"state": "running", "is_playing": True, **record}))
-    assert standing(tmp_path) == "unknown"
+    assert read_process_state(tmp_path) == "unknown"
     found = ProcessRecord.read(tmp_path)
     assert (found.episodes, found.evaluated, found.has_killer) == ({}, {}, True)
     record_state(tmp_path, "stopped")
-    assert standing(tmp_path) == "stopped"
+    assert read_process_state(tmp_path) == "stopped"
     assert ProcessRecord.read(tmp_path).has_killer
 
 
 def test_only_a_run_without_a_record_was_never_led(tmp_path: Path) -> None:
-    assert (standing(tmp_path), ProcessRecord.read(tmp_path)) == ("", ProcessRecord())
+    assert (read_process_state(tmp_path), ProcessRecord.read(tmp_path)) == ("", ProcessRecord())
 
 
 @pytest.mark.parametrize(

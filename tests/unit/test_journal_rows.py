@@ -11,7 +11,7 @@ import pytest
 from agentrl.core.errors import JournalError
 from agentrl.core.records import PolicyVersion, VersionSpan
 from agentrl.journal.entries import (
-    Begin,
+    BeginEntry,
     EntryBody,
     JournalEntry,
     RewardEntry,
@@ -20,9 +20,9 @@ from agentrl.journal.entries import (
     TurnEntry,
     encode_body,
 )
-from agentrl.journal.rows import trajectories
+from agentrl.journal.rows import assemble_trajectories
 
-BEGIN = Begin("calculator", "hash", "t", {}, 7, {"solver": "policy", "judge": "old"}, "train", "g", 1, None)
+BEGIN = BeginEntry("calculator", "hash", "t", {}, 7, {"solver": "policy", "judge": "old"}, "train", "g", 1, None)
 
 
 def turn(number: int, context: list[int], sampled: list[int], **changes: Any) -> TurnEntry:
@@ -53,7 +53,7 @@ def entries(*bodies: EntryBody) -> list[JournalEntry]:
 def test_two_turns_and_a_tool_between_make_one_row() -> None:
     tool = ToolEntry("calculate", {}, "5", "ok", False, 0.0)
     second = turn(1, [30, 31], [40, 41], spans=(SpanEntry(0, 1, 0, 1), SpanEntry(1, 2, 0, 2)), parent_context=5)
-    (only,) = trajectories(
+    (only,) = assemble_trajectories(
         entries(BEGIN, turn(0, [1, 2, 3], [10, 11]), tool, second, RewardEntry("solver", 0, 1.0, None))
     )
     (row,) = only.rows
@@ -72,7 +72,7 @@ def test_two_turns_and_a_tool_between_make_one_row() -> None:
 
 
 def test_a_rewritten_context_makes_a_second_row_and_agents_stay_apart() -> None:
-    found = trajectories(
+    found = assemble_trajectories(
         entries(
             BEGIN,
             turn(0, [1], [2]),
@@ -99,7 +99,7 @@ def test_kept_sets_are_aligned_and_absent_ones_are_none() -> None:
         mask_counts=np.array([2, -1], dtype="<i4").tobytes(),
         mask_ids=np.array([10, 12], dtype="<i4").tobytes(),
     )
-    (only,) = trajectories(entries(BEGIN, first, turn(1, [3], [13])))
+    (only,) = assemble_trajectories(entries(BEGIN, first, turn(1, [3], [13])))
     mask = only.rows[0].sampling_mask
     assert mask is not None
     assert mask.counts.tolist() == [0, 0, 2, -1, 0, 0]
@@ -112,7 +112,7 @@ def routed(start: int, positions: int, value: int) -> dict[str, Any]:
 
 
 def spans(*turns: TurnEntry) -> list[tuple[int, int, list[int]]]:
-    (found,) = trajectories(entries(BEGIN, *turns))
+    (found,) = assemble_trajectories(entries(BEGIN, *turns))
     return [(span.start, span.stop, span.experts[:, 0, 0].tolist()) for span in found.rows[0].routing]
 
 
@@ -158,9 +158,9 @@ def test_a_turn_whose_context_was_computed_again_has_two_routings() -> None:
 )
 def test_what_is_no_whole_episode_is_a_named_error(bodies: list[EntryBody], message: str) -> None:
     with pytest.raises(JournalError, match=message):
-        trajectories(entries(*bodies))
+        assemble_trajectories(entries(*bodies))
 
 
 def test_a_body_of_another_format_is_named() -> None:
     with pytest.raises(JournalError, match="episode e0, call r#0"):
-        trajectories([JournalEntry("e0", 0, "r#0", b"", b"\xc1")])
+        assemble_trajectories([JournalEntry("e0", 0, "r#0", b"", b"\xc1")])

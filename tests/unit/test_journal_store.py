@@ -17,7 +17,7 @@ import pytest
 
 from agentrl.core.errors import EpisodeError, InputError, JournalError, RunDirectoryError, StorageError
 from agentrl.core.records import EpisodeSpec, PolicyVersion, Task, TrajectoryHeader
-from agentrl.journal.entries import Begin, JournalEntry, encode_body
+from agentrl.journal.entries import BeginEntry, JournalEntry, encode_body
 from agentrl.journal.port import JournalStore, RunLog, TurnLog
 from agentrl.journal.run_log import SqliteRunLog
 from agentrl.journal.schema import MAX_VALUE_BYTES
@@ -314,7 +314,7 @@ def _wal_commits(path: Path) -> int:
 
 
 def test_begin_entries_decode(tmp_path: Path) -> None:
-    body = Begin("calculator", "hash", "t", {"q": "2+3"}, 2**64 - 1, {"solver": "policy"}, "train", "g", 1, None)
+    body = BeginEntry("calculator", "hash", "t", {"q": "2+3"}, 2**64 - 1, {"solver": "policy"}, "train", "g", 1, None)
     assert JournalEntry("e0", 0, "begin", b"", encode_body(body)).decode() == body
 
 

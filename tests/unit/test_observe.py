@@ -23,7 +23,7 @@ from agentrl.core.errors import StorageError
 from agentrl.core.records import PolicyVersion, ProcessStatus
 from agentrl.inspection.reader import RunReader
 from agentrl.inspection.statistics import run_state
-from agentrl.journal.process import ProcessRecord, State, leading, record_state, writer_of
+from agentrl.journal.process import ProcessRecord, State, find_writing_process, record_state, recording_process_state
 from agentrl.journal.store import SqliteJournal
 from agentrl.observe.metrics import METRICS, describe
 from agentrl.observe.page import page
@@ -403,7 +403,7 @@ def test_how_a_process_left_a_run_stays_behind(
     journal = SqliteJournal(directory.journal)
     reader = RunReader(directory.path)
     assert reader.standing() == "running", "its lock is held"
-    with contextlib.suppress(RuntimeError, KeyboardInterrupt), leading(directory.path):
+    with contextlib.suppress(RuntimeError, KeyboardInterrupt), recording_process_state(directory.path):
         if error is not None:
             raise error
         if state is not None:
@@ -444,7 +444,7 @@ def test_the_lock_of_another_file_with_the_same_inode_number_is_not_the_runs(
         monkeypatch.setattr(
             Path, "read_text", lambda path, *a, **b: listed if str(path) == "/proc/locks" else read(path, *a, **b)
         )
-        return writer_of(tmp_path)
+        return find_writing_process(tmp_path)
 
     assert writer(f"42 {here}:{found.st_ino}") == 42
     assert writer(f"42 ff:fe:{found.st_ino}") is None

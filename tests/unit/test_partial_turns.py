@@ -13,7 +13,7 @@ from agentrl.core.ports import SamplingParams
 from agentrl.core.records import Completion, MaskStatus, PolicyVersion, RoutingRestart, SamplingMask, VersionSpan
 from agentrl.journal.entries import JournalEntry, Partial, SpanEntry, encode_partial
 from agentrl.rollout.call_journal import Call
-from agentrl.rollout.turn_entries import EpisodePartials, PartialTurn, joined, slice_of
+from agentrl.rollout.turn_entries import EpisodePartials, PartialTurn, join_completions, slice_completion
 from agentrl.testing.memory_journal import MemoryTurnLog
 from tests.support.builders import make_completion
 
@@ -45,7 +45,7 @@ def test_pieces_become_one_completion_whose_spans_are_shifted_and_merged() -> No
     first = make_completion(
         [5, 6, 7], finish_reason="abort", spans=[VersionSpan(0, 1, version(0)), VersionSpan(1, 3, version(1))]
     )
-    whole = joined([first, piece([]), piece([8], 1), piece([9, 2], 3, "stop")])
+    whole = join_completions([first, piece([]), piece([8], 1), piece([9, 2], 3, "stop")])
     assert whole.token_ids.tolist() == [5, 6, 7, 8, 9, 2]
     assert whole.logprobs.tolist() == [-0.5, -0.5, -0.5, -8, -9, -2]
     assert [(start, stop, version.step) for start, stop, version in whole.spans] == [(0, 1, 0), (1, 4, 1), (4, 6, 3)]
@@ -57,7 +57,7 @@ def test_pieces_become_one_completion_whose_spans_are_shifted_and_merged() -> No
 def test_kept_sets_are_concatenated_and_a_piece_without_had_none() -> None:
     mask = SamplingMask(counts=np.array([2, -1], np.int32), token_ids=np.array([5, 6], np.int32))
     other = SamplingMask(counts=np.array([1], np.int32), token_ids=np.array([7], np.int32))
-    whole = joined([piece([5, 6], sampling_mask=mask), piece([9]), piece([7], sampling_mask=other)])
+    whole = join_completions([piece([5, 6], sampling_mask=mask), piece([9]), piece([7], sampling_mask=other)])
     assert whole.sampling_mask is not None
     assert whole.sampling_mask.counts.tolist() == [2, MaskStatus.MISSING, MaskStatus.NONE, 1]
     assert whole.sampling_mask.token_ids.tolist() == [5, 6, 7]
@@ -65,7 +65,9 @@ def test_kept_sets_are_concatenated_and_a_piece_without_had_none() -> None:
 
 def test_routings_are_concatenated_and_break_where_positions_begin_again() -> None:
     again = {**routing(0, 1, 2, 3, 4, 5, 6, 40, 50, 60, 70), "routing_breaks": (RoutingRestart(6, 3),)}
-    whole = joined([piece([5, 6], **routing(3, 30, 31)), piece([1]), piece([7], **again), piece([8], **routing(7, 9))])
+    whole = join_completions(
+        [piece([5, 6], **routing(3, 30, 31)), piece([1]), piece([7], **again), piece([8], **routing(7, 9))]
+    )
     assert whole.routing_start == 3
     assert whole.expert_routing is not None
     assert whole.expert_routing[:, 0, 0].tolist() == [30, 31, 1, 2, 3, 4, 5, 6, 40, 50, 60, 70, 9]
@@ -73,9 +75,9 @@ def test_routings_are_concatenated_and_break_where_positions_begin_again() -> No
 
 
 def test_a_part_keeps_the_spans_inside() -> None:
-    whole = joined([piece([5, 6], 0), piece([7, 8], 1)])
-    assert slice_of(whole, 1, 3).spans == (VersionSpan(0, 1, version(0)), VersionSpan(1, 2, version(1)))
-    assert slice_of(whole, 2, 2).spans == ()
+    whole = join_completions([piece([5, 6], 0), piece([7, 8], 1)])
+    assert slice_completion(whole, 1, 3).spans == (VersionSpan(0, 1, version(0)), VersionSpan(1, 2, version(1)))
+    assert slice_completion(whole, 2, 2).spans == ()
 
 
 def row(

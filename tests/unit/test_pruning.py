@@ -26,7 +26,7 @@ from agentrl.journal.port import Pruned, PruneRule
 from agentrl.journal.process import RunLock
 from agentrl.journal.reader import TurnReader
 from agentrl.journal.run_log import SqliteRunLog
-from agentrl.journal.store import LabelClock, SqliteJournal
+from agentrl.journal.store import NonDecreasingClock, SqliteJournal
 from agentrl.orchestrator.versions import NOT_MEASURED
 from tests.journal_cases import spec, step_of, weights, write, write_episode, write_run
 
@@ -270,13 +270,13 @@ def test_labels_never_go_back_whatever_the_clock_does(monkeypatch: pytest.Monkey
     wall, monotonic = 1000.0, 50.0
     monkeypatch.setattr("agentrl.core.clock.SystemClock.wall", staticmethod(lambda: wall))
     monkeypatch.setattr("agentrl.core.clock.SystemClock.monotonic", staticmethod(lambda: monotonic))
-    clock = LabelClock(latest=900.0)
+    clock = NonDecreasingClock(latest=900.0)
     labels = [clock.wall()]
     for jump in (1, 3600, -3600, 1, -7200, 1):
         wall, monotonic = wall + jump, monotonic + 1
         labels.append(clock.wall())
     assert labels == [1000.0, 1001.0, 4601.0, 4602.0, 4603.0, 4604.0, 4605.0]
-    assert LabelClock(latest=5000.0).wall() == 5000.0
+    assert NonDecreasingClock(latest=5000.0).wall() == 5000.0
 
 
 @pytest.mark.damages_journal

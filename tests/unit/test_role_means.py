@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from agentrl.core.records import DataLocation, PolicyVersion, TrajectoryCredit, Unit
 from agentrl.credit.baselines import RoleMeans
 from agentrl.orchestrator.buffer import Ledger
-from agentrl.orchestrator.checkpoints import CheckpointWriter, newest
+from agentrl.orchestrator.checkpoints import CheckpointWriter, find_newest_checkpoint
 from agentrl.simulation.recording_trainer import RecordingTrainer
 
 
@@ -49,7 +49,7 @@ def test_role_means_do_not_depend_on_how_units_are_cut_into_steps(values: list[f
     with tempfile.TemporaryDirectory() as checkpoints:
         writer = CheckpointWriter(Path(checkpoints))
         asyncio.run(writer.write(RecordingTrainer(["p"]), {"p": PolicyVersion("p", 0, 1)}, Ledger(), parts))
-        manifest, _ = newest(Path(checkpoints))
+        manifest, _ = find_newest_checkpoint(Path(checkpoints))
     assert manifest is not None
     restored = RoleMeans(manifest.role_means, decay=0.9)
     assert first + credited(restored, *values[cut:], first=cut) == expected

@@ -10,7 +10,7 @@ import pytest
 import agentrl
 from agentrl.core.errors import EnvironmentDefinitionError
 from agentrl.journal.entries import GatherEntry, RewardEntry, SpawnEntry, TurnEntry
-from agentrl.journal.rows import trajectories
+from agentrl.journal.rows import assemble_trajectories
 from agentrl.rollout.byte_formats import STOP_TOKEN, PlainFormat
 from tests.unit.episodes import play
 
@@ -227,7 +227,7 @@ def test_rows_rebuilt_from_the_journal_are_what_the_engine_saw() -> None:
     replies = [b"a\xff", b"\xc3", b"b"]
     played = play(TwoRows, replies)
     stored = [JournalEntry("e0", 0, f"r#{n}", b"", encode_body(body)) for n, body in enumerate(played.entries)]
-    (host,) = trajectories(stored)
+    (host,) = assemble_trajectories(stored)
     _, second, third = played.seen
     assert [row.token_ids.tolist() for row in host.rows] == [second, third]
     sampled = [bytes(row.token_ids[row.loss_mask & (row.token_ids != STOP_TOKEN)].tolist()) for row in host.rows]
