@@ -96,7 +96,7 @@ def random_stream(*key: object) -> random.Random:
     """The random stream of `key` (run seed, episode, branch, …).
 
     Example:
-        >>> stream(0, "e1").random() == stream(0, "e1").random()
+        >>> random_stream(0, "e1").random() == random_stream(0, "e1").random()
         True
     """
     return random.Random(stable_hash64(*key))

@@ -21,7 +21,7 @@ def escape_text(text: str) -> str:
     r"""Escape every control, bidirectional and invisible character of `text` except newline and tab.
 
     Example:
-        >>> safe("a\x1b[31mb\u202ec")
+        >>> escape_text("a\x1b[31mb\u202ec")
         'a\\x1b[31mb\\u202ec'
     """
     return _UNSAFE.sub(_escape, text)
@@ -53,7 +53,7 @@ def format_rate(value: float) -> str:
     """Format a rate as a whole number, or with two digits below 10, so that a slow one is not shown as 0.
 
     Example:
-        >>> rate(1234.5), rate(0.031)
+        >>> format_rate(1234.5), format_rate(0.031)
         ('1,234', '0.031')
     """
     return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"

@@ -545,7 +545,7 @@ def baseline_members(first: Sequence[E], member: E) -> list[E]:
         member: a member of the group, whether or not it is one of `first`.
 
     Example:
-        >>> compared_with(["a", "b", "c"], "b"), compared_with(["a", "b", "c"], "z")
+        >>> baseline_members(["a", "b", "c"], "b"), baseline_members(["a", "b", "c"], "z")
         (['a', 'c'], ['a', 'b'])
     """
     return [other for other in first if other != member][: len(first) - 1]
@@ -564,7 +564,7 @@ def shrunk_advantage(reward: float, others: Sequence[float], earlier: float | No
         earlier: V; None if there is none.
 
     Example:
-        >>> against(1.0, [0.0, 1.0, 0.0], None).value, against(1.0, [0.0, 1.0, 0.0], 0.5)
+        >>> shrunk_advantage(1.0, [0.0, 1.0, 0.0], None).value, shrunk_advantage(1.0, [0.0, 1.0, 0.0], 0.5)
         (0.6666666666666667, Advantage(value=0.5833333333333333, baseline=0.4166666666666667))
     """
     weight = 0.0 if earlier is None else SHRINKAGE
