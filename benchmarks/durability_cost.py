@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from agentrl.app.assemble import Parts, assemble
+from agentrl.app.assemble import RunParts, assemble
 from agentrl.app.recovery import read_resume_state
 from agentrl.core.clock import SystemClock
 from agentrl.core.ports import GenerateRequest
@@ -92,7 +92,7 @@ async def _wired(store: Any, config: Any, *, hold: bool = False, trainer: Record
     )
     served = ServedVersions(engine)
     await served.make_current(await trainer.publish("policy", PolicyVersion("policy", 0, 0)))
-    parts = Parts(
+    parts = RunParts(
         served=served,
         trainer=trainer,
         chat_format=chat_format,

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 import agentrl
-from agentrl.app.assemble import Parts, assemble
+from agentrl.app.assemble import RunParts, assemble
 from agentrl.config.run import RunConfig
 from agentrl.core.clock import SystemClock
 from agentrl.core.records import PolicyVersion
@@ -156,7 +156,7 @@ def wired(engine: VllmEngine, weights: WeightsRef, journal: MemoryJournal, seed:
             "max_in_flight": CONVERSATIONS,
         }
     )
-    parts = Parts(
+    parts = RunParts(
         served=ServedVersions(engine),
         trainer=RecordingTrainer([POLICY]),
         chat_format=Endless(),

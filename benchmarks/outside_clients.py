@@ -26,7 +26,7 @@ from agentrl.engines.scripted import ScriptedEngine
 from agentrl.environment.registry import name_of
 from agentrl.rollout.byte_formats import STOP_TOKEN, PlainFormat
 from agentrl.rollout.runner import EpisodeRunner
-from agentrl.testing.execution import POLICY, settings_of, wired
+from agentrl.testing.execution import POLICY, plain_rollout_settings, wire_dispatcher
 from agentrl.testing.memory_journal import MemoryJournal
 from benchmarks.client_programs import CLIENTS, HEAVY_CLIENTS
 
@@ -86,9 +86,11 @@ async def _played(
         return [*next(replies).encode(), STOP_TOKEN]
 
     engine = ScriptedEngine(script, versions={POLICY: PolicyVersion(POLICY, 0, 0)}, max_context=MAX_CONTEXT)
-    settings = settings_of(max_turns=10 * CALLS, max_tokens=512, max_context=MAX_CONTEXT, episode_timeout_s=900.0)
+    settings = plain_rollout_settings(
+        max_turns=10 * CALLS, max_tokens=512, max_context=MAX_CONTEXT, episode_timeout_s=900.0
+    )
     failures: list[BaseException] = []
-    dispatcher, _ = wired(environment, engine, MemoryJournal(), settings, failures, runner_type=Runner)
+    dispatcher, _ = wire_dispatcher(environment, engine, MemoryJournal(), settings, failures, runner_type=Runner)
     ended: list[EpisodeHeader] = []
     spec = EpisodeSpec(
         episode_id="e0",

@@ -14,7 +14,7 @@ from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion, Seat
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.environment.registry import name_of
 from agentrl.rollout.byte_formats import STOP_TOKEN
-from agentrl.testing.execution import POLICY, settings_of, wired
+from agentrl.testing.execution import POLICY, plain_rollout_settings, wire_dispatcher
 from agentrl.testing.memory_journal import MemoryJournal
 
 TURNS = 20
@@ -58,7 +58,9 @@ async def _cpu_ms(environment: type[agentrl.Environment]) -> float:
     reply = [*b"a reply of a few words", STOP_TOKEN]
     engine = ScriptedEngine([reply], versions={POLICY: PolicyVersion(POLICY, 0, 0)})
     failures: list[BaseException] = []
-    dispatcher, _ = wired(environment, engine, MemoryJournal(), settings_of(max_turns=TURNS), failures)
+    dispatcher, _ = wire_dispatcher(
+        environment, engine, MemoryJournal(), plain_rollout_settings(max_turns=TURNS), failures
+    )
     ended: list[EpisodeHeader] = []
     began = time.process_time()
     for n in range(EPISODES):

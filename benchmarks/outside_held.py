@@ -23,7 +23,7 @@ from agentrl.gateway import server
 from agentrl.journal.entries import TurnEntry
 from agentrl.rollout.byte_formats import STOP_TOKEN
 from agentrl.rollout.turn_entries import completion_of
-from agentrl.testing.execution import PARTITION, POLICY, settings_of, wired
+from agentrl.testing.execution import PARTITION, POLICY, plain_rollout_settings, wire_dispatcher
 from agentrl.testing.memory_journal import MemoryJournal
 
 CONNECTIONS, QUICK_CONNECTIONS = 1000, 50
@@ -79,10 +79,10 @@ async def _held(connections: int) -> Counter[str]:
     engine = ScriptedEngine(
         script, versions={POLICY: PolicyVersion(POLICY, 0, 0)}, hold=True, seconds_per_token=0.01, refresh="token"
     )
-    settings = settings_of(max_turns=2 * connections, episode_timeout_s=3600.0)
+    settings = plain_rollout_settings(max_turns=2 * connections, episode_timeout_s=3600.0)
     failures: list[BaseException] = []
     journal = MemoryJournal()
-    dispatcher, _ = wired(Waiting, engine, journal, settings, failures)
+    dispatcher, _ = wire_dispatcher(Waiting, engine, journal, settings, failures)
     ended: list[EpisodeHeader] = []
     spec = EpisodeSpec(
         episode_id="e0",

@@ -27,7 +27,7 @@ from agentrl.environment.registry import name_of
 from agentrl.journal.entries import JournalEntry, TurnEntry
 from agentrl.rollout.byte_formats import STOP_TOKEN
 from agentrl.testing.check import check_environment
-from agentrl.testing.execution import POLICY, settings_of, wired
+from agentrl.testing.execution import POLICY, plain_rollout_settings, wire_dispatcher
 from agentrl.testing.memory_journal import EpisodeEnd, MemoryJournal
 from benchmarks.chaos import Chaos, Kind, Tally
 
@@ -126,7 +126,7 @@ async def _killed_once(directory: Path) -> str:
         lambda request, policy, version: [*b"yes", STOP_TOKEN], versions={POLICY: PolicyVersion(POLICY, 0, 0)}
     )
     journal, failures, ended = MemoryJournal(), list[BaseException](), list[EpisodeHeader]()
-    dispatcher, _ = wired(environment, engine, journal, settings_of(), failures)
+    dispatcher, _ = wire_dispatcher(environment, engine, journal, plain_rollout_settings(), failures)
     spec = EpisodeSpec(
         episode_id="e0",
         environment=name_of(environment),

@@ -26,7 +26,7 @@ from agentrl.journal.rows import assemble_trajectories
 from agentrl.rollout.byte_formats import PlainFormat
 from agentrl.rollout.chat_format import TemplateFormat
 from agentrl.rollout.runner import EpisodeRunner
-from agentrl.testing.execution import PARTITION, POLICY, settings_of, wired
+from agentrl.testing.execution import PARTITION, POLICY, plain_rollout_settings, wire_dispatcher
 from agentrl.testing.memory_journal import EpisodeEnd, MemoryJournal
 
 if TYPE_CHECKING:
@@ -126,10 +126,10 @@ async def _played(chat_format: ChatFormat, seeds: range) -> Counter[str]:
 
     log, journal, failures = _Log(chat_format), MemoryJournal(), list[BaseException]()
     engine = ScriptedEngine(log.script, versions={POLICY: PolicyVersion(POLICY, 0, 0)}, seconds_per_call=0.003)
-    settings = settings_of(max_turns=1000)
+    settings = plain_rollout_settings(max_turns=1000)
     sampling = replace(settings.sampling, stop_token_ids=chat_format.stop_token_ids[-1:])
     settings = replace(settings, sampling=sampling)
-    dispatcher, _ = wired(Roaming, engine, journal, settings, failures, runner_type=Runner)
+    dispatcher, _ = wire_dispatcher(Roaming, engine, journal, settings, failures, runner_type=Runner)
     ended: list[EpisodeHeader] = []
     for seed in seeds:
         spec = EpisodeSpec(

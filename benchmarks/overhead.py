@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Literal
 
 import agentrl
-from agentrl.app.assemble import Parts, assemble
+from agentrl.app.assemble import RunParts, assemble
 from agentrl.config.run import RunConfig
 from agentrl.core.clock import SystemClock
 from agentrl.core.ports import GenerateRequest
@@ -115,7 +115,7 @@ async def wire(directory: Path, config: RunConfig, *, hold: bool = False) -> Wir
     journal = SqliteJournal(directory)
     served = ServedVersions(engine)
     await served.make_current(await trainer.publish("policy", PolicyVersion("policy", 0, 0)))
-    parts = Parts(
+    parts = RunParts(
         served=served,
         trainer=trainer,
         chat_format=chat_format,

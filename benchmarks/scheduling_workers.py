@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from agentrl.app.assemble import Parts, assemble
+from agentrl.app.assemble import RunParts, assemble
 from agentrl.app.parts import make_workers
 from agentrl.cluster import worker_wire
 from agentrl.core.clock import SystemClock
@@ -132,7 +132,7 @@ async def wired(
         trainer = RecordingTrainer(["policy"])
         served = ServedVersions(engine)
         await served.make_current(await trainer.publish("policy", START["policy"]))
-        parts = Parts(
+        parts = RunParts(
             served=served,
             trainer=trainer,
             chat_format=TemplateFormat.load(MODEL),

@@ -32,7 +32,7 @@ from agentrl.journal.rows import assemble_trajectories
 from agentrl.rollout.chat_format import TemplateFormat
 from agentrl.rollout.runner import EpisodeRunner
 from agentrl.rollout.template_history import RewriteCause
-from agentrl.testing.execution import PARTITION, POLICY, settings_of, wired
+from agentrl.testing.execution import PARTITION, POLICY, plain_rollout_settings, wire_dispatcher
 from agentrl.testing.memory_journal import MemoryJournal
 from tests.reply_samples import CALLS, FIRST, SECOND
 
@@ -229,10 +229,10 @@ def play(
 
     async def played() -> EpisodeHeader:
         engine = ScriptedEngine(script, versions={POLICY: PolicyVersion(POLICY, 0, 0)})
-        settings = settings_of(max_turns=8, max_tokens=4096)
+        settings = plain_rollout_settings(max_turns=8, max_tokens=4096)
         settings = replace(settings, sampling=replace(settings.sampling, stop_token_ids=chat.stop_token_ids))
         failures: list[BaseException] = []
-        dispatcher, _ = wired(environment, engine, journal, settings, failures, runner_type=Runner)
+        dispatcher, _ = wire_dispatcher(environment, engine, journal, settings, failures, runner_type=Runner)
         ended: list[EpisodeHeader] = []
         seats = {seat: SeatBinding(POLICY) for seat in environment.seats}
         task = Task(id="t", data={"question": "Weather?"})

@@ -19,7 +19,7 @@ from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion
 from agentrl.credit.advantages import ADVANTAGES, Estimator, ReleaseRule, StepAdvantages
 from agentrl.credit.baselines import DecayingMean, RoleMeans, SeatRole
 from agentrl.environment.base import Environment, TaskSource
-from agentrl.environment.mixture import roots_of
+from agentrl.environment.mixture import root_environments
 from agentrl.environment.registry import name_of
 from agentrl.gateway.server import Gateway
 from agentrl.journal.port import JournalStore
@@ -55,7 +55,7 @@ TURN_LOG = "0"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
+class RunParts:
     """The parts that `assemble` wires together."""
 
     served: ServedVersions
@@ -76,7 +76,7 @@ class Parts:
     """Pinned versions for each past policy, oldest first; see `recovery.serve_opponents`."""
     resume_state: ResumeState = field(default_factory=ResumeState)
     estimator: Estimator | None = None
-    """Advantage estimator, if it takes a `Group`; see `recovery.functions_of`."""
+    """Advantage estimator, if it takes a `Group`; see `recovery.load_user_functions`."""
     role_means: Mapping[SeatRole, DecayingMean] = field(default_factory=dict)
     """Mean reward of each role, from the checkpoint."""
     running_best: RunningBest = NOT_MEASURED
@@ -93,7 +93,7 @@ class Parts:
     """Number of resumes that found changed environment code."""
 
 
-def assemble(config: RunConfig, environment: type[Environment], parts: Parts) -> Orchestrator:
+def assemble(config: RunConfig, environment: type[Environment], parts: RunParts) -> Orchestrator:
     """Build a run's loop in its event loop, and submit the episodes that a previous process left (`restore`).
 
     Raises:
@@ -166,7 +166,7 @@ def assemble(config: RunConfig, environment: type[Environment], parts: Parts) ->
     return orchestrator
 
 
-def _journal_retention(config: RunConfig, parts: Parts) -> JournalRetention:
+def _journal_retention(config: RunConfig, parts: RunParts) -> JournalRetention:
     return JournalRetention(
         parts.store,
         parts.checkpoints,
@@ -194,7 +194,7 @@ def _plan(config: RunConfig, environment: type[Environment]) -> TrainingPlan:
     )
 
 
-def _opponents(config: RunConfig, parts: Parts, dispatcher: Dispatcher) -> OpponentPools:
+def _opponents(config: RunConfig, parts: RunParts, dispatcher: Dispatcher) -> OpponentPools:
     pools = {
         name: OpponentPool(
             name=name,
@@ -219,7 +219,7 @@ def _opponents(config: RunConfig, parts: Parts, dispatcher: Dispatcher) -> Oppon
     )
 
 
-def _buffer(config: RunConfig, parts: Parts) -> EpisodeBuffer:
+def _buffer(config: RunConfig, parts: RunParts) -> EpisodeBuffer:
     resume_state = parts.resume_state
     step_sizes = {name: policy.step_size for name, policy in config.trained.items()}
     return EpisodeBuffer(
@@ -231,7 +231,7 @@ def _buffer(config: RunConfig, parts: Parts) -> EpisodeBuffer:
     )
 
 
-def _release(config: RunConfig, parts: Parts) -> ReleasePolicy:
+def _release(config: RunConfig, parts: RunParts) -> ReleasePolicy:
     credit, trainable = config.credit, config.trained
     if credit.whole_groups:
         estimator = parts.estimator
@@ -385,7 +385,7 @@ def attach_local_worker(  # noqa: PLR0913 - its parts
     )
     dispatcher.worker = AsyncioWorker(
         runner,
-        environments={name_of(root): root for root in roots_of(environment)},
+        environments={name_of(root): root for root in root_environments(environment)},
         on_failure=on_failure,
         admitted=store.flush,
     )

@@ -19,9 +19,9 @@ from pydantic import ValidationError
 
 from agentrl.app.assemble import attach_local_worker, make_dispatcher
 from agentrl.app.hub import with_local_model
-from agentrl.app.memory import sized
+from agentrl.app.memory import with_chosen_token_limits
 from agentrl.app.parts import environment_of, held_out, importable_code_of, load_config, make_chat_format, make_engine
-from agentrl.app.policies import given_weights, serve_configured_weights, weights_in
+from agentrl.app.policies import frozen_policy_weights, serve_configured_weights, weights_from_directory
 from agentrl.app.recovery import ResumeState
 from agentrl.config.policies import ExternalPolicyConfig, FrozenPolicy, RemotePolicy
 from agentrl.config.run import RunConfig
@@ -282,9 +282,11 @@ def prepared(
     Raises:
         InputError: `policy` gives weights that cannot be used.
     """
-    config = with_weights(config, [weights_in(name, path) for name, path in _by_policy(config, policy).items()])
-    config = sized(with_local_model(config, {}), {})
-    return config, given_weights(config)
+    config = with_weights(
+        config, [weights_from_directory(name, path) for name, path in _by_policy(config, policy).items()]
+    )
+    config = with_chosen_token_limits(with_local_model(config, {}), {})
+    return config, frozen_policy_weights(config)
 
 
 async def played(

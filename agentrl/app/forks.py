@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from agentrl.app.evaluation import play_untrained, with_weights
 from agentrl.app.parts import RunFactories
-from agentrl.app.policies import serve_configured_weights, weights_in
+from agentrl.app.policies import serve_configured_weights, weights_from_directory
 from agentrl.app.replays import environment_to_run, recorded_code
 from agentrl.config.load import recorded_config
 from agentrl.config.policies import OpponentPoolPolicy
@@ -44,7 +44,7 @@ _VERSION = re.compile(r"(?P<policy>[^@/]+)@(?P<lineage>\d{1,9})\.(?P<step>\d{1,9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parent:
+class ForkParent:
     """An episode to be forked at one of its turns."""
 
     begin: BeginEntry
@@ -112,7 +112,7 @@ def fork(  # noqa: PLR0913 (one keyword per choice)
         journal = reader.journal
     finally:
         reader.close()
-    parent = edited(find_parent(journal, episode_id, attempt, at), edit)
+    parent = edit_fork_parent(find_parent(journal, episode_id, attempt, at), edit)
     config = recorded_config(recorded)
     chosen = environment_to_run(
         parent.begin.environment,
@@ -128,7 +128,7 @@ def fork(  # noqa: PLR0913 (one keyword per choice)
     return asyncio.run(_fork(config, chosen, parent, where, n, policies, factories or RunFactories(), kept))
 
 
-def find_parent(journal: Path, episode_id: str, attempt: int | None, at: int) -> Parent:
+def find_parent(journal: Path, episode_id: str, attempt: int | None, at: int) -> ForkParent:
     """Find the turn of an episode at which to fork.
 
     Raises:
@@ -148,10 +148,10 @@ def find_parent(journal: Path, episode_id: str, attempt: int | None, at: int) ->
     entry = turns[at][0]
     point = replace(points[entry.episode_id], call_id=entry.call_id)
     directories = {name: known.journal for name, known in points.items()}
-    return Parent(begin=begin, point=point, turns=[body for _, body in turns[: at + 1]], ancestors=directories)
+    return ForkParent(begin=begin, point=point, turns=[body for _, body in turns[: at + 1]], ancestors=directories)
 
 
-def edited(parent: Parent, edit: str | Sequence[Mapping[str, Any]] | None) -> Parent:
+def edit_fork_parent(parent: ForkParent, edit: str | Sequence[Mapping[str, Any]] | None) -> ForkParent:
     """Return the parent with other messages at the fork point or, for an external agent, with another reply.
 
     Raises:
@@ -183,7 +183,7 @@ def edited(parent: Parent, edit: str | Sequence[Mapping[str, Any]] | None) -> Pa
     return replace(parent, point=replace(parent.point, messages=tuple(messages)))
 
 
-def fork_policies(config: RunConfig, parent: Parent, asked: Sequence[str | Path] = ()) -> ForkPolicies:
+def fork_policies(config: RunConfig, parent: ForkParent, asked: Sequence[str | Path] = ()) -> ForkPolicies:
     """Return the policies of a fork: those of its parent, with their weights as of the turn, unless `asked` names
     others.
 
@@ -212,7 +212,7 @@ def fork_policies(config: RunConfig, parent: Parent, asked: Sequence[str | Path]
             _check_known(policy, config, "--policy")
             given[policy] = _weights(parent, PolicyVersion(policy, int(match["lineage"]), int(match["step"])))
         else:
-            given[policy] = weights_in(policy, wanted)
+            given[policy] = weights_from_directory(policy, wanted)
         if isinstance(pool := config.policies[policy], OpponentPoolPolicy):
             raise InputError(f"--policy: {policy} plays past versions of {pool.of}; name one, such as {pool.of}@0.5")
         if seat is not None:
@@ -226,7 +226,7 @@ def _check_known(policy: str, config: RunConfig, where: str) -> None:
         raise InputError(f"{where}: the run has no policy {policy!r}; it has {', '.join(config.policies)}")
 
 
-def _split(parent: Parent, asked: str | Path) -> tuple[str | None, str | Path]:
+def _split(parent: ForkParent, asked: str | Path) -> tuple[str | None, str | Path]:
     """Split an item into the seat, if it names one, and the policy, version or directory."""
     if isinstance(asked, Path) or "=" not in asked or Path(asked).is_dir():
         return None, asked
@@ -237,7 +237,7 @@ def _split(parent: Parent, asked: str | Path) -> tuple[str | None, str | Path]:
 
 
 def recorded_weights(
-    parent: Parent, learning: Collection[str] = (), *, leave_out: Collection[str] = ()
+    parent: ForkParent, learning: Collection[str] = (), *, leave_out: Collection[str] = ()
 ) -> list[WeightsRef]:
     """Return the weights that each policy had last used at the turn; for learning policies that had not acted, the
     newest at that time.
@@ -262,7 +262,7 @@ def recorded_weights(
     ]
 
 
-def _newest(parent: Parent, policy: str) -> PolicyVersion | None:
+def _newest(parent: ForkParent, policy: str) -> PolicyVersion | None:
     """Return the newest version of a policy when the turn began."""
     statement = "SELECT lineage, step FROM versions WHERE policy = ? AND lineage >= 0 AND published_at <= ?"
     for directory in parent.ancestors.values():
@@ -276,7 +276,7 @@ def _newest(parent: Parent, policy: str) -> PolicyVersion | None:
     return None
 
 
-def _weights(parent: Parent, version: PolicyVersion) -> WeightsRef | None:
+def _weights(parent: ForkParent, version: PolicyVersion) -> WeightsRef | None:
     """Return the weights of a version; None for those of the base model.
 
     Raises:
@@ -299,7 +299,7 @@ def _weights(parent: Parent, version: PolicyVersion) -> WeightsRef | None:
 
 
 def fork_spec(
-    parent: Parent,
+    parent: ForkParent,
     number: int,
     journal: Path,
     environment: type[Environment],
@@ -325,7 +325,7 @@ def fork_spec(
 async def _fork(
     config: RunConfig,
     environment: type[Environment],
-    parent: Parent,
+    parent: ForkParent,
     where: Path,
     n: int,
     policies: ForkPolicies,
@@ -401,7 +401,7 @@ def _point(directory: str, partition: str, entry: JournalEntry) -> ForkPoint:
     )
 
 
-def ended_children(parent: Parent) -> dict[str, EpisodeHeader]:
+def ended_children(parent: ForkParent) -> dict[str, EpisodeHeader]:
     """Return the headers of the ended children of an episode and its ancestors."""
     ended: dict[str, EpisodeHeader] = {}
     for episode_id, directory in parent.ancestors.items():

@@ -172,7 +172,7 @@ def _of_base(part: MemoryPart, base: str) -> MemoryPart:
     return replace(part, process=process, name=f"{part.name} ({base})")
 
 
-def sized(config: RunConfig, before: Mapping[str, Any]) -> RunConfig:
+def with_chosen_token_limits(config: RunConfig, before: Mapping[str, Any]) -> RunConfig:
     """Return the configuration with `engine.max_context` and `trainer.micro_batch_tokens` chosen where they are 0.
 
     Both are powers of two, or the bounds set by the model or each other, so that other programs on the machine hardly

@@ -34,24 +34,24 @@ from agentrl.engines.client import ProcessEngine, SharedEngine
 from agentrl.engines.external import NoEngine, RoutedEngine
 from agentrl.engines.fleet import ReplicatedEngine
 from agentrl.engines.transfer import ReceivingEngine, SendsWeights
-from agentrl.environment.base import Environment, Split, TaskSource, described
+from agentrl.environment.base import Environment, Split, TaskSource, describe_foreign_error
 from agentrl.environment.mixture import (
     MemberTasks,
     MixedTasks,
     Mixture,
+    all_environment_classes,
     check_split,
-    classes_of,
-    renamed,
-    roots_of,
-    trained_in,
-    with_others,
+    root_environments,
+    trained_root_environments,
+    with_evaluated_beside,
+    with_prefixed_id,
 )
 from agentrl.environment.registry import load_function, module_of, name_of, resolve
 from agentrl.orchestrator.evaluation import HeldOutSplit
 from agentrl.rollout.byte_formats import JsonFormat
 
 if TYPE_CHECKING:
-    from agentrl.cluster.elastic import Growing, JoiningNodes
+    from agentrl.cluster.elastic import GrowingProcesses, JoiningNodes
     from agentrl.cluster.session import RaySession
     from agentrl.config.devices import Node
     from agentrl.engines.external import ExternalPolicy
@@ -382,7 +382,7 @@ def joining_nodes(
         clock: times the looks at the cluster.
         tell: prints a line for people.
     """
-    from agentrl.cluster.elastic import Growing, JoiningNodes
+    from agentrl.cluster.elastic import GrowingProcesses, JoiningNodes
     from agentrl.cluster.engine_actors import RayPlacement
     from agentrl.cluster.nodes import missing_on
     from agentrl.cluster.session import RaySession
@@ -392,7 +392,7 @@ def joining_nodes(
     growing = []
     if workers is not None:
         growing.append(
-            Growing(
+            GrowingProcesses(
                 "worker",
                 lambda: len(workers.processes),
                 lambda node: workers.add(RayPlacement(lambda _: (node, ()), address=address)),
@@ -417,9 +417,9 @@ def _growing_fleet(
     fleet: ReplicatedEngine,
     versions: Mapping[str, PolicyVersion],
     tell: Callable[[str], None],
-) -> Growing:
+) -> GrowingProcesses:
     """Describe how a base model's engine gets one more replica."""
-    from agentrl.cluster.elastic import Growing
+    from agentrl.cluster.elastic import GrowingProcesses
     from agentrl.cluster.engine_actors import RayPlacement
 
     program, devices, address = _engine_program(config, base), config.engine.devices, config.ray_address
@@ -436,7 +436,7 @@ def _growing_fleet(
         return node.gpus // devices if on_gpus else len(fleet.engines)
 
     name = f"engine of {base_name(base.model.path)}" if len(config.bases) > 1 else "engine"
-    return Growing(name, lambda: len(fleet.engines), start, most)
+    return GrowingProcesses(name, lambda: len(fleet.engines), start, most)
 
 
 def importable_code_of(environment: type[Environment]) -> dict[str, str]:
@@ -452,7 +452,7 @@ def code_of(environment: type[Environment]) -> dict[str, str]:
     Raises:
         EnvironmentDefinitionError: a class was defined in a shell or a notebook.
     """
-    return {name_of(each): f"{module_of(each)}:{each.__qualname__}" for each in classes_of(environment)}
+    return {name_of(each): f"{module_of(each)}:{each.__qualname__}" for each in all_environment_classes(environment)}
 
 
 def _sources_of(environment: type[Environment]) -> dict[str, str]:
@@ -557,7 +557,7 @@ def environment_of(config: RunConfig, given: type | Mapping[Any, float] | None =
         EnvironmentDefinitionError: there is no environment of that name, or a mixture is invalid.
     """
     chosen = resolve(config.environment.id if given is None else given)
-    return with_others(chosen, (resolve(name) for name, _, _ in config.evaluation.splits if name))
+    return with_evaluated_beside(chosen, (resolve(name) for name, _, _ in config.evaluation.splits if name))
 
 
 def task_source(
@@ -573,7 +573,9 @@ def task_source(
     if issubclass(environment, Mixture):
         if tasks is not None:
             raise InputError("a mixture takes its tasks from its members: remove tasks= and held_out=")
-        sources = {root.__name__: _source(config, environment, root, split) for root in trained_in(environment)}
+        sources = {
+            root.__name__: _source(config, environment, root, split) for root in trained_root_environments(environment)
+        }
         return MixedTasks([MemberTasks.of(*each) for each in sources.items()], environment.rates)
     return _source(config, environment, environment, split, tasks)
 
@@ -592,7 +594,9 @@ def _source(
         count = len(tasks)
         first = tasks[0] if count else None
     except Exception as error:
-        raise InputError(f"{environment.__name__}: the {split} tasks cannot be read: {described(error)}") from error
+        raise InputError(
+            f"{environment.__name__}: the {split} tasks cannot be read: {describe_foreign_error(error)}"
+        ) from error
     if first is not None and not isinstance(first, Task):
         raise InputError(
             f"{environment.__name__}: a task is {type(first).__name__}; it must be agentrl.Task(id=…, data={{…}})"
@@ -602,10 +606,10 @@ def _source(
 
 def _options(config: RunConfig, whole: type[Environment], environment: type[Environment]) -> Mapping[str, Any]:
     """Return the options of one environment of a run: the table of its name, or all if it alone is trained."""
-    options, trained = config.environment.options, trained_in(whole)
+    options, trained = config.environment.options, trained_root_environments(whole)
     if len(trained) == 1:
         return options if environment is trained[0] else {}
-    names = [root.__name__ for root in roots_of(whole)]
+    names = [root.__name__ for root in root_environments(whole)]
     for key, own in options.items():
         if key not in names or not isinstance(own, Mapping):
             raise ConfigError(
@@ -627,7 +631,7 @@ def _own_tasks(environment: type[Environment], split: Split, seed: int, options:
     except NotImplementedError as error:
         raise InputError(str(error)) from None
     except Exception as error:
-        raise InputError(f"{environment.__name__}.tasks({split!r}) raised {described(error)}") from error
+        raise InputError(f"{environment.__name__}.tasks({split!r}) raised {describe_foreign_error(error)}") from error
 
 
 def held_out(
@@ -641,13 +645,13 @@ def held_out(
     splits, available = config.evaluation.splits, 0
     found: list[HeldOutSplit] = []
     for name, split, wanted in splits:
-        for root in (resolve(name),) if name else trained_in(environment):
+        for root in (resolve(name),) if name else trained_root_environments(environment):
             source = _source(config, environment, root, split, tasks)
             available += len(source)
             rng = random.Random(f"held-out tasks {config.seed}")
             drawn = sorted(rng.sample(range(len(source)), min(wanted, len(source))))
             names = [root.__name__] if issubclass(environment, Mixture) else []
             prefix = [*names, split] if len(splits) > 1 else names
-            chosen = [renamed(source[index], *prefix) if prefix else source[index] for index in drawn]
+            chosen = [with_prefixed_id(source[index], *prefix) if prefix else source[index] for index in drawn]
             found.append(HeldOutSplit("@".join((*names, split)), chosen))
     return found, available

@@ -28,8 +28,8 @@ from agentrl.core.files import WEIGHT_FILES, sha256_of
 from agentrl.core.ports import ChatFormat, EngineCapabilities, SamplingParams
 from agentrl.core.records import PolicyVersion, WeightsRef
 from agentrl.core.text import plural
-from agentrl.environment.base import Environment, EpisodeLimits, children_of
-from agentrl.environment.mixture import roots_of, seat_prefix, trained_in
+from agentrl.environment.base import Environment, EpisodeLimits, child_environments
+from agentrl.environment.mixture import root_environments, seat_prefix, trained_root_environments
 from agentrl.orchestrator.scheduler import GroupDemand
 from agentrl.orchestrator.versions import ServedVersions, record_durably
 from agentrl.rollout.byte_formats import JsonFormat
@@ -60,7 +60,7 @@ def pinned_policies(config: RunConfig) -> dict[str, int]:
     return {name: policy.max_staleness for name, policy in trained if policy.lora is not None}
 
 
-class Casting(NamedTuple):
+class SeatCast(NamedTuple):
     """The seats of a root episode, or of a kind of child episode (named `Env.seat`)."""
 
     seats: tuple[str, ...]
@@ -68,10 +68,10 @@ class Casting(NamedTuple):
     """Number of episodes of the kind per root episode."""
 
 
-def castings(environment: type[Environment], prefix: str = "", times: int = 1, depth: int = 0) -> Iterator[Casting]:
+def castings(environment: type[Environment], prefix: str = "", times: int = 1, depth: int = 0) -> Iterator[SeatCast]:
     """Yield the castings of a root episode, and of the child episodes it declares."""
-    yield Casting(tuple(f"{prefix}{seat}" for seat in environment.seats), times)
-    for child, number in children_of(environment).items():
+    yield SeatCast(tuple(f"{prefix}{seat}" for seat in environment.seats), times)
+    for child, number in child_environments(environment).items():
         if depth < MAX_CHILD_DEPTH:
             yield from castings(child, f"{child.__name__}.", times * number, depth + 1)
 
@@ -82,14 +82,14 @@ def units_per_root_group(config: RunConfig, environment: type[Environment]) -> S
     Raises:
         ConfigError: a group could never be admitted, or a policy never act; the message suggests a change.
     """
-    cast = {root: list(castings(root, seat_prefix(environment, root))) for root in roots_of(environment)}
+    cast = {root: list(castings(root, seat_prefix(environment, root))) for root in root_environments(environment)}
     seats = [seat for casting in itertools.chain.from_iterable(cast.values()) for seat in casting.seats]
     _check_names(config, environment, seats)
     size, trained = config.credit.group_size, config.trained
     held = {config.policy_of(seat, group) for seat in seats for group in range(config.line_ups)}
     by_root = {
         root: [_demand(config, cast[root], group) for group in range(config.line_ups)]
-        for root in trained_in(environment)
+        for root in trained_root_environments(environment)
     }
     first, demands = next(iter(by_root.items()))
     for root, own in by_root.items():
@@ -110,7 +110,7 @@ def units_per_root_group(config: RunConfig, environment: type[Environment]) -> S
     return demands
 
 
-def _demand(config: RunConfig, cast: Sequence[Casting], group: int) -> GroupDemand:
+def _demand(config: RunConfig, cast: Sequence[SeatCast], group: int) -> GroupDemand:
     """Return the units of each policy in a group of one environment."""
     units: Counter[str] = Counter()
     for casting in cast:
@@ -210,7 +210,7 @@ def rollout_settings(config: RunConfig, chat_format: ChatFormat, max_context: in
     return RolloutSettings(
         sampling=run.sampling,
         limits=run.limits,
-        policies=own_settings(config, chat_format, max_context),
+        policies=policy_overrides(config, chat_format, max_context),
         episode_timeout_s=config.episode_timeout_s,
         max_staleness={name: policy.max_staleness for name, policy in config.trained.items()},
         reward_weights=config.credit.reward_weights,
@@ -218,7 +218,7 @@ def rollout_settings(config: RunConfig, chat_format: ChatFormat, max_context: in
     )
 
 
-def own_settings(config: RunConfig, chat_format: ChatFormat, max_context: int) -> Mapping[str, PolicySettings]:
+def policy_overrides(config: RunConfig, chat_format: ChatFormat, max_context: int) -> Mapping[str, PolicySettings]:
     """Return the settings of the policies that override `[sampling]` or the chat format of `model.path`, by policy."""
     external, formats = config.of_kind(ExternalPolicyConfig), own_formats(config)
     return {
@@ -377,7 +377,7 @@ def check_same_bases(config: RunConfig, before: object) -> None:
             )
 
 
-def weights_in(policy: str, directory: str | Path) -> WeightsRef:
+def weights_from_directory(policy: str, directory: str | Path) -> WeightsRef:
     """Return the trained weights of a policy in a directory, such as a run's `policies/NAME`.
 
     Raises:
@@ -401,7 +401,7 @@ def weights_in(policy: str, directory: str | Path) -> WeightsRef:
     )
 
 
-def given_weights(config: RunConfig) -> list[WeightsRef]:
+def frozen_policy_weights(config: RunConfig) -> list[WeightsRef]:
     """Return the weights of the frozen policies that differ from the base model.
 
     Raises:
@@ -410,7 +410,7 @@ def given_weights(config: RunConfig) -> list[WeightsRef]:
     found = []
     for name, policy in config.of_kind(FrozenPolicy).items():
         if policy.path:
-            weights = weights_in(name, policy.path)
+            weights = weights_from_directory(name, policy.path)
             if weights.kind == "adapter":
                 check_base(weights, Path(config.base_of(name)))
             found.append(weights)
@@ -455,7 +455,7 @@ def adapter_slots_needed(config: RunConfig) -> int:
     """Return the number of adapters that the engine must be able to serve at once."""
     trained = [policy for policy in config.trained.values() if policy.lora is not None]
     slots = sum(policy.max_staleness + 2 for policy in trained)
-    slots += sum(rank_in(policy) > 0 for policy in config.of_kind(FrozenPolicy).values())
+    slots += sum(adapter_rank(policy) > 0 for policy in config.of_kind(FrozenPolicy).values())
     for pool in config.of_kind(OpponentPoolPolicy).values():
         learner = config.policies[pool.of]
         if isinstance(learner, PolicyConfig) and learner.lora is not None:
@@ -466,10 +466,10 @@ def adapter_slots_needed(config: RunConfig) -> int:
 def largest_lora_rank(config: RunConfig) -> int:
     """Return the largest rank of a served adapter; at least 1."""
     trained = [policy.lora.rank for policy in config.trained.values() if policy.lora is not None]
-    return max([1, *trained, *(rank_in(policy) for policy in config.of_kind(FrozenPolicy).values())])
+    return max([1, *trained, *(adapter_rank(policy) for policy in config.of_kind(FrozenPolicy).values())])
 
 
-def rank_in(policy: FrozenPolicy) -> int:
+def adapter_rank(policy: FrozenPolicy) -> int:
     """Return the rank of a frozen policy's adapter; 0 if it has none.
 
     Raises:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from agentrl.app.policies import SPARE, pinned_policies
-from agentrl.config.load import Difference
+from agentrl.config.load import SettingDifference
 from agentrl.config.policies import BotPolicy, OpponentPoolPolicy
 from agentrl.config.run import RunConfig
 from agentrl.config.sections import ADVANTAGES, LOSSES
@@ -36,7 +36,7 @@ from agentrl.credit.advantages import ADVANTAGES as OVER_REWARDS
 from agentrl.credit.advantages import Estimator, make_estimator
 from agentrl.credit.baselines import DecayingMean, RewardHistory, SeatRole
 from agentrl.environment.base import Environment
-from agentrl.environment.mixture import classes_of
+from agentrl.environment.mixture import all_environment_classes
 from agentrl.environment.registry import load_function, name_of
 from agentrl.journal.entries import BeginEntry, code_digest, decode_entries
 from agentrl.journal.port import JournalStore, RunLog
@@ -91,8 +91,8 @@ async def find_start(
     directory: RunDirectory,
     store: SqliteJournal,
     *,
-    code: Code,
-    changed: Sequence[Difference],
+    code: UserCode,
+    changed: Sequence[SettingDifference],
     clock: Clock,
     tell: Callable[[str], None],
 ) -> StartPoint:
@@ -334,12 +334,12 @@ def read_resume_state(
         history=reward_history_from_journal(log.members(), open_groups)
         if baselines or with_history
         else RewardHistory(),
-        results=lambda: results_of(log.members(), open_groups, group_size=group_size),
+        results=lambda: group_results_from_journal(log.members(), open_groups, group_size=group_size),
         selection_bias=selection_bias_from_journal(sizes, dispatched, resolved),
     )
 
 
-def results_of(
+def group_results_from_journal(
     members: Iterable[tuple[EpisodeSpec, EpisodeHeader]], open_groups: Collection[str], *, group_size: int
 ) -> list[GroupResult]:
     """Fold the results of root groups from a journal.
@@ -387,8 +387,8 @@ def describe_start(
     resume_state: ResumeState,
     store: SqliteJournal,
     *,
-    code: Code,
-    changed: Sequence[Difference],
+    code: UserCode,
+    changed: Sequence[SettingDifference],
     clock: Clock,
 ) -> tuple[RunStart, list[str]]:
     """Make the record of a start of the run, and sentences about it for the user.
@@ -452,7 +452,7 @@ def _counted(steps: Mapping[str, int]) -> str:
     return ", ".join(f"{name} {step}" for name, step in steps.items())
 
 
-def _played_by_other_code(resume_state: ResumeState, store: SqliteJournal, code: Code) -> dict[str, list[str]]:
+def _played_by_other_code(resume_state: ResumeState, store: SqliteJournal, code: UserCode) -> dict[str, list[str]]:
     """Return the committed episodes with units to be trained that other code has played, by the current file."""
     keys, environments = [], {}
     for spec, header in resume_state.ended:
@@ -473,7 +473,7 @@ def _played_by_other_code(resume_state: ResumeState, store: SqliteJournal, code:
     return found
 
 
-class Code(NamedTuple):
+class UserCode(NamedTuple):
     """The user's code in a run."""
 
     files: Mapping[str, str]
@@ -482,10 +482,10 @@ class Code(NamedTuple):
     """File and digest of each environment, by name."""
 
     @staticmethod
-    def of(config: RunConfig, environment: type[Environment], functions: UserFunctions) -> Code:
+    def of(config: RunConfig, environment: type[Environment], functions: UserFunctions) -> UserCode:
         """Collect the code of the environment, its children, bots, and the user's loss and advantage."""
         environments = {}
-        for each in classes_of(environment):
+        for each in all_environment_classes(environment):
             environments[name_of(each)] = (_file_of(each), code_digest(each.source()))
         files = dict(environments.values())
         files |= {code.reference: code.digest for code in functions.codes}
@@ -495,7 +495,7 @@ class Code(NamedTuple):
                 files[_file_of(program)] = code_digest(inspect.getsource(inspect.getmodule(program) or program))
             except (OSError, TypeError):
                 continue  # its code is in no file, such as one that was typed in
-        return Code(files, environments)
+        return UserCode(files, environments)
 
 
 class UserFunctions(NamedTuple):
@@ -507,7 +507,7 @@ class UserFunctions(NamedTuple):
     """Advantage estimator, if it takes a `Group`."""
 
 
-def functions_of(config: RunConfig) -> UserFunctions:
+def load_user_functions(config: RunConfig) -> UserFunctions:
     """Load the user's loss and advantage, if the run has them.
 
     Raises:

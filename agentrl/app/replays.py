@@ -46,9 +46,9 @@ from agentrl.core.ports import EngineCapabilities
 from agentrl.core.records import DataLocation, PolicyVersion, TrainBatch, TrajectoryCredit, Unit, WeightsRef
 from agentrl.core.text import plural
 from agentrl.credit.samples import input_digest, row_digest, trained_positions, unit_samples
-from agentrl.environment.base import described
-from agentrl.environment.registry import loaded, registered, resolve
-from agentrl.inspection.comparisons import Outcome, Replayed
+from agentrl.environment.base import describe_foreign_error
+from agentrl.environment.registry import loaded_environment, registered, resolve
+from agentrl.inspection.comparisons import Outcome, ReplayResult
 from agentrl.inspection.reader import RunReader, checked_rows
 from agentrl.inspection.steps import StepLine, step_list, step_view
 from agentrl.inspection.tokens import step_rows
@@ -94,7 +94,7 @@ def replay(
     rescoring: bool = False,
     environment: type | str | None = None,
     factories: RunFactories | None = None,
-) -> list[Replayed]:
+) -> list[ReplayResult]:
     """Execute recorded episodes again.
 
     Args:
@@ -125,14 +125,14 @@ def replay(
         reader.close()
 
 
-async def _all(reader: RunReader, episodes: Sequence[tuple[str, int | None]], asked: _Asked) -> list[Replayed]:
+async def _all(reader: RunReader, episodes: Sequence[tuple[str, int | None]], asked: _Asked) -> list[ReplayResult]:
     return [await _one(reader, episode_id, attempt, asked) for episode_id, attempt in episodes]
 
 
-async def _one(reader: RunReader, episode_id: str, attempt: int | None, asked: _Asked) -> Replayed:
+async def _one(reader: RunReader, episode_id: str, attempt: int | None, asked: _Asked) -> ReplayResult:
     view = reader.episode(episode_id, attempt)
     line = view.summary
-    found = Replayed(episode=line.episode, attempt=line.attempt, outcome="not_replayable", calls=0, recorded=0)
+    found = ReplayResult(episode=line.episode, attempt=line.attempt, outcome="not_replayable", calls=0, recorded=0)
     own, inherited = reader.recorded(line)
     if view.problems:
         return msgspec.structs.replace(found, recorded=len(own), text="; ".join(view.problems))
@@ -223,7 +223,7 @@ async def _run(
     except AgentRLError:
         raise
     except Exception as error:  # noqa: BLE001 - foreign code: whatever it raises is the finding
-        return _failed("environment_error", described(error), line)
+        return _failed("environment_error", describe_foreign_error(error), line)
     if line.drop_reason is not None:
         return "departed", None, f"it was dropped as {line.drop_reason}, and ends well now", None
     return "identical", None, "", header
@@ -300,7 +300,7 @@ def environment_to_run(
         own = name.rpartition(":")[2].rpartition(".")[2]
         beside = getattr(sys.modules.get(given.__module__), own, None)  # a child environment of the same module
         return beside if isinstance(beside, type) and own != given.__name__ else given
-    found = loaded(name)
+    found = loaded_environment(name)
     if found is not None:
         return found
     if name not in {known.id for known in registered()} and not name.startswith(OWN):

@@ -26,13 +26,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from agentrl.app.assemble import Parts, assemble
+from agentrl.app.assemble import RunParts, assemble
 from agentrl.app.parts import RunFactories, connect_trainer, engines_of, joining_nodes, make_chat_format, make_workers
-from agentrl.app.policies import given_weights, pinned_policies, serve_configured_weights
-from agentrl.app.recovery import Code, find_start
+from agentrl.app.policies import frozen_policy_weights, pinned_policies, serve_configured_weights
+from agentrl.app.recovery import UserCode, find_start
 from agentrl.cluster.nodes import wait_for_nodes
 from agentrl.cluster.worker_pool import SUSPECTED
-from agentrl.config.load import Difference
+from agentrl.config.load import SettingDifference
 from agentrl.config.run import RunConfig
 from agentrl.core.clock import ProtectedClockLoop, RetryBudget
 from agentrl.core.errors import (
@@ -49,7 +49,7 @@ from agentrl.core.files import was_closed_by_foreign_code
 from agentrl.core.ports import ChatFormat, HasProcesses, Trainer
 from agentrl.core.records import PolicyVersion
 from agentrl.credit.advantages import Estimator
-from agentrl.environment.base import Environment, TaskSource, described
+from agentrl.environment.base import Environment, TaskSource, describe_foreign_error
 from agentrl.environment.containment import end_if_forked, forks_ended
 from agentrl.journal.process import NAMED, ProcessRecord, list_episodes, record_state
 from agentrl.journal.run_log import SqliteRunLog
@@ -96,10 +96,10 @@ class RunSetup:
     directory: RunDirectory
     store: SqliteJournal
     observer: RunObserver
-    code: Code
+    code: UserCode
     estimator: Estimator | None
     """Advantage estimator; see `UserFunctions`."""
-    changed: Sequence[Difference]
+    changed: Sequence[SettingDifference]
     """Settings that differ from those of the previous process."""
     began: list[RunStart] = field(default_factory=list)
     """Starts in this process."""
@@ -182,11 +182,11 @@ def _fault(broken: BaseException, record: ProcessRecord, directory: Path, runnin
         case asyncio.CancelledError():
             what = "cancelled the tasks of the whole run"
         case KeyboardInterrupt() | SystemExit():
-            what = f"raised {described(broken)} in a task or callback of its own"
+            what = f"raised {describe_foreign_error(broken)} in a task or callback of its own"
         case RuntimeError() if "Event loop stopped" in str(broken):
             what = "stopped the event loop of the run"
         case _:
-            what = f"broke the process of the run ({described(broken)})"
+            what = f"broke the process of the run ({describe_foreign_error(broken)})"
     what = f"an environment {what}"
     with contextlib.suppress(StorageError):
         msgspec.structs.replace(record, state="failed", fault=what, has_killer=True).write(directory)
@@ -260,7 +260,7 @@ async def _run_once(setup: RunSetup) -> Orchestrator:
         else:
             record.workers = 1
         served = ServedVersions(engine, batches=pinned_policies(config))
-        await serve_configured_weights(config, served, store, await asyncio.to_thread(given_weights, config))
+        await serve_configured_weights(config, served, store, await asyncio.to_thread(frozen_policy_weights, config))
         store.record_start(point.record)
         trainable = {name: point.versions[name] for name in config.trained}
         opponents = await point.recovery.publish_first_versions(config, trainable, trainer, served, store)
@@ -306,9 +306,9 @@ def _parts(
     served: ServedVersions,
     trainer: Trainer,
     workers: WorkerPool | None,
-) -> Parts:
+) -> RunParts:
     store, directory = setup.store, setup.directory
-    return Parts(
+    return RunParts(
         served=served,
         trainer=trainer,
         chat_format=setup.chat_format,
@@ -403,7 +403,7 @@ def _playing(record: ProcessRecord, run: Path, workers: WorkerPool | None) -> It
         raise
     except BaseException as error:
         is_ours = isinstance(error, AgentRLError) and not was_closed_by_foreign_code(error)
-        end("" if is_ours else described(error))
+        end("" if is_ours else describe_foreign_error(error))
         raise
     end()
 

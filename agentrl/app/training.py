@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from agentrl.app.hub import with_local_model
-from agentrl.app.memory import sized
+from agentrl.app.memory import with_chosen_token_limits
 from agentrl.app.parts import (
     RunFactories,
     check_ray,
@@ -33,9 +33,9 @@ from agentrl.app.policies import (
     split_groups,
     units_per_root_group,
 )
-from agentrl.app.recovery import Code, functions_of
+from agentrl.app.recovery import UserCode, load_user_functions
 from agentrl.app.supervisor import RunSetup, ended_by_ctrl_c, run_in_shared_loop, supervise
-from agentrl.config.load import Difference, check_unchanged
+from agentrl.config.load import SettingDifference, check_unchanged
 from agentrl.config.run import RunConfig
 from agentrl.core.errors import ConfigError
 from agentrl.core.functions import capture_function_code
@@ -108,7 +108,7 @@ def train(  # noqa: PLR0913 - what a run is given, all but the first by name
     chosen = environment_of(config, environment)
     units_per_root_group(config, chosen)  # refuse impossible settings before anything is loaded
     before = RunDirectory.config(Path(config.directory) / config.name) if resume else {}
-    config = sized(with_local_model(config, before), before)
+    config = with_chosen_token_limits(with_local_model(config, before), before)
     run = run_training(config, chosen, tasks=tasks, held_out=held_out, observers=observers, resume=resume, quiet=quiet)
     return run_in_shared_loop(run, Path(config.directory) / config.name)
 
@@ -126,7 +126,7 @@ async def run_training(
 ) -> Run:
     """Run `train` in a running event loop, with factories of the caller's choice."""
     factories = factories or RunFactories()
-    functions = functions_of(config)  # refuse unusable functions
+    functions = load_user_functions(config)  # refuse unusable functions
     clock = factories.clock
     started = clock.monotonic()
     chat_format = factories.chat_format(config)
@@ -169,7 +169,7 @@ async def run_training(
             directory=directory,
             store=store,
             observer=observer,
-            code=Code.of(config, environment, functions),
+            code=UserCode.of(config, environment, functions),
             estimator=functions.estimator,
             changed=changed,
         )
@@ -245,7 +245,7 @@ async def _opened(
     info: Mapping[str, Any],
     quiet: bool,
     resume: bool,
-) -> AsyncIterator[tuple[SqliteJournal, RunObserver, Sequence[Difference]]]:
+) -> AsyncIterator[tuple[SqliteJournal, RunObserver, Sequence[SettingDifference]]]:
     """Open journal and observer, which outlive restarts, and close them at the end. Yields them, and the settings that
     differ from those of the previous process."""
     from agentrl.journal.process import check_partitions, recording_process_state, retry_until_unlocked

@@ -27,7 +27,7 @@ from agentrl.core.errors import AgentRLError, CheckFailedError, InputError
 from agentrl.core.ids import random_stream
 from agentrl.core.records import Message, Task, ToolSpec
 from agentrl.core.reply_formats import CLOSE, OPEN, parse_hermes
-from agentrl.environment.base import Environment, EpisodeLimits, described
+from agentrl.environment.base import Environment, EpisodeLimits, describe_foreign_error
 from agentrl.environment.plain_context import PlainAgent, PlainContext
 from agentrl.environment.registry import resolve
 from agentrl.environment.tools import ToolEnvironment
@@ -236,7 +236,9 @@ def _play(environment: type[Environment], task: Task, seed: int, *, calls: int |
     except AgentRLError:
         raise
     except Exception as error:
-        raise CheckFailedError(f"the demonstration of task {task.id!r} raised {described(error)}") from error
+        raise CheckFailedError(
+            f"the demonstration of task {task.id!r} raised {describe_foreign_error(error)}"
+        ) from error
     return context
 
 

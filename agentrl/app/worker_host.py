@@ -39,7 +39,7 @@ from agentrl.engines.client import EngineClient
 from agentrl.engines.external import RoutedSampler
 from agentrl.engines.wire import receive, send
 from agentrl.environment.containment import end_if_forked, forks_ended
-from agentrl.environment.registry import give_files, resolve
+from agentrl.environment.registry import provide_source_files, resolve
 from agentrl.journal.control import unserialisable_task_error
 from agentrl.journal.process import retry_until_unlocked
 from agentrl.journal.store import WorkerJournal
@@ -152,7 +152,7 @@ class RunConnection:
         """Report the end of an episode."""
         digest, metrics, detail = self._ends.pop(header.episode_id)
         counted = self._counted.pop(header.episode_id, {})
-        self.tell(wire.ended_of(number, header, digest=digest, metrics=metrics, detail=detail, counted=counted))
+        self.tell(wire.encode_ended(number, header, digest=digest, metrics=metrics, detail=detail, counted=counted))
         self._forget(number)
 
     def begin(self, number: int, spec: EpisodeSpec) -> None:
@@ -179,7 +179,7 @@ class RunConnection:
             group_id=ids.spawned_group_id(parent, message.attempt, message.call),
             parent_id=parent,
         )
-        on_end(message.index, wire.header_of(child, message.ended, message.partition))
+        on_end(message.index, wire.decode_header(child, message.ended, message.partition))
 
     def recollected(self, message: wire.Recollected) -> None:
         """Answer the call that waits for a recollection."""
@@ -191,7 +191,7 @@ class RunConnection:
         """End the run because of a failure that belongs to no episode. An unexpected error ends this process: code of
         an episode may have broken it, and the pool identifies the episode."""
         if isinstance(error, AgentRLError) and not was_closed_by_foreign_code(error):
-            tell_failure(self._writer, error)
+            report_failure(self._writer, error)
             return
         self.tell(
             wire.LogLine(
@@ -208,7 +208,7 @@ class RunConnection:
             known.clear()
 
 
-def tell_failure(writer: asyncio.StreamWriter, error: BaseException) -> None:
+def report_failure(writer: asyncio.StreamWriter, error: BaseException) -> None:
     """Report an error to the run: its class and its message."""
     if isinstance(error, AgentRLError):
         send(writer, wire.WorkerFailed(kind=type(error).__name__, message=str(error)))
@@ -313,7 +313,7 @@ async def _serve(connection: socket.socket) -> None:
     if body is None or not isinstance(work := wire.TO_WORKER.decode(body), wire.Work):
         return
     sys.path.extend(path for path in work.paths if path not in sys.path)
-    give_files(work.sources)
+    provide_source_files(work.sources)
     loop = asyncio.get_running_loop()
 
     def tell(line: str) -> None:  # threads may call this
@@ -324,7 +324,7 @@ async def _serve(connection: socket.socket) -> None:
         journal = await _journal_of(work, tell)
         host = WorkerHost(work, writer, journal)
     except Exception as error:  # noqa: BLE001 - the run must hear why there is no worker
-        tell_failure(writer, error)
+        report_failure(writer, error)
         await writer.drain()
         return
     send(writer, wire.Ready())

@@ -39,7 +39,7 @@ class Argument(NamedTuple):
     keywords: dict[str, Any]
 
 
-class Verb(NamedTuple):
+class Command(NamedTuple):
     """A command of a group, such as `show` of `agentrl episode`."""
 
     name: str
@@ -52,12 +52,12 @@ class Verb(NamedTuple):
     epilog: str | None = None
 
 
-class Noun(NamedTuple):
+class CommandGroup(NamedTuple):
     """A group of commands; a bare noun runs its first verb."""
 
     name: str
     help: str
-    verbs: tuple[Verb, ...]
+    verbs: tuple[Command, ...]
 
 
 def _argument(name: str, **keywords: Any) -> Argument:
@@ -88,36 +88,36 @@ _PLAYED = (
 )
 
 READING = (
-    Noun(
+    CommandGroup(
         "run",
         "list runs, or show one",
         (
-            Verb(
+            Command(
                 "list",
                 "list the runs in a directory",
                 "runs:run_list",
                 (_argument("directory", nargs="?", type=Path, default=Path("runs"), help="default: runs"),),
             ),
-            Verb("stats", "count episodes by policy, and show how long they took", "runs:run_stats", (_RUN,)),
-            Verb(
+            Command("stats", "count episodes by policy, and show how long they took", "runs:run_stats", (_RUN,)),
+            Command(
                 "timeline",
                 "show when episodes, engine and trainers were busy or idle",
                 "runs:run_timeline",
                 (_RUN, _argument("--parts", type=_whole, default=60, help="parts of equal length; default 60")),
             ),
-            Verb(
+            Command(
                 "curve",
                 "plot the reward over the steps",
                 "runs:run_curve",
                 (_RUN, _argument("--metric", help="plot this metric instead of the reward")),
             ),
-            Verb(
+            Command(
                 "view",
                 "show one screen of a run, also while it trains; q leaves",
                 "runs:run_view",
                 (_RUN, _argument("--once", action="store_true", help="print the screen once and stop")),
             ),
-            Verb(
+            Command(
                 "export",
                 "write episodes as a file of another format",
                 "runs:run_export",
@@ -131,7 +131,7 @@ READING = (
                 ),
                 reads=False,
             ),
-            Verb(
+            Command(
                 "serve",
                 "show a run in a browser on this machine, also while it trains; Ctrl-C ends it",
                 "runs:run_serve",
@@ -141,7 +141,7 @@ READING = (
                 ),
                 reads=False,
             ),
-            Verb(
+            Command(
                 "mirror",
                 "keep a copy of a running run on another disk or node, from which it can be resumed",
                 "runs:run_mirror",
@@ -154,7 +154,7 @@ READING = (
                 ),
                 reads=False,
             ),
-            Verb(
+            Command(
                 "import",
                 "create a run from episodes that another tool wrote",
                 "runs:run_import",
@@ -167,14 +167,14 @@ READING = (
                 ),
                 reads=False,
             ),
-            Verb(
+            Command(
                 "ledger",
                 "count every episode and unit; exit code 1 if one is lost or was trained twice",
                 "runs:run_ledger",
                 (_RUN,),
                 reads=False,
             ),
-            Verb(
+            Command(
                 "prune",
                 "delete old tokens and step columns of a stopped run; rewards, credits and steps are kept",
                 "runs:run_prune",
@@ -191,8 +191,8 @@ READING = (
                 ),
                 reads=False,
             ),
-            Verb("winrates", "show how policies do against their past versions", "runs:run_winrates", (_RUN,)),
-            Verb(
+            Command("winrates", "show how policies do against their past versions", "runs:run_winrates", (_RUN,)),
+            Command(
                 "metrics",
                 "print the newest value of each metric",
                 "runs:run_metrics",
@@ -200,11 +200,11 @@ READING = (
             ),
         ),
     ),
-    Noun(
+    CommandGroup(
         "episode",
         "list episodes, or show one",
         (
-            Verb(
+            Command(
                 "list",
                 "list the episodes of a run",
                 "episodes:episode_list",
@@ -223,8 +223,8 @@ READING = (
                 ),
                 epilog=f"columns: {EPISODE_COLUMNS}",
             ),
-            Verb("show", "show what happened in an episode", "episodes:episode_show", (*_EPISODE, _FOLLOW)),
-            Verb(
+            Command("show", "show what happened in an episode", "episodes:episode_show", (*_EPISODE, _FOLLOW)),
+            Command(
                 "tokens",
                 "show an episode's tokens, coloured by the version that sampled them",
                 "episodes:episode_tokens",
@@ -235,14 +235,14 @@ READING = (
                     ),
                 ),
             ),
-            Verb(
+            Command(
                 "why",
                 "explain an episode: why it waited and ended, its reward, and the step that trained on it",
                 "episodes:episode_why",
                 _EPISODE,
             ),
-            Verb("timeline", "show what an episode did and when", "episodes:episode_timeline", _EPISODE),
-            Verb(
+            Command("timeline", "show what an episode did and when", "episodes:episode_timeline", _EPISODE),
+            Command(
                 "diff",
                 "compare two episodes, or a fork with its parent, up to where they differ",
                 "episodes:episode_diff",
@@ -252,7 +252,7 @@ READING = (
                     _argument("other", nargs="?", help="id of the other episode; default: the parent of the first"),
                 ),
             ),
-            Verb(
+            Command(
                 "replay",
                 "re-execute an episode over its journal; exit code 1 if it departs, with the place and the reason",
                 "episodes:episode_replay",
@@ -263,14 +263,14 @@ READING = (
                 ),
                 reads=False,
             ),
-            Verb(
+            Command(
                 "rescore",
                 "recompute an episode's rewards with the current code; exit code 1 if anything else differs",
                 "episodes:episode_rescore",
                 _PLAYED,
                 reads=False,
             ),
-            Verb(
+            Command(
                 "fork",
                 "resample an episode from one of its turns, or continue from an edited message",
                 "episodes:episode_fork",
@@ -298,15 +298,15 @@ READING = (
                 ),
                 reads=False,
             ),
-            Verb("forks", "show the forks of a run as a tree", "episodes:episode_forks", (_RUN,)),
+            Command("forks", "show the forks of a run as a tree", "episodes:episode_forks", (_RUN,)),
         ),
     ),
-    Noun(
+    CommandGroup(
         "step",
         "list optimizer steps, or show one",
         (
-            Verb("list", "list the steps of a run", "episodes:step_list", (_RUN, _POLICY, _FOLLOW)),
-            Verb(
+            Command("list", "list the steps of a run", "episodes:step_list", (_RUN, _POLICY, _FOLLOW)),
+            Command(
                 "show",
                 "show the inputs and the result of a step",
                 "episodes:step_show",
@@ -317,7 +317,7 @@ READING = (
                     _LINEAGE,
                 ),
             ),
-            Verb(
+            Command(
                 "replay",
                 "rebuild the inputs of steps from the journal, or compute one step again; exit code 1 if it differs",
                 "episodes:step_replay",
@@ -338,7 +338,7 @@ READING = (
 
 
 @functools.cache
-def parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     """Make the whole command line, once per process: argparse looks up every help text in the file system."""
     top = argparse.ArgumentParser(
         prog="agentrl",
@@ -474,7 +474,7 @@ def _add_simulate(commands: Subparsers[argparse.ArgumentParser]) -> None:
     parser.add_argument("--timeline", type=Path, metavar="FILE.svg", help="write a chart of when each part was busy")
 
 
-def _add_reading(commands: Subparsers[argparse.ArgumentParser], noun: Noun) -> None:
+def _add_reading(commands: Subparsers[argparse.ArgumentParser], noun: CommandGroup) -> None:
     """Add a noun of the table and its verbs; the bare noun runs the first verb with default arguments."""
     first = noun.verbs[0]
     parser = _add_command(commands, noun.name, noun.help, first.function, reads=True)
@@ -486,7 +486,7 @@ def _add_reading(commands: Subparsers[argparse.ArgumentParser], noun: Noun) -> N
         _add_arguments(_add_command(verbs, verb.name, verb.help, verb.function, reads=verb.reads), verb)
 
 
-def _add_arguments(parser: argparse.ArgumentParser, verb: Verb) -> None:
+def _add_arguments(parser: argparse.ArgumentParser, verb: Command) -> None:
     parser.epilog = verb.epilog
     for argument in verb.arguments:
         parser.add_argument(argument.name, **argument.keywords)

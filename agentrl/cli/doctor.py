@@ -321,10 +321,10 @@ def _engine_process(config: RunConfig) -> str:
 def memory_of(config: RunConfig) -> list[Check]:
     """Predict the peak memory of each process of a run, and compare it with the free memory."""
     from agentrl.app.hub import with_local_model
-    from agentrl.app.memory import memory_plan, sized
+    from agentrl.app.memory import memory_plan, with_chosen_token_limits
 
     try:
-        chosen = sized(with_local_model(config, {}, download=False), {})
+        chosen = with_chosen_token_limits(with_local_model(config, {}, download=False), {})
         found = memory_plan(chosen)
         checks = _gpu_checks(chosen, found)
     except InputError as error:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from agentrl.cli.output import follow, print_json_line, print_text
-from agentrl.cli.runs import Answer, command
+from agentrl.cli.runs import RunAnswer, make_run_command
 from agentrl.core.errors import CheckFailedError, InputError
 
 if TYPE_CHECKING:
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 MAX_EDIT_BYTES = 1 << 20
 
 
-@command
-def episode_list(reader: RunReader, options: argparse.Namespace) -> Answer | None:
+@make_run_command
+def episode_list(reader: RunReader, options: argparse.Namespace) -> RunAnswer | None:
     """`agentrl episode list [RUN] [--where …] [--match …] [--sort …] [--columns …] [--follow]`."""
     from agentrl.inspection.reader import COLUMNS
     from agentrl.inspection.render import episode_table
@@ -43,9 +43,9 @@ def episode_list(reader: RunReader, options: argparse.Namespace) -> Answer | Non
         return None
     among = None
     if options.match:
-        from agentrl.inspection.search import matches
+        from agentrl.inspection.search import episodes_with_words
 
-        among = matches(reader, options.match)
+        among = episodes_with_words(reader, options.match)
     lines = reader.episodes(
         options.where,
         sort=options.sort,
@@ -54,20 +54,20 @@ def episode_list(reader: RunReader, options: argparse.Namespace) -> Answer | Non
         offset=options.offset,
         among=among,
     )
-    return Answer(lines, lambda: episode_table(lines, reader.count(options.where, among=among), columns))
+    return RunAnswer(lines, lambda: episode_table(lines, reader.count(options.where, among=among), columns))
 
 
 def _follow_episodes(reader: RunReader, options: argparse.Namespace, columns: list[str]) -> None:
     """Print episodes as they end."""
     from agentrl.inspection.render import EPISODE_COLUMNS, episode_table
-    from agentrl.inspection.search import matches
+    from agentrl.inspection.search import episodes_with_words
 
     where = "committed_at != null" + (f" and ({options.where})" if options.where else "")
     newest = 0.0
 
     def ask() -> list[EpisodeLine]:
         nonlocal newest
-        among = matches(reader, options.match) if options.match else None
+        among = episodes_with_words(reader, options.match) if options.match else None
         since = f"{where} and committed_at >= {newest!r}"
         lines = reader.episodes(since, sort="committed_at", descending=False, limit=options.limit, among=among)
         newest = max([newest, *(line.committed_at or 0.0 for line in lines)])
@@ -79,8 +79,8 @@ def _follow_episodes(reader: RunReader, options: argparse.Namespace, columns: li
     )
 
 
-@command
-def episode_show(reader: RunReader, options: argparse.Namespace) -> Answer | None:
+@make_run_command
+def episode_show(reader: RunReader, options: argparse.Namespace) -> RunAnswer | None:
     """`agentrl episode show [RUN] [ID] [--attempt N] [--follow]`."""
     from agentrl.inspection.conversation import conversation
     from agentrl.inspection.render_episode import conversation_page
@@ -88,8 +88,8 @@ def episode_show(reader: RunReader, options: argparse.Namespace) -> Answer | Non
     if options.follow:
         _follow_episode(reader, options)
         return None
-    view = conversation(reader, chosen(reader, options), options.attempt)
-    return Answer(view, lambda: conversation_page(view))
+    view = conversation(reader, chosen_episode(reader, options), options.attempt)
+    return RunAnswer(view, lambda: conversation_page(view))
 
 
 def _follow_episode(reader: RunReader, options: argparse.Namespace) -> None:
@@ -100,7 +100,7 @@ def _follow_episode(reader: RunReader, options: argparse.Namespace) -> None:
     if options.id is None:
         running = reader.episodes("status = in_flight", limit=1)
         options.id = running[0].episode if running else None
-    episode = chosen(reader, options)
+    episode = chosen_episode(reader, options)
 
     attempt = 0
 
@@ -123,59 +123,59 @@ def _follow_episode(reader: RunReader, options: argparse.Namespace) -> None:
         print_text(summary_page(view))
 
 
-@command
-def episode_tokens(reader: RunReader, options: argparse.Namespace) -> Answer:
+@make_run_command
+def episode_tokens(reader: RunReader, options: argparse.Namespace) -> RunAnswer:
     """`agentrl episode tokens [RUN] [ID] [--attempt N] [--details]`."""
     from agentrl.inspection import tokens
     from agentrl.inspection.render_episode import tokens_page
 
-    view = tokens.episode_tokens(reader, chosen(reader, options), options.attempt)
-    return Answer(view, lambda: tokens_page(view, details=options.details))
+    view = tokens.episode_tokens(reader, chosen_episode(reader, options), options.attempt)
+    return RunAnswer(view, lambda: tokens_page(view, details=options.details))
 
 
-@command
-def episode_why(reader: RunReader, options: argparse.Namespace) -> Answer:
+@make_run_command
+def episode_why(reader: RunReader, options: argparse.Namespace) -> RunAnswer:
     """`agentrl episode why [RUN] [ID] [--attempt N]`."""
     from agentrl.inspection.reasons import reasons
     from agentrl.inspection.render_episode import reasons_page
 
-    episode = chosen(reader, options)
+    episode = chosen_episode(reader, options)
     found = reasons(reader, episode, options.attempt)
-    return Answer(found, lambda: reasons_page(episode, found))
+    return RunAnswer(found, lambda: reasons_page(episode, found))
 
 
-@command
-def episode_timeline(reader: RunReader, options: argparse.Namespace) -> Answer:
+@make_run_command
+def episode_timeline(reader: RunReader, options: argparse.Namespace) -> RunAnswer:
     """`agentrl episode timeline [RUN] [ID] [--attempt N]`."""
     from agentrl.inspection import timelines
     from agentrl.inspection.render_episode import timeline_page
 
-    line = timelines.episode_timeline(reader, chosen(reader, options), options.attempt)
-    return Answer(line, lambda: timeline_page(line))
+    line = timelines.episode_timeline(reader, chosen_episode(reader, options), options.attempt)
+    return RunAnswer(line, lambda: timeline_page(line))
 
 
-@command
-def episode_forks(reader: RunReader, options: argparse.Namespace) -> Answer:
+@make_run_command
+def episode_forks(reader: RunReader, options: argparse.Namespace) -> RunAnswer:
     """`agentrl episode forks [RUN]`."""
     from agentrl.inspection.comparisons import fork_tree
     from agentrl.inspection.render_episode import fork_page
 
     tree = fork_tree(reader)
-    return Answer(tree, lambda: fork_page(tree))
+    return RunAnswer(tree, lambda: fork_page(tree))
 
 
-@command
-def episode_diff(reader: RunReader, options: argparse.Namespace) -> Answer:
+@make_run_command
+def episode_diff(reader: RunReader, options: argparse.Namespace) -> RunAnswer:
     """`agentrl episode diff [RUN] A [B]`: without B, a fork A is compared with its parent."""
     from agentrl.inspection.comparisons import compare_episodes
     from agentrl.inspection.render_episode import difference_page
 
     found = compare_episodes(reader, options.id, options.other)
-    return Answer(found, lambda: difference_page(found))
+    return RunAnswer(found, lambda: difference_page(found))
 
 
-@command
-def episode_replay(reader: RunReader, options: argparse.Namespace) -> Answer:
+@make_run_command
+def episode_replay(reader: RunReader, options: argparse.Namespace) -> RunAnswer:
     """`agentrl episode replay [RUN] [ID] [--where …] [--until CALL] [--step]`; exit code 1 if an episode departs."""
     from agentrl.app.replays import replay
     from agentrl.inspection.render_episode import replay_page
@@ -188,11 +188,11 @@ def episode_replay(reader: RunReader, options: argparse.Namespace) -> Answer:
         factories=_factories(reader),
     )
     code = CheckFailedError.exit_code if any(each.outcome == "departed" for each in found) else 0
-    return Answer(found, lambda: replay_page(found, step=options.step), code)
+    return RunAnswer(found, lambda: replay_page(found, step=options.step), code)
 
 
-@command
-def episode_rescore(reader: RunReader, options: argparse.Namespace) -> Answer:
+@make_run_command
+def episode_rescore(reader: RunReader, options: argparse.Namespace) -> RunAnswer:
     """`agentrl episode rescore [RUN] [ID] [--where …] [--environment REF]`; exit code 1 if more than rewards
     differs.
     """
@@ -207,11 +207,11 @@ def episode_rescore(reader: RunReader, options: argparse.Namespace) -> Answer:
         factories=_factories(reader),
     )
     code = CheckFailedError.exit_code if any(each.outcome == "departed" for each in found) else 0
-    return Answer(found, lambda: rescore_page(found), code)
+    return RunAnswer(found, lambda: rescore_page(found), code)
 
 
-@command
-def episode_fork(reader: RunReader, options: argparse.Namespace) -> Answer:
+@make_run_command
+def episode_fork(reader: RunReader, options: argparse.Namespace) -> RunAnswer:
     """`agentrl episode fork [RUN] [ID] --at TURN [-n K] [--edit FILE] [--environment REF] [--policy [SEAT=]WHO]`."""
     from agentrl.app.forks import fork
     from agentrl.inspection.comparisons import fork_tree
@@ -221,7 +221,7 @@ def episode_fork(reader: RunReader, options: argparse.Namespace) -> Answer:
         raise InputError("-n must be at least 1")
     headers = fork(
         reader.path,
-        chosen(reader, options),
+        chosen_episode(reader, options),
         at=options.at,
         n=options.n,
         attempt=options.attempt,
@@ -252,10 +252,10 @@ def episode_fork(reader: RunReader, options: argparse.Namespace) -> Answer:
         }
         for header in headers
     ]
-    return Answer(forked, page)
+    return RunAnswer(forked, page)
 
 
-def chosen(reader: RunReader, options: argparse.Namespace) -> str:
+def chosen_episode(reader: RunReader, options: argparse.Namespace) -> str:
     """Return the episode that a command names, or the newest that ended."""
     if options.id is not None:
         return str(options.id)
@@ -269,7 +269,7 @@ def _episodes(reader: RunReader, options: argparse.Namespace) -> Sequence[tuple[
     if options.where is not None and options.id is not None:
         raise InputError("give either an episode or --where, not both")
     if options.where is None:
-        return [(chosen(reader, options), options.attempt)]
+        return [(chosen_episode(reader, options), options.attempt)]
     lines = reader.episodes(options.where, descending=False, limit=options.limit)
     if not lines:
         raise InputError("--where: no episode matches")
@@ -308,8 +308,8 @@ def _edit(path: Path) -> str | Sequence[Mapping[str, Any]]:
 # --- agentrl step -----------------------------------------------------------------------------------------------------
 
 
-@command
-def step_list(reader: RunReader, options: argparse.Namespace) -> Answer | None:
+@make_run_command
+def step_list(reader: RunReader, options: argparse.Namespace) -> RunAnswer | None:
     """`agentrl step list [RUN] [--policy NAME] [--follow]`."""
     from agentrl.inspection import steps
     from agentrl.inspection.render import step_table
@@ -323,21 +323,21 @@ def step_list(reader: RunReader, options: argparse.Namespace) -> Answer | None:
         return None
 
     lines = steps.step_list(reader, options.policy)
-    return Answer(lines, lambda: step_table(lines))
+    return RunAnswer(lines, lambda: step_table(lines))
 
 
-@command
-def step_show(reader: RunReader, options: argparse.Namespace) -> Answer:
+@make_run_command
+def step_show(reader: RunReader, options: argparse.Namespace) -> RunAnswer:
     """`agentrl step show RUN N [--policy NAME] [--lineage N]`."""
     from agentrl.inspection import steps
     from agentrl.inspection.render import step_page
 
     view = steps.step_view(reader, options.step, options.policy, options.lineage)
-    return Answer(view, lambda: step_page(view))
+    return RunAnswer(view, lambda: step_page(view))
 
 
-@command
-def step_replay(reader: RunReader, options: argparse.Namespace) -> Answer:
+@make_run_command
+def step_replay(reader: RunReader, options: argparse.Namespace) -> RunAnswer:
     """`agentrl step replay RUN [N] [--policy NAME] [--lineage N]`; exit code 1 if a step differs from its record."""
     from agentrl.app.replays import compute_step, rebuild_step, rebuild_steps
     from agentrl.inspection.render import rebuilt_steps_page
@@ -351,4 +351,4 @@ def step_replay(reader: RunReader, options: argparse.Namespace) -> Answer:
     departed = [each for each in found if not each.identical or (each.computed and each.computed.same is False)]
     code = CheckFailedError.exit_code if departed else 0
     rows = [msgspec.to_builtins(each) for each in found]
-    return Answer(found, lambda: rebuilt_steps_page(rows), code)
+    return RunAnswer(found, lambda: rebuilt_steps_page(rows), code)

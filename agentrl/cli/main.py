@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Sequence
 from importlib import import_module
 
-from agentrl.cli.commands import parser
+from agentrl.cli.commands import make_parser
 from agentrl.cli.output import INTERNAL, INTERRUPTED
 from agentrl.core.errors import AgentRLError, CheckFailedError, InputError, StorageError, format_foreign_error
 from agentrl.core.files import os_error_advice
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = argparse.Namespace(reads=True, takes_overrides=None)
     try:
         try:
-            options, rest = parser().parse_known_args(arguments)
+            options, rest = make_parser().parse_known_args(arguments)
         except SystemExit:  # help was printed: report a failed write here, not when the interpreter exits
             sys.stdout.flush()
             raise

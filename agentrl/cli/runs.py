@@ -1,7 +1,7 @@
-"""`agentrl run …`, and the shared part of all commands that read a run: `command` opens the run, asks a question and
-prints.
+"""`agentrl run …`, and the shared part of all commands that read a run: `make_run_command` opens the run, asks a
+question and prints.
 
-A question is a function from a reader and the options to an `Answer`, whose value `--json` prints and whose page a
+A question is a function from a reader and the options to an `RunAnswer`, whose value `--json` prints and whose page a
 terminal shows. The questions about episodes are in `episodes.py`, those about steps in `steps.py`.
 """
 
@@ -27,8 +27,8 @@ from agentrl.cli.output import print_json, print_json_line, print_text
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import CheckFailedError, InputError
 from agentrl.core.text import escape_line, plural
-from agentrl.inspection.comparisons import located
-from agentrl.inspection.reader import RunReader, report_journal_damage, runs
+from agentrl.inspection.comparisons import locate_episode
+from agentrl.inspection.reader import RunReader, list_runs, report_journal_damage
 
 if TYPE_CHECKING:
     import argparse
@@ -49,7 +49,7 @@ _EPISODE = re.compile(r"(forks/)?[a-z]\d+(?![\w-])")
 """Pattern of an episode id; a matching argument is taken as an episode."""
 
 
-class Answer(NamedTuple):
+class RunAnswer(NamedTuple):
     """The answer to a question about a run."""
 
     value: Any
@@ -60,23 +60,23 @@ class Answer(NamedTuple):
     """Exit code."""
 
 
-Question = Callable[[RunReader, "argparse.Namespace"], "Answer | None"]
+Question = Callable[[RunReader, "argparse.Namespace"], "RunAnswer | None"]
 """Answers a question; None if the function has already printed the answer (`--follow`)."""
 
 
-def command(question: Question) -> Callable[[argparse.Namespace], int]:
+def make_run_command(question: Question) -> Callable[[argparse.Namespace], int]:
     """Make a command of the parser: open the run, ask the question, print the answer."""
 
     def run(options: argparse.Namespace) -> int:
         with open_run(options) as reader:
             answer = question(reader, options)
-            return 0 if answer is None else printed(answer, options)
+            return 0 if answer is None else print_answer(answer, options)
 
     run.__doc__ = question.__doc__
     return run
 
 
-def printed(answer: Answer, options: argparse.Namespace) -> int:
+def print_answer(answer: RunAnswer, options: argparse.Namespace) -> int:
     """Print an answer; returns its exit code."""
     if options.json:
         print_json(answer.value)
@@ -101,7 +101,7 @@ def open_run(options: argparse.Namespace) -> Iterator[RunReader]:
         name, options.id = None, name
     with contextlib.closing(RunReader(find_run(name))) as run, report_journal_damage(run.log):
         if takes_episode and not takes_two and options.id is not None:
-            with located(run, options.id) as (reader, options.id), report_journal_damage(reader.log):
+            with locate_episode(run, options.id) as (reader, options.id), report_journal_damage(reader.log):
                 yield reader
         else:
             yield run
@@ -136,22 +136,22 @@ def run_list(options: argparse.Namespace) -> int:
     """`agentrl run list [DIRECTORY]`."""
     from agentrl.inspection.render import run_table
 
-    lines = runs(options.directory)
-    return printed(Answer(lines, lambda: run_table(lines)), options)
+    lines = list_runs(options.directory)
+    return print_answer(RunAnswer(lines, lambda: run_table(lines)), options)
 
 
-@command
-def run_stats(reader: RunReader, options: argparse.Namespace) -> Answer:
+@make_run_command
+def run_stats(reader: RunReader, options: argparse.Namespace) -> RunAnswer:
     """`agentrl run stats [RUN]`."""
     from agentrl.inspection.render import figures_page
-    from agentrl.inspection.statistics import run_figures
+    from agentrl.inspection.statistics import run_statistics
 
-    figures = run_figures(reader)
-    return Answer(figures, lambda: figures_page(figures))
+    figures = run_statistics(reader)
+    return RunAnswer(figures, lambda: figures_page(figures))
 
 
-@command
-def run_timeline(reader: RunReader, options: argparse.Namespace) -> Answer:
+@make_run_command
+def run_timeline(reader: RunReader, options: argparse.Namespace) -> RunAnswer:
     """`agentrl run timeline [RUN] [--parts N]`."""
     from agentrl.inspection import timelines
     from agentrl.inspection.render import run_timeline_page
@@ -159,17 +159,17 @@ def run_timeline(reader: RunReader, options: argparse.Namespace) -> Answer:
     if not 1 <= options.parts <= 10_000:
         raise InputError("--parts must be a number from 1 to 10000")
     line = timelines.run_timeline(reader, options.parts)
-    return Answer(line, lambda: run_timeline_page(line))
+    return RunAnswer(line, lambda: run_timeline_page(line))
 
 
-@command
-def run_curve(reader: RunReader, options: argparse.Namespace) -> Answer:
+@make_run_command
+def run_curve(reader: RunReader, options: argparse.Namespace) -> RunAnswer:
     """`agentrl run curve [RUN] [--metric NAME]`."""
     from agentrl.inspection.render import curves, metric_curves
 
     if options.metric is None:
         points = reader.curve()
-        return Answer(points, lambda: curves(points))
+        return RunAnswer(points, lambda: curves(points))
     values = reader.metric(options.metric)
     if not values:
         names = reader.metric_names()
@@ -178,7 +178,7 @@ def run_curve(reader: RunReader, options: argparse.Namespace) -> Answer:
         hint = f"did you mean {' or '.join(near)}?" if near else f"recorded were: {', '.join(names) or 'none'}"
         raise InputError(f"no metric {options.metric!r}; {hint}")
     series = [{"policy": name, "step": step, "value": value} for name, found in values.items() for step, value in found]
-    return Answer(series, lambda: metric_curves(options.metric, values))
+    return RunAnswer(series, lambda: metric_curves(options.metric, values))
 
 
 def run_view(options: argparse.Namespace) -> int:
@@ -276,18 +276,18 @@ def run_metrics(options: argparse.Namespace) -> int:
     return 0
 
 
-@command
-def run_winrates(reader: RunReader, options: argparse.Namespace) -> Answer:
+@make_run_command
+def run_winrates(reader: RunReader, options: argparse.Namespace) -> RunAnswer:
     """`agentrl run winrates [RUN]`."""
     from agentrl.inspection.render import win_rate_table
     from agentrl.inspection.statistics import run_win_rates
 
     found = run_win_rates(reader)
-    return Answer(found, lambda: win_rate_table(found))
+    return RunAnswer(found, lambda: win_rate_table(found))
 
 
-@command
-def run_ledger(reader: RunReader, options: argparse.Namespace) -> Answer:
+@make_run_command
+def run_ledger(reader: RunReader, options: argparse.Namespace) -> RunAnswer:
     """`agentrl run ledger [RUN]`; exit code 1 if an equation does not hold, or data of a committed episode is
     missing.
     """
@@ -302,11 +302,11 @@ def run_ledger(reader: RunReader, options: argparse.Namespace) -> Answer:
 
         ledger = reader.ledger(on_read)
     value = {"holds": ledger.holds, **msgspec.to_builtins(ledger)}
-    return Answer(value, lambda: ledger_view(ledger), 0 if ledger.holds else CheckFailedError.exit_code)
+    return RunAnswer(value, lambda: ledger_view(ledger), 0 if ledger.holds else CheckFailedError.exit_code)
 
 
-@command
-def run_prune(reader: RunReader, options: argparse.Namespace) -> Answer:
+@make_run_command
+def run_prune(reader: RunReader, options: argparse.Namespace) -> RunAnswer:
     """`agentrl run prune [RUN] [--keep STEPS] [--dry-run]`."""
     from agentrl.inspection.render import pruned_page
     from agentrl.journal.port import PruneRule
@@ -343,7 +343,7 @@ def run_prune(reader: RunReader, options: argparse.Namespace) -> Answer:
                 await journal.close()
 
         pruned = asyncio.run(work())
-    return Answer(pruned, lambda: pruned_page(pruned, is_dry=options.dry_run))
+    return RunAnswer(pruned, lambda: pruned_page(pruned, is_dry=options.dry_run))
 
 
 def run_export(options: argparse.Namespace) -> int:

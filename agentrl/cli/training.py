@@ -238,7 +238,7 @@ class _Simulation(NamedTuple):
 
 def simulate(options: argparse.Namespace) -> int:
     """`agentrl simulate [FILE.toml] [--from RUN] [--steps N] [--as-is] [--timeline FILE.svg]`."""
-    from agentrl.simulation.report import advice, bottleneck, check, knobs, simulation_page, turn
+    from agentrl.simulation.report import advice, bottleneck, check, knobs, simulation_page, try_knobs
 
     asked = _asked(options)
     try:
@@ -249,7 +249,7 @@ def simulate(options: argparse.Namespace) -> int:
     turned = []
     if not options.as_is:
         count = sum(1 for _ in knobs(asked.plan))
-        for number, each in enumerate(turn(asked.plan, measured, lambda plan: _measured(plan, asked)), start=1):
+        for number, each in enumerate(try_knobs(asked.plan, measured, lambda plan: _measured(plan, asked)), start=1):
             turned.append(each)
             _tell(f"setting {number} of {count}: {each.knob}")
         _tell("")

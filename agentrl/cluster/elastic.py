@@ -14,7 +14,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from agentrl.cluster.session import LOOK_S, brief
+from agentrl.cluster.session import LOOK_S, shorten_ray_error
 from agentrl.core.text import plural
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ BALANCED = 1
 
 
 @runtime_checkable
-class Movable(Protocol):
+class MovablePlacement(Protocol):
     """A placement whose next process can be started on another node."""
 
     def move(self, node: Node) -> None:
@@ -38,7 +38,7 @@ class Movable(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Growing:
+class GrowingProcesses:
     """A kind of processes of which more are started on nodes that join."""
 
     name: str
@@ -65,7 +65,7 @@ class JoiningNodes:
 
     def __init__(
         self,
-        growing: Sequence[Growing],
+        growing: Sequence[GrowingProcesses],
         *,
         pool: WorkerPool | None,
         nodes: Callable[[], Sequence[Node]],
@@ -113,7 +113,7 @@ class JoiningNodes:
         try:
             missing = await asyncio.to_thread(self._missing, node)
         except Exception as error:  # noqa: BLE001 - as above; a node may be lost again at once
-            missing = [f"node {node.address} could not be compared ({brief(error)})"]
+            missing = [f"node {node.address} could not be compared ({shorten_ray_error(error)})"]
         if missing:
             self._tell(f"node {node.address} has joined and is not used: {'; '.join(missing)}")
             return
@@ -142,14 +142,14 @@ class JoiningNodes:
         movable = [
             process
             for process in pool.processes
-            if process.is_ready and not process.is_leaving and isinstance(process.placement, Movable)
+            if process.is_ready and not process.is_leaving and isinstance(process.placement, MovablePlacement)
         ]
         load = Counter(process.node for process in movable if process.node != node.address)
         fullest, most = max(load.items(), key=lambda item: item[1], default=("", 0))
         if most - has <= BALANCED:
             return False
         process = next(each for each in reversed(movable) if each.node == fullest)
-        assert isinstance(process.placement, Movable)
+        assert isinstance(process.placement, MovablePlacement)
         process.placement.move(node)
         process.leave(f"node {node.address} has joined")
         return True

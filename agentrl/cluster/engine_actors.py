@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
-from agentrl.cluster.session import RaySession, brief, is_drained, kept_signal_handlers, on_node
+from agentrl.cluster.session import RaySession, is_drained, kept_signal_handlers, on_node, shorten_ray_error
 from agentrl.config.devices import Node
 from agentrl.core.network import Address, Listener, connect
 from agentrl.engines.child_process import LocalPlacement
@@ -122,7 +122,7 @@ class RayPlacement:
                     writer.close()
                     raise
         except ray.exceptions.RayError as error:
-            raise OSError(f"in a Ray actor: {brief(error)}") from error
+            raise OSError(f"in a Ray actor: {shorten_ray_error(error)}") from error
         except (OSError, asyncio.CancelledError):
             if not dead():
                 ray.kill(actor)  # which also kills its process
@@ -153,7 +153,7 @@ class RayPlacement:
         try:
             self._session.start()
         except RuntimeError as error:
-            raise OSError(f"Ray did not start: {brief(error)}") from error
+            raise OSError(f"Ray did not start: {shorten_ray_error(error)}") from error
         dead = self._session.watch()
         import ray
 
@@ -168,7 +168,7 @@ class RayPlacement:
                 scheduling_strategy=self._where(),
             )(EngineActor).remote()
         except ray.exceptions.RayError as error:
-            raise OSError(f"Ray started no actor: {brief(error)}") from error
+            raise OSError(f"Ray started no actor: {shorten_ray_error(error)}") from error
         return actor, dead
 
     def _where(self) -> Any:

@@ -1,6 +1,6 @@
 """Keeps a copy of a run on another disk up to date while the run is written: `agentrl run mirror`.
 
-`Mirror` reads the run's directory and changes nothing in it; `Copy` writes the copy, here or, as a Ray actor, on
+`Mirror` reads the run's directory and changes nothing in it; `RunCopy` writes the copy, here or, as a Ray actor, on
 another node. A copy consists of two directories, `.NAME.0` and `.NAME.1`, and a link `NAME` to the complete one: a
 round brings the other one up to date, syncs it, and moves the link. So the link always leads to a run that can be
 read and resumed, even if a process is killed; the copy lacks the data written since its round began.
@@ -56,7 +56,7 @@ class Partition(NamedTuple):
     """Number of entries."""
 
 
-class Copy:
+class RunCopy:
     """A copy of a run on this machine's disk.
 
     Args:
@@ -192,7 +192,7 @@ class Copy:
         return self._side / name
 
 
-class Round(NamedTuple):
+class MirrorRound(NamedTuple):
     """Duration and volume of one round of a mirror."""
 
     seconds: float
@@ -213,7 +213,7 @@ class Mirror:
         self._call = call
         self._sent = 0
 
-    def round(self) -> Round:
+    def round(self) -> MirrorRound:
         """Copy all changes since the last round.
 
         Raises:
@@ -234,7 +234,7 @@ class Mirror:
         for folder in ("versions", "steps", "."):
             sent += self._send_all(folder, had)
         self._call("finish", [*sent, CONTROL], self._links())
-        return Round(clock.monotonic() - began, self._sent)
+        return MirrorRound(clock.monotonic() - began, self._sent)
 
     # --- the journal --------------------------------------------------------------------------------------------------
 
@@ -374,12 +374,12 @@ def copy_at(place: str, address: str) -> Iterator[Callable[..., Any]]:
     """
     node, colon, path = place.partition(":")
     if not colon or "/" in node:
-        copy = Copy(place)
+        copy = RunCopy(place)
         yield lambda method, *arguments: getattr(copy, method)(*arguments)
         return
     if not path.startswith("/"):
         raise InputError(f"{place}: a path on another node must be absolute (start with /)")
-    from agentrl.cluster.session import RaySession, brief, on_node
+    from agentrl.cluster.session import RaySession, on_node, shorten_ray_error
 
     session = RaySession(address)
     session.start()
@@ -389,7 +389,7 @@ def copy_at(place: str, address: str) -> Iterator[Callable[..., Any]]:
     if found is None:
         known = ", ".join(each.address for each in session.nodes())
         raise InputError(f"no node {node} in the cluster at {address}; there are: {known}")
-    remote_copy: Any = ray.remote(num_cpus=0, max_restarts=0, scheduling_strategy=on_node(found))(Copy)
+    remote_copy: Any = ray.remote(num_cpus=0, max_restarts=0, scheduling_strategy=on_node(found))(RunCopy)
     actor = remote_copy.remote(path)
 
     def call(method: str, *arguments: object) -> Any:
@@ -402,7 +402,9 @@ def copy_at(place: str, address: str) -> Iterator[Callable[..., Any]]:
         except ray.exceptions.GetTimeoutError:
             raise StorageError(f"node {node} did not answer within {CALL_S:g} s; the copy there is intact") from None
         except ray.exceptions.RayError as error:
-            raise StorageError(f"node {node} was lost ({brief(error)}); the copy there is intact") from error
+            raise StorageError(
+                f"node {node} was lost ({shorten_ray_error(error)}); the copy there is intact"
+            ) from error
 
     try:
         yield call

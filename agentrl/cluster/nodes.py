@@ -16,7 +16,14 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from agentrl.cluster.session import LOOK_S, RaySession, brief, kept_signal_handlers, on_node, shown
+from agentrl.cluster.session import (
+    LOOK_S,
+    RaySession,
+    kept_signal_handlers,
+    on_node,
+    shorten_ray_error,
+    without_credentials,
+)
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import ConfigError
 
@@ -46,7 +53,7 @@ class NodeReport(NamedTuple):
     """Time of the node in seconds since the epoch."""
 
 
-def report(models: Sequence[str], modules: Sequence[str]) -> NodeReport:
+def report_node(models: Sequence[str], modules: Sequence[str]) -> NodeReport:
     """Report the versions, models, code and clock of this machine; runs on every node.
 
     Args:
@@ -136,15 +143,17 @@ def check_nodes(config: RunConfig, code: Mapping[str, str]) -> tuple[NodePlan, l
     session = RaySession(config.ray_address)
     session.start()
     plan = session.plan(config)
-    missing, lines = compare(plan.nodes, *_needed(config, code))
+    missing, lines = compare_nodes(plan.nodes, *_needed(config, code))
     if missing:
-        raise ConfigError(f"the cluster at {shown(config.cluster.address)} cannot run this: {'; '.join(missing)}")
+        raise ConfigError(
+            f"the cluster at {without_credentials(config.cluster.address)} cannot run this: {'; '.join(missing)}"
+        )
     return plan, plan.lines() + lines
 
 
 def missing_on(node: Node, config: RunConfig, code: Mapping[str, str]) -> list[str]:
     """Return what a node lacks that a run needs, one sentence each; see `check_nodes`. Blocks until it answers."""
-    return compare([node], *_needed(config, code))[0]
+    return compare_nodes([node], *_needed(config, code))[0]
 
 
 def _needed(config: RunConfig, code: Mapping[str, str]) -> tuple[list[str], list[str]]:
@@ -158,15 +167,15 @@ def _module_of(reference: str) -> str:
     return reference.rpartition(":")[0]
 
 
-def compare(nodes: Sequence[Node], models: Sequence[str], modules: Sequence[str]) -> tuple[list[str], list[str]]:
+def compare_nodes(nodes: Sequence[Node], models: Sequence[str], modules: Sequence[str]) -> tuple[list[str], list[str]]:
     """Compare nodes with this host. Returns errors about missing things, and notes, one sentence each."""
     import ray
 
-    task: Any = ray.remote(num_cpus=0, max_retries=0)(report)
+    task: Any = ray.remote(num_cpus=0, max_retries=0)(report_node)
     asked = {
         task.options(scheduling_strategy=on_node(node)).remote(list(models), list(modules)): node for node in nodes
     }
-    here, missing, lines = report(models, modules), [], []
+    here, missing, lines = report_node(models, modules), [], []
     _, silent = ray.wait(list(asked), num_returns=len(asked), timeout=ANSWER_S)
     for reference in asked:
         node = asked[reference].address
@@ -176,7 +185,7 @@ def compare(nodes: Sequence[Node], models: Sequence[str], modules: Sequence[str]
         try:
             there: NodeReport = ray.get(reference)
         except ray.exceptions.RayError as error:
-            missing.append(f"node {node} cannot import agentrl {here.versions['agentrl']} ({brief(error)})")
+            missing.append(f"node {node} cannot import agentrl {here.versions['agentrl']} ({shorten_ray_error(error)})")
             continue
         missing += differences(node, here, there)
         lines += clock_lines(node, there, SystemClock().wall())

@@ -79,12 +79,12 @@ def kept_signal_handlers() -> Iterator[None]:
                 signal.siginterrupt(number, False)  # restores the setting that asyncio makes
 
 
-def brief(error: BaseException) -> str:
+def shorten_ray_error(error: BaseException) -> str:
     """Return the first words of an error message of Ray, which can be a page long."""
     return " ".join(str(error).split())[:200]
 
 
-def forget_the_dead(parent: Path) -> None:
+def remove_dead_sessions(parent: Path) -> None:
     """Remove the directories, including tokens, of sessions whose process was killed."""
     for directory in parent.glob("agentrl-*-*"):
         owner = directory.name.split("-")[1]
@@ -100,7 +100,8 @@ def check_answers(address: str) -> None:
     """
     if address.startswith("ray://"):
         raise InputError(
-            f"cluster.address = {shown(address)!r} is for Ray's client: start the run on a node of the cluster with "
+            f"cluster.address = {without_credentials(address)!r} is for Ray's client: "
+            "start the run on a node of the cluster with "
             "cluster.address = 'auto'"
         )
     host, _, port = address.rpartition(":")
@@ -108,23 +109,24 @@ def check_answers(address: str) -> None:
         return
     # Refuses `local`, among others, for which Ray would start a cluster that listens everywhere.
     if not port.isdecimal():
-        raise InputError(f"cluster.address = {shown(address)!r}: give 'auto', or HOST:PORT of the head")
+        raise InputError(f"cluster.address = {without_credentials(address)!r}: give 'auto', or HOST:PORT of the head")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=ANSWERS_S).close()
     except (OSError, OverflowError, UnicodeError) as error:
         raise _nobody_answers(address, str(error)) from None
 
 
-def shown(address: str) -> str:
+def without_credentials(address: str) -> str:
     """Return an address for a message, without the password or token that it may begin with."""
     before, _, place = address.rpartition("@")
     return f"***@{place}" if before else address
 
 
 def _nobody_answers(address: str, why: str) -> InputError:
-    why = why.replace(address, shown(address))
+    why = why.replace(address, without_credentials(address))
     return InputError(
-        f"cluster.address is {shown(address)!r}, and no Ray answers there ({why}); start one with `ray start` on this "
+        f"cluster.address is {without_credentials(address)!r}, and no Ray answers there ({why}); "
+        "start one with `ray start` on this "
         "machine and the others (docs/cluster.md), or leave cluster.address out"
     )
 
@@ -143,7 +145,7 @@ class _LocalRay:
         parent = tempfile.gettempdir()
         if len(parent) > _LONGEST_TEMPORARY:
             parent = "/tmp"
-        forget_the_dead(Path(parent))
+        remove_dead_sessions(Path(parent))
         self._directory = Path(tempfile.mkdtemp(prefix=f"agentrl-{os.getpid()}-", dir=parent))
         for name, value in _LOCAL_ENVIRONMENT.items():
             os.environ.setdefault(name, value)
@@ -383,7 +385,7 @@ def _attach(address: str) -> None:
     if connecting.is_alive():
         raise _nobody_answers(address, f"not connected after {ATTACH_S:g} s; {_TOKEN}")
     if failed:
-        raise _nobody_answers(address, f"{brief(failed[0])}; {_TOKEN}") from failed[0]
+        raise _nobody_answers(address, f"{shorten_ray_error(failed[0])}; {_TOKEN}") from failed[0]
     _quieten()
 
 

@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agentrl.cluster.session import RaySession, brief, kept_signal_handlers, on_node
+from agentrl.cluster.session import RaySession, kept_signal_handlers, on_node, shorten_ray_error
 from agentrl.config.run import RunConfig
 from agentrl.config.sections import LOSSES
 from agentrl.core.clock import SystemClock
@@ -208,7 +208,7 @@ class TrainerRank:
         except ray.exceptions.RayError as error:
             raise TrainerLostError(
                 f"trainer rank {self._rank} on node {self._addresses[self._rank]} got no data from the run's host "
-                f"({brief(error)})"
+                f"({shorten_ray_error(error)})"
             ) from None
 
     def start(self, resume_from: str | None) -> tuple[int, tuple[str, ...]]:
@@ -308,7 +308,7 @@ class RayTrainerPool:
         try:
             self._session.start()
         except (OSError, RuntimeError) as error:
-            raise TrainerLostError(f"Ray did not start: {brief(error)}") from error
+            raise TrainerLostError(f"Ray did not start: {shorten_ray_error(error)}") from error
         import ray
 
         settings = self._config.model_dump(mode="json")
@@ -338,7 +338,9 @@ class RayTrainerPool:
                 )
                 self._actors.append(actor)
         except (OSError, ray.exceptions.RayError) as error:
-            raise TrainerLostError(f"Ray died while the trainer's ranks were started: {brief(error)}") from error
+            raise TrainerLostError(
+                f"Ray died while the trainer's ranks were started: {shorten_ray_error(error)}"
+            ) from error
 
     def statuses(self) -> list[ProcessStatus]:
         """See `HasProcesses.statuses`; all ranks do the same."""
@@ -439,7 +441,9 @@ class RayTrainerPool:
             futures = [asyncio.wrap_future(_result(getattr(actor, method).remote(*arguments))) for actor in actors]
         except (OSError, RayError) as error:  # an argument was in Ray's object store, which is lost
             await asyncio.to_thread(self._kill_actors)
-            raise TrainerLostError(f"Ray died in {method}, and the trainer's ranks with it: {brief(error)}") from error
+            raise TrainerLostError(
+                f"Ray died in {method}, and the trainer's ranks with it: {shorten_ray_error(error)}"
+            ) from error
         for future in futures:
             future.add_done_callback(_retrieve_exception)
         pending = set(futures)
@@ -516,11 +520,11 @@ class RayTrainerPool:
         stopped = f"The group of {self._config.trainer.ranks} was stopped"
         if isinstance(error, RayActorError):
             raise TrainerLostError(
-                f"trainer rank {self._named(rank)} died in {method}: {brief(error)}. {stopped}"
+                f"trainer rank {self._named(rank)} died in {method}: {shorten_ray_error(error)}. {stopped}"
             ) from error
         # A node, an object, another rank or Ray itself was lost.
         if isinstance(error, RayError) and is_lost:
-            why = brief(error.cause if isinstance(error, RayTaskError) else error)
+            why = shorten_ray_error(error.cause if isinstance(error, RayTaskError) else error)
             raise TrainerLostError(
                 f"trainer rank {self._named(rank)} was lost in {method}: {why}. {stopped}"
             ) from error

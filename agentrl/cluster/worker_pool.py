@@ -364,8 +364,8 @@ class WorkerPool:
         match message:
             case wire.Ended():
                 self._leave(process, placed.number)
-                header = wire.header_of(placed.spec, message, process.partition)
-                counted = wire.counted_of(message)
+                header = wire.decode_header(placed.spec, message, process.partition)
+                counted = wire.decode_counts(message)
                 self._commit(placed, header, message.digest, message.metrics, message.detail, counted)
                 self._fill()
             case wire.MadeProgress():
@@ -393,7 +393,7 @@ class WorkerPool:
                 attempt=attempt,
                 call=call,
                 index=index,
-                ended=wire.ended_of(0, header),
+                ended=wire.encode_ended(0, header),
                 partition=None if header.location is None else header.location.partition,
             )
             parent.process.tell(ended)

@@ -225,7 +225,7 @@ FROM_WORKER: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(FromW
 # --- headers ----------------------------------------------------------------------------------------------------------
 
 
-def ended_of(
+def encode_ended(
     number: int,
     header: EpisodeHeader,
     *,
@@ -261,7 +261,7 @@ def ended_of(
     )
 
 
-def header_of(spec: EpisodeSpec, ended: Ended, partition: str | None) -> EpisodeHeader:
+def decode_header(spec: EpisodeSpec, ended: Ended, partition: str | None) -> EpisodeHeader:
     """Decode the header of an ended episode; `partition` is that of its worker."""
     return EpisodeHeader(
         episode_id=spec.episode_id,
@@ -280,7 +280,7 @@ def header_of(spec: EpisodeSpec, ended: Ended, partition: str | None) -> Episode
     )
 
 
-def counted_of(ended: Ended) -> dict[str, PolicyCounts]:
+def decode_counts(ended: Ended) -> dict[str, PolicyCounts]:
     """Return the counts of each policy that acted."""
     if ended.counted is not None:
         return ended.counted

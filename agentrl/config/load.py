@@ -122,7 +122,7 @@ def _resolve_path(source: Path, path: str, *, key: str) -> str:
         there = source.parent / path
         return str(there.resolve()) if there.exists() else path
     except OSError as error:
-        raise ConfigError(f"{source}: {key} = {short(path)}: cannot be read ({error.strerror})") from error
+        raise ConfigError(f"{source}: {key} = {format_short(path)}: cannot be read ({error.strerror})") from error
 
 
 def _resolve_code(source: Path, reference: str, *, key: str) -> str:
@@ -212,7 +212,7 @@ def _check_plain(data: Mapping[str, Any], source: Path) -> None:
 
 def _check_read_as_written(data: Mapping[str, Any], read: BaseModel, source: Path) -> None:
     """Refuse text and `true` where a number is expected: TOML has its own syntax for numbers."""
-    lines = list(misread(data, read.model_dump()))
+    lines = list(converted_values(data, read.model_dump()))
     if lines:
         raise ConfigError(f"{source}: " + "\n  ".join(lines))
 
@@ -331,10 +331,10 @@ class _Location(NamedTuple):
 
 def config_error(error: ValidationError, source: str, model: type[BaseModel] = RunConfig) -> ConfigError:
     """Turn a pydantic error about a section into a `ConfigError`; its message names the file `source`."""
-    return ConfigError(f"{source}: {mistakes(error, model)}")
+    return ConfigError(f"{source}: {describe_validation_error(error, model)}")
 
 
-def mistakes(error: ValidationError, model: type[BaseModel] = RunConfig) -> str:
+def describe_validation_error(error: ValidationError, model: type[BaseModel] = RunConfig) -> str:
     """Describe the problems in a pydantic error about a section, one line each."""
     told: dict[str, list[str]] = {}
     """Accepted values by problem: each member of a union adds its own."""
@@ -352,20 +352,20 @@ def mistakes(error: ValidationError, model: type[BaseModel] = RunConfig) -> str:
     return "\n  ".join(lines)
 
 
-def misread(data: Any, read: Any, path: str = "") -> Iterator[str]:
+def converted_values(data: Any, read: Any, path: str = "") -> Iterator[str]:
     """Report values that pydantic converted to another type, such as the text "8" to the number 8."""
     if isinstance(data, Mapping) and isinstance(read, Mapping):
         by_key = {str(key): value for key, value in read.items()}
         for key, value in data.items():
-            yield from misread(value, by_key.get(str(key)), f"{path}.{key}" if path else str(key))
+            yield from converted_values(value, by_key.get(str(key)), f"{path}.{key}" if path else str(key))
     elif isinstance(data, list) and isinstance(read, list | tuple):
         for index, (given, taken) in enumerate(zip(data, read, strict=False)):
-            yield from misread(given, taken, f"{path}.{index}")
+            yield from converted_values(given, taken, f"{path}.{index}")
     elif isinstance(data, str | bool) != isinstance(read, str | bool) and isinstance(read, int | float):
-        mend = f", without quotes: {short(read)}" if isinstance(data, str) else ""
-        yield f"{path} = {short(data)}: expected {_WORDS[type(read)]}{mend}"
+        mend = f", without quotes: {format_short(read)}" if isinstance(data, str) else ""
+        yield f"{path} = {format_short(data)}: expected {_WORDS[type(read)]}{mend}"
     elif isinstance(read, bool) and not isinstance(data, bool):
-        yield f"{path} = {short(data)}: expected true or false: write {short(read)}"
+        yield f"{path} = {format_short(data)}: expected true or false: write {format_short(read)}"
 
 
 def keys_of_error(location: Sequence[str | int], top: type[BaseModel]) -> list[str]:
@@ -373,7 +373,7 @@ def keys_of_error(location: Sequence[str | int], top: type[BaseModel]) -> list[s
     return _locate(location, top).path
 
 
-def keys(model: type[BaseModel] = RunConfig, prefix: str = "") -> Iterator[str]:
+def all_keys(model: type[BaseModel] = RunConfig, prefix: str = "") -> Iterator[str]:
     """Yield every valid key in dotted form, including all members of unions; `<name>` stands for a name that the user
     chooses."""
     for name, field in model.model_fields.items():
@@ -381,7 +381,7 @@ def keys(model: type[BaseModel] = RunConfig, prefix: str = "") -> Iterator[str]:
         path = f"{prefix}{name}.<name>" if named else f"{prefix}{name}"
         yield path
         for member in members:
-            yield from keys(member, f"{path}.")
+            yield from all_keys(member, f"{path}.")
 
 
 def sections_in(annotation: Any) -> tuple[list[type[BaseModel]], bool]:
@@ -396,7 +396,7 @@ def sections_in(annotation: Any) -> tuple[list[type[BaseModel]], bool]:
     return [member for argument in arguments for member in sections_in(argument)[0]], False
 
 
-def short(value: Any) -> str:
+def format_short(value: Any) -> str:
     """Format a value as in a TOML file, shortened."""
     text = repr(value) if not isinstance(value, str | bool) else json.dumps(value)
     return text if len(text) <= 80 else text[:77] + "..."
@@ -423,10 +423,10 @@ def _explain(detail: ErrorDetails, top: type[BaseModel]) -> tuple[str, str]:
         return f"{dotted} is empty", f"at least {detail['ctx']['min_length']}"
     if kind == "union_tag_invalid":
         tag, expected = detail["ctx"]["discriminator"].strip("'"), detail["ctx"]["expected_tags"]
-        return f"{dotted}.{tag} = {short(detail['ctx']['tag'])}", f"one of {expected}"
-    problem = f"{dotted} = {short(given)}"
+        return f"{dotted}.{tag} = {format_short(detail['ctx']['tag'])}", f"one of {expected}"
+    problem = f"{dotted} = {format_short(given)}"
     if place.path[-1] == "[key]":
-        problem = f"{'.'.join(place.path[:-2])}, key {short(given)}"
+        problem = f"{'.'.join(place.path[:-2])}, key {format_short(given)}"
     if kind in ("dict_type", "model_type", "model_attributes_type"):
         return problem, _in_words(place.annotation, dotted)
     what = kind.partition("_")[0]
@@ -509,7 +509,7 @@ def _nearest(place: _Location, top: type[BaseModel]) -> str:
         if name in other.model_fields and section is not None:
             return f" for kind = {_tags(section)[0]!r}; {prefix}{name} belongs to {prefix}kind = {_tags(other)[0]!r}"
     by_name: dict[str, str] = {}
-    for key in keys(top):
+    for key in all_keys(top):
         by_name.setdefault(key.removesuffix(".<name>").rpartition(".")[2], key.removesuffix(".<name>"))
     if close := difflib.get_close_matches(name, siblings, n=1, cutoff=0.85):
         return f"; did you mean {prefix}{close[0]}?"
@@ -547,7 +547,7 @@ def recorded_config(config: Mapping[str, Any]) -> RunConfig:
 # --- what a resume may change -----------------------------------------------------------------------------------------
 
 
-class Difference(NamedTuple):
+class SettingDifference(NamedTuple):
     """A setting whose value on resume differs from the run's."""
 
     path: tuple[str, ...]
@@ -564,7 +564,7 @@ class Difference(NamedTuple):
         return f"{self.key} was {self.before!r} and is {self.now!r}"
 
 
-def check_unchanged(before: Mapping[str, Any], now: RunConfig) -> list[Difference]:
+def check_unchanged(before: Mapping[str, Any], now: RunConfig) -> list[SettingDifference]:
     """Return the settings that differ from those of the run to resume, all of which may differ.
 
     Args:
@@ -589,7 +589,7 @@ def check_unchanged(before: Mapping[str, Any], now: RunConfig) -> list[Differenc
 
 def _differences(
     section: BaseModel, now: Mapping[str, Any], before: Mapping[str, Any], above: tuple[str, ...] = ()
-) -> Iterator[Difference]:
+) -> Iterator[SettingDifference]:
     """Compare setting by setting; one that an older version did not write had its default."""
     for name, field in type(section).model_fields.items():
         path, value = (*above, name), getattr(section, name)
@@ -606,13 +606,13 @@ def _differences(
                     yield from _differences(held, now[name][policy], was, (*path, policy))
                 else:
                     kind = was.get("kind") if isinstance(was, Mapping) else None
-                    yield Difference((*path, policy, "kind"), kind, held and held.kind, OnResume("refused"))
+                    yield SettingDifference((*path, policy, "kind"), kind, held and held.kind, OnResume("refused"))
         elif then != now[name]:
-            yield Difference(path, then, now[name], on_resume(field))
+            yield SettingDifference(path, then, now[name], on_resume(field))
     given = section.model_extra or {}  # arguments of a function
     for name in {**given, **before} if type(section).model_config["extra"] == "allow" else ():
         if name not in type(section).model_fields and given.get(name) != before.get(name):
-            yield Difference((*above, name), before.get(name), given.get(name), OnResume("may differ"))
+            yield SettingDifference((*above, name), before.get(name), given.get(name), OnResume("may differ"))
 
 
 def on_resume(field: FieldInfo) -> OnResume:

@@ -114,7 +114,7 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _check_together(self) -> RunConfig:
-        check_together(self)
+        check_combinations(self)
         return self
 
     def with_functions(self, *, loss: str | None = None, advantage: str | None = None) -> RunConfig:
@@ -131,7 +131,7 @@ class RunConfig(Section):
             credit = credit.model_copy(update={"advantage": credit.advantage.model_copy(update={"name": advantage})})
         changed = self.model_copy(update={"trainer": trainer, "credit": credit})
         try:
-            check_together(changed)
+            check_combinations(changed)
         except ValueError as error:
             raise ConfigError(str(error)) from None
         return changed
@@ -268,7 +268,7 @@ class RunConfig(Section):
         )
 
 
-def check_together(config: RunConfig) -> None:
+def check_combinations(config: RunConfig) -> None:
     """Refuse invalid combinations of settings.
 
     Raises:

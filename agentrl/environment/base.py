@@ -483,12 +483,12 @@ class Environment(ABC):
             return f"{cls.__module__}:{cls.__qualname__}"
 
 
-def described(error: BaseException) -> str:
+def describe_foreign_error(error: BaseException) -> str:
     """Describe an error of foreign code on one line, with the file and line that raised it."""
-    return f"{format_foreign_error(error)}{raised_at(error)}"
+    return f"{format_foreign_error(error)}{describe_raise_location(error)}"
 
 
-def raised_at(error: BaseException | None) -> str:
+def describe_raise_location(error: BaseException | None) -> str:
     """Return ` at FILE:LINE in FUNCTION` for the line that raised an error; "" if unknown."""
     frames = traceback.extract_tb(error.__traceback__) if error is not None else []
     return f" at {frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else ""
@@ -543,7 +543,7 @@ def valid_unicode(text: str) -> str:
     return text if text.isascii() else text.encode("utf-8", "replace").decode()
 
 
-def children_of(environment: type[Environment]) -> dict[type[Environment], int]:
+def child_environments(environment: type[Environment]) -> dict[type[Environment], int]:
     """The classes that `fan_out` names, looked up in the environment's module, with their counts.
 
     Raises:

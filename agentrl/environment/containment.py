@@ -1,4 +1,4 @@
-"""Keeps an episode's code, which runs in `Steps`, from affecting other episodes through their process.
+"""Keeps an episode's code, which runs in `GuardedAwaitable`, from affecting other episodes through their process.
 
 Global random generators: games and programs draw from `random` and `numpy.random` while other episodes run in the same
 process. `GlobalRandom` gives each a state of its own, swapped in for its steps and out again, so that re-execution
@@ -22,7 +22,7 @@ from collections.abc import Awaitable, Callable, Generator, Iterator
 from typing import Any, Protocol
 
 from agentrl.core.errors import EpisodeError
-from agentrl.environment.base import described
+from agentrl.environment.base import describe_foreign_error
 
 _abandoned: list[Any] = []
 """Coroutines that ignore `GeneratorExit`, kept alive because deleting one would raise it again."""
@@ -30,7 +30,7 @@ _spare: list[Any] = []
 """Released generators of numpy, for reuse: making one takes 0.3 ms, seeding one a few microseconds."""
 
 
-class Guard(Protocol):
+class StepGuard(Protocol):
     """Runs before and after each step of some code."""
 
     def enter(self) -> None:
@@ -150,10 +150,10 @@ async def call_with_random(own: GlobalRandom, function: Callable[..., Any], *arg
     """Return the result of a function or of its coroutine; `own` is swapped out while the coroutine waits."""
     with own.swapped_in():
         value = function(*arguments, **named)
-    return await Steps(own, lambda: value) if inspect.isawaitable(value) else value
+    return await GuardedAwaitable(own, lambda: value) if inspect.isawaitable(value) else value
 
 
-class Steps:
+class GuardedAwaitable:
     """An awaitable each of whose steps runs under a guard. A process that was forked in one of them ends with it.
 
     Args:
@@ -165,7 +165,7 @@ class Steps:
     __slots__ = ("_begin", "_guard", "_is_abandoned", "_is_suspended", "_on_draw")
 
     def __init__(
-        self, guard: Guard | None, begin: Callable[[], Awaitable[Any]], on_draw: Callable[[], None] | None = None
+        self, guard: StepGuard | None, begin: Callable[[], Awaitable[Any]], on_draw: Callable[[], None] | None = None
     ) -> None:
         self._guard = guard
         self._begin = begin
@@ -277,7 +277,8 @@ def as_episode_error(error: BaseException, task: asyncio.Task[Any] | None) -> Ba
     if isinstance(error, Exception | asyncio.CancelledError) or is_closed:
         return error
     ended = EpisodeError(
-        f"run() raised {described(error)}; raise a subclass of Exception instead", reason="environment_error"
+        f"run() raised {describe_foreign_error(error)}; raise a subclass of Exception instead",
+        reason="environment_error",
     )
     ended.__cause__ = error
     return ended

@@ -39,7 +39,7 @@ LEGAL_ACTIONS = "Legal actions: "
 """Prefix of the list of legal actions in a player's observation of a PettingZoo game."""
 
 
-class Position(TypedDict):
+class GamePosition(TypedDict):
     """The state of a game after a call on it: JSON data, as the journal holds it."""
 
     player: int | None
@@ -60,11 +60,11 @@ class Game(ABC):
     """A library's game, made when it is reset. Its methods are functions of the task and the texts so far."""
 
     @abstractmethod
-    def reset(self) -> Position:
+    def reset(self) -> GamePosition:
         """Make and start the game."""
 
     @abstractmethod
-    def step(self, text: str) -> Position:
+    def step(self, text: str) -> GamePosition:
         """Apply the text of the player to move."""
 
 
@@ -138,7 +138,7 @@ class GameEnvironment(Environment):
                 agent.reward(value)
 
     async def _play(self, ctx: EpisodeContext, game: Resource) -> GameEpisode:
-        position: Position = await game.call("reset")
+        position: GamePosition = await game.call("reset")
         if position["player"] is None:
             raise EnvironmentDefinitionError(
                 f"{type(self).__name__}, task {ctx.task.id!r}: the game is over before the first turn; correct `begin`"
@@ -293,7 +293,7 @@ class _PettingZooGame(Game):
         self._observation = ""
         self._truncated = False
 
-    def reset(self) -> Position:
+    def reset(self) -> GamePosition:
         """Make and reset the game."""
         from pettingzoo import ParallelEnv
         from pettingzoo.utils import parallel_to_aec
@@ -305,7 +305,7 @@ class _PettingZooGame(Game):
         self._environment.begin(self._task, self._environment.env)
         return self._advance()
 
-    def step(self, text: str) -> Position:
+    def step(self, text: str) -> GamePosition:
         """Apply `text`; an illegal action changes nothing."""
         environment = self._environment
         env = environment.env
@@ -319,7 +319,7 @@ class _PettingZooGame(Game):
         env.step(action)
         return self._advance()
 
-    def _advance(self) -> Position:
+    def _advance(self) -> GamePosition:
         """Collect rewards up to the next player who is still in the game."""
         env = self._environment.env
         while env.agents:
@@ -351,8 +351,8 @@ class _PettingZooGame(Game):
 
     def _position(
         self, player: int | None, observation: str = "", *, legal: bool = True, illegal: Sequence[int] = ()
-    ) -> Position:
-        return Position(
+    ) -> GamePosition:
+        return GamePosition(
             player=player,
             observation=observation,
             legal=legal,
@@ -409,7 +409,7 @@ class _TextArenaGame(Game):
         self._task = task
         self._inner: Any = None
 
-    def reset(self) -> Position:
+    def reset(self) -> GamePosition:
         """Make and reset the game."""
         import textarena
 
@@ -421,7 +421,7 @@ class _TextArenaGame(Game):
         self._environment.begin(self._task, env)
         return self._asked()
 
-    def step(self, text: str) -> Position:
+    def step(self, text: str) -> GamePosition:
         """Send the action of `text` to the game."""
         over, _ = self._environment.env.step(action=self._environment.action(text, self._inner))
         if not over:
@@ -429,7 +429,7 @@ class _TextArenaGame(Game):
         rewards, info = self._environment.env.close()
         players = range(len(self._environment.seats))
         illegal = [player for player in players if (info or {}).get(player, {}).get("invalid_move")]
-        return Position(
+        return GamePosition(
             player=None,
             observation="",
             legal=not illegal,
@@ -438,11 +438,11 @@ class _TextArenaGame(Game):
             truncated=False,
         )
 
-    def _asked(self, *, legal: bool = True) -> Position:
+    def _asked(self, *, legal: bool = True) -> GamePosition:
         player, messages = self._inner.get_observation()
         text = messages if isinstance(messages, str) else self._as_text(player, messages)
         shown = self._environment.render(int(player), text, self._inner)
-        return Position(
+        return GamePosition(
             player=None if self._inner.state.done else int(player),
             observation=_check_text(self._environment, shown),
             legal=legal,

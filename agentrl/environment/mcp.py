@@ -387,7 +387,7 @@ async def _read_errors(process: asyncio.subprocess.Process, errors: bytearray) -
         del errors[:-SHOWN_ERRORS]
 
 
-def tools_of(listed: Sequence[Mapping[str, Any]], connection: MCPConnection) -> Iterator[tuple[str, MCPTool]]:
+def mcp_tools_by_name(listed: Sequence[Mapping[str, Any]], connection: MCPConnection) -> Iterator[tuple[str, MCPTool]]:
     """The tools of a server by name, from its list."""
     for each in listed:
         yield each["name"], MCPTool(spec=ToolSpec(**each), connection=connection)

@@ -1,7 +1,7 @@
 """Mixtures: several environments in one run, each with its rate of the root groups.
 
-A mixture is an `Environment` class that plays no episode itself: `root_of` says which of its members plays a task.
-Options go by class name, and so do seats (`Calculator.solver`, else the bare name).
+A mixture is an `Environment` class that plays no episode itself: `root_environment_of_task` says which of its members
+plays a task. Options go by class name, and so do seats (`Calculator.solver`, else the bare name).
 """
 
 from __future__ import annotations
@@ -13,13 +13,20 @@ from typing import Any, ClassVar, NoReturn
 
 from agentrl.core.errors import ConfigError, EnvironmentDefinitionError
 from agentrl.core.records import Task
-from agentrl.environment.base import Environment, EpisodeContext, SelectingTaskSource, Split, TaskSource, children_of
+from agentrl.environment.base import (
+    Environment,
+    EpisodeContext,
+    SelectingTaskSource,
+    Split,
+    TaskSource,
+    child_environments,
+)
 
 MEMBER = ":"
 """Separator between the member's name and the task's own id."""
 
 
-def renamed(task: Task, *names: str) -> Task:
+def with_prefixed_id(task: Task, *names: str) -> Task:
     """A task with names before its id, by which those of several sources stay apart."""
     return Task(id=MEMBER.join((*names, task.id)), data=task.data)
 
@@ -40,7 +47,7 @@ class MemberTasks(Sequence[Task]):
         return len(self.source)
 
     def __getitem__(self, index: Any) -> Any:
-        return renamed(self.source[index], self.name)
+        return with_prefixed_id(self.source[index], self.name)
 
 
 class SelectingMemberTasks(MemberTasks):
@@ -50,7 +57,7 @@ class SelectingMemberTasks(MemberTasks):
 
     def select(self, group: int, rng: random.Random) -> Task:
         """The task of the member's group of that number."""
-        return renamed(self.source.select(group, rng), self.name)
+        return with_prefixed_id(self.source.select(group, rng), self.name)
 
     def record_result(self, task: Task, rewards: Sequence[float]) -> None:
         """Record the rewards of a group."""
@@ -122,39 +129,41 @@ def mixture(rates: Mapping[type[Environment], float]) -> type[Mixture]:
     return type(name, (Mixture,), {"__module__": __name__, "members": members, "rates": by_name, "seats": seats})
 
 
-def roots_of(environment: type[Environment]) -> tuple[type[Environment], ...]:
+def root_environments(environment: type[Environment]) -> tuple[type[Environment], ...]:
     """The classes that play root episodes: a mixture's members, or the class itself."""
     return tuple(environment.members.values()) if issubclass(environment, Mixture) else (environment,)
 
 
-def trained_in(environment: type[Environment]) -> tuple[type[Environment], ...]:
+def trained_root_environments(environment: type[Environment]) -> tuple[type[Environment], ...]:
     """Return the classes that play root episodes whose data is trained on."""
     if issubclass(environment, Mixture):
         return tuple(member for name, member in environment.members.items() if environment.rates[name])
     return (environment,)
 
 
-def with_others(environment: type[Environment], others: Iterable[type[Environment]]) -> type[Environment]:
+def with_evaluated_beside(environment: type[Environment], others: Iterable[type[Environment]]) -> type[Environment]:
     """An environment, and others that are evaluated beside it."""
-    new = [other for other in dict.fromkeys(others) if other not in roots_of(environment)]
+    new = [other for other in dict.fromkeys(others) if other not in root_environments(environment)]
     if not new:
         return environment
     rates = environment.rates if issubclass(environment, Mixture) else {environment.__name__: 1.0}
-    return mixture({**{root: rates[root.__name__] for root in roots_of(environment)}, **dict.fromkeys(new, 0.0)})
+    return mixture(
+        {**{root: rates[root.__name__] for root in root_environments(environment)}, **dict.fromkeys(new, 0.0)}
+    )
 
 
-def root_of(environment: type[Environment], task: Task) -> type[Environment]:
+def root_environment_of_task(environment: type[Environment], task: Task) -> type[Environment]:
     """The class that plays a task."""
     if issubclass(environment, Mixture):
         return environment.members[task.id.partition(MEMBER)[0]]
     return environment
 
 
-def classes_of(environment: type[Environment]) -> Iterator[type[Environment]]:
+def all_environment_classes(environment: type[Environment]) -> Iterator[type[Environment]]:
     """The classes of root episodes and those of the children that they declare."""
-    for root in roots_of(environment):
+    for root in root_environments(environment):
         yield root
-        yield from children_of(root)
+        yield from child_environments(root)
 
 
 def seat_prefix(environment: type[Environment], root: type[Environment]) -> str:

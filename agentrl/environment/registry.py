@@ -118,7 +118,7 @@ def _find(reference: str) -> type[Environment]:
     raise _unknown(reference)
 
 
-def loaded(name: str) -> type[Environment] | None:
+def loaded_environment(name: str) -> type[Environment] | None:
     """Return the environment of a name if this process has loaded it, without running code; else None."""
     if name in _registered or name in _found:
         return _registered.get(name) or _found[name]
@@ -274,7 +274,7 @@ class _GivenFile(importlib.abc.SourceLoader):
         return self._source.encode()
 
 
-def give_files(sources: Mapping[str, str]) -> None:
+def provide_source_files(sources: Mapping[str, str]) -> None:
     """Let `load_module` import files that exist on another machine only. `sources` maps absolute paths to their
     source."""
     _given.update(sources)

@@ -27,7 +27,7 @@ from agentrl.environment.base import (
     LimitReachedError,
     user,
 )
-from agentrl.environment.mcp import MCPConnection, MCPServer, MCPTool, tools_of
+from agentrl.environment.mcp import MCPConnection, MCPServer, MCPTool, mcp_tools_by_name
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -344,7 +344,7 @@ class ToolEnvironment(Environment):
         tools: dict[str, BoundTool | MCPTool] = dict(self.tool_table())
         for connection in connections:
             listed: list[dict[str, Any]] = await ctx.effect("list MCP tools", connection.listed, guarantee="read")
-            for name, tool in tools_of(listed, connection):
+            for name, tool in mcp_tools_by_name(listed, connection):
                 if name in tools:
                     raise EpisodeError(
                         f"MCP server {connection.server.name!r}: another tool is already called {name!r}; select the "

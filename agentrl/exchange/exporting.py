@@ -24,7 +24,7 @@ from agentrl.core.files import LOCAL, os_error_advice, rename_durably
 from agentrl.exchange.files import building
 from agentrl.exchange.formats import EXPORTS
 from agentrl.inspection.comparisons import FORKS, fork_tree
-from agentrl.inspection.search import matches
+from agentrl.inspection.search import episodes_with_words
 from agentrl.inspection.viewer.page import exported_page
 from agentrl.inspection.viewer.questions import QUESTIONS, Parameters, about_episode, as_json, run_summary
 
@@ -44,7 +44,7 @@ class Selection(NamedTuple):
     """Unreadable data with its episode; filled by the writer."""
 
 
-class Exported(msgspec.Struct, frozen=True, kw_only=True):
+class ExportResult(msgspec.Struct, frozen=True, kw_only=True):
     """Result of an export."""
 
     format: str
@@ -62,7 +62,7 @@ def export(
     where: str = "",
     match: str = "",
     force: bool = False,
-) -> Exported:
+) -> ExportResult:
     """Write the episodes that pass a filter and a search.
 
     Args:
@@ -70,7 +70,7 @@ def export(
         format: one of `EXPORTS`.
         out: file or directory to create; by default in the run's directory.
         where: filter, as in `RunReader.episodes`.
-        match: search term, as in `search.matches`.
+        match: search term, as in `search.episodes_with_words`.
         force: replace an existing file.
 
     Raises:
@@ -79,7 +79,7 @@ def export(
     """
     target = out or reader.path / EXPORTS[format].file
     _check(target, format, force=force)
-    selection = Selection(reader, reader.keys(where, among=matches(reader, match) if match else None), [])
+    selection = Selection(reader, reader.keys(where, among=episodes_with_words(reader, match) if match else None), [])
     if not selection.keys:
         raise InputError(f"{reader.path}: no episode matches the filter; `agentrl episode list` shows what there is")
     module, _, function = EXPORTS[format].write.partition(":")
@@ -91,7 +91,7 @@ def export(
     except OSError as error:
         what = os.strerror(error.errno) if error.errno else str(error)
         raise StorageError(f"{target}: the export cannot be written ({what}); {os_error_advice(error)}") from error
-    return Exported(format=format, path=str(target), episodes=len(selection.keys), problems=selection.problems)
+    return ExportResult(format=format, path=str(target), episodes=len(selection.keys), problems=selection.problems)
 
 
 def _settle(built: Path, target: Path, format: str, *, force: bool) -> None:
@@ -132,7 +132,7 @@ MAX_EPISODES = 10_000
 _LEVEL = 6
 
 
-def write_page(selection: Selection, path: Path) -> None:
+def write_html_page(selection: Selection, path: Path) -> None:
     """Write the page. Damage of an episode is shown at the damaged part.
 
     Raises:

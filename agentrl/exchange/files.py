@@ -118,7 +118,7 @@ def decode_json(content: bytes, kind: type[T], where: str) -> T:
         raise InputError(f"{where}: not readable as JSON ({error})") from error
 
 
-def storable(value: Any, where: str, depth: int = MAX_DEPTH) -> Any:
+def check_storable(value: Any, where: str, depth: int = MAX_DEPTH) -> Any:
     """Return the value unchanged if a journal can store it.
 
     Raises:
@@ -128,7 +128,7 @@ def storable(value: Any, where: str, depth: int = MAX_DEPTH) -> Any:
         if depth == 0:
             raise InputError(f"{where}: values nested deeper than {MAX_DEPTH}")
         for item in value.values() if isinstance(value, dict) else value:
-            storable(item, where, depth - 1)
+            check_storable(item, where, depth - 1)
     elif isinstance(value, int) and not -MAX_INT <= value < MAX_INT:
         raise InputError(f"{where}: a whole number of {value.bit_length()} bits; at most 64 are supported")
     return value

@@ -17,7 +17,7 @@ import msgspec
 
 from agentrl.core.errors import InputError
 from agentrl.core.records import DataLocation, EpisodeHeader, EpisodeSpec, SeatBinding, Task, TrajectoryHeader
-from agentrl.exchange.files import MAX_INT, storable
+from agentrl.exchange.files import MAX_INT, check_storable
 from agentrl.journal.entries import (
     BeginEntry,
     EntryBody,
@@ -325,7 +325,7 @@ def call_of(call: Any) -> ForeignCall:
 
 def _parsed(text: str) -> Any:
     try:
-        return storable(msgspec.json.decode(text), "")
+        return check_storable(msgspec.json.decode(text), "")
     except (ValueError, RecursionError, InputError):  # keep it as the model wrote it
         return None
 

@@ -23,7 +23,7 @@ class ExportFormat(NamedTuple):
 
 EXPORTS: Mapping[str, ExportFormat] = {
     "html": ExportFormat(
-        "one page to look at, without a server", "episodes.html", "agentrl.exchange.exporting:write_page"
+        "one page to look at, without a server", "episodes.html", "agentrl.exchange.exporting:write_html_page"
     ),
     "jsonl": ExportFormat("a line of JSON per episode", "episodes.jsonl", "agentrl.exchange.episodes:write_json_lines"),
     "parquet": ExportFormat(

@@ -19,7 +19,7 @@ import msgspec
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import EpisodeError, InputError, StorageError
 from agentrl.core.files import os_error_advice, rename_durably
-from agentrl.exchange.files import building, storable
+from agentrl.exchange.files import building, check_storable
 from agentrl.exchange.foreign import ForeignReply, entries_of, header_of, missing, replies_of, spec_of
 from agentrl.exchange.formats import IMPORTS
 from agentrl.journal.entries import episode_digest
@@ -39,7 +39,7 @@ LATEST = 253_402_300_800.0
 """Seconds from the epoch to the year 10,000."""
 
 
-class Imported(msgspec.Struct, frozen=True, kw_only=True):
+class ImportResult(msgspec.Struct, frozen=True, kw_only=True):
     """Result of an import."""
 
     path: str
@@ -49,7 +49,7 @@ class Imported(msgspec.Struct, frozen=True, kw_only=True):
     """Number of episodes that lack each kind of data."""
 
 
-def import_run(source: Path, format: str, target: Path) -> Imported:
+def import_run(source: Path, format: str, target: Path) -> ImportResult:
     """Import files of another tool as a run.
 
     Args:
@@ -83,7 +83,7 @@ def import_run(source: Path, format: str, target: Path) -> Imported:
             why, mend = error.strerror or str(error), os_error_advice(error)
         raise StorageError(f"{target}: the run cannot be written ({why}); {mend}") from error
     counts = {name: told.pop(name) for name in ("episodes", "turns")}
-    return Imported(path=str(target), **counts, not_told=dict(told))
+    return ImportResult(path=str(target), **counts, not_told=dict(told))
 
 
 class _Times(SystemClock):
@@ -146,10 +146,12 @@ def _check_names(played: ForeignEpisode, names: set[str]) -> None:
 
 def _check_values(played: ForeignEpisode) -> None:
     """Refuse values that the journal cannot store, and numbers out of range."""
-    storable(played.task, played.where)
+    check_storable(played.task, played.where)
     for agent in played.agents:
         for item in (item for row in agent.rows for item in row):
-            storable([call.arguments for call in item.calls] if isinstance(item, ForeignReply) else item, played.where)
+            check_storable(
+                [call.arguments for call in item.calls] if isinstance(item, ForeignReply) else item, played.where
+            )
         if not all((turn or 0) in range(1 << 31) and abs(value) <= MAX_REWARD for turn, value in agent.rewards):
             raise InputError(f"{played.where}: a reward of more than {MAX_REWARD:g}, or for a turn that does not exist")
     if played.oldest_step not in range(-1, 1 << 31):

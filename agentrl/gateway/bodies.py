@@ -28,7 +28,7 @@ MAX_DEPTH = 64
 """Maximum nesting of objects and lists in a body."""
 
 
-def unpacked(body: bytes, encoding: str) -> bytes:
+def decompress_body(body: bytes, encoding: str) -> bytes:
     """Decode the `Content-Encoding` of a body: identity, gzip, deflate or zstd.
 
     Raises:
@@ -55,7 +55,7 @@ def unpacked(body: bytes, encoding: str) -> bytes:
     return found
 
 
-def parsed(body: bytes) -> dict[str, Any]:
+def parse_json_body(body: bytes) -> dict[str, Any]:
     """Parse the JSON object of a body.
 
     Raises:

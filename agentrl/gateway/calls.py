@@ -151,7 +151,7 @@ class ChatProtocol(Protocol):
     """Bytes that a stream sends while a reply is pending."""
 
 
-def number(body: Mapping[str, Any], name: str, *, least: int = 1) -> int | None:
+def read_integer(body: Mapping[str, Any], name: str, *, least: int = 1) -> int | None:
     """Return an integer of a body; None if it is absent.
 
     Raises:
@@ -167,7 +167,7 @@ def number(body: Mapping[str, Any], name: str, *, least: int = 1) -> int | None:
     return value
 
 
-def text(value: Any, where: str) -> str:
+def read_text(value: Any, where: str) -> str:
     """Check that a value of a body is a string.
 
     Raises:
@@ -178,7 +178,7 @@ def text(value: Any, where: str) -> str:
     return value
 
 
-def objects(value: Any, where: str) -> list[dict[str, Any]]:
+def read_objects(value: Any, where: str) -> list[dict[str, Any]]:
     """Check that a value of a body is a list of objects.
 
     Raises:

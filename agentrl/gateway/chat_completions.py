@@ -7,7 +7,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
 from agentrl.core.records import Message, Role, ToolCall, ToolSpec
-from agentrl.gateway.calls import ChatReply, ChatRequest, RequestRefusedError, number, objects, shown, stop_texts, text
+from agentrl.gateway.calls import (
+    ChatReply,
+    ChatRequest,
+    RequestRefusedError,
+    read_integer,
+    read_objects,
+    read_text,
+    shown,
+    stop_texts,
+)
 
 MOST_REPLIES = 64
 """Largest accepted `n`."""
@@ -43,14 +52,14 @@ class ChatCompletions:
     def read(self, body: Mapping[str, Any]) -> ChatRequest:
         """See `calls.ChatProtocol.read`."""
         options = body.get("stream_options")
-        replies = number(body, "n") or 1
+        replies = read_integer(body, "n") or 1
         if replies > MOST_REPLIES:
             raise RequestRefusedError(f"n is {replies}; at most {MOST_REPLIES} is supported", "invalid", "n")
         return ChatRequest(
-            model=text(body.get("model"), "model"),
-            messages=messages(body.get("messages")),
-            tools=[_tool(tool) for tool in objects(body.get("tools") or [], "tools")],
-            max_tokens=number(body, "max_completion_tokens") or number(body, "max_tokens"),
+            model=read_text(body.get("model"), "model"),
+            messages=parse_messages(body.get("messages")),
+            tools=[_tool(tool) for tool in read_objects(body.get("tools") or [], "tools")],
+            max_tokens=read_integer(body, "max_completion_tokens") or read_integer(body, "max_tokens"),
             stop=stop_texts(body.get("stop"), "stop"),
             n=replies,
             stream=body.get("stream") is True,
@@ -84,7 +93,7 @@ class ChatCompletions:
             if reply.message.content:
                 add(index, {"content": reply.message.content})
             for n, call in enumerate(reply.message.tool_calls):
-                add(index, {"tool_calls": [{"index": n, **call_value(call)}]})
+                add(index, {"tool_calls": [{"index": n, **openai_tool_call(call)}]})
             add(index, {}, _finish_reason(reply))
         if request.options["include_usage"]:
             found.append((None, {**head, "choices": [], "usage": _usage(replies)}))
@@ -104,7 +113,7 @@ def openai_refusal(refused: RequestRefusedError) -> dict[str, Any]:
     return {"error": error}
 
 
-def messages(value: Any) -> list[Message]:
+def parse_messages(value: Any) -> list[Message]:
     """Read the messages of a request.
 
     Raises:
@@ -112,12 +121,12 @@ def messages(value: Any) -> list[Message]:
     """
     found: list[Message] = []
     names: dict[str, str] = {}
-    for n, item in enumerate(objects(value, "messages")):
+    for n, item in enumerate(read_objects(value, "messages")):
         where = f"messages[{n}]"
         role = _ROLES.get(str(item.get("role")))
         if role is None:
             raise RequestRefusedError(f"{where}.role is {shown(item.get('role'))}", "invalid", where)
-        calls = tuple(_call(call, where) for call in objects(item.get("tool_calls") or [], f"{where}.tool_calls"))
+        calls = tuple(_call(call, where) for call in read_objects(item.get("tool_calls") or [], f"{where}.tool_calls"))
         names.update((call.id, call.name) for call in calls)
         answered = item.get("tool_call_id")
         found.append(
@@ -125,7 +134,7 @@ def messages(value: Any) -> list[Message]:
                 role=role,
                 content=content_text(item.get("content"), f"{where}.content"),
                 tool_calls=calls if role == "assistant" else (),
-                tool_call_id=text(answered, f"{where}.tool_call_id") if answered is not None else None,
+                tool_call_id=read_text(answered, f"{where}.tool_call_id") if answered is not None else None,
                 name=names.get(str(answered)) if role == "tool" else None,
             )
         )
@@ -150,17 +159,17 @@ def content_text(value: Any, where: str) -> str:
     if isinstance(value, str):
         return value
     parts = []
-    for part in objects(value, where):
+    for part in read_objects(value, where):
         kind = part.get("type", "text")
         if kind not in ("text", "input_text", "output_text", "refusal"):
             raise RequestRefusedError(
                 f"{where} has a part of type {shown(kind)}; this model reads text only", "invalid", where
             )
-        parts.append(text(part.get("text", part.get("refusal")), f"{where}.text"))
+        parts.append(read_text(part.get("text", part.get("refusal")), f"{where}.text"))
     return "\n".join(parts)
 
 
-def call_value(call: ToolCall) -> dict[str, Any]:
+def openai_tool_call(call: ToolCall) -> dict[str, Any]:
     """Write a tool call in OpenAI's form."""
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments_text(call)}}
 
@@ -170,7 +179,7 @@ def arguments_text(call: ToolCall) -> str:
     return call.arguments if isinstance(call.arguments, str) else json.dumps(call.arguments, ensure_ascii=False)
 
 
-def arguments_of(written: Any) -> Mapping[str, Any] | str:
+def parse_arguments(written: Any) -> Mapping[str, Any] | str:
     """Read the arguments of a call that a client sends back."""
     if isinstance(written, dict):
         return written
@@ -185,8 +194,8 @@ def _call(call: Mapping[str, Any], where: str) -> ToolCall:
     function = call.get("function")
     if not isinstance(function, dict):
         raise RequestRefusedError(f"{where}.tool_calls has a call without a function", "invalid", where)
-    name = text(function.get("name"), f"{where}.tool_calls.function.name")
-    return ToolCall(id=str(call.get("id", "")), name=name, arguments=arguments_of(function.get("arguments", "")))
+    name = read_text(function.get("name"), f"{where}.tool_calls.function.name")
+    return ToolCall(id=str(call.get("id", "")), name=name, arguments=parse_arguments(function.get("arguments", "")))
 
 
 def _tool(tool: Mapping[str, Any]) -> ToolSpec:
@@ -201,8 +210,8 @@ def _tool(tool: Mapping[str, Any]) -> ToolSpec:
             f"tools: parameters are {shown(parameters)}, which is not a JSON schema", "invalid", "tools"
         )
     return ToolSpec(
-        name=text(function.get("name"), "tools.function.name"),
-        description=text(function.get("description") or "", "tools.function.description"),
+        name=read_text(function.get("name"), "tools.function.name"),
+        description=read_text(function.get("description") or "", "tools.function.description"),
         parameters=parameters,
     )
 
@@ -217,7 +226,7 @@ def _message(reply: ChatReply) -> dict[str, Any]:
     if reply.thinking:
         message["reasoning_content"] = reply.thinking
     if reply.message.tool_calls:
-        message["tool_calls"] = [call_value(call) for call in reply.message.tool_calls]
+        message["tool_calls"] = [openai_tool_call(call) for call in reply.message.tool_calls]
     elif message["content"] is None:
         message["content"] = ""
     return message

@@ -12,8 +12,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from agentrl.core.records import Message, Role, ToolCall, ToolSpec
-from agentrl.gateway.calls import ChatReply, ChatRequest, RequestRefusedError, number, objects, shown, text
-from agentrl.gateway.chat_completions import arguments_of, arguments_text, content_text, openai_refusal
+from agentrl.gateway.calls import (
+    ChatReply,
+    ChatRequest,
+    RequestRefusedError,
+    read_integer,
+    read_objects,
+    read_text,
+    shown,
+)
+from agentrl.gateway.chat_completions import arguments_text, content_text, openai_refusal, parse_arguments
 
 _DEMANDS = ("temperature", "top_p", "top_logprobs", "tool_choice", "parallel_tool_calls")
 _STATE = ("previous_response_id", "conversation", "background", "prompt")
@@ -45,13 +53,13 @@ class Responses:
         written = body.get("text")
         if isinstance(written, dict) and written.get("format") is not None:
             demands["response_format"] = written["format"]
-        tools = objects(body.get("tools") or [], "tools")
+        tools = read_objects(body.get("tools") or [], "tools")
         offered = list(_offered(tools))
         return ChatRequest(
-            model=text(body.get("model"), "model"),
+            model=read_text(body.get("model"), "model"),
             messages=_messages(body),
             tools=[_tool(tool, space) for space, tool in offered],
-            max_tokens=number(body, "max_output_tokens"),
+            max_tokens=read_integer(body, "max_output_tokens"),
             stream=body.get("stream") is True,
             demands=demands,
             options={
@@ -106,11 +114,11 @@ def _messages(body: Mapping[str, Any]) -> list[Message]:
         RequestRefusedError: there are none, or they contain more than text.
     """
     given = body.get("input")
-    items = [{"role": "user", "content": given}] if isinstance(given, str) else objects(given, "input")
+    items = [{"role": "user", "content": given}] if isinstance(given, str) else read_objects(given, "input")
     found: list[Message] = []
     said = _Said()
     if body.get("instructions"):
-        found.append(Message(role="system", content=text(body["instructions"], "instructions")))
+        found.append(Message(role="system", content=read_text(body["instructions"], "instructions")))
     for n, item in enumerate(items):
         where = f"input[{n}]"
         if said.read(item, where):
@@ -138,11 +146,11 @@ def _input_message(item: Mapping[str, Any], where: str, names: Mapping[str, str]
                 raise RequestRefusedError(f"{where}.role is {shown(item.get('role'))}", "invalid", where)
             return Message(role=role, content=content_text(item.get("content"), where))
         case "function_call_output" | "custom_tool_call_output":
-            answered = text(item.get("call_id"), f"{where}.call_id")
+            answered = read_text(item.get("call_id"), f"{where}.call_id")
             content = content_text(item.get("output"), f"{where}.output")
             return Message(role="tool", content=content, tool_call_id=answered, name=names.get(answered))
         case "compaction" | "compaction_summary":
-            return Message(role="user", content=text(item.get("encrypted_content"), f"{where}.encrypted_content"))
+            return Message(role="user", content=read_text(item.get("encrypted_content"), f"{where}.encrypted_content"))
         case other:
             raise RequestRefusedError(f"{where} is of type {shown(other)}, which is not supported", "invalid", where)
 
@@ -185,20 +193,20 @@ class _Said:
 
 
 def _call(item: Mapping[str, Any], kind: str, where: str) -> ToolCall:
-    call_id, name = text(item.get("call_id"), f"{where}.call_id"), text(item.get("name"), f"{where}.name")
+    call_id, name = read_text(item.get("call_id"), f"{where}.call_id"), read_text(item.get("name"), f"{where}.name")
     if item.get("namespace"):
-        name = f"{text(item['namespace'], f'{where}.namespace')}.{name}"
+        name = f"{read_text(item['namespace'], f'{where}.namespace')}.{name}"
     if kind == "custom_tool_call":
-        return ToolCall(id=call_id, name=name, arguments={"input": text(item.get("input"), f"{where}.input")})
-    return ToolCall(id=call_id, name=name, arguments=arguments_of(item.get("arguments", "")))
+        return ToolCall(id=call_id, name=name, arguments={"input": read_text(item.get("input"), f"{where}.input")})
+    return ToolCall(id=call_id, name=name, arguments=parse_arguments(item.get("arguments", "")))
 
 
 def _offered(tools: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield the tools of a request, each after its namespace, which is usually empty."""
     for tool in tools:
         if tool.get("type") == "namespace":
-            space = text(tool.get("name"), "tools.name")
-            for inner in objects(tool.get("tools"), f"tools.{space}.tools"):
+            space = read_text(tool.get("name"), "tools.name")
+            for inner in read_objects(tool.get("tools"), f"tools.{space}.tools"):
                 yield space, inner
         else:
             yield "", tool
@@ -206,7 +214,7 @@ def _offered(tools: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, Mapping[
 
 def _named(space: str, tool: Mapping[str, Any]) -> str:
     """Return the name under which the model calls a tool."""
-    name = text(tool.get("name"), "tools.name")
+    name = read_text(tool.get("name"), "tools.name")
     return f"{space}.{name}" if space else name
 
 
@@ -221,7 +229,7 @@ def _tool(tool: Mapping[str, Any], space: str) -> ToolSpec:
         raise RequestRefusedError(
             f"tools: parameters are {shown(parameters)}, which is not a JSON schema", "invalid", "tools"
         )
-    description = text(tool.get("description") or "", "tools.description")
+    description = read_text(tool.get("description") or "", "tools.description")
     return ToolSpec(name=_named(space, tool), description=description, parameters=parameters)
 
 

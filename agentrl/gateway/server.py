@@ -340,7 +340,7 @@ class Gateway:
                     "model",
                 )
             body = await _body(request, opened or self._conversations)
-            chat, digest = protocol.read(bodies.parsed(body)), _digest(path, body)
+            chat, digest = protocol.read(bodies.parse_json_body(body)), _digest(path, body)
             if opened is None:
                 opened = await self._find_conversation(request, conversation, chat, digest)
                 self._note_answering(request, opened)
@@ -622,7 +622,7 @@ async def _body(request: web.Request, owner: OpenSeats | Conversations | None) -
             body += part
     finally:
         owner.body_bytes -= len(body)
-    return bodies.unpacked(bytes(body), request.headers.get("Content-Encoding", ""))
+    return bodies.decompress_body(bytes(body), request.headers.get("Content-Encoding", ""))
 
 
 def _models(names: Sequence[str]) -> dict[str, Any]:

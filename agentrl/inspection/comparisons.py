@@ -45,7 +45,7 @@ class Fork(msgspec.Struct, frozen=True):
 
 
 @contextmanager
-def located(reader: RunReader, name: str) -> Iterator[tuple[RunReader, str]]:
+def locate_episode(reader: RunReader, name: str) -> Iterator[tuple[RunReader, str]]:
     """Yield the reader that holds an episode, and the episode's id there: `forks/f0` is f0 of the run's forks.
 
     An episode of the run itself with that name, such as an imported one, takes precedence.
@@ -143,7 +143,7 @@ def _points(forks: RunReader) -> tuple[dict[str, ForkPoint], dict[str, int]]:
     return points, attempts
 
 
-class Side(msgspec.Struct, frozen=True):
+class DifferingSide(msgspec.Struct, frozen=True):
     """The content of one of two episodes at their first difference."""
 
     text: str
@@ -151,7 +151,7 @@ class Side(msgspec.Struct, frozen=True):
     logprob: float | None = None
 
 
-class Departure(msgspec.Struct, frozen=True, kw_only=True):
+class FirstDifference(msgspec.Struct, frozen=True, kw_only=True):
     """The first difference between two episodes."""
 
     what: str
@@ -161,8 +161,8 @@ class Departure(msgspec.Struct, frozen=True, kw_only=True):
     turn: int | None = None
     token: int | None = None
     """Position of the token in the turn's context or in its sampled tokens, depending on `what`."""
-    a: Side
-    b: Side
+    a: DifferingSide
+    b: DifferingSide
 
 
 class EpisodeDifference(msgspec.Struct, frozen=True, kw_only=True):
@@ -172,7 +172,7 @@ class EpisodeDifference(msgspec.Struct, frozen=True, kw_only=True):
     b: EpisodeLine
     same_acts: int
     """Number of equal acts before the first difference."""
-    departure: Departure | None
+    departure: FirstDifference | None
     """First difference; None if the episodes are equal apart from times."""
     rewards: dict[str, tuple[float | None, float | None]]
     """Rewards on both sides, keyed by agent."""
@@ -208,31 +208,40 @@ def _acts(view: EpisodeView) -> dict[str, EntryBody]:
     return {call: body for call, body in view.entries if not isinstance(body, BeginEntry)}
 
 
-def _environments(left: EpisodeView, right: EpisodeView) -> Departure | None:
+def _environments(left: EpisodeView, right: EpisodeView) -> FirstDifference | None:
     if (left.summary.environment, left.summary.task) == (right.summary.environment, right.summary.task):
         return None
-    sides = [Side(f"{line.environment}, task {line.task}") for line in (left.summary, right.summary)]
-    return Departure(what="environment", call="begin", a=sides[0], b=sides[1])
+    sides = [DifferingSide(f"{line.environment}, task {line.task}") for line in (left.summary, right.summary)]
+    return FirstDifference(what="environment", call="begin", a=sides[0], b=sides[1])
 
 
-def _departure(call: str, ours: EntryBody | None, theirs: EntryBody | None) -> Departure | None:
+def _departure(call: str, ours: EntryBody | None, theirs: EntryBody | None) -> FirstDifference | None:
     if ours is None or theirs is None:
         there = ours if ours is not None else theirs
         agent, turn = _position(there)
         sides = [
-            Side("nothing: it has ended, or goes another way") if body is None else Side(act_text(body))
+            DifferingSide("nothing: it has ended, or goes another way")
+            if body is None
+            else DifferingSide(act_text(body))
             for body in (ours, theirs)
         ]
-        return Departure(what="ended", call=call, agent=agent, turn=turn, a=sides[0], b=sides[1])
+        return FirstDifference(what="ended", call=call, agent=agent, turn=turn, a=sides[0], b=sides[1])
     if isinstance(ours, TurnEntry) and isinstance(theirs, TurnEntry):
         return _turn_departure(call, ours, theirs)
     if _comparable(ours) == _comparable(theirs):
         return None
     agent, turn = _position(ours)
-    return Departure(what="act", call=call, agent=agent, turn=turn, a=Side(act_text(ours)), b=Side(act_text(theirs)))
+    return FirstDifference(
+        what="act",
+        call=call,
+        agent=agent,
+        turn=turn,
+        a=DifferingSide(act_text(ours)),
+        b=DifferingSide(act_text(theirs)),
+    )
 
 
-def _turn_departure(call: str, ours: TurnEntry, theirs: TurnEntry) -> Departure | None:
+def _turn_departure(call: str, ours: TurnEntry, theirs: TurnEntry) -> FirstDifference | None:
     agent, turn = _position(ours)
     for what, left, right in (
         ("context", int32(ours.context_ids), int32(theirs.context_ids)),
@@ -242,7 +251,7 @@ def _turn_departure(call: str, ours: TurnEntry, theirs: TurnEntry) -> Departure 
         if at is None:
             continue
         sides = [_side(body, what, at) for body in (ours, theirs)]
-        return Departure(what=what, call=call, agent=agent, turn=turn, token=at, a=sides[0], b=sides[1])
+        return FirstDifference(what=what, call=call, agent=agent, turn=turn, token=at, a=sides[0], b=sides[1])
     return None
 
 
@@ -253,12 +262,12 @@ def _first(left: Sequence[int], right: Sequence[int]) -> int | None:
     return None if len(left) == len(right) else min(len(left), len(right))
 
 
-def _side(turn: TurnEntry, what: str, at: int) -> Side:
+def _side(turn: TurnEntry, what: str, at: int) -> DifferingSide:
     if what == "context":
-        return Side(" / ".join(str(message.get("content", "")) for message in turn.messages))
+        return DifferingSide(" / ".join(str(message.get("content", "")) for message in turn.messages))
     whose = turn.weights_of or turn.policy
     spans = [f"{whose}@{span.lineage}.{span.step}" for span in turn.spans if span.start <= at < span.stop]
-    return Side(turn.text, spans[0] if spans else None)
+    return DifferingSide(turn.text, spans[0] if spans else None)
 
 
 def _position(body: EntryBody | None) -> tuple[str, int | None]:
@@ -305,9 +314,9 @@ def compare_episodes(reader: RunReader, a: str | None, b: str | None) -> Episode
     """
     if a is None:
         raise InputError("name two episodes, or a fork, such as forks/f0")
-    with located(reader, a) as (left, left_id):
+    with locate_episode(reader, a) as (left, left_id):
         if b is not None:
-            with located(reader, b) as (right, right_id):
+            with locate_episode(reader, b) as (right, right_id):
                 return difference(left, left_id, right, right_id)
         begin = next((body for _, body in left.episode(left_id).entries if isinstance(body, BeginEntry)), None)
         if begin is None or begin.fork is None:
@@ -319,7 +328,7 @@ def compare_episodes(reader: RunReader, a: str | None, b: str | None) -> Episode
             parent.close()
 
 
-class Replayed(msgspec.Struct, frozen=True, kw_only=True):
+class ReplayResult(msgspec.Struct, frozen=True, kw_only=True):
     """The result of a replay."""
 
     episode: str

@@ -274,7 +274,7 @@ class CurvePoint(msgspec.Struct, frozen=True):
     """Changes just before the step: a resume, code, settings."""
 
 
-def converted(kind: type[Any], row: Any) -> Any:
+def struct_from_row(kind: type[Any], row: Any) -> Any:
     """Make a struct of a row and check its types: a database may hold anything anywhere."""
     fields = row if isinstance(row, dict) else dict(zip(kind.__struct_fields__, row, strict=True))
     try:
@@ -283,10 +283,10 @@ def converted(kind: type[Any], row: Any) -> Any:
         raise JournalError(f"a row of the control log is damaged: {error}") from error
 
 
-def numbers_of(text: Any, problems: list[str]) -> dict[str, float | None]:
+def read_metric_values(text: Any, problems: list[str]) -> dict[str, float | None]:
     """Read an episode's metrics; values that are not numbers are reported in `problems`."""
     numbers: dict[str, float | None] = {}
-    for name, value in json_of(text).items():
+    for name, value in read_json_object(text).items():
         try:
             numbers[name] = msgspec.convert(value, float | None)
         except (msgspec.ValidationError, OverflowError):
@@ -306,7 +306,7 @@ def decode_child_versions(text: Any, problems: list[str]) -> list[str]:
         return []
 
 
-def json_of(text: Any) -> dict[str, Any]:
+def read_json_object(text: Any) -> dict[str, Any]:
     """Read the object in a JSON column; empty if it holds another value, or none."""
     try:
         value = json.loads(text) if text is not None else {}
@@ -362,7 +362,7 @@ class RunReader:
             descending: whether the largest come first.
             limit: maximum number of episodes.
             offset: number of episodes to skip.
-            among: only these episodes, as `EPISODE.ATTEMPT`, from `search.matches`.
+            among: only these episodes, as `EPISODE.ATTEMPT`, from `search.episodes_with_words`.
             training_first: whether episodes of purpose `train` come before all others.
 
         Raises:
@@ -416,10 +416,10 @@ class RunReader:
         for key in keys:
             for row in self.log.rows(statement, *key):
                 fields = dict(zip(COLUMNS, row, strict=True))
-                fields["seats"] = json_of(fields["seats"])
+                fields["seats"] = read_json_object(fields["seats"])
                 fields["policies"] = [policy for policy in str(fields["policies"] or "").split(",") if policy]
                 fields["problem"] = self._damage(*key)
-                lines.append(converted(EpisodeLine, fields))
+                lines.append(struct_from_row(EpisodeLine, fields))
         return lines
 
     def _damage(self, episode: Any, attempt: Any) -> str | None:
@@ -471,9 +471,9 @@ class RunReader:
         )
         return EpisodeView(
             summary=line,
-            agents=[converted(AgentLine, row) for row in rows],
+            agents=[struct_from_row(AgentLine, row) for row in rows],
             measured_against=decode_child_versions(metrics[0][2], problems) if metrics else [],
-            metrics=numbers_of(metrics[0][0], problems) if metrics else {},
+            metrics=read_metric_values(metrics[0][0], problems) if metrics else {},
             detail=str(metrics[0][1]) if metrics else "",
             entries=bodies,
             inherited=inherited,
@@ -497,7 +497,7 @@ class RunReader:
                 # Marks the first step of the lineage.
                 marks = {line[0]: said.get(line[0], "resumed")} if line[0] else {}
                 rows = self.log.rows(statement, policy, *line)
-                points += [converted(CurvePoint, (*row, marks.pop(row[1], ""))) for row in rows]
+                points += [struct_from_row(CurvePoint, (*row, marks.pop(row[1], ""))) for row in rows]
         return points
 
     def metric(self, name: str) -> dict[str, list[tuple[int, float | None]]]:
@@ -640,7 +640,7 @@ def _last_rewards(points: Sequence[CurvePoint]) -> dict[str, float]:
     return {policy: sum(last[-5:]) / len(last[-5:]) for policy, last in rewards.items()}
 
 
-def runs(directory: str | Path) -> list[RunLine]:
+def list_runs(directory: str | Path) -> list[RunLine]:
     """List the runs in a directory by name; a run with an unreadable journal has a problem.
 
     Raises:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from agentrl.inspection.ledger import RunLedger
     from agentrl.inspection.reader import CurvePoint, EpisodeLine, RunLine
-    from agentrl.inspection.statistics import OpponentResult, RunStatistics, Spread
+    from agentrl.inspection.statistics import EpisodeDistribution, OpponentResult, RunStatistics
     from agentrl.inspection.steps import StepLine, StepView
     from agentrl.inspection.timelines import RunTimeline
     from agentrl.journal.port import Pruned
@@ -418,7 +418,7 @@ def _shades(values: Sequence[float], *, most: float | None = None) -> str:
     return "".join(_SHADES[max(place, 1 if value > 0 else 0)] for place, value in zip(places, values, strict=True))
 
 
-def _spread(spread: Spread) -> list[str]:
+def _spread(spread: EpisodeDistribution) -> list[str]:
     return [number(value) for value in (spread.mean, spread.low, spread.median, spread.high)]
 
 

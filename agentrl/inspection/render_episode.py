@@ -24,7 +24,7 @@ from agentrl.inspection.render import Page, Part, episode_table, number
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
-    from agentrl.inspection.comparisons import Departure, EpisodeDifference, Fork, Replayed, Side
+    from agentrl.inspection.comparisons import DifferingSide, EpisodeDifference, FirstDifference, Fork, ReplayResult
     from agentrl.inspection.conversation import Act, ConversationView
     from agentrl.inspection.reasons import Reason
     from agentrl.inspection.timelines import EpisodeTimeline
@@ -307,7 +307,7 @@ def _branch(tree: Sequence[Fork], place: int) -> str:
     return drawn
 
 
-def replay_page(found: Sequence[Replayed], *, step: bool = False) -> Page:
+def replay_page(found: Sequence[ReplayResult], *, step: bool = False) -> Page:
     """Make a page about replayed episodes: identical, or the departure and its reason; with `step`, each call."""
     page = Page()
     for each in found:
@@ -328,7 +328,7 @@ def replay_page(found: Sequence[Replayed], *, step: bool = False) -> Page:
     return page
 
 
-def rescore_page(found: Sequence[Replayed]) -> Page:
+def rescore_page(found: Sequence[ReplayResult]) -> Page:
     """Make a page with the rewards of episodes as recorded, and by the current code."""
     page, rows = Page(), list[list[Part]]()
     for each in found:
@@ -363,7 +363,7 @@ def difference_page(found: EpisodeDifference) -> Page:
     return page
 
 
-def _departure(page: Page, departure: Departure) -> None:
+def _departure(page: Page, departure: FirstDifference) -> None:
     where = f"call {departure.call}"
     if departure.turn is not None:
         where += f", turn {departure.turn} of {departure.agent}"
@@ -374,7 +374,7 @@ def _departure(page: Page, departure: Departure) -> None:
         _side(page, side, style)
 
 
-def _side(page: Page, side: Side, style: str) -> None:
+def _side(page: Page, side: DifferingSide, style: str) -> None:
     if side.version:
         page.line((f"    by {side.version}", "dim"))
     page.block(side.text, style)

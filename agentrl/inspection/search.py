@@ -44,7 +44,7 @@ _TABLES = (
 )
 
 
-def matches(reader: RunReader, text: str) -> set[str]:
+def episodes_with_words(reader: RunReader, text: str) -> set[str]:
     """Find the episodes, as `EPISODE.ATTEMPT`, with an act that contains all the words; words `"in quotes"` in
     sequence.
 

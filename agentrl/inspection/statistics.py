@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 QUANTILES = (0.1, 0.5, 0.9)
 
 
-class Spread(msgspec.Struct, frozen=True):
+class EpisodeDistribution(msgspec.Struct, frozen=True):
     """Distribution of a quantity over episodes."""
 
     mean: float | None
@@ -33,7 +33,7 @@ class Spread(msgspec.Struct, frozen=True):
     """90th percentile."""
 
 
-class EpisodeFigures(msgspec.Struct, frozen=True, kw_only=True):
+class EpisodeStatistics(msgspec.Struct, frozen=True, kw_only=True):
     """The episodes of one environment and purpose that ended."""
 
     environment: str
@@ -41,10 +41,10 @@ class EpisodeFigures(msgspec.Struct, frozen=True, kw_only=True):
     episodes: int
     ended: dict[str, int]
     """Number of episodes by stop reason or drop reason, the most frequent first."""
-    reward: Spread
-    turns: Spread
-    tokens: Spread
-    seconds: Spread
+    reward: EpisodeDistribution
+    turns: EpisodeDistribution
+    tokens: EpisodeDistribution
+    seconds: EpisodeDistribution
 
 
 class PolicyStatistics(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,7 +69,7 @@ class RunStatistics(msgspec.Struct, frozen=True, kw_only=True):
     """The figures of a run."""
 
     name: str
-    episodes: list[EpisodeFigures]
+    episodes: list[EpisodeStatistics]
     policies: list[PolicyStatistics]
     in_flight: int
     repeated: int
@@ -79,7 +79,7 @@ class RunStatistics(msgspec.Struct, frozen=True, kw_only=True):
     tokens_per_second: float | None
 
 
-def run_figures(reader: RunReader) -> RunStatistics:
+def run_statistics(reader: RunReader) -> RunStatistics:
     """Compute the figures of a run. Raises `JournalError` if its control log is damaged."""
     log = reader.log
     kinds = log.rows("SELECT environment, purpose, count(*) FROM episodes GROUP BY 1, 2 ORDER BY 2 DESC, 1")
@@ -102,7 +102,7 @@ def run_figures(reader: RunReader) -> RunStatistics:
     )
 
 
-def _episodes(reader: RunReader, environment: str, purpose: str, count: int) -> EpisodeFigures:
+def _episodes(reader: RunReader, environment: str, purpose: str, count: int) -> EpisodeStatistics:
     ended = reader.log.rows(
         "SELECT coalesce(drop_reason, stop_reason, '?') AS why, count(*) AS many FROM episodes"
         " WHERE environment = ? AND purpose = ? GROUP BY why ORDER BY many DESC, why",
@@ -111,7 +111,7 @@ def _episodes(reader: RunReader, environment: str, purpose: str, count: int) -> 
     spreads = {
         column: _spread(reader, column, environment, purpose) for column in ("reward", "turns", "tokens", "seconds")
     }
-    return EpisodeFigures(
+    return EpisodeStatistics(
         environment=environment,
         purpose=purpose,
         episodes=count,
@@ -120,7 +120,7 @@ def _episodes(reader: RunReader, environment: str, purpose: str, count: int) -> 
     )
 
 
-def _spread(reader: RunReader, column: str, environment: str, purpose: str) -> Spread:
+def _spread(reader: RunReader, column: str, environment: str, purpose: str) -> EpisodeDistribution:
     """Compute mean and quantiles of a column over committed episodes."""
     condition = f"FROM episodes WHERE environment = ? AND purpose = ? AND drop_reason IS NULL AND {column} IS NOT NULL"
     ((mean, count),) = reader.log.rows(f"SELECT avg({column}), count(*) {condition}", environment, purpose)
@@ -129,7 +129,7 @@ def _spread(reader: RunReader, column: str, environment: str, purpose: str) -> S
         statement = f"SELECT {column} {condition} ORDER BY {column} LIMIT 1 OFFSET ?"
         places = [min(int(share * count), count - 1) for share in QUANTILES]
         found = [reader.log.rows(statement, environment, purpose, place)[0][0] for place in places]
-    return Spread(mean, *found)
+    return EpisodeDistribution(mean, *found)
 
 
 def _policies(reader: RunReader) -> list[PolicyStatistics]:

@@ -171,7 +171,7 @@ def run_timeline(reader: RunReader, parts: int = 60) -> RunTimeline:
         stop = row["stepped_at"] - began
         trainers.setdefault(row["policy"], []).append((stop - row["seconds"], stop))
     versions = checked_rows(log, "versions", "published_at >= ? ORDER BY published_at", began, problems=problems)
-    at_work = {policy: filled(found, parts, part) for policy, found in trainers.items()}
+    at_work = {policy: occupancy(found, parts, part) for policy, found in trainers.items()}
     engine = _engine(reader, began, parts, part)
     idle = {f"trainer of {policy}": 1.0 - sum(shares) / parts for policy, shares in at_work.items()}
     known = [share for share in engine if share is not None]
@@ -181,7 +181,7 @@ def run_timeline(reader: RunReader, parts: int = 60) -> RunTimeline:
         began=began,
         seconds=seconds,
         part=part,
-        in_flight={name: filled(found, parts, part) for name, found in spans.items()},
+        in_flight={name: occupancy(found, parts, part) for name, found in spans.items()},
         committed=_ends(reader, "drop_reason IS NULL", began, parts, part),
         dropped=_ends(reader, "drop_reason IS NOT NULL", began, parts, part),
         trainers=at_work,
@@ -192,7 +192,7 @@ def run_timeline(reader: RunReader, parts: int = 60) -> RunTimeline:
     )
 
 
-def filled(
+def occupancy(
     spans: Iterable[tuple[float, float]], parts: int, part: float, weights: Iterable[float] = repeat(1.0)
 ) -> list[float]:
     """Return the weighted occupancy of each part by the spans, in multiples of the part."""
@@ -244,7 +244,7 @@ def _engine(reader: RunReader, began: float, parts: int, part: float) -> list[fl
             told.setdefault((policy, step, at, is_evaluation), {})[measure] = value
     whole = {key: values for key, values in told.items() if len(values) == 2}
     spans = [(at - began - values["seconds"], at - began) for (_, _, at, _), values in whole.items()]
-    known = filled(spans, parts, part)
-    busy = filled(spans, parts, part, [values["share"] for values in whole.values()])
+    known = occupancy(spans, parts, part)
+    busy = occupancy(spans, parts, part, [values["share"] for values in whole.values()])
     # Smaller values are rounding errors.
     return [share / of if of > 0.01 else None for share, of in zip(busy, known, strict=True)]

@@ -277,7 +277,7 @@ def episode_tokens(reader: RunReader, episode_id: str, attempt: int | None = Non
     config = reader.info().get("config")
     rows = []
     for played in played_rows(view):
-        words = vocabulary(base_of(config, played.policy))
+        words = vocabulary(base_model_directory(config, played.policy))
         trained = trained_row(reader, view, played, problems)
         tokens = list(_tokens(played.turns, words, trained))
         step = None if trained is None else trained.step
@@ -289,7 +289,7 @@ def episode_tokens(reader: RunReader, episode_id: str, attempt: int | None = Non
     return EpisodeTokens(episode=view.summary.episode, attempt=view.summary.attempt, rows=rows, problems=problems)
 
 
-def base_of(config: object, policy: str) -> str | None:
+def base_model_directory(config: object, policy: str) -> str | None:
     """Return the directory of a policy's base model in a recorded configuration; None if it has none."""
     if not isinstance(config, dict):
         return None

@@ -30,8 +30,8 @@ from agentrl.core.records import (
     Task,
     dropped_header,
 )
-from agentrl.environment.base import Environment, children_of
-from agentrl.environment.mixture import root_of, roots_of, seat_prefix
+from agentrl.environment.base import Environment, child_environments
+from agentrl.environment.mixture import root_environment_of_task, root_environments, seat_prefix
 from agentrl.environment.registry import name_of, resolve
 from agentrl.journal.port import JournalStore
 from agentrl.orchestrator.buffer import EpisodeBuffer, UnitDrop
@@ -186,7 +186,7 @@ class Dispatcher:
 
     def __post_init__(self) -> None:
         self._root_end = self._end_root
-        self._roots = {name_of(root): root for root in roots_of(self.environment)}
+        self._roots = {name_of(root): root for root in root_environments(self.environment)}
         self.govern(self.admission)
         self.reservations = UnitReservations(self.buffer.trainable, self.policy_of)
 
@@ -400,7 +400,7 @@ class Dispatcher:
     ) -> Iterator[EpisodeSpec]:
         """Make the specs of one group's root episodes, which share equal parts."""
         pins = dict(pins)
-        root = root_of(self.environment, task)
+        root = root_environment_of_task(self.environment, task)
         name, prefix = name_of(root), seat_prefix(self.environment, root)
         seats: dict[str, SeatBinding] = {}
         for number in numbers:
@@ -647,7 +647,7 @@ class UnitReservations:
         return units
 
     def _children(self, environment: type[Environment]) -> Mapping[type[Environment], int]:
-        declared, most = children_of(environment), self._most.get(environment)
+        declared, most = child_environments(environment), self._most.get(environment)
         return Counter(declared) | most if most else declared
 
 

@@ -37,7 +37,7 @@ from agentrl.core.records import PolicyVersion, StepReport, TrainBatch
 from agentrl.core.text import plural
 from agentrl.credit.advantages import StepAdvantages
 from agentrl.credit.baselines import RoleMeans
-from agentrl.environment.mixture import trained_in
+from agentrl.environment.mixture import trained_root_environments
 from agentrl.environment.registry import name_of
 from agentrl.journal.port import JournalStore, StepRow
 from agentrl.observe.run_state import Status
@@ -487,7 +487,7 @@ class StepMetrics:
         self._board = board
         self._clock = clock
         self._max_lag = max_lag
-        self._members = trained_in(dispatcher.environment)
+        self._members = trained_root_environments(dispatcher.environment)
         self._started = 0.0
         self._last: dict[str, tuple[float, float]] = {}
         self._idle_since: dict[str, float] = {}

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     import random
     from collections.abc import Iterator
 
-    from agentrl.environment.containment import Steps
+    from agentrl.environment.containment import GuardedAwaitable
 
 StreamKey = tuple[int, int]
 """Seed and attempt of the episode that made a call."""
@@ -93,7 +93,7 @@ class Branch:
         """Branches of the gather that this branch awaits, unless that gather is recorded."""
         self.task: asyncio.Task[object] | None = None
         """Task that runs the branch, also before the branch has begun."""
-        self.steps: Steps | None = None
+        self.steps: GuardedAwaitable | None = None
         """Running steps of the branch's code."""
         self.patches: Mapping[str, bool] = _NO_PATCHES
         self.speaker: int | None = None

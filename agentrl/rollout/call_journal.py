@@ -33,7 +33,7 @@ from agentrl.core.errors import (
 )
 from agentrl.core.records import REWARD
 from agentrl.environment.base import LimitReachedError, valid_unicode
-from agentrl.environment.containment import DrawDetector, GlobalRandom, Guard, Steps
+from agentrl.environment.containment import DrawDetector, GlobalRandom, GuardedAwaitable, StepGuard
 from agentrl.journal.entries import (
     BeginEntry,
     CancelEntry,
@@ -539,17 +539,17 @@ class CallJournal:
         """Note that a branch has ended."""
         self._order.end_branch(branch)
 
-    def begin_steps(self, branch: Branch, program: Callable[[], Awaitable[Any]]) -> Steps:
+    def begin_steps(self, branch: Branch, program: Callable[[], Awaitable[Any]]) -> GuardedAwaitable:
         """Return the code of a branch, begun by `program`, as an awaitable; call `end_steps` afterwards.
 
         The code has its own global random generators, or must not draw from them; a detected draw fails the episode.
         """
-        guard: Guard | None = None
+        guard: StepGuard | None = None
         if self.own_random:
             guard = GlobalRandom(ids.stable_hash64("branch", *branch.key, branch.path))
         elif self.detects_draws:
             guard = DrawDetector()
-        branch.steps = Steps(guard, program, self.drew)
+        branch.steps = GuardedAwaitable(guard, program, self.drew)
         return branch.steps
 
     def end_steps(self, branch: Branch) -> None:

@@ -27,7 +27,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from agentrl.config.fields import Episodes, MaybeSteps, Positive, Section, Share, Tokens
-from agentrl.config.load import mistakes, read_mapping, read_toml, short
+from agentrl.config.load import describe_validation_error, format_short, read_mapping, read_toml
 from agentrl.config.run import RunConfig
 from agentrl.core.errors import ConfigError
 from agentrl.rollout.context import MAX_CHILD_DEPTH
@@ -354,7 +354,7 @@ class Plan(Section):
     def _check_children(self) -> Plan:
         for name, environment in self.environments.items():
             if not name.isidentifier() or name.startswith("__"):
-                raise ValueError(f"environments, key {short(name)}: expected a name such as Repair or solve_2")
+                raise ValueError(f"environments, key {format_short(name)}: expected a name such as Repair or solve_2")
             for child in environment.fan_out:
                 if child not in self.environments:
                     raise ValueError(f"environments.{name}.fan_out names {child!r}, which is not in [environments]")
@@ -593,7 +593,7 @@ class Plan(Section):
                 }
             )
         except ValidationError as error:
-            raise ConfigError(mistakes(error)) from None
+            raise ConfigError(describe_validation_error(error)) from None
 
 
 def load(path: str | Path, over: Plan | None = None) -> Plan:

@@ -1,6 +1,6 @@
 """The report of a simulation: the setting to change, a terminal page, and an SVG of timelines on one time axis.
 
-A knob is a setting that can be changed: `turn` simulates the plan with each at a neighbouring value and compares.
+A knob is a setting that can be changed: `try_knobs` simulates the plan with each at a neighbouring value and compares.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def check(plan: Plan) -> None:
     units_per_root_group(plan.config(1), environment)
 
 
-def turn(plan: Plan, base: Measured, measure: Callable[[Plan], Measured]) -> Iterator[KnobResult]:
+def try_knobs(plan: Plan, base: Measured, measure: Callable[[Plan], Measured]) -> Iterator[KnobResult]:
     """Simulate the plan with each knob changed."""
     for knob in knobs(plan):
         measured = measure(knob.plan)

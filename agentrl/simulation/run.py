@@ -18,12 +18,12 @@ from dataclasses import dataclass, field
 from statistics import fmean, quantiles
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from agentrl.app.assemble import Parts, assemble
+from agentrl.app.assemble import RunParts, assemble
 from agentrl.core.clock import LoopClock
 from agentrl.core.errors import CheckFailedError
 from agentrl.core.records import PolicyVersion
 from agentrl.engines.fleet import ReplicatedEngine
-from agentrl.inspection.timelines import RunTimeline, filled
+from agentrl.inspection.timelines import RunTimeline, occupancy
 from agentrl.journal.port import Pruned
 from agentrl.orchestrator.versions import ServedVersions
 from agentrl.rollout.worker import AsyncioWorker
@@ -113,7 +113,7 @@ async def _run(scenario: Scenario) -> Recorder:
     served = ServedVersions(_engine(plan, recorder, versions))
     for name in config.trained:
         await served.make_current(await trainer.publish(name, versions[name]))
-    parts = Parts(
+    parts = RunParts(
         served=served,
         trainer=trainer,
         chat_format=LengthFormat(),
@@ -623,7 +623,7 @@ def _timeline(plan: Plan, recorder: Recorder, begin: float, end: float) -> RunTi
         stop = step.at - publish
         if begin < stop <= end:
             trainers[step.policy].append((max(stop - step.seconds, begin) - begin, stop - begin))
-    at_work = {name: filled(found, PARTS, part) for name, found in trainers.items()}
+    at_work = {name: occupancy(found, PARTS, part) for name, found in trainers.items()}
     engine = _engine_shares(plan, recorder, begin, part)
     ends = [int((at - begin) / part) for at in recorder.ended.values() if begin <= at < end]
     counts = Counter(ends)
@@ -631,7 +631,7 @@ def _timeline(plan: Plan, recorder: Recorder, begin: float, end: float) -> RunTi
         began=begin,
         seconds=end - begin,
         part=part,
-        in_flight={name: filled(found, PARTS, part) for name, found in spans.items()},
+        in_flight={name: occupancy(found, PARTS, part) for name, found in spans.items()},
         committed=[counts[place] for place in range(PARTS)],
         dropped=[0] * PARTS,
         trainers=at_work,

@@ -28,7 +28,7 @@ from agentrl.core.errors import AgentRLError
 from agentrl.core.records import EpisodeSpec, SeatBinding, Task
 from agentrl.core.text import plural
 from agentrl.engines.scripted import Script
-from agentrl.environment.base import Environment, ResourceLevel, described
+from agentrl.environment.base import Environment, ResourceLevel, describe_foreign_error
 from agentrl.environment.harness import HarnessEnvironment
 from agentrl.environment.registry import module_of, name_of, resolve
 from agentrl.environment.tools import ToolEnvironment
@@ -45,10 +45,10 @@ from agentrl.observe.blocked import watch_loop
 from agentrl.rollout.branches import REMEDY, shortened
 from agentrl.rollout.harness_agent import differing_request, turns_with_context
 from agentrl.simulation.virtual_time import simulate
-from agentrl.testing.execution import POLICY, RESOURCE_LOST, Executed, execute, random_policy
+from agentrl.testing.execution import POLICY, RESOURCE_LOST, ExecutedEpisode, execute, random_policy
 from agentrl.testing.format_reward_check import TASKS as FORMAT_TASKS
 from agentrl.testing.format_reward_check import FormatOutcome, format_findings
-from agentrl.testing.side_effects import MODEL_ADVICE, asks_model, observed_side_effects
+from agentrl.testing.side_effects import MODEL_ADVICE, calls_language_model, observed_side_effects
 
 MAX_CUTS = 64
 """Maximum number of prefixes tried per episode; longer journals are cut at evenly spaced entries."""
@@ -287,7 +287,7 @@ def _tasks(environment: type[Environment], count: int, report: EnvironmentReport
         chosen = [source[index] for index in range(min(count, len(source)))]
         repeated = [again[index] for index in range(len(chosen))]
     except Exception as error:  # noqa: BLE001 - foreign code: whatever it raises is the finding
-        report.findings.append(f"tasks('train', seed=0) raised {described(error)}")
+        report.findings.append(f"tasks('train', seed=0) raised {describe_foreign_error(error)}")
         return []
     if not chosen:
         report.findings.append("tasks('train', seed=0) is empty")
@@ -325,7 +325,9 @@ async def _check_episode(
     if seen.asked_model:
         told.clear()  # the blocking call was the model's own answer, which must be replaced, not awaited
     if isinstance(first, str):
-        asks = asks_model(seen.source) and not seen.findings and not issubclass(environment, HarnessEnvironment)
+        asks = (
+            calls_language_model(seen.source) and not seen.findings and not issubclass(environment, HarnessEnvironment)
+        )
         hint = f". By its imports or addresses {MODEL_ADVICE}" if asks else ""
         report.findings.append(f"task {task.id!r}: {first}{hint}")
         return
@@ -352,7 +354,7 @@ async def resume_everywhere(
     environment: type[Environment],
     spec: EpisodeSpec,
     script: Script,
-    first: Executed,
+    first: ExecutedEpisode,
     report: EnvironmentReport,
     part: str = "",
 ) -> str | None:
@@ -383,7 +385,7 @@ async def _recall_everything(
     environment: type[HarnessEnvironment],
     spec: EpisodeSpec,
     script: Script,
-    first: Executed,
+    first: ExecutedEpisode,
     report: EnvironmentReport,
     part: str,
 ) -> str | None:
@@ -438,7 +440,7 @@ def _spec(environment: type[Environment], task: Task, number: int, seed: int) ->
     )
 
 
-def _difference(first: Executed, again: Executed) -> str | None:
+def _difference(first: ExecutedEpisode, again: ExecutedEpisode) -> str | None:
     before, after = first.header, again.header
     if before.reward != after.reward or before.stop_reason != after.stop_reason:
         return f"reward {after.reward} ({after.stop_reason}) instead of {before.reward} ({before.stop_reason})"

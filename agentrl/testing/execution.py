@@ -20,7 +20,7 @@ from agentrl.core.ports import SamplingParams
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion, SeatBinding
 from agentrl.credit.advantages import ADVANTAGES
 from agentrl.engines.scripted import Script, ScriptedEngine
-from agentrl.environment.base import EpisodeLimits, described
+from agentrl.environment.base import EpisodeLimits, describe_foreign_error
 from agentrl.environment.games import LEGAL_ACTIONS, PettingZooEnvironment
 from agentrl.environment.registry import name_of, resolve
 from agentrl.environment.tools import ToolEnvironment
@@ -56,7 +56,7 @@ _FIRST_LINE = re.compile(r"\n|<\|")
 """Pattern for the end of the first line or of the message."""
 
 
-class Executed(NamedTuple):
+class ExecutedEpisode(NamedTuple):
     """Outcome of an execution."""
 
     header: EpisodeHeader
@@ -86,7 +86,7 @@ async def execute(
     *,
     answers: Sequence[JournalEntry] = (),
     max_turns: int = MAX_TURNS,
-) -> Executed | str:
+) -> ExecutedEpisode | str:
     """Execute an episode over a recorded prefix. Returns its outcome, or a sentence about its failure.
 
     Args:
@@ -99,8 +99,8 @@ async def execute(
     """
     journal, failures = MemoryJournal(), list[BaseException]()
     engine = ScriptedEngine(script, versions={POLICY: PolicyVersion(POLICY, 0, 0)})
-    settings = settings_of(max_turns=max_turns)
-    dispatcher, runner = wired(environment, engine, journal, settings, failures, runner_type=_StateRunner)
+    settings = plain_rollout_settings(max_turns=max_turns)
+    dispatcher, runner = wire_dispatcher(environment, engine, journal, settings, failures, runner_type=_StateRunner)
     log = journal.turn_log(PARTITION)
     for entry in recorded:
         log.append(entry)
@@ -121,16 +121,16 @@ async def execute(
     except AgentRLError as error:
         return str(error)
     except Exception as error:  # noqa: BLE001 - foreign code: whatever it raises is the finding
-        return f"run() raised {described(error)}"
+        return f"run() raised {describe_foreign_error(error)}"
     if failures:
         return f"a child episode failed: {failures[0]}"
     if dispatcher.worker.last_failure:
         return f"a child episode was dropped: {dispatcher.worker.last_failure}"
     entries = log.read(spec.episode_id, spec.attempt)
-    return Executed(header, entries, runner.states[spec.episode_id], dispatcher.buffer.counts)
+    return ExecutedEpisode(header, entries, runner.states[spec.episode_id], dispatcher.buffer.counts)
 
 
-def settings_of(
+def plain_rollout_settings(
     *,
     max_turns: int = MAX_TURNS,
     max_tokens: int = 256,
@@ -149,7 +149,7 @@ def settings_of(
     )
 
 
-def wired(
+def wire_dispatcher(
     environment: type[Environment],
     engine: Engine,
     store: JournalStore,

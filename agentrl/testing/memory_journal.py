@@ -153,7 +153,7 @@ class MemoryTurnLog:
 
     async def take_over(self, episode_id: str, attempt: int) -> None:
         """Copy the entries of an attempt from another partition if it holds more than this one."""
-        other = fullest(self.siblings, episode_id, attempt)
+        other = fullest_partition(self.siblings, episode_id, attempt)
         if other is None or other is self:
             return
         for entry in other.read(episode_id, attempt)[len(self.read(episode_id, attempt)) :]:
@@ -193,7 +193,7 @@ class MemoryTurnLog:
         return read_fork_prefix(".", point, lambda _, at: self.read(at.episode_id, at.attempt))
 
 
-def fullest(logs: Mapping[str, MemoryTurnLog], episode_id: str, attempt: int) -> MemoryTurnLog | None:
+def fullest_partition(logs: Mapping[str, MemoryTurnLog], episode_id: str, attempt: int) -> MemoryTurnLog | None:
     """Return the partition with the most entries of an attempt; see `TurnReader.partition_of`."""
 
     def held(log: MemoryTurnLog) -> tuple[int, int]:
@@ -467,7 +467,7 @@ class MemoryJournal:
 
     def recorded(self, episode_id: str, attempt: int) -> tuple[list[JournalEntry], list[JournalEntry]]:
         """Return the entries and partials on disk of an attempt, from any partition."""
-        log = fullest(self.turn_logs, episode_id, attempt)
+        log = fullest_partition(self.turn_logs, episode_id, attempt)
         return ([], []) if log is None else (log.read(episode_id, attempt), log.read_partials(episode_id, attempt))
 
     def highest_lineage(self) -> int:

@@ -85,12 +85,14 @@ def observed_side_effects(environment: type[Environment]) -> Iterator[ObservedSi
         _watching = None
 
 
-def asks_model(source: str) -> bool:
+def calls_language_model(source: str) -> bool:
     """Whether code seems to call a language model directly.
 
     Example:
-        >>> asks_model("import openai"), asks_model("url = base + '/chat/completions'"), asks_model("import math")
-        (True, True, False)
+        >>> calls_language_model("import openai"), calls_language_model("import math")
+        (True, False)
+        >>> calls_language_model("url = base + '/chat/completions'")
+        True
     """
     return _MODEL_WORDS.search(source) is not None
 
@@ -119,10 +121,12 @@ def _is_for_model(frame: FrameType | None, source: str) -> bool:
         name = str(frame.f_globals.get("__name__"))
         if not _MODEL_CLIENTS.isdisjoint({name.partition(".")[0], ".".join(name.split(".")[:2])}):
             return True
-        if is_users(frame.f_code.co_filename) and asks_model("".join(linecache.getlines(frame.f_code.co_filename))):
+        if is_users(frame.f_code.co_filename) and calls_language_model(
+            "".join(linecache.getlines(frame.f_code.co_filename))
+        ):
             return True
         frame = frame.f_back
-    return asks_model(source)
+    return calls_language_model(source)
 
 
 def _act(event: str, arguments: tuple[Any, ...]) -> str | None:

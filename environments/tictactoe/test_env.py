@@ -10,7 +10,7 @@ import pytest
 import agentrl
 from agentrl.core.errors import EnvironmentDefinitionError
 from agentrl.core.records import Task
-from agentrl.environment.games import GameEpisode, Position
+from agentrl.environment.games import GameEpisode, GamePosition
 from agentrl.environments.tictactoe.build_model import MOVES
 from agentrl.environments.tictactoe.env import FREE, LINES, TicTacToe, is_won, random_player
 from agentrl.rollout.chat_format import TemplateFormat
@@ -24,7 +24,7 @@ def lines(board: str) -> str:
     return "".join(board[cell] for line in LINES for cell in line)
 
 
-def positions(moves: list[str], opening: tuple[int, ...] = ()) -> list[Position]:
+def positions(moves: list[str], opening: tuple[int, ...] = ()) -> list[GamePosition]:
     """What comes of the start and of each move."""
     game = TicTacToe().game(Task(id="t", data={"seed": 0, "opening": opening}))
     return [game.reset(), *(game.step(move) for move in moves)]
@@ -41,7 +41,7 @@ def rewards(cells: list[int]) -> list[float]:
     return rewards_at(end)
 
 
-def rewards_at(end: Position) -> list[float]:
+def rewards_at(end: GamePosition) -> list[float]:
     assert end["player"] is None
     episode = GameEpisode(rewards=tuple(end["rewards"]), illegal=tuple(end["illegal"]), terminated=True)
     return list(TicTacToe().rewards(Task(id="t", data={}), episode))

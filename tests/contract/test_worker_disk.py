@@ -32,14 +32,14 @@ except StorageError as error:
 """
 SAY = """
 import asyncio, socket
-from agentrl.app.worker_host import tell_failure
+from agentrl.app.worker_host import report_failure
 from agentrl.engines.wire import receive
 
 async def main():
     ours, theirs = socket.socketpair()
     reader, ours_too = await asyncio.open_connection(sock=ours)
     _, writer = await asyncio.open_connection(sock=theirs)
-    tell_failure(writer, RuntimeError("a bug"))
+    report_failure(writer, RuntimeError("a bug"))
     print(await receive(reader))
 
 asyncio.run(main())

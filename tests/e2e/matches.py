@@ -16,7 +16,7 @@ import torch
 from aiohttp import web
 
 import agentrl
-from agentrl.app.policies import weights_in
+from agentrl.app.policies import weights_from_directory
 from agentrl.core.records import TrajectoryRow
 from agentrl.inspection.reader import RunReader
 from agentrl.journal.entries import TurnEntry
@@ -154,7 +154,7 @@ def check_played(turns: list[tuple[TurnEntry, TrajectoryRow]], run: Path, judge:
     assert all((turn.temperature == 0.7) == (turn.policy == "judge") for turn, _ in turns)
     judged = [row for turn, row in turns if turn.policy == "judge"]
     versions = {(span.version.lineage, span.version.step) for row in judged for span in row.spans}
-    assert versions == {weights_in("judge", judge).version[1:]}
+    assert versions == {weights_from_directory("judge", judge).version[1:]}
     here = [(turn, row) for turn, row in turns if turn.policy != "critic"]
     last = {(turn.policy, turn.spans[0]): (turn, row) for turn, row in here if len(turn.spans) == 1}
     assert {turn.policy for turn, _ in last.values()} == {"player", "other", "past", "judge"}

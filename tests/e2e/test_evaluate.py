@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import agentrl
-from agentrl.app.policies import weights_in
+from agentrl.app.policies import weights_from_directory
 from agentrl.cli.main import main
 from agentrl.core.errors import InputError
 from agentrl.inspection.reader import RunReader
@@ -93,7 +93,7 @@ def test_each_policy_is_served_from_the_weights_given_for_it(base: Path, indiffe
     vocabulary = json.loads((base / "config.json").read_text())["vocab_size"]
     drawn = {name: np.frombuffer(b"".join(turn.logprobs for turn in own), "<f4") for name, own in said.items()}
     for name, own in said.items():
-        version = weights_in(name, given[name]).version
+        version = weights_from_directory(name, given[name]).version
         assert {(span.lineage, span.step) for turn in own for span in turn.spans} == {(version.lineage, version.step)}
     assert drawn["second"] == pytest.approx(np.full(len(drawn["second"]), -math.log(vocabulary)), abs=1e-4)
     assert drawn["first"].max() > -1.0, "the adapter's base knows what it says"

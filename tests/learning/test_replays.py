@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import agentrl
-from agentrl.app.replays import Replayed, StepComputed, compute_step, rebuild_step, replay
+from agentrl.app.replays import ReplayResult, StepComputed, compute_step, rebuild_step, replay
 from agentrl.cli.main import main
 from agentrl.config.run import RunConfig
 from agentrl.environments.propose_and_solve import env
@@ -71,7 +71,7 @@ def computed(run: Path) -> dict[str, StepComputed]:
         reader.close()
 
 
-def replayed(run: Path, where: str, **options: str) -> list[Replayed]:
+def replayed(run: Path, where: str, **options: str) -> list[ReplayResult]:
     reader = RunReader(run)
     try:
         lines = reader.episodes(where, limit=10_000)

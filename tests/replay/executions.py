@@ -18,7 +18,7 @@ from agentrl.engines.scripted import Script, ScriptedEngine
 from agentrl.journal.entries import EntryBody, JournalEntry
 from agentrl.rollout.byte_formats import STOP_TOKEN
 from agentrl.simulation.virtual_time import simulate
-from agentrl.testing.execution import PARTITION, settings_of, wired
+from agentrl.testing.execution import PARTITION, plain_rollout_settings, wire_dispatcher
 from agentrl.testing.memory_journal import MemoryJournal
 
 
@@ -109,8 +109,10 @@ class Stage:
         engine = ScriptedEngine(
             counted, versions={"policy": PolicyVersion("policy", 0, 0)}, seconds_per_token=self.seconds_per_token
         )
-        settings = settings_of(max_turns=100, max_context=1 << 16, tool_timeout_s=60.0, episode_timeout_s=3600.0)
-        _, runner = wired(self.environment, engine, journal, settings, [], policy="policy")
+        settings = plain_rollout_settings(
+            max_turns=100, max_context=1 << 16, tool_timeout_s=60.0, episode_timeout_s=3600.0
+        )
+        _, runner = wire_dispatcher(self.environment, engine, journal, settings, [], policy="policy")
         for entry in recorded:
             log.append(entry)
         spec = self.spec

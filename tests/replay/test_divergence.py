@@ -15,7 +15,7 @@ from agentrl.engines.scripted import ScriptedEngine
 from agentrl.environment.base import OnCodeChange
 from agentrl.journal.entries import BeginEntry, JournalEntry, PatchEntry, ResourceEntry, encode_body
 from agentrl.rollout.worker import MAX_ATTEMPTS
-from agentrl.testing.execution import PARTITION, settings_of, wired
+from agentrl.testing.execution import PARTITION, plain_rollout_settings, wire_dispatcher
 from agentrl.testing.memory_journal import Admission, EpisodeEnd, MemoryJournal
 from tests.replay.executions import Stage, digits
 
@@ -127,7 +127,7 @@ async def resumed(environment: type[agentrl.Environment], entries: list[JournalE
         log.append(JournalEntry(entry.episode_id, attempt, entry.call_id, entry.asked, entry.body))
     await log.flush()
     engine = ScriptedEngine(digits, versions={"policy": PolicyVersion("policy", 0, 0)})
-    dispatcher, _ = wired(environment, engine, journal, settings_of(), failures)
+    dispatcher, _ = wire_dispatcher(environment, engine, journal, plain_rollout_settings(), failures)
     spec = dataclasses.replace(Stage(environment=environment).spec, attempt=attempt)
     journal.admit(spec)
     dispatcher.restore((), [spec])

@@ -14,8 +14,8 @@ from typing import Any, ClassVar, TypeVar
 import pytest
 
 import agentrl
-from agentrl.app.forks import Parent, ended_children, find_parent, fork_spec, recorded_weights
-from agentrl.app.policies import serve_configured_weights, weights_in
+from agentrl.app.forks import ForkParent, ended_children, find_parent, fork_spec, recorded_weights
+from agentrl.app.policies import serve_configured_weights, weights_from_directory
 from agentrl.core.errors import InputError, JournalError
 from agentrl.core.ports import GenerateRequest
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion, SeatBinding, Task, WeightsRef
@@ -27,7 +27,7 @@ from agentrl.journal.store import SqliteJournal
 from agentrl.orchestrator.dispatch import Dispatcher
 from agentrl.orchestrator.versions import ServedVersions
 from agentrl.rollout.byte_formats import STOP_TOKEN
-from agentrl.testing.execution import settings_of, wired
+from agentrl.testing.execution import plain_rollout_settings, wire_dispatcher
 from tests.sim.small_run import config_for
 
 T = TypeVar("T")
@@ -118,7 +118,7 @@ class World:
     def journal(self) -> Path:
         return self.directory / "journal"
 
-    async def fork(self, parent: Parent, environment: type[agentrl.Environment], n: int = 1) -> list[EpisodeHeader]:
+    async def fork(self, parent: ForkParent, environment: type[agentrl.Environment], n: int = 1) -> list[EpisodeHeader]:
         first = self.store.next_number("f")
         specs = [fork_spec(parent, first + index, self.journal, environment, n) for index in range(n)]
         headers = await self.dispatcher.play_forks(specs, ended_children(parent))
@@ -147,8 +147,8 @@ async def opened(directory: Path) -> AsyncIterator[World]:
     store = SqliteJournal(directory / "journal", info={"name": directory.name})
     failures: list[BaseException] = []
     engine = ScriptedEngine(script, versions={"policy": PolicyVersion("policy", 0, 0)})
-    dispatcher, _ = wired(
-        Walk, engine, store, settings_of(max_turns=100, max_context=1 << 16), failures, policy="policy"
+    dispatcher, _ = wire_dispatcher(
+        Walk, engine, store, plain_rollout_settings(max_turns=100, max_context=1 << 16), failures, policy="policy"
     )
     try:
         yield World(directory, store, engine, dispatcher, failures)
@@ -263,7 +263,7 @@ def test_weights_given_by_hand_are_found_again_and_never_taken_for_the_runs(tmp_
     given.mkdir()
     (given / "adapter_model.safetensors").write_bytes(b"given by hand")
     with pytest.raises(InputError, match=r"adapter_config\.json: cannot be read"):
-        weights_in("policy", given)
+        weights_from_directory("policy", given)
     (given / "adapter_config.json").write_bytes(b"{}")
     published = run / "versions" / "policy" / "0.1"
     published.mkdir(parents=True)
@@ -281,7 +281,7 @@ def test_weights_given_by_hand_are_found_again_and_never_taken_for_the_runs(tmp_
     within(run, play)
     first = find_parent(run / "journal", "e0", None, 2)
     assert recorded_weights(first) == [of_the_run]
-    by_hand = weights_in("policy", given)
+    by_hand = weights_from_directory("policy", given)
     within(forks, lambda world: fork(world, by_hand, "e0"))
     assert recorded_weights(find_parent(forks / "journal", "f0", None, 3)) == [by_hand]
     assert recorded_weights(find_parent(forks / "journal", "f0", None, 0)) == [of_the_run]

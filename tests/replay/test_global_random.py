@@ -17,10 +17,10 @@ from agentrl.core.errors import GlobalRandomError
 from agentrl.core.records import PolicyVersion
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.environment.base import Split, TaskSource
-from agentrl.environment.containment import DrawDetector, GlobalRandom, Steps
+from agentrl.environment.containment import DrawDetector, GlobalRandom, GuardedAwaitable
 from agentrl.journal.entries import EffectEntry
 from agentrl.simulation.virtual_time import simulate
-from agentrl.testing.execution import settings_of, wired
+from agentrl.testing.execution import plain_rollout_settings, wire_dispatcher
 from agentrl.testing.memory_journal import MemoryJournal
 from tests.replay.executions import Stage, digits_among_draws, resumed_everywhere
 from tests.unit.episodes import play
@@ -106,9 +106,11 @@ def test_each_environment_is_checked_in_its_first_new_episodes(monkeypatch: pyte
     stage = Stage(environment=Watched, script=digits_among_draws)
 
     async def detected(*wheres: str) -> list[bool]:
-        settings = settings_of(max_turns=9, max_context=1 << 16, tool_timeout_s=60.0, episode_timeout_s=3600.0)
+        settings = plain_rollout_settings(
+            max_turns=9, max_context=1 << 16, tool_timeout_s=60.0, episode_timeout_s=3600.0
+        )
         engine = ScriptedEngine(digits_among_draws, versions={"policy": PolicyVersion("policy", 0, 0)})
-        _, runner = wired(Watched, engine, MemoryJournal(), settings, [], policy="policy")
+        _, runner = wire_dispatcher(Watched, engine, MemoryJournal(), settings, [], policy="policy")
         found = []
         for number, where in enumerate(wheres):
             spec = replace(stage.spec, episode_id=f"e{number}", task=agentrl.Task(id="t", data={"where": where}))
@@ -208,19 +210,19 @@ def test_every_draw_from_any_bit_generator_is_seen(generator: str) -> None:
 
 
 def test_a_program_that_is_abandoned_in_an_effect_leaves_the_generators_of_others_alone() -> None:
-    async def effect(steps: list[Steps]) -> None:
+    async def effect(steps: list[GuardedAwaitable]) -> None:
         steps[0].suspend_guard()
         try:
             await asyncio.Event().wait()
         finally:
             steps[0].resume_guard()
 
-    async def awaited(steps: list[Steps]) -> None:
+    async def awaited(steps: list[GuardedAwaitable]) -> None:
         await steps[0]
 
     async def main() -> None:
-        steps: list[Steps] = []
-        steps.append(Steps(GlobalRandom(1), lambda: effect(steps)))
+        steps: list[GuardedAwaitable] = []
+        steps.append(GuardedAwaitable(GlobalRandom(1), lambda: effect(steps)))
         task = asyncio.get_running_loop().create_task(awaited(steps))
         await asyncio.sleep(0)
         before = random.getstate(), get_bit_generator()

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import agentrl
-from agentrl.app.assemble import Parts, assemble
+from agentrl.app.assemble import RunParts, assemble
 from agentrl.app.policies import pinned_policies
 from agentrl.app.recovery import ResumeState, serve_older, serve_opponents
 from agentrl.config.run import RunConfig
@@ -172,7 +172,7 @@ class SmallRun:
             await served.make_current(published)
         opponents = await serve_opponents(self.config, served, older)
         await self.journal.flush()
-        parts = Parts(
+        parts = RunParts(
             served=served,
             trainer=self.trainer,
             chat_format=PlainFormat(),

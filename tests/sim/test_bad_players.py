@@ -8,7 +8,7 @@ import pytest
 
 import agentrl
 from agentrl.core.records import Task
-from agentrl.environment.games import Game, GameEnvironment, Position
+from agentrl.environment.games import Game, GameEnvironment, GamePosition
 from agentrl.observe.alarms import alarms
 from agentrl.observe.run_state import RunPlan, RunState
 from agentrl.rollout.byte_formats import STOP_TOKEN
@@ -33,10 +33,10 @@ class Board(Game):
         self._moves = 0
         self._broke_off: int | None = None
 
-    def reset(self) -> Position:
+    def reset(self) -> GamePosition:
         return self._position()
 
-    def step(self, text: str) -> Position:
+    def step(self, text: str) -> GamePosition:
         if text == "?":
             self._broke_off = self._moves % 2
         self._moves += 1
@@ -44,9 +44,9 @@ class Board(Game):
             raise ZeroDivisionError("the board fell off")
         return self._position()
 
-    def _position(self) -> Position:
+    def _position(self) -> GamePosition:
         over = self._moves == 4 or self._broke_off is not None
-        return Position(
+        return GamePosition(
             player=None if over else self._moves % 2,
             observation="Your move.",
             legal=self._broke_off is None,

@@ -17,7 +17,7 @@ from agentrl.journal.entries import TurnEntry
 from agentrl.rollout.byte_formats import STOP_TOKEN
 from agentrl.rollout.episode import GRACE_S
 from agentrl.simulation.virtual_time import simulate
-from agentrl.testing.execution import PARTITION, POLICY, settings_of, wired
+from agentrl.testing.execution import PARTITION, POLICY, plain_rollout_settings, wire_dispatcher
 from agentrl.testing.memory_journal import EpisodeEnd, MemoryJournal
 from agentrl.testing.plugin import SimulatedLoop
 from tests.sim.interrupted_run import POLICIES, TOKEN_S, Life, WatchedEngine, check_schedule, request_name
@@ -189,7 +189,7 @@ def test_a_worker_that_is_stopped_neither_loses_nor_doubles_a_commit(moment: flo
             engine = ScriptedEngine(
                 lambda *_: [STOP_TOKEN], versions={POLICY: PolicyVersion(POLICY, 0, 0)}, seconds_per_token=1.0
             )
-            dispatcher, _ = wired(Swallowing, engine, journal, settings_of(), failures)
+            dispatcher, _ = wire_dispatcher(Swallowing, engine, journal, plain_rollout_settings(), failures)
             resume_state = read_resume_state(journal, {}, group_size=1)
             dispatcher.restore(resume_state.ended, resume_state.unfinished)
             if is_first:

@@ -16,7 +16,7 @@ from agentrl.app.recovery import read_resume_state
 from agentrl.config.run import RunConfig
 from agentrl.core.errors import ConfigError, EnvironmentDefinitionError, InputError
 from agentrl.core.records import Task
-from agentrl.environment.mixture import MemberTasks, MixedTasks, Mixture, mixture, roots_of
+from agentrl.environment.mixture import MemberTasks, MixedTasks, Mixture, mixture, root_environments
 from agentrl.orchestrator.evaluation import HeldOutSplit
 from agentrl.orchestrator.tasks import Curriculum, GroupResult
 from agentrl.testing.plugin import SimulatedLoop
@@ -149,7 +149,7 @@ def test_a_configuration_names_members_options_and_splits() -> None:
     chosen = config(options={"Easy": {"count": 9}})
     environment = environment_of(chosen)
     assert issubclass(environment, Mixture)
-    assert [root.__name__ for root in roots_of(environment)] == ["Digits", "Easy"]
+    assert [root.__name__ for root in root_environments(environment)] == ["Digits", "Easy"]
     source = task_source(chosen, environment, "train")
     assert len(source) == 10 + 9
     splits, available = held_out(chosen, environment)

@@ -13,7 +13,7 @@ from agentrl.core.records import PolicyVersion, Task
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.rollout.byte_formats import STOP_TOKEN
 from agentrl.simulation.virtual_time import simulate
-from agentrl.testing.execution import POLICY, settings_of, wired
+from agentrl.testing.execution import POLICY, plain_rollout_settings, wire_dispatcher
 from agentrl.testing.memory_journal import EpisodeEnd, MemoryJournal
 
 pytestmark = pytest.mark.sim
@@ -32,7 +32,7 @@ def ran(environment: type[agentrl.Environment], groups: int) -> list[EpisodeEnd]
         )
         engine.capabilities = replace(engine.capabilities, kv_tokens=ROOM, prefill_rate=100.0)
         journal, failures = MemoryJournal(), list[BaseException]()
-        dispatcher, runner = wired(environment, engine, journal, settings_of(), failures)
+        dispatcher, runner = wire_dispatcher(environment, engine, journal, plain_rollout_settings(), failures)
         for number in range(groups):
             dispatcher.admit_group(Task(id=f"t{number}", data={}))
         async with asyncio.timeout(10_000):

@@ -103,7 +103,7 @@ class Process:
                 is_moved = False
         if not self._dead.is_set():
             header = replace(dropped_header(start.spec, ""), drop_reason=None, stop_reason="completed")
-            self._say(wire.ended_of(start.number, header))
+            self._say(wire.encode_ended(start.number, header))
 
     async def _spawn(self, start: wire.Start, children: Sequence[Task]) -> None:
         if self._dead.is_set():

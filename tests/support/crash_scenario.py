@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agentrl.app.assemble import Parts, assemble
+from agentrl.app.assemble import RunParts, assemble
 from agentrl.app.policies import castings, pinned_policies
 from agentrl.app.recovery import Recovery, clear_leftovers
 from agentrl.config.run import RunConfig
@@ -164,7 +164,7 @@ class CrashScenario:
         first = {name: versions[name] for name in self.trainable}
         served = ServedVersions(engine, batches=pinned_policies(self.config))
         opponents = await recovery.publish_first_versions(self.config, first, trainer, served, journal)
-        parts = Parts(
+        parts = RunParts(
             served=served,
             trainer=trainer,
             chat_format=PlainFormat(),

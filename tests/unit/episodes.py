@@ -13,7 +13,7 @@ from agentrl.engines.scripted import ScriptedEngine
 from agentrl.environment.registry import name_of
 from agentrl.journal.entries import EntryBody
 from agentrl.rollout.byte_formats import STOP_TOKEN
-from agentrl.testing.execution import PARTITION, POLICY, settings_of, wired
+from agentrl.testing.execution import PARTITION, POLICY, plain_rollout_settings, wire_dispatcher
 from agentrl.testing.memory_journal import EpisodeEnd, MemoryJournal
 
 
@@ -82,7 +82,7 @@ async def _play(environment: type[agentrl.Environment], replies: list[str | byte
         return sampled
 
     engine = ScriptedEngine(script, versions={POLICY: PolicyVersion(POLICY, 0, 0)}, max_context=setting.max_context)
-    settings = settings_of(
+    settings = plain_rollout_settings(
         max_turns=setting.max_turns,
         max_tokens=512,
         max_context=setting.max_context,
@@ -90,7 +90,7 @@ async def _play(environment: type[agentrl.Environment], replies: list[str | byte
         episode_timeout_s=setting.episode_timeout_s,
     )
     failures: list[BaseException] = []
-    dispatcher, _ = wired(environment, engine, journal, settings, failures, data_attempts=setting.attempts)
+    dispatcher, _ = wire_dispatcher(environment, engine, journal, settings, failures, data_attempts=setting.attempts)
     worker = dispatcher.worker
     ended: list[EpisodeHeader] = []
     spec = _spec(environment, setting)

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from agentrl.cli.commands import EPISODE_COLUMNS
-from agentrl.cli.commands import parser as _parser
+from agentrl.cli.commands import make_parser as _parser
 from agentrl.cli.main import main
 from agentrl.core.text import escape_text
 from agentrl.inspection.reader import COLUMNS

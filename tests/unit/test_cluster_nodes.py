@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from agentrl.cluster.nodes import ANSWER_S, CLOCK_S, NodeReport, clock_lines, differences, report
+from agentrl.cluster.nodes import ANSWER_S, CLOCK_S, NodeReport, clock_lines, differences, report_node
 from agentrl.config.devices import Node, plan_nodes
 from agentrl.config.run import RunConfig
 from agentrl.core.errors import ConfigError
@@ -37,7 +37,7 @@ def configuration(**settings: Any) -> RunConfig:
 
 def test_a_node_like_the_run_s_host_lacks_nothing(tmp_path: Path) -> None:
     model = model_in(tmp_path / "model")
-    here, there = (report([model], ["agentrl.environments.calculator.env"]) for _ in range(2))
+    here, there = (report_node([model], ["agentrl.environments.calculator.env"]) for _ in range(2))
     assert differences("10.0.0.2", here, there) == []
     assert here.versions["torch"]
     assert here.versions["Python"]
@@ -70,12 +70,12 @@ def test_a_clock_that_is_an_hour_off_is_named(behind: float, word: str) -> None:
 
 def test_a_node_without_the_model_or_with_another_is_named(tmp_path: Path) -> None:
     models = [model_in(tmp_path / name) for name in ("gone", "short", "other", "same")]
-    here = report(models, [])
+    here = report_node(models, [])
     (tmp_path / "gone" / "config.json").unlink()
     (tmp_path / "short" / "model.safetensors").write_bytes(b"half")
     (tmp_path / "other" / "config.json").write_text("{}")
     gone, short, other, _ = models
-    assert differences("n", here, report(models, [])) == [
+    assert differences("n", here, report_node(models, [])) == [
         f"node n has no model at {gone}: copy its directory there",
         f"node n has another model at {short}: copy its directory there",
         f"node n has another model at {other}: copy its directory there",
@@ -87,10 +87,10 @@ def test_a_node_without_the_environment_or_with_another_version_is_named(
 ) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "my_environment.py").write_text("ONE = 1\n")
-    here = report([], ["my_environment", "never_installed.env"])
+    here = report_node([], ["my_environment", "never_installed.env"])
     (tmp_path / "my_environment.py").write_text("ONE = 2\n")
     assert here.code["never_installed.env"] == ""
-    assert differences("n", here, report([], ["my_environment"])) == [
+    assert differences("n", here, report_node([], ["my_environment"])) == [
         "node n has another version of the module my_environment: install the same there",
         "node n has no module never_installed.env: install the environment's package there",
     ]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from agentrl.config.load import check_unchanged, dump_toml, keys, load
+from agentrl.config.load import all_keys, check_unchanged, dump_toml, load
 from agentrl.config.run import RunConfig
 from agentrl.core.errors import ConfigError
 
@@ -254,7 +254,7 @@ def test_files_that_are_no_toml_are_told_by_line(tmp_path: Path) -> None:
 
 def test_every_key_but_names_of_the_users_can_be_an_override(tmp_path: Path) -> None:
     """`keys` and the models agree: no key of it is ever called unknown."""
-    for key in keys():
+    for key in all_keys():
         message = ""
         try:
             load(write(tmp_path), [f"{key.replace('<name>', 'policy')}=1"])

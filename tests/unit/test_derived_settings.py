@@ -12,7 +12,7 @@ import pytest
 
 from agentrl.app import memory as planned
 from agentrl.app import memory as run_memory
-from agentrl.app.memory import MAX_MICRO_BATCH, MIN_CONTEXT, USED_SHARE, memory_plan, sized
+from agentrl.app.memory import MAX_MICRO_BATCH, MIN_CONTEXT, USED_SHARE, memory_plan, with_chosen_token_limits
 from agentrl.cli.main import main
 from agentrl.config.load import load
 from agentrl.config.run import RunConfig
@@ -78,7 +78,7 @@ def test_the_losses_of_a_step_are_divided_by_its_sampled_tokens(sample_run: Path
 
 def test_a_context_is_as_long_as_the_model_has_positions(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     free(monkeypatch, 1 << 36)
-    config = sized(configured(repository), {})
+    config = with_chosen_token_limits(configured(repository), {})
     assert (config.engine.max_context, config.trainer.micro_batch_tokens) == (POSITIONS, MAX_MICRO_BATCH)
 
 
@@ -87,13 +87,15 @@ def test_memory_bounds_contexts_and_micro_batches(repository: Path, monkeypatch:
     free(monkeypatch, 1)
     size = int(1.3 * memory_plan(least).total / USED_SHARE)
     free(monkeypatch, size)
-    config = sized(configured(repository), {})
+    config = with_chosen_token_limits(configured(repository), {})
     assert MIN_CONTEXT <= config.engine.max_context < POSITIONS
     assert memory_plan(config).total <= size
     free(monkeypatch, 1 << 36)
-    kept = sized(configured(repository), config.model_dump(mode="json"))
+    kept = with_chosen_token_limits(configured(repository), config.model_dump(mode="json"))
     assert (kept.engine, kept.trainer) == (config.engine, config.trainer), "a resumed run keeps what was found"
-    explicit = sized(configured(repository, engine={"max_context": 100}), config.model_dump(mode="json"))
+    explicit = with_chosen_token_limits(
+        configured(repository, engine={"max_context": 100}), config.model_dump(mode="json")
+    )
     assert explicit.engine.max_context == 100
 
 
@@ -102,7 +104,7 @@ def test_a_memory_that_nothing_fits_into_is_refused(
 ) -> None:
     free(monkeypatch, 1 << 20)
     with pytest.raises(ConfigError, match=r"not enough memory: .*256 tokens.*MiB.*engine.slots"):
-        sized(configured(repository), {})
+        with_chosen_token_limits(configured(repository), {})
     file = tmp_path / "train.toml"
     file.write_text(f'[environment]\nid = "calculator"\n[model]\npath = "{repository}/environments/calculator/model"\n')
     assert main(["doctor", str(file), "--json"]) == 1

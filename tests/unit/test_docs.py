@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.cli.commands import parser as _parser
-from agentrl.config.load import keys
+from agentrl.cli.commands import make_parser as _parser
+from agentrl.config.load import all_keys
 from agentrl.config.run import RunConfig
 from agentrl.observe.metrics import describe
 from tests.markdown_pages import PAGES, ROOT, blocks, prose, python_of
@@ -86,14 +86,14 @@ def source_of(file: Path, test: str) -> str:
     return source
 
 
-KNOWN = [re.sub(r"<\w+>", r"[^.]+", re.escape(key).replace(r"\<", "<").replace(r"\>", ">")) for key in keys()]
+KNOWN = [re.sub(r"<\w+>", r"[^.]+", re.escape(key).replace(r"\<", "<").replace(r"\>", ">")) for key in all_keys()]
 """A pattern for each setting."""
 NO_SETTINGS = {"engine.log", "model.safetensors"}
 
 
 def test_settings_named_in_the_text_exist() -> None:
     """Those of sections; docs/simulator.md has settings of its own, and decisions name those of their day."""
-    sections = "|".join(sorted({key.partition(".")[0] for key in keys() if "." in key}))
+    sections = "|".join(sorted({key.partition(".")[0] for key in all_keys() if "." in key}))
     pattern = re.compile(rf"`((?:{sections})\.[\w.]+)(?=[` ])")
     pages = [page for page in PAGES if page.stem != "simulator" and page.parent.name != "decisions"]
     named = [(name(page), key) for page in pages for key in pattern.findall(prose(page)) if key not in NO_SETTINGS]

@@ -18,9 +18,9 @@ from agentrl.exchange.exporting import export
 from agentrl.exchange.importing import import_run
 from agentrl.inspection.conversation import ConversationView, OtherAct, RewardAct, ToolAct, TurnAct, conversation
 from agentrl.inspection.reader import RunReader
-from agentrl.inspection.search import matches
+from agentrl.inspection.search import episodes_with_words
 from agentrl.inspection.tokens import episode_tokens
-from agentrl.inspection.viewer.questions import answer
+from agentrl.inspection.viewer.questions import answer_question
 
 TRACES = Path(__file__).parents[1] / "exchange_files" / "verifiers_0_4_traces.jsonl"
 """Written by verifiers 0.4.0: one agent and tokens; branches, several agents, no tokens; an episode that failed."""
@@ -89,7 +89,7 @@ def test_an_episode_of_verifiers_is_read_like_any_other(theirs: RunReader) -> No
     assert [token.id for token in row.tokens] == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 6, 12]
     assert [token.logprob for token in row.tokens if token.loss_mask] == [-0.25, -0.5, -0.125]
     assert {token.version for token in row.tokens if token.loss_mask} == {"qwen-tiny@0.4"}
-    assert matches(theirs, '"use the tool"') == {f"{'a' * 32}.0", f"{'b' * 32}.0"}
+    assert episodes_with_words(theirs, '"use the tool"') == {f"{'a' * 32}.0", f"{'b' * 32}.0"}
 
 
 def test_branches_are_rows_and_what_is_not_told_is_said(theirs: RunReader) -> None:
@@ -210,7 +210,7 @@ def test_an_episode_that_is_called_as_a_fork_would_be_is_found(
         assert "forks/f0" in capsys.readouterr().out
     assert main(["episode", "diff", str(run), "forks/f0", "forks/f1"]) == 0
     reader = RunReader(run)
-    told = json.loads(answer(reader, "conversation", {"episode": "forks/f1"}))
+    told = json.loads(answer_question(reader, "conversation", {"episode": "forks/f1"}))
     reader.close()
     assert told["summary"]["episode"] == "forks/f1"
 

@@ -13,7 +13,7 @@ import agentrl
 from agentrl.core.errors import EnvironmentDefinitionError
 from agentrl.core.ports import GenerateRequest, SamplingParams
 from agentrl.core.records import PolicyVersion, Task
-from agentrl.environment.games import LEGAL_ACTIONS, Game, GameEnvironment, GameEpisode, Position
+from agentrl.environment.games import LEGAL_ACTIONS, Game, GameEnvironment, GameEpisode, GamePosition
 from agentrl.journal.entries import RewardEntry, TurnEntry
 from agentrl.rollout.byte_formats import PlainFormat
 from agentrl.testing.execution import random_policy
@@ -41,12 +41,12 @@ class Dice(Game):
     def __init__(self) -> None:
         self.turn = 0
 
-    def reset(self) -> Position:
+    def reset(self) -> GamePosition:
         """Draw the secret."""
         self.secret = random.randint(1, 6)
         return self.asked()
 
-    def step(self, text: str) -> Position:
+    def step(self, text: str) -> GamePosition:
         """Throw."""
         player, self.turn = self.turn % 2, self.turn + 1
         if not text.isdecimal():
@@ -56,11 +56,13 @@ class Dice(Game):
         won = [1.0, -1.0] if player == 0 else [-1.0, 1.0]
         return self.asked() | {"player": None, "rewards": won}
 
-    def asked(self) -> Position:
+    def asked(self) -> GamePosition:
         """Whose turn it is."""
         player = self.turn % 2
         shown = f"turn {self.turn}" + (f", secret {self.secret}" if player == 1 else "")
-        return Position(player=player, observation=shown, legal=True, rewards=[0.0, 0.0], illegal=[], truncated=False)
+        return GamePosition(
+            player=player, observation=shown, legal=True, rewards=[0.0, 0.0], illegal=[], truncated=False
+        )
 
 
 class Throw(GameEnvironment):

@@ -28,7 +28,7 @@ from agentrl.journal.entries import BeginEntry, JournalEntry, TurnEntry, encode_
 from agentrl.rollout.byte_formats import STOP_TOKEN
 from agentrl.rollout.call_journal import CallJournal
 from agentrl.testing.check import check_environment
-from agentrl.testing.execution import PARTITION, POLICY, settings_of, wired
+from agentrl.testing.execution import PARTITION, POLICY, plain_rollout_settings, wire_dispatcher
 from agentrl.testing.memory_journal import MemoryJournal
 from tests.unit.episodes import Played, play
 
@@ -155,7 +155,7 @@ def test_a_client_gets_a_reply_once_it_is_on_disk() -> None:
         engine = ScriptedEngine(
             lambda request, policy, version: [*next(said), STOP_TOKEN], versions={POLICY: PolicyVersion(POLICY, 0, 0)}
         )
-        dispatcher, _ = wired(Durable, engine, Durable.journal, settings_of(), [])
+        dispatcher, _ = wire_dispatcher(Durable, engine, Durable.journal, plain_rollout_settings(), [])
         dispatcher.worker.submit(outside_spec(Durable), lambda header: None)
         await dispatcher.worker.drain()
 
@@ -491,7 +491,7 @@ async def _forked(
         return [*str(len(seen)).encode(), STOP_TOKEN]
 
     engine = ScriptedEngine(script, versions={POLICY: PolicyVersion(POLICY, 0, 0)})
-    dispatcher, _ = wired(environment, engine, journal, settings_of(), [])
+    dispatcher, _ = wire_dispatcher(environment, engine, journal, plain_rollout_settings(), [])
     spec = outside_spec(environment)
     dispatcher.worker.submit(spec, ended.append)
     await dispatcher.worker.drain()
@@ -643,7 +643,7 @@ async def _resumed_often(attempt: int) -> EpisodeHeader:
     engine = ScriptedEngine(
         lambda request, policy, version: [*b"x", STOP_TOKEN], versions={POLICY: PolicyVersion(POLICY, 0, 0)}
     )
-    dispatcher, _ = wired(Stable, engine, journal, settings_of(), failures)
+    dispatcher, _ = wire_dispatcher(Stable, engine, journal, plain_rollout_settings(), failures)
     spec = replace(outside_spec(Stable), attempt=attempt)
     log = journal.turn_log(PARTITION)
     begin = BeginEntry(

@@ -15,7 +15,7 @@ from agentrl.core.errors import InputError, JournalError
 from agentrl.core.records import PolicyVersion
 from agentrl.core.text import escape_text
 from agentrl.inspection.conversation import conversation
-from agentrl.inspection.reader import RunReader, runs
+from agentrl.inspection.reader import RunReader, list_runs
 from agentrl.inspection.render import MAX_CELL, curves, episode_table, run_table
 from agentrl.inspection.render_episode import conversation_page
 from agentrl.journal.entries import encode_body, entry_checksum
@@ -109,7 +109,7 @@ def test_runs_are_listed_and_a_damaged_one_is_named(tmp_path: Path) -> None:
     (tmp_path / "bad" / "journal").mkdir(parents=True)
     (tmp_path / "bad" / "journal" / "control.db").write_bytes(b"rubbish" * 1000)
     (tmp_path / "empty").mkdir()
-    bad, good = runs(tmp_path)
+    bad, good = list_runs(tmp_path)
     assert (good.name, good.episodes, good.in_flight, good.steps, good.rewards) == (
         "demo",
         5,
@@ -126,7 +126,7 @@ def test_no_run_no_column_no_directory_are_told(run: Path, tmp_path: Path) -> No
     with pytest.raises(InputError, match="no run here"):
         RunReader(tmp_path)
     with pytest.raises(InputError, match="no such directory"):
-        runs(tmp_path / "nowhere")
+        list_runs(tmp_path / "nowhere")
     reader = RunReader(run)
     with pytest.raises(InputError, match="did you mean reward"):
         reader.episodes("rewrad < 0")
@@ -230,7 +230,7 @@ def test_one_hostile_run_hides_no_other(tmp_path: Path, change: str) -> None:
     for name in ("good", "hostile"):
         asyncio.run(write_run(tmp_path / name))
     change_control(tmp_path / "hostile", change)
-    good, hostile = runs(tmp_path)
+    good, hostile = list_runs(tmp_path)
     assert (good.episodes, good.problem) == (5, None)
     assert hostile.problem is not None
     assert "damaged" in hostile.problem

@@ -10,7 +10,7 @@ import pytest
 
 from agentrl.core.errors import InputError
 from agentrl.inspection.reader import RunReader
-from agentrl.inspection.search import FILE, matches
+from agentrl.inspection.search import FILE, episodes_with_words
 from agentrl.journal.entries import JournalEntry, ToolEntry, encode_body
 from agentrl.journal.store import SqliteJournal
 from tests.journal_cases import write_run
@@ -25,7 +25,7 @@ def run(tmp_path: Path) -> Path:
 def found(run: Path, text: str) -> set[str]:
     reader = RunReader(run)
     try:
-        return matches(reader, text)
+        return episodes_with_words(reader, text)
     finally:
         reader.close()
 
@@ -59,7 +59,7 @@ def test_words_and_phrases_are_found_and_the_index_follows(run: Path) -> None:
 
 def test_a_filter_and_a_search_come_together(run: Path) -> None:
     reader = RunReader(run)
-    among = matches(reader, "ball")
+    among = episodes_with_words(reader, "ball")
     assert [line.episode for line in reader.episodes("reward > 3", among=among)] == ["e5", "e4"]
     assert reader.count(among=among) == 7
     assert reader.episodes(among=set()) == []

@@ -39,9 +39,9 @@ from agentrl.inspection.render_episode import (
     timeline_page,
     tokens_page,
 )
-from agentrl.inspection.statistics import run_figures
+from agentrl.inspection.statistics import run_statistics
 from agentrl.inspection.steps import step_list, step_view
-from agentrl.inspection.timelines import Bar, EpisodeTimeline, Lane, episode_timeline, filled, run_timeline
+from agentrl.inspection.timelines import Bar, EpisodeTimeline, Lane, episode_timeline, occupancy, run_timeline
 from agentrl.inspection.tokens import Vocabulary, episode_tokens, step_rows
 from tests.journal_cases import HOSTILE, write_run
 
@@ -209,7 +209,7 @@ def test_an_episode_is_the_same_as_itself_and_names_are_told_apart(reader: RunRe
 
 
 def test_the_figures_of_a_run_add_up(reader: RunReader) -> None:
-    figures = run_figures(reader)
+    figures = run_statistics(reader)
     assert sum(kind.episodes for kind in figures.episodes) == reader.count("committed_at != null")
     for kind in figures.episodes:
         assert sum(kind.ended.values()) == kind.episodes
@@ -428,4 +428,4 @@ def test_times_beyond_all_floats_are_drawn_at_the_edge() -> None:
         episode="e", attempt=0, seconds=float("inf"), lanes=[Lane("a[0]", [bar])], updates=[], busy={}, problems=[]
     )
     assert timeline_page(line).__rich__() is not None
-    assert filled([(0.0, float("inf"))], 4, 1.0)[:3] == [1.0, 1.0, 1.0]
+    assert occupancy([(0.0, float("inf"))], 4, 1.0)[:3] == [1.0, 1.0, 1.0]

@@ -19,7 +19,7 @@ from agentrl.journal.reader import EpisodeKey, TurnReader
 from agentrl.journal.run_log import SqliteRunLog
 from agentrl.journal.store import SqliteJournal
 from agentrl.rollout.byte_formats import STOP_TOKEN
-from agentrl.testing.execution import POLICY, settings_of, wired
+from agentrl.testing.execution import POLICY, plain_rollout_settings, wire_dispatcher
 from tests.journal_cases import one_episode, spec, write, write_run
 
 
@@ -243,7 +243,7 @@ async def life(directory: Path, *, goes_on: bool) -> dict[str, str | None]:
     Waiting.gate = asyncio.Event()
     store, failures = SqliteJournal(directory), list[BaseException]()
     engine = ScriptedEngine(lambda *_: [*b"yes", STOP_TOKEN], versions={POLICY: PolicyVersion(POLICY, 0, 0)})
-    dispatcher, _ = wired(Waiting, engine, store, settings_of(), failures)
+    dispatcher, _ = wire_dispatcher(Waiting, engine, store, plain_rollout_settings(), failures)
     if goes_on:
         resume_state = read_resume_state(store, {}, group_size=1)
         dispatcher.restore(resume_state.ended, resume_state.unfinished)

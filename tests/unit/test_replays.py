@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from agentrl.app.forks import fork
-from agentrl.app.replays import Replayed, environment_to_run, replay
+from agentrl.app.replays import ReplayResult, environment_to_run, replay
 from agentrl.cli import sample_environment
 from agentrl.cli.main import main
 from agentrl.cli.sample_run import sample_factories
@@ -43,7 +43,7 @@ def other(directory: Path, *changes: tuple[str, str]) -> str:
     return f"{path}:Solve"
 
 
-def replayed(run: Path, line: EpisodeLine, **options: object) -> Replayed:
+def replayed(run: Path, line: EpisodeLine, **options: object) -> ReplayResult:
     (found,) = replay(run, [(line.episode, line.attempt)], factories=sample_factories(), **options)  # type: ignore[arg-type]
     return found
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from agentrl.app.recovery import functions_of
+from agentrl.app.recovery import load_user_functions
 from agentrl.cli.main import main
 from agentrl.config.run import RunConfig
 from agentrl.config.sections import LOSSES
@@ -193,7 +193,7 @@ def test_an_advantage_over_the_step_takes_no_credit_by_turn(advantage: str) -> N
     credit = {"advantage": advantage, "turn_credit": "to_go"}
     config = RunConfig.model_validate({"environment": {"id": "x"}, "model": {"path": "m"}, "credit": credit})
     with pytest.raises(ConfigError, match=r"compares the turns of a group, and .* remove the first"):
-        functions_of(config)
+        load_user_functions(config)
 
 
 def test_a_missing_function_ends_a_run_before_it_begins(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

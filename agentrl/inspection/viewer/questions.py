@@ -16,11 +16,11 @@ import msgspec
 
 from agentrl.core.errors import InputError
 from agentrl.core.records import ProcessStatus
-from agentrl.inspection.comparisons import fork_tree, located
+from agentrl.inspection.comparisons import fork_tree, locate_episode
 from agentrl.inspection.conversation import conversation
 from agentrl.inspection.reader import COLUMNS, EPISODES, STATUS, EpisodeLine, RunReader
 from agentrl.inspection.reasons import reasons, reasons_of
-from agentrl.inspection.search import matches
+from agentrl.inspection.search import episodes_with_words
 from agentrl.inspection.steps import evaluation_list, step_list, step_view
 from agentrl.inspection.timelines import episode_timeline, run_timeline, timeline_of
 from agentrl.inspection.tokens import TokenRow, episode_tokens
@@ -60,7 +60,7 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     """Bottleneck of the run, for people."""
 
 
-class Pulse(msgspec.Struct, frozen=True, kw_only=True):
+class RunProgress(msgspec.Struct, frozen=True, kw_only=True):
     """Progress of a run, which the page polls."""
 
     ended: bool
@@ -71,7 +71,7 @@ class Pulse(msgspec.Struct, frozen=True, kw_only=True):
     """Time of the last write; it changes with every write."""
 
 
-def answer(reader: RunReader, question: str, parameters: Parameters) -> bytes:
+def answer_question(reader: RunReader, question: str, parameters: Parameters) -> bytes:
     """Answer a question, as JSON.
 
     Raises:
@@ -142,18 +142,18 @@ def _run(reader: RunReader, parameters: Parameters) -> RunSummary:
     return run_summary(reader, {str(status): count for status, count in counted})
 
 
-def _pulse(reader: RunReader, parameters: Parameters) -> Pulse:
+def _pulse(reader: RunReader, parameters: Parameters) -> RunProgress:
     state = reader.standing()
     ((newest,),) = reader.log.rows(
         "SELECT max(coalesce((SELECT max(admitted_at) FROM admissions), 0),"
         " coalesce((SELECT max(committed_at) FROM episodes), 0), coalesce((SELECT max(stepped_at) FROM steps), 0))"
     )
-    return Pulse(ended=state != "running", state=state, newest=newest)
+    return RunProgress(ended=state != "running", state=state, newest=newest)
 
 
 def _episodes(reader: RunReader, parameters: Parameters) -> EpisodePage:
     where, words = parameters.get("where", ""), parameters.get("match", "")
-    among = matches(reader, words) if words.strip() else None
+    among = episodes_with_words(reader, words) if words.strip() else None
     lines = reader.episodes(
         where,
         sort=parameters.get("sort") or "admitted_at",
@@ -212,7 +212,7 @@ QUESTIONS: Mapping[str, Callable[[RunReader, Parameters], Any]] = {
 def _located(reader: RunReader, parameters: Parameters) -> Iterator[tuple[RunReader, str, int | None]]:
     """Return the reader of the run or of its forks, the episode's id there, and the attempt."""
     attempt = _number(parameters, "attempt", -1)
-    with located(reader, parameters.get("episode", "")) as (where, episode):
+    with locate_episode(reader, parameters.get("episode", "")) as (where, episode):
         yield where, episode, None if attempt < 0 else attempt
 
 
