@@ -1,8 +1,9 @@
 """Models by their names on the Hugging Face hub: found in huggingface_hub's cache, or downloaded into it.
 
 `model.path = "Qwen/Qwen3-0.6B"`, or `"Qwen/Qwen3-0.6B@REVISION"`, becomes the directory of one commit of that
-repository, so that a run resumes with the weights it began with even if the branch has moved. Only the files of a
-causal LM are downloaded: weights as safetensors, tokenizer, templates and configuration; no code and no pickles.
+repository. A run resumes with the commit it began with: a name without a revision keeps it, and a branch or tag is
+looked up again, so that the resume is refused if it has moved. Only the files of a causal LM are downloaded: weights
+as safetensors, tokenizer, templates and configuration; no code and no pickles.
 """
 
 from __future__ import annotations

@@ -67,7 +67,8 @@ class ModelConfig(Section):
     file, or `package:directory` inside an installed package, such as `agentrl.environments:calculator/model`. Or a name
     on the Hugging Face hub, such as `Qwen/Qwen3-0.6B`, or `Qwen/Qwen3-0.6B@main` with a commit, tag or branch; it is
     looked up in huggingface_hub's cache and downloaded if it is not there (safetensors only). A resumed run keeps the
-    commit it began with. Required unless every policy is remote, a bot, or names its own `model`."""
+    commit it began with; it is refused if a branch or tag named here has moved since. Required unless every policy is
+    remote, a bot, or names its own `model`."""
     dtype: Fixed[Literal["auto", "float32", "bfloat16"]] = "auto"
     """Data type of computation in engine and trainer, and of published full weights. `auto`: the checkpoint's, or
     float32 for a checkpoint in float16. Adapters, gradients and optimizer states are float32; a policy that trains full
