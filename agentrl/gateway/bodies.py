@@ -1,8 +1,13 @@
-"""Parsing of request bodies, which are untrusted: bounded in size before and after decompression, and in depth."""
+"""Parsing of request bodies, which are untrusted: bounded in size before and after decompression, and in depth.
+
+What is read can be journaled and rendered: text has no lone surrogates, and numbers are finite.
+"""
 
 from __future__ import annotations
 
 import json
+import math
+import re
 import sys
 import zlib
 from typing import Any
@@ -16,8 +21,8 @@ else:
 
 MAX_BODY_BYTES = 8 << 20
 """Maximum bytes of a body, before and after decompression: two million tokens of text. Parsing blocks all episodes."""
-MAX_WAITING_BYTES = 64 << 20
-"""Maximum total bytes of unparsed bodies that the clients of one attempt may be sending at once."""
+MAX_HELD_BYTES = 256 << 20
+"""Maximum estimated memory of the requests of one attempt that are being sent or wait for their reply."""
 MAX_BRACKETS = 1 << 18
 """Maximum number of opening brackets and braces in a body, including those in texts: each may create an object."""
 MAX_SEPARATORS = 1 << 20
@@ -26,6 +31,8 @@ MAX_WINDOW_BITS = 23
 """Base-2 logarithm of the largest window of a zstd body, in bytes: what RFC 9659 lets a sender ask for."""
 MAX_DEPTH = 64
 """Maximum nesting of objects and lists in a body."""
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+"""An escape in JSON of half a character."""
 
 
 def decompress_body(body: bytes, encoding: str) -> bytes:
@@ -52,7 +59,14 @@ def decompress_body(body: bytes, encoding: str) -> bytes:
         raise RequestRefusedError(f"the body is longer than {MAX_BODY_BYTES} bytes when it is unpacked", "large")
     if not unpacker.eof:
         raise RequestRefusedError(f"the body ends in the middle of its {encoding} data")
+    if unpacker.unused_data:
+        raise RequestRefusedError(f"the body continues after the end of its {encoding} data")
     return found
+
+
+def memory_of(body: bytes) -> int:
+    """Estimate the bytes that a body and what is parsed from it take."""
+    return 2 * len(body) + 256 * (body.count(b"[") + body.count(b"{")) + 64 * body.count(b",")
 
 
 def parse_json_body(body: bytes) -> dict[str, Any]:
@@ -64,7 +78,7 @@ def parse_json_body(body: bytes) -> dict[str, Any]:
     if body.count(b"[") + body.count(b"{") > MAX_BRACKETS or body.count(b",") > MAX_SEPARATORS:
         raise RequestRefusedError(f"the body has more than {MAX_BRACKETS} brackets or {MAX_SEPARATORS} commas", "large")
     try:
-        value = json.loads(body.decode(), parse_constant=_refuse_constant)
+        value = parse_json(body.decode())
     except UnicodeDecodeError as error:
         raise RequestRefusedError(f"the body is not UTF-8 at byte {error.start}") from None
     except (ValueError, RecursionError) as error:
@@ -80,5 +94,21 @@ def parse_json_body(body: bytes) -> dict[str, Any]:
     return value
 
 
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
+def parse_json(text: str) -> Any:
+    """Parse JSON; a lone surrogate becomes a question mark.
+
+    Raises:
+        ValueError: it is not JSON, or has a number that is not finite.
+        RecursionError: it is nested too deeply.
+    """
+    value = json.loads(text, parse_constant=_finite, parse_float=_finite)
+    if _SURROGATE.search(text):  # of the pairs, which are characters, nothing is left to replace
+        value = json.loads(json.dumps(value, ensure_ascii=False).encode("utf-8", "replace"))
+    return value
+
+
+def _finite(written: str) -> float:
+    value = float(written)
+    if not math.isfinite(value):
+        raise ValueError(f"{written[:40]} is not a finite number")
+    return value

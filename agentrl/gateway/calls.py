@@ -7,7 +7,8 @@ cannot honour.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import reprlib
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 RefusalKind = Literal["invalid", "key", "forbidden", "model", "context", "limit", "large", "unavailable"]
 MOST_STOPS = 64
 """Maximum number of stop texts of a request: each is looked for in every reply."""
+MOST_ITEMS = 8192
+"""Maximum length of a list of messages, tools, calls or parts of a request: reading one takes longer than parsing."""
 STATUS: Mapping[RefusalKind, int] = {
     "invalid": 400,
     "key": 401,
@@ -109,8 +112,12 @@ class Seat(Protocol):
         """
         ...
 
-    def continues(self, request: ChatRequest) -> bool:
-        """Whether the request's history begins with a conversation that ended in a reply of this seat."""
+    def prefixes(self, request: ChatRequest) -> Collection[bytes]:
+        """Return the digests of the request's first 0, 1, … messages; equal for all seats of one environment."""
+        ...
+
+    def continues(self, prefixes: Collection[bytes]) -> bool:
+        """Whether a request of these `prefixes` begins with a conversation that ended in a reply of this seat."""
         ...
 
     def count_tokens(self, request: ChatRequest) -> int:
@@ -182,10 +189,12 @@ def read_objects(value: Any, where: str) -> list[dict[str, Any]]:
     """Check that a value of a body is a list of objects.
 
     Raises:
-        RequestRefusedError: the value is not a list of objects.
+        RequestRefusedError: the value is not a list of objects, or has more than `MOST_ITEMS`.
     """
     if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
         raise RequestRefusedError(f"{where} must be a list of objects, not {shown(value)}", "invalid", where)
+    if len(value) > MOST_ITEMS:
+        raise RequestRefusedError(f"{where} has {len(value)} items; at most {MOST_ITEMS} are read", "large", where)
     return value
 
 
@@ -206,6 +215,10 @@ def stop_texts(value: Any, where: str) -> tuple[str, ...]:
 
 
 def shown(value: Any) -> str:
-    """Format a value of a request, for a message."""
-    written = repr(value)
+    """Format a value of a request, for a message, without looking through all of it."""
+    written = _SHORT.repr(value)
     return written if len(written) <= 80 else f"{written[:79]}…"
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 100

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
 from agentrl.core.records import Message, Role, ToolCall, ToolSpec
+from agentrl.gateway.bodies import parse_json
 from agentrl.gateway.calls import (
     ChatReply,
     ChatRequest,
@@ -184,7 +185,7 @@ def parse_arguments(written: Any) -> Mapping[str, Any] | str:
     if isinstance(written, dict):
         return written
     try:
-        value = json.loads(written)
+        value = parse_json(written)
     except (TypeError, ValueError, RecursionError):
         return str(written)
     return value if isinstance(value, dict) else str(written)

@@ -10,6 +10,9 @@ seats are open.
 2. A client sees latency, never an error, while its call waits for the engine: streams carry comments, other answers
    begin with white space.
 3. An invalid request gets a refusal in its protocol's form, whatever it contains.
+4. Nothing is sampled for an attempt that has ended.
+5. Clients of one attempt cannot stop those of another: one request is parsed at a time, and attempts take turns; the
+   memory of an attempt's waiting requests and the number of its connections are bounded.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ import logging
 import re
 import resource
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -51,8 +54,14 @@ OTHER_SHARE = 4
 """Divisor of that limit that gives the number of open files that are left to the rest of the process."""
 IDLE_S = 75.0
 """Seconds without a request after which a connection is closed."""
+MOST_HEADERS = 64
+"""Maximum number of header lines of a request, which is read before its key is known."""
+MOST_HEADER_BYTES = 2048
+"""Maximum length of a header line."""
 MOST_CALLS = 1024
 """Maximum number of waiting calls of one attempt."""
+MOST_CLIENTS = 8
+"""Maximum number of clients that wait for the same call."""
 MOST_CONVERSATIONS = 1024
 """Maximum number of open conversations behind one key."""
 COUNT_TOKENS = "/v1/messages/count_tokens"
@@ -60,6 +69,29 @@ _KEY = re.compile(r"/key/([^/]+)(/.*)")
 _NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
 
 Answer = Callable[["web.Request"], Awaitable["web.StreamResponse"]]
+
+
+@dataclass(eq=False, slots=True)
+class Intake:
+    """The requests that share bounds: those of an attempt, or of all conversations."""
+
+    held_bytes: int = 0
+    """Estimated memory of requests that are being sent or wait for their reply."""
+    parsing: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held by the request that waits for its turn to be parsed, or is parsed."""
+
+    def hold(self, count: int) -> None:
+        """Count memory.
+
+        Raises:
+            RequestRefusedError: it is too much; nothing is counted.
+        """
+        if self.held_bytes + count > bodies.MAX_HELD_BYTES:
+            raise RequestRefusedError(
+                f"requests of {bodies.MAX_HELD_BYTES} bytes are being sent or wait for their reply already",
+                "unavailable",
+            )
+        self.held_bytes += count
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -83,12 +115,11 @@ class OpenSeats:
     asked: int = 0
     """Number of calls so far."""
     running: set[asyncio.Task[Any]] = field(default_factory=set)
-    answering: set[asyncio.Transport] = field(default_factory=set)
-    """Connections whose request is being read or answered."""
     connections: set[web.RequestHandler] = field(default_factory=set)
-    """Connections that have shown a key of the attempt."""
-    body_bytes: int = 0
-    """Bytes of the bodies that clients are sending."""
+    """Connections whose last request had a key of the attempt."""
+    intake: Intake = field(default_factory=Intake)
+    is_closed: bool = False
+    """Whether the attempt has ended: a request that was sent before and is read only now samples nothing."""
 
     @property
     def root_url(self) -> str:
@@ -119,8 +150,7 @@ class Conversations:
     def __init__(self, models: Sequence[str], begin: Callable[[str], Awaitable[OpenSeats]]) -> None:
         self.key = new_key()
         self.models = models
-        self.body_bytes = 0
-        """See `OpenSeats.body_bytes`; of all conversations."""
+        self.intake = Intake()
         self._begin = begin
         self._open: list[OpenSeats] = []
         self._named: dict[str, OpenSeats] = {}
@@ -145,9 +175,11 @@ class Conversations:
             )
         if name:
             return await self._find_named(name)
+        named = {id(opened) for opened in self._named.values()}
+        prefixes = seat_of(self._open[0].seats, chat.model).prefixes(chat) if self._open else ()
         for opened in reversed(self._open):
-            is_unused = not opened.asked and not any(opened is each for each in self._named.values())
-            if is_unused or is_waited_for(opened) or seat_of(opened.seats, chat.model).continues(chat):
+            is_unused = not opened.asked and id(opened) not in named
+            if is_unused or is_waited_for(opened) or seat_of(opened.seats, chat.model).continues(prefixes):
                 return opened  # reuse a conversation that was opened only to count the tokens of its first request
         return await self._begin_one("")
 
@@ -200,8 +232,10 @@ class Gateway:
         self._runner: web.AppRunner | None = None
         self._port = 0
         self._listeners = 0
-        self._clients: set[Any] = set()
-        """Connections that have shown a key."""
+        self._clients: dict[web.RequestHandler, OpenSeats | None] = {}
+        """Connections whose last request had a key, with the seats it admits to; None: all conversations'."""
+        self._parsing = asyncio.Lock()
+        """Held by the request that is parsed."""
         self._listening: asyncio.Server | None = None
         self._watch: asyncio.Task[None] | None = None
         self._starting = asyncio.Lock()
@@ -230,13 +264,14 @@ class Gateway:
             try:
                 yield opened
             finally:
+                opened.is_closed = True
                 for key in (opened.key, *opened.keys.values()):
                     del self._admitted[_digest(key)]
                 for task in opened.running:
                     task.cancel()
                 await asyncio.gather(*opened.running, return_exceptions=True)
                 opened.failure.cancel()
-                asyncio.get_running_loop().call_later(KEEPALIVE_S, _abort, opened.answering)
+                asyncio.get_running_loop().call_later(KEEPALIVE_S, _abort, opened.connections)
 
     @asynccontextmanager
     async def listen(self) -> AsyncIterator[str]:
@@ -274,6 +309,9 @@ class Gateway:
             handler_cancellation=True,
             auto_decompress=False,
             keepalive_timeout=IDLE_S,
+            max_headers=MOST_HEADERS,
+            max_field_size=MOST_HEADER_BYTES,
+            max_line_size=MOST_HEADER_BYTES,
         )
         await runner.setup()
         try:
@@ -291,32 +329,35 @@ class Gateway:
             return
         self._listening.close()
         self._watch.cancel()
-        for client in _connections(runner):
-            if client.transport is not None:
-                client.transport.abort()  # do not wait for a client that may never read the answer
+        _abort(_connections(runner))  # do not wait for a client that may never read the answer
         await runner.cleanup()
         self._clients.clear()
 
     def _accept(self) -> asyncio.BaseProtocol:
-        """Make the protocol of a new connection; it is refused if too many are open, with a key or without."""
+        """Make the protocol of a new connection. Of too many without a key the oldest are closed, since a client shows
+        its key at once; beyond what the process can open, new ones are refused."""
         runner = self._runner
         if runner is None or runner.server is None:
             return _Refused()
-        files, count = _file_limit(), len(runner.server.connections)
-        is_full = count > files - files // OTHER_SHARE or count - len(self._clients) > files // KEYLESS_SHARE
-        return _Refused() if is_full else runner.server()
+        files, connected = _file_limit(), _connections(runner)
+        if len(connected) > files - files // OTHER_SHARE:
+            return _Refused()
+        if len(connected) - len(self._clients) > files // KEYLESS_SHARE:
+            keyless = [client for client in connected if client not in self._clients]
+            _abort(keyless[: max(len(keyless) - files // KEYLESS_SHARE, 0)])
+        return runner.server()
 
     async def _close_keyless(self) -> None:
         """Close connections that show no key in time: they could use up all sockets of the process."""
-        waiting: set[Any] = set()
+        waiting: set[web.RequestHandler] = set()
         while self._runner is not None:
             await asyncio.sleep(KEYLESS_S)
-            connected = _connections(self._runner)
-            self._clients.intersection_update(connected)
-            for client in connected:
-                if client in waiting and client not in self._clients and client.transport is not None:
-                    client.transport.abort()
-            waiting = set(connected) - self._clients
+            connected = {*_connections(self._runner)}
+            for client in self._clients.keys() - connected:
+                self._forget_key(client)
+            keyless = connected - self._clients.keys()
+            _abort(waiting & keyless)
+            waiting = keyless
 
     # --- a request, in order ------------------------------------------------------------------------------------------
 
@@ -326,52 +367,86 @@ class Gateway:
         if found := _KEY.fullmatch(path):
             in_address, path = found.groups()
         protocol = _PROTOCOLS.get(path)
-        opened: OpenSeats | None = None
+        self._forget_key(request.protocol)
         try:
             self._check_own(request)
-            opened, seat, conversation = self._admit(request, in_address)
-            self._note_answering(request, opened)
+            opened, limited_to, conversation = self._admit(request, in_address)
+            self._note_key(request.protocol, opened)
             if path == "/v1/models" and request.method == "GET":
-                return _json(200, _models(self._models_of(opened, seat)))
+                return _json(200, _models(self._models_of(opened, limited_to)))
             if protocol is None or request.method != "POST":
                 raise RequestRefusedError(
                     f"there is no {request.method} {shown(path)} here; there are: GET /v1/models, "
                     f"{', '.join(f'POST {known}' for known in _PROTOCOLS)}",
                     "model",
                 )
-            body = await _body(request, opened or self._conversations)
-            chat, digest = protocol.read(bodies.parse_json_body(body)), _digest(path, body)
-            if opened is None:
-                opened = await self._find_conversation(request, conversation, chat, digest)
-                self._note_answering(request, opened)
-            if path == COUNT_TOKENS:
-                return _json(200, {"input_tokens": seat_of(opened.seats, chat.model, seat).count_tokens(chat)})
-            return await self._chat(request, protocol, chat, opened, seat, digest)
+            async with self._read(request, path, protocol, opened) as (chat, digest):
+                if opened is None:
+                    opened = await self._find_conversation(request, conversation, chat, digest)
+                    self._note_key(request.protocol, opened)
+                if opened.is_closed:
+                    raise RequestRefusedError("the episode has ended", "key")
+                if path == COUNT_TOKENS:
+                    counted = seat_of(opened.seats, chat.model, limited_to).count_tokens(chat)
+                    return _json(200, {"input_tokens": counted})
+                return await self._chat(request, protocol, chat, opened, limited_to, digest)
         except RequestRefusedError as refused:
             return _json(refused.status, (protocol.refusal if protocol else openai_refusal)(refused))
         except ConnectionResetError:
             return _json(499, {})  # the client disconnected, so the answer is not read
-        finally:
-            if opened is not None and request.transport is not None:
-                opened.answering.discard(request.transport)
 
-    def _note_answering(self, request: web.Request, opened: OpenSeats | None) -> None:
+    def _note_key(self, client: web.RequestHandler, opened: OpenSeats | None) -> None:
         """Note that a connection has shown a key.
 
         Raises:
             RequestRefusedError: too many connections of the attempt are open; this one is closed.
         """
-        self._clients.add(request.protocol)
+        self._clients[client] = opened
         if opened is None:
             return
-        opened.connections.add(request.protocol)
+        opened.connections.add(client)
         if len(opened.connections) > (most := _file_limit() // ATTEMPT_SHARE):
             opened.connections.intersection_update(_connections(self._runner))
             if len(opened.connections) > most:
-                request.protocol.close()
+                client.close()
                 raise RequestRefusedError(f"{most} connections of this episode are open already", "unavailable")
-        if request.transport is not None:
-            opened.answering.add(request.transport)
+
+    def _forget_key(self, client: web.RequestHandler) -> None:
+        """Forget the key of a connection: it has closed, or its next request must show one."""
+        opened = self._clients.pop(client, None)
+        if opened is not None:
+            opened.connections.discard(client)
+
+    @asynccontextmanager
+    async def _read(
+        self, request: web.Request, path: str, protocol: ChatProtocol, opened: OpenSeats | None
+    ) -> AsyncIterator[tuple[ChatRequest, bytes]]:
+        """Read a request and the digest of its path and body; its memory counts until the context is left.
+
+        Raises:
+            RequestRefusedError: the body is too long or malformed, or comes beside too many others.
+        """
+        owner = opened or self._conversations
+        assert owner is not None
+        intake, held, body = owner.intake, 0, bytearray()
+        try:
+            async for part in request.content.iter_any():
+                if len(body) + len(part) > bodies.MAX_BODY_BYTES:
+                    raise RequestRefusedError(f"the body is longer than {bodies.MAX_BODY_BYTES} bytes", "large")
+                intake.hold(len(part))
+                held += len(part)
+                body += part
+            # Only one request of each attempt waits for the second lock, so attempts take turns.
+            async with intake.parsing, self._parsing:
+                await asyncio.sleep(0)  # all else runs between two bodies
+                unpacked = bodies.decompress_body(bytes(body), request.headers.get("Content-Encoding", ""))
+                intake.hold(memory := bodies.memory_of(unpacked))
+                held += memory
+                found = protocol.read(bodies.parse_json_body(unpacked)), _digest(path, unpacked)
+            del body, unpacked
+            yield found
+        finally:
+            intake.held_bytes -= held
 
     def _check_own(self, request: web.Request) -> None:
         """Refuse browsers: a page whose name resolves to this machine could use a key that it guessed or saw."""
@@ -441,6 +516,10 @@ class Gateway:
             if key:
                 opened.by_idempotency_key[digest, key] = call
             call.task.add_done_callback(functools.partial(_forget_if_refused, opened, digest, key, call))
+        if call.clients >= MOST_CLIENTS:
+            raise RequestRefusedError(
+                f"{MOST_CLIENTS} clients already wait for the reply to this request", "unavailable"
+            )
         call.clients += 1
         try:
             response = await _hand_over(request, protocol, chat, call.task)
@@ -482,10 +561,11 @@ def _connections(runner: web.AppRunner | None) -> list[web.RequestHandler]:
     return [] if runner is None or runner.server is None else runner.server.connections
 
 
-def _abort(connections: set[asyncio.Transport]) -> None:
-    """Close the connections of clients of an ended episode: one that never reads would stay open for ever."""
-    for transport in list(connections):
-        transport.abort()
+def _abort(clients: Iterable[web.RequestHandler]) -> None:
+    """Close connections at once: a client that never reads would keep one open for ever."""
+    for client in list(clients):
+        if client.transport is not None:
+            client.transport.abort()
 
 
 def seat_of(seats: Mapping[str, Seat], model: str, limited_to: str | None = None) -> Seat:
@@ -600,29 +680,6 @@ def _refused(error: BaseException) -> RequestRefusedError:
     if isinstance(error, asyncio.CancelledError):
         return RequestRefusedError("the episode has ended", "key")
     return RequestRefusedError("the episode cannot continue", "unavailable")
-
-
-async def _body(request: web.Request, owner: OpenSeats | Conversations | None) -> bytes:
-    """Read and decode the body of a request; `owner` counts the bytes of the bodies that are being read.
-
-    Raises:
-        RequestRefusedError: the body is too long, does not fit its encoding, or comes beside too many others.
-    """
-    assert owner is not None
-    body = bytearray()
-    try:
-        async for part in request.content.iter_any():
-            if len(body) + len(part) > bodies.MAX_BODY_BYTES:
-                raise RequestRefusedError(f"the body is longer than {bodies.MAX_BODY_BYTES} bytes", "large")
-            if owner.body_bytes + len(part) > bodies.MAX_WAITING_BYTES:
-                raise RequestRefusedError(
-                    f"bodies of {bodies.MAX_WAITING_BYTES} bytes are being sent already", "unavailable"
-                )
-            owner.body_bytes += len(part)
-            body += part
-    finally:
-        owner.body_bytes -= len(body)
-    return bodies.decompress_body(bytes(body), request.headers.get("Content-Encoding", ""))
 
 
 def _models(names: Sequence[str]) -> dict[str, Any]:

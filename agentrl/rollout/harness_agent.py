@@ -33,7 +33,7 @@ from agentrl.core.ids import stable_hash64
 from agentrl.core.records import Completion, Message, SamplingMask, Turn, VersionSpan
 from agentrl.core.reply_formats import parse_json_value
 from agentrl.core.text import plural
-from agentrl.environment.base import Endpoint, LimitReachedError
+from agentrl.environment.base import Endpoint, LimitReachedError, describe_foreign_error
 from agentrl.gateway.calls import ChatReply, ChatRequest, RequestRefusedError, shown
 from agentrl.journal.entries import RequestParameters, TurnEntry, encode_body, request_hash
 from agentrl.rollout.agent import CHARACTERS_PER_TOKEN, LiveAgent, TurnSampler
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
     from agentrl.core.ports import ChatFormat, SamplingParams
-    from agentrl.core.records import Int32Array, PolicyVersion
+    from agentrl.core.records import Int32Array, PolicyVersion, ToolSpec
     from agentrl.environment.base import EpisodeLimits
     from agentrl.gateway.server import OpenSeats
     from agentrl.journal.entries import JournalEntry
@@ -152,16 +152,18 @@ class HarnessAgent(LiveAgent):
             "available"
         )
 
-    def continues(self, request: ChatRequest) -> bool:
+    def prefixes(self, request: ChatRequest) -> Collection[bytes]:
+        """See `gateway.calls.Seat.prefixes`."""
+        return self._tree.prefixes(request.messages)
+
+    def continues(self, prefixes: Collection[bytes]) -> bool:
         """See `gateway.calls.Seat.continues`."""
-        return self._tree.continues(request.messages)
+        return self._tree.continues(prefixes)
 
     def count_tokens(self, request: ChatRequest) -> int:
         """See `gateway.calls.Seat.count_tokens`; an estimate for a remote policy."""
         self._check_length(request)
-        placed = self._find_row(request)
-        length = len(placed.row.tokens)
-        self._tree.withdraw(placed, forget=True)
+        length = self._rendered(self._tree.count_tokens, request)
         return length // BYTES_PER_TOKEN if self._settings.is_external else length
 
     def check(self, request: ChatRequest) -> None:
@@ -369,6 +371,7 @@ class HarnessAgent(LiveAgent):
         characters = CHARACTERS_PER_TOKEN * (len(request.messages) + len(request.tools))
         characters += sum(map(_characters, request.messages))
         characters += sum(len(tool.name) + len(tool.description) + len(str(tool.parameters)) for tool in request.tools)
+        characters += sum(map(len, request.stop))
         if characters > CHARACTERS_PER_TOKEN * self._settings.limits.max_context:
             self._refuse_context(characters // CHARACTERS_PER_TOKEN)
 
@@ -378,10 +381,22 @@ class HarnessAgent(LiveAgent):
         Raises:
             RequestRefusedError: the chat template refuses the request.
         """
+        return self._rendered(self._tree.find_row, request)
+
+    def _rendered(self, render: Callable[[Sequence[Message], Sequence[ToolSpec]], T], request: ChatRequest) -> T:
+        """Render a request's messages and tools, which may be anything.
+
+        Raises:
+            RequestRefusedError: the chat template refuses the request, or fails over it.
+        """
         try:
-            return self._tree.find_row(request.messages, request.tools)
+            return render(request.messages, request.tools)
         except ModelError as error:
             raise RequestRefusedError(f"the model's chat template refuses the messages: {error}") from None
+        except (TypeError, ValueError, LookupError, AttributeError, OverflowError, RecursionError) as error:
+            raise RequestRefusedError(
+                f"the model's chat format cannot express the messages or tools: {describe_foreign_error(error)}"
+            ) from error
 
     def _check_demands(self, request: ChatRequest) -> None:
         """Refuse request fields that contradict the run's sampling.

@@ -25,7 +25,7 @@ import numpy as np
 
 if TYPE_CHECKING:
     import re
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from agentrl.core.ports import ChatFormat
     from agentrl.core.records import FinishReason, Int32Array, Message, ToolSpec
@@ -131,20 +131,12 @@ class TokenTree:
         """
         said = [self._said(message) for message in messages]
         paths, bare = _paths(_tools_digest(tools), said), _paths(b"", said)
-        turn: TreeTurn | None = None
         cause: ForkCause | None = self._cause(messages, said, bare)
-        at = 0
-        for at in range(len(messages) - 1, 0, -1):
-            found = self._turns.get(paths[at])
-            if found:
-                turn = next((each for each in found if each.is_open), found[0])
-                if any(each.history() != turn.history() for each in found):
-                    turn, at, cause = None, 0, "ambiguous"
-                break
-        else:
-            at = 0
+        turn, at, is_ambiguous = self._continued(paths)
         if turn is None:
-            if cause == "branch":
+            if is_ambiguous:
+                cause = "ambiguous"
+            elif cause == "branch":
                 cause = "tools"
             row = TreeRow(len(self.rows), array("i", self._format.start(messages, tools)))
             before = 0
@@ -166,6 +158,28 @@ class TokenTree:
             row=row, before=before, new_messages=len(messages) - at, cause=cause, path=paths[-1], bare_path=bare[-1]
         )
 
+    def _continued(self, paths: Sequence[bytes]) -> tuple[TreeTurn | None, int, bool]:
+        """Return the turn that a request continues, the number of its messages up to it, and whether several turns of
+        different tokens qualify, so that none is taken; `paths` are the digests of the request's prefixes."""
+        for at in range(len(paths) - 2, 0, -1):
+            if found := self._turns.get(paths[at]):
+                turn = next((each for each in found if each.is_open), found[0])
+                if any(each.history() != turn.history() for each in found):
+                    return None, 0, True
+                return turn, at, False
+        return None, 0, False
+
+    def count_tokens(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> int:
+        """Return the length of the context that a request would get, and leave the tree as it is.
+
+        Raises:
+            ModelError: the chat template refuses the conversation.
+        """
+        turn, at, _ = self._continued(_paths(_tools_digest(tools), [self._said(message) for message in messages]))
+        if turn is None:
+            return len(self._format.start(messages, tools))
+        return len(turn.history()) + len(self._format.extend(messages[at:], after=turn.after))
+
     def answer(
         self, placement: RowPlacement, sampled: Sequence[int], finish_reason: FinishReason, reply: Message
     ) -> TreeTurn:
@@ -182,9 +196,13 @@ class TokenTree:
         self._turns.setdefault(_next(placement.path, said), []).append(turn)
         return turn
 
-    def continues(self, messages: Sequence[Message]) -> bool:
-        """Whether a conversation begins with one that ended in a reply of the tree."""
-        return not self._ended.isdisjoint(_paths(b"", [self._said(message) for message in messages]))
+    def prefixes(self, messages: Sequence[Message]) -> list[bytes]:
+        """Return the digests of the first 0, 1, … messages, without tools."""
+        return _paths(b"", [self._said(message) for message in messages])
+
+    def continues(self, prefixes: Iterable[bytes]) -> bool:
+        """Whether a conversation of these prefixes begins with one that ended in a reply of the tree."""
+        return not self._ended.isdisjoint(prefixes)
 
     def identity(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> bytes:
         """Return the digest of a request's tools and messages; equal for requests that get the same place."""
@@ -205,26 +223,21 @@ class TokenTree:
         self.rows.append(row)
         return replace(placement, row=row, before=0)
 
-    def withdraw(self, placement: RowPlacement, *, forget: bool = False) -> None:
-        """Remove the context of a request for which nothing was sampled.
-
-        With `forget`, the number of a row that the request began is free for the next row: nothing has used it.
-        """
-        row = placement.row
-        del row.tokens[placement.before :]
-        row.is_busy = False
-        if forget and row is self.rows[-1] and not row.tokens:
-            self.rows.pop()
+    def withdraw(self, placement: RowPlacement) -> None:
+        """Remove the context of a request for which nothing was sampled."""
+        del placement.row.tokens[placement.before :]
+        placement.row.is_busy = False
 
     def _said(self, message: Message) -> bytes:
         """Return the digest of a message for comparisons. It ignores white space around the text of a reply, and the
-        key order and spelling of arguments, because clients write them anew."""
+        key order and spelling of arguments, because clients write them anew. A lone surrogate is a question mark, as
+        in requests (`gateway.bodies.parse_json`)."""
         content = message.content.strip() if message.role == "assistant" else message.content
         for pattern in self._volatile:
             content = pattern.sub("", content)
         calls = [(call.id, call.name, _arguments(call.arguments)) for call in message.tool_calls]
-        parts = json.dumps((message.role, message.tool_call_id, message.name, calls, content), ensure_ascii=True)
-        return hashlib.blake2b(parts.encode(), digest_size=16).digest()
+        parts = json.dumps((message.role, message.tool_call_id, message.name, calls, content), ensure_ascii=False)
+        return hashlib.blake2b(parts.encode("utf-8", "replace"), digest_size=16).digest()
 
     def _cause(self, messages: Sequence[Message], said: Sequence[bytes], bare: Sequence[bytes]) -> ForkCause:
         """Return the reason why a request would begin a row; `said` and `bare` are digests of its messages and of its
@@ -246,7 +259,7 @@ def _arguments(arguments: object) -> str:
         except (ValueError, RecursionError):
             return value
     try:
-        return json.dumps(value, sort_keys=True, ensure_ascii=True, default=dict)
+        return json.dumps(value, sort_keys=True, ensure_ascii=False, default=dict)
     except (TypeError, ValueError, RecursionError):
         return str(arguments)
 

@@ -28,6 +28,7 @@ from agentrl.core.records import (
     VersionSpan,
 )
 from agentrl.journal.entries import JournalEntry, Partial, SpanEntry, TurnEntry, decode_partial, encode_partial
+from agentrl.rollout.call_journal import to_journal_data
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -40,10 +41,12 @@ if TYPE_CHECKING:
 
 
 def message_data(message: Message) -> dict[str, Any]:
-    """Convert a message to JSON-serialisable data, without empty fields."""
+    """Convert a message to data that the journal can hold, without empty fields."""
     data: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.tool_calls:
-        data["tool_calls"] = [{"id": c.id, "name": c.name, "arguments": c.arguments} for c in message.tool_calls]
+        data["tool_calls"] = [
+            {"id": c.id, "name": c.name, "arguments": to_journal_data(c.arguments)} for c in message.tool_calls
+        ]
     if message.tool_call_id is not None:
         data["tool_call_id"] = message.tool_call_id
     if message.name is not None:

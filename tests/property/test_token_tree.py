@@ -196,3 +196,17 @@ def test_what_was_placed_and_never_sampled_is_taken_back() -> None:
     tree.withdraw(tree.find_row(said("a", "one", "b"), ()))
     assert first.row.tokens.tolist() == before
     assert asked(tree, said("a", "one", "c"), b"two").row is first.row
+
+
+def test_tokens_are_counted_without_a_trace() -> None:
+    tree = TokenTree(FORMAT)
+    asked(tree, said("a"), b"one")
+    for messages in (said("a", "one", "b"), said("a", "one", "c"), said("new"), said("a", "altered", "b")):
+        counted = tree.count_tokens(messages, ())
+        placed = tree.find_row(messages, ())
+        assert counted == len(placed.row.tokens)
+        tree.withdraw(placed)
+    before = len(tree.rows)
+    tree.count_tokens(said(*map(str, range(99))), ())
+    assert len(tree.rows) == before
+    assert tree.find_row(said(*map(str, range(100))), ()).cause == "conversation", "what was counted is not known"

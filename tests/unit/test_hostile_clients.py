@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gzip
 import sys
 from collections.abc import Callable
@@ -14,10 +13,10 @@ import pytest
 
 import agentrl
 from agentrl.gateway import bodies
-from agentrl.gateway.calls import ChatReply, ChatRequest, RequestRefusedError
+from agentrl.gateway.calls import ChatReply, ChatRequest, RequestRefusedError, read_objects
 from agentrl.gateway.server import Gateway, OpenSeats
 from tests.unit.episodes import play
-from tests.unit.test_gateway import Loop, ask, user
+from tests.unit.test_gateway import Loop, ask, turns, user
 
 if sys.version_info >= (3, 14):
     from compression import zstd
@@ -69,21 +68,27 @@ def test_connections_without_a_key_are_closed_and_those_with_one_stay(monkeypatc
     assert b"200 OK" in asyncio.run(held())
 
 
-def test_connections_without_a_key_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agentrl.gateway.server.KEYLESS_SHARE", 1 << 40)
+def test_many_connections_without_a_key_hold_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oldest are closed: a client shows its key at once."""
+    monkeypatch.setattr("agentrl.gateway.server.KEYLESS_SHARE", 4)
+    monkeypatch.setattr("agentrl.gateway.server._file_limit", lambda: 32)
 
-    async def refused() -> None:
-        async with Gateway().open({"main": HeldSeat()}, {}) as opened:
+    async def answered() -> tuple[bytes, int]:
+        async with asyncio.timeout(60), Gateway().open({"main": HeldSeat()}, {}) as opened:
             port = int(opened.root_url.rpartition(":")[2])
-            _, first = await asyncio.open_connection("127.0.0.1", port)
-            reader, second = await asyncio.open_connection("127.0.0.1", port)
-            async with asyncio.timeout(20):
-                with contextlib.suppress(ConnectionResetError):
-                    assert await reader.read() == b""
-            for writer in (first, second):
+            silent = []
+            for _ in range(40):
+                silent.append(await asyncio.open_connection("127.0.0.1", port))
+                await asyncio.sleep(0.01)
+            async with aiohttp.ClientSession(headers={"x-api-key": opened.key}) as client:
+                response = await client.get(f"{opened.url}/models")
+                status = response.status
+            first = await silent[0][0].read()
+            for _, writer in silent:
                 writer.close()
+            return first, status
 
-    asyncio.run(refused())
+    assert asyncio.run(answered()) == (b"", 200)
 
 
 def test_a_client_of_an_episode_that_ended_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,7 +103,7 @@ def test_a_client_of_an_episode_that_ended_holds_nothing(monkeypatch: pytest.Mon
                 reader, writer = await asyncio.open_connection("127.0.0.1", port)
                 head = f"POST /v1/messages HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nx-api-key: {ended.key}\r\n"
                 writer.write(f"{head}Content-Length: 100\r\n\r\n{{".encode())
-                while not ended.answering:
+                while not ended.connections:
                     await asyncio.sleep(0.01)
             async with asyncio.timeout(10):
                 try:
@@ -109,6 +114,154 @@ def test_a_client_of_an_episode_that_ended_holds_nothing(monkeypatch: pytest.Mon
                     writer.close()
 
     assert asyncio.run(held()) == b""
+
+
+def test_a_request_that_is_read_after_the_end_of_its_episode_samples_nothing() -> None:
+    """The episode ends when only the last byte is missing; another one keeps the gateway open."""
+    seat = HeldSeat()  # fails if it is asked
+
+    async def answered() -> bytes:
+        gateway, body = Gateway(), b'{"model": "main", "max_tokens": 5, "messages": [{"role": "user", "content": "a"}]}'
+        async with asyncio.timeout(60), gateway.open({"other": seat}, {}):
+            async with gateway.open({"main": seat}, {}) as ended:
+                reader, writer = await send_begun(ended, body[:-1])
+                while ended.intake.held_bytes < len(body) - 1:
+                    await asyncio.sleep(0.01)
+            writer.write(body[-1:])
+            answer = await reader.readline() + await reader.readuntil(b"ended")
+            writer.close()
+            return answer
+
+    assert b" 401 " in asyncio.run(answered())
+
+
+def test_the_connections_of_an_episode_end_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else those of ended episodes would leave none to others; one that shows another episode's key by then stays."""
+    monkeypatch.setattr("agentrl.gateway.server.KEEPALIVE_S", 0.5)
+    monkeypatch.setattr("agentrl.gateway.server.KEYLESS_S", 0.2)
+
+    async def still_answered() -> bytes:
+        gateway = Gateway()
+        async with asyncio.timeout(60), gateway.open({"other": HeldSeat()}, {}) as other:
+            async with gateway.open({"main": HeldSeat()}, {}) as ended:
+                port = int(ended.root_url.rpartition(":")[2])
+
+                def head(key: str) -> bytes:
+                    return f"GET /v1/models HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nx-api-key: {key}\r\n\r\n".encode()
+
+                pairs = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
+                for reader, writer in pairs:
+                    writer.write(head(ended.key))
+                    await reader.readuntil(b"}]")
+            (idle, _), (renewing, renews), (moved, moves) = pairs
+            moves.write(head(other.key))
+            await moved.readuntil(b"}]")
+            closed = asyncio.gather(idle.read(), renewing.read(), return_exceptions=True)
+            while not closed.done():
+                renews.write(head(ended.key))
+                await asyncio.sleep(0.05)
+            moves.write(head(other.key))
+            answer = await moved.readuntil(b"200 OK")
+            for _, writer in pairs:
+                writer.close()
+            return answer
+
+    assert b"200 OK" in asyncio.run(still_answered())
+
+
+class WaitingSeat(HeldSeat):
+    """A seat whose replies never come."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    async def reply(self, request: ChatRequest) -> ChatReply:
+        self.asked += 1
+        await asyncio.Event().wait()
+        raise AssertionError
+
+
+async def send_retries(opened: OpenSeats, text: str, clients: int) -> list[int]:
+    """Send a request several times, as retries of one another; the statuses of those that are refused."""
+    body = {"model": "main", "messages": [user(text)]}
+
+    async def send(client: aiohttp.ClientSession) -> int:
+        headers = {"Idempotency-Key": "one", "x-api-key": opened.key}
+        try:
+            async with asyncio.timeout(1):
+                async with client.post(f"{opened.url}/chat/completions", json=body, headers=headers) as response:
+                    return response.status
+        except TimeoutError:
+            return 0
+
+    async with aiohttp.ClientSession() as client:
+        return [status for status in await asyncio.gather(*(send(client) for _ in range(clients))) if status]
+
+
+def test_the_clients_of_one_call_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentrl.gateway.server.MOST_CLIENTS", 3)
+    seat = WaitingSeat()
+
+    async def refused() -> list[int]:
+        async with Gateway().open({"main": seat}, {}) as opened:
+            return await send_retries(opened, "a", 5)
+
+    assert asyncio.run(refused()) == [503, 503]
+    assert seat.asked == 1
+
+
+def test_requests_that_wait_for_their_reply_are_bounded_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bodies, "MAX_HELD_BYTES", 16_000)
+    seat = WaitingSeat()
+
+    async def refused() -> tuple[list[int], int]:
+        async with Gateway().open({"main": seat}, {}) as opened:
+            statuses = await send_retries(opened, "a" * 2_000, 4)
+            while opened.intake.held_bytes:
+                await asyncio.sleep(0.01)
+            return statuses, opened.intake.held_bytes
+
+    statuses, held = asyncio.run(refused())
+    assert statuses == [503, 503]
+    assert held == 0
+
+
+def test_attempts_take_turns_with_their_bodies(monkeypatch: pytest.MonkeyPatch) -> None:
+    parsed: list[str] = []
+    parse = bodies.parse_json_body
+
+    def noted(body: bytes) -> dict[str, Any]:
+        found = parse(body)
+        parsed.append(found["model"])
+        return found
+
+    monkeypatch.setattr(bodies, "parse_json_body", noted)
+
+    async def asked() -> None:
+        gateway = Gateway()
+        async with (
+            gateway.open({"many": RefusingSeat()}, {}) as many,
+            gateway.open({"one": RefusingSeat()}, {}) as one,
+            aiohttp.ClientSession() as client,
+        ):
+
+            async def ask_one(opened: OpenSeats, model: str) -> None:
+                body = {"model": model, "messages": [user("a")]}
+                url, headers = f"{opened.url}/chat/completions", {"x-api-key": opened.key}
+                async with client.post(url, json=body, headers=headers):
+                    pass
+
+            async with gateway._parsing:  # until all wait for it
+                asking = [asyncio.ensure_future(ask_one(many, "many")) for _ in range(8)]
+                while not many.intake.parsing.locked():
+                    await asyncio.sleep(0.01)
+                asking.append(asyncio.ensure_future(ask_one(one, "one")))
+                while not one.intake.parsing.locked():
+                    await asyncio.sleep(0.01)
+            await asyncio.gather(*asking)
+
+    asyncio.run(asked())
+    assert parsed[:2] == ["many", "one"]
 
 
 class RefusingSeat(HeldSeat):
@@ -133,28 +286,28 @@ def test_refused_requests_leave_nothing_behind() -> None:
     assert asyncio.run(left()) == ([403, 403, 403], 0)
 
 
-async def send_begun(opened: OpenSeats, size: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Send a request of which the last byte is missing."""
+async def send_begun(opened: OpenSeats, body: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Send a request with a body of which the last byte is missing."""
     port = int(opened.root_url.rpartition(":")[2])
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     head = f"POST /v1/messages HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nx-api-key: {opened.key}\r\n"
-    writer.write(f"{head}Content-Length: {size + 1}\r\n\r\n".encode() + b" " * size)
+    writer.write(f"{head}Content-Length: {len(body) + 1}\r\n\r\n".encode() + body)
     return reader, writer
 
 
 def test_bodies_that_are_being_sent_are_bounded_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bodies, "MAX_WAITING_BYTES", 3_000)
+    monkeypatch.setattr(bodies, "MAX_HELD_BYTES", 3_000)
 
     async def sent() -> bytes:
         async with asyncio.timeout(60), Gateway().open({"main": HeldSeat()}, {}) as opened:
-            _, first = await send_begun(opened, 2_000)
-            while opened.body_bytes < 2_000:
+            _, first = await send_begun(opened, b" " * 2_000)
+            while opened.intake.held_bytes < 2_000:
                 await asyncio.sleep(0.01)
-            reader, second = await send_begun(opened, 2_000)
+            reader, second = await send_begun(opened, b" " * 2_000)
             refused = await reader.readline()
             for writer in (first, second):
                 writer.close()
-            while opened.body_bytes:
+            while opened.intake.held_bytes:
                 await asyncio.sleep(0.01)
             return refused
 
@@ -277,14 +430,17 @@ def test_a_client_that_never_reads_holds_up_nobody() -> None:
         (b'{"a": "\xff"}', ""),
         (b"[]", ""),
         (b'{"a": NaN}', ""),
+        (b'{"a": 1e999}', ""),
         (b'{"a": [' + b"{}," * 300_000 + b"1]}", ""),
         (b'{"a": [' + b"1," * 1_100_000 + b"1]}", ""),
         (gzip.compress(b" " * (bodies.MAX_BODY_BYTES + 1), mtime=0), "gzip"),
         (gzip.compress(b"{}", mtime=0)[:-4], "gzip"),  # with a time, names of tests would differ between processes
+        (gzip.compress(b"{}", mtime=0) * 2, "gzip"),
         (b"{}", "gzip"),
         (b"{}", "br"),
         (zstd.compress(b" " * (bodies.MAX_BODY_BYTES + 1)), "zstd"),
         (zstd.compress(b"{}")[:-1], "zstd"),
+        (zstd.compress(b"{}") * 2, "zstd"),
         (_zstd_of_large_window(), "zstd"),
         (b"{}", "zstd"),
     ],
@@ -297,3 +453,72 @@ def test_hostile_bodies_are_refused(body: bytes, encoding: str) -> None:
 @pytest.mark.parametrize(("compress", "encoding"), [(gzip.compress, "gzip"), (zstd.compress, "zstd")])
 def test_a_packed_body_is_read(compress: Callable[[bytes], bytes], encoding: str) -> None:
     assert bodies.parse_json_body(bodies.decompress_body(compress(b'{"a": 1}'), encoding)) == {"a": 1}
+
+
+def test_half_a_character_is_replaced_and_a_whole_one_kept() -> None:
+    read = bodies.parse_json_body(b'{"a": "\\ud800 \\ud83d\\ude00 \\\\ud800", "\\udfff": 1.5}')
+    assert read == {"a": "? \U0001f600 \\ud800", "?": 1.5}
+
+
+def test_a_list_too_long_to_be_read_is_refused_and_quoted_shortly() -> None:
+    with pytest.raises(RequestRefusedError, match="at most 8192"):
+        read_objects([{}] * 9_000, "messages")
+    with pytest.raises(RequestRefusedError) as refused:
+        read_objects([0.5] * 100_000, "messages")
+    assert len(str(refused.value)) < 150
+
+
+UNUSUAL: list[dict[str, Any]] = [
+    {"messages": [user("\ud800")], "stop": ["\udfff"]},
+    {"messages": [user("a"), {"role": "tool", "tool_call_id": "\ud800", "content": "x"}]},
+    {
+        "messages": [user("a")],
+        "tools": [{"type": "function", "function": {"name": "f", "parameters": {"properties": [1]}}}],
+    },
+    *(
+        {
+            "messages": [
+                user("a"),
+                {"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": arguments}}]},
+                {"role": "tool", "tool_call_id": "c", "content": "r"},
+            ]
+        }
+        for arguments in ('{"a": 1' + "0" * 40 + "}", '{"a": "\\ud800", "\\udc00": 1}', {"a": 10**40}, '{"a": NaN}')
+    ),
+]
+
+
+class Unusual(Loop):
+    """Sends what the model may have written and a harness sends back, and what no chat format knows."""
+
+    statuses: ClassVar[list[int]] = []
+
+    async def loop(self, client: aiohttp.ClientSession, endpoint: agentrl.Endpoint) -> Any:
+        for body in UNUSUAL:
+            status, _ = await ask(client, endpoint, **body)
+            self.statuses.append(status)
+
+
+def test_unusual_content_is_answered_or_refused_and_costs_no_episode() -> None:
+    Unusual.statuses.clear()
+    played = play(Unusual, ["yes"] * len(UNUSUAL), max_turns=20)
+    assert played.header.drop_reason is None
+    assert Unusual.statuses == [200, 200, 400, 200, 200, 200, 200]
+
+
+def test_a_call_that_no_journal_can_hold_continues_its_row_when_it_is_sent_back() -> None:
+    """Else a model could choose to have its bad episodes dropped."""
+
+    class Echoing(Loop):
+        async def loop(self, client: aiohttp.ClientSession, endpoint: agentrl.Endpoint) -> Any:
+            messages: list[Any] = [user("a")]
+            for _ in range(2):
+                _, reply = await ask(client, endpoint, messages)
+                message = reply["choices"][0]["message"]
+                messages += [message, {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "r"}]
+            await ask(client, endpoint, messages)
+
+    call = '<tool_call>{"name": "f", "arguments": {"a": 1' + "0" * 40 + ', "b": "\\ud800"}}</tool_call>'
+    played = play(Echoing, [call, call, "done"])
+    assert played.header.drop_reason is None
+    assert [turn.row for turn in turns(played)] == [0, 0, 0]
