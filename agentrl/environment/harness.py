@@ -107,7 +107,8 @@ class HarnessEnvironment(Environment):
     """Whether the program may be run again from its beginning with the recorded replies. If not, an interrupted episode
     restarts with new replies."""
     failed_reward: ClassVar[float | None] = None
-    """Reward of an episode whose program fails. None: the failure is an error of the environment and is retried."""
+    """Reward of an episode whose program fails after it got a reply; `reward` is then not called. None: the failure is
+    an error of the environment and is retried, as is every failure before the first reply."""
 
     async def play(self, task: Task, endpoint: Endpoint) -> Any:
         """Run the agent; returns JSON data. By default it runs `command`."""
@@ -163,12 +164,15 @@ class HarnessEnvironment(Environment):
                 ctx.truncate(limit)
             if error is None and self._directory is not None:
                 result, error = result["output"], result["error"]
-            if error is not None and limit is None and self.failed_reward is None:
-                raise EpisodeError(
-                    f"the program failed: {error}. Set failed_reward if the policy can cause this",
-                    reason="environment_error",
-                )
             turns = {seat: ctx.agent(seat).turns for seat in self.seats}
+            if error is not None and limit is None:
+                if not any(turns.values()):  # a wrong address, model name or request field, say: no policy's doing
+                    raise EpisodeError(f"the program failed before it got a reply: {error}", reason="environment_error")
+                if self.failed_reward is None:
+                    raise EpisodeError(
+                        f"the program failed: {error}. Set failed_reward if the policy can cause this",
+                        reason="environment_error",
+                    )
             value: float | Mapping[str, Any] | None = self.failed_reward
             if error is None or limit is not None or value is None:
                 value = self.reward(

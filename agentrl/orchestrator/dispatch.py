@@ -489,7 +489,9 @@ class Dispatcher:
             self.buffer.counts.count_end(header, header.winner)
             why = self.admission.record_end(spec, header, learning)
             if why is not None:
-                self.fail(CheckFailedError(f"{why}. Last failure: {self.worker.last_failure or 'none'}"))
+                failure = self.worker.last_failure
+                hint = f"Last failure: {failure}" if failure else f"`agentrl episode show` shows {header.episode_id}"
+                self.fail(CheckFailedError(f"{why}. {hint}"))
         elif spec.purpose == "evaluate" and spec.parent_id is not None:
             self._evaluated.append(header)
         for waiting in ([on_end] if on_end is not None else []) + self._sharers.pop(spec.episode_id, []):

@@ -361,10 +361,13 @@ class StarvationGuard:
 
     def _failing(self, policy: str, header: EpisodeHeader) -> str:
         acted = any(trajectory.policy == policy for trajectory in header.trajectories)
-        why = header.drop_reason or f"its seat {'was given no reward' if acted else 'never acted'}"
+        if header.drop_reason:
+            why = f"because of {header.drop_reason}"
+        else:
+            why = f"because its seat {'was given no reward' if acted else 'never acted'}"
         return (
             f"{plural(self._failed[policy], 'episode')} in a row gave {policy} nothing to train on, the last one, "
-            f"{header.episode_id}, because of {why}"
+            f"{header.episode_id}, {why}"
         )
 
     def _in_vain(self, learning: Collection[str], header: EpisodeHeader) -> str:

@@ -18,9 +18,11 @@ import subprocess
 import sys
 import tempfile
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -54,6 +56,8 @@ MAX_CUTS = 64
 """Maximum number of prefixes tried per episode; longer journals are cut at evenly spaced entries."""
 MOST_GAMES = 4
 """Maximum number of episodes per task."""
+EXCERPT = 300
+"""Characters of a program's output in a finding."""
 REPEATED_S = 0.3
 """Seconds; code that blocks the event loop twice for longer than this is reported."""
 _STRAY = re.compile(
@@ -88,6 +92,10 @@ class EnvironmentReport:
     """Names of the tools that the random policy called."""
     uncalled: list[str] = field(default_factory=list)
     """Names of the tools that the policy never called; they remain unchecked."""
+    requests: Counter[str] = field(default_factory=Counter)
+    """Number of requests of an external agent that were answered, keyed by seat."""
+    unasked: list[str] = field(default_factory=list)
+    """Seats of an external agent that got no request; they remain unchecked."""
     own_random: bool = False
     """Whether the environment draws from the global random generators, as observed or declared."""
     on_progress: Callable[[str], None] = field(default=lambda part: None, repr=False, compare=False)
@@ -106,14 +114,16 @@ class EnvironmentReport:
                 [f"{self.environment}: {len(self.findings)} finding(s)", *(f"- {f}" for f in self.findings)]
             )
         mean = sum(self.rewards) / len(self.rewards) if self.rewards else 0.0
+        requests = f"{plural(self.requests.total(), 'request')}, no tool call, " if self.requests else ""
         drawing = " It draws: each episode has global random generators of its own." if self.own_random else ""
         return (
             (
                 f"{self.environment}: passed. {plural(self.episodes, 'episode')} of a random policy "
-                f"(mean reward {mean:.2f}), killed and resumed {plural(self.resumptions, 'time')}"
+                f"({requests}mean reward {mean:.2f}), killed and resumed {plural(self.resumptions, 'time')}"
                 f"{_PROVED[self.resume_class]}: class `{self.resume_class}`."
             )
             + (f" Never called, and not tried: {', '.join(self.uncalled)}." if self.uncalled else "")
+            + (f" Seats without a request, and not tried: {', '.join(self.unasked)}." if self.unasked else "")
             + drawing
         )
 
@@ -149,22 +159,46 @@ def check_environment(
     report.on_progress("listing its tasks")
     chosen = list(tasks) if tasks is not None else _tasks(found, max(episodes, FORMAT_TASKS), report)
     is_harness = issubclass(found, HarnessEnvironment)
+    last: ExecutedEpisode | None = None
     with asyncio.Runner() as shared:
         run = shared.run if is_harness else asyncio.run  # clients keep connections, which belong to an event loop
         for number, task in _games(found, chosen[:episodes], report):
             told: list[str] = []  # problems that the loop's monitor reports, some only when the loop is closed
             with _missing_awaits(told):
-                run(_check_episode(found, task, number, seed, report, told))
+                last = run(_check_episode(found, task, number, seed, report, told))
                 gc.collect()  # an error that was never retrieved is reported when its task is collected
             report.findings[:0] = [f"task {task.id!r}: {text}" for text in told]
             if not report.passed:
                 break
     report.own_random = found.own_random
+    if report.passed and issubclass(found, HarnessEnvironment) and last is not None:
+        _check_requests(found, last, report)
     if report.passed and not is_harness:
         _check_format(found, chosen, seed, report)
     if report.passed and hash_order and not is_harness:
         _check_hash_order(found, report)
     return report
+
+
+def _check_requests(environment: type[HarnessEnvironment], last: ExecutedEpisode, report: EnvironmentReport) -> None:
+    """Report an external agent that never got a reply: nothing of it could be trained."""
+    report.unasked = [seat for seat in environment.seats if not report.requests[seat]]
+    if report.requests:
+        return
+    results: list[Any] = [body.value for entry in last.entries if isinstance(body := entry.decode(), EffectEntry)]
+    is_command = environment.play is HarnessEnvironment.play
+    if last.header.stop_reason != "completed":
+        end = f"the last one ended as {last.header.stop_reason}"
+    elif is_command:
+        written = results[-1]["output"].strip()[-EXCERPT:]
+        end = f"the program exited 0 and printed {repr(written) if written else 'nothing'}"
+    else:
+        end = f"play returned {shortened(results[-1])}"
+    seats = " or ".join(repr(seat) for seat in environment.seats)
+    report.findings.append(
+        f"no request for seat {seats} was answered in {report.episodes} of {plural(report.episodes, 'episode')}; "
+        f"{end}: does it read {'OPENAI_BASE_URL' if is_command else 'endpoint.url'} and name the model {seats}?"
+    )
 
 
 def _check_hash_order(found: type[Environment], report: EnvironmentReport) -> None:
@@ -315,7 +349,8 @@ async def _check_episode(
     seed: int,
     report: EnvironmentReport,
     told: list[str],
-) -> None:
+) -> ExecutedEpisode | None:
+    """Check an episode; returns how it was played, or None if that was a fault."""
     spec = _spec(environment, task, number, seed)
     script = random_policy(environment)
     report.on_progress(f"episode {number + 1}, task {task.id!r}: playing it")
@@ -330,9 +365,12 @@ async def _check_episode(
         )
         hint = f". By its imports or addresses {MODEL_ADVICE}" if asks else ""
         report.findings.append(f"task {task.id!r}: {first}{hint}")
-        return
+        return None
     report.episodes += 1
-    report.called |= {body.name for entry in first.entries if isinstance(body := entry.decode(), ToolEntry)}
+    bodies = [entry.decode() for entry in first.entries]
+    report.called |= {body.name for body in bodies if isinstance(body, ToolEntry)}
+    if issubclass(environment, HarnessEnvironment):
+        report.requests.update(body.seat for body in bodies if isinstance(body, TurnEntry))
     unrewarded = [t.seat for t in first.header.trajectories if t.reward is None]
     if unrewarded:
         report.findings.append(
@@ -340,7 +378,7 @@ async def _check_episode(
         )
     report.rewards.append(first.header.reward or 0.0)
     if told:  # a blocking environment would block again for every entry
-        return
+        return first
     part = f"episode {number + 1}, task {task.id!r}: "
     if issubclass(environment, HarnessEnvironment):
         problem = await _recall_everything(environment, spec, script, first, report, part)
@@ -348,6 +386,7 @@ async def _check_episode(
         problem = await resume_everywhere(environment, spec, script, first, report, part)
     if problem:
         report.findings.append(f"task {task.id!r}, {problem}")
+    return first
 
 
 async def resume_everywhere(

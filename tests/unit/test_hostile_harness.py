@@ -16,6 +16,7 @@ import agentrl
 from agentrl.core.errors import EnvironmentDefinitionError
 from agentrl.environment import harness
 from agentrl.environment.harness import _remove_specials, _remove_tree, _task
+from agentrl.testing.check import check_environment
 from tests.unit.episodes import Played, play
 
 
@@ -74,6 +75,91 @@ def test_a_program_that_ends_well_without_an_answer_is_left_to_its_reward() -> N
     changes = {"command": (sys.executable, "-c", ""), "reward": reward, "__module__": __name__}
     assert play(type("Empty", (Program,), changes), []).header.drop_reason is None
     assert said == [("", None)]
+
+
+ASK = """
+import json, os, sys, urllib.error, urllib.request
+for fields in sys.argv[1:]:
+    body = {"model": "main", "messages": [{"role": "user", "content": "?"}], **json.loads(fields)}
+    request = urllib.request.Request(
+        os.environ["OPENAI_BASE_URL"] + "/chat/completions", json.dumps(body).encode(),
+        {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"})
+    try:
+        urllib.request.urlopen(request).read()
+    except urllib.error.HTTPError as error:
+        sys.exit(error.read().decode())
+"""
+REFUSED = [('{"model": "mian"}', "no model 'mian'"), ('{"temperature": 0.3}', "temperature is 0.3")]
+
+
+@pytest.mark.parametrize("failed_reward", [None, 0.0])
+@pytest.mark.parametrize(("fields", "words"), REFUSED)
+def test_a_program_that_fails_before_its_first_reply_is_an_error_whatever_failures_are_worth(
+    fields: str, words: str, failed_reward: float | None
+) -> None:
+    command = (sys.executable, "-c", ASK, fields)
+    changes = {"command": command, "failed_reward": failed_reward, "__module__": __name__}
+    found = play(type("Refused", (Program,), changes), [])
+    assert found.header.drop_reason == "environment_error"
+    assert "the program failed before it got a reply: exit status 1" in found.said
+    assert words in found.said
+    assert "failed_reward" not in found.said
+
+
+def test_a_program_that_fails_after_a_reply_is_worth_what_its_environment_says() -> None:
+    command = (sys.executable, "-c", ASK + "sys.exit(3)", "{}")
+    fails = type("Fails", (Program,), {"command": command, "__module__": __name__})
+    assert "Set failed_reward if the policy can cause this" in play(fails, ["a"]).said
+    penalised = type("Penalised", (fails,), {"failed_reward": -2.0, "__module__": __name__})
+    assert play(penalised, ["a"]).header.reward == -2.0
+
+
+class Asking(agentrl.HarnessEnvironment):
+    """A program that asks each model that it is given once."""
+
+    seats = ("main", "small")
+
+    def reward(self, task: agentrl.Task, episode: agentrl.HarnessEpisode) -> float:
+        return 0.0
+
+    @classmethod
+    def tasks(cls, split: str, *, seed: int = 0) -> agentrl.TaskSource:
+        return [agentrl.Task(id=str(number), data={}) for number in range(2)]
+
+
+def asking(*models: str, **changes: Any) -> type[Asking]:
+    command = (sys.executable, "-c", ASK + "print('done')", *(f'{{"model": "{model}"}}' for model in models))
+    return type("Asked", (Asking,), {"command": command, "__module__": __name__, **changes})
+
+
+def test_a_program_that_asks_no_model_is_found() -> None:
+    report = check_environment(asking())
+    assert report.findings == [
+        "no request for seat 'main' or 'small' was answered in 2 of 2 episodes; the program exited 0 and printed "
+        "'done': does it read OPENAI_BASE_URL and name the model 'main' or 'small'?"
+    ]
+
+    async def play(self: Asking, task: agentrl.Task, endpoint: agentrl.Endpoint) -> int:
+        return 3
+
+    report = check_environment(asking(play=play))
+    assert "play returned 3: does it read endpoint.url" in report.text
+
+
+def test_a_wrong_seat_is_found_whatever_failures_are_worth() -> None:
+    report = check_environment(asking("mian", failed_reward=0.0))
+    assert not report.passed
+    assert "the program failed before it got a reply: exit status 1" in report.text
+    assert "no model 'mian'" in report.text
+
+
+def test_requests_are_counted_and_seats_without_one_are_named() -> None:
+    report = check_environment(asking("main", "main"))
+    assert report.passed, report.text
+    assert report.requests == {"main": 4}
+    assert "4 requests, no tool call, mean reward 0.00" in report.text
+    assert "Seats without a request, and not tried: small." in report.text
+    assert "not tried" not in check_environment(asking("main", "small")).text
 
 
 def test_a_signal_without_a_name_is_a_kill_like_any_other() -> None:
