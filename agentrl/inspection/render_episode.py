@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 SHOWN_WAIT_S = 0.05
 """Shortest wait between two turns that gets a line, in seconds."""
+SHOWN_ENDS = (120, 300)
+"""Characters shown of the head and of the tail of an effect's long result: a traceback names its cause last."""
 TOLD_VALUES = {"imported", "reasoning", "message"}
 """Values in the entries of imported episodes that belong to the conversation."""
 _STYLES = {"system": "dim", "user": "cyan", "assistant": "green", "tool": "yellow"}
@@ -159,7 +161,7 @@ def _event(act: Act) -> str:
         case EffectAct():
             what = f"effect {act.name}" if act.guarantee else f"{act.name}({_json(act.arguments)})"
             kind = act.guarantee or act.level
-            return f"{what} → {act.error or _json(act.value)} [{kind}, {act.seconds:.3f} s]"
+            return f"{what} → {_ends(act.error or _json(act.value))} [{kind}, {act.seconds:.3f} s]"
         case SpawnAct():
             return f"spawn {act.environment}: {', '.join(act.children)}"
         case ChildAct():
@@ -382,3 +384,9 @@ def _side(page: Page, side: DifferingSide, style: str) -> None:
 
 def _json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, default=str)
+
+
+def _ends(text: str) -> str:
+    """Cut the middle out of a long text."""
+    head, tail = SHOWN_ENDS
+    return text if len(text) <= head + tail else f"{text[:head]} … {text[-tail:]}"

@@ -34,6 +34,7 @@ from agentrl.inspection.render import (
 from agentrl.inspection.render_episode import (
     conversation_page,
     difference_page,
+    events_page,
     fork_page,
     reasons_page,
     timeline_page,
@@ -86,6 +87,26 @@ def test_a_conversation_holds_every_act_with_its_times(reader: RunReader) -> Non
     parent = conversation(reader, str(line.parent))
     assert line.episode in [child.episode for child in parent.children]
     assert "children" in shown(conversation_page(parent))
+
+
+def test_a_long_result_of_an_effect_is_shown_with_its_last_line() -> None:
+    output = "Traceback (most recent call last):\n" + "  frame\n" * 500 + "KeyError: 'the cause'\n"
+    value = {"output": output, "error": None}
+    act = EffectAct(
+        call="e.1",
+        name="harness",
+        arguments=None,
+        value=value,
+        error=None,
+        guarantee="idempotent",
+        level="",
+        seconds=1.0,
+    )
+    page = shown(events_page([act]))
+    assert "Traceback (most recent" in page
+    assert "KeyError: 'the cause'" in page
+    assert "[idempotent, 1.000 s]" in page
+    assert len(page) < 600
 
 
 def test_an_update_inside_a_turn_is_told_in_its_place(reader: RunReader) -> None:
