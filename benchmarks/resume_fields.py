@@ -271,7 +271,7 @@ def play(
     )
 
 
-def play_file(directory: Path, *, resume: bool) -> None:
+def play_file(directory: Path, *, resume: bool, **settings: Any) -> None:
     """A life of a run of `env.py:Add` in a directory; the first is stopped with units still to be trained."""
 
     async def stop(loop: Orchestrator) -> None:
@@ -289,12 +289,13 @@ def play_file(directory: Path, *, resume: bool) -> None:
         name="run",
         directory=str(directory / "runs"),
         steps=8,
-        environment={"id": f"{directory / 'env.py'}:Add"},
+        environment=settings.pop("environment", {"id": f"{directory / 'env.py'}:Add"}),
         model={"path": "unused"},
         engine={"max_context": 512},
         policies={"guesser": {"step_size": 3 * GROUP, "max_staleness": 1}},
-        credit={"group_size": GROUP},
+        credit={"group_size": GROUP, **settings.pop("credit", {})},
         evaluation={"tasks": 0},
+        **settings,
     )
     factories = RunFactories(
         engine=make_engine, trainer=Reading, chat_format=lambda config: PlainFormat(), assembled=assembled

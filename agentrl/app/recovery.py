@@ -28,7 +28,7 @@ from agentrl.core import ids
 from agentrl.core.clock import Clock
 from agentrl.core.errors import ConfigError, EngineError, RunDirectoryError, StorageError
 from agentrl.core.files import LOCAL, Disk, remove_leftovers
-from agentrl.core.functions import FunctionCode, check_options, find_function
+from agentrl.core.functions import FunctionCode, Kind, check_options, find_function
 from agentrl.core.ports import Trainer
 from agentrl.core.records import BaselineSet, EpisodeHeader, EpisodeSpec, PolicyVersion, Proposal
 from agentrl.core.text import plural
@@ -405,9 +405,11 @@ def describe_start(
     """
     steps = {name: versions[name].step for name in config.trained}
     newest, before = store.newest_steps(), store.starts()
-    known = before[-1].code if before else {}
     stale = _played_by_other_code(resume_state, store, code)
-    files = {file for file, digest in code.files.items() if known.get(file, digest) != digest} | set(stale)
+    changed_code = set(stale)
+    for place, digest in code.digests.items():
+        if before and digest not in (before[-1].digests_of(place) or {digest}):
+            changed_code.add(place)
     start = RunStart(
         lineage=max((versions[name].lineage for name in config.trained), default=0),
         began_at=clock.wall(),
@@ -415,8 +417,8 @@ def describe_start(
         steps=steps,
         again={name: newest[name] for name, step in steps.items() if newest.get(name, 0) > step},
         changed=tuple(SettingChange(each.path, each.before, each.now) for each in changed),
-        code=dict(code.files),
-        code_changed=tuple(sorted(files)),
+        code=dict(code.digests),
+        code_changed=tuple(sorted(changed_code)),
     )
     told = [f"resuming from checkpoint {start.checkpoint} (steps taken: {_counted(steps)})"]
     if recovery.manifest is None:
@@ -431,10 +433,12 @@ def describe_start(
     for change in changed:
         kept = "; unfinished episodes keep what they began with" if change.rule.rule == "per episode" else ""
         told.append(f"setting {change}{kept}")
-    if files:
+    for function in sorted(changed_code & code.functions.keys()):
+        told.append(f"the {code.functions[function]} changed: later steps use the new code")
+    if files := sorted(changed_code - code.functions.keys()):
         told.append(
-            f"the code changed in {', '.join(start.code_changed)}; `on_code_change` of its environment says what "
-            "becomes of unfinished episodes"
+            f"the code changed in {', '.join(files)}; `on_code_change` of its environment says what becomes of "
+            "unfinished episodes"
         )
     if count := sum(map(len, stale.values())):
         where = shlex.quote(f"(status = ready or status = trained) and committed_at < {start.began_at:.0f}")
@@ -476,10 +480,12 @@ def _played_by_other_code(resume_state: ResumeState, store: SqliteJournal, code:
 class UserCode(NamedTuple):
     """The user's code in a run."""
 
-    files: Mapping[str, str]
-    """Digest of each file."""
+    digests: Mapping[str, str]
+    """Digest of each file, and of each function by its reference."""
     environments: Mapping[str, tuple[str, str]]
     """File and digest of each environment, by name."""
+    functions: Mapping[str, str]
+    """Kind and name of the user's loss and advantage, such as "loss sapo", by reference."""
 
     @staticmethod
     def of(config: RunConfig, environment: type[Environment], functions: UserFunctions) -> UserCode:
@@ -487,44 +493,48 @@ class UserCode(NamedTuple):
         environments = {}
         for each in all_environment_classes(environment):
             environments[name_of(each)] = (_file_of(each), code_digest(each.source()))
-        files = dict(environments.values())
-        files |= {code.reference: code.digest for code in functions.codes}
+        digests = dict(environments.values())
+        digests |= {code.reference: code.digest for code in functions.codes.values()}
         for name, bot in config.of_kind(BotPolicy).items():
             try:
                 program = load_function(bot.id, f"policies.{name}.id")
-                files[_file_of(program)] = code_digest(inspect.getsource(inspect.getmodule(program) or program))
+                digests[_file_of(program)] = code_digest(inspect.getsource(inspect.getmodule(program) or program))
             except (OSError, TypeError):
                 continue  # its code is in no file, such as one that was typed in
-        return UserCode(files, environments)
+        named = {code.reference: f"{kind} {code.name}" for kind, code in functions.codes.items()}
+        return UserCode(digests, environments, named)
 
 
 class UserFunctions(NamedTuple):
     """The user's loss and advantage, loaded once, so that the recorded code is the code that runs."""
 
-    codes: Sequence[FunctionCode]
+    codes: Mapping[Kind, FunctionCode]
     """Code of the functions that are not built in."""
     estimator: Estimator | None
     """Advantage estimator, if it takes a `Group`."""
 
 
 def load_user_functions(config: RunConfig) -> UserFunctions:
-    """Load the user's loss and advantage, if the run has them.
+    """Load the user's loss and advantage, if the run has them, and check the options of any.
 
     Raises:
         ConfigError: there is no such function, or it cannot be recorded, or its options do not fit, or the advantage
             does not fit `credit.turn_credit`.
     """
-    codes, loss, credit, advantage = [], config.trainer.loss, config.credit, config.credit.advantage
+    codes: dict[Kind, FunctionCode] = {}
+    loss, credit, advantage = config.trainer.loss, config.credit, config.credit.advantage
     if loss.name not in LOSSES:
-        code, function = find_function("loss", loss.name, key="trainer.loss.name")
+        codes["loss"], function = find_function("loss", loss.name, key="trainer.loss.name")
         check_options(function, loss.options, "trainer.loss")
-        codes.append(code)
+    elif loss.options:
+        from agentrl.learn.losses import make_loss
+
+        make_loss(config.trainer)
     if advantage.name in OVER_REWARDS:
         return UserFunctions(codes, None)
     given = None
     if advantage.name not in ADVANTAGES:
-        code, given = find_function("advantage", advantage.name, key="credit.advantage")
-        codes.append(code)
+        codes["advantage"], given = find_function("advantage", advantage.name, key="credit.advantage")
     estimator = make_estimator(advantage.name, advantage.options, given)
     at_end_of_group = {
         "credit.turn_credit = 'to_go' compares the turns of a group": credit.turn_credit != "sum",

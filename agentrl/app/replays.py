@@ -543,11 +543,11 @@ def _check_loss(config: RunConfig, reader: RunReader, lineage: int) -> None:
     if name in LOSSES:
         return
     now = find_function_code("loss", name, key="trainer.loss.name")
-    then = next((start.code.get(now.reference) for start in reader.log.starts() if start.lineage == lineage), None)
-    if then != now.digest:
+    then = next((start.digests_of(now.reference) for start in reader.log.starts() if start.lineage == lineage), set())
+    if now.digest not in then:
         raise InputError(
             f"the code of the loss {now.reference} is now {now.digest}, but the step was taken with "
-            f"{then or 'different code'}"
+            f"{', '.join(sorted(then)) or 'different code'}"
         )
 
 

@@ -43,6 +43,9 @@ def train(options: argparse.Namespace) -> int:
         )
     config = _config(options)
     if options.dry_run:
+        from agentrl.app.recovery import load_user_functions
+
+        load_user_functions(config)
         if options.json:
             print_json(config.model_dump(mode="json"))
         else:

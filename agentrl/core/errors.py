@@ -122,6 +122,12 @@ class TrainerLostError(TrainerError):
     """The trainer's process, or its Ray session, died: steps since the newest checkpoint are lost."""
 
 
+class LossError(TrainerError):
+    """A loss raised, or did not return a loss per token that depends on the batch."""
+
+    exit_code = 2
+
+
 class NonFiniteError(TrainerError):
     """A loss or gradient was NaN or infinite; the optimizer step was skipped."""
 

@@ -134,6 +134,11 @@ class FunctionCode:
     source: str | None = None
     """Content of the file; None: the function is installed, and every process imports its own."""
 
+    @property
+    def name(self) -> str:
+        """Name of the function."""
+        return self.reference.rpartition(":")[2]
+
     def load(self) -> Callable[..., Any]:
         """Return the function, compiled from its slice if it is in a file.
 
@@ -185,7 +190,10 @@ def find_function(kind: Kind, reference: str, *, key: str) -> tuple[FunctionCode
             raise ConfigError(f"{key}: there is no file {path}")
         code = _code_of_file(path, name)
     else:
-        code = capture_function_code(getattr(_import(location, key), name, None), kind, key=key)
+        module = _import(location, key)
+        if not hasattr(module, name):
+            raise ConfigError(f"{key}: {location} defines no function {name!r} at its top level")
+        code = capture_function_code(getattr(module, name), kind, key=key)
     function = code.load()
     if (found := declaration_of(function).kind) != kind:
         raise ConfigError(f"{key}: {reference} is marked as {found}; put @agentrl.{kind} above it")

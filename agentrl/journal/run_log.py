@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -64,9 +64,17 @@ class RunStart(msgspec.Struct, frozen=True, kw_only=True):
     changed: tuple[SettingChange, ...] = ()
     """Settings that differ from those of the previous start."""
     code: dict[str, str] = {}
-    """Digest of the source of environments and bots, by file."""
+    """Digest of the source of environments and bots, by file, and of the user's loss and advantage, by
+    `file.py:function` or `module:function`."""
     code_changed: tuple[str, ...] = ()
-    """Files whose code differs from that of the previous start."""
+    """Files and functions whose code differs from that of the previous start."""
+
+    def digests_of(self, place: str) -> set[str]:
+        """Return the digest recorded for a file or function; if it was moved, those of its file's name."""
+        if place in self.code:
+            return {self.code[place]}
+        name = PurePath(place).name
+        return {digest for other, digest in self.code.items() if PurePath(other).name == name}
 
     @property
     def words(self) -> str:

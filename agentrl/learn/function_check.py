@@ -10,6 +10,7 @@ Owns: the batches and groups, the findings. Does not own: finding the functions 
 
 from __future__ import annotations
 
+import contextlib
 import math
 import random
 from collections.abc import Iterator, Sequence
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from agentrl.config.sections import LOSSES, LossConfig, TrainerConfig
 from agentrl.core.errors import AgentRLError
+from agentrl.core.functions import FunctionDeclaration
 from agentrl.credit.advantages import Estimator, Group, make_estimator
 from agentrl.learn.loss_batch import IDS, LossBatch, TokenColumns, TokenGradients
 from agentrl.learn.losses import Loss, make_loss
@@ -66,16 +68,16 @@ class _SampleStep:
         tensors = (each[torch.from_numpy(at)] for each in columns)
         return _SampleStep(self.name, self.columns.take(at), *tensors)
 
-    def batch(self, dtype: torch.dtype = torch.float64) -> LossBatch:
-        """Return the step as the input of a loss, with fresh columns, so that a loss that writes to them is
-        detected.
+    def batch(self, mark: FunctionDeclaration, dtype: torch.dtype = torch.float64) -> LossBatch:
+        """Return the step as the input of a loss with this declaration, with fresh columns, so that a loss that writes
+        to them is detected.
         """
         return LossBatch(
             self.columns.take(np.arange(len(self.columns))),
             logprobs=self.logprobs.to(dtype, copy=True).requires_grad_(),
             entropies=self.entropies.to(dtype, copy=True).requires_grad_(),
-            reference_logprobs=self.reference.to(dtype, copy=True),
-            reference_kl=self.divergence.to(dtype, copy=True).requires_grad_(),
+            reference_logprobs=self.reference.to(dtype, copy=True) if mark.reference else None,
+            reference_kl=self.divergence.to(dtype, copy=True).requires_grad_() if mark.divergence else None,
         )
 
 
@@ -129,12 +131,17 @@ def check_loss(reference: str, *, title: str = "") -> FunctionReport:
     for step in _steps():
         try:
             found = _evaluated(loss, step)
+        except AgentRLError as error:
+            report.findings.append(f"{step.name}: {error}{_undeclared(loss, step)}")
+            return report
+        try:
             _check_values(step, found, report)
             if report.findings:
                 return report
             _check_purity(loss, step, found, report)
             loose += _check_order(loss, step, found, report)
-            _check_values(step, loss.evaluate(step.batch(torch.float32), torch.ones(len(step.columns))), report)
+            batch = step.batch(loss.mark, torch.float32)
+            _check_values(step, loss.evaluate(batch, torch.ones(len(step.columns))), report)
         except AgentRLError as error:
             report.findings.append(f"{step.name}: {error}")
         if report.findings:
@@ -152,7 +159,17 @@ def check_loss(reference: str, *, title: str = "") -> FunctionReport:
 
 
 def _evaluated(loss: Loss, step: _SampleStep, batch: LossBatch | None = None) -> TokenGradients:
-    return loss.evaluate(batch or step.batch(), torch.ones(len(step.columns), dtype=torch.float64))
+    return loss.evaluate(batch or step.batch(loss.mark), torch.ones(len(step.columns), dtype=torch.float64))
+
+
+def _undeclared(loss: Loss, step: _SampleStep) -> str:
+    """Return the declaration with which a loss that raised would not raise; "" if there is none."""
+    for column, option in (("reference_logprobs", "reference"), ("reference_kl", "divergence")):
+        mark = loss.mark._replace(reference=True, divergence=option == "divergence")
+        with contextlib.suppress(AgentRLError):
+            _evaluated(loss, step, step.batch(mark))
+            return f". It reads {column}: mark it @agentrl.loss({option}=True)"
+    return ""
 
 
 def _check_values(step: _SampleStep, found: TokenGradients, report: FunctionReport) -> None:
@@ -178,14 +195,14 @@ def _check_values(step: _SampleStep, found: TokenGradients, report: FunctionRepo
 
 def _check_purity(loss: Loss, step: _SampleStep, found: TokenGradients, report: FunctionReport) -> None:
     states = torch.random.get_rng_state(), random.getstate(), np.random.get_state()
-    batch = step.batch()
+    batch = step.batch(loss.mark)
     again = _evaluated(loss, step, batch)
     if not all(torch.equal(a, b) for a, b in zip(found, again, strict=True)):
         report.findings.append(f"{step.name}: two calls with the same batch gave two results")
     now = torch.random.get_rng_state(), random.getstate(), np.random.get_state()
     if not torch.equal(states[0], now[0]) or states[1] != now[1] or repr(states[2]) != repr(now[2]):
         report.findings.append(f"{step.name}: it draws random numbers, so a step could not be rebuilt")
-    fresh = step.batch()
+    fresh = step.batch(loss.mark)
     for name in (
         "logprobs",
         "entropies",
@@ -197,7 +214,8 @@ def _check_purity(loss: Loss, step: _SampleStep, found: TokenGradients, report: 
         "lags",
         *IDS,
     ):
-        if not torch.equal(getattr(fresh, name), getattr(batch, name)):
+        before = getattr(fresh, name)
+        if before is not None and not torch.equal(before, getattr(batch, name)):
             report.findings.append(f"{step.name}: it changed batch.{name}, which other parts of the step read")
 
 
@@ -257,7 +275,7 @@ def check_advantage(reference: str, *, title: str = "") -> FunctionReport:
             turned = _values(estimator, _reordered(group, order))
         except AgentRLError as error:
             report.findings.append(f"{name} {_shortened(group.rewards)}: {error}")
-            continue
+            return report
         if found != again:
             report.findings.append(f"{name}: two calls with the same group gave {found} and {again}")
         if random.getstate() != state:
@@ -268,11 +286,12 @@ def check_advantage(reference: str, *, title: str = "") -> FunctionReport:
             for a, b in zip(found[at], theirs, strict=False)
         ):
             report.findings.append(f"{name}: an agent's advantage depends on its place in the group")
-    if not report.findings:
-        report.passed += [
-            "returns a finite advantage per agent, also for equal rewards, one agent and large groups",
-            "is pure, and treats the agents of a group alike whatever their order",
-        ]
+        if report.findings:
+            return report
+    report.passed += [
+        "returns a finite advantage per agent, also for equal rewards, one agent and large groups",
+        "is pure, and treats the agents of a group alike whatever their order",
+    ]
     return report
 
 

@@ -21,6 +21,7 @@ and those of the others as docs/off_policy.md says; of gspo, decoupled_ppo, clip
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -28,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from agentrl.core.errors import TrainerError
+from agentrl.core.errors import LossError
 from agentrl.core.functions import FunctionCode, FunctionDeclaration, check_options, declaration_of, find_function_code
 from agentrl.learn.loss_batch import LOG_RATIO_LIMIT, Id, LossBatch, TokenGradients
 
@@ -357,6 +358,8 @@ class Loss:
     """A loss with its options, and the terms added to it."""
 
     name: str
+    reference: str
+    """`trainer.loss.name`: the name of a built-in loss, or the place of a user's."""
     function: LossFunction
     options: Mapping[str, Any]
     mark: FunctionDeclaration
@@ -368,6 +371,12 @@ class Loss:
     entropy_bonus: float = 0.0
     kl: float = 0.0
     kl_estimator: KLEstimator = "k3"
+
+    @property
+    def how_to_inspect(self) -> str:
+        """Advice for a step whose loss or gradient is not finite."""
+        own = f", and run `agentrl env check --loss {shlex.quote(self.reference)}`"
+        return f"inspect the episode's recorded logprobs and reward{'' if self.reference in BUILT_IN else own}"
 
     @property
     def needs_reference(self) -> bool:
@@ -382,7 +391,7 @@ class Loss:
             weights: [n], factor on each token's loss, from the normaliser.
 
         Raises:
-            TrainerError: the function raised, or did not return a loss per token that depends on the batch.
+            LossError: the function raised, or did not return a loss per token that depends on the batch.
         """
         policy = self._checked(batch) * weights
         by_logprob, by_entropy, by_reference_kl = self._derivatives(policy, batch)
@@ -408,7 +417,7 @@ class Loss:
         try:
             found = torch.autograd.grad(loss.sum(), leaves, allow_unused=True)
         except RuntimeError as error:
-            raise TrainerError(
+            raise LossError(
                 f"the loss {self.name} gave no gradient: {error}. A loss builds its result from the batch it is given, "
                 "keeps no tensor between calls and calls no backward()"
             ) from error
@@ -420,15 +429,15 @@ class Loss:
         try:
             loss = self.function(batch, **self.options)
         except Exception as error:
-            raise TrainerError(f"the loss {self.name} raised {type(error).__name__}: {error}") from error
+            raise LossError(f"the loss {self.name} raised {type(error).__name__}: {error}") from error
         shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
         if shape != tuple(batch.logprobs.shape):
-            raise TrainerError(
+            raise LossError(
                 f"the loss {self.name} returned {shape}; it must be a tensor with the loss of each token, of shape "
                 f"{tuple(batch.logprobs.shape)} as batch.logprobs. agentrl sums and normalises it"
             )
         if not loss.requires_grad and len(batch):
-            raise TrainerError(
+            raise LossError(
                 f"the loss {self.name} does not depend on batch.logprobs, batch.entropies or batch.reference_kl, so "
                 "nothing would be learned: was it detached?"
             )
@@ -455,6 +464,7 @@ def make_loss(section: TrainerConfig, code: FunctionCode | None = None) -> Loss:
     estimator, kl = config.divergence
     return Loss(
         name=config.name.rpartition(":")[2],
+        reference=config.name,
         function=function,
         options=config.options,
         mark=mark,

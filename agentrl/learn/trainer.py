@@ -524,8 +524,9 @@ class PolicyTrainer:
             learner.discard()
             where = f"; the first such loss was in episode {step.suspect}" if step.suspect is not None else ""
             raise NonFiniteError(
-                f"policy {policy!r}, step {step_id}: loss {total['loss']}, gradient norm {grad_norm}{where}. "
-                "The step was skipped and the weights are as before; inspect the episode's recorded logprobs and reward"
+                f"policy {policy!r}, step {step_id}: the loss {self._loss.name} is {total['loss']}, the gradient norm "
+                f"{grad_norm}{where}. The step was skipped, its episodes are dropped as `nonfinite_gradient`, and the "
+                f"weights are as before; {self._loss.how_to_inspect}"
             )
         columns, merged = self._write_columns(learner, step)  # write before the weights change, because this may fail
         if step.units:  # without units there is no gradient, and momentum alone must not move the weights

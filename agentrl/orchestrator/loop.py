@@ -362,8 +362,10 @@ class Orchestrator:
         for drop in self.buffer.drop(taken, "nonfinite_gradient"):
             self.store.record_drop(drop.episode_id, drop.attempt, drop.policy, drop.reason)
         self._skipped[policy] += 1
+        said = f"{error}. Skipped steps of the policy in a row: {self._skipped[policy]}; {SKIPPED_IN_A_ROW} end the run"
         if self._skipped[policy] == SKIPPED_IN_A_ROW:
-            raise error
+            raise NonFiniteError(said) from error
+        self.tell(said)
 
     def _drop_untrainable(self, policy: str, taken: Sequence[ReadyUnit], error: UntrainableUnitsError) -> None:
         """Drop the units of a step whose rows cannot be trained; put the others back."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 import shlex
 import shutil
@@ -212,14 +213,52 @@ def test_a_resume_after_the_reward_changed_counts_the_old_rewards_and_says_how_t
     assert f"code changed: {file}" in " ".join(capsys.readouterr().out.split())
 
 
-def _life(directory: Path, which: str) -> str:
-    code = f"""
+FUNCTIONS = """
+import agentrl
+
+@agentrl.loss
+def tempered(batch):
+    return -FACTOR * batch.ratio * batch.advantages
+
+@agentrl.advantage
+def centred(group):
+    return [FACTOR * (reward - group.mean) for reward in group.rewards]
+"""
+
+
+@pytest.mark.parametrize("edited", [True, False])
+def test_a_resume_in_another_directory_says_which_code_is_other_there(edited: bool, tmp_path: Path) -> None:
+    said = ""
+    for which, factor in (("first", "1.0"), ("second", "2.0" if edited else "1.0")):
+        code = tmp_path / which
+        code.mkdir()
+        (code / "env.py").write_text(CODE.replace("REWARD", factor))
+        (code / "mine.py").write_text(FUNCTIONS.replace("FACTOR", factor))
+        said = _life(
+            tmp_path,
+            which,
+            code=code,
+            environment={"id": "env:Add"},
+            credit={"advantage": f"{code / 'mine.py'}:centred"},
+            trainer={"loss": {"name": "mine:tempered"}},
+        )
+    assert ("The loss tempered changed: later steps use the new code." in said) == edited
+    assert ("The advantage centred changed: later steps use the new code." in said) == edited
+    env = tmp_path / "second" / "env.py"
+    assert (f"The code changed in {env}; `on_code_change` of its environment" in said) == edited
+    assert "mine.py; `on_code_change`" not in said, "only an environment has it"
+    assert "esuming from checkpoint" in said or "no checkpoint yet" in said
+
+
+def _life(directory: Path, which: str, *, code: Path | None = None, **settings: Any) -> str:
+    script = f"""
 from pathlib import Path
 from benchmarks.resume_fields import play_file
-play_file(Path({str(directory)!r}), resume={which == "second"!r})
+play_file(Path({str(directory)!r}), resume={which == "second"!r}, **{settings!r})
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    return done.stderr
+    paths = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    run = [sys.executable, "-c", script]
+    return subprocess.run(run, cwd=code, env=paths, capture_output=True, text=True, check=True).stderr
 
 
 def _episodes(path: Path, where: str) -> list[str]:

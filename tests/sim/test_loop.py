@@ -10,7 +10,10 @@ import pytest
 
 import agentrl
 from agentrl.core.errors import AgentRLError, CheckFailedError, NonFiniteError, StorageError
+from agentrl.core.records import StepReport
 from agentrl.journal.entries import TurnEntry
+from agentrl.orchestrator.loop import Orchestrator
+from agentrl.simulation.recording_trainer import RecordingTrainer
 from agentrl.testing.memory_journal import MemoryJournal
 from agentrl.testing.plugin import SimulatedLoop
 from tests.sim.small_run import TASKS, Guess, SmallRun, config_for
@@ -187,6 +190,26 @@ def test_a_nonfinite_step_is_skipped_and_its_units_are_dropped(
         ledger = run.orchestrator.buffer.ledger
         assert [batch.step_id for batch in run.trainer.batches] == [1, 2, 3, 4]
         assert ledger.dropped["nonfinite_gradient"] == ledger.units_dropped["guesser"] == 8
+
+    simulated_loop.run(main)
+
+
+def test_nonfinite_steps_in_a_row_end_the_run_and_each_is_told_with_its_number(
+    simulated_loop: SimulatedLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(self: object, policy: str, step_id: int) -> StepReport:
+        raise NonFiniteError("the loss is nan")
+
+    async def main() -> None:
+        told: list[str] = []
+
+        def listen(orchestrator: Orchestrator) -> None:
+            orchestrator.tell = told.append
+
+        monkeypatch.setattr(RecordingTrainer, "optim_step", fail)
+        with pytest.raises(NonFiniteError, match=r"^the loss is nan\. Skipped .* in a row: 3; 3 end the run$"):
+            await SmallRun(during=listen).run()
+        assert [line.partition("in a row: ")[2] for line in told] == ["1; 3 end the run", "2; 3 end the run"]
 
     simulated_loop.run(main)
 

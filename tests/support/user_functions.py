@@ -101,6 +101,28 @@ def overflows(batch: agentrl.LossBatch) -> Tensor:
     return -(batch.ratio**100) * batch.advantages
 
 
+@agentrl.loss
+def undeclared_reference(batch: agentrl.LossBatch) -> Tensor:
+    return batch.logprobs - batch.reference_logprobs  # type: ignore[operator]
+
+
+@agentrl.loss
+def undeclared_divergence(batch: agentrl.LossBatch) -> Tensor:
+    return batch.reference_kl * 2 - batch.reference_logprobs  # type: ignore[operator]
+
+
+@agentrl.loss(reference=True)
+def declared_reference(batch: agentrl.LossBatch) -> Tensor:
+    return batch.logprobs - batch.reference_logprobs  # type: ignore[operator]
+
+
+@agentrl.loss
+def asks_for_the_reference(batch: agentrl.LossBatch) -> Tensor:
+    if batch.reference_logprobs is None:
+        return -batch.ratio * batch.advantages
+    raise ArithmeticError("not declared")
+
+
 @agentrl.advantage
 def first_is_best(group: agentrl.Group) -> list[float]:
     return [float(at == 0) for at, _ in enumerate(group.rewards)]

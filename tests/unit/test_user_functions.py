@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from agentrl.app.recovery import load_user_functions
 from agentrl.cli.main import main
 from agentrl.config.run import RunConfig
 from agentrl.config.sections import LOSSES
-from agentrl.core.errors import ConfigError, InputError, NonFiniteError, TrainerError
+from agentrl.core.errors import ConfigError, InputError, LossError, NonFiniteError
 from agentrl.core.functions import FunctionDeclaration, capture_function_code, find_function, find_function_code
 from agentrl.core.records import TrajectoryCredit, TrajectoryRow, Unit
 from agentrl.credit.advantages import Estimator, Group, StepAdvantages, make_estimator
@@ -141,16 +142,20 @@ def test_options_reach_the_loss_and_are_checked(model: Path, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("name", "error", "reason"),
     [
-        ("raises", TrainerError, "raises raised ArithmeticError: as asked"),
-        ("of_another_shape", TrainerError, r"returned \(\); it must be a tensor with the loss of each token"),
-        ("detached", TrainerError, "does not depend on batch.logprobs"),
-        ("freed", TrainerError, "calls no backward"),
-        ("nan", NonFiniteError, "loss nan"),
+        ("raises", LossError, "raises raised ArithmeticError: as asked"),
+        ("of_another_shape", LossError, r"returned \(\); it must be a tensor with the loss of each token"),
+        ("detached", LossError, "does not depend on batch.logprobs"),
+        ("freed", LossError, "calls no backward"),
+        ("nan", NonFiniteError, "the loss nan is nan, .* `nonfinite_gradient`.*`agentrl env check --loss /.*:nan`"),
     ],
 )
 def test_a_bad_loss_is_named(name: str, error: type[Exception], reason: str, model: Path, tmp_path: Path) -> None:
     with pytest.raises(error, match=reason):
         step(model, tmp_path, f"{SCRIPT}:{name}")
+
+
+def test_a_loss_or_an_advantage_that_breaks_its_contract_ends_a_run_with_one_exit_code() -> None:
+    assert LossError.exit_code == InputError.exit_code == 2
 
 
 def test_an_estimator_credits_each_agent_and_each_turn() -> None:
@@ -205,6 +210,40 @@ def test_a_missing_function_ends_a_run_before_it_begins(tmp_path: Path, capsys: 
     assert main(["train", str(toml), f"--directory={tmp_path}/runs"]) == 2
     assert "there is no file" in capsys.readouterr().err
     assert not (tmp_path / "runs" / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (["trainer.loss.alhpa=0.3"], "its options: max_ratio, trust_region"),
+        (["trainer.loss.name=sapo", "trainer.loss.clip_high=0.3"], "its options: positive, negative"),
+        (["trainer.loss.name=mine:nope"], "mine defines no function 'nope' at its top level"),
+        (["trainer.loss.name=mine.py:nope"], "defines no function 'nope' at its top level"),
+        (["trainer.loss.name=mine:sapo", "trainer.loss.alhpa=0.3"], "its options: scale"),
+        (["credit.advantage.name=mine:centred", "credit.advantage.k=3"], "its options: none"),
+        (["credit.advantage.name=max_rl", "credit.advantage.k=3"], "its options: none"),
+    ],
+)
+@pytest.mark.parametrize("dry", [True, False])
+def test_a_function_that_is_not_there_or_options_that_do_not_fit_are_refused_also_in_a_dry_run(
+    settings: list[str],
+    said: str,
+    dry: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "run.toml").write_text(
+        '[environment]\nid = "calculator"\n[model]\npath = "agentrl.environments:calculator/model"\n'
+    )
+    (tmp_path / "mine.py").write_text(Path(SCRIPT).read_text())
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+    given = [f"--{setting}" for setting in settings]
+    assert main(["train", "run.toml", *given, *(["--dry-run"] if dry else [])]) == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
 
 
 def test_a_file_that_ends_the_program_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -288,10 +327,17 @@ def test_the_page_s_loss_with_the_kl_in_the_reward_is_that_of_a_loop(tmp_path: P
         ("writes", "it changed batch.advantages"),
         ("by_position", "with its rows in another order"),
         ("not_per_token", "leave per_token out"),
+        ("undeclared_reference", "It reads reference_logprobs: mark it @agentrl.loss(reference=True)"),
+        ("undeclared_divergence", "It reads reference_kl: mark it @agentrl.loss(divergence=True)"),
     ],
 )
 def test_the_check_names_what_a_loss_breaks(name: str, finding: str) -> None:
     assert any(finding in each for each in check_loss(f"{SCRIPT}:{name}").findings)
+
+
+def test_the_check_gives_a_loss_the_columns_that_it_declares() -> None:
+    assert check_loss(f"{SCRIPT}:declared_reference").findings == []
+    assert check_loss(f"{SCRIPT}:asks_for_the_reference").findings == [], "training gives None, too"
 
 
 @pytest.mark.parametrize(
@@ -303,7 +349,8 @@ def test_the_check_names_what_a_loss_breaks(name: str, finding: str) -> None:
     ],
 )
 def test_the_check_names_what_an_advantage_breaks(name: str, finding: str) -> None:
-    assert any(finding in each for each in check_advantage(f"{SCRIPT}:{name}").findings)
+    (found,) = check_advantage(f"{SCRIPT}:{name}").findings
+    assert finding in found
 
 
 def test_the_command_checks_functions_and_says_what_would_be_faster(capsys: pytest.CaptureFixture[str]) -> None:
