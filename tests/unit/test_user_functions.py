@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
+import json
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from agentrl.app.recovery import load_user_functions
 from agentrl.cli.main import main
@@ -16,9 +20,10 @@ from agentrl.config.sections import LOSSES
 from agentrl.core.errors import ConfigError, InputError, LossError, NonFiniteError
 from agentrl.core.functions import FunctionDeclaration, capture_function_code, find_function, find_function_code
 from agentrl.core.records import TrajectoryCredit, TrajectoryRow, Unit
-from agentrl.credit.advantages import Estimator, Group, StepAdvantages, make_estimator
+from agentrl.credit.advantages import OF_GROUPS, Estimator, Group, StepAdvantages, make_estimator
 from agentrl.credit.baselines import RewardHistory
 from agentrl.learn.function_check import check_advantage, check_loss
+from agentrl.learn.losses import BUILT_IN
 from agentrl.learn.trainer import PolicyTrainer
 from agentrl.orchestrator.buffer import EpisodeBuffer, WholeGroups
 from tests.learn_cases import Episodes, make_rows, run_config, write_model, write_tokenizer
@@ -312,6 +317,51 @@ def test_the_page_s_loss_with_the_kl_in_the_reward_is_that_of_a_loop(tmp_path: P
         for agent, advantage, own in zip(agents, advantages, logprobs, strict=True)
     ]
     assert function(batch, beta=0.1).tolist() == pytest.approx(expected)
+
+
+def from_the_page(name: str, directory: Path) -> str:
+    """The reference of a function that docs/algorithms.md shows."""
+    (text,) = [text for text in python_of(ROOT / "docs" / "algorithms.md") if f"def {name}(" in text]
+    script = directory / "mine.py"
+    script.write_text(f"import torch\nimport agentrl\n{text}", encoding="utf-8")
+    return f"{script}:{name}"
+
+
+def test_the_page_s_loss_of_the_tokens_of_largest_entropy(tmp_path: Path) -> None:
+    reference = from_the_page("top_entropy", tmp_path)
+    assert check_loss(reference).findings == []
+    _, function = find_function("loss", reference, key="trainer.loss.name")
+    logprobs, entropies = [-1.0, -2.0, -0.5, -1.5, -0.2], [0.1, 0.9, 0.3, 0.8, 0.2]
+    batch = batch_of(logprobs, logprobs, [2.0] * 5)
+    batch.entropies = torch.tensor(entropies)
+    kept = sorted(entropies)[-2:]
+    expected = [-2.0 * own if entropy in kept else 0.0 for own, entropy in zip(logprobs, entropies, strict=True)]
+    assert function(batch, quantile=0.4).tolist() == pytest.approx(expected)
+
+
+def test_the_page_s_advantage_over_the_step_is_above_the_mean_of_each_group(tmp_path: Path) -> None:
+    reference = from_the_page("above_group_mean", tmp_path)
+    assert check_advantage(reference).findings == []
+    group = Group(rewards=(1.0, 5.0, 0.0, 7.0), episodes=("a", "b", "c", "d"), groups=("x", "y", "x", "y"))
+    assert [each.value for each in make_estimator(reference, {})(group)] == [0.5, -1.0, -0.5, 1.0]
+
+
+def test_the_page_has_every_option_with_its_default() -> None:
+    """In the table of losses, in its column; in that of advantages, beside the formula."""
+    rows = [
+        line for line in (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8").splitlines() if line[:3] == "| `"
+    ]
+    functions = {name: function for name, (function, _) in {**BUILT_IN, **OF_GROUPS}.items()}
+    for name, function in functions.items():
+        row = next(row for row in rows if f"`{name}`" in row.split(" | ")[0])
+        shown = row.split(" | ")[2] if name in BUILT_IN else row
+        for option in list(inspect.signature(function).parameters.values())[1:]:
+            assert f"`{option.name} = {json.dumps(option.default)}`" in shown, name
+    for row in rows:
+        of_row = [BUILT_IN[name][0] for name in re.findall(r"`(\w+)`", row.split(" | ")[0]) if name in BUILT_IN]
+        known = {option for function in of_row for option in inspect.signature(function).parameters}
+        if of_row:
+            assert set(re.findall(r"`(\w+) = ", row.split(" | ")[2])) <= known, row
 
 
 @pytest.mark.parametrize(
