@@ -22,6 +22,7 @@ from agentrl.credit.advantages import ADVANTAGES
 from agentrl.engines.scripted import Script, ScriptedEngine
 from agentrl.environment.base import EpisodeLimits, describe_foreign_error
 from agentrl.environment.games import LEGAL_ACTIONS, PettingZooEnvironment
+from agentrl.environment.harness import HarnessEnvironment
 from agentrl.environment.registry import name_of, resolve
 from agentrl.environment.tools import ToolEnvironment
 from agentrl.journal.entries import TurnEntry
@@ -50,6 +51,8 @@ PARTITION = "0"
 R = TypeVar("R", bound=EpisodeRunner)
 MAX_TURNS = 8
 TIMEOUT_S = 30.0
+PROGRAM_TIMEOUT_S = 120.0
+"""Time limit of an episode of an external agent, whose program may take long to start on a busy machine."""
 RESOURCE_LOST = "resource_lost: "
 """Prefix of the answer of `execute` if re-execution reached a pinned resource."""
 _FIRST_LINE = re.compile(r"\n|<\|")
@@ -99,19 +102,20 @@ async def execute(
     """
     journal, failures = MemoryJournal(), list[BaseException]()
     engine = ScriptedEngine(script, versions={POLICY: PolicyVersion(POLICY, 0, 0)})
-    settings = plain_rollout_settings(max_turns=max_turns)
+    longest_s = PROGRAM_TIMEOUT_S if issubclass(environment, HarnessEnvironment) else TIMEOUT_S
+    settings = plain_rollout_settings(max_turns=max_turns, episode_timeout_s=longest_s)
     dispatcher, runner = wire_dispatcher(environment, engine, journal, settings, failures, runner_type=_StateRunner)
     log = journal.turn_log(PARTITION)
     for entry in recorded:
         log.append(entry)
     journal.admit(spec)
     try:
-        async with asyncio.timeout(TIMEOUT_S):
+        async with asyncio.timeout(longest_s):
             running = runner.run(spec, environment, recorded, answers=answers)
             header = await asyncio.get_running_loop().create_task(running)
         await dispatcher.worker.drain()
     except TimeoutError:
-        return f"run() did not end within {TIMEOUT_S:g} s"
+        return f"run() did not end within {longest_s:g} s"
     except GlobalRandomError as error:
         if recorded:
             return str(error)

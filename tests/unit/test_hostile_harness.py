@@ -16,6 +16,7 @@ import agentrl
 from agentrl.core.errors import EnvironmentDefinitionError
 from agentrl.environment import harness
 from agentrl.environment.harness import _remove_specials, _remove_tree, _task
+from agentrl.testing import execution
 from agentrl.testing.check import check_environment
 from tests.unit.episodes import Played, play
 
@@ -160,6 +161,13 @@ def test_requests_are_counted_and_seats_without_one_are_named() -> None:
     assert "4 requests, no tool call, mean reward 0.00" in report.text
     assert "Seats without a request, and not tried: small." in report.text
     assert "not tried" not in check_environment(asking("main", "small")).text
+
+
+def test_a_program_that_hangs_ends_the_check_at_the_limit_of_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(execution, "PROGRAM_TIMEOUT_S", 0.5)
+    report = check_environment(asking(command=(sys.executable, "-c", "import time; time.sleep(600)")))
+    assert "0.5 s" in report.text
+    assert not report.passed
 
 
 def test_a_signal_without_a_name_is_a_kill_like_any_other() -> None:
