@@ -108,7 +108,7 @@ def undeclared_reference(batch: agentrl.LossBatch) -> Tensor:
 
 @agentrl.loss
 def undeclared_divergence(batch: agentrl.LossBatch) -> Tensor:
-    return batch.reference_kl * 2 - batch.reference_logprobs  # type: ignore[operator]
+    return batch.reference_kl * 2 - batch.reference_logprobs  # type: ignore[operator, return-value]
 
 
 @agentrl.loss(reference=True)

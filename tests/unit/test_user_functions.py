@@ -22,6 +22,7 @@ from agentrl.core.functions import FunctionDeclaration, capture_function_code, f
 from agentrl.core.records import TrajectoryCredit, TrajectoryRow, Unit
 from agentrl.credit.advantages import OF_GROUPS, Estimator, Group, StepAdvantages, make_estimator
 from agentrl.credit.baselines import RewardHistory
+from agentrl.journal.run_log import RunStart
 from agentrl.learn.function_check import check_advantage, check_loss
 from agentrl.learn.losses import BUILT_IN
 from agentrl.learn.trainer import PolicyTrainer
@@ -72,6 +73,16 @@ def test_a_function_is_its_slice_of_the_file(tmp_path: Path) -> None:
     assert digest(text.replace("TEMPERATURE = 1.05", "TEMPERATURE = 1.06")) != code.digest
     assert digest(text.replace("advantages > 0", "advantages >= 0")) != code.digest
     assert digest(text.replace('if __name__ == "__main__":', "raise SystemExit(1)\nif True:")) == code.digest
+
+
+def test_the_recorded_digest_of_a_moved_file_is_found_by_its_name() -> None:
+    code = {"/a/mine.py:f": "1", "/b/mine.py:f": "2", "/a/mine.py": "3", "package.mine:f": "4"}
+    start = RunStart(lineage=0, began_at=0.0, code=code)
+    assert start.digests_of("/a/mine.py:f") == {"1"}, "one that is where it was, by its place"
+    assert start.digests_of("/c/mine.py:f") == {"1", "2"}
+    assert start.digests_of("/c/mine.py") == {"3"}
+    assert start.digests_of("package.mine:f") == {"4"}
+    assert start.digests_of("/c/mine.py:g") == set()
 
 
 @pytest.mark.parametrize(
