@@ -593,10 +593,9 @@ def _call_of(opened: OpenSeats, digest: bytes, request: web.Request) -> _Pending
     if idempotency_key := request.headers.get("Idempotency-Key", ""):
         return opened.by_idempotency_key.get((digest, idempotency_key))
     retries = request.headers.get("x-stainless-retry-count", "0") != "0"
-    for call in opened.calls.get(digest, ()):
-        if not call.clients or retries:
-            return call
-    return None
+    # Of equal calls the one that fewest wait for: its client is the likeliest to ask again.
+    call = min(opened.calls.get(digest, ()), key=lambda each: each.clients, default=None)
+    return call if call is not None and (retries or not call.clients) else None
 
 
 def _forget(opened: OpenSeats, digest: bytes, call: _PendingReply) -> None:

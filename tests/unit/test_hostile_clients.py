@@ -210,6 +210,31 @@ def test_the_clients_of_one_call_are_bounded(monkeypatch: pytest.MonkeyPatch) ->
     assert seat.asked == 1
 
 
+def test_retries_of_equal_requests_spread_over_their_calls() -> None:
+    seat = WaitingSeat()
+
+    async def clients() -> list[int]:
+        async with Gateway().open({"main": seat}, {}) as opened, aiohttp.ClientSession() as client:
+            body = {"model": "main", "messages": [user("a")]}
+
+            def post(retry: int) -> asyncio.Future[Any]:
+                headers = {"x-api-key": opened.key, "x-stainless-retry-count": str(retry)}
+                return asyncio.ensure_future(client.post(f"{opened.url}/chat/completions", json=body, headers=headers))
+
+            sent = []
+            for retry in (0, 0, 1, 1):
+                sent.append(post(retry))
+                while sum(call.clients for calls in opened.calls.values() for call in calls) < len(sent):
+                    await asyncio.sleep(0.01)
+            found = [call.clients for calls in opened.calls.values() for call in calls]
+            for each in sent:
+                each.cancel()
+            return found
+
+    assert asyncio.run(clients()) == [2, 2]
+    assert seat.asked == 2
+
+
 def test_requests_that_wait_for_their_reply_are_bounded_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bodies, "MAX_HELD_BYTES", 16_000)
     seat = WaitingSeat()
