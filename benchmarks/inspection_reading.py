@@ -46,11 +46,11 @@ LOGPROBS = [-((place / 1000) ** 4) for place in range(1500)]
 QUERY = """
 import json, resource, sys, time
 from agentrl.inspection.reader import RunReader
-from agentrl.inspection.search import matches
+from agentrl.inspection.search import episodes_with_words
 run, where, match = sys.argv[1:]
 reader = RunReader(run)
 started = time.perf_counter()
-among = matches(reader, match) if match else None
+among = episodes_with_words(reader, match) if match else None
 lines = reader.episodes(where, among=among)
 total = reader.count(where, among=among)
 seconds = time.perf_counter() - started

@@ -120,7 +120,7 @@ def test_a_once_tool_leaves_its_intent() -> None:
     stage = Stage(environment=Sending, script=script)
     whole = stage.play()
     assert [type(body).__name__ for body in whole.bodies.values()][:4] == [
-        "Begin",
+        "BeginEntry",
         "TurnEntry",
         "IntentEntry",
         "ToolEntry",

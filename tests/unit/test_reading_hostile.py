@@ -44,11 +44,11 @@ class Missing:
 
 sys.meta_path.insert(0, Missing())
 from agentrl.cli.main import main
-from agentrl.core.ids import stream
+from agentrl.core.ids import random_stream
 from benchmarks.fuzzed import commands
 
 EXECUTES = {("episode", "replay"), ("episode", "rescore"), ("step", "replay")}
-for draw in (stream("alone", number) for number in range(4)):
+for draw in (random_stream("alone", number) for number in range(4)):
     for command in commands(Path(sys.argv[1]), draw):
         if tuple(command[:2]) in EXECUTES or "parquet" in command:
             continue
