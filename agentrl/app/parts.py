@@ -43,7 +43,7 @@ from agentrl.environment.mixture import (
     check_split,
     root_environments,
     trained_root_environments,
-    with_evaluated_beside,
+    with_evaluated_environments,
     with_prefixed_id,
 )
 from agentrl.environment.registry import load_function, module_of, name_of, resolve
@@ -557,7 +557,7 @@ def environment_of(config: RunConfig, given: type | Mapping[Any, float] | None =
         EnvironmentDefinitionError: there is no environment of that name, or a mixture is invalid.
     """
     chosen = resolve(config.environment.id if given is None else given)
-    return with_evaluated_beside(chosen, (resolve(name) for name, _, _ in config.evaluation.splits if name))
+    return with_evaluated_environments(chosen, (resolve(name) for name, _, _ in config.evaluation.splits if name))
 
 
 def task_source(

@@ -141,8 +141,10 @@ def trained_root_environments(environment: type[Environment]) -> tuple[type[Envi
     return (environment,)
 
 
-def with_evaluated_beside(environment: type[Environment], others: Iterable[type[Environment]]) -> type[Environment]:
-    """An environment, and others that are evaluated beside it."""
+def with_evaluated_environments(
+    environment: type[Environment], others: Iterable[type[Environment]]
+) -> type[Environment]:
+    """An environment, with others that are only evaluated."""
     new = [other for other in dict.fromkeys(others) if other not in root_environments(environment)]
     if not new:
         return environment

@@ -32,7 +32,7 @@ from agentrl.engines.versions import (
     policies_keeping_version,
     refresh_needing_adapters,
 )
-from agentrl.engines.vllm.startup import VllmSettings, kv_tokens, prefill_rate, read_served_meta_model, start_vllm
+from agentrl.engines.vllm.startup import VllmSettings, kv_tokens, prefill_rate, read_engine_meta_model, start_vllm
 from agentrl.engines.vllm.versions import VllmVersion, VllmVersions
 
 if TYPE_CHECKING:
@@ -161,7 +161,7 @@ class VllmEngine(ModelEngine[VllmVersion]):
                 f"engine.refresh = {needing!r} needs several adapters at once; with full weights set it to 'token' or "
                 "'turn'"
             )
-        shapes = read_served_meta_model(model_path, settings)
+        shapes = read_engine_meta_model(model_path, settings)
         self.capabilities = EngineCapabilities(
             name="vllm",
             refresh=frozenset({"token", "turn", "episode", "lazy"} if adapters else {"token", "turn"}),

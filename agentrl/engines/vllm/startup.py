@@ -96,7 +96,7 @@ def engine_arguments(model_path: str, settings: VllmSettings, *, kv_memory: int 
         EngineCapabilityError: the memory does not suffice, or an adapter's rank is too large.
     """
     check_arguments(settings.arguments, on_gpu=torch.cuda.is_available())
-    shapes = read_served_meta_model(model_path, settings)
+    shapes = read_engine_meta_model(model_path, settings)
     return {
         "model": model_path,
         "skip_tokenizer_init": True,
@@ -119,7 +119,7 @@ def engine_arguments(model_path: str, settings: VllmSettings, *, kv_memory: int 
     }
 
 
-def read_served_meta_model(model_path: str, settings: VllmSettings) -> PreTrainedModel:
+def read_engine_meta_model(model_path: str, settings: VllmSettings) -> PreTrainedModel:
     """Read the model without its weights, in the dtype in which vLLM computes.
 
     Raises:
