@@ -136,9 +136,8 @@ async def _one(reader: RunReader, episode_id: str, attempt: int | None, asked: _
     own, inherited = reader.recorded(line)
     if view.problems:
         return msgspec.structs.replace(found, recorded=len(own), text="; ".join(view.problems))
-    turns = list(
-        turns_with_context([*inherited, *own])
-    )  # turns of an external agent, which may request them in any order
+    # An external agent may request its turns in any order.
+    turns = list(turns_with_context([*inherited, *own]))
     own, inherited = ([entry for entry in part if not is_external_turn(entry)] for part in (own, inherited))
     if not own:
         return msgspec.structs.replace(found, text="nothing of it was recorded: it was dropped before its first act")

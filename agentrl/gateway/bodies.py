@@ -1,6 +1,6 @@
 """Parsing of request bodies, which are untrusted: bounded in size before and after decompression, and in depth.
 
-What is read can be journaled and rendered: text has no lone surrogates, and numbers are finite.
+Parsed text has no lone surrogates, and parsed floats are finite.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def parse_json(text: str) -> Any:
         RecursionError: it is nested too deeply.
     """
     value = json.loads(text, parse_constant=_finite, parse_float=_finite)
-    if _SURROGATE.search(text):  # of the pairs, which are characters, nothing is left to replace
+    if _SURROGATE.search(text):  # json.loads has joined pairs to characters; what encode replaces here is lone
         value = json.loads(json.dumps(value, ensure_ascii=False).encode("utf-8", "replace"))
     return value
 
