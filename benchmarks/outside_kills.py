@@ -13,6 +13,7 @@ import os
 import sqlite3
 import sys
 import tempfile
+import time
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -49,6 +50,15 @@ class Asking(agentrl.HarnessEnvironment):
 
     seats = ("solver",)
     command = (sys.executable, "-S", str(PROGRAM), "{task.question}")
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        try:
+            await super().run(ctx)
+        except Exception as error:
+            if not getattr(error, "begin_again", False):  # the next attempt samples its replies anew
+                with Path(os.environ["ASKING_LOG"]).with_name("failures.txt").open("a") as failures:
+                    failures.write(f"{time.ctime()} {ctx.task.id}: {type(error).__name__}: {error}\n")
+            raise
 
     def reward(self, task: agentrl.Task, episode: agentrl.HarnessEpisode) -> float:
         return float(episode.result.strip()) / 10
@@ -88,6 +98,8 @@ def figures(quick: bool) -> dict[str, float | None]:
                     call = (run.parent.name, entry.episode_id, entry.call_id)
                     sampled[call].add(body.token_ids)
                     attempts[call].add(entry.attempt)
+            if (failures := run.parent / "failures.txt").exists():
+                print(f"{run.parent.name}: failed attempts:\n{failures.read_text()}", flush=True)
             with sqlite3.connect(run / "journal" / "control.db") as control:
                 asked = "SELECT episode, drop_reason, detail FROM episodes WHERE drop_reason IS NOT NULL"
                 dropped += [f"{run.parent.name}: dropped {each}" for each in control.execute(asked)]

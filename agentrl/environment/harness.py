@@ -43,6 +43,10 @@ UNLOCKED_S = 60.0
 """Seconds after which a directory that is not locked belongs to a process that died."""
 OUTPUT_BYTES = 65_536
 """Bytes kept from the end of a command's output."""
+DETACHED_S = 1.0
+"""Seconds to wait, after a command has ended, for processes that hold its output open."""
+PIPE_BYTES = 1 << 20
+"""Maximum content of a pipe, in bytes; Linux lets a program that is not root enlarge one so far."""
 VOLATILE = (
     r"\b\d{4}-\d{2}-\d{2}(?:[T ]\d{2}:\d{2}(?::\d{2}(?:\.\d+)?)?(?:Z|[+-]\d{2}:?\d{2})?)?",
     r"\b[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}\b",
@@ -210,35 +214,31 @@ class HarnessEnvironment(Environment):
         self._directory = Path(tempfile.mkdtemp(prefix=PREFIX))
         self._lock = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
-        # Not asyncio's pipe, whose end is awaited until every detached process has closed it.
-        end, output_end = os.pipe()
-        try:
-            process = await asyncio.create_subprocess_exec(
-                *(argument.encode("utf-8", "replace") for argument in arguments),
-                cwd=self._directory,
-                env={**os.environ, **endpoint.variables()},
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=output_end,
-                stderr=asyncio.subprocess.STDOUT,
-                start_new_session=True,
-                preexec_fn=die_with_parent(),
-            )
-        except (OSError, ValueError) as error:
-            os.close(end)
-            raise EnvironmentDefinitionError(f"{type(self).__qualname__}.command: {arguments[0]!r}: {error}") from error
-        finally:
-            os.close(output_end)
-        output = bytearray()
-        reading = asyncio.get_running_loop().create_task(_read_end(end, output))
-        try:
-            status = await process.wait()
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            await process.wait()
-            await asyncio.wait({reading}, timeout=1.0)  # a detached process may hold the pipe open
-            reading.cancel()
-            await asyncio.wait({reading})
+        with contextlib.closing(_Output()) as output:
+            try:
+                process = await asyncio.create_subprocess_exec(
+                    *(argument.encode("utf-8", "replace") for argument in arguments),
+                    cwd=self._directory,
+                    env={**os.environ, **endpoint.variables()},
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=output.program_end,
+                    stderr=asyncio.subprocess.STDOUT,
+                    start_new_session=True,
+                    preexec_fn=die_with_parent(),
+                )
+            except (OSError, ValueError) as error:
+                raise EnvironmentDefinitionError(
+                    f"{type(self).__qualname__}.command: {arguments[0]!r}: {error}"
+                ) from error
+            finally:
+                os.close(output.program_end)
+            try:
+                status = await process.wait()
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                await process.wait()
+                await output.wait_until_closed()
         if status < 0:
             named = {each.value: each.name for each in signal.Signals}
             raise EpisodeError(
@@ -247,7 +247,7 @@ class HarnessEnvironment(Environment):
                 begin_again=True,
             )
         await asyncio.to_thread(_remove_specials, self._directory)
-        written = output.decode("utf-8", "replace")
+        written = output.kept.decode("utf-8", "replace")
         failure = None if status == 0 else f"exit status {status}: {written[-500:].strip()}"
         return {"output": written, "error": failure}
 
@@ -290,18 +290,45 @@ def _filled(argument: str, task: Task, endpoint: Endpoint) -> str:
     return _FIELD.sub(value, argument)
 
 
-async def _read_end(end: int, output: bytearray) -> None:
-    """Read a pipe until its other end is closed everywhere, close it, and keep the last `OUTPUT_BYTES`."""
-    stream = asyncio.StreamReader(OUTPUT_BYTES)
-    transport, _ = await asyncio.get_running_loop().connect_read_pipe(
-        lambda: asyncio.StreamReaderProtocol(stream), os.fdopen(end, "rb", 0)
-    )
-    try:
-        while part := await stream.read(OUTPUT_BYTES):
-            output += part
-            del output[:-OUTPUT_BYTES]
-    finally:
-        transport.close()
+class _Output:
+    """The last `OUTPUT_BYTES` that a program wrote. Not asyncio's pipe, whose end is awaited until every detached
+    process has closed it."""
+
+    def __init__(self) -> None:
+        self._end, self.program_end = os.pipe()
+        self.kept = bytearray()
+        self._is_at_end = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        os.set_blocking(self._end, False)
+        self._loop.add_reader(self._end, self._read)
+
+    async def wait_until_closed(self) -> None:
+        """Wait until all processes have closed the pipe, at most `DETACHED_S`."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(DETACHED_S):
+                await self._is_at_end.wait()
+
+    def close(self) -> None:
+        """Read what the pipe still holds, and close it."""
+        self._loop.remove_reader(self._end)
+        # In a busy process the time-out above can come before the first read: the output is there all the same.
+        for _ in range(PIPE_BYTES // OUTPUT_BYTES):
+            if not self._read():
+                break
+        os.close(self._end)
+
+    def _read(self) -> int:
+        """Read what is there; returns the number of bytes."""
+        try:
+            part = os.read(self._end, OUTPUT_BYTES)
+        except BlockingIOError:
+            return 0
+        self.kept += part
+        del self.kept[:-OUTPUT_BYTES]
+        if not part:
+            self._loop.remove_reader(self._end)
+            self._is_at_end.set()
+        return len(part)
 
 
 def _remove_specials(directory: Path) -> None:

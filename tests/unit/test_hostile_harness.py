@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import fcntl
 import os
 import subprocess
 import sys
@@ -42,6 +44,21 @@ def test_a_process_that_left_and_holds_the_output_is_not_waited_for() -> None:
     assert time.monotonic() - began < 15
     assert found.header.drop_reason is None
     assert len(os.listdir("/proc/self/fd")) <= open_before
+
+
+def test_what_a_program_printed_is_there_however_late_it_is_read() -> None:
+    async def written(parts: list[bytes]) -> bytes:
+        output = harness._Output()
+        fcntl.fcntl(output.program_end, fcntl.F_SETPIPE_SZ, harness.PIPE_BYTES)
+        for part in parts:
+            os.write(output.program_end, part)
+        output.close()  # nothing has run the event loop, as if it had been blocked until the time-out
+        os.close(output.program_end)
+        return bytes(output.kept)
+
+    assert asyncio.run(written([b"4", b"2\n"])) == b"42\n"
+    most = asyncio.run(written([b"a" * (harness.PIPE_BYTES - harness.OUTPUT_BYTES), b"b" * harness.OUTPUT_BYTES]))
+    assert most == b"b" * harness.OUTPUT_BYTES
 
 
 def test_children_of_a_program_are_ended_with_it(tmp_path: Path) -> None:
