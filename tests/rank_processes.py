@@ -82,6 +82,10 @@ def main() -> None:
     result = getattr(importlib.import_module(module), name)(ranks, *json.load(sys.stdin))
     ranks.close()
     sys.stdout.write(json.dumps(result) + "\n")
+    sys.stdout.flush()
+    # Device meshes keep their groups beyond `destroy_process_group`, and gloo's threads then now and then abort the
+    # interpreter's own exit ("terminate called without an active exception"). Ranks under Ray are killed.
+    os._exit(0)
 
 
 if __name__ == "__main__":
