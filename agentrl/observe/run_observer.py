@@ -7,6 +7,8 @@ thread of the event loop. An external sink that fails is removed with a message 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import fcntl
 import io
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -70,7 +72,7 @@ class RunObserver:
         self.state = RunState(plan=plan, path=str(directory.given), status=Status(phase="starting"))
         read_metrics(directory.metrics, self.state)
         self._directory = directory
-        self._stream: TextIO = EnduringStream(stream or sys.stderr)  # type: ignore[assignment]
+        self._stream = EnduringStream(stream or sys.stderr)
         self._quiet = quiet
         self._others = tuple(others)
         self._clock = clock or SystemClock()
@@ -96,6 +98,7 @@ class RunObserver:
         self._metrics_file.close()
         for sink in list(self._sinks):
             self._safely(sink, sink.close)
+        self._stream.close()
 
     def watch(self, probe: Callable[[], Status] | None = None) -> None:
         """Start looking at the run every second, in the running event loop.
@@ -268,11 +271,22 @@ def _chosen(summary: Mapping[str, Any]) -> str:
     return "".join(lines)
 
 
-class EnduringStream(io.TextIOBase):
-    """Writes to another stream until that fails, so that `agentrl train … 2>&1 | head -1` does not end the training."""
+class EnduringStream(io.TextIOBase, TextIO):
+    """Writes to another stream until that fails, so that `agentrl train … 2>&1 | head -1` does not end the training.
 
-    def __init__(self, stream: TextIO | None) -> None:
-        self._stream = stream
+    It has a descriptor of its own: where an environment closes descriptor 2, the next file that anything opens gets
+    that number, and the lines would be written into that file.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream: TextIO | None = stream
+        self._own: TextIO | None = None
+        with contextlib.suppress(OSError, ValueError):  # it has no descriptor, or is closed
+            stream.flush()
+            number = fcntl.fcntl(stream.fileno(), fcntl.F_DUPFD_CLOEXEC, 3)
+            self._stream = self._own = open(  # noqa: SIM115 - closed by `close`
+                number, "w", buffering=1, encoding=stream.encoding, errors=stream.errors
+            )
 
     def write(self, text: str, /) -> int:
         """Write the text if possible; always returns its full length."""
@@ -290,6 +304,14 @@ class EnduringStream(io.TextIOBase):
                 self._stream.flush()
             except (OSError, ValueError):
                 self._stream = None
+
+    def close(self) -> None:
+        """Close the own descriptor. Idempotent."""
+        self.flush()
+        self._stream = None
+        if self._own is not None:
+            with contextlib.suppress(OSError):
+                self._own.close()
 
     def isatty(self) -> bool:
         """Whether the stream is a terminal."""

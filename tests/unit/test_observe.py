@@ -29,7 +29,7 @@ from agentrl.observe.metrics import METRICS, describe
 from agentrl.observe.page import page
 from agentrl.observe.progress import evaluation_line, figures
 from agentrl.observe.run_directory import RunDirectory
-from agentrl.observe.run_observer import RunObserver
+from agentrl.observe.run_observer import EnduringStream, RunObserver
 from agentrl.observe.run_state import (
     MetricsFile,
     RunPlan,
@@ -450,3 +450,16 @@ def test_the_lock_of_another_file_with_the_same_inode_number_is_not_the_runs(
     assert writer(f"42 ff:fe:{found.st_ino}") is None
     assert writer(f"42 ff:fe:{found.st_ino}", f"41 ff:fd:{found.st_ino}") == 41, "an overlay's device is another"
     assert writer(f"41 {here}:{found.st_ino + 1}") is None
+
+
+def test_progress_is_never_written_into_the_file_that_got_the_number_of_a_closed_stream(tmp_path: Path) -> None:
+    terminal, checkpoint = tmp_path / "terminal", tmp_path / "checkpoint"
+    with terminal.open("w") as stream:
+        shown = EnduringStream(stream)
+        number = stream.fileno()
+        os.close(number)
+        assert os.open(checkpoint, os.O_WRONLY | os.O_CREAT) == number  # closed with the stream
+        shown.write("step 1\n")
+        shown.close()
+    assert terminal.read_text() == "step 1\n"
+    assert not checkpoint.read_text()
