@@ -12,12 +12,14 @@ Row = dict[str, Any]
 Credit = tuple[float, float, "list[float] | None"]
 """Advantage, baseline, advantages by turn."""
 
-COMPARED = ("leave_one_out", "group_mean", "group_std")
+COMPARED = ("leave_one_out", "group_mean", "group_std", "none", "gae")
 """Estimators that `advantages` computes."""
 
 
 def advantages(estimator: str, rewards: Sequence[float], episodes: Sequence[str]) -> list[tuple[float, float]]:
-    """(advantage, baseline) of rewards that are compared with each other."""
+    """(advantage, baseline) of rewards that are compared with each other, or with nothing."""
+    if estimator in ("none", "gae"):
+        return [(reward, 0.0) for reward in rewards]
     if len(set(episodes)) < 2 or len(set(rewards)) < 2:
         return [(0.0, reward) for reward in rewards]
     total, count = math.fsum(rewards), len(rewards)

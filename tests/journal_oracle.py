@@ -593,7 +593,7 @@ class _Judge:
         credit: Mapping[str, Any] = self.config.get("credit") or {}
         options = dict(credit.get("advantage") or {})
         estimator = options.pop("name", "leave_one_out")
-        if estimator not in ("leave_one_out", "group_mean", "group_std", "role_mean", "none", "gigpo"):
+        if estimator not in ("leave_one_out", "group_mean", "group_std", "role_mean", "none", "gigpo", "gae"):
             return  # a function that the page does not give
         committed = {
             (row["episode"], row["attempt"]): row
@@ -606,7 +606,7 @@ class _Judge:
             compared = [by_state(members, **options) for members in self.compared(committed).values()]
             by_agent = {agent: own for group in compared for agent, own in group.items()}
             expected = _Expected(lambda row: by_agent.get(agent_of(row)))
-        elif estimator == "none":
+        elif estimator in ("none", "gae") and credit.get("turn_credit") != "to_go":
             expected = _Expected(lambda row: (row["reward"], 0.0, None))
         elif estimator not in COMPARED:  # a function of the user's: only the sum can be recomputed
             expected = _Expected(

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from agentrl.config.policies import AnyPolicy, PolicyConfig
-from agentrl.config.sections import OptimizerConfig
+from agentrl.config.sections import CreditConfig, OptimizerConfig
 from agentrl.core.functions import loss
 from agentrl.core.records import PolicyVersion, Trajectory, Unit
 from agentrl.learn.loss_batch import LossBatch
@@ -49,6 +49,7 @@ def case(
     steps: int = 1,
     first: int = 1,
     resume_from: str | None = None,
+    credit: Mapping[str, Any] | None = None,
     **trainer: Any,
 ) -> dict[str, Any]:
     """The arguments of `run_case`, as JSON can hold them."""
@@ -60,6 +61,7 @@ def case(
         "policies": list(policies),
         "steps": [first, first + steps],
         "resume_from": resume_from,
+        "credit": credit or {},
         "trainer": {"sharding": sharding, "micro_batch_tokens": 40, **trainer},
     }
 
@@ -89,6 +91,7 @@ def run_case(ranks: Ranks, case: Mapping[str, Any]) -> dict[str, Any]:
     # Nothing is clipped, so that what is written is the gradient.
     section = {"optimizer": OptimizerConfig(max_grad_norm=1e9), "ranks": ranks.size, **case["trainer"]}
     config = run_config(Path(case["model"]), policies=policies, **section)
+    config = config.model_copy(update={"credit": CreditConfig(**case["credit"])})
     episodes = {name: Episodes(make_rows(at, EPISODES[name]), policy=name, seed=at) for at, name in enumerate(policies)}
 
     def read(units: Sequence[Unit]) -> Sequence[Sequence[Trajectory]]:
@@ -99,6 +102,9 @@ def run_case(ranks: Ranks, case: Mapping[str, Any]) -> dict[str, Any]:
     gradients: dict[str, Tensor] = {}
     for name in policies:
         _capture(trainer._learner(name), gradients)
+        if case["resume_from"] is None and (head := trainer._learner(name).value_head) is not None:
+            with torch.no_grad():  # else all values of the first step are 0
+                head.weight.copy_(torch.linspace(-3, 4, len(head.weight)))
     losses, norms = [], []
     for step in range(*case["steps"]):
         for name in policies:
@@ -130,7 +136,8 @@ def _capture(learner: Any, gradients: dict[str, Tensor]) -> None:
     apply = learner.apply
 
     def captured(rate: float) -> None:
-        own = {f"{learner.name}/{name}": parameter.grad for name, parameter in learner.model.parameters.items()}
+        parameters = learner.model.parameters | learner.value_parameters
+        own = {f"{learner.name}/{name}": parameter.grad for name, parameter in parameters.items()}
         gradients.update({name: gradient.clone() for name, gradient in gather_in_turn(own)})
         apply(rate)
 

@@ -457,8 +457,8 @@ def compute_step(reader: RunReader, line: StepLine) -> StepComputed:
         batch, started_from = _batch(reader, line.policy, line.lineage, line.step)
         between: list[tuple[TrainBatch, float]] = []
         weights: WeightsRef | Path | None
-        if trainer.has_masters(line.policy):
-            weights, where, started_from, between = _kept_masters(reader, started_from)
+        if trainer.only_in_checkpoints(line.policy):
+            weights, where, started_from, between = _kept_checkpoint(reader, started_from)
         else:
             weights, where = kept_weights(reader, started_from)
         loss, grad_norm = trainer.recompute(batch, started_from, weights, between)
@@ -501,7 +501,7 @@ def _same_weights(reader: RunReader, version: PolicyVersion) -> list[PolicyVersi
     return same
 
 
-def _kept_masters(
+def _kept_checkpoint(
     reader: RunReader, version: PolicyVersion
 ) -> tuple[Path | None, str, PolicyVersion, list[tuple[TrainBatch, float]]]:
     """Return the newest checkpoint from which steps lead to a version, its location for people, its version, and those

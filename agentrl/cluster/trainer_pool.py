@@ -68,6 +68,8 @@ LEARNING = (
     "agentrl.learn.packing",
     "agentrl.learn.ranks",
     "agentrl.learn.trainer",
+    "agentrl.learn.learner",
+    "agentrl.credit.advantages",
     "agentrl.credit.samples",
     "agentrl.journal.rows",
 )

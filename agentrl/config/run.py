@@ -400,7 +400,23 @@ def _check_credit(config: RunConfig) -> None:
     if credit.group_size == 1 and advantage in ADVANTAGES and advantage not in ALONE:
         raise ValueError(
             f"credit.group_size = 1 with credit.advantage = {advantage!r}: an episode without others to compare it "
-            "with teaches nothing. Set group_size = 2 or more, or advantage = 'role_mean' or 'none'"
+            "with teaches nothing. Set group_size = 2 or more, or advantage = 'role_mean', 'gae' or 'none'"
+        )
+    if advantage == "gae":
+        _check_gae(config)
+
+
+def _check_gae(config: RunConfig) -> None:
+    """Check that there is one policy, and a loss that reads advantages."""
+    if len(config.trained) > 1:
+        raise ValueError(
+            f"credit.advantage = 'gae' has values for one policy, and {', '.join(config.trained)} learn: set kind = "
+            "'frozen' for all but one, or advantage = 'role_mean' or 'leave_one_out'"
+        )
+    if (loss := config.trainer.loss.name) in ("distillation", "dpo"):
+        raise ValueError(
+            f"credit.advantage = 'gae' with trainer.loss.name = {loss!r}: that loss does not learn from advantages, so "
+            "values would serve nothing. Set advantage = 'none' or 'leave_one_out', or another loss"
         )
 
 
@@ -426,7 +442,7 @@ def _not_with_release(config: RunConfig) -> Iterator[tuple[str, str]]:
     """Yield the settings that cannot be combined with groups released in parts, each with its reason and remedy."""
     credit, name = config.credit, config.credit.advantage.name
     advantage = f"credit.advantage = {name!r}"
-    if name not in ("leave_one_out", "role_mean", "none"):
+    if name not in ("leave_one_out", "role_mean", "none", "gae"):
         why = _BIASED_IN_PARTS.get(
             name, "only a baseline that leaves out the member itself is the same for early and late ones, and unbiased"
         )
@@ -442,7 +458,7 @@ def _not_with_release(config: RunConfig) -> Iterator[tuple[str, str]]:
     if config.deterministic:
         yield "deterministic = true", "who ends first depends on the machine. Leave one of the two out"
     if credit.release == "late":
-        if name in ("role_mean", "none"):
+        if name in ("role_mean", "none", "gae"):
             yield (
                 advantage,
                 "it makes no comparison within the group, so there is nothing to wait for. Set release = 'episode'",

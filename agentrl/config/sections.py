@@ -7,7 +7,7 @@ import math
 from collections.abc import Collection
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, field_validator, model_validator
+from pydantic import ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from agentrl.config.fields import (
     Episodes,
@@ -187,10 +187,11 @@ LOSSES = (
 ADVANTAGES = (
     *("leave_one_out", "group_mean", "group_std", "role_mean", "none"),
     *("max_rl", "pass_at_k", "best_of_n", "gigpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gdpo"),
+    "gae",
 )
 """Names of the built-in advantage estimators (`credit.advantages`)."""
 
-ALONE = ("role_mean", "none", "reinforce_plus_plus")
+ALONE = ("role_mean", "none", "reinforce_plus_plus", "gae")
 """Estimators that need no group."""
 
 
@@ -223,6 +224,34 @@ class AdvantageConfig(FunctionConfig):
     (RLOO), `group_mean` (Dr. GRPO) or `group_std` (GRPO, divided by the n - 1 standard deviation). `role_mean`: the
     policy's mean reward in that seat so far (zero-sum games, SPIRAL). `none`: REINFORCE on the raw reward.
     docs/algorithms.md lists the others, and shows how to write one."""
+
+    @property
+    def gae(self) -> GaeConfig | None:
+        """Arguments of `gae`; None with another estimator."""
+        return GaeConfig.model_validate(self.options) if self.name == "gae" else None
+
+    @model_validator(mode="after")
+    def _check_gae(self) -> AdvantageConfig:
+        try:
+            _ = self.gae
+        except ValidationError as error:
+            found = error.errors()[0]
+            known = ", ".join(GaeConfig.model_fields)
+            raise ValueError(f"gae, {found['loc'][0]}: {found['msg']}; its options: {known}") from None
+        return self
+
+
+class GaeConfig(Section):
+    """The arguments of `credit.advantage = { name = "gae", … }`, checked when the configuration is read."""
+
+    discount: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """γ: the weight of a reward that comes one trained token later."""
+    trace_decay: Annotated[float, Field(ge=0, le=1)] = 0.95
+    """λ. 1: the return minus the value, which is unbiased; less has less variance, and trusts the values of later
+    tokens instead."""
+    value_learning_rate: Rate = 0.03
+    """Learning rate of the value head, the same in all steps: about how far a value can move in a step, in the unit of
+    the reward."""
 
 
 class CreditConfig(Section):

@@ -171,6 +171,8 @@ class HeadOutput(NamedTuple):
     """[n, k + 1]: log-probabilities of `top_ids`, then of all other tokens together. No gradient."""
     reference_kl: Tensor | None = None
     """See `reference_divergence`; None without a reference."""
+    values: Tensor | None = None
+    """Values of the head; None without one."""
 
     def map(self, function: Callable[[Tensor], Tensor]) -> HeadOutput:
         """Apply a function to every column that is there."""
@@ -359,6 +361,7 @@ def token_logprobs(
     replay: RoutingReplay | None = None,
     top: int = 0,
     reference: HeadOutput | None = None,
+    value_head: nn.Module | None = None,
 ) -> HeadOutput:
     """Compute log-probability, entropy and kept mass of a micro-batch's trained tokens, [n] each, differentiable.
 
@@ -370,6 +373,7 @@ def token_logprobs(
         replay: routing replay of the model; uses the batch's recorded experts, if there are any.
         top: number of likeliest tokens to return, `TOP_TOKENS` for a reference.
         reference: result of another model for the same micro-batch, with `top`, to diverge from.
+        value_head: computes values [n] from the hidden states [n, H] that predict the tokens.
 
     Raises:
         ModelError: the recorded experts belong to another model.
@@ -379,9 +383,10 @@ def token_logprobs(
     kept = None
     if batch.kept_counts is not None and batch.kept_ids is not None:
         kept = KeptSets(device_tensor(batch.kept_counts, device), device_tensor(batch.kept_ids, device))
-    return chunked_logprob_head(
+    predicting = F.embedding(device_tensor(batch.hidden_index, device), hidden)
+    output = chunked_logprob_head(
         model,
-        F.embedding(device_tensor(batch.hidden_index, device), hidden),
+        predicting,
         device_tensor(batch.targets, device),
         temperature=device_tensor(batch.temperature, device),
         kept=kept,
@@ -389,6 +394,7 @@ def token_logprobs(
         top=top,
         reference=reference,
     )
+    return output if value_head is None else output._replace(values=value_head(predicting))
 
 
 # --- attention along the prefix tree ----------------------------------------------------------------------------------

@@ -74,7 +74,9 @@ class TokenColumns:
             }
             for name, key in keys.items():
                 names[name] += [key] * len(at)
-        numbers = {name: {key: index for index, key in enumerate(dict.fromkeys(names[name]))} for name in IDS}
+        # Sorted, so that the ids of an agent's turns ascend in time: a row may hold later turns than the next.
+        keys_of = {name: sorted(set(names[name])) if name == "turn" else dict.fromkeys(names[name]) for name in IDS}
+        numbers = {name: {key: index for index, key in enumerate(keys_of[name])} for name in IDS}
         own = {name: np.array([numbers[name][key] for key in names[name]], np.int64) for name in IDS}
 
         def taken(columns: Sequence[NDArray[Any]], kind: Any) -> NDArray[Any]:
@@ -197,7 +199,7 @@ class LossBatch:
     context.
     """
     turn: Tensor
-    """Id of the turn that sampled the token: one engine call of one agent."""
+    """Id of the turn that sampled the token: one engine call of one agent. An agent's ids ascend in time."""
     agent: Tensor
     """Id of the conversation: one agent in one episode."""
     episode: Tensor

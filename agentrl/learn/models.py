@@ -137,6 +137,7 @@ class PolicyModel:
         replay: RoutingReplay | None = None,
         top: int = 0,
         reference: HeadOutput | None = None,
+        value_head: nn.Module | None = None,
     ) -> HeadOutput:
         """See `forward.token_logprobs`; uses the active adapter."""
         forward = self._sharded or partial(token_logprobs, self.model)
@@ -147,6 +148,7 @@ class PolicyModel:
             replay=replay,
             top=top,
             reference=reference,
+            value_head=value_head,
         )
 
     def train(self, *, offload: bool = False) -> None:

@@ -1,7 +1,8 @@
 """Storage of learners: checkpoints, from which training resumes, published versions, which engines load, and columns.
 
 A checkpoint of a policy is `<directory>/<policy>/`: `weights.safetensors` (trained parameters, float32),
-`optimizer.safetensors` (AdamW's moments), `rng.json` (torch's random state), `state.json` (step, version, last report).
+`optimizer.safetensors` (AdamW's moments), `rng.json` (torch's random state), `state.json` (step, version, last report),
+and with `credit.advantage = "gae"` the same four for the value head, in `value_head/`.
 
 A version is `versions/<policy>/<lineage>.<step>/`: full weights with configuration and tokenizer, or a PEFT adapter.
 `core.files.rename_durably` names the directory last, so a directory that exists is complete, even after a power cut.
@@ -14,7 +15,7 @@ The columns of a step, the trainer's values for each of its tokens, are `steps/<
   `trainer_logprobs`  float32 [tokens], NaN where the token was not forwarded (no gradient could come from its row)
   `entropy`           float32 [tokens], of the distribution the trainer computed, in nats; NaN likewise
   `behavior_logprobs` float32 [tokens], recorded by the engine
-  `advantages`        float32 [tokens]
+  `advantages`        float32 [tokens]; with `credit.advantage = "gae"` those that the trainer computed
   `lag`               int32 [tokens], steps from the weights that sampled the token to those the trainer computed with;
                       at least 1 for those of an earlier lineage, -1 where it is not known who sampled
   metadata `rows`     JSON, [[episode id, row index of the unit], …] in the order the trainer consumed them
@@ -35,7 +36,7 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -478,6 +479,11 @@ class StepColumns:
             self._lags.append(lags[positions])
             self._fresh.append(bool(sample.spans) and not (lags > 0).any())
         return first
+
+    def record_advantages(self, first: int, starts: NDArray[np.int64], advantages: NDArray[np.float32]) -> None:
+        """Replace the advantages of rows, from row `first` on; row i has the tokens from `starts[i]` on."""
+        for row, (start, stop) in enumerate(pairwise(starts.tolist()), first):
+            self._advantages[row] = advantages[start:stop]
 
     def record(
         self, batch: MicroBatch, logprobs: NDArray[np.float32], entropies: NDArray[np.float32], rows: Sequence[int]

@@ -4,9 +4,9 @@ One step of one policy: `forward_backward` reads the units of this rank's share,
 divided by the batch's constant normaliser and accumulates the gradient; `optim_step` adds the gradients of all ranks,
 clips, and applies AdamW. Both are idempotent by step id.
 
-Owns: gradients, optimizers, step reports and columns. Does not own: version ids, the choice of units (the
-orchestrator), processes (`cluster`). Invariants: a step that is refused leaves the weights bit-identical; frozen
-policies are not here; any number of ranks, micro-batches or rows per unit gives the same update.
+Owns: gradients, step reports and columns. Does not own: a policy's model and optimizer (`learner.py`), version ids, the
+choice of units (the orchestrator), processes (`cluster`). Invariants: a step that is refused leaves the weights
+bit-identical; frozen policies are not here; any number of ranks, micro-batches or rows per unit gives the same update.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 import msgspec
 import numpy as np
 import torch
 from torch import Tensor
 
-from agentrl.config.policies import PolicyConfig
 from agentrl.config.run import RunConfig
-from agentrl.config.sections import OptimizerConfig
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import ConfigError, NonFiniteError, StorageError, TrainerError
 from agentrl.core.functions import FunctionCode
 from agentrl.core.records import PolicyVersion, StepReport, TrainBatch, TrainingSample, Trajectory, Unit, WeightsRef
+from agentrl.credit.advantages import generalized_advantages
 from agentrl.credit.samples import ReadUnits, read_samples
 from agentrl.engines.transfer import ReceivingEngine
 from agentrl.journal.reader import EpisodeKey, TurnReader
 from agentrl.journal.rows import assemble_trajectories
 from agentrl.learn.forward import TOP_TOKENS, HeadOutput
+from agentrl.learn.learner import Learner, OpenStep
 from agentrl.learn.loss_batch import LossBatch, TokenColumns, TokenGradients
 from agentrl.learn.losses import SUMS, Loss, loss_metrics, make_loss, token_metric_sums
 from agentrl.learn.memory import shard_count
@@ -54,100 +54,20 @@ from agentrl.learn.ranks import (
     gather_tensor,
     rank_device,
 )
-from agentrl.learn.storage import (
-    CanaryMaker,
-    LearnerState,
-    MergedColumns,
-    Publisher,
-    StepColumns,
-    converting_write_errors,
-    load_checkpoint,
-    save_checkpoint,
-)
+from agentrl.learn.storage import CanaryMaker, MergedColumns, Publisher, converting_write_errors
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from agentrl.config.sections import GaeConfig
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_BETAS = (0.9, 0.95)
-"""AdamW's betas. The second lies below the usual 0.999, because a run has only tens of steps."""
 _COUNTS = ("samples", "tokens", "skipped_samples", "row_tokens", "forwarded_tokens", "unrouted_tokens")
 _MEASURED = ("loss", "entropy", "kept_mass", *SUMS)
-_TOTALS = (*_COUNTS, *_MEASURED)
-
-
-@dataclass(slots=True)
-class _OpenStep:
-    """The accumulated sums of the step in progress."""
-
-    step_id: int
-    units: set[tuple[str, int]] = field(default_factory=set)
-    columns: StepColumns = field(default_factory=StepColumns)
-    totals: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_TOTALS, 0.0))
-    suspect: str | None = None
-    """First episode on this rank whose loss was not finite."""
-    seconds: float = 0.0
-
-
-class _Learner:
-    """One policy's model, optimizer and step count."""
-
-    def __init__(
-        self, name: str, model: PolicyModel, policy: PolicyConfig, optimizer: OptimizerConfig, *, steps: int
-    ) -> None:
-        self.name = name
-        self.model = model
-        self.step = 0
-        self.version = PolicyVersion(name, 0, 0)
-        self.report: StepReport | None = None
-        self.open: _OpenStep | None = None
-        self.learning_rate = policy.learning_rate
-        self.steps = steps
-        self.warmup_steps = optimizer.warmup_steps
-        self.final_share = optimizer.final_learning_rate_share
-        self.max_grad_norm = optimizer.max_grad_norm
-        self.optimizer = torch.optim.AdamW(
-            list(model.parameters.values()),
-            lr=policy.learning_rate,
-            betas=_BETAS,
-            weight_decay=0.0,  # RL fine-tunes weights that should not decay
-            fused=True,
-        )
-
-    def rate(self, step_id: int) -> float:
-        """Return the learning rate of a step: it rises linearly to its full value at step `warmup_steps`, then falls
-        linearly to its final share at the run's last step."""
-        if step_id < self.warmup_steps:
-            return self.learning_rate * step_id / self.warmup_steps
-        fallen = min(1.0, (step_id - self.warmup_steps) / max(1, self.steps - self.warmup_steps))
-        return self.learning_rate * (1.0 - fallen * (1.0 - self.final_share))
-
-    def gradients(self) -> list[Tensor]:
-        """Return the gradients in parameter order; an unused parameter has a gradient of zeros."""
-        result = []
-        for parameter in self.model.parameters.values():
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            result.append(parameter.grad)
-        return result
-
-    def load(self, directory: Path) -> LearnerState:
-        """Load weights and optimizer state from a policy's folder in a checkpoint; see `load_checkpoint`."""
-        state = load_checkpoint(directory, self.model.parameters, self.optimizer)
-        self.model.round_masters()
-        return state
-
-    def apply(self, rate: float) -> None:
-        """Take an optimizer step with the accumulated gradient."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        self.optimizer.step()
-        self.model.round_masters()
-
-    def discard(self) -> None:
-        """Discard the accumulated gradient."""
-        self.open = None
-        for parameter in self.model.parameters.values():
-            parameter.grad = None
+_VALUE_SUMS = ("value_loss", "taught_units", "residual", "squared_residual", "return", "squared_return")
+_TOTALS = (*_COUNTS, *_MEASURED, *_VALUE_SUMS)
 
 
 class PolicyTrainer:
@@ -182,12 +102,13 @@ class PolicyTrainer:
         self._ranks: Ranks = ranks if ranks is not None else OneRank()
         self._read = read if read is not None else journal_reader(run_directory)
         self._loss = make_loss(config.trainer, loss)
+        self._gae = config.credit.advantage.gae
         self._publisher = Publisher(run_directory)
         self._publishes = publishes
         self._canaries: dict[Path, CanaryMaker] = {}
         """Canary makers, keyed by base model; empty if this trainer publishes nothing."""
         self._clock = SystemClock()
-        self._learners: dict[str, _Learner] = {}
+        self._learners: dict[str, Learner] = {}
         self._references: dict[str, PolicyModel] = {}
         """Frozen reference models, keyed by policy, if the loss reads them and the policy names one."""
 
@@ -221,7 +142,9 @@ class PolicyTrainer:
             if self._loss.name == "distillation" and not policy.reference:
                 raise ConfigError(f"trainer.loss.name = 'distillation' needs a teacher: set policies.{name}.reference")
             optimizer, steps = self._config.trainer.optimizer, self._config.steps_of(name)
-            self._learners[name] = _Learner(name, models[name], policy, optimizer, steps=steps)
+            self._learners[name] = Learner(
+                name, models[name], policy, optimizer, steps=steps, gae=self._gae, device=device
+            )
         if self._publishes and (self._ranks.rank == 0 or mesh is not None):
             for model in models.values():
                 if model.base not in self._canaries:
@@ -249,7 +172,7 @@ class PolicyTrainer:
         if batch.step_id != learner.step + 1:
             raise TrainerError(f"policy {batch.policy!r} is at step {learner.step}, not before {batch.step_id}")
         if learner.open is None:
-            learner.open = _OpenStep(batch.step_id)
+            learner.open = OpenStep(batch.step_id)
         step = learner.open
         units = [unit for unit in batch.units if (unit.episode_id, unit.attempt) not in step.units]
         if step.units and units and self._sees_step:
@@ -297,8 +220,9 @@ class PolicyTrainer:
         return [sample for place in places for sample in found[place]]
 
     def _is_forwarded(self, sample: TrainingSample) -> bool:
-        """Whether a row can have a gradient; a row whose advantages are all 0 still counts as consumed."""
-        return bool(not self._loss.skips_zeros or sample.advantages.any())
+        """Whether a row can have a gradient; a row whose advantages are all 0 still counts as consumed. With `gae` the
+        advantages are not known yet."""
+        return bool(not self._loss.skips_zeros or self._gae is not None or sample.advantages.any())
 
     def _forwarded_tokens(self, sample: TrainingSample) -> int:
         """Return the number of tokens of a row that go through the model, if none are shared."""
@@ -310,7 +234,7 @@ class PolicyTrainer:
         return not self._loss.mark.per_token or self._config.trainer.loss.normalizer == "sequences"
 
     def _accumulate(
-        self, learner: _Learner, step: _OpenStep, samples: Sequence[TrainingSample], *, normaliser: float
+        self, learner: Learner, step: OpenStep, samples: Sequence[TrainingSample], *, normaliser: float
     ) -> None:
         """Run samples through the model in micro-batches, and add their gradient and sums to the step.
 
@@ -324,13 +248,16 @@ class PolicyTrainer:
         totals["samples"] += len(samples)
         totals["tokens"] += len(columns)
         learner.model.activate()
-        known: TokenGradients | None = None  # of all tokens, for a loss that depends on the whole step
-        if not self._loss.mark.per_token:
-            known = self._evaluate_whole_step(learner, step, samples, columns, weights)
+        # Of all tokens, if they depend on what the model computes for other tokens.
+        known: TokenGradients | None = None
+        by_value: Tensor | None = None
+        if not self._loss.mark.per_token or self._gae is not None:
+            known, by_value = self._evaluate_whole_step(learner, step, samples, columns, weights)
+            derivatives = (*known.derivatives, *([] if by_value is None else [by_value]))
             used = [
                 index
                 for index, (start, stop) in enumerate(pairwise(columns.starts.tolist()))
-                if any(bool(each[start:stop].any()) for each in known.derivatives)
+                if any(bool(each[start:stop].any()) for each in derivatives)
             ]
         else:
             used = [index for index, sample in enumerate(samples) if self._is_forwarded(sample)]
@@ -348,7 +275,9 @@ class PolicyTrainer:
                 rows = [first + index for index in used]
                 logprobs, entropies = (column.detach().cpu().numpy() for column in (head.logprob, head.entropy))
                 step.columns.record(packed, logprobs, entropies, rows)
-            outputs = zip((head.logprob, head.entropy, head.reference_kl), gradients.derivatives, strict=True)
+            outputs = [*zip((head.logprob, head.entropy, head.reference_kl), gradients.derivatives, strict=True)]
+            if by_value is not None:
+                outputs.append((head.values, by_value[tokens]))
             live = [(each, by.to(each.device)) for each, by in outputs if each is not None and each.requires_grad]
             torch.autograd.backward([output for output, _ in live], [by for _, by in live])
             if step.suspect is None and not bool(gradients.loss.isfinite().all()):
@@ -367,21 +296,22 @@ class PolicyTrainer:
 
     def _evaluate_whole_step(
         self,
-        learner: _Learner,
-        step: _OpenStep,
+        learner: Learner,
+        step: OpenStep,
         samples: Sequence[TrainingSample],
         columns: TokenColumns,
         weights: Tensor,
-    ) -> TokenGradients:
-        """Evaluate the loss of a whole step, and return its derivatives for the tokens of this rank.
+    ) -> tuple[TokenGradients, Tensor | None]:
+        """Evaluate the loss of a whole step; return its derivatives for the tokens of this rank, and those of the value
+        loss by the values, if there are any.
 
         The log-probabilities come from a separate forward pass, because the derivative for one token may depend on the
-        log-probability of every other.
+        log-probability of every other, or by `gae` on the values of the tokens after it.
         """
         compared, diverges = self._loss.needs_reference, self._loss.mark.divergence
         names = ("logprobs", "entropies", *["reference_logprobs"] * compared, *["reference_kl"] * diverges)
         computed = {name: np.zeros(len(columns), np.float32) for name in names}
-        everyone = list(range(len(samples)))
+        everyone, state_values = list(range(len(samples))), np.zeros(len(columns), np.float32)
         for packed in self._packed(learner, samples, everyone, backward=False, reference=compared):
             tokens = columns.tokens_of(_members(packed, everyone))
             reference = self._reference(learner, packed) if compared else None
@@ -390,11 +320,17 @@ class PolicyTrainer:
             batch = LossBatch.of(columns.take(tokens), head, reference)
             for name in names:
                 computed[name][tokens] = getattr(batch, name).detach().cpu().numpy()
+            if head.values is not None:
+                state_values[tokens] = head.values.cpu().numpy()
             step.totals["kept_mass"] += float(head.kept_mass.sum())
             self._count_forward(step, packed, samples, everyone)
             first = len(step.columns) - len(samples)
             logprobs, entropies = (computed[name][tokens] for name in names[:2])
             step.columns.record(packed, logprobs, entropies, [first + index for index in everyone])
+        by_value = None
+        if self._gae is not None:
+            columns, by_value = self._estimate_advantages(self._gae, step, columns, state_values, weights)
+            step.columns.record_advantages(len(step.columns) - len(samples), columns.starts, columns.advantages)
         merged, values = TokenColumns.merge(self._ranks.gather(columns.encode(computed | {"weights": weights.numpy()})))
         own = slice(*self._own_tokens(len(columns)))
         every = {name: torch.from_numpy(values[name]) for name in (*names, "weights")}
@@ -417,7 +353,33 @@ class PolicyTrainer:
         step.totals["entropy"] += float(computed["entropies"].sum())
         for name, value in zip(SUMS, token_metric_sums(mine, known, weights).tolist(), strict=True):
             step.totals[name] += value
-        return known
+        return known, by_value
+
+    @staticmethod
+    def _estimate_advantages(
+        gae: GaeConfig, step: OpenStep, columns: TokenColumns, values: NDArray[np.float32], weights: Tensor
+    ) -> tuple[TokenColumns, Tensor]:
+        """Replace the returns in the column `advantages` by the advantages of `generalized_advantages`.
+
+        Also returns the derivative of the value loss, 0.5 (V - (A + sg(V)))² per token, by V: it is -A times the
+        token's weight.
+        """
+        found = generalized_advantages(
+            columns.advantages.tolist(),
+            values.tolist(),
+            columns.agent.tolist(),
+            columns.turn.tolist(),
+            discount=gae.discount,
+            trace_decay=gae.trace_decay,
+        )
+        advantages, returns = np.array(found.advantages), np.array(found.returns)
+        residuals, taught = returns - values, len(np.unique(columns.episode[advantages != 0.0]))
+        loss = 0.5 * (weights.numpy() * advantages**2).sum()
+        sums = (loss, taught, residuals.sum(), (residuals**2).sum(), returns.sum(), (returns**2).sum())
+        for name, value in zip(_VALUE_SUMS, sums, strict=True):
+            step.totals[name] += float(value)
+        columns = replace(columns, advantages=advantages.astype(np.float32))
+        return columns, -weights * torch.from_numpy(columns.advantages)
 
     def _own_tokens(self, count: int) -> tuple[int, int]:
         """Return start and stop of this rank's tokens among those of all ranks."""
@@ -427,7 +389,7 @@ class PolicyTrainer:
 
     def _packed(
         self,
-        learner: _Learner,
+        learner: Learner,
         samples: Sequence[TrainingSample],
         used: Sequence[int],
         *,
@@ -462,12 +424,18 @@ class PolicyTrainer:
                 head.logprob.sum().mul(0.0).backward()
 
     def _forward(
-        self, learner: _Learner, packed: MicroBatch, reference: HeadOutput | None, *, entropy_gradient: bool
+        self, learner: Learner, packed: MicroBatch, reference: HeadOutput | None, *, entropy_gradient: bool
     ) -> HeadOutput:
         model, compared = learner.model, reference if self._loss.mark.divergence else None
-        return model.token_logprobs(packed, entropy_gradient=entropy_gradient, replay=model.replay, reference=compared)
+        return model.token_logprobs(
+            packed,
+            entropy_gradient=entropy_gradient,
+            replay=model.replay,
+            reference=compared,
+            value_head=learner.value_head,
+        )
 
-    def _reference(self, learner: _Learner, packed: MicroBatch) -> HeadOutput:
+    def _reference(self, learner: Learner, packed: MicroBatch) -> HeadOutput:
         """Compute the outputs of the policy's reference, or of the base under its adapter."""
         reference, top = self._references.get(learner.name), TOP_TOKENS if self._loss.mark.divergence else 0
         with torch.no_grad():
@@ -478,7 +446,7 @@ class PolicyTrainer:
 
     def _count(
         self,
-        step: _OpenStep,
+        step: OpenStep,
         packed: MicroBatch,
         samples: Sequence[TrainingSample],
         used: Sequence[int],
@@ -496,7 +464,7 @@ class PolicyTrainer:
 
     @staticmethod
     def _count_forward(
-        step: _OpenStep, packed: MicroBatch, samples: Sequence[TrainingSample], used: Sequence[int]
+        step: OpenStep, packed: MicroBatch, samples: Sequence[TrainingSample], used: Sequence[int]
     ) -> None:
         step.totals["row_tokens"] += sum(len(samples[index].token_ids) for index in _members(packed, used))
         step.totals["forwarded_tokens"] += len(packed.token_ids)
@@ -543,6 +511,7 @@ class PolicyTrainer:
             metrics=_metrics(
                 total, self._loss, learning_rate=learner.rate(step_id), routed=learner.model.replay is not None
             )
+            | (_value_metrics(total, len(step.units)) if self._gae is not None else {})
             | merged.mismatch(),
             input_digest=merged.input_digest,
             columns=columns,
@@ -551,17 +520,18 @@ class PolicyTrainer:
         learner.step, learner.report = step_id, report
         return report
 
-    def _summed(self, learner: _Learner, step: _OpenStep) -> tuple[dict[str, float], float]:
+    def _summed(self, learner: Learner, step: OpenStep) -> tuple[dict[str, float], float]:
         """Sum the token sums over all ranks, and clip the gradient; returns the sums and the norm before clipping."""
-        gradients = learner.gradients()
+        # FSDP has already summed the policy's gradients in every backward pass.
+        gradients = [*([] if learner.model.sharded else learner.gradients()), *learner.value_gradients()]
         totals = torch.tensor([step.totals[name] for name in _TOTALS], dtype=torch.float64)
-        if not learner.model.sharded:  # FSDP has already summed gradients in every backward pass
+        if gradients:
             self._ranks.sum(gradients)
         self._ranks.sum([totals])
         norm = torch.nn.utils.clip_grad_norm_(learner.model.parameters.values(), learner.max_grad_norm)
         return dict(zip(_TOTALS, totals.tolist(), strict=True)), float(gather_tensor(norm))
 
-    def _write_columns(self, learner: _Learner, step: _OpenStep) -> tuple[str, MergedColumns]:
+    def _write_columns(self, learner: Learner, step: OpenStep) -> tuple[str, MergedColumns]:
         """Write the step's file on rank 0; returns its path in the run and the rows of all ranks.
 
         Raises:
@@ -630,9 +600,10 @@ class PolicyTrainer:
         """Discard the gradient accumulated for the policy's next step."""
         self._learner(policy).discard()
 
-    def has_masters(self, policy: str) -> bool:
-        """Whether the policy's published versions are rounded, so that only checkpoints hold the trained values."""
-        return self._learner(policy).model.has_masters
+    def only_in_checkpoints(self, policy: str) -> bool:
+        """Whether only checkpoints hold all that is trained: published versions are rounded, or lack the value head."""
+        learner = self._learner(policy)
+        return learner.model.has_masters or learner.value_head is not None
 
     def recompute(
         self,
@@ -675,7 +646,7 @@ class PolicyTrainer:
         learner.discard()
         return found
 
-    def _loss_and_norm(self, learner: _Learner, batch: TrainBatch) -> tuple[float, float]:
+    def _loss_and_norm(self, learner: Learner, batch: TrainBatch) -> tuple[float, float]:
         """Accumulate a batch; return its loss and gradient norm. The clipped gradient stays on the parameters."""
         self.forward_backward(batch)
         if learner.open is None:
@@ -695,13 +666,11 @@ class PolicyTrainer:
                 raise TrainerError(f"policy {name!r}: step {learner.open.step_id} is in progress; finish it first")
             broadcast_from_first_rank(self._ranks, partial(self._save, learner, directory / name))
 
-    def _save(self, learner: _Learner, directory: Path) -> bytes:
-        state = LearnerState(step=learner.step, version=learner.version, report=learner.report)
-        writes = self._ranks.rank == 0
-        save_checkpoint(directory, learner.model.parameters, learner.optimizer, state, writes=writes)
+    def _save(self, learner: Learner, directory: Path) -> bytes:
+        learner.save(directory, writes=self._ranks.rank == 0)
         return b""
 
-    def _learner(self, policy: str) -> _Learner:
+    def _learner(self, policy: str) -> Learner:
         learner = self._learners.get(policy)
         if learner is None:
             known = ", ".join(sorted(self._learners)) or "none before start"
@@ -722,6 +691,19 @@ def _metrics(total: Mapping[str, float], loss: Loss, *, learning_rate: float, ro
         metrics |= {"entropy": total["entropy"] / counted, "kept_mass": total["kept_mass"] / counted}
     if routed and total["forwarded_tokens"]:
         metrics["unrouted_share"] = total["unrouted_tokens"] / total["forwarded_tokens"]
+    return metrics
+
+
+def _value_metrics(total: Mapping[str, float], units: int) -> dict[str, float]:
+    """Compute the metrics of a step with values from its sums over all ranks."""
+    metrics = {"value/loss": total["value_loss"]}
+    if units:
+        metrics["advantage/zero_share"] = 1.0 - total["taught_units"] / units
+    if counted := total[SUMS[0]]:
+        variance = total["squared_return"] - total["return"] ** 2 / counted
+        unexplained = total["squared_residual"] - total["residual"] ** 2 / counted
+        if variance > 1e-9 * total["squared_return"]:  # else all returns are equal, but for rounding errors
+            metrics["value/explained_variance"] = 1.0 - unexplained / variance
     return metrics
 
 

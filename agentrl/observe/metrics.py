@@ -253,6 +253,17 @@ METRICS: tuple[Metric, ...] = (
     Metric("grad_norm", "1", "norm of the gradient before clipping"),
     Metric("learning_rate", "1", "learning rate of the step"),
     Metric("entropy", "nats", "mean entropy of the processed distribution per trained token"),
+    Metric(
+        "value/loss",
+        "1",
+        "with credit.advantage = 'gae': sum of 0.5 A² over the trained tokens, with the weights of the policy's loss",
+    ),
+    Metric(
+        "value/explained_variance",
+        "1",
+        "1 - Var(return - value) / Var(return) over the trained tokens; 1: values predict the returns, 0: no better "
+        "than a constant; absent if all returns are equal",
+    ),
     Metric("kept_mass", "fraction", "mean probability of the kept set under the trainer's full distribution"),
     Metric("k3", "nats", "k3 estimate of KL(behavior || trainer), which includes staleness and engine mismatch"),
     Metric(

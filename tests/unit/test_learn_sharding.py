@@ -20,6 +20,8 @@ from tests.sharding_cases import FUNCTION, alone, case, gradient_error
 
 pytestmark = pytest.mark.timeout(900)
 
+GAE = {"group_size": 1, "advantage": {"name": "gae", "discount": 0.97, "trace_decay": 0.8}}
+
 
 def cases(root: Path, ranks: int) -> dict[str, dict[str, Any]]:
     def made(name: str, model: str = "qwen3", **settings: Any) -> dict[str, Any]:
@@ -35,6 +37,8 @@ def cases(root: Path, ranks: int) -> dict[str, dict[str, Any]]:
         "a teacher of whole steps": made(
             "teacher step", lora=True, reference=root / "teacher", loss={"name": "tests.sharding_cases:concentrated"}
         ),
+        "values": made("values", lora=True, credit=GAE),
+        "values, replicated": made("values replicated", sharding="none", credit=GAE),
         "experts": made("experts", "moe"),
         "bfloat16": made("bfloat16", "bfloat16"),
         "adapters on bfloat16": made("adapters on bfloat16", "bfloat16", lora=True),
@@ -90,11 +94,13 @@ def test_two_ranks_give_the_update_of_one(root: Path, results: dict[str, list[di
             torch.testing.assert_close(found[key], tensor, rtol=2e-2, atol=2e-2 if rounded else 1e-5)
 
 
-@pytest.mark.parametrize("name", ["all weights", "all weights, offloaded", "adapters of two policies", "experts"])
+@pytest.mark.parametrize(
+    "name", ["all weights", "all weights, offloaded", "adapters of two policies", "values", "experts"]
+)
 def test_a_checkpoint_of_two_ranks_is_resumed_by_one(
     root: Path, results: dict[str, list[dict[str, Any]]], name: str
 ) -> None:
-    settings = {"lora": name.startswith("adapters"), "policies": cases(root, 1)[name]["policies"]}
+    settings = {key: cases(root, 1)[name][key] for key in ("lora", "policies", "credit")}
     model = Path(cases(root, 1)[name]["model"])
     whole, resumed = alone(
         [

@@ -173,7 +173,7 @@ def test_masters_in_main_memory_give_the_same_run_bit_for_bit(
         reference = trainer.publish("policy", PolicyVersion("policy", 0, 2))
         files.append((reference.sha256, (directory / "checkpoint/policy/optimizer.safetensors").read_bytes()))
     assert files[0] == files[1]
-    assert trainer.has_masters("policy") == (dtype == "bfloat16" and not lora), "none is rounded in float32"
+    assert trainer.only_in_checkpoints("policy") == (dtype == "bfloat16" and not lora), "none is rounded in float32"
     for config, saved in ((offloaded, "auto"), (plain, "offload")):
         resumed = PolicyTrainer(config, tmp_path / f"after {saved}", read=episodes.read)
         resumed.start(tmp_path / saved / "checkpoint")
@@ -181,7 +181,7 @@ def test_masters_in_main_memory_give_the_same_run_bit_for_bit(
         report = resumed.optim_step("policy", 3)
         reports.append((report.loss, report.grad_norm, report.input_digest))
     assert reports[0] == reports[1]
-    if not trainer.has_masters("policy"):
+    if not trainer.only_in_checkpoints("policy"):
         trainer._learners["policy"].model.load_published(reference)
         trainer.forward_backward(episodes.batch(3))
         report = trainer.optim_step("policy", 3)
@@ -230,7 +230,7 @@ def test_a_step_is_computed_again_from_the_masters_of_a_checkpoint(
         reports.append(trainer.optim_step("policy", step))
     again = PolicyTrainer(config, tmp_path / "run", read=episodes.read, publishes=False)
     again.start()
-    assert again.has_masters("policy")
+    assert again.only_in_checkpoints("policy")
     between = [(episodes.batch(2), reports[0].metrics["learning_rate"])]
     saved = tmp_path / "checkpoint" / "policy"
     found = again.recompute(episodes.batch(3), PolicyVersion("policy", 0, 1), saved, between)

@@ -1,0 +1,164 @@
+"""One policy that learns: its model, optimizer and schedule, and with `credit.advantage = "gae"` its value head.
+
+A `ValueHead` predicts from the policy's last hidden state at a token what the conversation will still earn. The hidden
+state is detached, so the head changes no gradient of the policy. The head has an optimizer of its own with a constant
+learning rate; its gradient is summed over the ranks, but neither counted in the gradient norm nor clipped, and every
+rank holds it whole. No engine reads it: it is in checkpoints, and not in published versions.
+
+Owns: the optimizers, the schedule, the head. Does not own: losses and gradients (`trainer.py`), the formula of the
+advantages (`credit.advantages`), the layout of checkpoints (`storage.py`).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from agentrl.core.records import PolicyVersion, StepReport
+from agentrl.learn.storage import LearnerState, StepColumns, load_checkpoint, save_checkpoint
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from agentrl.config.policies import PolicyConfig
+    from agentrl.config.sections import GaeConfig, OptimizerConfig
+    from agentrl.learn.models import PolicyModel
+
+_BETAS = (0.9, 0.95)
+"""AdamW's betas. The second lies below the usual 0.999, because a run has only tens of steps."""
+_VALUE_HEAD = "value_head"
+"""Folder of the value head in a policy's folder of a checkpoint, in the same layout."""
+
+
+@dataclass(slots=True)
+class OpenStep:
+    """The accumulated sums of the step in progress."""
+
+    step_id: int
+    units: set[tuple[str, int]] = field(default_factory=set)
+    columns: StepColumns = field(default_factory=StepColumns)
+    totals: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    suspect: str | None = None
+    """First episode on this rank whose loss was not finite."""
+    seconds: float = 0.0
+
+
+class ValueHead(nn.Module):
+    """V = w · h / H + b, h being the last hidden state that predicts a token, of H numbers; 0 before the first step.
+
+    AdamW moves each weight by at most about its learning rate in a step. Divided by H, so does V for a model of any
+    width, since hidden states after the last norm are of order 1.
+    """
+
+    def __init__(self, width: int, device: torch.device) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(width, device=device))
+        self.bias = nn.Parameter(torch.zeros((), device=device))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return the values [n] of hidden states [n, width], without a gradient by the hidden states."""
+        return hidden.detach().float() @ self.weight / len(self.weight) + self.bias
+
+
+class Learner:
+    """One policy's model, optimizer, step count and, with `gae`, value head."""
+
+    def __init__(
+        self,
+        name: str,
+        model: PolicyModel,
+        policy: PolicyConfig,
+        optimizer: OptimizerConfig,
+        *,
+        steps: int,
+        gae: GaeConfig | None,
+        device: torch.device,
+    ) -> None:
+        self.name = name
+        self.model = model
+        self.step = 0
+        self.version = PolicyVersion(name, 0, 0)
+        self.report: StepReport | None = None
+        self.open: OpenStep | None = None
+        self.learning_rate = policy.learning_rate
+        self.steps = steps
+        self.warmup_steps = optimizer.warmup_steps
+        self.final_share = optimizer.final_learning_rate_share
+        self.max_grad_norm = optimizer.max_grad_norm
+        self.optimizer = _adamw(model.parameters, policy.learning_rate)
+        self.value_head: ValueHead | None = None
+        self.value_parameters: dict[str, nn.Parameter] = {}
+        """Parameters of the value head; empty without one."""
+        if gae is not None:
+            self.value_head = ValueHead(model.model.config.get_text_config().hidden_size, device)
+            self.value_parameters = dict(self.value_head.named_parameters())
+            self.value_optimizer = _adamw(self.value_parameters, gae.value_learning_rate)
+
+    def rate(self, step_id: int) -> float:
+        """Return the learning rate of a step: it rises linearly to its full value at step `warmup_steps`, then falls
+        linearly to its final share at the run's last step."""
+        if step_id < self.warmup_steps:
+            return self.learning_rate * step_id / self.warmup_steps
+        fallen = min(1.0, (step_id - self.warmup_steps) / max(1, self.steps - self.warmup_steps))
+        return self.learning_rate * (1.0 - fallen * (1.0 - self.final_share))
+
+    def gradients(self) -> list[Tensor]:
+        """Return the policy's gradients in parameter order; an unused parameter has a gradient of zeros."""
+        return [_gradient(parameter) for parameter in self.model.parameters.values()]
+
+    def value_gradients(self) -> list[Tensor]:
+        """Return the gradients of the value head; empty without one."""
+        return [_gradient(parameter) for parameter in self.value_parameters.values()]
+
+    def load(self, directory: Path) -> LearnerState:
+        """Load weights and optimizer state from a policy's folder in a checkpoint; see `load_checkpoint`.
+
+        A value head starts anew if the checkpoint was written with another advantage than `gae`.
+        """
+        state = load_checkpoint(directory, self.model.parameters, self.optimizer)
+        self.model.round_masters()
+        if self.value_head is not None and (directory / _VALUE_HEAD).is_dir():
+            load_checkpoint(directory / _VALUE_HEAD, self.value_parameters, self.value_optimizer)
+        return state
+
+    def save(self, directory: Path, *, writes: bool) -> None:
+        """Write weights and optimizer state to a policy's folder in a checkpoint; see `save_checkpoint`."""
+        state = LearnerState(step=self.step, version=self.version, report=self.report)
+        save_checkpoint(directory, self.model.parameters, self.optimizer, state, writes=writes)
+        if self.value_head is not None:
+            save_checkpoint(directory / _VALUE_HEAD, self.value_parameters, self.value_optimizer, state, writes=writes)
+
+    def apply(self, rate: float) -> None:
+        """Take an optimizer step with the accumulated gradient."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
+        self.model.round_masters()
+        if self.value_head is not None:
+            self.value_optimizer.step()
+
+    def discard(self) -> None:
+        """Discard the accumulated gradient."""
+        self.open = None
+        for parameter in (*self.model.parameters.values(), *self.value_parameters.values()):
+            parameter.grad = None
+
+
+def _adamw(parameters: dict[str, nn.Parameter], learning_rate: float) -> torch.optim.AdamW:
+    return torch.optim.AdamW(
+        list(parameters.values()),
+        lr=learning_rate,
+        betas=_BETAS,
+        weight_decay=0.0,  # RL fine-tunes weights that should not decay
+        fused=True,
+    )
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    return parameter.grad
