@@ -32,7 +32,7 @@ from agentrl.core.text import plural
 from agentrl.credit.advantages import ADVANTAGES
 from agentrl.engines.remote import RemoteEndpoint
 from agentrl.environment.base import Environment
-from agentrl.inspection.conversation import TurnAct, conversation
+from agentrl.inspection.conversation import PolicyTurn, conversation
 from agentrl.inspection.reader import RunReader
 from agentrl.journal.process import record_state, recording_process_state
 from agentrl.observe.run_state import MetricsFile
@@ -221,7 +221,7 @@ def _episodes(config: RunConfig, journal: Path) -> list[EvaluatedEpisode]:
             view = conversation(reader, line.episode)
             said: dict[str, list[dict[str, Any]]] = {}
             for act in view.acts:
-                if isinstance(act, TurnAct):
+                if isinstance(act, PolicyTurn):
                     name = act.seat if act.index == 0 else f"{act.seat}[{act.index}]"
                     message = _remote_message(act.text) if act.policy in external else None
                     said.setdefault(name, []).extend(

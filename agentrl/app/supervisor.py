@@ -54,7 +54,7 @@ from agentrl.environment.containment import end_if_forked, forks_ended
 from agentrl.journal.process import NAMED, ProcessRecord, list_episodes, record_state
 from agentrl.journal.run_log import SqliteRunLog
 from agentrl.observe.blocked import is_users, watch_loop
-from agentrl.observe.run_state import Status
+from agentrl.observe.run_state import RunSnapshot
 from agentrl.orchestrator.checkpoints import CheckpointWriter
 from agentrl.orchestrator.evaluation import HeldOutSplit
 from agentrl.orchestrator.loop import Orchestrator
@@ -291,7 +291,7 @@ async def _run_once(setup: RunSetup) -> Orchestrator:
         return orchestrator
 
 
-def _status(orchestrator: Orchestrator, parts: Sequence[object]) -> Status:
+def _status(orchestrator: Orchestrator, parts: Sequence[object]) -> RunSnapshot:
     """The status of the loop, with what the processes of the run's parts do."""
     processes = [status for part in parts if isinstance(part, HasProcesses) for status in part.statuses()]
     return replace(orchestrator.status(), processes=tuple(processes))

@@ -304,7 +304,7 @@ class WorkerHost:
     async def _cancel(self) -> None:
         await self._worker.cancel()
         self.run.forget_all()
-        self.run.tell(wire.Cancelled())
+        self.run.tell(wire.EpisodesCancelled())
 
 
 async def _serve(connection: socket.socket) -> None:

@@ -107,13 +107,13 @@ class TakeOver(WireMessage, frozen=True):
     attempt: int
 
 
-class FindAdvanced(WireMessage, frozen=True):
+class FindAdvancedEpisodes(WireMessage, frozen=True):
     """Request from a worker; see `WorkerTurnLog.advanced`."""
 
     call: int
 
 
-class Answer(WireMessage, frozen=True):
+class JournalAnswer(WireMessage, frozen=True):
     """Answer to a worker. If the request failed, `kind` names a class of `agentrl.core.errors`."""
 
     call: int
@@ -124,13 +124,13 @@ class Answer(WireMessage, frozen=True):
     message: str = ""
 
 
-Question = Flush | TakeOver | FindAdvanced
+Question = Flush | TakeOver | FindAdvancedEpisodes
 TO_RECEIVER: msgspec.msgpack.Decoder[Receive | Grant | Revoke] = msgspec.msgpack.Decoder(Receive | Grant | Revoke)
 TO_RUN: msgspec.msgpack.Decoder[Granted | Receiving] = msgspec.msgpack.Decoder(Granted | Receiving)
 FROM_WORKER: msgspec.msgpack.Decoder[Append | RemovePartials | Question] = msgspec.msgpack.Decoder(
     Append | RemovePartials | Question
 )
-TO_WORKER: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
+TO_WORKER: msgspec.msgpack.Decoder[JournalAnswer] = msgspec.msgpack.Decoder(JournalAnswer)
 
 
 # --- in a worker's process, on any host -------------------------------------------------------------------------------
@@ -143,8 +143,8 @@ class StreamedTurnLog:
         self.name = name
         self._writer = writer
         self._calls = itertools.count(1)
-        self._answers: dict[int, asyncio.Future[Answer]] = {}
-        self._found: dict[tuple[str, int], Answer] = {}
+        self._answers: dict[int, asyncio.Future[JournalAnswer]] = {}
+        self._found: dict[tuple[str, int], JournalAnswer] = {}
         """Recorded entries of attempts that were taken over, held until they are read."""
         self._reading = asyncio.get_running_loop().create_task(self._read(reader), name="journal's answers")
 
@@ -194,7 +194,7 @@ class StreamedTurnLog:
         Raises:
             StorageError: that disk failed.
         """
-        return list((await self._ask(FindAdvanced(call=next(self._calls)))).episodes)
+        return list((await self._ask(FindAdvancedEpisodes(call=next(self._calls)))).episodes)
 
     async def close(self) -> None:
         """Return when everything sent is on disk or the connection has ended. Idempotent."""
@@ -203,8 +203,8 @@ class StreamedTurnLog:
         self._reading.cancel()
         self._writer.close()
 
-    async def _ask(self, question: Question) -> Answer:
-        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+    async def _ask(self, question: Question) -> JournalAnswer:
+        answer: asyncio.Future[JournalAnswer] = asyncio.get_running_loop().create_future()
         self._answers[question.call] = answer
         send(self._writer, question)
         try:
@@ -396,21 +396,21 @@ class _Partition:
             match question:
                 case Flush():
                     await log.flush()
-                    answer = Answer(call=question.call)
+                    answer = JournalAnswer(call=question.call)
                 case TakeOver(episode_id=episode_id, attempt=attempt):
                     await log.take_over(episode_id, attempt)
-                    answer = Answer(
+                    answer = JournalAnswer(
                         call=question.call,
                         entries=tuple(log.read(episode_id, attempt)),
                         partials=tuple(log.read_partials(episode_id, attempt)),
                     )
-                case FindAdvanced():
+                case FindAdvancedEpisodes():
                     self.journal.check()
-                    answer = Answer(call=question.call, episodes=tuple(await log.advanced()))
+                    answer = JournalAnswer(call=question.call, episodes=tuple(await log.advanced()))
         except AgentRLError as error:
-            answer = Answer(call=question.call, kind=type(error).__name__, message=str(error))
+            answer = JournalAnswer(call=question.call, kind=type(error).__name__, message=str(error))
         except Exception as error:  # noqa: BLE001 - a bug of ours: whoever asked must not wait for ever
-            answer = Answer(call=question.call, kind="JournalError", message=format_foreign_error(error))
+            answer = JournalAnswer(call=question.call, kind="JournalError", message=format_foreign_error(error))
         send(writer, answer)
 
 

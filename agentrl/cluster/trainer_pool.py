@@ -96,7 +96,7 @@ def refuse_patches() -> None:
                 )
 
 
-class RunFiles:
+class RunFileServer:
     """Actor on the run's host from which ranks on other hosts read; its results travel as Ray objects."""
 
     def __init__(self, run_directory: str) -> None:
@@ -273,7 +273,7 @@ class RayTrainerPool:
         self._actors: list[Any] = []
         self._plan: NodePlan
         self._files: Any = None
-        """`RunFiles` actor for ranks on other hosts; None if all ranks are on the run's host."""
+        """`RunFileServer` actor for ranks on other hosts; None if all ranks are on the run's host."""
         self._died: Callable[[], str] = self._session.dead
         """Returns the name of a dead process of Ray or of a lost node of a rank; empty while all are alive."""
         self._watch: asyncio.Task[None] | None = None
@@ -322,7 +322,7 @@ class RayTrainerPool:
             # No restarts and no retries: the death of a rank destroys the state of its group.
             rank_class: Any = ray.remote(num_cpus=0, max_restarts=0, max_task_retries=0)(TrainerRank)
             if any(node != plan.nodes[0] for node in plan.ranks):
-                files_class: Any = ray.remote(num_cpus=0, max_restarts=0, max_task_retries=0)(RunFiles)
+                files_class: Any = ray.remote(num_cpus=0, max_restarts=0, max_task_retries=0)(RunFileServer)
                 home = on_node(plan.nodes[0])
                 self._files = files_class.options(scheduling_strategy=home).remote(str(self._directory))
             for rank in range(size):

@@ -238,7 +238,7 @@ class WorkerProcess:
                 self._tell(message.line)
             case wire.Ready():
                 _settle(self._welcomed)
-            case wire.Cancelled():
+            case wire.EpisodesCancelled():
                 _settle(self._cancelled)
             case wire.WorkerFailed():
                 error = rebuild_error(message.kind, message.message, among=(AgentRLError,))

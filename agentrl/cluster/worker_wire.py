@@ -182,7 +182,7 @@ class Parked(WireMessage, frozen=True):
     deadline: float
 
 
-class Cancelled(WireMessage, frozen=True):
+class EpisodesCancelled(WireMessage, frozen=True):
     """Answer to `CancelEpisodes`: no episode is in flight."""
 
 
@@ -212,7 +212,7 @@ FromWorker = (
     | Readmitted
     | MadeProgress
     | Parked
-    | Cancelled
+    | EpisodesCancelled
     | Leaving
     | LogLine
     | WorkerFailed

@@ -44,7 +44,7 @@ from agentrl.inspection.conversation import (
     RewardAct,
     SpawnAct,
     ToolAct,
-    TurnAct,
+    PolicyTurn,
     conversation_of,
     reward_components,
 )
@@ -54,7 +54,7 @@ from agentrl.journal.entries import SpanEntry
 if TYPE_CHECKING:
     from agentrl.exchange.exporting import Selection
     from agentrl.inspection.reader import EpisodeView
-    from agentrl.inspection.tokens import PlayedRow
+    from agentrl.inspection.tokens import AssembledRow
     from agentrl.journal.entries import TurnEntry
 
 VERSION = "ATIF-v1.8"
@@ -100,7 +100,7 @@ def atif_trajectory(run: str, view: EpisodeView, conversation: ConversationView)
     rows = played_rows(view)
     has_prompts = sum(map(_prompt_ids, rows)) <= MAX_PROMPT_IDS
     calls = _calls(conversation)
-    copied = {_key(act) for act in conversation.acts[: conversation.inherited] if isinstance(act, TurnAct)}
+    copied = {_key(act) for act in conversation.acts[: conversation.inherited] if isinstance(act, PolicyTurn)}
     steps = [list(_steps(row, calls, copied, has_prompts=has_prompts)) for row in rows]
     own: dict[str, Any] = {"session_id": run or None, "trajectory_id": name, "extra": _extra(conversation)}
     if not has_prompts:
@@ -161,16 +161,16 @@ def _extra(conversation: ConversationView) -> dict[str, Any]:
             for agent, given in reward_components(conversation).items()
         },
         "metrics": conversation.metrics,
-        "acts": [act for act in conversation.acts if not isinstance(act, TurnAct | RewardAct | ToolAct)],
+        "acts": [act for act in conversation.acts if not isinstance(act, PolicyTurn | RewardAct | ToolAct)],
         "problems": conversation.problems,
     }
 
 
-def _key(turn: TurnAct | TurnEntry) -> str:
+def _key(turn: PolicyTurn | TurnEntry) -> str:
     return f"{turn.seat}[{turn.index}].{turn.turn}"
 
 
-def _prompt_ids(row: PlayedRow) -> int:
+def _prompt_ids(row: AssembledRow) -> int:
     """Return the number of token ids in the prompts of a row; each prompt contains the whole context before it."""
     context = total = 0
     for turn in row.turns:
@@ -186,7 +186,7 @@ def _calls(conversation: ConversationView) -> dict[str, list[ToolAct]]:
     calls: dict[str, list[ToolAct]] = {}
     for act in conversation.acts:
         branch = act.call.rpartition("#")[0]
-        if isinstance(act, TurnAct):
+        if isinstance(act, PolicyTurn):
             newest[branch] = _key(act)
         elif isinstance(act, ToolAct) and branch in newest:
             calls.setdefault(newest[branch], []).append(act)
@@ -194,7 +194,7 @@ def _calls(conversation: ConversationView) -> dict[str, list[ToolAct]]:
 
 
 def _steps(
-    row: PlayedRow, calls: dict[str, list[ToolAct]], copied: set[str], *, has_prompts: bool
+    row: AssembledRow, calls: dict[str, list[ToolAct]], copied: set[str], *, has_prompts: bool
 ) -> Iterator[dict[str, Any]]:
     """Yield the steps of a row: the policy's input, its output, and the answers of its tools."""
     context: list[int] = []

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from agentrl.core.errors import JournalError
-from agentrl.inspection.conversation import Act, ConversationView, RewardAct, TurnAct, conversation_of
+from agentrl.inspection.conversation import Act, ConversationView, RewardAct, PolicyTurn, conversation_of
 from agentrl.inspection.reader import checked_rows
 from agentrl.inspection.tokens import float32, int32, played_rows, step_rows, trained_row
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from agentrl.exchange.exporting import Selection
     from agentrl.inspection.reader import EpisodeView, RunReader
-    from agentrl.inspection.tokens import PlayedRow, ReadStep, TrainedRow
+    from agentrl.inspection.tokens import AssembledRow, ReadStep, StepValues
 
 
 STEP_FILES = 4
@@ -174,7 +174,7 @@ def _episode(run: str, view: ConversationView, agents: list[ExportedAgent], prob
         "measured_against": view.measured_against,
         "metrics": view.metrics,
         "agents": agents,
-        "acts": [act for act in view.acts if not isinstance(act, TurnAct | RewardAct)],
+        "acts": [act for act in view.acts if not isinstance(act, PolicyTurn | RewardAct)],
         "problems": problems,
     }
     return ExportedEpisode(**{**same, **own})
@@ -189,7 +189,7 @@ def _agents(
         if isinstance(act, RewardAct):
             parts.setdefault((act.seat, act.index), []).append(RewardPart(act.turn, act.value, act.name, act.weight))
     known = {(agent.seat, agent.index): agent for agent in view.agents}
-    turned = {(act.seat, act.index): act.policy for act in view.acts if isinstance(act, TurnAct)}
+    turned = {(act.seat, act.index): act.policy for act in view.acts if isinstance(act, PolicyTurn)}
     credits = _credits(reader, view, problems)
     agents = []
     for key in sorted({*known, *turned, *parts}):
@@ -232,7 +232,7 @@ def _credits(reader: RunReader, view: ConversationView, problems: list[str]) -> 
     return found
 
 
-def _row(played: PlayedRow, trained: TrainedRow | None) -> ExportedRow:
+def _row(played: AssembledRow, trained: StepValues | None) -> ExportedRow:
     messages: list[dict[str, Any]] = []
     ids: list[int] = []
     mask: list[int] = []
@@ -248,7 +248,7 @@ def _row(played: PlayedRow, trained: TrainedRow | None) -> ExportedRow:
         start = len(ids) + before
         ids += [*context, *sampled]
         mask += [0] * before + [1] * many
-        logprobs += [0.0] * before + _padded(finite(float32(turn.logprobs)), many, None)
+        logprobs += [0.0] * before + _padded(null_if_not_finite(float32(turn.logprobs)), many, None)
         turn_index += [-1] * before + [turn.turn] * many
         counts += [0] * before + _padded(list(int32(turn.mask_counts or b"")), many, 0)
         kept += int32(turn.mask_ids or b"")
@@ -271,14 +271,14 @@ def _row(played: PlayedRow, trained: TrainedRow | None) -> ExportedRow:
     )
 
 
-def _training(trained: TrainedRow | None, length: int) -> dict[str, list[Any]]:
+def _training(trained: StepValues | None, length: int) -> dict[str, list[Any]]:
     columns: dict[str, list[Any]] = {"advantages": [], "trainer_logprobs": [], "lags": []}
     if trained is None:
         return columns
     columns = {name: [None] * length for name in columns}
     for position, (part, place) in trained.places.items():
         if 0 <= position < length:
-            columns["advantages"][position], columns["trainer_logprobs"][position] = finite(
+            columns["advantages"][position], columns["trainer_logprobs"][position] = null_if_not_finite(
                 [part.advantages[place], part.trainer_logprobs[place]]
             )
             columns["lags"][position] = part.lag[place]
@@ -290,7 +290,7 @@ def _padded(values: list[Any], length: int, filler: Any) -> list[Any]:
     return values[:length] + [filler] * (length - len(values))
 
 
-def finite(values: Iterable[float]) -> list[float | None]:
+def null_if_not_finite(values: Iterable[float]) -> list[float | None]:
     """Return numbers for JSON: null for values that are not finite."""
     return [value if math.isfinite(value) else None for value in values]
 

@@ -44,7 +44,7 @@ class _Act(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):
     """Call id of the act."""
 
 
-class TurnAct(_Act, frozen=True, kw_only=True, tag="turn"):
+class PolicyTurn(_Act, frozen=True, kw_only=True, tag="turn"):
     """A turn of a policy."""
 
     seat: str
@@ -154,7 +154,7 @@ class OtherAct(_Act, frozen=True, kw_only=True, tag="other"):
     value: Any
 
 
-Act = TurnAct | ToolAct | EffectAct | SpawnAct | ChildAct | RewardAct | OtherAct
+Act = PolicyTurn | ToolAct | EffectAct | SpawnAct | ChildAct | RewardAct | OtherAct
 
 
 class WeightUpdate(msgspec.Struct, frozen=True, tag_field="kind", tag="update"):
@@ -214,7 +214,7 @@ def conversation_of(reader: RunReader, view: EpisodeView) -> ConversationView:
         detail=view.detail,
         task=None if begin is None else begin.task,
         began=began,
-        acts=[_with_usage(act) if isinstance(act, TurnAct) and act.policy in external else act for act in acts],
+        acts=[_with_usage(act) if isinstance(act, PolicyTurn) and act.policy in external else act for act in acts],
         inherited=view.inherited,
         updates=_updates(reader, own, waits.began, problems),
         children=reader.children(view.summary.episode),
@@ -230,7 +230,7 @@ def _external_policies(info: Mapping[str, Any]) -> set[str]:
     return {name for name, one in known if isinstance(one, dict) and one.get("kind") in ("remote", "bot")}
 
 
-def _with_usage(act: TurnAct) -> TurnAct:
+def _with_usage(act: PolicyTurn) -> PolicyTurn:
     """Replace the recorded bytes of an endpoint's turn by the endpoint's token counts, 0 if it gave none."""
     said = parse_json_value(act.text)
     counts = reported_token_usage(said) if isinstance(said, dict) else {}
@@ -311,10 +311,10 @@ def _act(call: str, body: EntryBody, waits: _Waits) -> Act:
     return OtherAct(call=call, what=type(body).__name__.removesuffix("Entry").lower(), value=fields)
 
 
-def _turn(call: str, turn: TurnEntry, waits: _Waits) -> TurnAct:
+def _turn(call: str, turn: TurnEntry, waits: _Waits) -> PolicyTurn:
     whose = turn.weights_of or turn.policy
     reply = guess_reply_parts(turn.text) if len(turn.text) <= MAX_READ else ReplyParts("", turn.text, ())
-    return TurnAct(
+    return PolicyTurn(
         call=call,
         seat=turn.seat,
         index=turn.index,
@@ -382,7 +382,7 @@ def events(view: ConversationView) -> list[Act | WeightUpdate]:
     """Return the acts of a conversation, with each weight update before the first turn that began after it."""
     found, updates = list[Act | WeightUpdate](), list(view.updates)
     for act in view.acts:
-        while updates and isinstance(act, TurnAct) and updates[0].at < act.at:
+        while updates and isinstance(act, PolicyTurn) and updates[0].at < act.at:
             found.append(updates.pop(0))
         found.append(act)
     return found

@@ -12,7 +12,7 @@ from agentrl.inspection.conversation import (
     ConversationView,
     EffectAct,
     ToolAct,
-    TurnAct,
+    PolicyTurn,
     conversation,
     reward_components,
 )
@@ -118,12 +118,12 @@ def _time(view: ConversationView) -> list[Reason]:
         found.append(Reason("time", f"interrupted in {plural(cut, 'turn')}, which went on from the tokens they had"))
     found += _kv_waits(view)
     own = view.acts[view.inherited :]
-    timed = [(act.seconds, _named(act)) for act in own if isinstance(act, TurnAct | ToolAct | EffectAct)]
-    timed += [(act.waited, f"the wait before {_named(act)}") for act in own if isinstance(act, TurnAct)]
+    timed = [(act.seconds, _named(act)) for act in own if isinstance(act, PolicyTurn | ToolAct | EffectAct)]
+    timed += [(act.waited, f"the wait before {_named(act)}") for act in own if isinstance(act, PolicyTurn)]
     for seconds, name in sorted(timed, reverse=True)[:MAX_NAMED]:
         if total and seconds > SLOW_SHARE * total:
             found.append(Reason("time", f"{name} took {seconds:.3f} of its {total:.3f} s"))
-    inside = [act for act in view.acts if isinstance(act, TurnAct) and len(act.versions) > 1]
+    inside = [act for act in view.acts if isinstance(act, PolicyTurn) and len(act.versions) > 1]
     for act in inside[:MAX_NAMED]:
         versions = " → ".join(version for _, version in act.versions)
         found.append(Reason("time", f"new weights took over inside {_named(act)}: {versions}"))
@@ -131,7 +131,7 @@ def _time(view: ConversationView) -> list[Reason]:
 
 
 def _kv_waits(view: ConversationView) -> list[Reason]:
-    turns = [act for act in view.acts if isinstance(act, TurnAct)]
+    turns = [act for act in view.acts if isinstance(act, PolicyTurn)]
     waits = [(sum(pause.seconds for pause in act.pauses if pause.why == "no_room"), _named(act)) for act in turns]
     waits = [wait for wait in waits if wait[0] > 0]
     if not waits:
@@ -146,14 +146,14 @@ def _kv_waits(view: ConversationView) -> list[Reason]:
     return [Reason("time", text, "raise engine.slots, or shorten the contexts")]
 
 
-def _named(act: TurnAct | ToolAct | EffectAct) -> str:
-    if isinstance(act, TurnAct):
+def _named(act: PolicyTurn | ToolAct | EffectAct) -> str:
+    if isinstance(act, PolicyTurn):
         return f"turn {act.turn} of {act.seat}[{act.index}]"
     return f"tool {act.name}" if isinstance(act, ToolAct) else f"effect {act.name}"
 
 
 def _end(view: ConversationView) -> list[Reason]:
-    line, turns = view.summary, [act for act in view.acts if isinstance(act, TurnAct)]
+    line, turns = view.summary, [act for act in view.acts if isinstance(act, PolicyTurn)]
     if line.drop_reason is not None:
         return [
             Reason(

@@ -14,7 +14,7 @@ from agentrl.inspection.conversation import (
     RewardAct,
     SpawnAct,
     ToolAct,
-    TurnAct,
+    PolicyTurn,
     WeightUpdate,
     events,
     reward_components,
@@ -63,7 +63,7 @@ def events_page(found: Sequence[Act | WeightUpdate], *, own: Act | None = None) 
             speaker = ""
         if isinstance(event, WeightUpdate):
             page.line((f"  ↻ {event.version} was published", "magenta"))
-        elif isinstance(event, TurnAct):
+        elif isinstance(event, PolicyTurn):
             who = f"{event.seat}[{event.index}] · {event.policy}"
             if who != speaker:
                 page.heading(who)
@@ -116,7 +116,7 @@ def summary_page(view: ConversationView) -> Page:
     return page
 
 
-def _turn(page: Page, act: TurnAct) -> None:
+def _turn(page: Page, act: PolicyTurn) -> None:
     if act.waited >= SHOWN_WAIT_S:
         page.line((f"  … waited {act.waited:.3f} s", "magenta"))
     for message in act.messages:

@@ -13,7 +13,7 @@ import msgspec
 
 from agentrl.core.errors import StorageError
 from agentrl.core.records import REWARD, GameTally
-from agentrl.observe.run_state import RunState, Status, plan_of, read_metrics, read_status
+from agentrl.observe.run_state import RunState, RunSnapshot, plan_of, read_metrics, read_status
 
 if TYPE_CHECKING:
     from agentrl.core.records import EpisodeHeader, PolicyVersion
@@ -240,7 +240,7 @@ def run_state(reader: RunReader) -> RunState:
     read_metrics(reader.path / "metrics.jsonl", state)
     state.standing = reader.standing()
     is_running = state.standing == "running"
-    status = read_status(reader.path) or Status(phase="")
+    status = read_status(reader.path) or RunSnapshot(phase="")
     if not is_running:
         status = replace(status, waits=(), processes=())
     try:

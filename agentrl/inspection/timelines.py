@@ -14,7 +14,7 @@ from agentrl.inspection.conversation import (
     RewardAct,
     SpawnAct,
     ToolAct,
-    TurnAct,
+    PolicyTurn,
     conversation,
 )
 from agentrl.inspection.reader import checked_rows
@@ -120,7 +120,7 @@ def _add_bars(act: Act, lanes: dict[str, list[Bar]], ends: dict[str, float]) -> 
     branch = act.call.rpartition("#")[0]
     now = ends.get(branch, _parent_end(branch, ends))
     match act:
-        case TurnAct():
+        case PolicyTurn():
             lane = lanes.setdefault(f"{act.seat}[{act.index}]", [])
             if act.waited > 0:
                 lane.append(Bar(max(act.at - act.waited, 0.0), act.at, "wait", "waits", act.call))

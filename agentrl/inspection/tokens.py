@@ -250,7 +250,7 @@ class EpisodeTokens(msgspec.Struct, frozen=True, kw_only=True):
     problems: list[str]
 
 
-class PlayedRow(msgspec.Struct, frozen=True, kw_only=True):
+class AssembledRow(msgspec.Struct, frozen=True, kw_only=True):
     """A row of an agent, assembled from its turns."""
 
     seat: str
@@ -262,7 +262,7 @@ class PlayedRow(msgspec.Struct, frozen=True, kw_only=True):
     turns: list[TurnEntry]
 
 
-class TrainedRow(NamedTuple):
+class StepValues(NamedTuple):
     """Values of a step for a row's tokens, by position."""
 
     step: str
@@ -303,7 +303,7 @@ def base_model_directory(config: object, policy: str) -> str | None:
     return path if isinstance(path, str) else None
 
 
-def played_rows(view: EpisodeView) -> list[PlayedRow]:
+def played_rows(view: EpisodeView) -> list[AssembledRow]:
     """Return the rows of an episode, agent by agent."""
     by_row: dict[tuple[str, int, int], list[TurnEntry]] = {}
     for _, body in view.entries:
@@ -314,17 +314,17 @@ def played_rows(view: EpisodeView) -> list[PlayedRow]:
     for (seat, index, row), turns in sorted(by_row.items()):
         policy = turns[0].policy
         number = numbers[policy] = numbers.get(policy, -1) + 1
-        rows.append(PlayedRow(seat=seat, index=index, row=row, policy=policy, number=number, turns=turns))
+        rows.append(AssembledRow(seat=seat, index=index, row=row, policy=policy, number=number, turns=turns))
     return rows
 
 
 def trained_row(
     reader: RunReader,
     view: EpisodeView,
-    played: PlayedRow,
+    played: AssembledRow,
     problems: list[str],
     read: ReadStep = step_rows,
-) -> TrainedRow | None:
+) -> StepValues | None:
     """Return the values of the newest step that consumed a row, if its columns still exist; `read` reads the step's
     file."""
     line, policy = view.summary, played.policy
@@ -348,11 +348,11 @@ def trained_row(
             found = [row for row in rows if row.episode == line.episode and row.row == played.number]
             if found:
                 places = {at: (part, place) for part in found for place, at in enumerate(part.position)}
-                return TrainedRow(f"{policy}@{key[1]}.{key[2]}", places)
+                return StepValues(f"{policy}@{key[1]}.{key[2]}", places)
     return None
 
 
-def _tokens(turns: Sequence[TurnEntry], vocabulary: Vocabulary, trained: TrainedRow | None) -> Iterator[Token]:
+def _tokens(turns: Sequence[TurnEntry], vocabulary: Vocabulary, trained: StepValues | None) -> Iterator[Token]:
     position = 0
     for turn in turns:
         context, sampled = int32(turn.context_ids), int32(turn.token_ids)
@@ -380,7 +380,7 @@ def _tokens(turns: Sequence[TurnEntry], vocabulary: Vocabulary, trained: Trained
             position += 1
 
 
-def _training(trained: TrainedRow | None, position: int, *, is_forced: bool) -> dict[str, Any]:
+def _training(trained: StepValues | None, position: int, *, is_forced: bool) -> dict[str, Any]:
     found = None if trained is None else trained.places.get(position)
     if found is None:
         return {"entropy": 0.0 if is_forced else None}

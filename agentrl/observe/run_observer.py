@@ -24,7 +24,7 @@ from agentrl.observe.run_state import (
     MetricsFile,
     RunPlan,
     RunState,
-    Status,
+    RunSnapshot,
     bottleneck,
     read_metrics,
     with_engine_share,
@@ -69,7 +69,7 @@ class RunObserver:
     ) -> None:
         self.steps: list[dict[str, float]] = []
         """Metrics of every optimizer step of this process, in order; those of the whole run are in `state`."""
-        self.state = RunState(plan=plan, path=str(directory.given), status=Status(phase="starting"))
+        self.state = RunState(plan=plan, path=str(directory.given), status=RunSnapshot(phase="starting"))
         read_metrics(directory.metrics, self.state)
         self._directory = directory
         self._stream = EnduringStream(stream or sys.stderr)
@@ -80,7 +80,7 @@ class RunObserver:
         self._display: Display | None = None
         self._metrics_file = MetricsFile(directory.metrics)
         self._sinks = list(sinks)
-        self._probe: Callable[[], Status] | None = None
+        self._probe: Callable[[], RunSnapshot] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._busy = (self._started, 0.0)
         self._raised: set[tuple[str, str]] = set()
@@ -100,7 +100,7 @@ class RunObserver:
             self._safely(sink, sink.close)
         self._stream.close()
 
-    def watch(self, probe: Callable[[], Status] | None = None) -> None:
+    def watch(self, probe: Callable[[], RunSnapshot] | None = None) -> None:
         """Start looking at the run every second, in the running event loop.
 
         Args:
@@ -114,7 +114,7 @@ class RunObserver:
     def phase(self, text: str) -> None:
         """Show the current phase."""
         if self._probe is None:
-            self._set_status(Status(phase=text))
+            self._set_status(RunSnapshot(phase=text))
         if not self._quiet:
             self._shown().phase(text)
 
@@ -226,7 +226,7 @@ class RunObserver:
                     )
         return "\n" + "".join(lines) if lines else ""
 
-    def _set_status(self, status: Status) -> None:
+    def _set_status(self, status: RunSnapshot) -> None:
         now = self._clock.monotonic() - self._started
         self.state.status = replace(status, wall=self._clock.wall(), seconds=now)
         write_status(self._directory.path, self.state.status)

@@ -1,7 +1,7 @@
 """The state of a run for displays, and the two files that carry it to other processes.
 
 `RunState` is computed from the lines of `metrics.jsonl` (a repeated step, as after a resume, replaces the older one)
-and contains the bounds in the configuration. `Status` is a snapshot of the loop, written once a second to
+and contains the bounds in the configuration. `RunSnapshot` is a snapshot of the loop, written once a second to
 `status.json`; the run does not depend on that file, and an unreadable one counts as absent.
 """
 
@@ -53,7 +53,7 @@ Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e12)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Status:
+class RunSnapshot:
     """Snapshot of a running run."""
 
     phase: str
@@ -81,7 +81,7 @@ class Status:
     """Seconds since the start of the run; set by the observer."""
 
 
-def write_status(directory: Path, status: Status) -> None:
+def write_status(directory: Path, status: RunSnapshot) -> None:
     """Write `status.json` atomically; disk errors are ignored."""
     try:
         replace_file(directory / STATUS_FILE, msgspec.json.encode(status))
@@ -89,16 +89,16 @@ def write_status(directory: Path, status: Status) -> None:
         return
 
 
-def read_status(directory: Path) -> Status | None:
+def read_status(directory: Path) -> RunSnapshot | None:
     """Read `status.json`; None if this version cannot read it or it does not exist."""
     try:
         with open_regular(directory / STATUS_FILE) as file:
-            return msgspec.json.decode(read_at_most(file, MAX_STATUS_BYTES), type=Status)
+            return msgspec.json.decode(read_at_most(file, MAX_STATUS_BYTES), type=RunSnapshot)
     except (OSError, ValueError, RecursionError):
         return None
 
 
-def with_engine_share(status: Status, share: float | None) -> Status:
+def with_engine_share(status: RunSnapshot, share: float | None) -> RunSnapshot:
     """Return the status with the engine's recent busy share, also as text."""
     waits = status.waits
     if share is not None and status.in_flight:
@@ -193,7 +193,7 @@ class RunState:
     plan: RunPlan
     path: str = ""
     policies: dict[str, PolicyState] = field(default_factory=dict)
-    status: Status | None = None
+    status: RunSnapshot | None = None
     standing: str = "running"
     """State of the process that leads the run: `running`, or how it ended; see `agentrl.journal.process`."""
     problem: str = ""
@@ -222,7 +222,7 @@ class RunState:
             state.waited = 0
 
 
-def bottleneck(state: RunState, status: Status) -> str:
+def bottleneck(state: RunState, status: RunSnapshot) -> str:
     """Name the bottleneck of a run from its newest steps and the engine's last seconds; empty before the first step.
 
     A part that is busy for nine tenths of the time is the bottleneck. If there is none, time passes in tools and

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from agentrl.core.records import ProcessStatus
-    from agentrl.observe.run_state import PolicyState, RunState, Status
+    from agentrl.observe.run_state import PolicyState, RunState, RunSnapshot
 
 WIDTH = 100
 """Maximum width of the view in characters; the minimum is 60."""
@@ -198,7 +198,7 @@ def _held_out(policy: PolicyState) -> Text:
     return text.append(f"at step {steps[-1]}, {values[0]:.3f} at step {steps[0]}", "dim")
 
 
-def _status(status: Status) -> RenderableType:
+def _status(status: RunSnapshot) -> RenderableType:
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)
     table.add_column()

@@ -40,7 +40,7 @@ from agentrl.credit.baselines import RoleMeans
 from agentrl.environment.mixture import trained_root_environments
 from agentrl.environment.registry import name_of
 from agentrl.journal.port import JournalStore, StepRow
-from agentrl.observe.run_state import Status
+from agentrl.observe.run_state import RunSnapshot
 from agentrl.orchestrator.buffer import EpisodeBuffer, ReadyUnit
 from agentrl.orchestrator.checkpoints import CheckpointWriter, JournalRetention, VersionRetention
 from agentrl.orchestrator.dispatch import Dispatcher, Signal
@@ -174,11 +174,11 @@ class Orchestrator:
         self.outcome.interrupted = True
         self.signal.notify()
 
-    def status(self) -> Status:
+    def status(self) -> RunSnapshot:
         """Return the state of the run between steps: counts, and who waits for what. Cheap: read every second."""
         ledger = self.buffer.ledger
         evaluated, total = self.dispatcher.evaluated()
-        return Status(
+        return RunSnapshot(
             phase=self._phase,
             progress=(evaluated, total) if evaluated < total else None,
             waits=self._waits() if self._phase == "training" else (),

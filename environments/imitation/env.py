@@ -12,7 +12,7 @@ import agentrl
 from agentrl.core.errors import InputError
 from agentrl.environment.registry import resolve
 from agentrl.environment.tools import ToolEnvironment
-from agentrl.inspection.conversation import TurnAct, conversation
+from agentrl.inspection.conversation import PolicyTurn, conversation
 from agentrl.inspection.reader import RunReader
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ def _said(view: Any) -> Mapping[str, list[dict[str, str]]]:
     """The conversation of each agent that spoke."""
     found: dict[str, list[dict[str, str]]] = {}
     for act in view.acts:
-        if isinstance(act, TurnAct):
+        if isinstance(act, PolicyTurn):
             own = found.setdefault(f"{act.seat}[{act.index}]", [])
             own += [{"role": str(each["role"]), "content": str(each["content"])} for each in act.messages]
             own.append({"role": "assistant", "content": act.text})

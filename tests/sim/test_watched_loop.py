@@ -11,7 +11,7 @@ from agentrl.core.ports import GenerateRequest
 from agentrl.core.records import PolicyVersion
 from agentrl.observe.alarms import alarms
 from agentrl.observe.metrics import describe
-from agentrl.observe.run_state import RunPlan, RunState, Status
+from agentrl.observe.run_state import RunPlan, RunState, RunSnapshot
 from agentrl.orchestrator.loop import Orchestrator
 from agentrl.rollout.byte_formats import STOP_TOKEN
 from agentrl.testing.plugin import SimulatedLoop
@@ -68,7 +68,7 @@ def test_a_policy_that_falls_into_illegal_output_is_named(simulated_loop: Simula
 
 
 def test_the_loop_says_between_steps_who_waits_for_whom(simulated_loop: SimulatedLoop) -> None:
-    seen: list[Status] = []
+    seen: list[RunSnapshot] = []
 
     async def main() -> None:
         loop = asyncio.get_running_loop()

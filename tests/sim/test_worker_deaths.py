@@ -76,7 +76,7 @@ class Process:
             case wire.ChildEnded() as ended:
                 self._children[ended.number].put_nowait(ended.index)
             case wire.CancelEpisodes():
-                self._say(wire.Cancelled())
+                self._say(wire.EpisodesCancelled())
             case wire.Leave():
                 asyncio.get_running_loop().call_later(1.0, self.kill)
 

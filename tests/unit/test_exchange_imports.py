@@ -16,7 +16,7 @@ from agentrl.core.errors import InputError
 from agentrl.exchange import files
 from agentrl.exchange.exporting import export
 from agentrl.exchange.importing import import_run
-from agentrl.inspection.conversation import ConversationView, OtherAct, RewardAct, ToolAct, TurnAct, conversation
+from agentrl.inspection.conversation import ConversationView, OtherAct, RewardAct, ToolAct, PolicyTurn, conversation
 from agentrl.inspection.reader import RunReader
 from agentrl.inspection.search import episodes_with_words
 from agentrl.inspection.tokens import episode_tokens
@@ -78,7 +78,7 @@ def test_an_episode_of_verifiers_is_read_like_any_other(theirs: RunReader) -> No
     assert (line.purpose, line.status, line.environment, line.group) == ("import", "finished", "sums", "g1")
     assert (line.reward, line.turns, line.tokens, line.oldest_step) == (0.75, 2, 3, 4)
     view = conversation(theirs, line.episode)
-    first, last = (act for act in view.acts if isinstance(act, TurnAct))
+    first, last = (act for act in view.acts if isinstance(act, PolicyTurn))
     assert [message["content"] for message in first.messages] == ["Add.", "12 + 30 ="]
     assert (last.messages[0]["role"], last.text, last.finish_reason) == ("tool", "42", "stop")
     (tool,) = (act for act in view.acts if isinstance(act, ToolAct))
@@ -119,7 +119,7 @@ def test_rollouts_from_before_are_read_as_messages(tmp_path: Path) -> None:
     assert (found.episodes, found.turns, found.not_told["token ids"]) == (1, 2, 1)
     reader = RunReader(tmp_path / "run")
     view = conversation(reader, "r1")
-    assert [act.text for act in view.acts if isinstance(act, TurnAct)] == ["", "seven\n[image_url is not shown]"]
+    assert [act.text for act in view.acts if isinstance(act, PolicyTurn)] == ["", "seven\n[image_url is not shown]"]
     assert [(act.arguments, act.observation) for act in view.acts if isinstance(act, ToolAct)] == [({"a": 1}, "7")]
     assert (view.summary.task, view.summary.reward) == ("sums-5", 1.0)
     reader.close()
@@ -133,7 +133,7 @@ def said(view: ConversationView) -> dict[str, list[Any]]:
     found: dict[str, list[Any]] = {}
     speaker = ""
     for act in view.acts:
-        if isinstance(act, TurnAct):
+        if isinstance(act, PolicyTurn):
             speaker = f"{act.seat}[{act.index}]"
             told = [(message["role"], message["content"]) for message in act.messages]
             found.setdefault(speaker, []).append((told, act.text, act.tokens, act.finish_reason, act.versions))

@@ -16,7 +16,7 @@ from agentrl.core.clock import SystemClock
 from agentrl.journal.entries import EntryBody, JournalEntry, Pause, RewardEntry, TurnEntry, encode_body
 from agentrl.journal.process import record_state
 from agentrl.journal.store import SqliteJournal
-from agentrl.observe.run_state import Status, write_status
+from agentrl.observe.run_state import RunSnapshot, write_status
 from tests.journal_cases import entries_with, header, spec, weights, write_run
 
 Happening = Callable[[Path], Coroutine[Any, Any, None]]
@@ -28,7 +28,7 @@ def run(tmp_path: Path) -> Path:
     path = tmp_path / "run"
     asyncio.run(write_run(path))
     record_state(path, "running")
-    write_status(path, Status(phase="", wall=SystemClock().wall()))  # else it would have been killed
+    write_status(path, RunSnapshot(phase="", wall=SystemClock().wall()))  # else it would have been killed
     return path
 
 

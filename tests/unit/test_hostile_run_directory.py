@@ -33,7 +33,7 @@ from agentrl.observe.run_state import (
     MetricsFile,
     RunPlan,
     RunState,
-    Status,
+    RunSnapshot,
     read_metrics,
     read_status,
     write_status,
@@ -115,7 +115,7 @@ def test_a_status_beyond_all_measure_counts_as_absent(tmp_path: Path, status: di
 
 
 def test_long_texts_of_a_status_are_cut(tmp_path: Path) -> None:
-    write_status(tmp_path, Status(phase="p" * 500_000, waits=("w" * 500_000,), in_flight=1))
+    write_status(tmp_path, RunSnapshot(phase="p" * 500_000, waits=("w" * 500_000,), in_flight=1))
     state = RunState(plan=RunPlan(), status=read_status(tmp_path))
     assert len(shown(state)) < 4 * MAX_TEXT
     assert plain("x" * MAX_TEXT) == "x" * MAX_TEXT

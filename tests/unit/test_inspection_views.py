@@ -19,7 +19,7 @@ from agentrl.cli.main import main
 from agentrl.core.errors import InputError, JournalError
 from agentrl.core.text import escape_text
 from agentrl.inspection.comparisons import compare_episodes, difference, fork_tree
-from agentrl.inspection.conversation import EffectAct, RewardAct, ToolAct, TurnAct, conversation
+from agentrl.inspection.conversation import EffectAct, RewardAct, ToolAct, PolicyTurn, conversation
 from agentrl.inspection.reader import EpisodeLine, RunReader
 from agentrl.inspection.reasons import Reason, reasons
 from agentrl.inspection.render import (
@@ -74,7 +74,7 @@ def said(found: list[Reason], about: str) -> str:
 def test_a_conversation_holds_every_act_with_its_times(reader: RunReader) -> None:
     line = first(reader, "status = trained and environment ~ Solve")
     view = conversation(reader, line.episode)
-    turns = [act for act in view.acts if isinstance(act, TurnAct)]
+    turns = [act for act in view.acts if isinstance(act, PolicyTurn)]
     assert len(turns) == line.turns
     assert {(turn.seat, turn.policy) for turn in turns} == {("solver", "solver"), ("checker", "checker")}
     assert sum(act.value for act in view.acts if isinstance(act, RewardAct)) == pytest.approx(line.reward)
@@ -115,7 +115,7 @@ def test_an_update_inside_a_turn_is_told_in_its_place(reader: RunReader) -> None
         for line in reader.episodes("environment ~ Solve and turns > 0", limit=1000)
         for view in [conversation(reader, line.episode)]
         for act in view.acts
-        if isinstance(act, TurnAct) and len(act.versions) > 1
+        if isinstance(act, PolicyTurn) and len(act.versions) > 1
     ]
     view, act = found[0]
     (_, before), (place, after) = act.versions[:2]
@@ -138,7 +138,7 @@ def test_tokens_carry_what_sampled_and_what_trained_them(reader: RunReader) -> N
         for token in sampled
     )
     text = "".join(token.text for token in sampled)
-    turns = [act.text for act in conversation(reader, line.episode).acts if isinstance(act, TurnAct)]
+    turns = [act.text for act in conversation(reader, line.episode).acts if isinstance(act, PolicyTurn)]
     assert all(turn in text or turn in {"right<|stop|>", "wrong<|stop|>"} or "Hmm" in turn for turn in turns)
     assert "trained into solver@" in shown(tokens_page(view))
     assert f"{sampled[0].id}" in shown(tokens_page(view, details=True))
@@ -205,7 +205,7 @@ def test_the_time_between_a_parent_and_its_fork_is_no_wait(reader: RunReader) ->
     for name in ("f0", "f1", "f2", "f3"):
         view = conversation(forks, name)
         taken_over, own = (
-            [act for act in acts if isinstance(act, TurnAct)]
+            [act for act in acts if isinstance(act, PolicyTurn)]
             for acts in (view.acts[: view.inherited], view.acts[view.inherited :])
         )
         ended = max(act.at + act.seconds for act in taken_over)

@@ -34,7 +34,7 @@ from agentrl.observe.run_state import (
     MetricsFile,
     RunPlan,
     RunState,
-    Status,
+    RunSnapshot,
     bottleneck,
     plan_of,
     read_metrics,
@@ -124,7 +124,7 @@ def test_a_terminal_gets_one_screen_that_says_who_waits_for_whom(
     monkeypatch.setenv("TERM", "xterm")
     stream = Terminal()
     directory = RunDirectory.create(tmp_path / "run", "{}")
-    status = Status(phase="training", waits=("trainer waits for episodes: 3 of 8 units are ready",), in_flight=5)
+    status = RunSnapshot(phase="training", waits=("trainer waits for episodes: 3 of 8 units are ready",), in_flight=5)
 
     async def watched() -> None:
         with RunObserver(directory, plan=PLAN, stream=stream) as observer:
@@ -249,16 +249,16 @@ def test_damaged_metrics_status_and_configurations_are_read_as_far_as_they_go(tm
     assert state.policies["p"].steps == {1: {"loss": 0.5}}
     (tmp_path / "status.json").write_text("{")
     assert read_status(tmp_path) is None
-    write_status(tmp_path, Status(phase="training", dropped={"x": 1}))
-    assert read_status(tmp_path) == Status(phase="training", dropped={"x": 1})
+    write_status(tmp_path, RunSnapshot(phase="training", dropped={"x": 1}))
+    assert read_status(tmp_path) == RunSnapshot(phase="training", dropped={"x": 1})
 
 
 def test_the_engine_is_named_where_it_is_the_bottleneck_and_where_it_starves() -> None:
-    status = Status(phase="training", in_flight=8)
+    status = RunSnapshot(phase="training", in_flight=8)
     assert "engine saturated" in with_engine_share(status, 0.97).waits[0]
     assert "engine waits for tools" in with_engine_share(status, 0.2).waits[0]
     assert with_engine_share(status, 0.7).waits == ()
-    assert with_engine_share(Status(phase="training"), 0.0).waits == ()
+    assert with_engine_share(RunSnapshot(phase="training"), 0.0).waits == ()
 
 
 @pytest.mark.parametrize(
@@ -274,7 +274,7 @@ def test_the_bottleneck_is_what_is_busy_or_what_holds_work_back(
     engine: float, trainer: float, waits: tuple[str, ...], found: str
 ) -> None:
     state = RunState(plan=RunPlan(max_staleness={"p": 1}))
-    status = Status(phase="training", engine_share=engine, waits=waits)
+    status = RunSnapshot(phase="training", engine_share=engine, waits=waits)
     assert bottleneck(state, status) == ""
     state.record("p", 1, {"engine/busy_share": 1.0, "trainer/busy_share": trainer})
     assert bottleneck(state, status) == found
@@ -283,7 +283,7 @@ def test_the_bottleneck_is_what_is_busy_or_what_holds_work_back(
 def test_the_view_shows_what_each_node_does(tmp_path: Path) -> None:
     engine = ProcessStatus(name="engine 0", node="10.0.0.2", gpus=("0", "1"), doing="serves")
     worker = ProcessStatus(name="worker 1", node="10.0.0.2", doing="plays 7 episodes")
-    write_status(tmp_path, Status(phase="training", processes=(engine, worker), bottleneck="engines"))
+    write_status(tmp_path, RunSnapshot(phase="training", processes=(engine, worker), bottleneck="engines"))
     state = RunState(plan=RunPlan(), status=read_status(tmp_path))
     stream = io.StringIO()
     Console(file=stream, width=100).print(view(state))
@@ -295,7 +295,9 @@ def test_nothing_of_a_run_reaches_the_terminal_as_it_is() -> None:
     hostile = "\x1b[31mred\u202e\n"
     plan = RunPlan(name=hostile, environment=hostile, max_staleness={hostile: 1})
     process = ProcessStatus(name=hostile, node=hostile, gpus=(hostile,), doing=hostile)
-    status = Status(phase=hostile, waits=(hostile,), dropped={hostile: 1}, processes=(process,), bottleneck=hostile)
+    status = RunSnapshot(
+        phase=hostile, waits=(hostile,), dropped={hostile: 1}, processes=(process,), bottleneck=hostile
+    )
     state = RunState(plan=plan, status=status, problem=hostile)
     stream = io.StringIO()
     Console(file=stream, width=100).print(view(state, age_s=99.0))
@@ -408,13 +410,13 @@ def test_how_a_process_left_a_run_stays_behind(
             raise error
         if state is not None:
             record_state(directory.path, state)
-    write_status(directory.path, Status(phase="training", waits=("a task",), wall=1.0))
+    write_status(directory.path, RunSnapshot(phase="training", waits=("a task",), wall=1.0))
     assert reader.standing() == "running"
     asyncio.run(journal.close())
     assert reader.standing() == outcome
     found = run_state(reader)
-    assert (found.standing, found.status) == (outcome, Status(phase="training", wall=1.0))
-    write_status(directory.path, Status(phase="training", wall=time.time()))
+    assert (found.standing, found.status) == (outcome, RunSnapshot(phase="training", wall=1.0))
+    write_status(directory.path, RunSnapshot(phase="training", wall=time.time()))
     assert reader.standing() == ("running" if outcome == "killed" else outcome), "the process in its lock lives"
     lock = directory.path / "journal" / "run.lock"
     ended = subprocess.Popen([sys.executable, "-c", ""])

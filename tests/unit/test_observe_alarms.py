@@ -13,7 +13,7 @@ import pytest
 from agentrl.observe.alarms import MEANINGS, alarms
 from agentrl.observe.run_directory import RunDirectory
 from agentrl.observe.run_observer import RunObserver
-from agentrl.observe.run_state import RunPlan, RunState, Status
+from agentrl.observe.run_state import RunPlan, RunState, RunSnapshot
 
 PLAN = RunPlan(steps=40, max_staleness={"solver": 1})
 HEALTHY = {
@@ -39,7 +39,7 @@ HEALTHY = {
 }
 
 
-def a_run(steps: int, *, status: Status | None = None, before: int = 0, **changed: object) -> RunState:
+def a_run(steps: int, *, status: RunSnapshot | None = None, before: int = 0, **changed: object) -> RunState:
     """`before` healthy steps, then some with changed metrics (`_` for `/`)."""
     state = RunState(plan=PLAN, status=status)
     changes = {name.replace("__", "/"): value for name, value in changed.items()}
@@ -77,7 +77,9 @@ def test_replies_of_the_environment_raise_no_mismatch() -> None:
 
 
 def test_a_run_that_goes_well_raises_none() -> None:
-    status = Status(phase="training", trained=500, dropped={"environment_error": 12, "run_ended": 900, "frozen": 99})
+    status = RunSnapshot(
+        phase="training", trained=500, dropped={"environment_error": 12, "run_ended": 900, "frozen": 99}
+    )
     assert alarms(a_run(40, status=status)) == []
     assert alarms(RunState(plan=PLAN)) == []
 
@@ -215,7 +217,7 @@ def test_steps_that_see_a_part_of_what_was_dispatched_are_named_after_twenty(
 
 @pytest.mark.parametrize("reason", ["environment_error", "episode_timeout", "something_new"])
 def test_a_reason_that_takes_everything_is_named(reason: str) -> None:
-    (alarm,) = alarms(RunState(plan=PLAN, status=Status(phase="training", trained=20, dropped={reason: 20})))
+    (alarm,) = alarms(RunState(plan=PLAN, status=RunSnapshot(phase="training", trained=20, dropped={reason: 20})))
     assert (alarm.name, alarm.policy) == ("dropped", "")
     assert f"20 of 40 episodes that ended were dropped because of {reason}" in alarm.text
 

@@ -18,7 +18,7 @@ from agentrl.cli.main import main
 from agentrl.cli.sample_run import sample_factories
 from agentrl.core.errors import InputError
 from agentrl.inspection.comparisons import fork_tree
-from agentrl.inspection.conversation import RewardAct, TurnAct, conversation
+from agentrl.inspection.conversation import RewardAct, PolicyTurn, conversation
 from agentrl.inspection.reader import EpisodeLine, RunReader
 
 SOURCE = Path(sample_environment.__file__).read_text(encoding="utf-8")
@@ -212,7 +212,7 @@ def test_an_edited_fork_is_told_something_else_also_when_executed_again(copied: 
     (edited,) = fork(copied, solved.episode, at=0, edit="2 + 2 =", factories=sample_factories())
     (again,) = fork(copied / "forks", edited.episode_id, at=-1, factories=sample_factories())
     for name in (edited.episode_id, again.episode_id):
-        turns = [act for act in conversation_of(copied / "forks", name) if isinstance(act, TurnAct)]
+        turns = [act for act in conversation_of(copied / "forks", name) if isinstance(act, PolicyTurn)]
         assert turns[0].messages == [{"role": "user", "content": "2 + 2 ="}]
         found = replay(copied / "forks", [(name, None)], factories=sample_factories())
         assert [each.outcome for each in found] == ["identical"]
@@ -256,8 +256,8 @@ def test_a_fork_is_named_in_the_run_it_belongs_to(copied: Path, capsys: pytest.C
     assert f"{copied / 'forks'}: no episode 'f99'" in capsys.readouterr().err
 
 
-def turns_of(run: Path, episode: str) -> list[TurnAct]:
-    return [act for act in conversation_of(run, episode) if isinstance(act, TurnAct)]
+def turns_of(run: Path, episode: str) -> list[PolicyTurn]:
+    return [act for act in conversation_of(run, episode) if isinstance(act, PolicyTurn)]
 
 
 def test_a_fork_is_played_by_whom_it_is_asked_for(copied: Path, solved: EpisodeLine) -> None:

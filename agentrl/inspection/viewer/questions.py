@@ -121,7 +121,7 @@ def tokens_in_columns(row: TokenRow) -> dict[str, Any]:
     return {**told, "count": len(row.tokens), "columns": columns}
 
 
-def about_episode(reader: RunReader, parameters: Parameters) -> dict[str, Any]:
+def answer_about_episode(reader: RunReader, parameters: Parameters) -> dict[str, Any]:
     """Answer all questions about one episode, which is read once."""
     with _located(reader, parameters) as (where, episode, attempt):
         view = conversation(where, episode, attempt)
