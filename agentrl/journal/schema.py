@@ -115,6 +115,10 @@ def private_directory(directory: Path) -> None:
 def open_to_write(path: Path, kind: Kind, identity: dict[str, str], *, run: str | None = None) -> sqlite3.Connection:
     """Open a database, creating it with `identity` in its meta table if it is missing; for the writer thread only.
 
+    What a killed writer wrote into the log without having published it in the log's index is discarded. It is hidden
+    from all who have the database open; without that, the next process to open it after all have closed it would find
+    it again, when others have already continued without it.
+
     Raises:
         JournalError: the file is damaged, a symbolic link, of another format, or of another run than `run`, if that is
             given.
@@ -126,14 +130,16 @@ def open_to_write(path: Path, kind: Kind, identity: dict[str, str], *, run: str 
             _make(path, kind, {"format": str(FORMAT), "kind": kind, **identity})
         connection = _connect_to_write(path)
     except (OSError, sqlite3.Error) as error:
-        raise StorageError(
-            f"{path}: cannot be opened to write ({error}); check its owner, the free space and the disk"
-        ) from error
+        raise _write_error(path, error) from error
     try:
         _harden(connection)
         connection.execute("PRAGMA synchronous = FULL")
         connection.execute("PRAGMA wal_autocheckpoint = 2000")
         _check(connection, path, kind, run)
+        connection.execute("PRAGMA user_version = 0")  # a commit, in the place of an unpublished one
+    except sqlite3.OperationalError as error:
+        connection.close()
+        raise _write_error(path, error) from error
     except DAMAGE as error:
         connection.close()
         raise database_error(path, error) from error
@@ -174,6 +180,10 @@ def open_to_read(path: Path, kind: Kind, run: str | None = None) -> sqlite3.Conn
         connection.close()
         raise
     return connection
+
+
+def _write_error(path: Path, error: OSError | sqlite3.Error) -> StorageError:
+    return StorageError(f"{path}: cannot be opened to write ({error}); check its owner, the free space and the disk")
 
 
 def read_meta_table(connection: sqlite3.Connection) -> dict[str, str]:
@@ -222,7 +232,8 @@ def _harden(connection: sqlite3.Connection) -> None:
 
 
 def _connect_to_write(path: Path) -> sqlite3.Connection:
-    os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
+    """Open a database that exists. Nothing but SQLite may open and close its file: that would drop the locks of this
+    process's other connections to it."""
     return sqlite3.connect(path, isolation_level=None, check_same_thread=False)
 
 
@@ -231,6 +242,7 @@ def _make(path: Path, kind: Kind, values: dict[str, str]) -> None:
     partial = path.with_name(f".{path.name}.new")
     for leftover in (partial, *(partial.with_name(partial.name + end) for end in ("-wal", "-shm"))):
         leftover.unlink(missing_ok=True)
+    os.close(os.open(partial, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
     connection = _connect_to_write(partial)
     try:
         _harden(connection)

@@ -138,6 +138,9 @@ class SqliteTurnLog:
         path = directory / self.name
         self.database = WriterDatabase(path, open_to_write(path, "turns", {"run": run}, run=run), order=0)
         self._partials = PartialTable(self.database)
+        self._run = run
+        self._discarded: dict[str, tuple[int, int] | None] = {}
+        """States of other partitions' logs after `_discard_unpublished`, keyed by partition."""
         self._writer = writer
         self._reader = TurnReader(directory)
         writer.add(self.database)
@@ -164,6 +167,7 @@ class SqliteTurnLog:
         other = self._reader.partition_of(episode_id, attempt)
         if other is None or other == self.name:
             return
+        await asyncio.to_thread(self._discard_unpublished, other)
         for entry in self._reader.read(other, episode_id, attempt)[len(self.read(episode_id, attempt)) :]:
             self.append(entry)
         self.remove_partials(episode_id, attempt)
@@ -171,6 +175,20 @@ class SqliteTurnLog:
         for partial in self._reader.partials(other, episode_id, attempt):
             self.append_partial(partial)
         await self.flush()
+
+    def _discard_unpublished(self, other: str) -> None:
+        """Discard what the killed writer of another partition left unpublished, as its next writer will too: entries
+        must not appear after an episode was taken over without them. See `open_to_write`."""
+        path = self.database.path.with_name(other)
+        if _log_state(path) == self._discarded.get(other):
+            return  # nothing was written since
+        try:
+            open_to_write(path, "turns", {}, run=self._run).close()
+        except StorageError as error:
+            if getattr(error.__cause__, "sqlite_errorcode", 0) & 0xFF != sqlite3.SQLITE_BUSY:
+                raise
+            return  # its next writer lives already
+        self._discarded[other] = _log_state(path)
 
     def prefix(self, point: ForkPoint) -> list[JournalEntry]:
         """See `TurnLog.prefix`."""
@@ -195,6 +213,15 @@ class SqliteTurnLog:
     def close_reader(self) -> None:
         """Close the connections of `read`; the writer closes the others."""
         self._reader.close()
+
+
+def _log_state(path: Path) -> tuple[int, int] | None:
+    """Return what changes when anybody writes to a database's log; None if it has none."""
+    try:
+        found = path.with_name(path.name + "-wal").stat()
+    except FileNotFoundError:
+        return None
+    return found.st_ino, found.st_mtime_ns
 
 
 class NonDecreasingClock(SystemClock):

@@ -14,7 +14,7 @@ from agentrl.core.records import PolicyVersion
 from agentrl.journal.entries import episode_digest
 from agentrl.journal.reader import TurnReader
 from agentrl.journal.run_log import SqliteRunLog
-from agentrl.journal.store import SqliteJournal
+from agentrl.journal.store import SqliteJournal, WorkerJournal
 from tests.journal_cases import spec, write
 
 ROOT = Path(__file__).parents[2]
@@ -30,7 +30,7 @@ import asyncio, sys
 sys.path.insert(0, sys.argv[2])
 from tests.journal_cases import entry, header, spec
 from agentrl.journal.entries import episode_digest
-from agentrl.journal.store import SqliteJournal
+from agentrl.journal.store import SqliteJournal, WorkerJournal
 
 async def main():
     journal = SqliteJournal(sys.argv[1])
@@ -90,7 +90,7 @@ _MAKERS = """
 import asyncio, os, sys
 from pathlib import Path
 from agentrl.journal import schema
-from agentrl.journal.store import SqliteJournal
+from agentrl.journal.store import SqliteJournal, WorkerJournal
 
 left = 0
 class Dying:
@@ -148,7 +148,7 @@ sys.path.insert(0, sys.argv[2])
 from tests.journal_cases import entry, header, spec
 from agentrl.core.errors import StorageError
 from agentrl.journal.entries import JournalEntry
-from agentrl.journal.store import SqliteJournal
+from agentrl.journal.store import SqliteJournal, WorkerJournal
 
 async def main():
     journal = SqliteJournal(sys.argv[1])
@@ -194,3 +194,68 @@ def test_a_full_disk_fails_every_waiter_and_leaves_no_half_transaction(tmp_path:
     assert reader.read("turns-w0.db", "e9999", 0) == []
     log.close()
     reader.close()
+
+
+_APPENDER = """
+import asyncio, sys
+sys.path.insert(0, sys.argv[2])
+from pathlib import Path
+from tests.journal_cases import entry, spec
+from agentrl.journal.store import WorkerJournal
+
+async def main():
+    log = WorkerJournal(Path(sys.argv[1]), "w0").log
+    for n in range(3):
+        log.append(entry(spec(0), n, 0))
+        await log.flush()
+        print(n, flush=True)
+        sys.stdin.readline()
+
+asyncio.run(main())
+"""
+
+
+def _entries(partition: Path) -> int:
+    """Number of entries that a process of its own finds."""
+    program = (
+        "import sqlite3, sys; print(sqlite3.connect(sys.argv[1]).execute('SELECT count(*) FROM entries').fetchone()[0])"
+    )
+    return int(_python(program, str(partition)))
+
+
+@pytest.mark.parametrize("by", ["nobody", "who takes the episode over", "its next writer"])
+def test_what_a_killed_writer_left_unpublished_never_comes_back(tmp_path: Path, by: str) -> None:
+    asyncio.run(SqliteJournal(tmp_path).close())
+    partition, index = tmp_path / "turns-w0.db", tmp_path / "turns-w0.db-shm"
+    command = [sys.executable, "-c", _APPENDER, str(tmp_path), str(ROOT)]
+    header = ["dd", f"if={index}", f"of={tmp_path / 'header'}", "bs=96", "count=1"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        for n in range(3):
+            assert process.stdout.readline() == f"{n}\n"
+            if n == 1:  # SQLite publishes a commit by this header, after it has written the log
+                subprocess.run(header, check=True, capture_output=True)
+            if n < 2:
+                process.stdin.write("\n")
+                process.stdin.flush()
+        reader = TurnReader(tmp_path)
+        assert len(reader.read("turns-w0.db", "e0", 0)) == 3
+        process.kill()
+    back = ["dd", f"if={tmp_path / 'header'}", f"of={index}", "bs=96", "count=1", "conv=notrunc"]
+    subprocess.run(back, check=True, capture_output=True)
+    assert len(reader.read("turns-w0.db", "e0", 0)) == 2
+
+    async def taken_over() -> int:
+        journal = WorkerJournal(tmp_path, "w1")
+        await journal.log.take_over("e0", 0)
+        count = len(journal.log.read("e0", 0))
+        await journal.close()
+        return count
+
+    if by == "who takes the episode over":
+        assert asyncio.run(taken_over()) == 2
+    elif by == "its next writer":
+        asyncio.run(WorkerJournal(tmp_path, "w0").close())
+    reader.close()
+    assert _entries(partition) == (3 if by == "nobody" else 2)
