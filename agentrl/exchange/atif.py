@@ -41,10 +41,10 @@ from agentrl.exchange.foreign import (
 )
 from agentrl.inspection.conversation import (
     ConversationView,
+    PolicyTurn,
     RewardAct,
     SpawnAct,
     ToolAct,
-    PolicyTurn,
     conversation_of,
     reward_components,
 )

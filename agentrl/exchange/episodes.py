@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from agentrl.core.errors import JournalError
-from agentrl.inspection.conversation import Act, ConversationView, RewardAct, PolicyTurn, conversation_of
+from agentrl.inspection.conversation import Act, ConversationView, PolicyTurn, RewardAct, conversation_of
 from agentrl.inspection.reader import checked_rows
 from agentrl.inspection.tokens import float32, int32, played_rows, step_rows, trained_row
 

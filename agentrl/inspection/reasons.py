@@ -11,8 +11,8 @@ from agentrl.core.text import plural
 from agentrl.inspection.conversation import (
     ConversationView,
     EffectAct,
-    ToolAct,
     PolicyTurn,
+    ToolAct,
     conversation,
     reward_components,
 )

@@ -13,7 +13,7 @@ import msgspec
 
 from agentrl.core.errors import StorageError
 from agentrl.core.records import REWARD, GameTally
-from agentrl.observe.run_state import RunState, RunSnapshot, plan_of, read_metrics, read_status
+from agentrl.observe.run_state import RunSnapshot, RunState, plan_of, read_metrics, read_status
 
 if TYPE_CHECKING:
     from agentrl.core.records import EpisodeHeader, PolicyVersion

@@ -11,10 +11,10 @@ from agentrl.core.text import plural
 from agentrl.inspection.conversation import (
     ChildAct,
     EffectAct,
+    PolicyTurn,
     RewardAct,
     SpawnAct,
     ToolAct,
-    PolicyTurn,
     conversation,
 )
 from agentrl.inspection.reader import checked_rows

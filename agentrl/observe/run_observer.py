@@ -23,8 +23,8 @@ from agentrl.observe.progress import Display, display, spinner
 from agentrl.observe.run_state import (
     MetricsFile,
     RunPlan,
-    RunState,
     RunSnapshot,
+    RunState,
     bottleneck,
     read_metrics,
     with_engine_share,

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from agentrl.core.records import ProcessStatus
-    from agentrl.observe.run_state import PolicyState, RunState, RunSnapshot
+    from agentrl.observe.run_state import PolicyState, RunSnapshot, RunState
 
 WIDTH = 100
 """Maximum width of the view in characters; the minimum is 60."""

@@ -14,7 +14,7 @@ from agentrl.core.ports import GenerateRequest
 from agentrl.core.records import PolicyVersion
 from agentrl.journal.entries import LimitEntry
 from agentrl.observe.alarms import alarms
-from agentrl.observe.run_state import RunPlan, RunState, RunSnapshot
+from agentrl.observe.run_state import RunPlan, RunSnapshot, RunState
 from agentrl.rollout.byte_formats import STOP_TOKEN
 from agentrl.rollout.episode import GRACE_S
 from agentrl.simulation.virtual_time import simulate

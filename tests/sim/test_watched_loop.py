@@ -11,7 +11,7 @@ from agentrl.core.ports import GenerateRequest
 from agentrl.core.records import PolicyVersion
 from agentrl.observe.alarms import alarms
 from agentrl.observe.metrics import describe
-from agentrl.observe.run_state import RunPlan, RunState, RunSnapshot
+from agentrl.observe.run_state import RunPlan, RunSnapshot, RunState
 from agentrl.orchestrator.loop import Orchestrator
 from agentrl.rollout.byte_formats import STOP_TOKEN
 from agentrl.testing.plugin import SimulatedLoop

@@ -16,7 +16,7 @@ from agentrl.core.errors import InputError
 from agentrl.exchange import files
 from agentrl.exchange.exporting import export
 from agentrl.exchange.importing import import_run
-from agentrl.inspection.conversation import ConversationView, OtherAct, RewardAct, ToolAct, PolicyTurn, conversation
+from agentrl.inspection.conversation import ConversationView, OtherAct, PolicyTurn, RewardAct, ToolAct, conversation
 from agentrl.inspection.reader import RunReader
 from agentrl.inspection.search import episodes_with_words
 from agentrl.inspection.tokens import episode_tokens

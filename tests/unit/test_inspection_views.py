@@ -19,7 +19,7 @@ from agentrl.cli.main import main
 from agentrl.core.errors import InputError, JournalError
 from agentrl.core.text import escape_text
 from agentrl.inspection.comparisons import compare_episodes, difference, fork_tree
-from agentrl.inspection.conversation import EffectAct, RewardAct, ToolAct, PolicyTurn, conversation
+from agentrl.inspection.conversation import EffectAct, PolicyTurn, RewardAct, ToolAct, conversation
 from agentrl.inspection.reader import EpisodeLine, RunReader
 from agentrl.inspection.reasons import Reason, reasons
 from agentrl.inspection.render import (

@@ -33,8 +33,8 @@ from agentrl.observe.run_observer import EnduringStream, RunObserver
 from agentrl.observe.run_state import (
     MetricsFile,
     RunPlan,
-    RunState,
     RunSnapshot,
+    RunState,
     bottleneck,
     plan_of,
     read_metrics,

@@ -13,7 +13,7 @@ import pytest
 from agentrl.observe.alarms import MEANINGS, alarms
 from agentrl.observe.run_directory import RunDirectory
 from agentrl.observe.run_observer import RunObserver
-from agentrl.observe.run_state import RunPlan, RunState, RunSnapshot
+from agentrl.observe.run_state import RunPlan, RunSnapshot, RunState
 
 PLAN = RunPlan(steps=40, max_staleness={"solver": 1})
 HEALTHY = {

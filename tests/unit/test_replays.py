@@ -18,7 +18,7 @@ from agentrl.cli.main import main
 from agentrl.cli.sample_run import sample_factories
 from agentrl.core.errors import InputError
 from agentrl.inspection.comparisons import fork_tree
-from agentrl.inspection.conversation import RewardAct, PolicyTurn, conversation
+from agentrl.inspection.conversation import PolicyTurn, RewardAct, conversation
 from agentrl.inspection.reader import EpisodeLine, RunReader
 
 SOURCE = Path(sample_environment.__file__).read_text(encoding="utf-8")
