@@ -127,7 +127,7 @@ class Conversations:
         return TrainBatch(step_id=step_id, policy="policy", units=units, normaliser=40.0)
 
 
-EPISODE = Conversations()
+CONVERSATIONS = Conversations()
 
 
 class Replaced(PolicyTrainer):
@@ -159,7 +159,7 @@ def config_of(model: Path, advantage: Any = GAE, **trainer: Any) -> RunConfig:
 
 
 def started(config: RunConfig, place: Path, *, resume: Path | None = None) -> PolicyTrainer:
-    trainer = PolicyTrainer(config, place, read=EPISODE.read)
+    trainer = PolicyTrainer(config, place, read=CONVERSATIONS.read)
     trainer.start(resume)
     if resume is None and (head := trainer._learner("policy").value_head) is not None:
         with torch.no_grad():  # else all values of the first step are 0
@@ -170,7 +170,7 @@ def started(config: RunConfig, place: Path, *, resume: Path | None = None) -> Po
 
 def taken(trainer: PolicyTrainer, step: int) -> dict[str, float]:
     """The metrics of a step, whose version is published."""
-    trainer.forward_backward(EPISODE.batch(step))
+    trainer.forward_backward(CONVERSATIONS.batch(step))
     report = trainer.optim_step("policy", step)
     trainer.publish("policy", PolicyVersion("policy", 0, step))
     return {**report.metrics, "loss": report.loss, "grad_norm": report.grad_norm}
@@ -183,13 +183,13 @@ def gradients(trainer: PolicyTrainer) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.cat([each.flatten() for each in own]), torch.cat([each.flatten() for each in head])
 
 
-def by_hand(model: Path) -> tuple[dict[tuple[str, int, int], tuple[float, float]], torch.Tensor]:
-    """Advantage and return of each trained token, from one row at a time; and the gradient of the value head."""
+def by_hand(model: Path) -> tuple[dict[tuple[str, int, int], tuple[float, float, float]], torch.Tensor]:
+    """Advantage, return and value of each trained token, from one row at a time; and the gradient of the value head."""
     network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     weight, found, total = torch.linspace(-3, 4, 32), {}, torch.zeros(33)
-    for number, trajectories in enumerate(EPISODE.trajectories):
+    for number, trajectories in enumerate(CONVERSATIONS.trajectories):
         row_index = 0
-        for trajectory, to_go in zip(trajectories, EPISODE.returns[number], strict=True):
+        for trajectory, to_go in zip(trajectories, CONVERSATIONS.returns[number], strict=True):
             tokens = []
             for row in trajectory.rows:
                 with torch.no_grad():
@@ -210,7 +210,7 @@ def by_hand(model: Path) -> tuple[dict[tuple[str, int, int], tuple[float, float]
                 advantage = reward + 0.97 * later - value + 0.97 * 0.8 * advantage
                 earned = reward + 0.97 * earned
                 later = value
-                found[key] = (advantage, earned)
+                found[key] = (advantage, earned, value)
                 total -= advantage / 40.0 * torch.cat([before / 32, torch.ones(1)])
     return found, total
 
@@ -227,11 +227,11 @@ def test_the_policy_gets_the_gradient_of_its_own_loss(model: Path, tmp_path: Pat
         policies = {"policy": PolicyConfig(learning_rate=1e-2, lora=LoraConfig(rank=4, alpha=8.0))}
     expected, of_head = by_hand(model)
     trainer = started(config_of(model, loss=loss, policies=policies), tmp_path / "gae")
-    other = Replaced(config_of(model, "none", loss=loss, policies=policies), tmp_path / "hand", read=EPISODE.read)
-    other.by_hand = {key: advantage for key, (advantage, _) in expected.items()}
+    other = Replaced(config_of(model, "none", loss=loss, policies=policies), tmp_path / "hand", read=CONVERSATIONS.read)
+    other.by_hand = {key: advantage for key, (advantage, _, _) in expected.items()}
     other.start()
     for each in (trainer, other):
-        each.forward_backward(EPISODE.batch())
+        each.forward_backward(CONVERSATIONS.batch())
     own, head = gradients(trainer)
     wanted = torch.cat([each.flatten() for each in other._learner("policy").gradients()])
     assert float((own - wanted).norm()) < 1e-5 * float(wanted.norm())
@@ -239,15 +239,13 @@ def test_the_policy_gets_the_gradient_of_its_own_loss(model: Path, tmp_path: Pat
     report, hand = (each.optim_step("policy", 1) for each in (trainer, other))
     assert (report.loss, report.grad_norm) == pytest.approx((hand.loss, hand.grad_norm), rel=1e-5)
 
-    returns = np.array([earned for _, earned in expected.values()])
-    advantages = np.array([advantage for advantage, _ in expected.values()])
+    advantages, returns, values = np.array(list(expected.values())).T
     assert report.metrics["value/loss"] == pytest.approx(0.5 * (advantages**2).sum() / 40.0, rel=1e-5)
+    explained = 1.0 - (returns - values).var() / returns.var()
+    assert report.metrics["value/explained_variance"] == pytest.approx(explained, rel=1e-4)
     rows, columns = read_columns(tmp_path / "gae" / str(report.columns))
-    recorded = np.concatenate(
-        [np.arange(a, b) for a, b in zip(columns["offsets"], columns["offsets"][1:], strict=False)]
-    )
     keys = [(*row, int(columns["position"][at])) for row, a, b in _ranges(rows, columns) for at in range(a, b)]
-    assert len(keys) == len(recorded) == len(returns)
+    assert sorted(keys) == sorted(expected)
     assert columns["advantages"].tolist() == pytest.approx([expected[key][0] for key in keys], abs=1e-5)
 
 
@@ -261,7 +259,7 @@ def test_micro_batches_and_batches_of_a_step_change_nothing(model: Path, tmp_pat
     found = []
     for tokens, parts in ((8192, (EPISODES,)), (24, (EPISODES,)), (8192, (2, EPISODES))):
         trainer = started(config_of(model, micro_batch_tokens=tokens), tmp_path / f"{tokens} {len(parts)}")
-        batch = EPISODE.batch()
+        batch = CONVERSATIONS.batch()
         for part in parts:
             trainer.forward_backward(replace(batch, units=batch.units[:part]))
         found.append((gradients(trainer), trainer.optim_step("policy", 1)))
@@ -279,7 +277,7 @@ def test_values_learn_the_returns(model: Path, tmp_path: Path) -> None:
 
     policies: Any = {"policy": PolicyConfig(learning_rate=1e-12)}
     advantage = {"name": "gae", "trace_decay": 1.0, "value_learning_rate": 0.3}
-    trainer = PolicyTrainer(config_of(model, advantage, policies=policies), tmp_path, read=EPISODE.read)
+    trainer = PolicyTrainer(config_of(model, advantage, policies=policies), tmp_path, read=CONVERSATIONS.read)
     trainer.start()
     found = [taken(trainer, step) for step in range(1, 60)]
     assert found[0]["value/explained_variance"] == pytest.approx(0.0, abs=1e-6)
@@ -289,7 +287,7 @@ def test_values_learn_the_returns(model: Path, tmp_path: Path) -> None:
 
 def test_rewards_of_zero_teach_once_values_expect_more(model: Path, tmp_path: Path) -> None:
     """The share of units without advantage is that of the trainer's advantages, not of the rewards."""
-    batch = EPISODE.batch()
+    batch = CONVERSATIONS.batch()
     nothing = tuple(
         replace(unit, credits=tuple(TrajectoryCredit("agent", index, 0.0, 0.0, 0.0) for index in range(2)))
         for unit in batch.units
@@ -347,12 +345,15 @@ def test_a_step_is_computed_again_from_a_checkpoint(model: Path, tmp_path: Path)
     taken(trainer, 1)
     trainer.save(tmp_path / "checkpoint")
     reports = [taken(trainer, step) for step in (2, 3)]
-    again = PolicyTrainer(config_of(model), tmp_path / "run", read=EPISODE.read, publishes=False)
+    again = PolicyTrainer(config_of(model), tmp_path / "run", read=CONVERSATIONS.read, publishes=False)
     again.start()
     assert again.only_in_checkpoints("policy")
-    between = [(EPISODE.batch(2), reports[0]["learning_rate"])]
+    between = [(CONVERSATIONS.batch(2), reports[0]["learning_rate"])]
     start, saved = PolicyVersion("policy", 0, 1), tmp_path / "checkpoint" / "policy"
-    assert again.recompute(EPISODE.batch(3), start, saved, between) == (reports[1]["loss"], reports[1]["grad_norm"])
+    assert again.recompute(CONVERSATIONS.batch(3), start, saved, between) == (
+        reports[1]["loss"],
+        reports[1]["grad_norm"],
+    )
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------
