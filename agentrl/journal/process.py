@@ -92,14 +92,15 @@ class RunLock:
             self._descriptor = -1
 
 
-def find_writing_process(directory: Path) -> int | None:
-    """Find the live process that writes a run, without touching its lock; None if there is none on this machine.
+def find_writing_process(directory: Path, name: str = LOCK_FILE) -> int | None:
+    """Find the live process that holds the lock of a run or a partition, without touching the lock; None if there is
+    none on this machine.
 
     Overlay file systems report another device than the kernel's list of locks. A listed lock with the same inode is
     therefore this one if its device is the same too, or if its holder is the process that the file names.
     """
     try:
-        with open_regular(directory / LOCK_FILE) as file:
+        with open_regular(directory / name) as file:
             found, named = os.fstat(file.fileno()), _holder(file)
         locks = Path("/proc/locks").read_text(encoding="ascii", errors="replace").splitlines()
     except OSError:

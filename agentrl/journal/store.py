@@ -34,7 +34,7 @@ from agentrl.core.errors import EpisodeError, InputError, StorageError
 from agentrl.core.ids import is_safe_name
 from agentrl.journal import control
 from agentrl.journal.entries import entry_checksum
-from agentrl.journal.process import RunLock
+from agentrl.journal.process import RunLock, find_writing_process
 from agentrl.journal.pruning import prune
 from agentrl.journal.reader import TurnReader, read_prefix
 from agentrl.journal.run_log import START_KEY, ControlLogReader, RunStart, SqliteRunLog
@@ -180,14 +180,10 @@ class SqliteTurnLog:
         """Discard what the killed writer of another partition left unpublished, as its next writer will too: entries
         must not appear after an episode was taken over without them. See `open_to_write`."""
         path = self.database.path.with_name(other)
-        if _log_state(path) == self._discarded.get(other):
-            return  # nothing was written since
-        try:
-            open_to_write(path, "turns", {}, run=self._run).close()
-        except StorageError as error:
-            if getattr(error.__cause__, "sqlite_errorcode", 0) & 0xFF != sqlite3.SQLITE_BUSY:
-                raise
-            return  # its next writer lives already
+        is_written = find_writing_process(path.parent, path.with_suffix(".lock").name) is not None
+        if is_written or _log_state(path) == self._discarded.get(other):
+            return
+        open_to_write(path, "turns", {}, run=self._run).close()
         self._discarded[other] = _log_state(path)
 
     def prefix(self, point: ForkPoint) -> list[JournalEntry]:
