@@ -291,7 +291,7 @@ def _filled(argument: str, task: Task, endpoint: Endpoint) -> str:
 
 
 class _Output:
-    """The last `OUTPUT_BYTES` that a program wrote. Not asyncio's pipe, whose end is awaited until every detached
+    """The last `OUTPUT_BYTES` that a program wrote. It does not use asyncio's pipe, which waits until every detached
     process has closed it."""
 
     def __init__(self) -> None:

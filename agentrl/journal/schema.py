@@ -24,6 +24,8 @@ Kind = Literal["control", "turns"]
 CONTROL_FILE = "control.db"
 MAX_VALUE_BYTES = 64 << 20
 """Maximum size in bytes of a text or blob, written or read."""
+BUSY_MS = 5000
+"""Milliseconds to wait for the lock of another process."""
 DAMAGE = (sqlite3.Error, UnicodeDecodeError)
 """Errors of reading a damaged database; the second if SQLite's own message quotes invalid text."""
 
@@ -113,11 +115,11 @@ def private_directory(directory: Path) -> None:
 
 
 def open_to_write(path: Path, kind: Kind, identity: dict[str, str], *, run: str | None = None) -> sqlite3.Connection:
-    """Open a database, creating it with `identity` in its meta table if it is missing; for the writer thread only.
+    """Open a database, creating it with `identity` in its meta table if it is missing.
 
-    What a killed writer wrote into the log without having published it in the log's index is discarded. It is hidden
-    from all who have the database open; without that, the next process to open it after all have closed it would find
-    it again, when others have already continued without it.
+    Discards a commit that a killed writer wrote to the log without publishing it in the log's index. Such a commit is
+    hidden while anybody has the database open, and SQLite finds it again once all have closed it: then others may have
+    continued without it.
 
     Raises:
         JournalError: the file is damaged, a symbolic link, of another format, or of another run than `run`, if that is
@@ -136,10 +138,14 @@ def open_to_write(path: Path, kind: Kind, identity: dict[str, str], *, run: str 
         connection.execute("PRAGMA synchronous = FULL")
         connection.execute("PRAGMA wal_autocheckpoint = 2000")
         _check(connection, path, kind, run)
-        connection.execute("PRAGMA user_version = 0")  # a commit, in the place of an unpublished one
-    except sqlite3.OperationalError as error:
-        connection.close()
-        raise _write_error(path, error) from error
+        try:
+            connection.execute("PRAGMA user_version = 0")  # a commit, in the place of an unpublished one
+        except sqlite3.OperationalError as error:
+            if (
+                getattr(error, "sqlite_errorcode", 0) & 0xFF != sqlite3.SQLITE_BUSY
+            ):  # else a living writer's commit takes that place
+                connection.close()
+                raise _write_error(path, error) from error
     except DAMAGE as error:
         connection.close()
         raise database_error(path, error) from error
@@ -211,7 +217,6 @@ def _connect_to_read(uri: str) -> sqlite3.Connection:
     try:
         _harden(connection)
         connection.execute("PRAGMA query_only = ON")
-        connection.text_factory = _text
         connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
     except DAMAGE:
         connection.close()
@@ -224,9 +229,10 @@ def _text(value: bytes) -> str:
 
 
 def _harden(connection: sqlite3.Connection) -> None:
+    connection.text_factory = _text
     connection.execute("PRAGMA trusted_schema = OFF")
     connection.execute("PRAGMA cell_size_check = ON")
-    connection.execute("PRAGMA busy_timeout = 5000")
+    connection.execute(f"PRAGMA busy_timeout = {BUSY_MS}")
     connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_VALUE_BYTES + (1 << 16))
     connection.setlimit(sqlite3.SQLITE_LIMIT_ATTACHED, 0)
 

@@ -140,7 +140,7 @@ class SqliteTurnLog:
         self._partials = PartialTable(self.database)
         self._run = run
         self._discarded: dict[str, tuple[int, int] | None] = {}
-        """States of other partitions' logs after `_discard_unpublished`, keyed by partition."""
+        """`_log_state` of other partitions after their unpublished commits were discarded, keyed by partition."""
         self._writer = writer
         self._reader = TurnReader(directory)
         writer.add(self.database)
@@ -164,10 +164,11 @@ class SqliteTurnLog:
 
     async def take_over(self, episode_id: str, attempt: int) -> None:
         """See `TurnLog.take_over`."""
+        if left := self._left_by_killed_writers():
+            await asyncio.to_thread(self._discard_unpublished, left)
         other = self._reader.partition_of(episode_id, attempt)
         if other is None or other == self.name:
             return
-        await asyncio.to_thread(self._discard_unpublished, other)
         for entry in self._reader.read(other, episode_id, attempt)[len(self.read(episode_id, attempt)) :]:
             self.append(entry)
         self.remove_partials(episode_id, attempt)
@@ -176,15 +177,23 @@ class SqliteTurnLog:
             self.append_partial(partial)
         await self.flush()
 
-    def _discard_unpublished(self, other: str) -> None:
-        """Discard what the killed writer of another partition left unpublished, as its next writer will too: entries
-        must not appear after an episode was taken over without them. See `open_to_write`."""
-        path = self.database.path.with_name(other)
-        is_written = find_writing_process(path.parent, path.with_suffix(".lock").name) is not None
-        if is_written or _log_state(path) == self._discarded.get(other):
-            return
-        open_to_write(path, "turns", {}, run=self._run).close()
-        self._discarded[other] = _log_state(path)
+    def _left_by_killed_writers(self) -> list[Path]:
+        """Return the other partitions without a living writer that were written since `_discard_unpublished`."""
+        own = self.database.path
+        return [
+            path
+            for path in sorted(own.parent.glob("turns-*.db"))
+            if path.name != own.name
+            and _log_state(path) != self._discarded.get(path.name)
+            and find_writing_process(path.parent, path.with_suffix(".lock").name) is None
+        ]
+
+    def _discard_unpublished(self, partitions: Sequence[Path]) -> None:
+        """Discard the unpublished commits that killed writers left (see `open_to_write`): their entries must not appear
+        once an episode was taken over without them. A writer that lives did so when it opened its partition."""
+        for path in partitions:
+            open_to_write(path, "turns", {}, run=self._run).close()
+            self._discarded[path.name] = _log_state(path)
 
     def prefix(self, point: ForkPoint) -> list[JournalEntry]:
         """See `TurnLog.prefix`."""
@@ -212,7 +221,7 @@ class SqliteTurnLog:
 
 
 def _log_state(path: Path) -> tuple[int, int] | None:
-    """Return what changes when anybody writes to a database's log; None if it has none."""
+    """Return inode and modification time of a database's log; None if it has none."""
     try:
         found = path.with_name(path.name + "-wal").stat()
     except FileNotFoundError:

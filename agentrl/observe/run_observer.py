@@ -281,7 +281,10 @@ class EnduringStream(io.TextIOBase, TextIO):
     def __init__(self, stream: TextIO) -> None:
         self._stream: TextIO | None = stream
         self._own: TextIO | None = None
-        with contextlib.suppress(OSError, ValueError):  # it has no descriptor, or is closed
+        # A wrapper, or a replaced `write`, shows the lines elsewhere: in a notebook, or also in a log.
+        if type(stream) is not io.TextIOWrapper or "write" in vars(stream):
+            return
+        with contextlib.suppress(OSError, ValueError):  # it is closed
             stream.flush()
             number = fcntl.fcntl(stream.fileno(), fcntl.F_DUPFD_CLOEXEC, 3)
             self._stream = self._own = open(  # noqa: SIM115 - closed by `close`

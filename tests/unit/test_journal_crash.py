@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import sqlite3
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from agentrl.core.records import PolicyVersion
+from agentrl.journal import schema
 from agentrl.journal.entries import episode_digest
 from agentrl.journal.reader import TurnReader
 from agentrl.journal.run_log import SqliteRunLog
+from agentrl.journal.schema import open_to_write
 from agentrl.journal.store import SqliteJournal, WorkerJournal
 from tests.journal_cases import spec, write
 
@@ -205,11 +209,11 @@ from agentrl.journal.store import WorkerJournal
 
 async def main():
     log = WorkerJournal(Path(sys.argv[1]), "w0").log
-    for n in range(3):
-        log.append(entry(spec(0), n, 0))
-        await log.flush()
+    for n in range(4):
         print(n, flush=True)
         sys.stdin.readline()
+        log.append(entry(spec(0), n, 0))
+        await log.flush()
 
 asyncio.run(main())
 """
@@ -223,8 +227,9 @@ def _entries(partition: Path) -> int:
     return int(_python(program, str(partition)))
 
 
+@pytest.mark.parametrize("published", [0, 2])
 @pytest.mark.parametrize("by", ["nobody", "who takes the episode over", "its next writer"])
-def test_what_a_killed_writer_left_unpublished_never_comes_back(tmp_path: Path, by: str) -> None:
+def test_what_a_killed_writer_left_unpublished_never_comes_back(tmp_path: Path, by: str, published: int) -> None:
     asyncio.run(SqliteJournal(tmp_path).close())
     partition, index = tmp_path / "turns-w0.db", tmp_path / "turns-w0.db-shm"
     command = [sys.executable, "-c", _APPENDER, str(tmp_path), str(ROOT)]
@@ -232,11 +237,11 @@ def test_what_a_killed_writer_left_unpublished_never_comes_back(tmp_path: Path, 
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None
         assert process.stdout is not None
-        for n in range(3):
+        for n in range(4):
             assert process.stdout.readline() == f"{n}\n"
-            if n == 1:  # SQLite publishes a commit by this header, after it has written the log
+            if n == published:  # SQLite publishes a commit by this header, after it has written the log
                 subprocess.run(header, check=True, capture_output=True)
-            if n < 2:
+            if n < 3:
                 process.stdin.write("\n")
                 process.stdin.flush()
         reader = TurnReader(tmp_path)
@@ -244,7 +249,7 @@ def test_what_a_killed_writer_left_unpublished_never_comes_back(tmp_path: Path, 
         process.kill()
     back = ["dd", f"if={tmp_path / 'header'}", f"of={index}", "bs=96", "count=1", "conv=notrunc"]
     subprocess.run(back, check=True, capture_output=True)
-    assert len(reader.read("turns-w0.db", "e0", 0)) == 2
+    assert len(reader.read("turns-w0.db", "e0", 0)) == published
 
     async def taken_over() -> int:
         journal = WorkerJournal(tmp_path, "w1")
@@ -254,8 +259,18 @@ def test_what_a_killed_writer_left_unpublished_never_comes_back(tmp_path: Path, 
         return count
 
     if by == "who takes the episode over":
-        assert asyncio.run(taken_over()) == 2
+        assert asyncio.run(taken_over()) == published
     elif by == "its next writer":
         asyncio.run(WorkerJournal(tmp_path, "w0").close())
     reader.close()
-    assert _entries(partition) == (3 if by == "nobody" else 2)
+    assert _entries(partition) == (3 if by == "nobody" else published)
+
+
+def test_a_partition_is_opened_while_its_writer_is_busy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asyncio.run(SqliteJournal(tmp_path).close())
+    asyncio.run(WorkerJournal(tmp_path, "w0").close())
+    partition = tmp_path / "turns-w0.db"
+    with closing(sqlite3.connect(partition, isolation_level=None)) as writer:
+        writer.execute("BEGIN IMMEDIATE")
+        monkeypatch.setattr(schema, "BUSY_MS", 10)
+        open_to_write(partition, "turns", {}).close()

@@ -465,3 +465,27 @@ def test_progress_is_never_written_into_the_file_that_got_the_number_of_a_closed
         shown.close()
     assert terminal.read_text() == "step 1\n"
     assert not checkpoint.read_text()
+
+
+def test_progress_goes_to_the_wrapper_of_a_stream_and_not_past_it(tmp_path: Path) -> None:
+    class Tee:
+        def __init__(self, stream: object) -> None:
+            self.stream, self.seen = stream, ""
+
+        def write(self, text: str) -> int:
+            self.seen += text
+            return len(text)
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(self.stream, name)
+
+    with (tmp_path / "terminal").open("w") as stream:
+        tee = Tee(stream)
+        shown = EnduringStream(tee)  # type: ignore[arg-type]
+        shown.write("step 1\n")
+        shown.close()
+        assert tee.seen == "step 1\n"
+        seen: list[str] = []
+        stream.write = lambda text: seen.append(text) or len(text)  # type: ignore[method-assign,func-returns-value]
+        EnduringStream(stream).write("step 2\n")
+        assert seen == ["step 2\n"]
