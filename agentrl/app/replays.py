@@ -458,7 +458,7 @@ def compute_step(reader: RunReader, line: StepLine) -> StepComputed:
         between: list[tuple[TrainBatch, float]] = []
         weights: WeightsRef | Path | None
         if trainer.only_in_checkpoints(line.policy):
-            weights, where, started_from, between = _kept_checkpoint(reader, started_from)
+            weights, where, started_from, between = _kept_checkpoint(reader, started_from, config)
         else:
             weights, where = kept_weights(reader, started_from)
         loss, grad_norm = trainer.recompute(batch, started_from, weights, between)
@@ -502,7 +502,7 @@ def _same_weights(reader: RunReader, version: PolicyVersion) -> list[PolicyVersi
 
 
 def _kept_checkpoint(
-    reader: RunReader, version: PolicyVersion
+    reader: RunReader, version: PolicyVersion, config: RunConfig
 ) -> tuple[Path | None, str, PolicyVersion, list[tuple[TrainBatch, float]]]:
     """Return the newest checkpoint from which steps lead to a version, its location for people, its version, and those
     steps.
@@ -511,6 +511,7 @@ def _kept_checkpoint(
     weights.
 
     Raises:
+        InputError: one of these steps was taken with another loss or other values than those of `config`.
         JournalError: the record of one of these steps is gone or damaged.
         StorageError: the checkpoint is damaged.
     """
@@ -525,6 +526,15 @@ def _kept_checkpoint(
         for each in same:
             key = (each.policy, each.lineage, each.step)
             if rows := checked_rows(reader.log, "steps", "policy = ? AND lineage = ? AND step = ?", *key):
+                taken = recorded_config(reader.log.config(each.lineage))
+                if (taken.trainer.loss, taken.credit.advantage.gae) != (
+                    config.trainer.loss,
+                    config.credit.advantage.gae,
+                ):
+                    raise InputError(
+                        f"no checkpoint is kept from which all steps before it have its settings: step {each.step} was "
+                        "taken with another trainer.loss, or other options of credit.advantage = 'gae'"
+                    )
                 batch, version = _batch(reader, *key)
                 between.append((batch, float(json.loads(rows[0]["metrics"])["learning_rate"])))
                 break

@@ -453,7 +453,7 @@ def _not_with_release(config: RunConfig) -> Iterator[tuple[str, str]]:
     if config.trainer.loss.name == "dpo":
         why = "a member is preferred to those in the same step, and late ones have none there"
         yield "trainer.loss.name = 'dpo'", f"{why}. Set another loss"
-    if credit.turn_credit == "to_go":
+    if credit.turn_credit == "to_go" and name != "gae":
         yield "credit.turn_credit = 'to_go'", "earlier groups are remembered as wholes. Set turn_credit = 'sum'"
     if config.deterministic:
         yield "deterministic = true", "who ends first depends on the machine. Leave one of the two out"

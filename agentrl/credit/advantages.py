@@ -347,8 +347,8 @@ def generalized_advantages(
 ) -> ValueEstimates:
     """A_t = δ_t + γλ A_{t+1}, δ_t = r_t + γ V_{t+1} - V_t (generalised advantage estimation, arXiv:1506.02438).
 
-    t counts the trained tokens of an agent in order; those of prompts, tools and other agents do not count, as in verl
-    and OpenRLHF. The reward of a turn is that of its last token, and V = 0 after the agent's last token. With λ = 1, A
+    t counts the trained tokens of an agent in order; those of prompts, tools and other agents do not count, as in verl.
+    The reward of a turn is that of its last token, and V = 0 after the agent's last token. With λ = 1, A
     is the discounted return minus V.
 
     Args:

@@ -23,6 +23,7 @@ from agentrl.core.records import TrainingSample
 from agentrl.engines.models import dtype_name, outermost_layers, runnable_on_meta
 from agentrl.engines.weights import device_memory
 from agentrl.learn.forward import TOP_TOKENS, HeadOutput, token_logprobs
+from agentrl.learn.learner import ValueHead
 from agentrl.learn.losses import BUILT_IN
 from agentrl.learn.models import PolicyModel, load_models, load_references
 from agentrl.learn.packing import MicroBatch, pack
@@ -132,6 +133,9 @@ def _activations(config: RunConfig, policy: str, model: PolicyModel) -> int:
         if loss in BUILT_IN
         else FunctionDeclaration("loss", divergence=bool(config.trained[policy].reference))
     )
+    value_head = None
+    if config.credit.advantage.gae is not None:
+        value_head = ValueHead(model.model.config.get_text_config().hidden_size, torch.device("meta"))
     with runnable_on_meta(model.model), AllocationCounter([*module.parameters(), *module.buffers()]) as counted:
         reference = _reference_output(batch, model.model.device) if mark.divergence else None
         output = token_logprobs(
@@ -141,10 +145,13 @@ def _activations(config: RunConfig, policy: str, model: PolicyModel) -> int:
             entropy_gradient=bool(config.trainer.entropy_bonus) or loss not in BUILT_IN,
             replay=model.replay,
             reference=reference,
+            value_head=value_head,
         )
         total = output.logprob.sum() + output.entropy.sum()
         if output.reference_kl is not None:
             total = total + output.reference_kl.sum()
+        if output.values is not None:
+            total = total + output.values.sum()
         total.backward()
         gradients = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
     peak: int = counted.peak
