@@ -22,7 +22,7 @@ from agentrl.config.sections import LossConfig, TrainerConfig
 from agentrl.core.errors import ConfigError, TrainerError
 from agentrl.core.functions import capture_function_code
 from agentrl.core.records import PolicyVersion, StepReport, TrajectoryRow
-from agentrl.credit.advantages import ADVANTAGES
+from agentrl.credit.advantages import ADVANTAGES, generalized_advantages
 from agentrl.learn.loss_batch import IDS, LossBatch, TokenColumns
 from agentrl.learn.losses import kl_divergence, make_loss
 from agentrl.learn.ranks import Ranks
@@ -82,7 +82,17 @@ def oracle_errors() -> dict[str, float]:
                 own = [r for r, name in zip(case["rewards"], case["groups"], strict=True) if name == group]
                 advantages += [each.value for each in ADVANTAGES[case["ours"]](own, range(len(own)))]
             found[f"{package['package']}: {case['case']} as {case['ours']}"] = _error(advantages, case["advantages"])
+        for case in package["values"]:
+            found[f"{package['package']}: {case['case']}"] = max(_gae_error(case, row) for row in case["rows"])
     return found
+
+
+def _gae_error(case: dict[str, Any], row: dict[str, list[float]]) -> float:
+    """The relative error of our advantages of a row whose tokens are turns of their own."""
+    to_go, count = np.cumsum(row["rewards"][::-1])[::-1].tolist(), len(row["values"])
+    options = {name: case[name] for name in ("discount", "trace_decay")}
+    ours = generalized_advantages(to_go, row["values"], [0] * count, range(count), **options)
+    return _error(ours.advantages, row["advantages"])
 
 
 def _compared(

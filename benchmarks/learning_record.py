@@ -229,6 +229,32 @@ def advantage_cases(repository: str) -> Iterator[dict[str, Any]]:
         yield {"case": name, "ours": ours, "rewards": rewards, "groups": groups, "advantages": found[:, 0].tolist()}
 
 
+def value_cases(repository: str) -> Iterator[dict[str, Any]]:
+    """The generalised advantages of verl, before it standardises them, over three rows whose tokens are partly trained
+    and whose rewards come at several of them."""
+    tools = functions(repository, "verl/utils/torch_functional.py", {"torch": torch})
+    scope = {"torch": torch, "np": np, "defaultdict": defaultdict, "verl_F": tools}
+    core = functions(repository, "verl/trainer/ppo/core_algos.py", scope)
+    random = np.random.default_rng(7)
+    mask = torch.tensor([[1, 1, 0, 0, 1, 1, 1], [0, 1, 1, 1, 0, 1, 0], [1, 0, 0, 1, 0, 0, 0]], dtype=torch.float64)
+    values = torch.from_numpy(random.normal(size=(3, 7))) * mask
+    rewards = torch.from_numpy(random.normal(size=(3, 7))) * mask
+    rewards[0, :2] = 0.0
+    for discount, trace_decay in ((1.0, 1.0), (1.0, 0.95), (0.97, 0.8)):
+        _, returns = core.compute_gae_advantage_return(rewards, values, mask, discount, trace_decay)
+        rows = [
+            {"rewards": rewards[n][own].tolist(), "values": values[n][own].tolist(), "advantages": found[own].tolist()}
+            for n, (own, found) in enumerate(zip(mask.bool(), returns - values, strict=True))
+        ]
+        yield {
+            "case": f"gae, {discount}, {trace_decay}",
+            "commit": commit(repository),
+            "discount": discount,
+            "trace_decay": trace_decay,
+            "rows": rows,
+        }
+
+
 def main() -> None:
     """Print the record."""
     verl, areal, prime = sys.argv[1:]
@@ -241,7 +267,9 @@ def main() -> None:
     ):
         found = [{"case": case, "ours": ours, **batch.answer(call)} for case, ours, call in cases(repository)]
         advantages = list(advantage_cases(repository)) if package == "verl" else []
-        packages.append({"package": package, "commit": commit(repository), "cases": found, "advantages": advantages})
+        values = list(value_cases(repository)) if package == "verl" else []
+        record = {"package": package, "commit": commit(repository), "cases": found, "advantages": advantages}
+        packages.append({**record, "values": values})
     sys.stdout.write(json.dumps({"packages": packages}) + "\n")
 
 
