@@ -58,6 +58,8 @@ PARK_S = 10.0
 """Longest time in which a worker that leaves parks what it samples: machines on loan are given 30 s and more."""
 ALIVE_S = 1.0
 """Seconds between heartbeats to the run."""
+PROGRESS_S = 0.2
+"""Seconds between reports of progress: without one, an episode is suspected when its worker dies."""
 
 
 class RunConnection:
@@ -363,7 +365,7 @@ async def _tell_alive(writer: asyncio.StreamWriter) -> None:
 
 async def _tell_advanced(host: WorkerHost) -> None:
     while True:
-        await asyncio.sleep(ALIVE_S)
+        await asyncio.sleep(PROGRESS_S)
         try:
             host.check_journal()
             await host.tell_advanced()
