@@ -532,8 +532,8 @@ def _kept_checkpoint(
                     config.credit.advantage.gae,
                 ):
                     raise InputError(
-                        f"no checkpoint is kept from which all steps before it have its settings: step {each.step} was "
-                        "taken with another trainer.loss, or other options of credit.advantage = 'gae'"
+                        f"step {each.step}, which lies between the newest checkpoint and this step, was taken with "
+                        "another trainer.loss, or other options of credit.advantage = 'gae'"
                     )
                 batch, version = _batch(reader, *key)
                 between.append((batch, float(json.loads(rows[0]["metrics"])["learning_rate"])))

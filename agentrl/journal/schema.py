@@ -138,18 +138,11 @@ def open_to_write(path: Path, kind: Kind, identity: dict[str, str], *, run: str 
         connection.execute("PRAGMA synchronous = FULL")
         connection.execute("PRAGMA wal_autocheckpoint = 2000")
         _check(connection, path, kind, run)
-        try:
-            connection.execute("PRAGMA user_version = 0")  # a commit, in the place of an unpublished one
-        except sqlite3.OperationalError as error:
-            if (
-                getattr(error, "sqlite_errorcode", 0) & 0xFF != sqlite3.SQLITE_BUSY
-            ):  # else a living writer's commit takes that place
-                connection.close()
-                raise _write_error(path, error) from error
+        _discard_unpublished_commit(connection, path)
     except DAMAGE as error:
         connection.close()
         raise database_error(path, error) from error
-    except JournalError:
+    except (JournalError, StorageError):
         connection.close()
         raise
     return connection
@@ -186,6 +179,16 @@ def open_to_read(path: Path, kind: Kind, run: str | None = None) -> sqlite3.Conn
         connection.close()
         raise
     return connection
+
+
+def _discard_unpublished_commit(connection: sqlite3.Connection, path: Path) -> None:
+    """Write a commit in the place of one that a killed writer left; see `open_to_write`."""
+    try:
+        connection.execute("PRAGMA user_version = 0")  # it changes nothing, and is written all the same
+    except sqlite3.OperationalError as error:
+        if getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_BUSY:
+            return  # a living writer's commit takes that place
+        raise _write_error(path, error) from error
 
 
 def _write_error(path: Path, error: OSError | sqlite3.Error) -> StorageError:

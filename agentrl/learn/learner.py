@@ -54,8 +54,9 @@ class ValueHead(nn.Module):
     width, since hidden states after the last norm are of order 1.
     """
 
-    def __init__(self, width: int, device: torch.device) -> None:
+    def __init__(self, model: PolicyModel, device: torch.device) -> None:
         super().__init__()
+        width = model.model.config.get_text_config().hidden_size
         self.weight = nn.Parameter(torch.zeros(width, device=device))
         self.bias = nn.Parameter(torch.zeros((), device=device))
 
@@ -94,7 +95,7 @@ class Learner:
         self.value_parameters: dict[str, nn.Parameter] = {}
         """Parameters of the value head; empty without one."""
         if gae is not None:
-            self.value_head = ValueHead(model.model.config.get_text_config().hidden_size, device)
+            self.value_head = ValueHead(model, device)
             self.value_parameters = dict(self.value_head.named_parameters())
             self.value_optimizer = _adamw(self.value_parameters, gae.value_learning_rate)
 

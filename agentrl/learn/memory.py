@@ -135,7 +135,7 @@ def _activations(config: RunConfig, policy: str, model: PolicyModel) -> int:
     )
     value_head = None
     if config.credit.advantage.gae is not None:
-        value_head = ValueHead(model.model.config.get_text_config().hidden_size, torch.device("meta"))
+        value_head = ValueHead(model, torch.device("meta"))
     with runnable_on_meta(model.model), AllocationCounter([*module.parameters(), *module.buffers()]) as counted:
         reference = _reference_output(batch, model.model.device) if mark.divergence else None
         output = token_logprobs(

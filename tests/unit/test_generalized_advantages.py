@@ -46,7 +46,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @st.composite
 def conversations(draw: st.DrawFn) -> list[list[tuple[int, float]]]:
-    """Of some agents: the number of tokens and the reward of each turn."""
+    """Draw some agents, each as the number of tokens and the reward of each turn."""
     turn = st.tuples(st.integers(1, 4), st.floats(-2, 2))
     return draw(st.lists(st.lists(turn, min_size=1, max_size=4), max_size=4))
 
@@ -177,7 +177,7 @@ def taken(trainer: PolicyTrainer, step: int) -> dict[str, float]:
 
 
 def gradients(trainer: PolicyTrainer) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of the policy and of its value head, in a step that is open."""
+    """Return the gradients of the policy and of its value head in the open step."""
     learner = trainer._learner("policy")
     own, head = learner.gradients(), learner.value_gradients()
     return torch.cat([each.flatten() for each in own]), torch.cat([each.flatten() for each in head])

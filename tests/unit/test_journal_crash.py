@@ -34,7 +34,7 @@ import asyncio, sys
 sys.path.insert(0, sys.argv[2])
 from tests.journal_cases import entry, header, spec
 from agentrl.journal.entries import episode_digest
-from agentrl.journal.store import SqliteJournal, WorkerJournal
+from agentrl.journal.store import SqliteJournal
 
 async def main():
     journal = SqliteJournal(sys.argv[1])
@@ -94,7 +94,7 @@ _MAKERS = """
 import asyncio, os, sys
 from pathlib import Path
 from agentrl.journal import schema
-from agentrl.journal.store import SqliteJournal, WorkerJournal
+from agentrl.journal.store import SqliteJournal
 
 left = 0
 class Dying:
@@ -152,7 +152,7 @@ sys.path.insert(0, sys.argv[2])
 from tests.journal_cases import entry, header, spec
 from agentrl.core.errors import StorageError
 from agentrl.journal.entries import JournalEntry
-from agentrl.journal.store import SqliteJournal, WorkerJournal
+from agentrl.journal.store import SqliteJournal
 
 async def main():
     journal = SqliteJournal(sys.argv[1])
