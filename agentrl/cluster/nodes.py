@@ -142,8 +142,13 @@ def check_nodes(config: RunConfig, code: Mapping[str, str]) -> tuple[NodePlan, l
     """
     session = RaySession(config.ray_address)
     session.start()
-    plan = session.plan(config)
-    missing, lines = compare_nodes(plan.nodes, *_needed(config, code))
+    needed = _needed(config, code)
+    while True:
+        plan = session.plan(config)
+        missing, lines = compare_nodes(plan.nodes, *needed)
+        alive = {node.id for node in session.nodes()}
+        if all(node.id in alive for node in plan.nodes):
+            break  # else a node was lost in the meantime: plan without it
     if missing:
         raise ConfigError(
             f"the cluster at {without_credentials(config.cluster.address)} cannot run this: {'; '.join(missing)}"
@@ -184,8 +189,11 @@ def compare_nodes(nodes: Sequence[Node], models: Sequence[str], modules: Sequenc
             continue
         try:
             there: NodeReport = ray.get(reference)
-        except ray.exceptions.RayError as error:
+        except ray.exceptions.RayTaskError as error:
             missing.append(f"node {node} cannot import agentrl {here.versions['agentrl']} ({shorten_ray_error(error)})")
+            continue
+        except ray.exceptions.RayError as error:
+            missing.append(f"node {node} could not be compared ({shorten_ray_error(error)})")
             continue
         missing += differences(node, here, there)
         lines += clock_lines(node, there, SystemClock().wall())
