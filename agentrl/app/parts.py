@@ -274,7 +274,7 @@ def _placement(config: RunConfig, log: Path | None, plan: DevicePlan, number: in
         chosen = session.plan(config)
         return chosen.engines[number] if chosen.engines else None, chosen.devices.gpus_of_engine(number)
 
-    return RayPlacement(choose, address=config.ray_address)
+    return RayPlacement(choose, address=config.ray_address, process=f"engine {number}")
 
 
 def _worker_placement(config: RunConfig, log: Path, worker: int) -> ProcessPlacement:

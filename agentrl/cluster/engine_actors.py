@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
-from agentrl.cluster.session import RaySession, is_drained, kept_signal_handlers, on_node, shorten_ray_error
+from agentrl.cluster.session import RaySession, is_alive, is_drained, kept_signal_handlers, shorten_ray_error
 from agentrl.config.devices import Node
 from agentrl.core.network import Address, Listener, connect
 from agentrl.engines.child_process import LocalPlacement
@@ -79,12 +79,18 @@ class RayPlacement:
         choose: returns the node of the processes and their GPUs; called once. A process whose node is lost is started
             on another node, as soon as one has enough free GPUs. None: any node, without GPUs.
         address: address of the cluster, see `RaySession`; empty: the processes run on this machine.
+        process: name under which the plan reserves GPUs for the processes, see `NodePlan.reserved`.
     """
 
     def __init__(
-        self, choose: Callable[[RaySession], tuple[Node | None, Sequence[Gpu]]] | None = None, *, address: str = ""
+        self,
+        choose: Callable[[RaySession], tuple[Node | None, Sequence[Gpu]]] | None = None,
+        *,
+        address: str = "",
+        process: str = "",
     ) -> None:
         self._choose = choose
+        self._process = process
         self._node: Node | None = None
         self._gpus: Sequence[Gpu] = ()
         self._is_elsewhere = bool(address)
@@ -173,9 +179,9 @@ class RayPlacement:
 
     def _where(self) -> Any:
         """Ray's strategy for an actor: its node, or another where that is lost or drained."""
-        if self._node is None or (self._is_elsewhere and is_drained(self._node)):
+        if self._node is None or (self._is_elsewhere and is_drained(self._node)) or not is_alive(self._node):
             return "SPREAD"
-        return on_node(self._node, soft=True)
+        return self._session.strategy(self._node, self._process)
 
     async def close(self) -> None:
         """See `ProcessPlacement.close`; also leaves Ray."""

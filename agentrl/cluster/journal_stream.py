@@ -242,13 +242,13 @@ class StreamedJournal:
         """Connect to the receiver.
 
         Raises:
-            JournalError: the receiver cannot be reached from here.
+            EngineLostError: the receiver cannot be reached from here, perhaps only for a while.
         """
         where = Address.parse(address)
         try:
             reader, writer = await connect(where)
         except (OSError, TimeoutError) as error:
-            raise JournalError(
+            raise EngineLostError(
                 f"{socket.gethostname()}: the journal on the run's host cannot be reached at port {where.port} of "
                 f"{where.host} ({error}); docs/security.md says which connections the network must allow"
             ) from error

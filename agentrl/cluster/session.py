@@ -3,7 +3,8 @@
 A local session listens on loopback only, requires the token in a private file (0600), sends no usage reports, and has
 no dashboard and no prestarted workers. Owns: starting, attaching, stopping, Ray's environment variables. Does not own:
 actors. Invariants: the caller's signal handlers stay in place; an existing session is never shut down; a local one is
-shared by all its users, since Ray allows one per process, and ends with the last of them.
+shared by all its users, since Ray allows one per process, and ends with the last of them. The GPUs of a run on a
+cluster are reserved all at once, in one placement group, before any of its processes starts.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from agentrl.config.devices import Node, NodePlan, plan_devices, plan_nodes
-from agentrl.core.errors import InputError
+from agentrl.config.devices import Node, NodePlan, plan_devices, plan_nodes, without_lost_nodes
+from agentrl.core.errors import ConfigError, InputError
 from agentrl.core.machine import gpus as machine_gpus
 
 if TYPE_CHECKING:
@@ -42,6 +43,9 @@ LOOK_S = 2.0
 """Seconds between two queries of the cluster's nodes."""
 ATTACH_S = 50.0
 """Timeout for connecting this process to a cluster, in seconds."""
+RESERVE_S = 20.0
+"""Timeout for reserving a run's GPUs, in seconds. They were free a moment before, so it only elapses if another program
+takes them at the same time."""
 _TOKEN = "if it asks for a token, RAY_AUTH_MODE and RAY_AUTH_TOKEN must be set here as they are there"
 _LONGEST_TEMPORARY = 40
 """Maximum length of Ray's temporary directory: its sockets lie deep below, and the path of a Unix socket has at most
@@ -247,10 +251,13 @@ class RaySession:
 
         here = ray.get_runtime_context().get_node_id()
         alive: list[dict[str, Any]] = [node for node in ray.nodes() if node["Alive"]]
-        found = [
-            Node(str(node["NodeID"]), str(node["NodeManagerAddress"]), int(node["Resources"].get("GPU", 0)))
-            for node in alive
-        ]
+        has_gpus = any(node["Resources"].get("GPU") for node in alive)
+        available = ray._private.state.available_resources_per_node() if has_gpus else {}
+        found = []
+        for node in alive:
+            free = int(available.get(node["NodeID"], {}).get("GPU", 0))
+            held = int(node["Resources"].get("GPU", 0)) - free
+            found.append(Node(str(node["NodeID"]), str(node["NodeManagerAddress"]), free, held))
         return tuple(sorted(found, key=lambda node: (node.id != here, _in_order(node.address))))
 
     def undrained(self) -> tuple[Node, ...]:
@@ -260,13 +267,40 @@ class RaySession:
     def plan(self, config: RunConfig) -> NodePlan:
         """Return the nodes and GPUs of a run's ranks, engines and workers; without a cluster, this machine's GPUs.
 
+        The GPUs of a cluster are reserved with the first call. Later calls return the same plan, with another node for
+        each trainer rank whose node has left.
+
         Raises:
-            ConfigError: there are too few nodes or GPUs.
+            ConfigError: there are too few nodes or GPUs, or another program took them.
             InputError: the driver does not list its GPUs.
+            TrainerLostError: the node of a rank has left, and no other has a free GPU.
         """
-        if self._address:
-            return plan_nodes(config, self.nodes())
-        return NodePlan(devices=plan_devices(config, machine_gpus()))
+        if not self._address:
+            return NodePlan(devices=plan_devices(config, machine_gpus()))
+        with _LocalRay.lock:
+            nodes, reservation = self.nodes(), _GpuReservation.current
+            if reservation is not None and reservation.config == config:
+                return without_lost_nodes(reservation.plan, nodes)
+            if reservation is not None:
+                reservation.end()
+            plan = plan_nodes(config, self.nodes() if reservation is not None else nodes)
+            if plan.devices.gpus:
+                _GpuReservation(config, plan).start()
+            return plan
+
+    def strategy(self, node: Node | None, process: str) -> Any:
+        """Return Ray's scheduling strategy for a process of the plan on a node, with its reserved GPUs if it has any.
+
+        Args:
+            node: node of the plan; None lets Ray choose.
+            process: name of the process, see `NodePlan.reserved`.
+        """
+        with _LocalRay.lock:
+            reservation = _GpuReservation.current
+            if node is None or reservation is None or not reservation.holds(process, node):
+                return on_node(node)
+            reservation.holders.add(self)
+            return reservation.strategy(process)
 
     def dead(self) -> str:
         """Return the name of a dead essential process of a local session; empty while all are alive, and for an
@@ -283,14 +317,77 @@ class RaySession:
         return (lambda: _node_watch().gone(watched)) if watched else str
 
     def stop(self) -> None:
-        """Leave a local session. The session ends when its last user leaves or when it is dead. Idempotent."""
+        """Leave a local session. The session ends when its last user leaves or when it is dead; the reserved GPUs of a
+        cluster are free again when the last user of them leaves. Idempotent."""
         with _LocalRay.lock:
+            if (reservation := _GpuReservation.current) is not None and self in reservation.holders:
+                reservation.holders.remove(self)
+                if not reservation.holders:
+                    reservation.end()
             local, self._local = self._local, None
             self._started = False
             if local is not None:
                 local.holders -= 1
                 if local.holders == 0 or local.dead():
                     local.end()
+
+
+class _GpuReservation:
+    """The GPUs of a run on a cluster: a placement group with one bundle for each trainer rank and each engine.
+
+    Ray grants a placement group as a whole or not at all, so two runs that start at the same time never wait for each
+    other's GPUs. Ends with this process at the latest.
+    """
+
+    current: ClassVar[_GpuReservation | None] = None
+
+    def __init__(self, config: RunConfig, plan: NodePlan) -> None:
+        self.config = config
+        self.plan = plan
+        self.holders: set[RaySession] = set()
+        """Sessions that started actors with these GPUs."""
+        self._bundles = plan.reserved()
+        self._numbers = {process: number for number, process in enumerate(self._bundles)}
+        self._group: Any = None
+
+    def start(self) -> None:
+        """Reserve the GPUs.
+
+        Raises:
+            ConfigError: another program took them.
+        """
+        from ray.util import placement_group
+
+        self._group = placement_group(
+            [{"GPU": count} for _, count in self._bundles.values()],
+            bundle_label_selector=[{"ray.io/node-id": node.id} for node, _ in self._bundles.values()],
+        )
+        _GpuReservation.current = self
+        if not self._group.wait(RESERVE_S):
+            self.end()
+            count = sum(count for _, count in self._bundles.values())
+            raise ConfigError(
+                f"the {count} GPUs that this run was to have were not granted within {RESERVE_S:g} s: another program "
+                "of the Ray cluster took some at the same time, or a node was lost; start the run again"
+            )
+
+    def holds(self, process: str, node: Node) -> bool:
+        """Whether GPUs of a node are reserved for a process."""
+        return process in self._bundles and self._bundles[process][0].id == node.id
+
+    def strategy(self, process: str) -> Any:
+        """Return Ray's scheduling strategy for a process."""
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        return PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=self._numbers[process])
+
+    def end(self) -> None:
+        """Release the GPUs."""
+        from ray.util import remove_placement_group
+
+        _GpuReservation.current = None
+        with contextlib.suppress(Exception):  # Ray's errors have no common class; a lost head has nothing to release
+            remove_placement_group(self._group)
 
 
 class _NodeWatch:
@@ -326,18 +423,20 @@ def is_drained(node: Node) -> bool:
     return node.id in _node_watch().drained
 
 
-def on_node(node: Node | None, *, soft: bool = False) -> Any:
-    """Return Ray's scheduling strategy for an actor on a node; with `soft`, another node is used if that one is lost.
-    None lets Ray choose.
+def is_alive(node: Node) -> bool:
+    """Whether a node is in the cluster."""
+    import ray
+
+    return any(each["Alive"] and each["NodeID"] == node.id for each in ray.nodes())
+
+
+def on_node(node: Node | None) -> Any:
+    """Return Ray's scheduling strategy for an actor on a node; None lets Ray choose.
 
     Ray's own soft affinity is not used: it also takes another node while the head knows little of this one.
     """
     if node is None:
         return None
-    import ray
-
-    if soft and not any(each["Alive"] and each["NodeID"] == node.id for each in ray.nodes()):
-        return "SPREAD"
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     return NodeAffinitySchedulingStrategy(node_id=node.id, soft=False)

@@ -328,7 +328,8 @@ class RayTrainerPool:
             for rank in range(size):
                 gpu, node = plan.devices.gpu_of_rank(rank), plan.ranks[rank] if plan.ranks else None
                 actor = rank_class.options(
-                    num_gpus=1 if gpu is not None and node is not None else 0, scheduling_strategy=on_node(node)
+                    num_gpus=1 if gpu is not None and node is not None else 0,
+                    scheduling_strategy=self._session.strategy(node, f"trainer rank {rank}"),
                 ).remote(
                     *(settings, str(self._directory)),
                     rank=rank,

@@ -242,7 +242,9 @@ class WorkerProcess:
                 _settle(self._cancelled)
             case wire.WorkerFailed():
                 error = rebuild_error(message.kind, message.message, among=(AgentRLError,))
-                if self._welcomed is not None and not self._welcomed.done():
+                if isinstance(error, EngineLostError):
+                    self.supervisor.kill(str(error))  # its machine may be cut off for a while: another is started
+                elif self._welcomed is not None and not self._welcomed.done():
                     self._welcomed.set_exception(error)
                 else:
                     self._owner.failed(error)

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from agentrl.config.fields import base_name
-from agentrl.core.errors import ConfigError
+from agentrl.core.errors import ConfigError, TrainerLostError
 from agentrl.core.machine import Gpu, Memory
+from agentrl.core.text import plural
 
 if TYPE_CHECKING:
     from agentrl.config.run import RunConfig
@@ -124,15 +125,15 @@ def plan_devices(config: RunConfig, gpus: Sequence[Gpu], *, ranks: bool = True, 
     if not gpus:
         return DevicePlan(gpus=())
     bases = config.bases if engines else []
+    may_share = not any(gpu.node for gpu in gpus)
     count = config.trainer.ranks if ranks and config.trained else 0
     replicas, each = config.engine.count * len(bases), config.engine.devices
-    # Embedded engines reserve no memory: those of all base models share GPUs.
-    sharing = len(bases) if bases and config.engine.kind == "embedded" else 1
+    # Embedded engines reserve no memory: those of all base models share GPUs, where Ray does not give each its own.
+    sharing = len(bases) if bases and config.engine.kind == "embedded" and may_share else 1
     wanted = replicas // sharing
     free: dict[str, list[int]] = defaultdict(list)
     for at, gpu in enumerate(gpus):
         free[gpu.node].append(at)
-    may_share = not any(free.keys())
     blocks: list[tuple[int, ...]] = []
     for _ in range(wanted):
         # Of nodes with equally many GPUs, take the last: rank 0 is on the first.
@@ -179,14 +180,14 @@ def _too_few(config: RunConfig, count: int, *, ranks: int, engines: int, may_sha
         return f"{needed} do not fit on {there}, even where ranks share GPUs with engines; lower {lower}"
     total = ranks + engines * each
     missing = (
-        f"{total} are needed, {total - count} more than there are"
+        f"{total} are needed, {total - count} more than are free"
         if total > count
         else f"{total} would be enough, if those of one engine were on one node"
     )
     return (
-        f"{needed} do not fit on the {there} of the Ray cluster, where an engine's GPUs are on one node and none is "
-        f"shared: {missing}; add nodes, lower {lower}, or run on one machine without cluster.address, where a rank and "
-        "an engine can share a GPU"
+        f"{needed} do not fit on the {plural(count, 'free GPU')} of the Ray cluster, where an engine's GPUs are on one "
+        f"node and none is shared: {missing}; add nodes, lower {lower}, or run on one machine without cluster.address, "
+        "where a rank and an engine can share a GPU"
     )
 
 
@@ -196,6 +197,9 @@ class Node(NamedTuple):
     id: str
     address: str
     gpus: int = 0
+    """GPUs that are free."""
+    held: int = 0
+    """GPUs that programs of the cluster hold, this run's own included."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,6 +215,16 @@ class NodePlan:
     """Node of each engine."""
     workers: tuple[Node, ...] = ()
     """Node of each episode worker that has its own process."""
+
+    def reserved(self) -> dict[str, tuple[Node, int]]:
+        """Return the node and the number of GPUs of each process that has any, by its name: first the ranks."""
+        ranks = {f"trainer rank {rank}": (node, 1) for rank, node in enumerate(self.ranks) if self.devices.ranks}
+        engines = {
+            f"engine {number}": (node, len(held))
+            for number, node in enumerate(self.engines)
+            if (held := self.devices.gpus_of_engine(number))
+        }
+        return ranks | engines
 
     def lines(self) -> list[str]:
         """Describe the assignment, one line per node, then one per GPU."""
@@ -235,10 +249,19 @@ def plan_nodes(config: RunConfig, nodes: Sequence[Node]) -> NodePlan:
         nodes: nodes that are alive, the run's own host first.
 
     Raises:
-        ConfigError: there are too few GPUs, or none for rank 0 on the run's host.
+        ConfigError: there are too few free GPUs, or none for rank 0 on the run's host.
     """
     gpus = [Gpu(str(number), "", Memory(0, 0), node.id) for node in nodes for number in range(node.gpus)]
-    devices, by_id = plan_devices(config, gpus), {node.id: node for node in nodes}
+    held, by_id = sum(node.held for node in nodes), {node.id: node for node in nodes}
+    others = f"other programs of the Ray cluster hold {plural(held, 'GPU')}: wait until they end, or add nodes"
+    if held and not gpus:
+        raise ConfigError(f"no GPU is free: {others}")
+    try:
+        devices = plan_devices(config, gpus)
+    except ConfigError as error:
+        if not held:
+            raise
+        raise ConfigError(f"{error}. In addition, {others}") from None
     ranks = config.trainer.ranks if config.trained else 0
     engines = config.engine.count * max(1, len(config.bases))
     if devices.ranks:
@@ -259,3 +282,29 @@ def plan_nodes(config: RunConfig, nodes: Sequence[Node]) -> NodePlan:
         ),
         workers=tuple(nodes[worker % len(nodes)] for worker in range(config.workers if config.workers > 1 else 0)),
     )
+
+
+def without_lost_nodes(plan: NodePlan, nodes: Sequence[Node]) -> NodePlan:
+    """Move each trainer rank whose node has left to a node with a free GPU.
+
+    Engines are not moved: their placement takes another node by itself.
+
+    Args:
+        plan: assignment of a run with GPUs.
+        nodes: nodes that are alive, the run's own host first, with the GPUs that are free now.
+
+    Raises:
+        TrainerLostError: there are too few free GPUs.
+    """
+    alive = {node.id for node in nodes}
+    free = [node for node in nodes for _ in range(node.gpus)]
+    ranks = list(plan.ranks)
+    for rank, node in enumerate(ranks):
+        if node.id not in alive:
+            if not free:
+                raise TrainerLostError(
+                    f"node {node.address} of trainer rank {rank} was lost, and no other node has a free GPU; "
+                    "cluster.min_nodes makes the run wait for the node"
+                )
+            ranks[rank] = free.pop(0)
+    return replace(plan, nodes=tuple(nodes), ranks=tuple(ranks))

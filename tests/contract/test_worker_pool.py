@@ -17,7 +17,9 @@ import pytest
 
 from agentrl.app.parts import make_workers
 from agentrl.cluster import worker_wire
+from agentrl.cluster.worker_pool import WorkerPool
 from agentrl.core.clock import SystemClock
+from agentrl.core.network import Address
 from agentrl.journal.reader import TurnReader
 from benchmarks.scheduling_workers import Listening
 from tests.contract import worker_environments as environments
@@ -451,5 +453,46 @@ def test_an_event_of_an_episode_crosses_in_at_most_256_bytes(tmp_path: Path) -> 
         assert sent < 400  # one task for its four children, and not what the parent was given
         everything = sum(size for said, size in placement.frames if type(said).__name__ in events)
         assert everything < EVENT_BYTES * 15 * 4
+
+    run(main)
+
+
+def test_a_worker_that_cannot_reach_the_journal_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class CutOffAtFirst:
+        """Grants an address at which nobody listens, as after a cut, and then the journal on this machine."""
+
+        granted = 0
+
+        async def grant(self, worker: int) -> str:
+            self.granted += 1
+            nobody = str(Address("127.0.0.1", 1, "0" * 64))
+            return nobody if self.granted == 1 else str(tmp_path / "journal")
+
+        def revoke(self, worker: int) -> None:
+            pass
+
+        async def close(self) -> None:
+            pass
+
+    def with_receiver(*arguments: Any) -> WorkerPool | None:
+        pool = make_workers(*arguments)
+        assert pool is not None
+        pool._receiver = CutOffAtFirst()  # type: ignore[assignment]
+        return pool
+
+    monkeypatch.setattr("tests.contract.worker_cases.make_workers", with_receiver)
+
+    async def main() -> None:
+        async with workplace(tmp_path, 2) as at:
+            at.submit(at.spec("e0"))
+            at.open()
+            await at.drained()
+            assert at.failure is None
+            assert at.ends["e0"].stop_reason == "completed"
+            (told,) = at.told
+            assert "was killed: " in told
+            assert "cannot be reached at port 1 of 127.0.0.1" in told
 
     run(main)

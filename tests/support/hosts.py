@@ -166,15 +166,20 @@ class Hosts:
         numbers: Sequence[int],
         *,
         head: int = 1,
+        gpus: int = 0,
         env: Mapping[str, str] | None = None,
         hide: Path | None = None,
     ) -> None:
-        """Start a Ray node on each of these hosts, with what `hide` names hidden; on all but the head after that."""
+        """Start a Ray node on each of these hosts, with what `hide` names hidden; on all but the head after that.
+
+        With `gpus`, Ray counts so many on each, which are not there: what asks for one computes on the CPU.
+        """
         for number in numbers:
             is_head = number == head
             place = ["--head", "--port=6379", "--include-dashboard=false"]
             join = [f"--address={self.address(head)}:6379"]
             own = [f"--node-ip-address={self.address(number)}", "--num-cpus=4", "--object-store-memory=80000000"]
+            own += [f"--num-gpus={gpus}"] if gpus else []
             ray = [sys.executable, "-m", "ray.scripts.scripts", "start", *(place if is_head else join), *own]
             found = self.run(
                 number,

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from agentrl.cluster.nodes import ANSWER_S, CLOCK_S, NodeReport, clock_lines, differences, report_node
-from agentrl.config.devices import Node, plan_nodes
+from agentrl.config.devices import Node, plan_nodes, without_lost_nodes
 from agentrl.config.run import RunConfig
-from agentrl.core.errors import ConfigError
+from agentrl.core.errors import ConfigError, TrainerLostError
 
 NODES = [Node(f"id{number}", f"10.0.0.{number}") for number in (1, 2, 3)]
 
@@ -125,8 +125,32 @@ def test_a_run_s_host_without_a_gpu_and_a_cluster_with_too_few_are_refused() -> 
     nodes = [NODES[0], *(node._replace(gpus=1) for node in NODES[1:])]
     with pytest.raises(ConfigError, match=r"the run's host, 10.0.0.1, which has no free GPU"):
         plan_nodes(configuration(engine={"vllm": {}}), nodes)
-    with pytest.raises(ConfigError, match=r"the 2 GPUs of the Ray cluster, .* 4 are needed, 2 more than there are"):
+    with pytest.raises(ConfigError, match=r"the 2 free GPUs of the Ray cluster, .* 4 are needed, 2 more than are free"):
         plan_nodes(configuration(engine={"vllm": {}, "replicas": 3}), nodes)
     one_each = [node._replace(gpus=1) for node in NODES]
     with pytest.raises(ConfigError, match=r"3 would be enough, if those of one engine were on one node"):
         plan_nodes(configuration(engine={"vllm": {"tensor_parallel_size": 2}}), one_each)
+
+
+def test_gpus_that_other_programs_hold_are_counted_out_loud() -> None:
+    with pytest.raises(ConfigError, match=r"1 more than are free.* other programs of the Ray cluster hold 3 GPUs"):
+        plan_nodes(configuration(engine={"vllm": {}}), [NODES[0]._replace(gpus=1, held=3)])
+    with pytest.raises(ConfigError, match=r"no GPU is free: other programs of the Ray cluster hold 4 GPUs"):
+        plan_nodes(configuration(engine={"vllm": {}}), [NODES[0]._replace(held=4)])
+
+
+def test_a_rank_whose_node_was_lost_takes_a_free_gpu_and_the_others_stay() -> None:
+    first, second, third = (node._replace(gpus=1) for node in NODES)
+    plan = plan_nodes(configuration(trainer={"ranks": 2}, engine={"vllm": {}}), [first, second, third])
+    assert list(plan.reserved().items()) == [
+        ("trainer rank 0", (first, 1)),
+        ("trainer rank 1", (second, 1)),
+        ("engine 0", (third, 1)),
+    ]
+    left = [node._replace(gpus=0, held=1) for node in (first, third)]
+    with pytest.raises(TrainerLostError, match=r"node 10.0.0.2 of trainer rank 1 was lost, and no other node has a"):
+        without_lost_nodes(plan, left)
+    joined = Node("id4", "10.0.0.4", 1)
+    moved = without_lost_nodes(plan, [*left, joined])
+    assert [node.id for node in moved.ranks] == [first.id, joined.id]
+    assert moved.engines == plan.engines

@@ -11,7 +11,7 @@ import pytest
 
 from agentrl.cluster.journal_stream import JournalReceiver, StreamedJournal
 from agentrl.core.clock import SystemClock
-from agentrl.core.errors import EpisodeError, JournalError
+from agentrl.core.errors import EngineLostError, EpisodeError
 from agentrl.journal.entries import JournalEntry
 from agentrl.journal.reader import TurnReader
 from agentrl.journal.schema import MAX_VALUE_BYTES
@@ -100,7 +100,7 @@ def test_a_revoked_worker_writes_nothing_more_and_ends(tmp_path: Path) -> None:
         assert (said, worker.returncode) == (b"", 1)
         await following.log.flush()
         assert kept(tmp_path, "turns-0.db") == ["r#0"]
-        with pytest.raises(JournalError, match="cannot be reached"):
+        with pytest.raises(EngineLostError, match="cannot be reached"):
             await StreamedJournal.open(address, 0)
         await following.close()
         await receiver.close()
