@@ -40,7 +40,7 @@ ROLES = {
     "rank": ("ray::TrainerRank",),
     "node": ("src/ray/gcs/gcs_server ", "src/ray/raylet/raylet "),
     "raylet": ("src/ray/raylet/raylet ",),
-    "worker": ("agentrl.app.worker_host",),
+    "worker": ("agentrl.app.worker_server",),
     "harness": ("asking_program.py",),
 }
 """What the command lines of a role's processes contain."""

@@ -111,7 +111,7 @@ class FromSteadyState(Silent):
 def worker_processes() -> list[int]:
     """Process ids of this process's episode workers."""
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-    return [int(pid) for pid in children if b"agentrl.app.worker_host" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return [int(pid) for pid in children if b"agentrl.app.worker_server" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
 class Cost(NamedTuple):

@@ -54,8 +54,8 @@ from typing import Any, ClassVar, Literal
 
 import agentrl
 from agentrl.cli.main import main as main_of_agentrl
+from agentrl.config.docs_page import fields
 from agentrl.config.load import load
-from agentrl.config.page import fields
 from agentrl.core.records import PolicyVersion, Task
 from agentrl.environments.calculator import Calculator
 from agentrl.inspection.reader import RunReader

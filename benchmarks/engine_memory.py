@@ -38,7 +38,7 @@ from agentrl.engines.vllm import process as vllm_process
 from agentrl.journal.entries import TurnEntry
 from agentrl.orchestrator.versions import ServedVersions
 from agentrl.rollout.byte_formats import VOCABULARY_SIZE, PlainFormat
-from agentrl.simulation.plan import Tail
+from agentrl.simulation.plan import QuantileDistribution
 from agentrl.simulation.recording_trainer import RecordingTrainer
 from agentrl.testing.memory_journal import MemoryJournal
 from benchmarks.overhead import Silent
@@ -54,9 +54,12 @@ POLICY = "policy"
 SLOTS, CONTEXT, MEMORY = 16, 2048, 16 << 20
 CONVERSATIONS, GROUP_SIZE = 24, 4
 PROMPT, SAMPLED = 500, 16
-ANSWER = Tail(p50=100, p90=250, cap=500)
-TURNS = Tail(p50=8, p90=16, cap=40)
-TOOLS = {"quick_tools": Tail(p50=0.1, p90=0.3, cap=1), "slow_tools": Tail(p50=5, p90=10, cap=20)}
+ANSWER = QuantileDistribution(p50=100, p90=250, cap=500)
+TURNS = QuantileDistribution(p50=8, p90=16, cap=40)
+TOOLS = {
+    "quick_tools": QuantileDistribution(p50=0.1, p90=0.3, cap=1),
+    "slow_tools": QuantileDistribution(p50=5, p90=10, cap=20),
+}
 """Seconds of a tool, by part."""
 SUFFIX = {"quick_tools": "", "slow_tools": "_slow"}
 FILLING, MEASURED = 36, 96
@@ -73,7 +76,7 @@ class Talk(agentrl.Environment):
     """Turns, with answers of a tool between them; all chance is the episode's own."""
 
     seats = ("solver",)
-    tool: ClassVar[Tail]
+    tool: ClassVar[QuantileDistribution]
     ended: ClassVar[int]
     """Turns of all episodes."""
 

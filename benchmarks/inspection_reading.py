@@ -131,9 +131,12 @@ def write_large_run(run: Path, count: int, sampled: int = SAMPLED) -> None:
             ],
         )
         rows = [
-            ("admissions", control.admission_row(spec, 1e9 + number)),
-            ("episodes", control.episode_row(spec, header, episode_digest(entries), {}, "", 1e9 + number + 60, None)),
-            *(("trajectories", row) for row in control.trajectory_rows(header)),
+            ("admissions", control.encode_admission_row(spec, 1e9 + number)),
+            (
+                "episodes",
+                control.encode_episode_row(spec, header, episode_digest(entries), {}, "", 1e9 + number + 60, None),
+            ),
+            *(("trajectories", row) for row in control.encode_trajectory_rows(header)),
         ]
         for table, row in rows:
             values = (*row, row_checksum(table, row))

@@ -33,7 +33,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import agentrl
-from agentrl.config.page import fields
+from agentrl.config.docs_page import fields
 from agentrl.journal.store import SqliteJournal
 from benchmarks.report import Report
 from tests.support.builders import make_episode_header, make_spec

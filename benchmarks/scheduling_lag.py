@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import fmean
 
-from agentrl.simulation.run import Measured, Scenario
+from agentrl.simulation.run import Scenario, SimulationResult
 from benchmarks.scheduling_simulated import FILLING, SHORT, plan, run
 
 STALENESS, SLOTS = 1, 64
@@ -17,7 +17,7 @@ LIMITS: Sequence[int | None] = (None, 1, 2, 4)
 SEEDS = 3
 
 
-def lagging(release: str, limit: int | None, seed: int, steps: int) -> Measured:
+def lagging(release: str, limit: int | None, seed: int, steps: int) -> SimulationResult:
     """A run of the survey's jobs with a limit."""
     made = plan(release, staleness=STALENESS, slots=SLOTS, seed=seed, max_lag=limit)
     filling = min(FILLING, steps // 2)

@@ -15,7 +15,7 @@ from statistics import fmean
 from agentrl.rollout import runner
 from agentrl.rollout.kv_budget import KVBudget, kv_budget_of
 from agentrl.simulation.plan import Plan
-from agentrl.simulation.run import Measured, Scenario, simulate_run
+from agentrl.simulation.run import Scenario, SimulationResult, simulate_run
 
 CASES = {
     "places_5s": (5, 2_000, 125_000),
@@ -77,7 +77,7 @@ def _ratio(name: str, plans: list[Plan]) -> float:
     return fmean(one.tokens_per_s for one in with_places) / fmean(one.tokens_per_s for one in without)
 
 
-def measured(planned: Plan) -> Measured:
+def measured(planned: Plan) -> SimulationResult:
     """Twenty steps, after the first five: in few steps the lengths of those that happen to end say more."""
     return simulate_run(Scenario(plan=planned, steps=25, skipped=5))
 

@@ -41,7 +41,7 @@ import agentrl
 from agentrl.core.ids import random_stream
 from agentrl.core.records import PolicyVersion
 from agentrl.environments.calculator import Calculator
-from agentrl.simulation.plan import Tail
+from agentrl.simulation.plan import QuantileDistribution
 from benchmarks.processes import ProcessTree
 from benchmarks.report import Report
 
@@ -49,7 +49,7 @@ Then = Literal["nothing", "examine", "simulate"]
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLE = ROOT / "examples" / "01_tool_use.toml"
 MEDIAN_S = 0.5
-LATENCY = Tail(p50=MEDIAN_S, p90=5 * MEDIAN_S, cap=40 * MEDIAN_S)
+LATENCY = QuantileDistribution(p50=MEDIAN_S, p90=5 * MEDIAN_S, cap=40 * MEDIAN_S)
 OF_SIBLINGS = 0.5
 """Share of the variance of a log-latency that siblings have in common."""
 GOAL, HELD_OUT = 0.9, 512

@@ -19,7 +19,7 @@ from statistics import fmean
 
 from agentrl.orchestrator.loop import Orchestrator
 from agentrl.simulation.plan import Plan
-from agentrl.simulation.run import Measured, Scenario, simulate_run
+from agentrl.simulation.run import Scenario, SimulationResult, simulate_run
 from benchmarks.release_rules import PROPOSALS, by_whole_tasks, one_step_off, race, without_stale
 
 MEDIAN = 32
@@ -104,7 +104,7 @@ def altered(made: Scenario, rule: str, staleness: int) -> Scenario:
     return made if alter is None else dataclasses.replace(made, alter=alter(staleness))
 
 
-def run(name: str, made: Scenario) -> Measured:
+def run(name: str, made: Scenario) -> SimulationResult:
     """Simulate, and print a line."""
     measured = simulate_run(made)
     print(
@@ -137,9 +137,9 @@ def figures(quick: bool) -> dict[str, float | None]:
     }
 
 
-def over_seeds(rule: str) -> dict[tuple[int, int], Sequence[Measured]]:
+def over_seeds(rule: str) -> dict[tuple[int, int], Sequence[SimulationResult]]:
     """A rule at every column, several seeds each."""
-    found: dict[tuple[int, int], list[Measured]] = defaultdict(list)
+    found: dict[tuple[int, int], list[SimulationResult]] = defaultdict(list)
     for staleness, slots in COLUMNS:
         for seed in range(SEEDS):
             made = scenario(rule, staleness=staleness, slots=slots, seed=seed, steps=LONG)
@@ -163,7 +163,7 @@ def others() -> None:
             run(f"{rule} S={staleness} C={slots} {law}", made)
 
 
-def fifo_lags(at_two: Measured) -> float:
+def fifo_lags(at_two: SimulationResult) -> float:
     """The token lag of `fifo` with 64 slots at its best staleness: the least at which it is as fast as it gets."""
     found = [at_two]
     for staleness in (3, 4):

@@ -7,7 +7,7 @@ sampling the bottleneck. `docs/img/survey.py` draws what is measured here.
 from __future__ import annotations
 
 from agentrl.simulation.plan import Plan
-from agentrl.simulation.run import Measured, Scenario, simulate_run
+from agentrl.simulation.run import Scenario, SimulationResult, simulate_run
 
 RULES = {"barrier": (0, "group"), "agentrl": (2, "late")}
 """Staleness and release."""
@@ -33,7 +33,7 @@ def plan(rule: str) -> Plan:
     )
 
 
-def measured(rule: str, *, steps: int = 12) -> Measured:
+def measured(rule: str, *, steps: int = 12) -> SimulationResult:
     """After the first six steps."""
     return simulate_run(Scenario(plan=plan(rule), steps=6 + steps, skipped=6))
 

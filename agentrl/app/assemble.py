@@ -25,7 +25,7 @@ from agentrl.gateway.server import Gateway
 from agentrl.journal.port import JournalStore
 from agentrl.orchestrator.buffer import EpisodeBuffer, FirstFinishers, ReleasePolicy, WholeGroups
 from agentrl.orchestrator.checkpoints import KEPT_CHECKPOINTS, CheckpointWriter, JournalRetention, VersionRetention
-from agentrl.orchestrator.dispatch import Dispatcher, Signal
+from agentrl.orchestrator.dispatch import ChangeCondition, Dispatcher
 from agentrl.orchestrator.evaluation import Evaluator, HeldOutSplit
 from agentrl.orchestrator.loop import Orchestrator, TrainingPlan
 from agentrl.orchestrator.metrics import selection_bias_by_policy
@@ -73,7 +73,7 @@ class RunParts:
     parents: Mapping[tuple[str, int], PolicyVersion] = field(default_factory=dict)
     """Version from which each (policy, lineage) except the first started."""
     opponents: Mapping[str, Sequence[PolicyVersion]] = field(default_factory=dict)
-    """Pinned versions for each past policy, oldest first; see `recovery.serve_opponents`."""
+    """Pinned versions for each past policy, oldest first; see `recovery.start_opponent_pools`."""
     resume_state: ResumeState = field(default_factory=ResumeState)
     estimator: Estimator | None = None
     """Advantage estimator, if it takes a `Group`; see `recovery.load_user_functions`."""
@@ -100,7 +100,7 @@ def assemble(config: RunConfig, environment: type[Environment], parts: RunParts)
         ConfigError: sections contradict each other.
     """
     check_capabilities(config, parts.served.engine.capabilities)
-    signal = Signal()
+    signal = ChangeCondition()
     buffer = _buffer(config, parts)
     versions = {name: parts.versions.get(name, PolicyVersion(name, 0, 0)) for name in config.policies}
     board = PolicyBoard(versions, config.trained, parts.parents)
@@ -342,7 +342,7 @@ def make_dispatcher(
     environment: type[Environment],
     buffer: EpisodeBuffer,
     store: JournalStore,
-    signal: Signal,
+    signal: ChangeCondition,
     *,
     resume_state: ResumeState,
 ) -> Dispatcher:

@@ -37,7 +37,7 @@ from agentrl.inspection.reader import RunReader
 from agentrl.journal.process import record_state, recording_process_state
 from agentrl.observe.run_state import MetricsFile
 from agentrl.orchestrator.buffer import EpisodeBuffer, WholeGroups
-from agentrl.orchestrator.dispatch import Signal
+from agentrl.orchestrator.dispatch import ChangeCondition
 from agentrl.orchestrator.evaluation import HeldOutSplit, confidence_half_width, evaluation_metrics, repeat_tasks
 from agentrl.orchestrator.versions import ServedVersions
 
@@ -153,7 +153,7 @@ def evaluate(
         InputError: an argument cannot be used.
         CheckFailedError: an episode was dropped.
     """
-    config, given = prepared(load_config(config), policy)
+    config, given = prepare_evaluation(load_config(config), policy)
     chosen = environment_of(config, environment)
     splits = [HeldOutSplit("held_out", tasks)] if tasks is not None else held_out(config, chosen)[0]
     if not any(split.tasks for split in splits):
@@ -164,7 +164,9 @@ def evaluate(
             raise RunDirectoryError(f"{kept} already contains a journal; give evaluate a new directory")
         attempts = config.evaluation.attempts
         played_tasks = repeat_tasks(splits, attempts)
-        evaluated = played(config, chosen, given, kept, lambda dispatcher: dispatcher.evaluate(played_tasks, {}))
+        evaluated = play_in_new_run(
+            config, chosen, given, kept, lambda dispatcher: dispatcher.evaluate(played_tasks, {})
+        )
         headers = asyncio.run(evaluated)
         episodes = _episodes(config, kept)
     dropped = [header for header in headers if not header.committed]
@@ -273,7 +275,7 @@ def _by_policy(config: RunConfig, policy: Directory | Mapping[str, Directory] | 
     return {names[0]: policy}
 
 
-def prepared(
+def prepare_evaluation(
     config: RunConfig, policy: Directory | Mapping[str, Directory] | None
 ) -> tuple[RunConfig, Sequence[WeightsRef]]:
     """Return a configuration whose policies are served and not trained, and the weights that differ from the base
@@ -282,14 +284,14 @@ def prepared(
     Raises:
         InputError: `policy` gives weights that cannot be used.
     """
-    config = with_weights(
+    config = with_frozen_policies(
         config, [weights_from_directory(name, path) for name, path in _by_policy(config, policy).items()]
     )
     config = with_chosen_token_limits(with_local_model(config, {}), {})
     return config, frozen_policy_weights(config)
 
 
-async def played(
+async def play_in_new_run(
     config: RunConfig,
     environment: type[Environment],
     given: Sequence[WeightsRef],
@@ -325,7 +327,7 @@ async def played(
         return headers
 
 
-def with_weights(config: RunConfig, given: Sequence[WeightsRef]) -> RunConfig:
+def with_frozen_policies(config: RunConfig, given: Sequence[WeightsRef]) -> RunConfig:
     """Return the configuration with an engine that can serve the given weights, however the policies are trained."""
     frozen = {
         weights.version.policy: FrozenPolicy(
@@ -366,7 +368,7 @@ async def play_untrained(
             failure.set_exception(error)
 
     buffer = EpisodeBuffer((), WholeGroups((), ADVANTAGES["none"]))
-    dispatcher = make_dispatcher(config, environment, buffer, store, Signal(), resume_state=ResumeState())
+    dispatcher = make_dispatcher(config, environment, buffer, store, ChangeCondition(), resume_state=ResumeState())
     attach_local_worker(config, environment, dispatcher, engine, chat_format, store, SystemClock(), fail, gateway)
     episodes = loop.create_task(play(dispatcher))
     try:

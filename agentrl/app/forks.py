@@ -18,7 +18,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from agentrl.app.evaluation import play_untrained, with_weights
+from agentrl.app.evaluation import play_untrained, with_frozen_policies
 from agentrl.app.parts import RunFactories
 from agentrl.app.policies import serve_configured_weights, weights_from_directory
 from agentrl.app.replays import environment_to_run, recorded_code
@@ -334,7 +334,7 @@ async def _fork(
 ) -> list[EpisodeHeader]:
     from agentrl.journal.store import SqliteJournal
 
-    config = with_weights(config, policies.weights)
+    config = with_frozen_policies(config, policies.weights)
     chat_format = factories.chat_format(config)
     async with contextlib.AsyncExitStack() as stack:
         store = SqliteJournal(where / "journal", info={**kept, "config": config.model_dump(mode="json")})

@@ -60,7 +60,7 @@ def pinned_policies(config: RunConfig) -> dict[str, int]:
     return {name: policy.max_staleness for name, policy in trained if policy.lora is not None}
 
 
-class SeatCast(NamedTuple):
+class EpisodeSeats(NamedTuple):
     """The seats of a root episode, or of a kind of child episode (named `Env.seat`)."""
 
     seats: tuple[str, ...]
@@ -68,12 +68,14 @@ class SeatCast(NamedTuple):
     """Number of episodes of the kind per root episode."""
 
 
-def castings(environment: type[Environment], prefix: str = "", times: int = 1, depth: int = 0) -> Iterator[SeatCast]:
-    """Yield the castings of a root episode, and of the child episodes it declares."""
-    yield SeatCast(tuple(f"{prefix}{seat}" for seat in environment.seats), times)
+def episode_seats(
+    environment: type[Environment], prefix: str = "", times: int = 1, depth: int = 0
+) -> Iterator[EpisodeSeats]:
+    """Yield the seats of a root episode, and of each kind of child episode it declares."""
+    yield EpisodeSeats(tuple(f"{prefix}{seat}" for seat in environment.seats), times)
     for child, number in child_environments(environment).items():
         if depth < MAX_CHILD_DEPTH:
-            yield from castings(child, f"{child.__name__}.", times * number, depth + 1)
+            yield from episode_seats(child, f"{child.__name__}.", times * number, depth + 1)
 
 
 def units_per_root_group(config: RunConfig, environment: type[Environment]) -> Sequence[GroupDemand]:
@@ -82,13 +84,13 @@ def units_per_root_group(config: RunConfig, environment: type[Environment]) -> S
     Raises:
         ConfigError: a group could never be admitted, or a policy never act; the message suggests a change.
     """
-    cast = {root: list(castings(root, seat_prefix(environment, root))) for root in root_environments(environment)}
-    seats = [seat for casting in itertools.chain.from_iterable(cast.values()) for seat in casting.seats]
+    kinds = {root: list(episode_seats(root, seat_prefix(environment, root))) for root in root_environments(environment)}
+    seats = [seat for kind in itertools.chain.from_iterable(kinds.values()) for seat in kind.seats]
     _check_names(config, environment, seats)
     size, trained = config.credit.group_size, config.trained
     held = {config.policy_of(seat, group) for seat in seats for group in range(config.line_ups)}
     by_root = {
-        root: [_demand(config, cast[root], group) for group in range(config.line_ups)]
+        root: [_demand(config, kinds[root], group) for group in range(config.line_ups)]
         for root in trained_root_environments(environment)
     }
     first, demands = next(iter(by_root.items()))
@@ -110,16 +112,16 @@ def units_per_root_group(config: RunConfig, environment: type[Environment]) -> S
     return demands
 
 
-def _demand(config: RunConfig, cast: Sequence[SeatCast], group: int) -> GroupDemand:
+def _demand(config: RunConfig, kinds: Sequence[EpisodeSeats], group: int) -> GroupDemand:
     """Return the units of each policy in a group of one environment."""
     units: Counter[str] = Counter()
-    for casting in cast:
-        holders = {config.policy_of(seat, group) for seat in casting.seats}
-        units.update({name: casting.times * config.credit.group_size for name in holders if name in config.trained})
+    for kind in kinds:
+        holders = {config.policy_of(seat, group) for seat in kind.seats}
+        units.update({name: kind.times * config.credit.group_size for name in holders if name in config.trained})
     return GroupDemand(episodes=config.credit.group_size, units=dict(units))
 
 
-def split_groups(config: RunConfig, demands: Sequence[GroupDemand]) -> Iterator[str]:
+def split_group_warnings(config: RunConfig, demands: Sequence[GroupDemand]) -> Iterator[str]:
     """Yield a warning for each policy whose steps end inside groups: this works, but is rarely intended.
 
     Args:
@@ -220,7 +222,7 @@ def rollout_settings(config: RunConfig, chat_format: ChatFormat, max_context: in
 
 def policy_overrides(config: RunConfig, chat_format: ChatFormat, max_context: int) -> Mapping[str, PolicySettings]:
     """Return the settings of the policies that override `[sampling]` or the chat format of `model.path`, by policy."""
-    external, formats = config.of_kind(ExternalPolicyConfig), own_formats(config)
+    external, formats = config.of_kind(ExternalPolicyConfig), base_model_chat_formats(config)
     return {
         name: _external_settings(config.sampling_of(name))
         if name in external
@@ -230,7 +232,7 @@ def policy_overrides(config: RunConfig, chat_format: ChatFormat, max_context: in
     }
 
 
-def own_formats(config: RunConfig) -> dict[str, ChatFormat]:
+def base_model_chat_formats(config: RunConfig) -> dict[str, ChatFormat]:
     """Make the chat formats of the policies whose base model differs from `model.path`.
 
     Raises:
@@ -246,7 +248,7 @@ def own_formats(config: RunConfig) -> dict[str, ChatFormat]:
     return {name: chat_format for chat_format, policies in made for name in policies}
 
 
-def check_references(config: RunConfig) -> None:
+def check_reference_models(config: RunConfig) -> None:
     """Refuse references whose tokenizer differs from the policy's, before weights are loaded.
 
     Raises:

@@ -231,12 +231,12 @@ class Recovery:
         """
         older: Mapping[str, Sequence[PolicyVersion]] = {}
         if self.manifest is not None:
-            older = await serve_older(config, served, journal, self.manifest.versions, self.manifest.opponents)
+            older = await serve_older_versions(config, served, journal, self.manifest.versions, self.manifest.opponents)
         for name, version in trainable.items():
             parent = None if self.manifest is None else self.manifest.versions[name]
             weights = await publish(trainer, journal, version, parent, step=None)
             await served.make_current(weights)
-        return await serve_opponents(config, served, older)
+        return await start_opponent_pools(config, served, older)
 
     def resume_state(self, config: RunConfig, journal: RunJournal) -> ResumeState:
         """Fold the state of the run so far from its journal."""
@@ -559,7 +559,7 @@ def _file_of(made: Any) -> str:
 # --- versions that play besides the newest ----------------------------------------------------------------------------
 
 
-async def serve_older(
+async def serve_older_versions(
     config: RunConfig,
     served: ServedVersions,
     journal: RunLog,
@@ -631,7 +631,7 @@ async def _serve_older_opponents(
     return served
 
 
-async def serve_opponents(
+async def start_opponent_pools(
     config: RunConfig,
     table: ServedVersions,
     older: Mapping[str, Sequence[PolicyVersion]],

@@ -58,7 +58,7 @@ from agentrl.journal.reader import EpisodeKey, TurnReader
 from agentrl.journal.rows import assemble_trajectories
 from agentrl.orchestrator.checkpoints import find_checkpoint_of
 from agentrl.rollout.harness_agent import is_external_turn, turns_with_context
-from agentrl.rollout.replay import RecordEndedError, ReplayHost, ReplayLog, ReplayRunner, ReplayStoppedError
+from agentrl.rollout.replay import DiscardingLog, RecordEndedError, ReplayHost, ReplayRunner, ReplayStoppedError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -158,7 +158,7 @@ async def _one(reader: RunReader, episode_id: str, attempt: int | None, asked: _
     if asked.rescoring:
         own = [await _rescored_child(reader, entry, asked) for entry in own]
     acts: list[tuple[str, str]] = []
-    log = ReplayLog(inherited)
+    log = DiscardingLog(inherited)
     runner = ReplayRunner(
         on_call=lambda call, words: acts.append((call, words)),
         until=asked.until,
@@ -460,7 +460,7 @@ def compute_step(reader: RunReader, line: StepLine) -> StepComputed:
         if trainer.only_in_checkpoints(line.policy):
             weights, where, started_from, between = _kept_checkpoint(reader, started_from, config)
         else:
-            weights, where = kept_weights(reader, started_from)
+            weights, where = find_weights_of(reader, started_from)
         loss, grad_norm = trainer.recompute(batch, started_from, weights, between)
     except AgentRLError as error:
         return msgspec.structs.replace(found, text=f"not recomputed: {error}")
@@ -468,7 +468,7 @@ def compute_step(reader: RunReader, line: StepLine) -> StepComputed:
     return msgspec.structs.replace(found, loss_again=loss, grad_norm_again=grad_norm, same=same, text=where)
 
 
-def kept_weights(reader: RunReader, version: PolicyVersion) -> tuple[WeightsRef | Path | None, str]:
+def find_weights_of(reader: RunReader, version: PolicyVersion) -> tuple[WeightsRef | Path | None, str]:
     """Return the weights of a version for `PolicyTrainer.recompute`, and their location for people.
 
     Raises:

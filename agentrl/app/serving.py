@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from agentrl.app.evaluation import Directory, played, prepared
+from agentrl.app.evaluation import Directory, play_in_new_run, prepare_evaluation
 from agentrl.app.parts import environment_of
 from agentrl.core.errors import EnvironmentDefinitionError, RunDirectoryError
 from agentrl.core.records import EpisodeHeader, Task
@@ -165,7 +165,7 @@ async def serve(
     """
     if (run / "journal").exists():
         raise RunDirectoryError(f"{run} already contains a journal; give serve a new directory")
-    config, given = prepared(config, policy)
+    config, given = prepare_evaluation(config, policy)
     environment = environment_of(config)
     agent = environment if issubclass(environment, HarnessEnvironment) else HarnessEnvironment
     models = (*environment.seats, *agent.aliases)
@@ -179,4 +179,4 @@ async def serve(
     def play(dispatcher: Dispatcher) -> Coroutine[Any, Any, list[EpisodeHeader]]:
         return server.play(dispatcher, lambda address: on_open(address, server.ended.set))
 
-    return await played(config, conversation, given, run, play, server.gateway)
+    return await play_in_new_run(config, conversation, given, run, play, server.gateway)

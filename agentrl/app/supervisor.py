@@ -53,7 +53,7 @@ from agentrl.environment.base import Environment, TaskSource, describe_foreign_e
 from agentrl.environment.containment import end_if_forked, forks_ended
 from agentrl.journal.process import NAMED, ProcessRecord, list_episodes, record_state
 from agentrl.journal.run_log import SqliteRunLog
-from agentrl.observe.blocked import is_users, watch_loop
+from agentrl.observe.blocked import is_user_code, watch_loop
 from agentrl.observe.run_state import RunSnapshot
 from agentrl.orchestrator.checkpoints import CheckpointWriter
 from agentrl.orchestrator.evaluation import HeldOutSplit
@@ -148,7 +148,7 @@ def _is_foreign(error: BaseException) -> bool:
     if isinstance(error, AgentRLError):
         return was_closed_by_foreign_code(error)
     frames = traceback.extract_tb(error.__traceback__)
-    return was_closed_by_foreign_code(error) or bool(frames and is_users(frames[-1].filename))
+    return was_closed_by_foreign_code(error) or bool(frames and is_user_code(frames[-1].filename))
 
 
 async def _wait(task: asyncio.Task[Any]) -> None:

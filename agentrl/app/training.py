@@ -26,11 +26,11 @@ from agentrl.app.parts import (
 )
 from agentrl.app.parts import held_out as held_out_source
 from agentrl.app.policies import (
+    base_model_chat_formats,
     base_models,
-    check_references,
+    check_reference_models,
     check_same_bases,
-    own_formats,
-    split_groups,
+    split_group_warnings,
     units_per_root_group,
 )
 from agentrl.app.recovery import UserCode, load_user_functions
@@ -130,8 +130,8 @@ async def run_training(
     clock = factories.clock
     started = clock.monotonic()
     chat_format = factories.chat_format(config)
-    own_formats(config)  # refuse unusable tokenizers before weights are loaded
-    check_references(config)
+    base_model_chat_formats(config)  # refuse unusable tokenizers before weights are loaded
+    check_reference_models(config)
     source = await asyncio.to_thread(task_source, config, environment, "train", tasks)
     held_out_splits, available = await asyncio.to_thread(held_out_source, config, environment, held_out)
     path = Path(config.directory) / config.name
@@ -146,7 +146,7 @@ async def run_training(
     }
     opened = _opened(config, directory, observers, clock, info=info, quiet=quiet, resume=resume)
     async with opened as (store, observer, changed):
-        for line in split_groups(config, units_per_root_group(config, environment)):
+        for line in split_group_warnings(config, units_per_root_group(config, environment)):
             observer.warn(line)
         if factories.engine is make_engine:
             for line in await _device_lines(config, code, clock, observer.phase):

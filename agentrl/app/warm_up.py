@@ -170,12 +170,12 @@ class _Expert:
                 "asked for another; the last reply must end the episode"
             ) from None
         self.said.append(reply)
-        text = written(reply)
+        text = format_reply(reply)
         self.messages.append(Message(role="assistant", content=text))
         return text
 
 
-def written(reply: Reply) -> str:
+def format_reply(reply: Reply) -> str:
     """Write a reply as the policy would."""
     if isinstance(reply, str):
         return reply
@@ -328,7 +328,7 @@ def _message(message: Mapping[str, Any]) -> Message:
         arguments = call["function"]["arguments"]
         parsed = json.loads(arguments) if isinstance(arguments, str) else arguments
         calls.append({"name": call["function"]["name"], "arguments": parsed})
-    return Message(role=role, content=content + (written(calls) if calls else ""))
+    return Message(role=role, content=content + (format_reply(calls) if calls else ""))
 
 
 # --- the model --------------------------------------------------------------------------------------------------------

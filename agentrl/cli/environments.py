@@ -202,7 +202,7 @@ def _read(child: int, reading: int, longest_s: float) -> tuple[int | None, bytes
 
 def _whereabouts(child: int, reading: int) -> str:
     """Return the innermost line of user code in a child that does not end."""
-    from agentrl.observe.blocked import is_users
+    from agentrl.observe.blocked import is_user_code
 
     stack = b""
     with contextlib.suppress(ProcessLookupError):
@@ -210,7 +210,7 @@ def _whereabouts(child: int, reading: int) -> str:
     while select.select([reading], [], [], _POLL_S)[0] and (part := os.read(reading, 1 << 16)):
         stack += part
     frames = [tuple(part.decode(errors="replace") for part in frame) for frame in _FRAME.findall(stack)]
-    own = [frame for frame in frames if is_users(frame[0])] or frames
+    own = [frame for frame in frames if is_user_code(frame[0])] or frames
     return f"; it was at {own[0][0]}:{own[0][1]}, in {own[0][2]}" if own else ""
 
 

@@ -143,11 +143,11 @@ def run_list(options: argparse.Namespace) -> int:
 @make_run_command
 def run_stats(reader: RunReader, options: argparse.Namespace) -> RunAnswer:
     """`agentrl run stats [RUN]`."""
-    from agentrl.inspection.render import figures_page
+    from agentrl.inspection.render import statistics_page
     from agentrl.inspection.statistics import run_statistics
 
     figures = run_statistics(reader)
-    return RunAnswer(figures, lambda: figures_page(figures))
+    return RunAnswer(figures, lambda: statistics_page(figures))
 
 
 @make_run_command

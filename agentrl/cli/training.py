@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from agentrl.config.run import RunConfig
     from agentrl.simulation.calibration import Calibration
     from agentrl.simulation.plan import Plan
-    from agentrl.simulation.run import Measured
+    from agentrl.simulation.run import SimulationResult
 
 
 def train(options: argparse.Namespace) -> int:
@@ -305,13 +305,13 @@ def _calibrated(options: argparse.Namespace) -> Calibration:
         return calibrated(reader)
 
 
-def _measured(plan: Plan, asked: _Simulation) -> Measured:
+def _measured(plan: Plan, asked: _Simulation) -> SimulationResult:
     from agentrl.simulation.run import Scenario, simulate_run
 
     return simulate_run(Scenario(plan=plan, steps=asked.skipped + asked.steps, skipped=asked.skipped))
 
 
-def _write(options: argparse.Namespace, name: str, measured: Measured) -> None:
+def _write(options: argparse.Namespace, name: str, measured: SimulationResult) -> None:
     from agentrl.simulation.report import timelines_svg
 
     try:

@@ -46,7 +46,7 @@ SILENCE_S = 60.0
 # --- messages ---------------------------------------------------------------------------------------------------------
 
 
-class Receive(WireMessage, frozen=True):
+class StartReceiver(WireMessage, frozen=True):
     """Message to the receiver with the journal whose partitions it writes and the address at which it listens."""
 
     journal: str
@@ -125,7 +125,9 @@ class JournalAnswer(WireMessage, frozen=True):
 
 
 Question = Flush | TakeOver | FindAdvancedEpisodes
-TO_RECEIVER: msgspec.msgpack.Decoder[Receive | Grant | Revoke] = msgspec.msgpack.Decoder(Receive | Grant | Revoke)
+TO_RECEIVER: msgspec.msgpack.Decoder[StartReceiver | Grant | Revoke] = msgspec.msgpack.Decoder(
+    StartReceiver | Grant | Revoke
+)
 TO_RUN: msgspec.msgpack.Decoder[Granted | Receiving] = msgspec.msgpack.Decoder(Granted | Receiving)
 FROM_WORKER: msgspec.msgpack.Decoder[Append | RemovePartials | Question] = msgspec.msgpack.Decoder(
     Append | RemovePartials | Question
@@ -279,7 +281,7 @@ class JournalReceiver:
     def __init__(self, journal: Path, host: str, *, log: Path, clock: Clock, tell: Callable[[str], None]) -> None:
         self.bytes = 0
         """Bytes of entries that this process has received."""
-        self._receive = Receive(journal=str(journal.absolute()), host=host)
+        self._receive = StartReceiver(journal=str(journal.absolute()), host=host)
         self._placement = LocalPlacement(log)
         self._child: ConnectedChild | None = None
         self._grants: dict[int, asyncio.Future[str]] = {}
@@ -417,7 +419,7 @@ class _Partition:
 async def _serve(connection: socket.socket) -> None:
     reader, writer = await asyncio.open_connection(sock=connection)
     body = await receive(reader)
-    if body is None or not isinstance(begun := TO_RECEIVER.decode(body), Receive):
+    if body is None or not isinstance(begun := TO_RECEIVER.decode(body), StartReceiver):
         return
     partitions: dict[int, _Partition] = {}
     received = 0

@@ -255,11 +255,11 @@ class Mirror:
             sent = self._send_all("checkpoints", had)
             control.execute("BEGIN")
             try:
-                decided = _decided(control)
+                counts = _control_log_counts(control)
                 rows = {name: list(self._entries(name, run, newest.get(name, 0))) for name in self._partitions()}
                 left = [name for name in sent if (self._run / name).exists()]
                 with contextlib.closing(open_to_read(self._run / CONTROL, "control")) as other:
-                    if _decided(other) != decided or decided.pruned != len(pruned) or (sent and not left):
+                    if _control_log_counts(other) != counts or counts.pruned != len(pruned) or (sent and not left):
                         continue
                 with contextlib.closing(sqlite3.connect(target)) as copy:
                     control.backup(copy)
@@ -413,16 +413,16 @@ def copy_at(place: str, address: str) -> Iterator[Callable[..., Any]]:
         session.stop()
 
 
-class Decided(NamedTuple):
+class ControlLogCounts(NamedTuple):
     """Numbers of versions and pruned attempts in a control log."""
 
     versions: int
     pruned: int
 
 
-def _decided(control: sqlite3.Connection) -> Decided:
+def _control_log_counts(control: sqlite3.Connection) -> ControlLogCounts:
     statement = "SELECT (SELECT count(*) FROM versions), (SELECT count(*) FROM pruned)"
-    return Decided(*control.execute(statement).fetchone())
+    return ControlLogCounts(*control.execute(statement).fetchone())
 
 
 def _stamp(path: Path) -> Stamp:

@@ -1,6 +1,6 @@
 """Manages the processes of episode workers as one worker: implements `core.ports.Worker`.
 
-Each process (`app.worker_host`) is an asyncio worker with its own partition of the journal. Owns the assignment of
+Each process (`app.worker_server`) is an asyncio worker with its own partition of the journal. Owns the assignment of
 episodes to processes, their queue, and the episodes of a process that dies. The placement decides where processes
 run: as children of this one, or of Ray actors. The pool receives only headers, never tokens.
 Invariants: an episode is with at most one process, and moves to another only when the first is dead; it is reported
@@ -377,9 +377,9 @@ class WorkerPool:
                 tasks = [message.tasks[index] for index in message.of]
                 on_end = partial(self._child_ended, placed, message.attempt, message.call)
                 self._host.spawn(placed.spec, message.environment, tasks, message.call, on_end)
-            case wire.Remember():
+            case wire.RememberProposal():
                 self._start(self._remember(process, placed.spec, message))
-            case wire.Readmitted():
+            case wire.AttemptStarted():
                 placed.spec = replace(placed.spec, attempt=message.attempt)
                 self._host.readmit(placed.spec)
             case wire.Parked():
@@ -418,9 +418,9 @@ class WorkerPool:
         if not task.cancelled() and (error := task.exception()) is not None:
             self._on_failure(error)
 
-    async def _remember(self, process: WorkerProcess, spec: EpisodeSpec, asked: wire.Remember) -> None:
+    async def _remember(self, process: WorkerProcess, spec: EpisodeSpec, asked: wire.RememberProposal) -> None:
         known = await self._host.remember(spec, asked.call_id, asked.key, asked.structure)
-        process.tell(wire.Recollected(call=asked.call, known=known))
+        process.tell(wire.ProposalReply(call=asked.call, known=known))
 
     def _commit(
         self,

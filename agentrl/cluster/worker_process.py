@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from agentrl.core.clock import Clock
     from agentrl.engines.child_process import ConnectedChild, ProcessPlacement
 
-PROGRAM = ChildProgram("", {}, "agentrl.app.worker_host")
+PROGRAM = ChildProgram("", {}, "agentrl.app.worker_server")
 BEHIND_S = 5.0
 """Seconds of silence after which a process gets new episodes last; a process sends a message every second."""
 

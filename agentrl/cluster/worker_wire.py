@@ -111,7 +111,7 @@ class ChildEnded(WireMessage, frozen=True):
     partition: str | None
 
 
-class Recollected(WireMessage, frozen=True):
+class ProposalReply(WireMessage, frozen=True):
     """Answer of the run to a proposal."""
 
     call: int
@@ -126,7 +126,7 @@ class Leave(WireMessage, frozen=True):
     """Park all episodes and end: the machine is taken away."""
 
 
-ToWorker = Work | EngineAddresses | Start | Park | Unpark | ChildEnded | Recollected | CancelEpisodes | Leave
+ToWorker = Work | EngineAddresses | Start | Park | Unpark | ChildEnded | ProposalReply | CancelEpisodes | Leave
 
 
 # --- from the worker --------------------------------------------------------------------------------------------------
@@ -152,7 +152,7 @@ class Spawn(WireMessage, frozen=True):
     of: tuple[int, ...]
 
 
-class Remember(WireMessage, frozen=True):
+class RememberProposal(WireMessage, frozen=True):
     """Proposal of an episode for the memory."""
 
     call: int
@@ -162,7 +162,7 @@ class Remember(WireMessage, frozen=True):
     structure: str
 
 
-class Readmitted(WireMessage, frozen=True):
+class AttemptStarted(WireMessage, frozen=True):
     """Message that a further attempt of an episode begins."""
 
     number: int
@@ -208,8 +208,8 @@ FromWorker = (
     | Alive
     | Ended
     | Spawn
-    | Remember
-    | Readmitted
+    | RememberProposal
+    | AttemptStarted
     | MadeProgress
     | Parked
     | EpisodesCancelled

@@ -46,9 +46,9 @@ if TYPE_CHECKING:
 
 LOAD_BOUND = 1.25
 """Multiple of the mean load up to which an engine takes conversations that share its cached prefixes."""
-PIECE_BYTES = 4 << 20
+CHUNK_BYTES = 4 << 20
 """Number of bytes of a version's file in one message."""
-PIECES = 4
+CHUNKS = 4
 """Number of such messages on the way at a time."""
 LOSSES_OF_AN_UPDATE = 2
 """Number of deaths during one update after which the update counts as their cause."""
@@ -153,24 +153,24 @@ class EngineConnection:
         """See `agentrl.core.ports.Engine.serve`."""
         wanted = in_loading_order(current, pinned)
         new = [weights for weights in wanted if self.host and weights.sha256 not in self._sent]
-        pieces: list[asyncio.Task[None]] = []
+        chunks: list[asyncio.Task[None]] = []
         try:
             for weights in new:
-                await self._send_files(weights, pieces)
+                await self._send_files(weights, chunks)
         except EngineError:
-            await asyncio.gather(*pieces, return_exceptions=True)
+            await asyncio.gather(*chunks, return_exceptions=True)
             raise
         call = self.next_call()
         serving = self.ask(call, wire.Serve(call=call, current=list(current), pinned=in_loading_order((), pinned)))
-        # Asked for before the pieces are acknowledged, which would take as long again. What came only in part is
+        # Asked for before the chunks are acknowledged, which would take as long again. What came only in part is
         # refused by its digest; why it came in part is raised first.
-        for answer in await asyncio.gather(*pieces, serving, return_exceptions=True):
+        for answer in await asyncio.gather(*chunks, serving, return_exceptions=True):
             if isinstance(answer, BaseException):
                 raise answer
         self._sent = {weights.sha256 for weights in wanted}
 
-    async def _send_files(self, weights: WeightsRef, pieces: list[asyncio.Task[None]]) -> None:
-        """Send the files of a version, piece by piece; add the answers to `pieces`, of which at most `PIECES` are open.
+    async def _send_files(self, weights: WeightsRef, chunks: list[asyncio.Task[None]]) -> None:
+        """Send the files of a version, chunk by chunk; add the answers to `chunks`, of which at most `CHUNKS` are open.
 
         Files that fit into one message's size are on the way together, with the request that follows them: over Ray
         each write is acknowledged before the next one leaves.
@@ -178,7 +178,7 @@ class EngineConnection:
         Raises:
             EngineError: the files cannot be read here.
         """
-        reading = read_files_in_pieces(Path(weights.path), WEIGHT_FILES[weights.kind], PIECE_BYTES)
+        reading = read_files_in_pieces(Path(weights.path), WEIGHT_FILES[weights.kind], CHUNK_BYTES)
         is_last = False
         while not is_last:
             try:
@@ -188,14 +188,15 @@ class EngineConnection:
                     weights, f"{error.filename or weights.path} cannot be read ({error.strerror})"
                 ) from error
             for name, start, data in read:
-                piece = wire.Piece(call=self.next_call(), sha256=weights.sha256, name=name, start=start, data=data)
-                pieces.append(asyncio.get_running_loop().create_task(self._send_piece(weights, piece)))
-            if not is_last and len(pieces) >= PIECES:
-                await asyncio.wait({pieces[-PIECES]})
+                call = self.next_call()
+                chunk = wire.WeightChunk(call=call, sha256=weights.sha256, name=name, start=start, data=data)
+                chunks.append(asyncio.get_running_loop().create_task(self._send_chunk(weights, chunk)))
+            if not is_last and len(chunks) >= CHUNKS:
+                await asyncio.wait({chunks[-CHUNKS]})
 
-    async def _send_piece(self, weights: WeightsRef, piece: wire.Piece) -> None:
+    async def _send_chunk(self, weights: WeightsRef, chunk: wire.WeightChunk) -> None:
         try:
-            await self.ask(piece.call, piece)
+            await self.ask(chunk.call, chunk)
         except EngineLostError:
             raise
         except EngineError as error:

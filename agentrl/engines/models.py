@@ -156,7 +156,7 @@ def read_model(
             _check_positions(config, max_context, path, stretched=True)
             _check_window(config, max_context, path)
         else:
-            check_key_selection(config, max_context, path)
+            check_sparse_attention(config, max_context, path)
         with ONE_LOAD_AT_A_TIME, _kept(keep):
             model, report = load(
                 path,
@@ -339,7 +339,7 @@ def length_thresholds(config: PretrainedConfig, max_context: int) -> list[int]:
     )
 
 
-def check_key_selection(config: PretrainedConfig, max_context: int, path: str | Path) -> None:
+def check_sparse_attention(config: PretrainedConfig, max_context: int, path: str | Path) -> None:
     """Refuse to train a model with sparse attention in contexts longer than the number of keys its indexer selects.
 
     Keys with equal scores are selected arbitrarily, depending on the number of rows in the pass. So the trainer's

@@ -58,9 +58,9 @@ class ConnectionHandler:
         self._writer = writer
         self._exit_process = exit_process
         self._sessions: dict[int, EngineSession | AgentRLError] = {}
-        self.versions = SentVersions()
+        self.versions = ReceivedVersions()
         self._keeping = asyncio.Lock()
-        """Held while a piece of a version is written: they are in the order in which they came."""
+        """Held while a chunk of a version is written, so chunks are written in the order in which they came."""
         self.tasks: dict[int, asyncio.Task[None]] = {}
         """Tasks of calls, keyed by the number of the call."""
 
@@ -81,7 +81,7 @@ class ConnectionHandler:
                 task = self.tasks.get(message.call)
                 if task is not None:
                     task.cancel()
-            case wire.Serve() | wire.Piece() | wire.Score():
+            case wire.Serve() | wire.WeightChunk() | wire.Score():
                 self._start(message.call, self._control(message))
             case wire.SendingEnded():
                 self._not_sent(message)
@@ -151,15 +151,15 @@ class ConnectionHandler:
         completion = await session.generate(wire.request_of(message), on_delta if message.deltas else None)
         return wire.completed_message(message.call, completion)
 
-    async def _control(self, message: wire.Serve | wire.Piece | wire.Score) -> wire.Reply | None:
+    async def _control(self, message: wire.Serve | wire.WeightChunk | wire.Score) -> wire.Reply | None:
         match message:
             case wire.Serve():
-                async with self._keeping:  # waits for the preceding pieces
+                async with self._keeping:  # waits for the preceding chunks
                     pass
                 await self._serve(message)
-            case wire.Piece():
+            case wire.WeightChunk():
                 async with self._keeping:
-                    await asyncio.to_thread(self.versions.keep_piece, message)
+                    await asyncio.to_thread(self.versions.keep_chunk, message)
             case wire.Score():
                 return await self._score(message)
         return None
@@ -176,7 +176,7 @@ class ConnectionHandler:
         return wire.Scored(call=message.call, logprobs=scores.astype("<f4", copy=False).tobytes())
 
 
-class SentVersions:
+class ReceivedVersions:
     """The files of versions that the owner sent, in this process's private directory, keyed by digest.
 
     They are not trusted: an engine checks the digest of the files it loads.
@@ -186,7 +186,7 @@ class SentVersions:
         self._root = Path(os.environ.get(PRIVATE_DIRECTORY_VARIABLE, "")) / "versions"
         self._known: set[str] = set()
 
-    def keep_piece(self, piece: wire.Piece) -> None:
+    def keep_chunk(self, chunk: wire.WeightChunk) -> None:
         """Write bytes of a file; the first begin it anew.
 
         Raises:
@@ -194,16 +194,16 @@ class SentVersions:
             EngineError: the name does not belong to a version's file, or the bytes before are missing.
         """
         names = {name for kind in WEIGHT_FILES.values() for name in kind}
-        if piece.name not in names or not piece.sha256.isalnum():
-            raise EngineError(f"{piece.name!r} is not a file of a version")
-        directory = self._root / piece.sha256
+        if chunk.name not in names or not chunk.sha256.isalnum():
+            raise EngineError(f"{chunk.name!r} is not a file of a version")
+        directory = self._root / chunk.sha256
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            self._known.add(piece.sha256)
-            with (directory / piece.name).open("wb" if piece.start == 0 else "ab") as file:
-                if file.tell() != piece.start:
-                    raise EngineError(f"{piece.name} has {file.tell():,} bytes, but {piece.start:,} were sent")
-                file.write(piece.data)
+            self._known.add(chunk.sha256)
+            with (directory / chunk.name).open("wb" if chunk.start == 0 else "ab") as file:
+                if file.tell() != chunk.start:
+                    raise EngineError(f"{chunk.name} has {file.tell():,} bytes, but {chunk.start:,} were sent")
+                file.write(chunk.data)
         except OSError as error:
             raise EngineStorageError(
                 f"{socket.gethostname()}: {directory} cannot store a version ({error.strerror}); {MAKE_ROOM}"

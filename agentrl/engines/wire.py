@@ -100,7 +100,7 @@ class Serve(WireMessage, frozen=True):
     pinned: list[WeightsRef]
 
 
-class Piece(WireMessage, frozen=True):
+class WeightChunk(WireMessage, frozen=True):
     """The next bytes of a version's file, for a process that cannot read its owner's files; `sha256` belongs to the
     version."""
 
@@ -127,7 +127,7 @@ class SendingEnded(WireMessage, frozen=True):
     number: int
 
 
-Request = Load | Open | CloseSession | Generate | Cancel | Abort | Serve | Piece | Score | SendingEnded
+Request = Load | Open | CloseSession | Generate | Cancel | Abort | Serve | WeightChunk | Score | SendingEnded
 
 
 class Loaded(WireMessage, frozen=True):

@@ -269,11 +269,11 @@ class TextGame(TypedDict):
 _PLACES = ("at R", "at G", "at Y", "at B", "in the taxi")
 
 
-def one_of(names: Sequence[str]) -> Callable[[str, Game], int | None]:
+def action_name_parser(names: Sequence[str]) -> Callable[[str, Game], int | None]:
     """Make a parser in which the text `names[n]` is action n; case and a final full stop are ignored.
 
     Example:
-        >>> one_of(["stick", "hit"])(" Hit. ", None)
+        >>> action_name_parser(["stick", "hit"])(" Hit. ", None)
         1
     """
     numbers = {name: number for number, name in enumerate(names)}
@@ -317,7 +317,7 @@ def _with_mark(line: str, at: int) -> str:
 
 FROZEN_LAKE = TextGame(
     render=_frozen_lake,
-    parse=one_of(["left", "down", "right", "up"]),
+    parse=action_name_parser(["left", "down", "right", "up"]),
     instructions="You stand at @ on a frozen lake. Go to G over frozen ground F; a hole H ends the game. "
     "Answer with left, down, right or up.",
     max_turns=100,
@@ -325,7 +325,7 @@ FROZEN_LAKE = TextGame(
 )
 CLIFF_WALKING = TextGame(
     render=_cliff_walking,
-    parse=one_of(["up", "right", "down", "left"]),
+    parse=action_name_parser(["up", "right", "down", "left"]),
     instructions="You stand at @. Go to G; stepping onto the cliff C costs 100 and takes you back to the start S, "
     "every other step costs 1. Answer with up, right, down or left.",
     max_turns=50,
@@ -333,7 +333,7 @@ CLIFF_WALKING = TextGame(
 )
 TAXI = TextGame(
     render=_taxi,
-    parse=one_of(["south", "north", "east", "west", "pickup", "dropoff"]),
+    parse=action_name_parser(["south", "north", "east", "west", "pickup", "dropoff"]),
     instructions="You drive the taxi @; it passes : but not |. Fetch the passenger and take them where they want to "
     "go: 20 points; every step costs 1, a wrong pickup or dropoff 10. Answer with south, north, east, west, pickup or "
     "dropoff.",
@@ -342,7 +342,7 @@ TAXI = TextGame(
 )
 BLACKJACK = TextGame(
     render=_blackjack,
-    parse=one_of(["stick", "hit"]),
+    parse=action_name_parser(["stick", "hit"]),
     instructions="Blackjack: come closer to 21 than the dealer without going over it. Answer with hit or stick.",
     max_turns=20,
     illegal_reward=-2.0,

@@ -21,7 +21,7 @@ import msgspec
 
 from agentrl.core.errors import AgentRLError, InputError, StorageError
 from agentrl.core.files import LOCAL, os_error_advice, rename_durably
-from agentrl.exchange.files import building
+from agentrl.exchange.files import staging_path
 from agentrl.exchange.formats import EXPORTS
 from agentrl.inspection.comparisons import FORKS, fork_tree
 from agentrl.inspection.search import episodes_with_words
@@ -85,7 +85,7 @@ def export(
     module, _, function = EXPORTS[format].write.partition(":")
     write = getattr(import_module(module), function)
     try:
-        with building(target) as built:
+        with staging_path(target) as built:
             write(selection, built)
             _settle(built, target, format, force=force)
     except OSError as error:

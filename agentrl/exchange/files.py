@@ -3,7 +3,7 @@
 Reading limits the size, the number of values and the depth. Each error is an `InputError` that names the file, the
 line and the fault. Nothing is guessed and nothing is repaired.
 
-`building` makes a directory for an export or an import beside its target. The directory is locked while in use, so
+`staging_path` makes a directory for an export or an import beside its target. The directory is locked while in use, so
 several processes may build for one target at once; directories of dead processes are removed by the next one.
 """
 
@@ -139,7 +139,7 @@ def _unreadable(path: Path, error: OSError) -> InputError:
 
 
 @contextlib.contextmanager
-def building(target: Path) -> Iterator[Path]:
+def staging_path(target: Path) -> Iterator[Path]:
     """Yield a path on the same disk at which to build `target`. At the end it is removed unless it was renamed.
 
     Raises:

@@ -19,7 +19,7 @@ import msgspec
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import EpisodeError, InputError, StorageError
 from agentrl.core.files import os_error_advice, rename_durably
-from agentrl.exchange.files import building, check_storable
+from agentrl.exchange.files import check_storable, staging_path
 from agentrl.exchange.foreign import ForeignReply, entries_of, header_of, missing, replies_of, spec_of
 from agentrl.exchange.formats import IMPORTS
 from agentrl.journal.entries import episode_digest
@@ -68,7 +68,7 @@ def import_run(source: Path, format: str, target: Path) -> ImportResult:
     episodes: Iterator[ForeignEpisode] = getattr(import_module(module), function)(source)
     told = Counter[str]()
     try:
-        with building(target) as built:
+        with staging_path(target) as built:
             asyncio.run(_write(built / "journal", episodes, {"name": target.name, "imported": format}, told))
             if not told["episodes"]:
                 raise InputError(f"{source}: it contains no episode")

@@ -72,8 +72,8 @@ Answer = Callable[["web.Request"], Awaitable["web.StreamResponse"]]
 
 
 @dataclass(eq=False, slots=True)
-class Intake:
-    """The requests that share bounds: those of an attempt, or of all conversations."""
+class RequestBudget:
+    """Bounds the memory that the requests of an attempt, or of all conversations, hold together."""
 
     held_bytes: int = 0
     """Estimated memory of requests that are being sent or wait for their reply."""
@@ -117,7 +117,7 @@ class OpenSeats:
     running: set[asyncio.Task[Any]] = field(default_factory=set)
     connections: set[web.RequestHandler] = field(default_factory=set)
     """Connections whose last request had a key of the attempt."""
-    intake: Intake = field(default_factory=Intake)
+    budget: RequestBudget = field(default_factory=RequestBudget)
     is_closed: bool = False
     """Whether the attempt has ended: a request that was sent before and is read only now samples nothing."""
 
@@ -150,7 +150,7 @@ class Conversations:
     def __init__(self, models: Sequence[str], begin: Callable[[str], Awaitable[OpenSeats]]) -> None:
         self.key = new_key()
         self.models = models
-        self.intake = Intake()
+        self.budget = RequestBudget()
         self._begin = begin
         self._open: list[OpenSeats] = []
         self._named: dict[str, OpenSeats] = {}
@@ -428,25 +428,25 @@ class Gateway:
         """
         owner = opened or self._conversations
         assert owner is not None
-        intake, held, body = owner.intake, 0, bytearray()
+        budget, held, body = owner.budget, 0, bytearray()
         try:
             async for part in request.content.iter_any():
                 if len(body) + len(part) > bodies.MAX_BODY_BYTES:
                     raise RequestRefusedError(f"the body is longer than {bodies.MAX_BODY_BYTES} bytes", "large")
-                intake.hold(len(part))
+                budget.hold(len(part))
                 held += len(part)
                 body += part
             # Only one request of each attempt waits for the second lock, so attempts take turns.
-            async with intake.parsing, self._parsing:
+            async with budget.parsing, self._parsing:
                 await asyncio.sleep(0)  # all else runs between two bodies
                 unpacked = bodies.decompress_body(bytes(body), request.headers.get("Content-Encoding", ""))
-                intake.hold(memory := bodies.memory_of(unpacked))
+                budget.hold(memory := bodies.memory_of(unpacked))
                 held += memory
                 found = protocol.read(bodies.parse_json_body(unpacked)), _digest(path, unpacked)
             del body, unpacked
             yield found
         finally:
-            intake.held_bytes -= held
+            budget.held_bytes -= held
 
     def _check_own(self, request: web.Request) -> None:
         """Refuse browsers: a page whose name resolves to this machine could use a key that it guessed or saw."""

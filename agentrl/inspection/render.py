@@ -344,7 +344,7 @@ def _digits(value: float | None) -> str:
     return "" if value is None else f"{value:.9g}"
 
 
-def figures_page(figures: RunStatistics) -> Page:
+def statistics_page(figures: RunStatistics) -> Page:
     """Make a page with the figures of a run."""
     page = Page()
     speed = (

@@ -76,7 +76,7 @@ TRAJECTORY_COLUMNS = (
 # --- to rows ----------------------------------------------------------------------------------------------------------
 
 
-def admission_row(spec: EpisodeSpec, now: float) -> Sequence[Any]:
+def encode_admission_row(spec: EpisodeSpec, now: float) -> Sequence[Any]:
     """Return the `ADMISSION_COLUMNS` of a spec.
 
     Raises:
@@ -109,7 +109,7 @@ def learning_policies(info: Mapping[str, Any]) -> Collection[str] | None:
     return {name for name, one in policies.items() if isinstance(one, dict) and one.get("kind") == "trained"}
 
 
-def episode_row(
+def encode_episode_row(
     spec: EpisodeSpec,
     header: EpisodeHeader,
     digest: bytes,
@@ -155,7 +155,7 @@ def episode_row(
     )
 
 
-def trajectory_rows(header: EpisodeHeader) -> Iterable[Sequence[Any]]:
+def encode_trajectory_rows(header: EpisodeHeader) -> Iterable[Sequence[Any]]:
     """Return the `TRAJECTORY_COLUMNS` of a finished episode's agents."""
     for unit in header.trajectories:
         reward = None if unit.reward is None else float(unit.reward)
@@ -165,19 +165,19 @@ def trajectory_rows(header: EpisodeHeader) -> Iterable[Sequence[Any]]:
         yield (*key, unit.policy, reward, *sampled, *parts, unit.turn_states or None)
 
 
-def baselines_row(baselines: BaselineSet) -> Sequence[Any]:
+def encode_baselines_row(baselines: BaselineSet) -> Sequence[Any]:
     """Return the row of a group's baselines."""
     return (baselines.group_id, _JSON.encode(baselines.finishers).decode(), _JSON.encode(baselines.earlier).decode())
 
 
-def version_row(weights: WeightsRef, parent: PolicyVersion | None, now: float) -> Sequence[Any]:
+def encode_version_row(weights: WeightsRef, parent: PolicyVersion | None, now: float) -> Sequence[Any]:
     """Return the row of a published version and the version it was made from."""
     policy = weights.version.policy
     parents = (parent.lineage, parent.step) if parent is not None and parent.policy == policy else (None, None)
     return (*weights.version, *parents, weights.path, weights.kind, weights.sha256, float(now))
 
 
-def step_row(row: StepRow, now: float) -> Sequence[Any]:
+def encode_step_row(row: StepRow, now: float) -> Sequence[Any]:
     """Return the row of an optimizer step; NaN and infinity become NULL."""
     report = row.report
     return (
@@ -198,7 +198,7 @@ def step_row(row: StepRow, now: float) -> Sequence[Any]:
     )
 
 
-def step_unit_rows(row: StepRow) -> Iterable[Sequence[Any]]:
+def encode_step_unit_rows(row: StepRow) -> Iterable[Sequence[Any]]:
     """Return the rows of a step's inputs, one per trajectory, in order."""
     position = 0
     for unit in row.batch.units:
@@ -209,7 +209,7 @@ def step_unit_rows(row: StepRow) -> Iterable[Sequence[Any]]:
             position += 1
 
 
-def metric_rows(policy: str, step: int, values: Mapping[str, float], now: float) -> list[Sequence[Any]]:
+def encode_metric_rows(policy: str, step: int, values: Mapping[str, float], now: float) -> list[Sequence[Any]]:
     """Return the rows of metric values at a step; NaN and infinity become NULL."""
     return [(policy, step, name, _finite(value), now) for name, value in values.items()]
 

@@ -252,7 +252,7 @@ class CancelEntry(msgspec.Struct, frozen=True, array_like=True, tag="cancel"):
     """The cancellation of a call in flight by the episode: by its own timeout, or a failing sibling."""
 
 
-class LimitEntry(msgspec.Struct, frozen=True, array_like=True, tag="limit"):
+class TimeLimitEntry(msgspec.Struct, frozen=True, array_like=True, tag="limit"):
     """The end of a call by the time limit, in flight or before it began: it raised `LimitReachedError`."""
 
     stop_reason: str
@@ -290,7 +290,7 @@ EntryBody = (
     | RewardEntry
     | OrderEntry
     | CancelEntry
-    | LimitEntry
+    | TimeLimitEntry
     | PatchEntry
 )
 

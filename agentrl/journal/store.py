@@ -360,15 +360,15 @@ class SqliteJournal(ControlLogReader):
             InputError: the data of a task cannot be serialised; none is admitted.
         """
         now = self._clock.wall()
-        self._writer.put(*[(self._tables.admissions, control.admission_row(spec, now)) for spec in specs])
+        self._writer.put(*[(self._tables.admissions, control.encode_admission_row(spec, now)) for spec in specs])
 
     async def commit_episode(
         self, spec: EpisodeSpec, header: EpisodeHeader, digest: bytes, metrics: Mapping[str, float], detail: str = ""
     ) -> None:
         """Record a committed or dropped episode once its entries are on disk; waits for the disk."""
         tables = self._tables
-        row = control.episode_row(spec, header, digest, metrics, detail, self._clock.wall(), self._learning)
-        trajectories = [(tables.trajectories, trajectory) for trajectory in control.trajectory_rows(header)]
+        row = control.encode_episode_row(spec, header, digest, metrics, detail, self._clock.wall(), self._learning)
+        trajectories = [(tables.trajectories, trajectory) for trajectory in control.encode_trajectory_rows(header)]
         self._writer.put((tables.episodes, row), *trajectories)
         await self._writer.wait()
 
@@ -382,20 +382,20 @@ class SqliteJournal(ControlLogReader):
 
     def record_baselines(self, baselines: BaselineSet) -> None:
         """See `JournalStore.record_baselines`."""
-        self._writer.put((self._tables.baselines, control.baselines_row(baselines)))
+        self._writer.put((self._tables.baselines, control.encode_baselines_row(baselines)))
 
     def record_version(self, weights: WeightsRef, parent: PolicyVersion | None) -> None:
         """See `JournalStore.record_version`."""
-        self._writer.put((self._tables.versions, control.version_row(weights, parent, self._clock.wall())))
+        self._writer.put((self._tables.versions, control.encode_version_row(weights, parent, self._clock.wall())))
 
     def record_step(self, row: StepRow) -> None:
         """See `JournalStore.record_step`."""
-        units = [(self._tables.step_units, unit) for unit in control.step_unit_rows(row)]
-        self._writer.put((self._tables.steps, control.step_row(row, self._clock.wall())), *units)
+        units = [(self._tables.step_units, unit) for unit in control.encode_step_unit_rows(row)]
+        self._writer.put((self._tables.steps, control.encode_step_row(row, self._clock.wall())), *units)
 
     def record_metrics(self, policy: str, step: int, values: Mapping[str, float]) -> None:
         """Record metric values at a step; NaN and infinity become NULL."""
-        rows = control.metric_rows(policy, step, values, self._clock.wall())
+        rows = control.encode_metric_rows(policy, step, values, self._clock.wall())
         self._writer.put(*[(self._tables.metrics, row) for row in rows])
 
     def record_start(self, start: RunStart) -> None:

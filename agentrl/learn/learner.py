@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from agentrl.core.records import PolicyVersion, StepReport
-from agentrl.learn.storage import LearnerState, StepColumns, load_checkpoint, save_checkpoint
+from agentrl.learn.storage import LearnerProgress, StepColumns, load_checkpoint, save_checkpoint
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -115,7 +115,7 @@ class Learner:
         """Return the gradients of the value head; empty without one."""
         return [_gradient(parameter) for parameter in self.value_parameters.values()]
 
-    def load(self, directory: Path) -> LearnerState:
+    def load(self, directory: Path) -> LearnerProgress:
         """Load weights and optimizer state from a policy's folder in a checkpoint; see `load_checkpoint`.
 
         A value head starts anew if the checkpoint was written with another advantage than `gae`.
@@ -128,7 +128,7 @@ class Learner:
 
     def save(self, directory: Path, *, writes: bool) -> None:
         """Write weights and optimizer state to a policy's folder in a checkpoint; see `save_checkpoint`."""
-        state = LearnerState(step=self.step, version=self.version, report=self.report)
+        state = LearnerProgress(step=self.step, version=self.version, report=self.report)
         save_checkpoint(directory, self.model.parameters, self.optimizer, state, writes=writes)
         if self.value_head is not None:
             save_checkpoint(directory / _VALUE_HEAD, self.value_parameters, self.value_optimizer, state, writes=writes)

@@ -36,7 +36,7 @@ from agentrl.core.errors import ConfigError, ModelError
 from agentrl.core.ids import stable_hash64
 from agentrl.core.records import TrainingSample
 from agentrl.engines.models import (
-    check_key_selection,
+    check_sparse_attention,
     computing_in_float32,
     length_thresholds,
     model_dtype,
@@ -444,7 +444,7 @@ def _load(
     """Load the model of a directory; with a mesh, this rank's shards of it."""
     if device.type == "meta":
         model = read_meta_model(path, max_context=max_context, dtype=dtype)
-        check_key_selection(model.config, max_context, path)
+        check_sparse_attention(model.config, max_context, path)
     else:
         keep = None if mesh is None else partial(_shard_of, mesh=mesh, device=device)
         model = read_model(path, dtype=dtype, max_context=max_context, to_sample=False, keep=keep)

@@ -112,8 +112,8 @@ def converting_write_errors(path: Path) -> Iterator[None]:
         ) from error
 
 
-class LearnerState(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of a policy's learner."""
+class LearnerProgress(msgspec.Struct, frozen=True, kw_only=True):
+    """How far a policy's learner has got."""
 
     step: int
     version: PolicyVersion
@@ -130,7 +130,7 @@ def save_checkpoint(
     directory: Path,
     parameters: Parameters,
     optimizer: torch.optim.Optimizer | None,
-    state: LearnerState,
+    state: LearnerProgress,
     *,
     writes: bool = True,
 ) -> None:
@@ -159,7 +159,9 @@ def save_checkpoint(
             (directory / "state.json").write_bytes(msgspec.json.encode(state))
 
 
-def load_checkpoint(directory: Path, parameters: Parameters, optimizer: torch.optim.Optimizer | None) -> LearnerState:
+def load_checkpoint(
+    directory: Path, parameters: Parameters, optimizer: torch.optim.Optimizer | None
+) -> LearnerProgress:
     """Restore a learner's state; the next step is bit-identical to the one that would have followed.
 
     Raises:
@@ -168,7 +170,7 @@ def load_checkpoint(directory: Path, parameters: Parameters, optimizer: torch.op
     made: dict[Tensor, dict[str, Tensor]] = {}
     try:
         rng = json.loads((directory / "rng.json").read_text())
-        state = msgspec.json.decode((directory / "state.json").read_bytes(), type=LearnerState)
+        state = msgspec.json.decode((directory / "state.json").read_bytes(), type=LearnerProgress)
         with (
             safe_open(directory / "weights.safetensors", framework="pt") as weights,
             safe_open(directory / "optimizer.safetensors", framework="pt") as moments,
@@ -373,7 +375,7 @@ def _write_tensors(
             del tensor  # free it before the next tensor is gathered
 
 
-class CanaryMaker:
+class CanaryBuilder:
     """Makes the canaries of a run's versions, all over the same tokens.
 
     Args:

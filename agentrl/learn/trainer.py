@@ -54,7 +54,7 @@ from agentrl.learn.ranks import (
     gather_tensor,
     rank_device,
 )
-from agentrl.learn.storage import CanaryMaker, MergedColumns, Publisher, converting_write_errors
+from agentrl.learn.storage import CanaryBuilder, MergedColumns, Publisher, converting_write_errors
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -105,7 +105,7 @@ class PolicyTrainer:
         self._gae = config.credit.advantage.gae
         self._publisher = Publisher(run_directory)
         self._publishes = publishes
-        self._canaries: dict[Path, CanaryMaker] = {}
+        self._canaries: dict[Path, CanaryBuilder] = {}
         """Canary makers, keyed by base model; empty if this trainer publishes nothing."""
         self._clock = SystemClock()
         self._learners: dict[str, Learner] = {}
@@ -148,7 +148,7 @@ class PolicyTrainer:
         if self._publishes and (self._ranks.rank == 0 or mesh is not None):
             for model in models.values():
                 if model.base not in self._canaries:
-                    self._canaries[model.base] = CanaryMaker(model, max_context=self._config.engine.max_context)
+                    self._canaries[model.base] = CanaryBuilder(model, max_context=self._config.engine.max_context)
         if resume_from is not None:
             for name, learner in self._learners.items():
                 state = learner.load(resume_from / name)

@@ -104,7 +104,7 @@ class _Watch:
             loop.default_exception_handler(context)
             return
         trace = traceback.extract_tb(error.__traceback__)
-        place = next((f"{f.filename}:{f.lineno}: " for f in reversed(trace) if is_users(f.filename)), "")
+        place = next((f"{f.filename}:{f.lineno}: " for f in reversed(trace) if is_user_code(f.filename)), "")
         kind = "" if isinstance(error, AgentRLError) else f"{type(error).__name__}: "
         if (place, 0) not in self._told:
             self._told.add((place, 0))
@@ -119,7 +119,7 @@ class _Watch:
                 continue
             stack = _user_frames(frame)
             place = (stack[0].f_code.co_filename, stack[0].f_lineno)
-            if self._users_only and not is_users(place[0]):
+            if self._users_only and not is_user_code(place[0]):
                 continue
             is_blocked = seconds > self._longest_s or self._blocked_at.setdefault(place, mark) < mark
             if is_blocked and place not in self._told:
@@ -135,7 +135,7 @@ class _Watch:
             f"the event loop has been blocked for {seconds:.1f} s{name} by {_location(stack[0])}: "
             f"`{linecache.getline(file, number).strip()}`{callers}. No episode goes on meanwhile: "
         )
-        if not is_users(file):
+        if not is_user_code(file):
             return f"{what}no code of yours is in it; agentrl or a library works, or the machine is busy"
         return (
             f"{what}await it (`ctx.sleep`, `ctx.effect` with an async function), or mark the tool "
@@ -154,13 +154,13 @@ def _user_frames(innermost: FrameType) -> list[FrameType]:
     while (
         frame is not None and frame.f_globals.get("__name__") != "asyncio.base_events"
     ):  # outer frames belong to the code that runs the loop
-        if is_users(frame.f_code.co_filename):
+        if is_user_code(frame.f_code.co_filename):
             frames.append(frame)
         frame = frame.f_back
     return frames or [innermost]
 
 
-def is_users(file: str) -> bool:
+def is_user_code(file: str) -> bool:
     """Whether a code file belongs to the user: not to agentrl or a library, nor generated (`<string>`: a dataclass's
     `__init__`)."""
     return not file.startswith((_PACKAGE, *_LIBRARIES, "<frozen", "<string>", "<attrs generated"))

@@ -76,7 +76,7 @@ class Lines:
         name, steps = f"{policy} " if len(self._state.policies) > 1 else "", self._state.plan.steps_of(policy)
         left = self._state.policies[policy].seconds_left(steps) if policy in self._state.policies else None
         eta = f"  about {duration(left)} left" if left and step < steps else ""
-        self.line(f"{name}step {step}/{steps}  {figures(metrics)}{eta}")
+        self.line(f"{name}step {step}/{steps}  {format_step_metrics(metrics)}{eta}")
 
     def evaluation(self, versions: Mapping[str, PolicyVersion], metrics: Mapping[str, Mapping[str, float]]) -> None:
         """Write the results of an evaluation."""
@@ -147,7 +147,7 @@ def evaluation_line(version: PolicyVersion, metrics: Mapping[str, float]) -> str
     return f"held-out reward {metrics['evaluation/reward']:.3f} over {plural(episodes, 'task')} ({who})"
 
 
-def figures(metrics: Mapping[str, float]) -> str:
+def format_step_metrics(metrics: Mapping[str, float]) -> str:
     """Return the metrics of a step as one line; values that were not measured are left out."""
     parts = []
     if "reward/mean" in metrics:

@@ -3,7 +3,7 @@
 `Dispatcher` owns episode numbers, seeds, seat bindings, child episodes (it is the `EpisodeHost`) and evaluation
 episodes. Training episodes go to the buffer; others never do. An `AdmissionPolicy`, the run's scheduler, decides which
 versions an episode plays with and which policies learn. `UnitReservations` counts the units that children of running
-episodes will still contribute, and `Signal` wakes waiters when the state changes.
+episodes will still contribute, and `ChangeCondition` wakes waiters when the state changes.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ PolicyOf = Callable[[str, int], str]
 """Maps a seat (`Env.seat` or its bare name) and the number of a root group to the policy that holds the seat."""
 
 
-class Signal:
+class ChangeCondition:
     """Wakes every waiter whose predicate has become true; predicates are checked again after every notification.
 
     Example:
@@ -146,7 +146,7 @@ class Dispatcher:
     group_size: int
     buffer: EpisodeBuffer
     store: JournalStore
-    signal: Signal
+    signal: ChangeCondition
     next_number: int = 0
     """Number of the next root training episode."""
     next_evaluation: int = 0

@@ -20,7 +20,7 @@ from agentrl.core.errors import CheckFailedError
 from agentrl.core.ports import Observer
 from agentrl.core.records import EpisodeHeader, PolicyVersion, Task
 from agentrl.journal.port import JournalStore
-from agentrl.orchestrator.dispatch import Dispatcher, Signal
+from agentrl.orchestrator.dispatch import ChangeCondition, Dispatcher
 from agentrl.orchestrator.metrics import mean_named_rewards
 from agentrl.orchestrator.versions import BestCheckpointTracker, ServedVersions
 
@@ -46,7 +46,7 @@ class Evaluator:
     versions: ServedVersions
     store: JournalStore
     observer: Observer
-    signal: Signal
+    signal: ChangeCondition
     best: BestCheckpointTracker
     clock: Clock
     _busy: bool = False

@@ -43,7 +43,7 @@ from agentrl.journal.port import JournalStore, StepRow
 from agentrl.observe.run_state import RunSnapshot
 from agentrl.orchestrator.buffer import EpisodeBuffer, ReadyUnit
 from agentrl.orchestrator.checkpoints import CheckpointWriter, JournalRetention, VersionRetention
-from agentrl.orchestrator.dispatch import Dispatcher, Signal
+from agentrl.orchestrator.dispatch import ChangeCondition, Dispatcher
 from agentrl.orchestrator.evaluation import Evaluator
 from agentrl.orchestrator.metrics import EpisodeTotals, mean_named_rewards
 from agentrl.orchestrator.scheduler import GroupDemand, Scheduler
@@ -103,7 +103,7 @@ class Orchestrator:
     versions: ServedVersions
     store: JournalStore
     checkpoints: CheckpointWriter | None
-    signal: Signal
+    signal: ChangeCondition
     clock: Clock
     observer: Observer
     evaluator: Evaluator

@@ -27,11 +27,11 @@ from agentrl.journal.entries import (
     EntryBody,
     GatherEntry,
     JournalEntry,
-    LimitEntry,
     OrderEntry,
     ResourceEntry,
     RewardEntry,
     SpawnEntry,
+    TimeLimitEntry,
     ToolEntry,
     TurnEntry,
     ValueEntry,
@@ -439,7 +439,7 @@ def describe_entry(body: EntryBody) -> str:
             return f"a reward of {body.value} to {body.seat}" + (f" for {body.name}" if body.name != REWARD else "")
         case ValueEntry():
             return f"{body.kind} = {shortened(body.value)}"
-        case LimitEntry():
+        case TimeLimitEntry():
             return f"the end of the episode's time ({body.stop_reason})"
         case OrderEntry():
             return f"the order in which {len(body.order)} branches ended"

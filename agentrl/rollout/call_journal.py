@@ -40,9 +40,9 @@ from agentrl.journal.entries import (
     EntryBody,
     IntentEntry,
     JournalEntry,
-    LimitEntry,
     PatchEntry,
     RewardEntry,
+    TimeLimitEntry,
     TurnEntry,
     encode_body,
     extend_digest,
@@ -359,7 +359,7 @@ class CallJournal:
             ReplayMismatchError: the code no longer makes the recorded call that is next.
         """
         assert call.branch is not None
-        if isinstance(call.recorded, LimitEntry):
+        if isinstance(call.recorded, TimeLimitEntry):
             await self._order.wait(call.branch, call.number)
             self._returned(call.call_id)
             self.is_over_time = True
@@ -600,7 +600,9 @@ class CallJournal:
         Raises:
             LimitReachedError: always.
         """
-        entry = LimitEntry("time_limit", f"episode {self._episode_id} was too long without a turn (episode_timeout_s)")
+        entry = TimeLimitEntry(
+            "time_limit", f"episode {self._episode_id} was too long without a turn (episode_timeout_s)"
+        )
         self.write(call, entry)
         raise _time_limit(entry)
 
@@ -680,7 +682,7 @@ class CallJournal:
         self.written += 1
 
 
-def _time_limit(entry: LimitEntry) -> LimitReachedError:
+def _time_limit(entry: TimeLimitEntry) -> LimitReachedError:
     return LimitReachedError(entry.message, stop_reason="time_limit")
 
 

@@ -60,7 +60,7 @@ class ReplayJournal(CallJournal):
 
     def __init__(  # noqa: PLR0913 (one keyword per setting)
         self,
-        log: ReplayLog,
+        log: DiscardingLog,
         episode_id: str,
         attempt: int,
         recorded: Sequence[JournalEntry],
@@ -173,7 +173,7 @@ class ReplayRunner(EpisodeRunner):
     def _journal_of(
         self, spec: EpisodeSpec, recorded: Iterable[JournalEntry], answers: Iterable[JournalEntry]
     ) -> CallJournal:
-        assert isinstance(self._log, ReplayLog)
+        assert isinstance(self._log, DiscardingLog)
         self.journal = ReplayJournal(
             *(self._log, spec.episode_id, spec.attempt, list(recorded)),
             seed=spec.seed,
@@ -187,7 +187,7 @@ class ReplayRunner(EpisodeRunner):
         return self.journal
 
 
-class ReplayLog:
+class DiscardingLog:
     """A log that stores nothing; implements the part of `TurnLog` and `JournalStore` that a replay needs."""
 
     name = "replay"

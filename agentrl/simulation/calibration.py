@@ -137,7 +137,7 @@ def calibrated(reader: RunReader) -> Calibration:
         steps=len(own),
         skipped=skipped,
         measured=BusyShares(
-            engine=covered([(turn.start, turn.stop) for turn in turns], since, end),
+            engine=covered_share([(turn.start, turn.stop) for turn in turns], since, end),
             trainer=sum(seconds for _, seconds, _, _ in window) / (end - begin),
             steps_per_hour=3600 * (len(own) - skipped) / (end - begin),
         ),
@@ -219,7 +219,7 @@ def _environments(reader: RunReader, seen: Mapping[str, _Seen]) -> dict[str, Any
             roots[name] += count
         else:
             fan_out[str(parent).rpartition(":")[2]][name] += count
-    likeness = likeness_of(reader.log.members())
+    likeness = sibling_correlation(reader.log.members())
     made = {}
     for name in sorted(seen, key=lambda name: -roots[name]):
         found = seen[name]
@@ -228,7 +228,8 @@ def _environments(reader: RunReader, seen: Mapping[str, _Seen]) -> dict[str, Any
         }
         made[name] = {
             "seats": {
-                seat: {"tokens": _tail(found.tokens[seat]), "turns": _tail(found.turns[seat])} for seat in found.tokens
+                seat: {"tokens": _distribution(found.tokens[seat]), "turns": _distribution(found.turns[seat])}
+                for seat in found.tokens
             },
             "prompt": max(round(fmean(found.prompts)), 1),
             "tool_tokens": round(fmean(found.added)) if found.added else 0,
@@ -236,11 +237,11 @@ def _environments(reader: RunReader, seen: Mapping[str, _Seen]) -> dict[str, Any
             "likeness": likeness,
         }
         if found.gaps:
-            made[name]["tool_seconds"] = _tail([max(gap, 1e-4) for gap in found.gaps])
+            made[name]["tool_seconds"] = _distribution([max(gap, 1e-4) for gap in found.gaps])
     return made
 
 
-def likeness_of(members: Iterable[tuple[EpisodeSpec, EpisodeHeader]]) -> float:
+def sibling_correlation(members: Iterable[tuple[EpisodeSpec, EpisodeHeader]]) -> float:
     """Return the correlation of siblings' log-tokens: the mean product of their deviations over the pairs of all
     groups."""
     logs: dict[tuple[str, str], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
@@ -262,8 +263,8 @@ def likeness_of(members: Iterable[tuple[EpisodeSpec, EpisodeHeader]]) -> float:
     return min(max(products / pairs, 0.0), 0.95) if pairs else 0.0
 
 
-def _tail(values: Sequence[float]) -> dict[str, Any]:
-    """Describe a distribution as a `Tail` section of a plan."""
+def _distribution(values: Sequence[float]) -> dict[str, Any]:
+    """Describe a distribution as a `QuantileDistribution` section of a plan."""
     ordered = sorted(max(value, 1e-4) for value in values)
     scores = (FURTHEST * (2 * rank / (RANKS - 1) - 1) for rank in range(RANKS))
     ranks = [ordered[round(_NORMAL.cdf(score) * (len(ordered) - 1))] for score in scores]
@@ -276,7 +277,7 @@ def _tail(values: Sequence[float]) -> dict[str, Any]:
     }
 
 
-def covered(spans: Sequence[tuple[float, float]], begin: float, end: float) -> float:
+def covered_share(spans: Sequence[tuple[float, float]], begin: float, end: float) -> float:
     """Return the share of the time that any of the spans covers."""
     covered, reached = 0.0, begin
     for start, stop in sorted(spans):

@@ -6,7 +6,7 @@ The settings of a run have their production names and are passed on unchanged (`
 hold here too. Further bounds limit a plan's size: far beyond any real one, and small enough to be simulated in
 reasonable time.
 
-`Tail` is a distribution given by its quantiles. `GPUS` and `MODELS` estimate the speed of engines and trainers by the
+`QuantileDistribution` is given by its quantiles. `GPUS` and `MODELS` estimate the speed of engines and trainers by the
 roofline, with the usually reached shares of it: decoding a token reads all weights once for the whole batch, and each
 conversation's keys and values, so memory bandwidth limits it; training is limited by arithmetic, with 6 operations per
 parameter and token, and 2 more because activations are recomputed. Measured values (`rates`, `prefill_rate`,
@@ -44,11 +44,11 @@ SCORES = [_NORMAL.inv_cdf((rank + 0.5) / 200) for rank in range(200)]
 """Equally likely values of a standard normal variable."""
 
 
-class Tail(Section):
+class QuantileDistribution(Section):
     """Distribution of tokens, seconds or turns, given by its quantiles.
 
     Example:
-        >>> tail = Tail(p50=32, p90=160, cap=1280)
+        >>> tail = QuantileDistribution(p50=32, p90=160, cap=1280)
         >>> round(tail.value(0.0)), round(tail.value(1.2815515)), round(tail.value(9.0))
         (32, 160, 1280)
     """
@@ -63,7 +63,7 @@ class Tail(Section):
     3."""
 
     @model_validator(mode="after")
-    def _check_order(self) -> Tail:
+    def _check_order(self) -> QuantileDistribution:
         if not self.p50 <= self.p90 <= self.cap:
             raise ValueError(f"p50 = {self.p50:g}, p90 = {self.p90:g}, cap = {self.cap:g} must be ascending")
         if self.law == "pareto" and not self.p50 < self.p90 < self.cap:
@@ -241,9 +241,9 @@ Length = Annotated[int, Field(ge=0, le=MOST)]
 class SeatPlan(Section):
     """Turns and tokens of a seat's agent in an episode."""
 
-    tokens: Tail
+    tokens: QuantileDistribution
     """Tokens sampled in the whole episode, in turns of equal length."""
-    turns: Tail = Tail(p50=1, p90=1, cap=1)
+    turns: QuantileDistribution = QuantileDistribution(p50=1, p90=1, cap=1)
     """Number of turns; episodes with more tokens have more turns."""
 
 
@@ -253,7 +253,7 @@ class EnvironmentPlan(Section):
     seats: Annotated[dict[str, SeatPlan], Field(min_length=1)]
     prompt: Annotated[Length, Field(gt=0)] = 256
     """Prompt tokens of each seat's conversation."""
-    tool_seconds: Tail | None = None
+    tool_seconds: QuantileDistribution | None = None
     """Seconds between two turns of a seat; absent if tools take no time."""
     tool_tokens: Length = 0
     """Tokens that a tool's answer adds to the conversation."""
@@ -601,8 +601,8 @@ def load(path: str | Path, over: Plan | None = None) -> Plan:
 
     Args:
         path: path of the file.
-        over: plan that the file changes; settings absent from the file are kept. A tail is replaced as a whole, and so
-            is the speed of engines if the file contains `engine.model`.
+        over: plan that the file changes; settings absent from the file are kept. A distribution is
+            replaced as a whole, and so is the speed of engines if the file contains `engine.model`.
 
     Raises:
         ConfigError: the plan is invalid; the message lists all problems with their places.

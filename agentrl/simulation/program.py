@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from agentrl.simulation.plan import EnvironmentPlan, Plan, SeatPlan
 
 
-class Tasks:
+class SimulatedTasks:
     """Endless tasks, each with the random numbers that its episodes share."""
 
     def __init__(self, seed: int) -> None:
@@ -44,12 +44,12 @@ class Tasks:
         return Task(id=f"task-{number}", data={"shared": [random_stream("simulated task", self._seed, number).gauss()]})
 
 
-class Planned(Environment):
+class PlannedEnvironment(Environment):
     """Environment whose episodes follow a plan."""
 
     plan: ClassVar[EnvironmentPlan]
     grain: ClassVar[int]
-    children: ClassVar[dict[str, type[Planned]]]
+    children: ClassVar[dict[str, type[PlannedEnvironment]]]
 
     async def run(self, ctx: EpisodeContext) -> None:
         """Let the seats take turns, with tool calls between the turns of a seat; then run the children."""
@@ -73,7 +73,7 @@ class _Player:
     """Agent with the lengths of its future turns."""
 
     def __init__(
-        self, agent: Agent, seat: SeatPlan, program: Planned, shared: Sequence[float], rng: random.Random
+        self, agent: Agent, seat: SeatPlan, program: PlannedEnvironment, shared: Sequence[float], rng: random.Random
     ) -> None:
         likeness = program.plan.likeness
         z = math.sqrt(likeness / len(shared)) * math.fsum(shared) + math.sqrt(1 - likeness) * rng.gauss()
@@ -96,7 +96,7 @@ class _Player:
         self._context += sampled + self._answer
 
 
-def programs(plan: Plan) -> type[Environment]:
+def make_root_environment(plan: Plan) -> type[Environment]:
     """Create the root environment of a plan. All environments are in one module, where production looks for
     children.
     """
@@ -104,11 +104,11 @@ def programs(plan: Plan) -> type[Environment]:
     name = f"agentrl_simulated_{digest}"
     if name not in sys.modules:
         module = ModuleType(name)
-        made: dict[str, type[Planned]] = {}
+        made: dict[str, type[PlannedEnvironment]] = {}
         for environment, planned in plan.environments.items():
             made[environment] = type(
                 environment,
-                (Planned,),
+                (PlannedEnvironment,),
                 {
                     "__module__": name,
                     "__doc__": planned.__doc__,

@@ -17,12 +17,12 @@ from agentrl.core.errors import ConfigError
 from agentrl.environment.base import Environment
 from agentrl.inspection.render import Page, run_timeline_page
 from agentrl.simulation.plan import Plan
-from agentrl.simulation.program import programs
+from agentrl.simulation.program import make_root_environment
 
 if TYPE_CHECKING:
     from agentrl.inspection.timelines import RunTimeline
     from agentrl.simulation.calibration import BusyShares
-    from agentrl.simulation.run import Measured
+    from agentrl.simulation.run import SimulationResult
 
 FULL = 0.9
 """Share of busy time at which engines or trainer count as the bottleneck."""
@@ -149,11 +149,11 @@ def check(plan: Plan) -> None:
     Raises:
         ConfigError: the plan is invalid; the message contains the remedy.
     """
-    environment: type[Environment] = programs(plan)
+    environment: type[Environment] = make_root_environment(plan)
     units_per_root_group(plan.config(1), environment)
 
 
-def try_knobs(plan: Plan, base: Measured, measure: Callable[[Plan], Measured]) -> Iterator[KnobResult]:
+def try_knobs(plan: Plan, base: SimulationResult, measure: Callable[[Plan], SimulationResult]) -> Iterator[KnobResult]:
     """Simulate the plan with each knob changed."""
     for knob in knobs(plan):
         measured = measure(knob.plan)
@@ -169,7 +169,7 @@ def try_knobs(plan: Plan, base: Measured, measure: Callable[[Plan], Measured]) -
         )
 
 
-def bottleneck(measured: Measured) -> str:
+def bottleneck(measured: SimulationResult) -> str:
     """Name the bottleneck of the run, as a sentence."""
     busiest, share = max(
         (("the engines", measured.engine_busy), ("the trainer", measured.trainer_busy)), key=lambda pair: pair[1]
@@ -223,7 +223,7 @@ def shown(value: Any) -> str:
 
 
 def simulation_page(
-    name: str, plan: Plan, measured: Measured, turned: Sequence[KnobResult], run: BusyShares | None = None
+    name: str, plan: Plan, measured: SimulationResult, turned: Sequence[KnobResult], run: BusyShares | None = None
 ) -> Page:
     """Return a page with assumptions, busy shares, the timeline, and the effect of each knob.
 
@@ -286,7 +286,7 @@ def assumptions(plan: Plan) -> list[tuple[str, str]]:
     return [("engines", f"{engine.replicas}: {by}{speed}{room}{prefill}{estimate}"), ("trainer", learns)]
 
 
-def results(measured: Measured) -> list[tuple[str, str]]:
+def results(measured: SimulationResult) -> list[tuple[str, str]]:
     """Return busy shares, rates, lags and tails as rows of label and text."""
     facts = [
         ("engines", f"{measured.engine_busy:.0%} of their capacity; {measured.slots_busy:.0%} of the slots run"),

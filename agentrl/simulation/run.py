@@ -1,8 +1,8 @@
 """Runs the production loop in virtual time, with emulated engines and a trainer that only takes time.
 
-`simulate_run` stops after the given number of steps and returns `Measured`: busy shares, lags of tokens, durations of
-episodes, and whether long and short episodes were trained equally. The first steps, in which the pipeline fills, are
-not measured. `Recorder` holds the minimum of records needed for these results; `RecordingJournal` and
+`simulate_run` stops after the given number of steps and returns a `SimulationResult`: busy shares, lags of tokens,
+durations of episodes, and whether long and short episodes were trained equally. The first steps, in which the pipeline
+fills, are not measured. `Recorder` holds the minimum of records needed for these results; `RecordingJournal` and
 `RecordingEngine` fill it. The journal stores nothing else, so a simulated week is not written to disk.
 """
 
@@ -28,7 +28,7 @@ from agentrl.journal.port import Pruned
 from agentrl.orchestrator.versions import ServedVersions
 from agentrl.rollout.worker import AsyncioWorker
 from agentrl.simulation.engine import EmulatedEngine
-from agentrl.simulation.program import LengthFormat, Tasks, length_of, programs
+from agentrl.simulation.program import LengthFormat, SimulatedTasks, length_of, make_root_environment
 from agentrl.simulation.recording_trainer import RecordingTrainer
 from agentrl.simulation.virtual_time import SimLoop
 
@@ -71,7 +71,7 @@ class Scenario:
     """Replaces parts of the production loop, for comparison."""
 
 
-def simulate_run(scenario: Scenario) -> Measured:
+def simulate_run(scenario: Scenario) -> SimulationResult:
     """Simulate a scenario to its last step.
 
     Raises:
@@ -120,10 +120,10 @@ async def _run(scenario: Scenario) -> Recorder:
         store=journal,
         observer=_Nobody(),
         clock=clock,
-        tasks=Tasks(plan.seed),
+        tasks=SimulatedTasks(plan.seed),
         versions=versions,
     )
-    journal.orchestrator = orchestrator = assemble(config, programs(plan), parts)
+    journal.orchestrator = orchestrator = assemble(config, make_root_environment(plan), parts)
     worker = orchestrator.dispatcher.worker
     assert isinstance(worker, AsyncioWorker)
     for engine in recorder.engines:
@@ -439,7 +439,7 @@ def episode_of(request: GenerateRequest) -> str:
 
 
 @dataclass(slots=True, kw_only=True)
-class Measured:
+class SimulationResult:
     """Results of a simulation over the steps after the skipped ones; lengths in tokens, times in seconds."""
 
     seconds: float
@@ -488,7 +488,7 @@ class Measured:
     """CPU seconds of the simulation."""
 
 
-def measure(plan: Plan, recorder: Recorder, skipped: int, cpu_seconds: float) -> Measured:
+def measure(plan: Plan, recorder: Recorder, skipped: int, cpu_seconds: float) -> SimulationResult:
     """Compute the results from the records after the skipped steps."""
     first = next(iter(plan.trained))
     own = [step for step in recorder.steps if step.policy == first]
@@ -504,7 +504,7 @@ def measure(plan: Plan, recorder: Recorder, skipped: int, cpu_seconds: float) ->
     waste = recorder.wasted / max(sum(engine.sampled for engine in recorder.engines), 1.0)
     mean = fmean(recorder.asked[name] for name in fed)
     own_units = [name for step in window if step.policy == first for name in step.units]
-    return Measured(
+    return SimulationResult(
         seconds=seconds,
         steps_per_hour={name: 3600 * sum(step.policy == name for step in window) / seconds for name in plan.trained},
         tokens_per_s=(1 - waste) * sampled * recorder.grain / seconds,

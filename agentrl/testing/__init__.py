@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from agentrl.testing.execution import Played, play
+    from agentrl.testing.execution import PlayResult, play
 
-__all__ = ["Played", "play"]
+__all__ = ["PlayResult", "play"]
 
 
 def __getattr__(name: str) -> Any:

@@ -48,8 +48,8 @@ from agentrl.rollout.branches import REMEDY, shortened
 from agentrl.rollout.harness_agent import differing_request, turns_with_context
 from agentrl.simulation.virtual_time import simulate
 from agentrl.testing.execution import POLICY, RESOURCE_LOST, ExecutedEpisode, execute, random_policy
-from agentrl.testing.format_reward_check import TASKS as FORMAT_TASKS
-from agentrl.testing.format_reward_check import FormatOutcome, format_findings
+from agentrl.testing.malformed_reply_check import TASKS as FORMAT_TASKS
+from agentrl.testing.malformed_reply_check import FormatOutcome, format_findings
 from agentrl.testing.side_effects import MODEL_ADVICE, calls_language_model, observed_side_effects
 
 MAX_CUTS = 64

@@ -27,7 +27,7 @@ from agentrl.environment.registry import name_of, resolve
 from agentrl.environment.tools import ToolEnvironment
 from agentrl.journal.entries import TurnEntry
 from agentrl.orchestrator.buffer import EpisodeBuffer, WholeGroups
-from agentrl.orchestrator.dispatch import Dispatcher, Signal
+from agentrl.orchestrator.dispatch import ChangeCondition, Dispatcher
 from agentrl.orchestrator.metrics import EpisodeTotals
 from agentrl.rollout.byte_formats import STOP_TOKEN, PlainFormat
 from agentrl.rollout.episode import RolloutSettings
@@ -176,7 +176,7 @@ def wire_dispatcher(
         group_size=1,
         buffer=EpisodeBuffer((), WholeGroups((), ADVANTAGES["none"])),
         store=store,
-        signal=Signal(),
+        signal=ChangeCondition(),
     )
     runner = runner_type(
         engine=engine,
@@ -198,7 +198,7 @@ def wire_dispatcher(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Played:
+class PlayResult:
     """Result of an episode."""
 
     reward: float
@@ -208,7 +208,9 @@ class Played:
     stop_reason: str
 
 
-def play(environment: str | type, task: Task, replies: Sequence[str | Mapping[str, Any]], *, seed: int = 0) -> Played:
+def play(
+    environment: str | type, task: Task, replies: Sequence[str | Mapping[str, Any]], *, seed: int = 0
+) -> PlayResult:
     """Play one episode in which the policy gives `replies` in order, for all seats.
 
     Args:
@@ -245,7 +247,7 @@ def play(environment: str | type, task: Task, replies: Sequence[str | Mapping[st
     header = outcome.header
     turns = [body for entry in outcome.entries if isinstance(body := entry.decode(), TurnEntry)]
     told = tuple("\n".join(str(message["content"]) for message in turn.messages) for turn in turns)
-    return Played(reward=header.reward or 0.0, told=told, stop_reason=header.stop_reason or "")
+    return PlayResult(reward=header.reward or 0.0, told=told, stop_reason=header.stop_reason or "")
 
 
 def _text(reply: str | Mapping[str, Any]) -> str:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from agentrl.environment.base import valid_unicode
-from agentrl.observe.blocked import is_users
+from agentrl.observe.blocked import is_user_code
 from agentrl.rollout.call_journal import running_branch
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ def _is_for_model(frame: FrameType | None, source: str) -> bool:
         name = str(frame.f_globals.get("__name__"))
         if not _MODEL_CLIENTS.isdisjoint({name.partition(".")[0], ".".join(name.split(".")[:2])}):
             return True
-        if is_users(frame.f_code.co_filename) and calls_language_model(
+        if is_user_code(frame.f_code.co_filename) and calls_language_model(
             "".join(linecache.getlines(frame.f_code.co_filename))
         ):
             return True

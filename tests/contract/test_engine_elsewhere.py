@@ -16,7 +16,7 @@ from agentrl.core.ports import GenerateRequest, SamplingParams
 from agentrl.core.records import PolicyVersion
 from agentrl.engines import wire
 from agentrl.engines.child_process import PRIVATE_DIRECTORY_VARIABLE
-from agentrl.engines.client import PIECE_BYTES, EngineClient, EngineConnection, ProcessEngine
+from agentrl.engines.client import CHUNK_BYTES, EngineClient, EngineConnection, ProcessEngine
 from tests.contract.elsewhere import START, Elsewhere, program, written
 
 REQUEST = GenerateRequest(
@@ -43,7 +43,7 @@ def refuse_versions(process_id: int | None) -> Path:
 def test_versions_travel_as_bytes_and_a_second_process_is_sent_them_again(tmp_path: Path) -> None:
     async def main() -> None:
         engine = await made(tmp_path)
-        large = written(tmp_path / "1", 1, 2 * PIECE_BYTES + 17)
+        large = written(tmp_path / "1", 1, 2 * CHUNK_BYTES + 17)
         await engine.serve([large], ())
         small = written(tmp_path / "2", 2, 10)
         await engine.serve([small], [large])
@@ -93,7 +93,7 @@ def test_an_adapter_and_the_request_to_serve_it_take_one_round_trip(tmp_path: Pa
         serving = asyncio.create_task(connection.serve([written(tmp_path / "1", 1, 1000)], ()))
         while not writer.sent:
             await asyncio.sleep(0.01)
-        assert writer.sent == [["Piece", "Piece", "Serve"]]
+        assert writer.sent == [["WeightChunk", "WeightChunk", "Serve"]]
         reader.feed_eof()
         await connection.drain(EngineLostError("it is over"))
         with pytest.raises(EngineLostError):
@@ -124,7 +124,7 @@ def test_a_machine_that_cannot_keep_a_version_is_named_and_serves_the_one_before
         completion = await engine.open("session", "solver").generate(REQUEST)
         assert [span.version.step for span in completion.spans] == [1]
         refusing.unlink()
-        await engine.serve([written(tmp_path / "3", 3, 2 * PIECE_BYTES + 17)], ())
+        await engine.serve([written(tmp_path / "3", 3, 2 * CHUNK_BYTES + 17)], ())
         await engine.close()
 
     asyncio.run(main())

@@ -32,7 +32,7 @@ except StorageError as error:
 """
 SAY = """
 import asyncio, socket
-from agentrl.app.worker_host import report_failure
+from agentrl.app.worker_server import report_failure
 from agentrl.engines.wire import receive
 
 async def main():

@@ -447,7 +447,7 @@ def test_an_event_of_an_episode_crosses_in_at_most_256_bytes(tmp_path: Path) -> 
             worker_wire.LogLine,
         }
         events = {kind.__name__: size for kind, size in sizes.items() if kind not in tasks}
-        assert events.keys() >= {"Ended", "ChildEnded", "Remember", "Recollected", "Park", "Parked", "Unpark"}
+        assert events.keys() >= {"Ended", "ChildEnded", "RememberProposal", "ProposalReply", "Park", "Parked", "Unpark"}
         assert max(events.values()) <= EVENT_BYTES, events
         (sent,) = {size for said, size in placement.frames if isinstance(said, worker_wire.Spawn)}
         assert sent < 400  # one task for its four children, and not what the parent was given

@@ -26,7 +26,7 @@ from agentrl.environment.containment import forks_ended
 from agentrl.environment.registry import name_of
 from agentrl.journal.store import SqliteJournal
 from agentrl.orchestrator.buffer import EpisodeBuffer, WholeGroups
-from agentrl.orchestrator.dispatch import Dispatcher, Signal
+from agentrl.orchestrator.dispatch import ChangeCondition, Dispatcher
 from tests.contract.worker_environments import TwoTurns
 
 VERSIONS = {"policy": PolicyVersion("policy", 0, 0), "stranger": PolicyVersion("stranger", 0, 0)}
@@ -135,7 +135,9 @@ async def workplace(
         engine = await ProcessEngine(program, VERSIONS, clock=SystemClock()).ready()
         stack.push_async_callback(engine.close)
         buffer = EpisodeBuffer((), WholeGroups((), ADVANTAGES["none"]))
-        dispatcher = make_dispatcher(config, environment, buffer, journal, Signal(), resume_state=ResumeState())
+        dispatcher = make_dispatcher(
+            config, environment, buffer, journal, ChangeCondition(), resume_state=ResumeState()
+        )
         at = Workplace(place, journal, dispatcher, engine, None, environment)  # type: ignore[arg-type]
 
         def fail(error: BaseException) -> None:

@@ -24,7 +24,7 @@ from benchmarks.killed_runs import digests
 from tests.processes import descendants, running
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
-WORKER = b"agentrl.app.worker_host"
+WORKER = b"agentrl.app.worker_server"
 STEPS = 2
 """Of the runs of two policies."""
 

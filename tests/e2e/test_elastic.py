@@ -50,7 +50,7 @@ def plays_episodes(hosts: Hosts, number: int) -> bool:
     """Whether a worker runs on a host."""
     ids = ",".join(map(str, hosts.processes(number)))
     listed = subprocess.run(["ps", "-o", "args=", "-p", ids], capture_output=True, text=True, check=False)
-    return "agentrl.app.worker_host" in listed.stdout
+    return "agentrl.app.worker_server" in listed.stdout
 
 
 def step_of(said: Path) -> int:

@@ -29,7 +29,7 @@ from agentrl.journal.entries import JournalEntry, TurnEntry, decode_partial
 from agentrl.journal.port import TurnLog
 from agentrl.journal.store import SqliteJournal
 from agentrl.orchestrator.buffer import EpisodeBuffer, WholeGroups
-from agentrl.orchestrator.dispatch import Dispatcher, Signal
+from agentrl.orchestrator.dispatch import ChangeCondition, Dispatcher
 from agentrl.rollout.byte_formats import STOP_TOKEN, PlainFormat
 from agentrl.rollout.episode import RolloutSettings
 from agentrl.rollout.runner import EpisodeRunner
@@ -186,7 +186,7 @@ class Life:
             group_size=GROUP_SIZE,
             buffer=EpisodeBuffer(POLICIES, WholeGroups(POLICIES, ADVANTAGES["leave_one_out"])),
             store=self.journal,
-            signal=Signal(),
+            signal=ChangeCondition(),
             next_number=resume_state.next_number,
             ended_children=dict(resume_state.ended_children),
         )

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import agentrl
 from agentrl.app.assemble import RunParts, assemble
 from agentrl.app.policies import pinned_policies
-from agentrl.app.recovery import ResumeState, serve_older, serve_opponents
+from agentrl.app.recovery import ResumeState, serve_older_versions, start_opponent_pools
 from agentrl.config.run import RunConfig
 from agentrl.core.clock import LoopClock
 from agentrl.core.ports import GenerateRequest
@@ -166,11 +166,11 @@ class SmallRun:
         }
         weights = {name: await self.trainer.publish(name, version) for name, version in versions.items()}
         served = ServedVersions(engine, batches=pinned_policies(self.config))
-        older = await serve_older(self.config, served, self.journal, self.resumed_at, self.drawn_from)
+        older = await serve_older_versions(self.config, served, self.journal, self.resumed_at, self.drawn_from)
         for name, published in weights.items():
             self.journal.record_version(published, self.resumed_at.get(name))
             await served.make_current(published)
-        opponents = await serve_opponents(self.config, served, older)
+        opponents = await start_opponent_pools(self.config, served, older)
         await self.journal.flush()
         parts = RunParts(
             served=served,

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import pytest
 
 import agentrl
-from agentrl.app.policies import split_groups, units_per_root_group
+from agentrl.app.policies import split_group_warnings, units_per_root_group
 from agentrl.core.errors import CheckFailedError, ConfigError, EnvironmentDefinitionError
 from agentrl.core.ports import GenerateRequest
 from agentrl.core.records import PolicyVersion, Task
@@ -148,7 +148,7 @@ def test_a_step_that_no_fan_out_can_fill_is_refused() -> None:
 def test_steps_that_end_inside_groups_are_told_with_a_size_that_fits() -> None:
     def told(**changes: Any) -> list[str]:
         config = config_for(**changes)
-        return list(split_groups(config, units_per_root_group(config, Guess)))
+        return list(split_group_warnings(config, units_per_root_group(config, Guess)))
 
     [line] = told(step_size=6, max_staleness=1)
     assert "policies.guesser.step_size = 6 is not a multiple of the 4 units" in line

@@ -14,9 +14,9 @@ from agentrl.core.errors import EngineError
 from agentrl.core.ports import GenerateRequest, SamplingParams
 from agentrl.core.records import Completion, PolicyVersion, VersionSpan, WeightsRef
 from agentrl.simulation.engine import EmulatedEngine
-from agentrl.simulation.plan import Plan, Tail
-from agentrl.simulation.program import Tasks, length_of
-from agentrl.simulation.run import Measured, Scenario, simulate_run
+from agentrl.simulation.plan import Plan, QuantileDistribution
+from agentrl.simulation.program import SimulatedTasks, length_of
+from agentrl.simulation.run import Scenario, SimulationResult, simulate_run
 from agentrl.simulation.virtual_time import simulate
 from benchmarks import scheduling_memory
 
@@ -226,7 +226,7 @@ def small(release: str, **changes: object) -> Plan:
     )
 
 
-def measured(plan: Plan, steps: int = 10) -> Measured:
+def measured(plan: Plan, steps: int = 10) -> SimulationResult:
     return simulate_run(Scenario(plan=plan, steps=steps, skipped=3))
 
 
@@ -252,13 +252,13 @@ def test_no_schedule_beats_the_bound_of_a_closed_run() -> None:
 
 @pytest.mark.parametrize("law", ["lognormal", "pareto"])
 def test_lengths_have_the_tail_that_was_asked_for(law: Literal["lognormal", "pareto"]) -> None:
-    tail = Tail(p50=32, p90=160, cap=1280, law=law)
+    tail = QuantileDistribution(p50=32, p90=160, cap=1280, law=law)
     assert [tail.value(z) for z in (0.0, 1.2815515655)] == pytest.approx([32, 160], rel=1e-4)
     assert tail.value(8.0) == pytest.approx(1280, rel=1e-3)
 
 
 def test_tasks_differ_and_are_the_same_again() -> None:
-    tasks, again = Tasks(0), Tasks(0)
+    tasks, again = SimulatedTasks(0), SimulatedTasks(0)
     assert tasks[3] == again[3]
     assert tasks[3].data != tasks[4].data
 

@@ -12,7 +12,7 @@ import agentrl
 from agentrl.core.errors import CheckFailedError
 from agentrl.core.ports import GenerateRequest
 from agentrl.core.records import PolicyVersion
-from agentrl.journal.entries import LimitEntry
+from agentrl.journal.entries import TimeLimitEntry
 from agentrl.observe.alarms import alarms
 from agentrl.observe.run_state import RunPlan, RunSnapshot, RunState
 from agentrl.rollout.byte_formats import STOP_TOKEN
@@ -71,7 +71,7 @@ def test_an_act_that_hangs_after_a_turn_truncates_the_episode_also_on_re_executi
         assert (execution.header.stop_reason, execution.header.drop_reason) == ("time_limit", None)
         assert execution.header.reward == -1.0
     assert resumed[-1].transcript == whole.transcript
-    limits = [body for body in whole.bodies.values() if isinstance(body, LimitEntry)]
+    limits = [body for body in whole.bodies.values() if isinstance(body, TimeLimitEntry)]
     assert len(limits) == (2 if how == "branches" else 1)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agentrl.app.assemble import RunParts, assemble
-from agentrl.app.policies import castings, pinned_policies
+from agentrl.app.policies import episode_seats, pinned_policies
 from agentrl.app.recovery import Recovery, clear_leftovers
 from agentrl.config.run import RunConfig
 from agentrl.core.clock import LoopClock
@@ -95,7 +95,7 @@ class CrashScenario:
         self.environment = environment
         self.tasks = tasks
         self.script = script
-        names = sorted({seat.rsplit(".", 1)[-1] for casting in castings(environment) for seat in casting.seats})
+        names = sorted({seat.rsplit(".", 1)[-1] for kind in episode_seats(environment) for seat in kind.seats})
         values: dict[str, Any] = {
             "steps": 3,
             "environment": {"id": "unused"},

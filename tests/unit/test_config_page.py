@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 import agentrl
+from agentrl.config.docs_page import fields, page
 from agentrl.config.fields import shipped_example
 from agentrl.config.load import dump_toml, load
-from agentrl.config.page import fields, page
 from agentrl.core.errors import ConfigError, InputError
 
 

@@ -16,7 +16,7 @@ import pytest
 from agentrl.cli.main import main
 from agentrl.core.errors import InputError
 from agentrl.exchange.exporting import export
-from agentrl.exchange.files import building
+from agentrl.exchange.files import staging_path
 from agentrl.exchange.formats import EXPORTS
 from agentrl.inspection.reader import EpisodeView, RunReader
 from tests.processes import without_the_rights_of_root
@@ -109,7 +109,7 @@ def test_what_a_killed_export_leaves_is_gone_after_the_next(sample_run: Path, tm
     assert left.name.startswith(".tmp-exchange-")
     (tmp_path / ".tmp-exchange-link").symlink_to(sample_run)
     reader = RunReader(sample_run)
-    with building(tmp_path / "other") as others:
+    with staging_path(tmp_path / "other") as others:
         others.mkdir()
         export(reader, format, out)
         assert others.is_dir(), "it is in use"

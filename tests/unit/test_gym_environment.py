@@ -18,7 +18,7 @@ from agentrl.environment import gym
 from agentrl.environment.containment import GlobalRandom
 from agentrl.environment.gym import SeededGame
 from agentrl.environment.gym_seat import SeatEnv
-from agentrl.testing.format_reward_check import GARBAGE
+from agentrl.testing.malformed_reply_check import GARBAGE
 from tests.unit.episodes import play
 
 Lake = agentrl.gym_environment(

@@ -125,7 +125,7 @@ def test_a_request_that_is_read_after_the_end_of_its_episode_samples_nothing() -
         async with asyncio.timeout(60), gateway.open({"other": seat}, {}):
             async with gateway.open({"main": seat}, {}) as ended:
                 reader, writer = await send_begun(ended, body[:-1])
-                while ended.intake.held_bytes < len(body) - 1:
+                while ended.budget.held_bytes < len(body) - 1:
                     await asyncio.sleep(0.01)
             writer.write(body[-1:])
             answer = await reader.readline() + await reader.readuntil(b"ended")
@@ -242,9 +242,9 @@ def test_requests_that_wait_for_their_reply_are_bounded_together(monkeypatch: py
     async def refused() -> tuple[list[int], int]:
         async with Gateway().open({"main": seat}, {}) as opened:
             statuses = await send_retries(opened, "a" * 2_000, 4)
-            while opened.intake.held_bytes:
+            while opened.budget.held_bytes:
                 await asyncio.sleep(0.01)
-            return statuses, opened.intake.held_bytes
+            return statuses, opened.budget.held_bytes
 
     statuses, held = asyncio.run(refused())
     assert statuses == [503, 503]
@@ -278,10 +278,10 @@ def test_attempts_take_turns_with_their_bodies(monkeypatch: pytest.MonkeyPatch) 
 
             async with gateway._parsing:  # until all wait for it
                 asking = [asyncio.ensure_future(ask_one(many, "many")) for _ in range(8)]
-                while not many.intake.parsing.locked():
+                while not many.budget.parsing.locked():
                     await asyncio.sleep(0.01)
                 asking.append(asyncio.ensure_future(ask_one(one, "one")))
-                while not one.intake.parsing.locked():
+                while not one.budget.parsing.locked():
                     await asyncio.sleep(0.01)
             await asyncio.gather(*asking)
 
@@ -326,13 +326,13 @@ def test_bodies_that_are_being_sent_are_bounded_together(monkeypatch: pytest.Mon
     async def sent() -> bytes:
         async with asyncio.timeout(60), Gateway().open({"main": HeldSeat()}, {}) as opened:
             _, first = await send_begun(opened, b" " * 2_000)
-            while opened.intake.held_bytes < 2_000:
+            while opened.budget.held_bytes < 2_000:
                 await asyncio.sleep(0.01)
             reader, second = await send_begun(opened, b" " * 2_000)
             refused = await reader.readline()
             for writer in (first, second):
                 writer.close()
-            while opened.intake.held_bytes:
+            while opened.budget.held_bytes:
                 await asyncio.sleep(0.01)
             return refused
 

@@ -26,8 +26,8 @@ from agentrl.inspection.render import (
     MAX_BLOCK,
     Page,
     episode_table,
-    figures_page,
     run_timeline_page,
+    statistics_page,
     step_page,
     step_table,
 )
@@ -237,7 +237,7 @@ def test_the_figures_of_a_run_add_up(reader: RunReader) -> None:
         assert kind.turns.low <= kind.turns.median <= kind.turns.high  # type: ignore[operator]
     assert {policy.policy: policy.steps for policy in figures.policies}["checker"] == 0
     assert figures.repeated == reader.count("attempt > 0") == reader.count("status = repeated")
-    assert "policies" in shown(figures_page(figures))
+    assert "policies" in shown(statistics_page(figures))
 
 
 def test_the_timeline_of_a_run_counts_every_episode_once(reader: RunReader) -> None:

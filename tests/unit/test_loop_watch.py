@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 
-from agentrl.observe.blocked import is_users, watch_loop
+from agentrl.observe.blocked import is_user_code, watch_loop
 
 
 def told_during(
@@ -83,8 +83,8 @@ def test_the_program_that_runs_the_loop_is_not_what_blocks_it() -> None:
 
 
 def test_the_command_that_starts_a_program_is_nobodys_code() -> None:
-    assert not is_users(f"{sysconfig.get_path('scripts')}/agentrl")
-    assert is_users(__file__)
+    assert not is_user_code(f"{sysconfig.get_path('scripts')}/agentrl")
+    assert is_user_code(__file__)
 
 
 def test_generated_code_is_nobodys_code() -> None:
@@ -92,7 +92,7 @@ def test_generated_code_is_nobodys_code() -> None:
     class Point:
         x: int
 
-    assert not is_users(Point.__init__.__code__.co_filename)
+    assert not is_user_code(Point.__init__.__code__.co_filename)
 
 
 def test_a_watch_for_the_users_code_ignores_a_loop_that_others_block() -> None:

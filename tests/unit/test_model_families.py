@@ -15,7 +15,7 @@ from peft.tuners.lora import LoraLayer
 
 from agentrl.config.policies import LoraConfig, PolicyConfig
 from agentrl.core.errors import ModelError
-from agentrl.engines.models import check_key_selection
+from agentrl.engines.models import check_sparse_attention
 from agentrl.learn.models import load_models
 from tests.model_families import (
     MAX_CONTEXT,
@@ -83,9 +83,9 @@ def test_a_model_that_selects_keys_is_refused_in_contexts_it_selects_from(
 @pytest.mark.parametrize("name", ["index_topk", "index_topk_blocks", "indexer_budget"])
 def test_every_name_of_a_bound_on_selected_keys_is_known(name: str) -> None:
     config = transformers.PretrainedConfig(**{name: 63})
-    check_key_selection(config, 63, "model")
+    check_sparse_attention(config, 63, "model")
     with pytest.raises(ModelError, match=rf"{name} = 63.* to at most 63"):
-        check_key_selection(config, 64, "model")
+        check_sparse_attention(config, 64, "model")
 
 
 def test_a_model_that_selects_all_keys_is_trained(tmp_path: Path) -> None:

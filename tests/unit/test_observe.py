@@ -25,9 +25,9 @@ from agentrl.inspection.reader import RunReader
 from agentrl.inspection.statistics import run_state
 from agentrl.journal.process import ProcessRecord, State, find_writing_process, record_state, recording_process_state
 from agentrl.journal.store import SqliteJournal
+from agentrl.observe.docs_page import page
 from agentrl.observe.metrics import METRICS, describe
-from agentrl.observe.page import page
-from agentrl.observe.progress import evaluation_line, figures
+from agentrl.observe.progress import evaluation_line, format_step_metrics
 from agentrl.observe.run_directory import RunDirectory
 from agentrl.observe.run_observer import EnduringStream, RunObserver
 from agentrl.observe.run_state import (
@@ -318,7 +318,7 @@ def test_the_view_of_several_policies_fits_the_width() -> None:
 
 def test_a_slow_rate_is_not_shown_as_none() -> None:
     slow = {"tokens/sampled_per_s": 0.034}
-    assert figures(slow) == "0.034 tokens/s"
+    assert format_step_metrics(slow) == "0.034 tokens/s"
     state = RunState(plan=RunPlan(steps=9, max_staleness={"policy": 1}))
     state.record("policy", 1, slow)
     stream = io.StringIO()
@@ -340,8 +340,8 @@ def test_the_page_of_metrics_is_up_to_date() -> None:
 
 
 def test_what_was_not_measured_is_left_out() -> None:
-    assert figures({"reward/mean": 1.0}) == "reward 1.000"
-    assert figures({}) == ""
+    assert format_step_metrics({"reward/mean": 1.0}) == "reward 1.000"
+    assert format_step_metrics({}) == ""
 
 
 def test_a_rising_curve_starts_low_and_ends_high() -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from agentrl.app.policies import check_references
+from agentrl.app.policies import check_reference_models
 from agentrl.config.policies import PolicyConfig
 from agentrl.config.run import RunConfig
 from agentrl.core.errors import ConfigError, InputError, ModelError
@@ -167,19 +167,19 @@ def test_a_teacher_with_another_tokenizer_is_refused(models: tuple[Path, Path], 
     teacher = shutil.copytree(models[1], tmp_path / "teacher")
     write_tokenizer(student)
     write_tokenizer(teacher)
-    check_references(config_of(student, teacher))
+    check_reference_models(config_of(student, teacher))
     file = teacher / "tokenizer.json"
     content = json.loads(file.read_text())
     vocabulary = content["model"]["vocab"]
     vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
     file.write_text(json.dumps(content))
     with pytest.raises(ConfigError, match="'a' is 1 there and 0 here"):
-        check_references(config_of(student, teacher))
+        check_reference_models(config_of(student, teacher))
     with pytest.raises(InputError, match="there is no directory"):
-        check_references(config_of(student, tmp_path / "absent"))
+        check_reference_models(config_of(student, tmp_path / "absent"))
     (tmp_path / "empty").mkdir()
     with pytest.raises(InputError, match="has no weights"):
-        check_references(config_of(student, tmp_path / "empty"))
+        check_reference_models(config_of(student, tmp_path / "empty"))
 
 
 def test_a_reference_of_fewer_tokens_is_refused(models: tuple[Path, Path], tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import pytest
 from agentrl.cli.main import main
 from agentrl.core.errors import ConfigError
 from agentrl.journal.entries import Pause, TurnEntry
-from agentrl.simulation.calibration import TimedTurn, covered, likeness_of, timed_turn
+from agentrl.simulation.calibration import TimedTurn, covered_share, sibling_correlation, timed_turn
 from agentrl.simulation.plan import Plan, load
 from agentrl.simulation.report import knobs
 from tests.support.builders import make_episode_header, make_spec
@@ -279,7 +279,7 @@ def test_a_turn_is_what_it_took_the_engine() -> None:
 
 
 def test_time_is_covered_once() -> None:
-    assert covered([(0, 2), (1, 3), (5, 9), (6, 7)], begin=1, end=11) == pytest.approx(0.6)
+    assert covered_share([(0, 2), (1, 3), (5, 9), (6, 7)], begin=1, end=11) == pytest.approx(0.6)
 
 
 def test_children_without_number_are_refused_at_once(tmp_path: Path) -> None:
@@ -305,5 +305,5 @@ def test_the_likeness_of_siblings_is_found(likeness: float) -> None:
             spec = make_spec(f"e{4 * group + member}", group_id=f"g{group}")
             z = common + draw.gauss(0, math.sqrt(1 - likeness))
             members.append((spec, make_episode_header(spec, tokens=round(math.exp(6.0 + 1.2 * z)))))
-    assert likeness_of(members) == pytest.approx(likeness, abs=0.05)
-    assert likeness_of(members[:1]) == 0.0
+    assert sibling_correlation(members) == pytest.approx(likeness, abs=0.05)
+    assert sibling_correlation(members[:1]) == 0.0

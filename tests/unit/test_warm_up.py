@@ -12,7 +12,7 @@ import pytest
 
 import agentrl
 from agentrl.app import warm_up as module
-from agentrl.app.warm_up import warm_up, written
+from agentrl.app.warm_up import format_reply, warm_up
 from agentrl.cli.main import main
 from agentrl.config.run import RunConfig
 from agentrl.core.errors import AgentRLError, CheckFailedError, InputError
@@ -158,7 +158,7 @@ def test_a_directory_that_exists_is_not_touched(tmp_path: Path, capsys: pytest.C
 @pytest.mark.parametrize("reply", [{"name": "f"}, {"arguments": {}}, 7, [{"name": "f", "arguments": 3}], [7]])
 def test_a_reply_that_is_none_is_refused(reply: Any) -> None:
     with pytest.raises(InputError, match="a reply is text, a call as"):
-        written(reply)
+        format_reply(reply)
 
 
 def test_conversations_are_read_from_a_file(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from agentrl.core.clock import Clock
     from agentrl.core.ports import GenerateRequest, NewTokensCallback
     from agentrl.core.records import FinishReason
-    from agentrl.engines.embedded.capture import KeptSetRecorder, RoutingTap
+    from agentrl.engines.embedded.capture import RoutingTap, SamplingMaskRecorder
     from agentrl.engines.embedded.forward import EmbeddedVersion, ServedModel
     from agentrl.engines.embedded.slots import SlotCache, SlotColumns, Slots
 
@@ -108,7 +108,7 @@ class ActiveRequest:
         self.delivered = sampled
 
     def complete(
-        self, columns: SlotColumns, reason: FinishReason, *, tap: RoutingTap | None, kept: KeptSetRecorder | None
+        self, columns: SlotColumns, reason: FinishReason, *, tap: RoutingTap | None, kept: SamplingMaskRecorder | None
     ) -> Completion:
         """Make the reply to the call from the tokens sampled so far."""
         context = len(self.request.token_ids)
@@ -186,7 +186,7 @@ class Batcher:
         table: SlotTable,
         prefill_tokens: int,
         tap: RoutingTap | None,
-        kept: KeptSetRecorder | None,
+        kept: SamplingMaskRecorder | None,
         fixed_shapes: bool = False,
     ) -> None:
         self._fixed_shapes = fixed_shapes

@@ -176,8 +176,8 @@ def find_routers(model: PreTrainedModel) -> tuple[str, ...]:
     return tuple(found)
 
 
-class KeptSetRecorder:
-    """Kept sets of the sampled tokens of each slot's call."""
+class SamplingMaskRecorder:
+    """Records the sampling mask of each slot's call: the kept set of every sampled token."""
 
     def __init__(self, slots: int) -> None:
         self._sets: list[list[NDArray[np.int32] | None]] = [[] for _ in range(slots)]

@@ -41,7 +41,7 @@ from agentrl.core.ports import EngineCapabilities
 from agentrl.core.records import Completion
 from agentrl.engines.embedded.adapter_bank import AdapterBank
 from agentrl.engines.embedded.batcher import ActiveRequest, Batcher, EmbeddedSession, SlotTable
-from agentrl.engines.embedded.capture import KeptSetRecorder, RoutingTap
+from agentrl.engines.embedded.capture import RoutingTap, SamplingMaskRecorder
 from agentrl.engines.embedded.forward import (
     BASE,
     EmbeddedVersion,
@@ -139,7 +139,7 @@ class EmbeddedEngine(ModelEngine[EmbeddedVersion]):
         self.capabilities = capabilities
         self._vocabulary = int(model.config.vocab_size)
         self.tap = RoutingTap(model, slots=slots, capacity=context) if capabilities.expert_routing else None
-        self._kept = KeptSetRecorder(slots) if capabilities.sampling_mask else None
+        self._kept = SamplingMaskRecorder(slots) if capabilities.sampling_mask else None
         self._columns = SlotColumns(slots=slots, capacity=context)
         self._table = SlotTable(slots, clock=clock)
         cache = SlotCache(slots=slots, capacity=context, layers=model.config.num_hidden_layers)

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from agentrl.core.clock import Clock
     from agentrl.engines.embedded.adapter_bank import AdapterBank
-    from agentrl.engines.embedded.capture import KeptSetRecorder, RoutingTap
+    from agentrl.engines.embedded.capture import RoutingTap, SamplingMaskRecorder
     from agentrl.engines.embedded.slots import Slots
 
 _ATTENTION_NAME = "agentrl_grouped"
@@ -171,7 +171,7 @@ class ForwardPassRunner:
         device: torch.device,
         dtype: torch.dtype,
         tap: RoutingTap | None,
-        kept: KeptSetRecorder | None,
+        kept: SamplingMaskRecorder | None,
         clock: Clock,
     ) -> None:
         self._cache = cache

@@ -1,4 +1,5 @@
-"""The process of an episode worker: `python -m agentrl.app.worker_host FD PARENT`, started by `cluster.worker_process`.
+"""The process of an episode worker: `python -m agentrl.app.worker_server FD PARENT`, started by
+`cluster.worker_process`.
 
 The process serves one connection, the socket it was started with, and ends with it. This module is a composition root:
 it wires production's worker and runner to a partition of the journal, an engine in another process, and the run at the
@@ -74,7 +75,7 @@ class RunConnection:
         self._log = log
         self._policy_of = policy_of
         self._calls = itertools.count(1)
-        self._recollections: dict[int, asyncio.Future[ProposalNovelty]] = {}
+        self._proposals: dict[int, asyncio.Future[ProposalNovelty]] = {}
         self._children: dict[tuple[int, int, str], Callable[[int, EpisodeHeader], None]] = {}
         """Callbacks that wait for children, keyed by the spawn call."""
         self._ends: dict[str, tuple[bytes, dict[str, float], str]] = {}
@@ -123,16 +124,16 @@ class RunConnection:
         """See `EpisodeHost.remember`."""
         call, number = next(self._calls), self.numbers[spec.episode_id]
         answer: asyncio.Future[ProposalNovelty] = asyncio.get_running_loop().create_future()
-        self._recollections[call] = answer
-        self.tell(wire.Remember(call=call, number=number, call_id=call_id, key=key, structure=structure))
+        self._proposals[call] = answer
+        self.tell(wire.RememberProposal(call=call, number=number, call_id=call_id, key=key, structure=structure))
         try:
             return await answer
         finally:
-            del self._recollections[call]
+            del self._proposals[call]
 
     def readmit(self, spec: EpisodeSpec) -> None:
         """See `EpisodeHost.readmit`."""
-        self.tell(wire.Readmitted(number=self.numbers[spec.episode_id], attempt=spec.attempt))
+        self.tell(wire.AttemptStarted(number=self.numbers[spec.episode_id], attempt=spec.attempt))
 
     # --- how they end -------------------------------------------------------------------------------------------------
 
@@ -183,9 +184,9 @@ class RunConnection:
         )
         on_end(message.index, wire.decode_header(child, message.ended, message.partition))
 
-    def recollected(self, message: wire.Recollected) -> None:
-        """Answer the call that waits for a recollection."""
-        answer = self._recollections.get(message.call)
+    def proposal_answered(self, message: wire.ProposalReply) -> None:
+        """Answer the call that waits for the run's reply to its proposal."""
+        answer = self._proposals.get(message.call)
         if answer is not None and not answer.done():
             answer.set_result(message.known)
 
@@ -221,7 +222,7 @@ def report_failure(writer: asyncio.StreamWriter, error: BaseException) -> None:
         traceback.print_exception(error)
 
 
-class WorkerHost:
+class WorkerServer:
     """The worker of this process; executes the run's messages."""
 
     def __init__(self, work: wire.Work, writer: asyncio.StreamWriter, journal: WorkerJournal | StreamedJournal) -> None:
@@ -264,8 +265,8 @@ class WorkerHost:
                 self._engines[message.base].moved(message.addresses)
             case wire.ChildEnded():
                 self.run.child_ended(message)
-            case wire.Recollected():
-                self.run.recollected(message)
+            case wire.ProposalReply():
+                self.run.proposal_answered(message)
             case wire.Park() if message.number in self.run.specs:
                 episode_id = self.run.specs[message.number].episode_id
                 self._worker.park(episode_id)
@@ -324,30 +325,30 @@ async def _serve(connection: socket.socket) -> None:
     alive = loop.create_task(_tell_alive(writer))
     try:
         journal = await _journal_of(work, tell)
-        host = WorkerHost(work, writer, journal)
+        server = WorkerServer(work, writer, journal)
     except Exception as error:  # noqa: BLE001 - the run must hear why there is no worker
         report_failure(writer, error)
         await writer.drain()
         return
     send(writer, wire.Ready())
-    advanced = loop.create_task(_tell_advanced(host))
-    loop.add_signal_handler(signal.SIGTERM, host.leaves.set)
+    advanced = loop.create_task(_tell_advanced(server))
+    loop.add_signal_handler(signal.SIGTERM, server.leaves.set)
     with watch_loop(tell), forks_ended():
-        listening = loop.create_task(_listen(reader, host), name="messages of the run")
-        leaving = loop.create_task(host.leaves.wait(), name="wait until it is to leave")
+        listening = loop.create_task(_listen(reader, server), name="messages of the run")
+        leaving = loop.create_task(server.leaves.wait(), name="wait until it is to leave")
         await asyncio.wait({listening, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if listening.done():
             listening.result()
         else:
-            await host.park_all()
+            await server.park_all()
         for task in (listening, leaving, alive, advanced):
             task.cancel()
-    await host.close()
+    await server.close()
 
 
-async def _listen(reader: asyncio.StreamReader, host: WorkerHost) -> None:
+async def _listen(reader: asyncio.StreamReader, server: WorkerServer) -> None:
     while (body := await receive(reader)) is not None:
-        host.handle(wire.TO_WORKER.decode(body))
+        server.handle(wire.TO_WORKER.decode(body))
 
 
 async def _journal_of(work: wire.Work, tell: Callable[[str], None]) -> WorkerJournal | StreamedJournal:
@@ -363,14 +364,14 @@ async def _tell_alive(writer: asyncio.StreamWriter) -> None:
         send(writer, wire.Alive())
 
 
-async def _tell_advanced(host: WorkerHost) -> None:
+async def _tell_advanced(server: WorkerServer) -> None:
     while True:
         await asyncio.sleep(PROGRESS_S)
         try:
-            host.check_journal()
-            await host.tell_advanced()
+            server.check_journal()
+            await server.tell_advanced()
         except Exception as error:  # noqa: BLE001 - a full disk, which an episode says only at its end, or a bug
-            host.run.failed(error)
+            server.run.failed(error)
             return
 
 
