@@ -37,7 +37,12 @@ SHARED_MEMORY = Path("/dev/shm")
 
 @needs_vllm
 @pytest.mark.parametrize(
-    "suite", ["adapters", "full", "full_bfloat16", pytest.param("adapters_bfloat16", marks=pytest.mark.exhaustive)]
+    "suite",
+    [
+        "adapters",
+        "full",
+        *(pytest.param(suite, marks=pytest.mark.exhaustive) for suite in ("adapters_bfloat16", "full_bfloat16")),
+    ],
 )
 def test_the_suite_passes_over_one_vllm(repository: Path, suite: str) -> None:
     command = [sys.executable, "-m", "tests.contract.vllm_suite", suite]

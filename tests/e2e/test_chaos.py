@@ -35,6 +35,7 @@ def test_kills_lose_nothing_and_train_nothing_twice(repository: Path, kills: int
 
 
 @pytest.mark.ray
+@pytest.mark.exhaustive
 def test_three_kills_of_the_main_job_lose_nothing(repository: Path) -> None:
     figures = figures_of(repository, "--scripted=0", "--real=3", "--real-steps=40", "--stop-s=0")
     assert figures["kills"] == 3

@@ -71,6 +71,7 @@ def wait_until(process: subprocess.Popen[bytes], condition: Callable[[], bool]) 
 
 @pytest.mark.ray
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_workers_in_actors_outlive_a_run_that_is_killed_and_are_waited_for(
     tmp_path: Path, undisturbed: dict[str, str]
 ) -> None:
@@ -94,6 +95,7 @@ def test_workers_in_actors_outlive_a_run_that_is_killed_and_are_waited_for(
     reader.close()
 
 
+@pytest.mark.exhaustive
 def test_weights_are_those_of_one_process_after_kills_of_workers_and_of_the_run(
     tmp_path: Path, undisturbed: dict[str, str]
 ) -> None:

@@ -60,6 +60,7 @@ def test_a_run_leaves_its_summary_its_metrics_and_its_policy(trained: Path) -> N
     assert summary["trainer_busy_share"] > 0
 
 
+@pytest.mark.exhaustive
 def test_an_episode_can_be_forked_at_its_turns(trained: Path) -> None:
     import agentrl
     from agentrl.app.forks import find_parent, recorded_weights
@@ -111,6 +112,7 @@ def test_the_run_can_be_looked_at(trained: Path, workplace: Path) -> None:
     assert "reward" in run(workplace, "run", "curve", "demo").stdout
 
 
+@pytest.mark.exhaustive
 def test_the_commands_of_the_readme_work(repository: Path, trained: Path, workplace: Path) -> None:
     (workplace / "examples").symlink_to(repository / "examples")
     shown = [line for block in blocks(repository / "README.md") for line in block.text.splitlines()]

@@ -217,6 +217,7 @@ def test_a_deterministic_run_gives_both_the_same_weights_again(repository: Path,
 
 
 @pytest.mark.ray
+@pytest.mark.exhaustive
 def test_both_bases_are_sharded_over_the_same_ranks(repository: Path, tmp_path: Path) -> None:
     """The tokens of a deterministic run's first step are the same, so its weights differ by rounding only."""
     whole = agentrl.train(synchronous(repository, tmp_path / "whole", steps=1), environment=Ask, quiet=True)
@@ -232,6 +233,7 @@ def test_both_bases_are_sharded_over_the_same_ranks(repository: Path, tmp_path: 
 @needs_vllm
 @pytest.mark.vllm
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(1200)
 def test_each_base_has_a_vllm_of_its_own_that_is_restarted_and_resumed(repository: Path, tmp_path: Path) -> None:
     made: list[EnginePerBaseModel] = []
