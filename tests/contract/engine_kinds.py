@@ -27,6 +27,7 @@ from agentrl.engines.fleet import ReplicatedEngine
 from agentrl.engines.versions import Canary
 from agentrl.simulation.virtual_time import simulate
 from tests.contract.scripted_program import VOCABULARY, scripted_engine
+from tests.contract.warm_processes import WarmPlacement
 
 if TYPE_CHECKING:
     from agentrl.core.records import Completion, Float32Array, Int32Array
@@ -272,7 +273,7 @@ class MakeProcess:
 
     def __call__(self, *, max_context: int = 512, refresh: Any = "token", slots: int = 16) -> Engine:
         options = {"max_context": max_context, "refresh": refresh, "slots": slots, **self._arguments}
-        return ProcessEngine(ChildProgram(self._factory, options), START)
+        return ProcessEngine(ChildProgram(self._factory, options), START, placement=WarmPlacement())
 
     def run(self, main: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """In real time: another process computes."""

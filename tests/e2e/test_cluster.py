@@ -41,8 +41,11 @@ from agentrl.environments.calculator.env import Calculator
 
 
 class Sums(Calculator):
-    pass
+    async def run(self, ctx):
+        await ctx.sleep(2.0)
+        await super().run(ctx)
 """
+"""Its episodes begin with a wait, so that the hosts do little while Ray takes half a minute to miss one of them."""
 
 
 @pytest.fixture(scope="module")
