@@ -1,9 +1,8 @@
-"""Processes of engines, forked from one that has imported torch and transformers: they start at once."""
+"""Processes of engines, forked from a warm one: they start at once."""
 
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
 import os
 import socket
 import sys
@@ -11,11 +10,7 @@ from multiprocessing.context import ForkServerProcess
 
 from agentrl.engines import server
 from agentrl.engines.child_process import PRIVATE_DIRECTORY_VARIABLE, ChildProgram, PrivateDirectory
-
-WARM = multiprocessing.get_context("forkserver")
-WARM.set_forkserver_preload(
-    ["agentrl.engines.server", "agentrl.engines.embedded.engine", "tests.contract.scripted_program"]
-)
+from tests.support.warm import WARM
 
 
 def _serve(connection: socket.socket, directory: str) -> None:

@@ -5,8 +5,6 @@ Of the ten planted mistakes, "port in use" has no counterpart: nothing of agentr
 
 from __future__ import annotations
 
-import os
-import resource
 import shutil
 import subprocess
 import sys
@@ -15,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from agentrl.cli.main import main
+from tests.support.warm import command
 
 pytestmark = [pytest.mark.e2e]
 
@@ -75,21 +74,7 @@ UNSEEDED = RUN.replace("{line}", "agent.reward(random.Random().random())")
 
 def say(directory: Path, *arguments: str, code: int, limit: int = 0) -> str:
     """What a command that must fail says; printed, to be judged by reading."""
-
-    def limit_file_size() -> None:
-        if limit:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-
-    command = [sys.executable, "-m", "agentrl.cli", *arguments]
-    done = subprocess.run(
-        command,
-        cwd=directory,
-        capture_output=True,
-        text=True,
-        check=False,
-        preexec_fn=limit_file_size,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    done = command(directory, *arguments, file_size=limit)
     said = done.stdout + done.stderr
     sys.stdout.write(f"\n$ agentrl {' '.join(arguments)}\n{said}\n")
     assert done.returncode == code, said

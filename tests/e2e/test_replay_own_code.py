@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.warm import command as agentrl
+
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 SCRIPT = """\
@@ -39,11 +41,6 @@ if __name__ == "__main__":
     )
     agentrl.train(config, environment=Sevens, quiet=True)
 """
-
-
-def agentrl(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "agentrl.cli", *arguments]
-    return subprocess.run(command, cwd=directory, capture_output=True, text=True, check=False)
 
 
 def named(finished: subprocess.CompletedProcess[str]) -> list[str]:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import re
 import shlex
 import shutil
 import sqlite3
-import subprocess
-import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +30,14 @@ from benchmarks.resume_fields import (
     judge,
     killed_run,
     play,
+    play_file,
     resumed,
     settings,
     unclassified,
     wrong,
 )
 from tests.architecture.test_configuration import leaves
+from tests.support.warm import call
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -251,14 +251,9 @@ def test_a_resume_in_another_directory_says_which_code_is_other_there(edited: bo
 
 
 def _life(directory: Path, which: str, *, code: Path | None = None, **settings: Any) -> str:
-    script = f"""
-from pathlib import Path
-from benchmarks.resume_fields import play_file
-play_file(Path({str(directory)!r}), resume={which == "second"!r}, **{settings!r})
-"""
-    paths = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    run = [sys.executable, "-c", script]
-    return subprocess.run(run, cwd=code, env=paths, capture_output=True, text=True, check=True).stderr
+    played = call(partial(play_file, directory, resume=which == "second", **settings), directory=code or directory)
+    assert played.returncode == 0, played.stderr
+    return played.stderr
 
 
 def _episodes(path: Path, where: str) -> list[str]:

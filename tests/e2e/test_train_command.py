@@ -15,6 +15,7 @@ import pytest
 
 from agentrl.cli.main import main
 from tests.markdown_pages import blocks, python_of
+from tests.support import warm
 
 pytestmark = [pytest.mark.e2e, pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -26,7 +27,7 @@ def command(*arguments: str) -> list[str]:
 
 
 def run(directory: Path, *arguments: str, code: int = 0) -> subprocess.CompletedProcess[str]:
-    finished = subprocess.run(command(*arguments), cwd=directory, capture_output=True, text=True, check=False)
+    finished = warm.command(directory, *arguments)
     assert finished.returncode == code, finished.stdout + finished.stderr
     return finished
 
@@ -39,14 +40,10 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def trained(repository: Path, workplace: Path) -> Iterator[Path]:
     """A short run of the main job with Ray and everything."""
-    run(
-        workplace,
-        "train",
-        str(repository / "examples/01_tool_use.toml"),
-        "--name=demo",
-        "--cluster.address=local",
-        *SMALL,
-    )
+    example = str(repository / "examples/01_tool_use.toml")
+    train = command("train", example, "--name=demo", "--cluster.address=local", *SMALL)
+    finished = subprocess.run(train, cwd=workplace, capture_output=True, text=True, check=False)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
     return workplace / "runs" / "demo"
 
 

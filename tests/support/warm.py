@@ -1,0 +1,66 @@
+"""Processes that are forked from one which has imported torch and transformers: importing them takes five seconds."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from agentrl.cli.main import main
+
+WARM = multiprocessing.get_context("forkserver")
+WARM.set_forkserver_preload(
+    [
+        "agentrl.app.training",
+        "agentrl.cli.main",
+        "agentrl.engines.embedded.engine",
+        "agentrl.engines.server",
+        "agentrl.learn.trainer",
+        "tests.contract.scripted_program",
+    ]
+)
+
+
+def command(directory: Path, *arguments: str, file_size: int = 0) -> subprocess.CompletedProcess[str]:
+    """Run `agentrl` in a directory, with a limit on the size of files."""
+    return call(main, list(arguments), directory=directory, file_size=file_size)
+
+
+def call(
+    function: Callable[..., int | None], *arguments: Any, directory: Path, file_size: int = 0
+) -> subprocess.CompletedProcess[str]:
+    """Call a function in a process of its own; what it returns is the exit code."""
+    with tempfile.TemporaryDirectory() as place:
+        outputs = [Path(place, name) for name in ("stdout", "stderr")]
+        given = (function, arguments, directory, outputs, dict(os.environ), file_size)
+        process = WARM.Process(target=_called, args=given)
+        process.start()
+        process.join()
+        assert process.exitcode is not None
+        said = [output.read_text() for output in outputs]
+    return subprocess.CompletedProcess(repr(function), process.exitcode, *said)
+
+
+def _called(
+    function: Callable[..., int | None],
+    arguments: tuple[Any, ...],
+    directory: Path,
+    outputs: list[Path],
+    environment: dict[str, str],
+    file_size: int,
+) -> None:
+    for number, output in enumerate(outputs, 1):
+        os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT), number)
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(directory)
+    sys.path.insert(0, "")
+    if file_size:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (file_size, file_size))
+    sys.exit(function(*arguments))
