@@ -97,6 +97,7 @@ def test_what_is_read_agrees_with_the_game() -> None:
             assert seen[:2] == f"{state // 4}{state % 4}"
 
 
+@pytest.mark.exhaustive
 def test_it_resumes_at_every_entry() -> None:
     report = agentrl.check_environment(FrozenLake)
     assert report.passed, report.text

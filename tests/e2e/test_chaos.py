@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import resource
-import shutil
 import signal
 import subprocess
 import sys
@@ -67,8 +66,17 @@ def test_a_full_disk_ends_the_run_with_74_and_it_goes_on_when_there_is_room(repo
     assert verdict.steps == {"asker": 8, "solver": 8}
 
 
-def test_the_example_that_kills_itself_loses_nothing(repository: Path, tmp_path: Path) -> None:
-    copy = shutil.copy(repository / "examples" / "04_crash_and_resume.py", tmp_path)
+SMALLER = {"STEPS = 12": "STEPS = 6", "KILL_AFTER = 5": "KILL_AFTER = 3", '"step_size": 32': '"step_size": 16'}
+
+
+@pytest.mark.parametrize("changes", [SMALLER, pytest.param({}, marks=pytest.mark.exhaustive)], ids=["smaller", "whole"])
+def test_the_example_that_kills_itself_loses_nothing(repository: Path, tmp_path: Path, changes: dict[str, str]) -> None:
+    text = (repository / "examples" / "04_crash_and_resume.py").read_text()
+    for written, smaller in changes.items():
+        assert text.count(written) == 1
+        text = text.replace(written, smaller)
+    copy = tmp_path / "crash_and_resume.py"
+    copy.write_text(text)
     finished = subprocess.run([sys.executable, copy], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert finished.returncode == 0, finished.stderr
     counts = [line.split(":")[1].strip() for line in finished.stdout.splitlines() if "lost:" in line or "time:" in line]

@@ -30,6 +30,7 @@ def test_the_reward_rises(repository: Path, tmp_path: Path, max_staleness: int) 
         assert max(step["k3"] for step in run.metrics) < 1e-6, "engine and trainer disagree about the same weights"
 
 
+@pytest.mark.exhaustive
 def test_lora_learns_and_its_adapter_loads(repository: Path, tmp_path: Path) -> None:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM

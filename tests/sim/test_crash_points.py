@@ -105,7 +105,12 @@ def test_what_an_environment_declares_that_a_crash_costs_it_is_no_violation() ->
 
 
 @pytest.mark.parametrize(
-    "operation", ["rename /run/checkpoints", "sync /run/checkpoints/.tmp-step", "sync /run/versions/left"]
+    "operation",
+    [
+        "rename /run/checkpoints",
+        "sync /run/checkpoints/.tmp-step",
+        pytest.param("sync /run/versions/left", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_a_recovery_that_dies_at_any_operation_is_recovered_from(operation: str) -> None:
     report = crash_everywhere(CrashScenario(Talk), where=operation, every_recovery=True, share=1 if EVERY_POINT else 20)

@@ -113,6 +113,7 @@ def test_a_checkpoint_of_two_ranks_is_resumed_by_one(
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_checkpoints_go_from_two_ranks_to_four_in_groups_of_two_and_to_one(
     root: Path, results: dict[str, list[dict[str, Any]]]
 ) -> None:
