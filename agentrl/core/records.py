@@ -629,3 +629,8 @@ class ProcessStatus:
     """Ids of the process's GPUs."""
     doing: str
     """Activity of the process, for people."""
+
+    @property
+    def place(self) -> str:
+        """Name of the process with its GPUs, for people."""
+        return f"{self.name} on GPU {', '.join(self.gpus)}" if self.gpus else self.name

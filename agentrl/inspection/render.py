@@ -404,6 +404,8 @@ def run_timeline_page(line: RunTimeline) -> Page:
             marks[min(int(at / line.part), len(marks) - 1)] = "│"
         rows.append([f"versions of {policy}", "".join(marks), f"{len(times)} published"])
     page.table(["", "", ""], rows)
+    for node, processes in line.nodes.items():
+        page.line(f"{f'node {node}' if node else 'this machine'}: {', '.join(processes)}")
     page.problems(line.problems)
     return page
 

@@ -18,6 +18,7 @@ from agentrl.inspection.conversation import (
     conversation,
 )
 from agentrl.inspection.reader import checked_rows
+from agentrl.observe.run_state import read_status
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -88,6 +89,9 @@ class RunTimeline(msgspec.Struct, frozen=True, kw_only=True):
     idle: dict[str, float]
     """Share of the whole run in which a trainer, or the engine, was idle."""
     problems: list[str]
+    nodes: dict[str, list[str]] = {}
+    """Processes of the run with their GPUs, as last reported, keyed by the address of their node, which is empty on the
+    run's host; a run in one process, and a simulated one, has none."""
 
 
 def episode_timeline(reader: RunReader, episode_id: str, attempt: int | None = None) -> EpisodeTimeline:
@@ -189,7 +193,15 @@ def run_timeline(reader: RunReader, parts: int = 60) -> RunTimeline:
         versions=[(row["published_at"] - began, f"{row['policy']}@{row['lineage']}.{row['step']}") for row in versions],
         idle=idle,
         problems=problems,
+        nodes=_nodes(reader),
     )
+
+
+def _nodes(reader: RunReader) -> dict[str, list[str]]:
+    status, nodes = read_status(reader.path), dict[str, list[str]]()
+    for process in status.processes if status is not None else ():
+        nodes.setdefault(process.node, []).append(process.place)
+    return nodes
 
 
 def occupancy(

@@ -224,8 +224,7 @@ def _status(status: RunSnapshot) -> RenderableType:
 
 
 def _process(process: ProcessStatus) -> str:
-    gpus = f" on GPU {', '.join(process.gpus)}" if process.gpus else ""
-    return f"{process.name}{gpus} {process.doing}"
+    return f"{process.place} {process.doing}"
 
 
 def _alarms(found: Sequence[Alarm]) -> RenderableType:

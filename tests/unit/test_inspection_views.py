@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from rich.console import Console
 
@@ -253,7 +254,11 @@ def test_the_timeline_of_a_run_counts_every_episode_once(reader: RunReader) -> N
     assert sum(map(sum, found.in_flight.values())) * found.part == pytest.approx(lived, rel=0.02)
     assert all(0.0 <= share <= 1.0 for share in found.idle.values())
     assert {"trainer of solver", "trainer of proposer"} <= set(found.idle)
-    page = shown(run_timeline_page(found))
+    assert found.nodes == {}
+    elsewhere = {"": ["worker 0"], "10.0.0.2": ["engine 0 on GPU 1", "\x1b[31mworker 1"]}
+    page = shown(run_timeline_page(msgspec.structs.replace(found, nodes=elsewhere)))
+    assert "this machine: worker 0\nnode 10.0.0.2: engine 0 on GPU 1, " in page
+    assert "\x1b[31m" not in page
     assert "trainer of solver" in page
     published = Counter(version.partition("@")[0] for _, version in found.versions)
     assert published.keys() == {"solver", "proposer"}
