@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
+import shlex
 from pathlib import Path
 
 import pytest
 
 from tests.markdown_pages import PAGES, ROOT, blocks, python_of
+from tests.support import warm
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -28,11 +27,8 @@ def shortened(config):
 """
 
 
-def run(directory: Path, *command: str) -> str:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    finished = subprocess.run(
-        command, cwd=directory, env=environment, capture_output=True, text=True, check=False, timeout=240
-    )
+def agentrl(directory: Path, *arguments: str) -> str:
+    finished = warm.command(directory, *arguments)
     assert finished.returncode == 0, finished.stdout + finished.stderr
     return finished.stdout
 
@@ -43,8 +39,8 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("reader")
     (directory / "examples").symlink_to(ROOT / "examples")
     train = ["train", "examples/01_tool_use.toml", "--name=demo", *SMALL.split()]
-    run(directory, sys.executable, "-m", "agentrl.cli", *train)
-    run(directory, sys.executable, "-m", "agentrl.cli", "demo", "--journal-only")
+    agentrl(directory, *train)
+    agentrl(directory, "demo", "--journal-only")
     return directory
 
 
@@ -59,14 +55,15 @@ def test_the_python_of_a_page_runs(page: Path, workplace: Path) -> None:
     script = "\n\n".join(text.replace("agentrl.train(config", "agentrl.train(shortened(config)") for text in shown)
     path = workplace / f"{page.stem}_page.py"
     path.write_text(SHORTENED + script, encoding="utf-8")
-    run(workplace, sys.executable, str(path))
+    finished = warm.script(workplace, path)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
 
 
 def test_the_two_agents_of_the_readme_are_sound(tmp_path: Path) -> None:
     _, block = python_of(ROOT / "README.md")
     (tmp_path / "my_env.py").write_text(block, encoding="utf-8")
     assert len([line for line in block.splitlines() if line.strip()]) <= 25
-    said = run(tmp_path, sys.executable, "-m", "agentrl.cli", "env", "check", "my_env.py:ProposeAndSolve")
+    said = agentrl(tmp_path, "env", "check", "my_env.py:ProposeAndSolve")
     [resumptions] = re.findall(r"resumed (\d+) times", said)
     assert "passed" in said
     assert int(resumptions) > 10, "the proposal was refused: no child episode was started"
@@ -74,7 +71,7 @@ def test_the_two_agents_of_the_readme_are_sound(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "docs" / "getting_started.md"], ids=lambda page: page.stem)
 def test_the_first_ten_minutes(page: Path, workplace: Path) -> None:
-    listed = json.loads(run(workplace, sys.executable, "-m", "agentrl.cli", "episode", "list", "demo", "--json"))
+    listed = json.loads(agentrl(workplace, "episode", "list", "demo", "--json"))
     trained = next(episode["episode"] for episode in listed if episode["purpose"] == "train")
     lines = [
         line.replace("e100", trained)
@@ -86,7 +83,12 @@ def test_the_first_ten_minutes(page: Path, workplace: Path) -> None:
     assert len(lines) > 3
     for name, code in zip(("my_env.py", "squares.py"), python_of(ROOT / "README.md"), strict=True):
         (workplace / name).write_text(code, encoding="utf-8")
-    small = f'case "$1" in train) echo "{SMALL}";; evaluate) echo --tasks=8;; esac'
-    agentrl = f'agentrl() {{ "{sys.executable}" -m agentrl.cli "$@" $({small}); }}'
-    said = run(workplace, "bash", "-euc", "\n".join([agentrl, *lines]))
+    small = {"train": SMALL.split(), "evaluate": ["--tasks=8"]}
+    said, directory = "", workplace
+    for line in lines:
+        command, *arguments = shlex.split(line, comments=True)
+        if command == "cd":
+            directory /= arguments[0]
+        else:
+            said += agentrl(directory, *arguments, *small.get(arguments[0], []))
     assert ("passed" if page.stem == "getting_started" else "evaluation/reward") in said

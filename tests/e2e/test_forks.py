@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +11,7 @@ import pytest
 
 from agentrl.inspection.reader import RunReader
 from agentrl.journal.entries import TurnEntry
+from tests.support import warm
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -36,12 +35,6 @@ first, second = agentrl.fork(run, episode, at=1, n=2)
 (again,) = agentrl.fork(f"{run}/forks", first.episode_id, at=0)
 print(json.dumps([header.episode_id for header in (first, second, again)]))
 """
-
-
-def python(directory: Path, *arguments: str) -> str:
-    finished = subprocess.run([sys.executable, *arguments], cwd=directory, capture_output=True, text=True, check=False)
-    assert finished.returncode == 0, finished.stdout + finished.stderr
-    return finished.stdout
 
 
 def turns_of(reader: RunReader, episode: str) -> list[TurnEntry]:
@@ -69,7 +62,8 @@ def logprobs_of(turns: list[TurnEntry], base: str, adapter: Path) -> np.ndarray:
 
 def test_forks_of_a_finished_and_moved_run_use_the_adapter_of_their_turn(repository: Path, tmp_path: Path) -> None:
     example = str(repository / "examples/01_tool_use.toml")
-    python(tmp_path, "-m", "agentrl.cli", "train", example, *SETTINGS)
+    trained = warm.command(tmp_path, "train", example, *SETTINGS)
+    assert trained.returncode == 0, trained.stderr
     moved = Path(shutil.move(tmp_path / "runs/adapters", tmp_path / "kept"))
     reader = RunReader(moved)
     episode, recorded = next(
@@ -81,10 +75,11 @@ def test_forks_of_a_finished_and_moved_run_use_the_adapter_of_their_turn(reposit
     (script := tmp_path / "play_on.py").write_text(SCRIPT, encoding="utf-8")
     (elsewhere := tmp_path / "elsewhere").mkdir()
 
-    told = python(elsewhere, str(script), str(moved), episode)
+    told = warm.script(elsewhere, script, str(moved), episode)
+    assert told.returncode == 0, told.stderr
 
     forks = RunReader(moved / "forks")
-    first, second, again = json.loads(told.splitlines()[-1])
+    first, second, again = json.loads(told.stdout.splitlines()[-1])
     version = (recorded[1].spans[-1].lineage, recorded[1].spans[-1].step)
     for fork in (first, second):
         prefix, *own = turns_of(forks, fork)

@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 import pytest
 
+from tests.support import warm
+
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(240)]
 
 CHANGES = ["--steps=6", "--evaluation.tasks=16", "--policies.solver.step_size=16", "--max_in_flight=64"]
@@ -30,9 +32,7 @@ class Watched(NamedTuple):
 
 
 def agentrl(directory: Path, *arguments: str) -> str:
-    finished = subprocess.run(
-        [sys.executable, "-m", "agentrl.cli", *arguments], cwd=directory, capture_output=True, text=True, check=False
-    )
+    finished = warm.command(directory, *arguments)
     assert finished.returncode == 0, finished.stderr
     return finished.stdout
 
@@ -54,7 +54,7 @@ def watched(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Watch
     os.close(secondary)
     run, views, screen = directory / "runs" / "seen", [], b""
     while training.poll() is None:
-        while select.select([primary], [], [], 0.2)[0]:
+        while select.select([primary], [], [], 0.5)[0]:
             try:
                 screen += os.read(primary, 65536)
             except OSError:  # the other side was closed

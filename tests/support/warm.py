@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import resource
+import runpy
 import subprocess
 import sys
 import tempfile
@@ -30,6 +31,17 @@ WARM.set_forkserver_preload(
 def command(directory: Path, *arguments: str, file_size: int = 0) -> subprocess.CompletedProcess[str]:
     """Run `agentrl` in a directory, with a limit on the size of files."""
     return call(main, list(arguments), directory=directory, file_size=file_size)
+
+
+def script(directory: Path, file: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a file of Python in a directory."""
+    return call(_run, file, arguments, directory=directory)
+
+
+def _run(file: Path, arguments: tuple[str, ...]) -> None:
+    sys.argv = [str(file), *arguments]
+    sys.path[0] = str(file.parent)
+    runpy.run_path(str(file), run_name="__main__")
 
 
 def call(
