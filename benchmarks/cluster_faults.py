@@ -3,7 +3,8 @@
 A fault is the death of a worker, an engine or a rank, of a whole host (its network ends before its processes do, as if
 its power had failed), a network that is cut for 5 or 30 s, a node that is drained by SIGTERM, or a fourth host that
 joins, after it was lost where it was there. A host that lost its Ray node joins again after the run has got on without
-it. After each fault, and at the end of each run, both oracles of
+it. A machine, an engine or a rank is lost at any time, while a version is published, or while a checkpoint is written.
+After each fault, and at the end of each run, both oracles of
 `benchmarks.chaos` judge the run directory. Before each fault, what the journal has of unfinished episodes is noted;
 tokens of it that the committed episode does not have were sampled again.
 """
@@ -39,6 +40,10 @@ KIND = Kind(
 )
 RAYLET = "src/ray/raylet/raylet "
 CUT_S = {"cut 5": 5.0, "cut 30": 30.0}
+MOMENTS = ("", "versions", "checkpoints")
+"""Folders of a run in whose first change a machine or a process is lost; at any time without one."""
+MOMENT_S = 20.0
+"""Longest wait for such a change, which ends with the run's last step."""
 JOINS = 4
 """The host that joins while a run goes on; the others are there at its start."""
 Call = tuple[str, int, str]
@@ -85,12 +90,26 @@ class ClusterChaos(Chaos):
                 pass
             self._note(directory)
             fault = self._draw()
+            if fault in ("host", "engine", "rank"):
+                self._await_moment(directory / "run", self._rng.choice(MOMENTS))
             if not self._strike(fault):
                 self._next.append(fault)
                 continue
             self._killed += 1
             self._tally.kills[fault] += 1
             self._judge(directory, ended=False)
+
+    def _await_moment(self, run: Path, folder: str) -> None:
+        """Wait until something is written into a folder of the run."""
+        if not (run / folder).exists() or not folder:
+            return
+        before, deadline = os.stat(run / folder).st_mtime_ns, time.monotonic() + MOMENT_S
+        while time.monotonic() < deadline:
+            if os.stat(run / folder).st_mtime_ns != before:
+                self._tally.kills[f"in {folder}"] += 1
+                print(f"  as {folder} are written:", flush=True)
+                return
+            time.sleep(0.002)
 
     def _strike(self, fault: str) -> bool:
         """Bring a fault about; False where there is nothing of that kind now."""
@@ -226,7 +245,8 @@ def faults_of(count: int, seed: int = 0) -> dict[str, float | None]:
     for fault in sorted(found.lost | found.twice | errors):
         print(fault, flush=True)
     kinds: Counter[str] = tally.kills
-    print(f"faults {dict(kinds)}, {tally.runs} runs, budgets used up {tally.given_up}", flush=True)
+    moments = {moment: kinds.pop(moment, 0) for moment in [f"in {folder}" for folder in MOMENTS if folder]}
+    print(f"faults {dict(kinds)}, of them {moments}, {tally.runs} runs, budgets used up {tally.given_up}", flush=True)
     return {
         "faults": sum(kinds.values()),
         "lost": len(found.lost),
