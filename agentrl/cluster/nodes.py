@@ -122,8 +122,8 @@ def differences(node: str, here: NodeReport, there: NodeReport) -> list[str]:
             found.append(f"another version of the module {module}: install the same there")
     if there.free < DISK_BYTES:
         found.append(
-            f"{there.free >> 20:,} MiB free in {there.temporary}, and {DISK_BYTES >> 20} are needed: make room there, or "
-            "start its Ray with TMPDIR=DIR"
+            f"{there.free >> 20:,} MiB free in {there.temporary}, and {DISK_BYTES >> 20} are needed: make room there, "
+            "or start its Ray with TMPDIR=DIR"
         )
     return [f"node {node} has {what}" for what in found]
 
