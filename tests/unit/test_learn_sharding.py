@@ -39,6 +39,8 @@ def cases(root: Path, ranks: int) -> dict[str, dict[str, Any]]:
         ),
         "values": made("values", lora=True, credit=GAE),
         "values, replicated": made("values replicated", sharding="none", credit=GAE),
+        "values, over sequences": made("over sequences", lora=True, credit=GAE, loss={"normalizer": "sequences"}),
+        "values, whole steps": made("values step", lora=True, credit=GAE, loss={"name": "tests.sharding_cases:spread"}),
         "experts": made("experts", "moe"),
         "bfloat16": made("bfloat16", "bfloat16"),
         "adapters on bfloat16": made("adapters on bfloat16", "bfloat16", lora=True),
