@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.architecture.test_follow_one_episode import SYMBOL
+from tests.support import warm
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -33,9 +32,8 @@ def test_an_episode_enters_every_function_of_the_page(repository: Path, tmp_path
     symbols = {(path, symbol.rpartition(".")[2]) for path, symbol in SYMBOL.findall(page)}
     functions = {(path, name) for path, name in symbols if name.islower()}
     assert len(functions) >= 6
-    traced = subprocess.run(
-        [sys.executable, "-c", TRACED, str(tmp_path)], cwd=repository, capture_output=True, text=True, check=False
-    )
+    (script := tmp_path / "traced.py").write_text(TRACED)
+    traced = warm.script(repository, script, str(tmp_path))
     assert traced.returncode == 0, traced.stderr
     entered = {(file, name.rpartition(".")[2]) for file, name in json.loads(traced.stdout.splitlines()[-1])}
     assert not functions - entered
