@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
 
 from tests.journal_oracle import judge
+
+if TYPE_CHECKING:
+    from agentrl.cli.doctor import Check
+
+    Probe = Callable[[], list[Check]]
 
 pytest_plugins = ["pytester"]
 
@@ -65,6 +72,21 @@ def judge_runs(directories: Iterable[Path]) -> None:
 def repository() -> Path:
     """The root of the checkout."""
     return Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="session")
+def cached_probes() -> dict[str, tuple[Probe, ...]]:
+    """The sections of `agentrl doctor`, of which importing torch and Ray in child processes is done once."""
+    from agentrl.cli.doctor import SECTIONS, ray_runs, torch_runs
+
+    cached = {probe: cache(probe) for probe in (torch_runs, ray_runs)}
+    return {title: tuple(cached.get(probe, probe) for probe in probes) for title, probes in SECTIONS.items()}
+
+
+@pytest.fixture
+def doctor_imports_once(cached_probes: dict[str, tuple[Probe, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests of what else `agentrl doctor` says."""
+    monkeypatch.setattr("agentrl.cli.doctor.SECTIONS", cached_probes)
 
 
 @pytest.fixture(scope="session")

@@ -277,6 +277,7 @@ def test_each_base_has_a_vllm_of_its_own_that_is_restarted_and_resumed(repositor
         reader.close()
 
 
+@pytest.mark.usefixtures("doctor_imports_once")
 def test_doctor_plans_for_each_base(
     repository: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -38,6 +38,7 @@ def set_ups(repository: Path) -> dict[str, str]:
         pytest.param("Qwen3-32B", marks=pytest.mark.exhaustive),
     ],
 )
+@pytest.mark.usefixtures("doctor_imports_once")
 def test_doctor_accepts_and_explains_a_set_up(
     repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], model: str
 ) -> None:

@@ -109,6 +109,7 @@ def test_bfloat16_halves_the_weights_of_an_engine(repository: Path) -> None:
     assert weights("--model.dtype=float32") == 2 * weights("--model.dtype=bfloat16")
 
 
+@pytest.mark.usefixtures("doctor_imports_once")
 def test_doctor_says_what_a_run_will_hold(
     repository: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -133,6 +134,7 @@ def test_a_rank_of_several_holds_its_shard(
     assert any("layers that are whole while they compute" in text for text in found)
 
 
+@pytest.mark.usefixtures("doctor_imports_once")
 def test_doctor_says_what_does_not_fit_and_what_to_turn(
     repository: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -170,6 +172,7 @@ def cards(monkeypatch: pytest.MonkeyPatch, count: int, gib: int) -> None:
 VLLM = ("--engine.vllm.enforce_eager=true", "--policies.solver.lora.rank=4")
 
 
+@pytest.mark.usefixtures("doctor_imports_once")
 def test_doctor_prints_the_device_plan_and_each_share(
     repository: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -180,6 +183,7 @@ def test_doctor_prints_the_device_plan_and_each_share(
     assert any(name == "engine 0 on GPU 0" and "needed of 10.80 GiB" in text for name, text in found)
 
 
+@pytest.mark.usefixtures("doctor_imports_once")
 def test_doctor_names_offloading_and_counts_what_is_offloaded(
     repository: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -211,6 +215,7 @@ def test_doctor_names_offloading_and_counts_what_is_offloaded(
     assert "free in main memory: it does not fit" in " ".join(capsys.readouterr().out.split())
 
 
+@pytest.mark.usefixtures("doctor_imports_once")
 def test_doctor_says_which_share_of_a_gpu_is_too_small(
     repository: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -224,6 +229,7 @@ def test_doctor_says_which_share_of_a_gpu_is_too_small(
     assert "do not fit on 1 GPU" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("doctor_imports_once")
 def test_memory_of_a_gpu_that_another_process_holds_is_told_by_doctor_and_before_a_run(
     repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -237,6 +243,7 @@ def test_memory_of_a_gpu_that_another_process_holds_is_told_by_doctor_and_before
     assert words in " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.usefixtures("doctor_imports_once")
 def test_an_argument_that_vllm_does_not_know_is_found_by_doctor(
     repository: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
