@@ -26,6 +26,7 @@ import msgspec
 from agentrl.core.clock import RetryBudget, SystemClock
 from agentrl.core.errors import AgentRLError, EngineLostError, JournalError, format_foreign_error, rebuild_error
 from agentrl.core.network import Address, Listener, connect
+from agentrl.core.records import ProcessStatus
 from agentrl.engines.child_process import ChildProgram, LocalPlacement, Supervisor, die_with_parent
 from agentrl.engines.wire import WireMessage, receive, send
 from agentrl.journal.entries import JournalEntry
@@ -279,8 +280,9 @@ class JournalReceiver:
     """
 
     def __init__(self, journal: Path, host: str, *, log: Path, clock: Clock, tell: Callable[[str], None]) -> None:
-        self.bytes = 0
-        """Bytes of entries that this process has received."""
+        self._received, self._per_second, self._heard_at = 0, 0.0, clock.monotonic()
+        """Bytes of entries that the process has received, their rate at its last heartbeat, and the time of that."""
+        self._clock = clock
         self._receive = StartReceiver(journal=str(journal.absolute()), host=host)
         self._placement = LocalPlacement(log)
         self._child: ConnectedChild | None = None
@@ -303,6 +305,10 @@ class JournalReceiver:
         send(self._child.writer, Grant(worker=worker))
         address: str = await granted
         return address
+
+    def status(self) -> ProcessStatus:
+        """Return what the process does, with its rate."""
+        return ProcessStatus(name="journal receiver", doing=f"receives {self._per_second / 1000:,.1f} kB/s")
 
     def revoke(self, worker: int) -> None:
         """Accept no more entries from the process of a worker, which counts as dead."""
@@ -342,9 +348,11 @@ class JournalReceiver:
                         if not (waiting := self._grants[granted.worker]).done():
                             waiting.set_result(granted.address)
                     case Receiving(bytes=received):
-                        if received > self.bytes:
+                        if received > self._received:
                             self.supervisor.achieved()
-                        self.bytes = received
+                        now = self._clock.monotonic()
+                        self._per_second = max(0, received - self._received) / max(now - self._heard_at, 1e-3)
+                        self._received, self._heard_at = received, now
         except (ValueError, msgspec.MsgspecError) as error:
             self.supervisor.kill(f"it sent an invalid message ({error})")
 

@@ -189,7 +189,8 @@ class WorkerPool:
 
     def statuses(self) -> list[ProcessStatus]:
         """See `HasProcesses.statuses`."""
-        return [process.status() for process in self.processes]
+        receiver = [] if self._receiver is None else [self._receiver.status()]
+        return [*(process.status() for process in self.processes), *receiver]
 
     # --- the port -----------------------------------------------------------------------------------------------------
 

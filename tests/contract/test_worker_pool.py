@@ -20,6 +20,7 @@ from agentrl.cluster import worker_wire
 from agentrl.cluster.worker_pool import WorkerPool
 from agentrl.core.clock import SystemClock
 from agentrl.core.network import Address
+from agentrl.core.records import ProcessStatus
 from agentrl.journal.reader import TurnReader
 from benchmarks.scheduling_workers import Listening
 from tests.contract import worker_environments as environments
@@ -472,6 +473,9 @@ def test_a_worker_that_cannot_reach_the_journal_is_started_again(
 
         def revoke(self, worker: int) -> None:
             pass
+
+        def status(self) -> ProcessStatus:
+            return ProcessStatus(name="journal receiver", doing="receives 0.0 kB/s")
 
         async def close(self) -> None:
             pass

@@ -55,6 +55,12 @@ def test_what_was_acknowledged_is_on_disk_and_another_worker_goes_on(tmp_path: P
         second.log.append(entry(3))
         assert await second.log.advanced() == ["e-1"]
         assert kept(tmp_path, "turns-1.db") == ["r#0", "r#1", "r#2", "r#3"]
+        shown = []
+        while not shown or shown[-1] in ("receives 0.0 kB/s", shown[0]):  # it is told once a second
+            first.log.append(entry(4 + len(shown), b"x" * 50_000))
+            shown.append(receiver.status().doing)
+            await asyncio.sleep(0.05)
+        assert float(shown[-1].split()[1].replace(",", "")) > 1
         with pytest.raises(EpisodeError, match="at most"):
             second.log.append(entry(4, b"x" * (MAX_VALUE_BYTES + 1)))
         await second.close()
