@@ -131,8 +131,11 @@ class ClusterChaos(Chaos):
         if not victims:
             return False
         number, victim = self._rng.choice(victims)
-        print(f"fault {self._killed + 1}: a {fault} on host {number}", flush=True)
-        os.kill(victim, signal.SIGKILL)
+        try:
+            os.kill(victim, signal.SIGKILL)
+        except ProcessLookupError:  # it has ended by itself, as one does that is replaced
+            return False
+        print(f"fault {self._killed + 1}: {fault} on host {number}", flush=True)
         return True
 
     def _strike_host(self, fault: str, number: int) -> None:
