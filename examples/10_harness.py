@@ -113,14 +113,14 @@ def build_model(directory: Path, *, steps: int = 120) -> None:
     tiny_model.seed_torch(0)
     tiny_model.write_chat_template(directory, tiny_model.TEMPLATE, pad="<|pad|>", end="<|im_end|>", context=512)
     shown = (each for each, _ in zip(repairs(1), range(500), strict=False))
-    tokenizer = tiny_model.trained_tokenizer(tiny_model.format_corpus(ChatTemplate(directory), shown), vocabulary=400)
+    tokenizer = tiny_model.train_tokenizer(tiny_model.format_corpus(ChatTemplate(directory), shown), vocabulary=400)
     tiny_model.write_tokenizer(directory, tokenizer, special=tiny_model.SPECIAL, markup=tiny_model.MARKUP)
     chat = TemplateFormat.load(directory)
     pad, stop = chat.encode("<|pad|>")[0], chat.stop_token_ids[0]
     model = tiny_model.random_model(
         vocabulary=tokenizer.get_vocab_size(), pad_token=pad, stop_token=stop, context=512, hidden=64, layers=2
     )
-    rows = (tiny_model.demonstrated_row(chat, each) for each in repairs(2))
+    rows = (tiny_model.tokenise_demonstration(chat, each) for each in repairs(2))
     tiny_model.train_supervised(model, rows, steps=steps, on_step=tiny_model.progress_printer("warm-up", steps))
     tiny_model.save_model(model, directory, stop_tokens=stop)
 

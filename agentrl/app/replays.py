@@ -47,7 +47,7 @@ from agentrl.core.records import DataLocation, PolicyVersion, TrainBatch, Trajec
 from agentrl.core.text import plural
 from agentrl.credit.samples import input_digest, row_digest, trained_positions, unit_samples
 from agentrl.environment.base import describe_foreign_error
-from agentrl.environment.registry import loaded_environment, registered, resolve
+from agentrl.environment.registry import loaded_environment, registered_environments, resolve
 from agentrl.inspection.comparisons import Outcome, ReplayResult
 from agentrl.inspection.reader import RunReader, checked_rows
 from agentrl.inspection.steps import StepLine, step_list, step_view
@@ -302,7 +302,7 @@ def environment_to_run(
     found = loaded_environment(name)
     if found is not None:
         return found
-    if name not in {known.id for known in registered()} and not name.startswith(OWN):
+    if name not in {known.id for known in registered_environments()} and not name.startswith(OWN):
         raise InputError(_how_to_name(name, recorded, code_hash, command))
     try:
         return resolve(name)

@@ -391,13 +391,13 @@ class _Builder:
         )
         corpus = [shown for _, shown in zip(range(CORPUS), source, strict=False)]
         texts = tiny_model.format_corpus(ChatTemplate(directory), iter(corpus))
-        tokenizer = tiny_model.trained_tokenizer(
+        tokenizer = tiny_model.train_tokenizer(
             texts, vocabulary=VOCABULARY, min_frequency=min(15, max(2, len(corpus) // 100))
         )
         tiny_model.write_tokenizer(directory, tokenizer, special=tiny_model.SPECIAL, markup=tiny_model.MARKUP)
         chat = TemplateFormat.load(directory)
         for shown in corpus:
-            self.sizes.see(tiny_model.demonstrated_row(chat, shown))
+            self.sizes.see(tiny_model.tokenise_demonstration(chat, shown))
         if self.sizes.context > MAX_CONTEXT:
             raise InputError(
                 f"a demonstration has {self.sizes.context} tokens, too long for a tiny model (at most {MAX_CONTEXT}): "
@@ -457,11 +457,11 @@ class _Builder:
 
 def _again_and_again(chat: Any, source: _Played | list[Demonstration], seed: int) -> Iterator[Row]:
     """Yield the rows of all demonstrations in order, then repeatedly, each time in a new order."""
-    from agentrl.learn.tiny_model import demonstrated_row
+    from agentrl.learn.tiny_model import tokenise_demonstration
 
     rows: list[Row] = []
     for shown in source:
-        rows.append(demonstrated_row(chat, shown))
+        rows.append(tokenise_demonstration(chat, shown))
         yield rows[-1]
     for number in count():
         order = list(range(len(rows)))

@@ -270,7 +270,7 @@ class WorkerServer:
             case wire.Park() if message.number in self.run.specs:
                 episode_id = self.run.specs[message.number].episode_id
                 self._worker.park(episode_id)
-                self.run.tell(wire.Parked(number=message.number, deadline=self._parking.deadline(episode_id)))
+                self.run.tell(wire.EpisodeParked(number=message.number, deadline=self._parking.deadline(episode_id)))
             case wire.Unpark() if message.number in self.run.specs:
                 self._parking.resume(self.run.specs[message.number].episode_id)
             case wire.CancelEpisodes():

@@ -40,9 +40,9 @@ _NAME = re.compile(r"[a-z][a-z0-9_]{0,39}")
 
 def env_list(options: argparse.Namespace) -> int:
     """`agentrl env list`."""
-    from agentrl.environment.registry import registered
+    from agentrl.environment.registry import registered_environments
 
-    found = [_described(spec) for spec in registered()]
+    found = [_described(spec) for spec in registered_environments()]
     if options.json:
         print_json(found)
         return 0
@@ -314,10 +314,10 @@ def _check_name(name: str) -> None:
         )
     if keyword.iskeyword(name) or keyword.issoftkeyword(name):
         raise InputError(f"{name!r} is a reserved word in Python; choose another name, such as {name}_game")
-    from agentrl.environment.registry import registered
+    from agentrl.environment.registry import registered_environments
 
     is_module = name in sys.stdlib_module_names or importlib.util.find_spec(name) is not None
-    if is_module or name in {spec.id for spec in registered()}:
+    if is_module or name in {spec.id for spec in registered_environments()}:
         kind = "a Python module" if is_module else "an environment"
         raise InputError(f"{name!r} is already {kind}; choose another name, such as my_{name}")
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from agentrl.inspection.render import Page
-    from agentrl.journal.port import Pruned
+    from agentrl.journal.port import PruneTotals
 
 RUNS = Path("runs")
 FRAME_S = 1.0
@@ -334,7 +334,7 @@ def run_prune(reader: RunReader, options: argparse.Namespace) -> RunAnswer:
         pruned = prune(reader.journal, reader.log, rule, None)
     else:
 
-        async def work() -> Pruned:
+        async def work() -> PruneTotals:
             journal = SqliteJournal(reader.journal)
             try:
                 check_partitions(reader.journal)

@@ -299,10 +299,10 @@ def _asked(options: argparse.Namespace) -> _Simulation:
 
 def _calibrated(options: argparse.Namespace) -> Calibration:
     from agentrl.cli.runs import open_run
-    from agentrl.simulation.calibration import calibrated
+    from agentrl.simulation.calibration import read_calibration
 
     with open_run(options) as reader:
-        return calibrated(reader)
+        return read_calibration(reader)
 
 
 def _measured(plan: Plan, asked: _Simulation) -> SimulationResult:

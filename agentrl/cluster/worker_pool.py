@@ -52,7 +52,7 @@ CANCEL_S = 10.0
 
 
 @dataclass(slots=True, eq=False)
-class Placed:
+class PlacedEpisode:
     """An episode in flight."""
 
     number: int
@@ -125,12 +125,12 @@ class WorkerPool:
         self._tell = tell
         self._share = -(-settings.max_in_flight // settings.workers)
         """Maximum number of root episodes per process; children are not counted."""
-        self._episodes: dict[int, Placed] = {}
+        self._episodes: dict[int, PlacedEpisode] = {}
         self._numbers: dict[str, int] = {}
         self._next = 0
         self._deaths = 0
         """Number of processes that have died."""
-        self._queue: dict[int, Placed] = {}
+        self._queue: dict[int, PlacedEpisode] = {}
         """Episodes that wait for a process, in order."""
         self._unready: set[WorkerProcess] = set()
         """First processes that were never ready. Episodes wait until all are, because the first ready process would
@@ -197,7 +197,7 @@ class WorkerPool:
     def submit(self, spec: EpisodeSpec, on_end: OnEnd, *, resume: bool = False) -> None:
         """See `core.ports.Worker.submit`; an episode waits in the queue while all processes are full."""
         self._next += 1
-        placed = self._episodes[self._next] = Placed(self._next, spec, on_end, resume)
+        placed = self._episodes[self._next] = PlacedEpisode(self._next, spec, on_end, resume)
         self._numbers[spec.episode_id] = placed.number
         self._assign(placed)
 
@@ -256,7 +256,7 @@ class WorkerPool:
 
     # --- episodes -----------------------------------------------------------------------------------------------------
 
-    def _assign(self, placed: Placed) -> None:
+    def _assign(self, placed: PlacedEpisode) -> None:
         """Assign an episode to the process with the fewest episodes, silent ones last; queue it if all are full."""
         able = [each for each in self.processes if each.is_ready and not each.is_leaving and self._takes(each, placed)]
         if not able or self._unready or (placed.is_suspect and self._can_wait(placed)):
@@ -271,7 +271,7 @@ class WorkerPool:
         if placed.is_parked:
             process.tell(wire.Park(number=placed.number))
 
-    def _takes(self, process: WorkerProcess, placed: Placed) -> bool:
+    def _takes(self, process: WorkerProcess, placed: PlacedEpisode) -> bool:
         """Whether a process has room for an episode; the number of suspects is limited by the deaths of the most
         suspected one."""
         if placed.spec.parent_id is None and process.roots >= self._share:
@@ -282,13 +282,13 @@ class WorkerPool:
         room: int = self._share // SPLIT ** (most - SUSPECTED + 1)
         return len(process.suspects) < room
 
-    def _can_wait(self, placed: Placed) -> bool:
+    def _can_wait(self, placed: PlacedEpisode) -> bool:
         """Whether an episode can wait without a process at no cost, because it is parked or has children in flight."""
         return placed.is_parked or any(
             each.spec.parent_id == placed.spec.episode_id for each in self._episodes.values()
         )
 
-    def _leave(self, process: WorkerProcess, *numbers: int) -> list[Placed]:
+    def _leave(self, process: WorkerProcess, *numbers: int) -> list[PlacedEpisode]:
         """Remove episodes from a process and return them."""
         left = [self._episodes[number] for number in numbers]
         for placed in left:
@@ -360,10 +360,10 @@ class WorkerPool:
         placed = self._episodes.get(getattr(message, "number", 0))
         if placed is None or placed.process is not process:
             return  # the episode was cancelled or replaced
-        if self._is_cancelling and not isinstance(message, wire.Ended):
+        if self._is_cancelling and not isinstance(message, wire.EpisodeEnded):
             return  # a failed pool starts nothing new
         match message:
-            case wire.Ended():
+            case wire.EpisodeEnded():
                 self._leave(process, placed.number)
                 header = wire.decode_header(placed.spec, message, process.partition)
                 counted = wire.decode_counts(message)
@@ -383,10 +383,10 @@ class WorkerPool:
             case wire.AttemptStarted():
                 placed.spec = replace(placed.spec, attempt=message.attempt)
                 self._host.readmit(placed.spec)
-            case wire.Parked():
+            case wire.EpisodeParked():
                 placed.deadline = message.deadline
 
-    def _child_ended(self, parent: Placed, attempt: int, call: str, index: int, header: EpisodeHeader) -> None:
+    def _child_ended(self, parent: PlacedEpisode, attempt: int, call: str, index: int, header: EpisodeHeader) -> None:
         """Report the end of a child to the parent's current process; a later process asks again."""
         if parent.process is not None:
             ended = wire.ChildEnded(
@@ -425,7 +425,7 @@ class WorkerPool:
 
     def _commit(
         self,
-        placed: Placed,
+        placed: PlacedEpisode,
         header: EpisodeHeader,
         digest: bytes,
         metrics: Mapping[str, float],
@@ -452,11 +452,11 @@ class WorkerPool:
         self._start(commit())
 
 
-def _name_of(placed: Placed) -> str:
+def _name_of(placed: PlacedEpisode) -> str:
     return f"{placed.spec.episode_id} (task {placed.spec.task.id!r})"
 
 
-def _killer(dead: list[Placed]) -> Placed | None:
+def _killer(dead: list[PlacedEpisode]) -> PlacedEpisode | None:
     """Return the episode that witnessed at least `GUILTY` more deaths than every other episode of the dead process;
     None if there is none."""
     first = max(dead, key=lambda placed: len(placed.deaths), default=None)

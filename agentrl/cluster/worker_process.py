@@ -249,7 +249,7 @@ class WorkerProcess:
                 else:
                     self._owner.failed(error)
             case _:
-                if isinstance(message, wire.Ended | wire.MadeProgress):
+                if isinstance(message, wire.EpisodeEnded | wire.MadeProgress):
                     self.supervisor.achieved()
                 self._owner.on_message(self, message)
 

@@ -31,7 +31,7 @@ Spoken = tuple[
 """Fields of a `TrajectoryHeader`, in order."""
 
 
-class Ended(WireMessage, frozen=True):
+class EpisodeEnded(WireMessage, frozen=True):
     """Header of an episode that has ended, to be committed or dropped; its entries are on disk."""
 
     number: int
@@ -106,7 +106,7 @@ class ChildEnded(WireMessage, frozen=True):
     attempt: int
     call: str
     index: int
-    ended: Ended
+    ended: EpisodeEnded
     """Header of the child, without the fields that its parent does not use."""
     partition: str | None
 
@@ -175,7 +175,7 @@ class MadeProgress(WireMessage, frozen=True):
     number: int
 
 
-class Parked(WireMessage, frozen=True):
+class EpisodeParked(WireMessage, frozen=True):
     """Message that an episode no longer holds resources of the engine; see `rollout.episode.LiveEpisode.deadline`."""
 
     number: int
@@ -206,12 +206,12 @@ class WorkerFailed(WireMessage, frozen=True):
 FromWorker = (
     Ready
     | Alive
-    | Ended
+    | EpisodeEnded
     | Spawn
     | RememberProposal
     | AttemptStarted
     | MadeProgress
-    | Parked
+    | EpisodeParked
     | EpisodesCancelled
     | Leaving
     | LogLine
@@ -233,11 +233,11 @@ def encode_ended(
     metrics: Mapping[str, float] | None = None,
     detail: str = "",
     counted: Mapping[str, PolicyCounts] | None = None,
-) -> Ended:
+) -> EpisodeEnded:
     """Encode an episode's end as a message, without data that the run already has."""
     metrics, counted = dict(metrics or {}), dict(counted or {})
     plain = not counted or list(counted.values()) == [PolicyCounts(header.turns, metrics)]
-    return Ended(
+    return EpisodeEnded(
         number=number,
         attempt=header.attempt,
         stop_reason=header.stop_reason,
@@ -261,7 +261,7 @@ def encode_ended(
     )
 
 
-def decode_header(spec: EpisodeSpec, ended: Ended, partition: str | None) -> EpisodeHeader:
+def decode_header(spec: EpisodeSpec, ended: EpisodeEnded, partition: str | None) -> EpisodeHeader:
     """Decode the header of an ended episode; `partition` is that of its worker."""
     return EpisodeHeader(
         episode_id=spec.episode_id,
@@ -280,7 +280,7 @@ def decode_header(spec: EpisodeSpec, ended: Ended, partition: str | None) -> Epi
     )
 
 
-def decode_counts(ended: Ended) -> dict[str, PolicyCounts]:
+def decode_counts(ended: EpisodeEnded) -> dict[str, PolicyCounts]:
     """Return the counts of each policy that acted."""
     if ended.counted is not None:
         return ended.counted

@@ -66,7 +66,7 @@ def register(id: str, environment: type) -> None:
     _registered[id] = as_environment(environment, where=id)
 
 
-def registered() -> list[EnvironmentSpec]:
+def registered_environments() -> list[EnvironmentSpec]:
     """Return all named environments, installed or registered, sorted by name."""
     found = {
         point.name: EnvironmentSpec(id=point.name, entry_point=point.value)
@@ -83,7 +83,7 @@ def spec(id: str) -> EnvironmentSpec:
     Raises:
         EnvironmentDefinitionError: there is no such name; the message suggests the nearest one.
     """
-    for entry in registered():
+    for entry in registered_environments():
         if entry.id == id:
             return entry
     raise _unknown(id)
@@ -146,7 +146,7 @@ def make(id: str) -> Environment:
 
 
 def _unknown(name: str) -> EnvironmentDefinitionError:
-    names = [entry.id for entry in registered()]
+    names = [entry.id for entry in registered_environments()]
     near = difflib.get_close_matches(name, names, n=1)
     files = [file for file in (Path(name) / "env.py", Path(f"{name}.py")) if file.is_file()]
     if files:

@@ -26,7 +26,7 @@ from urllib.parse import quote
 import msgspec
 
 from agentrl.core.errors import InputError, JournalError
-from agentrl.exchange.episodes import encoded
+from agentrl.exchange.episodes import encode_json
 from agentrl.exchange.files import decode_json, directories, whole_file
 from agentrl.exchange.foreign import (
     NOT_RECORDED,
@@ -84,7 +84,7 @@ def write(selection: Selection, path: Path) -> None:
             selection.problems.append(f"{episode}: left out: {error}")
             continue
         selection.problems.extend(f"{episode}: {problem}" for problem in view.problems)
-        (path / file_name(episode, attempt)).write_bytes(encoded(trajectory) + b"\n")
+        (path / file_name(episode, attempt)).write_bytes(encode_json(trajectory) + b"\n")
 
 
 def file_name(episode: str, attempt: int) -> str:
@@ -285,7 +285,7 @@ def _tools(acts: Sequence[ToolAct], answers: Sequence[dict[str, Any]]) -> dict[s
 
 
 def _text(content: Any) -> str:
-    return content if isinstance(content, str) else encoded(content).decode()
+    return content if isinstance(content, str) else encode_json(content).decode()
 
 
 def _moment(seconds: float) -> str | None:

@@ -309,10 +309,10 @@ def write_json_lines(selection: Selection, path: Path) -> None:
     """Write the episodes of a selection as lines of JSON."""
     with path.open("xb") as file:
         for episode in exported_episodes(selection):
-            file.write(encoded(episode) + b"\n")
+            file.write(encode_json(episode) + b"\n")
 
 
-def encoded(value: Any) -> bytes:
+def encode_json(value: Any) -> bytes:
     """Encode a journaled value as JSON, with null for numbers that JSON lacks."""
     try:
         return msgspec.json.encode(value)
@@ -350,7 +350,7 @@ def write_table(selection: Selection, path: Path) -> None:
 def table_lines(episode: ExportedEpisode) -> list[dict[str, Any]]:
     """Return the lines of the table for an episode."""
     whole = {name: getattr(episode, name) for name in _EPISODE}
-    whole |= {name: encoded(getattr(episode, name)).decode() for name in _JSON}
+    whole |= {name: encode_json(getattr(episode, name)).decode() for name in _JSON}
     whole["episode_reward"] = episode.reward
     lines: list[dict[str, Any]] = []
     for agent in episode.agents:
@@ -371,9 +371,9 @@ def _message(message: dict[str, Any]) -> dict[str, Any]:
     """Return a message with the fields of the table; calls and content other than text become JSON."""
     texts = {name: message.get(name) for name in ("role", "content", "name", "tool_call_id")}
     line: dict[str, Any] = {
-        name: value if isinstance(value, str | None) else encoded(value).decode() for name, value in texts.items()
+        name: value if isinstance(value, str | None) else encode_json(value).decode() for name, value in texts.items()
     }
-    line["tool_calls"] = encoded(message["tool_calls"]).decode() if "tool_calls" in message else None
+    line["tool_calls"] = encode_json(message["tool_calls"]).decode() if "tool_calls" in message else None
     line["turn"] = turn if isinstance(turn := message.get("turn"), int) else None
     return line
 

@@ -128,7 +128,7 @@ def entries_of(played: ForeignEpisode) -> list[JournalEntry]:
     blocks = [block for agent in played.agents for block in _blocks(agent, played.where)]
     if all(started > 0.0 for started, _ in blocks):
         blocks.sort(key=lambda block: block[0])
-    bodies: list[EntryBody] = [ValueEntry("imported", {**played.source, "not_told": missing(played)})]
+    bodies: list[EntryBody] = [ValueEntry("imported", {**played.source, "not_told": missing_data(played)})]
     bodies += [body for _, block in blocks for body in block]
     for agent in played.agents:
         bodies += [RewardEntry(agent.seat, agent.index, value, turn) for turn, value in agent.rewards]
@@ -167,7 +167,7 @@ def header_of(played: ForeignEpisode, partition: str, entries: int) -> EpisodeHe
     )
 
 
-def missing(played: ForeignEpisode) -> list[str]:
+def missing_data(played: ForeignEpisode) -> list[str]:
     """Return the kinds of data that the file lacks for the episode."""
     replies = replies_of(played)
     lacks = {

@@ -20,7 +20,7 @@ from agentrl.core.clock import SystemClock
 from agentrl.core.errors import EpisodeError, InputError, StorageError
 from agentrl.core.files import os_error_advice, rename_durably
 from agentrl.exchange.files import check_storable, staging_path
-from agentrl.exchange.foreign import ForeignReply, entries_of, header_of, missing, replies_of, spec_of
+from agentrl.exchange.foreign import ForeignReply, entries_of, header_of, missing_data, replies_of, spec_of
 from agentrl.exchange.formats import IMPORTS
 from agentrl.journal.entries import episode_digest
 from agentrl.journal.store import SqliteJournal
@@ -124,7 +124,7 @@ async def _write(directory: Path, episodes: Iterator[ForeignEpisode], info: dict
             size += sum(len(entry.body) for entry in entries)
             told["episodes"] += 1
             told["turns"] += len(replies_of(played))
-            told.update(missing(played))
+            told.update(missing_data(played))
             if len(batch) >= BATCH_EPISODES or size >= BATCH_BYTES:
                 await asyncio.gather(*(commit(*each) for each in batch))
                 batch, size = [], 0

@@ -169,7 +169,7 @@ def read_integer(body: Mapping[str, Any], name: str, *, least: int = 1) -> int |
         return None
     if type(value) is not int or value < least:
         raise RequestRefusedError(
-            f"{name} is {shown(value)}; it must be an integer of at least {least}", "invalid", name
+            f"{name} is {bounded_repr(value)}; it must be an integer of at least {least}", "invalid", name
         )
     return value
 
@@ -181,7 +181,7 @@ def read_text(value: Any, where: str) -> str:
         RequestRefusedError: the value is not a string.
     """
     if not isinstance(value, str):
-        raise RequestRefusedError(f"{where} is {shown(value)}; it must be text", "invalid", where)
+        raise RequestRefusedError(f"{where} is {bounded_repr(value)}; it must be text", "invalid", where)
     return value
 
 
@@ -192,7 +192,7 @@ def read_objects(value: Any, where: str) -> list[dict[str, Any]]:
         RequestRefusedError: the value is not a list of objects, or has more than `MOST_ITEMS`.
     """
     if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
-        raise RequestRefusedError(f"{where} must be a list of objects, not {shown(value)}", "invalid", where)
+        raise RequestRefusedError(f"{where} must be a list of objects, not {bounded_repr(value)}", "invalid", where)
     if len(value) > MOST_ITEMS:
         raise RequestRefusedError(f"{where} has {len(value)} items; at most {MOST_ITEMS} are read", "large", where)
     return value
@@ -208,13 +208,15 @@ def stop_texts(value: Any, where: str) -> tuple[str, ...]:
         return ()
     listed = [value] if isinstance(value, str) else value
     if not isinstance(listed, list) or not all(isinstance(item, str) for item in listed):
-        raise RequestRefusedError(f"{where} must be text or a list of texts, not {shown(value)}", "invalid", where)
+        raise RequestRefusedError(
+            f"{where} must be text or a list of texts, not {bounded_repr(value)}", "invalid", where
+        )
     if len(listed) > MOST_STOPS:
         raise RequestRefusedError(f"{where} has {len(listed)} texts; at most {MOST_STOPS} are read", "invalid", where)
     return tuple(item for item in listed if item)
 
 
-def shown(value: Any) -> str:
+def bounded_repr(value: Any) -> str:
     """Format a value of a request, for a message, without looking through all of it."""
     written = _SHORT.repr(value)
     return written if len(written) <= 80 else f"{written[:79]}…"

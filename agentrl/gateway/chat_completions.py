@@ -12,10 +12,10 @@ from agentrl.gateway.calls import (
     ChatReply,
     ChatRequest,
     RequestRefusedError,
+    bounded_repr,
     read_integer,
     read_objects,
     read_text,
-    shown,
     stop_texts,
 )
 
@@ -126,7 +126,7 @@ def parse_messages(value: Any) -> list[Message]:
         where = f"messages[{n}]"
         role = _ROLES.get(str(item.get("role")))
         if role is None:
-            raise RequestRefusedError(f"{where}.role is {shown(item.get('role'))}", "invalid", where)
+            raise RequestRefusedError(f"{where}.role is {bounded_repr(item.get('role'))}", "invalid", where)
         calls = tuple(_call(call, where) for call in read_objects(item.get("tool_calls") or [], f"{where}.tool_calls"))
         names.update((call.id, call.name) for call in calls)
         answered = item.get("tool_call_id")
@@ -164,7 +164,7 @@ def content_text(value: Any, where: str) -> str:
         kind = part.get("type", "text")
         if kind not in ("text", "input_text", "output_text", "refusal"):
             raise RequestRefusedError(
-                f"{where} has a part of type {shown(kind)}; this model reads text only", "invalid", where
+                f"{where} has a part of type {bounded_repr(kind)}; this model reads text only", "invalid", where
             )
         parts.append(read_text(part.get("text", part.get("refusal")), f"{where}.text"))
     return "\n".join(parts)
@@ -203,12 +203,12 @@ def _tool(tool: Mapping[str, Any]) -> ToolSpec:
     function = tool.get("function")
     if tool.get("type", "function") != "function" or not isinstance(function, dict):
         raise RequestRefusedError(
-            f"a tool of type {shown(tool.get('type'))} is not supported; use type 'function'", "invalid", "tools"
+            f"a tool of type {bounded_repr(tool.get('type'))} is not supported; use type 'function'", "invalid", "tools"
         )
     parameters = function.get("parameters") or {"type": "object", "properties": {}}
     if not isinstance(parameters, dict):
         raise RequestRefusedError(
-            f"tools: parameters are {shown(parameters)}, which is not a JSON schema", "invalid", "tools"
+            f"tools: parameters are {bounded_repr(parameters)}, which is not a JSON schema", "invalid", "tools"
         )
     return ToolSpec(
         name=read_text(function.get("name"), "tools.function.name"),

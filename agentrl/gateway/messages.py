@@ -15,10 +15,10 @@ from agentrl.gateway.calls import (
     ChatRequest,
     RefusalKind,
     RequestRefusedError,
+    bounded_repr,
     read_integer,
     read_objects,
     read_text,
-    shown,
     stop_texts,
 )
 from agentrl.gateway.chat_completions import arguments_text
@@ -125,7 +125,7 @@ def _messages(body: Mapping[str, Any]) -> list[Message]:
             case "system":
                 found.append(Message(role="system", content=_text(blocks, where)))
             case other:
-                raise RequestRefusedError(f"messages[{n}].role is {shown(other)}", "invalid", where)
+                raise RequestRefusedError(f"messages[{n}].role is {bounded_repr(other)}", "invalid", where)
     if not found or found[-1].role == "assistant":
         raise RequestRefusedError(
             "messages: the last one must have role user, since a reply of the assistant cannot be continued"
@@ -145,7 +145,7 @@ def _said(blocks: Sequence[Mapping[str, Any]], where: str) -> Message:
                 given = block.get("input")
                 if not isinstance(given, dict):
                     raise RequestRefusedError(
-                        f"{where}: input is {shown(given)}, which is not an object", "invalid", where
+                        f"{where}: input is {bounded_repr(given)}, which is not an object", "invalid", where
                     )
                 arguments = read_text(given[MALFORMED], where) if set(given) == {MALFORMED} else given
                 name = read_text(block.get("name"), where)
@@ -153,7 +153,7 @@ def _said(blocks: Sequence[Mapping[str, Any]], where: str) -> Message:
             case "thinking" | "redacted_thinking":
                 pass
             case other:
-                raise RequestRefusedError(f"{where} has a block of type {shown(other)}", "invalid", where)
+                raise RequestRefusedError(f"{where} has a block of type {bounded_repr(other)}", "invalid", where)
     return Message(role="assistant", content="\n".join(texts), tool_calls=tuple(calls))
 
 
@@ -182,7 +182,7 @@ def _text(value: Any, where: str) -> str:
     found = []
     for block in read_objects(value, where):
         if block.get("type") != "text":
-            kind = shown(block.get("type"))
+            kind = bounded_repr(block.get("type"))
             raise RequestRefusedError(
                 f"{where} has a block of type {kind}; this model reads text only", "invalid", where
             )
@@ -194,7 +194,7 @@ def _tool(tool: Mapping[str, Any]) -> ToolSpec:
     schema = tool.get("input_schema")
     if not isinstance(schema, dict):
         raise RequestRefusedError(
-            f"a tool of type {shown(tool.get('type'))} is not supported; give a tool with an input_schema",
+            f"a tool of type {bounded_repr(tool.get('type'))} is not supported; give a tool with an input_schema",
             "invalid",
             "tools",
         )

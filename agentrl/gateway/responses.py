@@ -16,10 +16,10 @@ from agentrl.gateway.calls import (
     ChatReply,
     ChatRequest,
     RequestRefusedError,
+    bounded_repr,
     read_integer,
     read_objects,
     read_text,
-    shown,
 )
 from agentrl.gateway.chat_completions import arguments_text, content_text, openai_refusal, parse_arguments
 
@@ -143,7 +143,7 @@ def _input_message(item: Mapping[str, Any], where: str, names: Mapping[str, str]
         case "message":
             role = _ROLES.get(str(item.get("role")))
             if role is None:
-                raise RequestRefusedError(f"{where}.role is {shown(item.get('role'))}", "invalid", where)
+                raise RequestRefusedError(f"{where}.role is {bounded_repr(item.get('role'))}", "invalid", where)
             return Message(role=role, content=content_text(item.get("content"), where))
         case "function_call_output" | "custom_tool_call_output":
             answered = read_text(item.get("call_id"), f"{where}.call_id")
@@ -152,7 +152,9 @@ def _input_message(item: Mapping[str, Any], where: str, names: Mapping[str, str]
         case "compaction" | "compaction_summary":
             return Message(role="user", content=read_text(item.get("encrypted_content"), f"{where}.encrypted_content"))
         case other:
-            raise RequestRefusedError(f"{where} is of type {shown(other)}, which is not supported", "invalid", where)
+            raise RequestRefusedError(
+                f"{where} is of type {bounded_repr(other)}, which is not supported", "invalid", where
+            )
 
 
 def _compacts(items: Any) -> bool:
@@ -222,12 +224,12 @@ def _tool(tool: Mapping[str, Any], space: str) -> ToolSpec:
     kind = tool.get("type")
     if kind not in ("function", "custom"):
         raise RequestRefusedError(
-            f"a tool of type {shown(kind)} is not supported; use type 'function' or 'custom'", "invalid", "tools"
+            f"a tool of type {bounded_repr(kind)} is not supported; use type 'function' or 'custom'", "invalid", "tools"
         )
     parameters = _CUSTOM if kind == "custom" else tool.get("parameters") or {"type": "object", "properties": {}}
     if not isinstance(parameters, dict):
         raise RequestRefusedError(
-            f"tools: parameters are {shown(parameters)}, which is not a JSON schema", "invalid", "tools"
+            f"tools: parameters are {bounded_repr(parameters)}, which is not a JSON schema", "invalid", "tools"
         )
     description = read_text(tool.get("description") or "", "tools.description")
     return ToolSpec(name=_named(space, tool), description=description, parameters=parameters)

@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any
 
 from agentrl.core.errors import AgentRLError, StorageError
 from agentrl.gateway import bodies
-from agentrl.gateway.calls import ChatProtocol, ChatReply, ChatRequest, RequestRefusedError, Seat, shown
+from agentrl.gateway.calls import ChatProtocol, ChatReply, ChatRequest, RequestRefusedError, Seat, bounded_repr
 from agentrl.gateway.chat_completions import ChatCompletions, openai_refusal
 from agentrl.gateway.messages import Messages
 from agentrl.gateway.responses import Responses
@@ -376,7 +376,7 @@ class Gateway:
                 return _json(200, _models(self._models_of(opened, limited_to)))
             if protocol is None or request.method != "POST":
                 raise RequestRefusedError(
-                    f"there is no {request.method} {shown(path)} here; there are: GET /v1/models, "
+                    f"there is no {request.method} {bounded_repr(path)} here; there are: GET /v1/models, "
                     f"{', '.join(f'POST {known}' for known in _PROTOCOLS)}",
                     "model",
                 )
@@ -577,13 +577,13 @@ def seat_of(seats: Mapping[str, Seat], model: str, limited_to: str | None = None
     seat = seats.get(model) or seats.get(model.rpartition("/")[2])
     if seat is None:
         raise RequestRefusedError(
-            f"there is no model {shown(model)}; the models are the episode's seats: {', '.join(seats)}",
+            f"there is no model {bounded_repr(model)}; the models are the episode's seats: {', '.join(seats)}",
             "model",
             "model",
         )
     if limited_to not in (None, seat.seat):
         raise RequestRefusedError(
-            f"the key is valid only for {limited_to!r}, but the request names {shown(model)}", "forbidden"
+            f"the key is valid only for {limited_to!r}, but the request names {bounded_repr(model)}", "forbidden"
         )
     return seat
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from agentrl.inspection.statistics import EpisodeDistribution, OpponentResult, RunStatistics
     from agentrl.inspection.steps import StepLine, StepView
     from agentrl.inspection.timelines import RunTimeline
-    from agentrl.journal.port import Pruned
+    from agentrl.journal.port import PruneTotals
 
 MAX_CELL = 500
 """Maximum characters of content in a table cell."""
@@ -163,7 +163,7 @@ def ledger_view(ledger: RunLedger) -> Page:
     return page
 
 
-def pruned_page(pruned: Pruned, *, is_dry: bool) -> Page:
+def pruned_page(pruned: PruneTotals, *, is_dry: bool) -> Page:
     """Make a page with the episodes and steps whose tokens were pruned, or would be, and the consequences."""
     page = Page()
     verb = "would be removed" if is_dry else "removed"

@@ -65,7 +65,7 @@ class PruneRule:
 
 
 @dataclass(slots=True, kw_only=True)
-class Pruned:
+class PruneTotals:
     """Totals of a pruning, or of a dry run."""
 
     rule: str
@@ -172,7 +172,7 @@ class JournalStore(CommitLog, Protocol):
         """Record metric values at a step of a policy."""
         ...
 
-    async def prune(self, rule: PruneRule, *, stopped: Callable[[], bool] = ...) -> Pruned:
+    async def prune(self, rule: PruneRule, *, stopped: Callable[[], bool] = ...) -> PruneTotals:
         """Remove the tokens and step columns that a rule allows, recording it before anything is removed.
 
         Raises:

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import StorageError
 from agentrl.journal.control import ADMISSION_COLUMNS, LINE, UNRESOLVED, read_spec
-from agentrl.journal.port import Pruned
+from agentrl.journal.port import PruneTotals
 from agentrl.journal.schema import CONTROL_FILE, DAMAGE, all_rows, database_error, open_to_read, open_to_write
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def prune(
     record: Record | None,
     *,
     stopped: Callable[[], bool] = lambda: False,
-) -> Pruned:
+) -> PruneTotals:
     """Remove the data that a rule allows. Blocking: call it in a thread, beside the partitions' writers.
 
     Args:
@@ -73,7 +73,7 @@ def prune(
         JournalError: a database cannot be read.
         StorageError: writing failed.
     """
-    pruned = Pruned(rule=str(rule), last=rule.last)
+    pruned = PruneTotals(rule=str(rule), last=rule.last)
     if not rule.sealed:
         return pruned
     settled = _Settled(log, rule, _forked(journal))
@@ -261,7 +261,7 @@ def _leave_to_others(began: float) -> None:
 
 
 def _prune_files(
-    run: Path, settled: _Settled, record: Record | None, pruned: Pruned, stopped: Callable[[], bool]
+    run: Path, settled: _Settled, record: Record | None, pruned: PruneTotals, stopped: Callable[[], bool]
 ) -> None:
     root = (run / "steps").resolve()
     there = {}

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
         WeightsRef,
     )
     from agentrl.journal.entries import JournalEntry
-    from agentrl.journal.port import Pruned, PruneRule, StepRow
+    from agentrl.journal.port import PruneRule, PruneTotals, StepRow
     from agentrl.journal.pruning import AttemptKey
 
 FLUSH_SECONDS = 0.2
@@ -402,7 +402,7 @@ class SqliteJournal(ControlLogReader):
         """Record a start of the run."""
         self._writer.put((self._tables.meta, (f"{START_KEY}{start.lineage}", msgspec.json.encode(start).decode())))
 
-    async def prune(self, rule: PruneRule, *, stopped: Callable[[], bool] = lambda: False) -> Pruned:
+    async def prune(self, rule: PruneRule, *, stopped: Callable[[], bool] = lambda: False) -> PruneTotals:
         """Remove the data that a rule allows, in a thread; see `journal.pruning`.
 
         Raises:
@@ -414,7 +414,7 @@ class SqliteJournal(ControlLogReader):
         def record(attempts: Sequence[AttemptKey], files: Sequence[str]) -> None:
             asyncio.run_coroutine_threadsafe(self._record_pruned(str(rule), attempts, files), loop).result()
 
-        def work() -> Pruned:
+        def work() -> PruneTotals:
             with closing(SqliteRunLog(self.directory)) as log:
                 return prune(self.directory, log, rule, record, stopped=stopped)
 

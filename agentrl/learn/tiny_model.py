@@ -131,7 +131,7 @@ def write_tokenizer(directory: Path, tokenizer: Tokenizer, *, special: Sequence[
     tokenizer.save(str(directory / "tokenizer.json"))
 
 
-def trained_tokenizer(corpus: Iterator[str], *, vocabulary: int, min_frequency: int = 15) -> Tokenizer:
+def train_tokenizer(corpus: Iterator[str], *, vocabulary: int, min_frequency: int = 15) -> Tokenizer:
     """Train a byte-level BPE tokenizer: lossless on any text, with single digits and few tokens for frequent text.
 
     Args:
@@ -167,7 +167,7 @@ def format_corpus(template: ChatTemplate, demonstrations: Iterator[Demonstration
                 yield piece
 
 
-def demonstrated_row(chat: TemplateFormat, shown: Demonstration) -> Row:
+def tokenise_demonstration(chat: TemplateFormat, shown: Demonstration) -> Row:
     """Tokenise a demonstration as reinforcement learning will see it: ids, and a mask of the model's tokens."""
     ids: list[int] = []
     said: list[bool] = []

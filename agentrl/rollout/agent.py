@@ -50,7 +50,7 @@ from agentrl.core.text import plural
 from agentrl.environment.base import Agent, LimitReachedError, check_reward_name, finite_reward, valid_unicode
 from agentrl.journal.entries import Pause, RewardEntry, SpanEntry, TurnEntry, request_hash, state_hash
 from agentrl.observe.metrics import DEMONSTRATED, GATE_PASSED, GATE_REFUSED
-from agentrl.rollout.branches import shortened
+from agentrl.rollout.branches import shortened_repr
 from agentrl.rollout.byte_formats import JsonFormat
 from agentrl.rollout.call_journal import CallExecution, encode, encode_arguments
 from agentrl.rollout.template_history import applicable_rewrite_causes
@@ -747,7 +747,7 @@ def call_priority(spec: EpisodeSpec, sampled: int) -> int:
 
 
 def _described(seat: str, messages: Sequence[Message]) -> str:
-    return f"a turn of {seat} asked {shortened(' / '.join(message.content for message in messages))}"
+    return f"a turn of {seat} asked {shortened_repr(' / '.join(message.content for message in messages))}"
 
 
 def _valid(message: object) -> Message:

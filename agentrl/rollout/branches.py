@@ -408,7 +408,7 @@ REMEDY = (
 )
 
 
-def shortened(value: object) -> str:
+def shortened_repr(value: object) -> str:
     """Return the `repr` of a value, at most `CHARACTERS` long."""
     text = valid_unicode(repr(value))
     return text if len(text) <= CHARACTERS else f"{text[: CHARACTERS - 1]}…"
@@ -424,13 +424,13 @@ def describe_entry(body: EntryBody) -> str:
     """Describe an entry in a few words, for messages."""
     match body:
         case TurnEntry():
-            return f"a turn of {body.seat} asked {shortened(' / '.join(_content(m) for m in body.messages))}"
+            return f"a turn of {body.seat} asked {shortened_repr(' / '.join(_content(m) for m in body.messages))}"
         case ToolEntry():
-            return f"the tool call {body.name}({shortened(body.arguments)})"
+            return f"the tool call {body.name}({shortened_repr(body.arguments)})"
         case EffectEntry():
             return f"the effect {body.name!r}"
         case ResourceEntry():
-            return f"the call {body.resource}.{body.method}({shortened(body.arguments)})"
+            return f"the call {body.resource}.{body.method}({shortened_repr(body.arguments)})"
         case GatherEntry():
             return f"the wait for {body.child}"
         case SpawnEntry():
@@ -438,7 +438,7 @@ def describe_entry(body: EntryBody) -> str:
         case RewardEntry():
             return f"a reward of {body.value} to {body.seat}" + (f" for {body.name}" if body.name != REWARD else "")
         case ValueEntry():
-            return f"{body.kind} = {shortened(body.value)}"
+            return f"{body.kind} = {shortened_repr(body.value)}"
         case TimeLimitEntry():
             return f"the end of the episode's time ({body.stop_reason})"
         case OrderEntry():

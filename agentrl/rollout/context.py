@@ -63,7 +63,7 @@ from agentrl.journal.entries import (
 )
 from agentrl.observe.metrics import BROKEN_FORMAT
 from agentrl.rollout.agent import LiveAgent
-from agentrl.rollout.branches import shortened
+from agentrl.rollout.branches import shortened_repr
 from agentrl.rollout.call_journal import (
     Call,
     CallExecution,
@@ -76,7 +76,7 @@ from agentrl.rollout.call_journal import (
     to_journal_data_and_bytes,
 )
 from agentrl.rollout.gather import gather
-from agentrl.rollout.harness_agent import opened_endpoint
+from agentrl.rollout.harness_agent import open_endpoint
 
 if TYPE_CHECKING:
     import random
@@ -155,7 +155,7 @@ class LiveContext(EpisodeContext):
         journal, clock = self._journal, self._services.clock
         asked, encoded = to_journal_data_and_bytes(arguments)
         opened = journal.open(
-            request_hash(name.encode("utf-8", "replace"), encoded), lambda: f"{name}({shortened(asked)})"
+            request_hash(name.encode("utf-8", "replace"), encoded), lambda: f"{name}({shortened_repr(asked)})"
         )
         if opened.waits:
             await journal.reach(opened)
@@ -183,8 +183,8 @@ class LiveContext(EpisodeContext):
         if recorded.observation != observation:
             journal.mismatch(
                 opened.call_id,
-                f"tool {name!r} returned {shortened(recorded.observation)} when it was recorded",
-                f"now {shortened(observation)}; a tool that reaches outside self must be @tool(external=True)",
+                f"tool {name!r} returned {shortened_repr(recorded.observation)} when it was recorded",
+                f"now {shortened_repr(observation)}; a tool that reaches outside self must be @tool(external=True)",
             )
         return self._observed(opened, recorded)
 
@@ -218,7 +218,7 @@ class LiveContext(EpisodeContext):
         recall: bool = True,
     ) -> AbstractAsyncContextManager[Endpoint]:
         """Serve the seats to an external agent."""
-        return opened_endpoint(
+        return open_endpoint(
             self.episode, self.agents, aliases, volatile, ignored_fields, recall=recall, perform=perform_effect
         )
 
@@ -633,7 +633,7 @@ class LiveResource(Resource):
         where = f"{self.name}.{method}"
         call = journal.open(
             request_hash(self.name.encode(), method.encode(), encode_arguments(arguments)),
-            lambda: f"{where}({shortened(to_journal_data(arguments))})",
+            lambda: f"{where}({shortened_repr(to_journal_data(arguments))})",
         )
         await journal.reach(call)
         self._calls += 1
@@ -688,8 +688,8 @@ class LiveResource(Resource):
         elif recorded.value != value or _kind(recorded.error) != _kind(problem):
             journal.mismatch(
                 call.call_id,
-                f"{where} returned {shortened(recorded.error or recorded.value)} when it was recorded",
-                f"now {shortened(problem or value)}; declare the resource `snapshot` or `pinned`",
+                f"{where} returned {shortened_repr(recorded.error or recorded.value)} when it was recorded",
+                f"now {shortened_repr(problem or value)}; declare the resource `snapshot` or `pinned`",
             )
         if problem is not None:
             raise EffectError(f"{where} failed", error=problem) from cause

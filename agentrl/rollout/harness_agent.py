@@ -34,10 +34,10 @@ from agentrl.core.records import Completion, Message, SamplingMask, Turn, Versio
 from agentrl.core.reply_formats import parse_json_value
 from agentrl.core.text import plural
 from agentrl.environment.base import Endpoint, LimitReachedError, describe_foreign_error
-from agentrl.gateway.calls import ChatReply, ChatRequest, RequestRefusedError, shown
+from agentrl.gateway.calls import ChatReply, ChatRequest, RequestRefusedError, bounded_repr
 from agentrl.journal.entries import RequestParameters, TurnEntry, encode_body, request_hash
 from agentrl.rollout.agent import CHARACTERS_PER_TOKEN, LiveAgent, TurnSampler
-from agentrl.rollout.branches import describe_entry, shortened
+from agentrl.rollout.branches import describe_entry, shortened_repr
 from agentrl.rollout.byte_formats import JsonFormat
 from agentrl.rollout.template_history import shared_length
 from agentrl.rollout.token_tree import TokenTree, tools_text
@@ -415,9 +415,9 @@ class HarnessAgent(LiveAgent):
             honoured = own.get(name) or _OFF.get(name, ())
             if name in self._ignored or value in honoured or (name == "tool_choice" and not request.tools):
                 continue
-            has = f"the run uses {shown(honoured[0])}" if honoured else "no run supports it"
+            has = f"the run uses {bounded_repr(honoured[0])}" if honoured else "no run supports it"
             raise RequestRefusedError(
-                f"{name} is {shown(value)}, but {has}: remove it from the request, or add {name!r} to the "
+                f"{name} is {bounded_repr(value)}, but {has}: remove it from the request, or add {name!r} to the "
                 "environment's ignored_fields",
                 "invalid",
                 name,
@@ -506,7 +506,7 @@ class HarnessAgent(LiveAgent):
 
 
 @asynccontextmanager
-async def opened_endpoint(
+async def open_endpoint(
     episode: LiveEpisode,
     agents: list[LiveAgent],
     aliases: Mapping[str, str],
@@ -628,7 +628,7 @@ def differing_request(
     if before.max_tokens != request.max_tokens:
         return f"{where}, max_tokens: {before.max_tokens}, now {request.max_tokens}; {_REMEDY}"
     if before.stop != request.stop:
-        return f"{where}, stop: {shortened(before.stop)}, now {shortened(request.stop)}; {_REMEDY}"
+        return f"{where}, stop: {shortened_repr(before.stop)}, now {shortened_repr(request.stop)}; {_REMEDY}"
     return f"{where}: an earlier message; {_REMEDY}"
 
 
@@ -636,7 +636,7 @@ def _two_values(was: object, came: object) -> str:
     """Quote two values, from shortly before the place where they begin to differ."""
     first, second = str(was), str(came)
     at = max(shared_length(first, second) - 20, 0)
-    return f"{shortened(first[at:])}, now {shortened(second[at:])}"
+    return f"{shortened_repr(first[at:])}, now {shortened_repr(second[at:])}"
 
 
 def _said_instead(text: str, sampled: Completion, chat_format: ChatFormat) -> Completion:

@@ -1,6 +1,6 @@
 """Calibration: makes a plan from a real run, with the lengths, turns, tools, engines and trainers in its journal.
 
-Only data of the journal is used. The speed of engines is fitted to the seconds of turns (`fitted_rates`). A turn takes
+Only data of the journal is used. The speed of engines is fitted to the seconds of turns (`fit_rates`). A turn takes
 the seconds of its tokens, each as long as a forward pass with all running calls, and the seconds of the contexts
 computed during it, its own and those of others. Seconds per token do not fall as more calls run; nothing else is
 assumed about their curve, which is fitted at powers of two with enough turns and extrapolated linearly beyond the last
@@ -86,7 +86,7 @@ class _Seen:
             self.added.append(len(after.context_ids) // 4)
 
 
-def calibrated(reader: RunReader) -> Calibration:
+def read_calibration(reader: RunReader) -> Calibration:
     """Read the calibration of a run.
 
     Raises:
@@ -122,7 +122,7 @@ def calibrated(reader: RunReader) -> Calibration:
             "engine": {
                 "replicas": replicas,
                 "slots": config["engine"]["slots"],
-                **fitted_rates(turns, config["engine"]["slots"], replicas),
+                **fit_rates(turns, config["engine"]["slots"], replicas),
             },
             "trainer": {
                 "step_seconds": max(fmean(seconds for _, seconds, _, _ in window), 1e-6),
@@ -300,7 +300,7 @@ class TimedTurn(NamedTuple):
     """Number of tokens of its whole context that no cache held."""
 
 
-def fitted_rates(turns: Sequence[TimedTurn], slots: int, replicas: int) -> dict[str, Any]:
+def fit_rates(turns: Sequence[TimedTurn], slots: int, replicas: int) -> dict[str, Any]:
     """Fit the rates of a replica by least squares, in the form of `[engine]` in a plan.
 
     The time at which a call got a slot is unknown: while `n` calls compete for `slots`, each is assumed to run for

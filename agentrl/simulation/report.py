@@ -200,14 +200,16 @@ def advice(turned: Sequence[KnobResult]) -> list[str]:
         if worth:
             best = max(worth, key=lambda each: each.throughput)
             told.append(
-                f"{what}: {best.knob} = {shown(best.then)} instead of {shown(best.now)}, {best.throughput - 1:+.0%}, "
+                f"{what}: {best.knob} = {format_setting(best.then)} instead of {format_setting(best.now)}, "
+                f"{best.throughput - 1:+.0%}, "
                 f"token lag {best.token_lag:.1f}"
             )
     spare = [
         each for each in turned if each.costs == "hardware" and abs(each.throughput - 1) < WORTH and _is_less(each)
     ]
     told += [
-        f"Not needed: {each.knob} = {shown(each.then)} would do as well ({each.throughput - 1:+.0%})" for each in spare
+        f"Not needed: {each.knob} = {format_setting(each.then)} would do as well ({each.throughput - 1:+.0%})"
+        for each in spare
     ]
     return told or ["No setting improves throughput by more than chance."]
 
@@ -217,7 +219,7 @@ def _is_less(turned: KnobResult) -> bool:
     return bool(turned.then > turned.now) == (turned.knob == "trainer.step_seconds")
 
 
-def shown(value: Any) -> str:
+def format_setting(value: Any) -> str:
     """Format the value of a setting."""
     return f"{value:g}" if isinstance(value, float) else str(value)
 
@@ -310,8 +312,8 @@ def results(measured: SimulationResult) -> list[tuple[str, str]]:
 def _knob_row(turned: KnobResult) -> list[str]:
     return [
         turned.knob,
-        shown(turned.now),
-        shown(turned.then),
+        format_setting(turned.now),
+        format_setting(turned.then),
         f"{turned.throughput - 1:+.0%}",
         f"{turned.engine_busy:.0%}",
         f"{turned.trainer_busy:.0%}",

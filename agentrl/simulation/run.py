@@ -24,7 +24,7 @@ from agentrl.core.errors import CheckFailedError
 from agentrl.core.records import PolicyVersion
 from agentrl.engines.fleet import ReplicatedEngine
 from agentrl.inspection.timelines import RunTimeline, occupancy
-from agentrl.journal.port import Pruned
+from agentrl.journal.port import PruneTotals
 from agentrl.orchestrator.versions import ServedVersions
 from agentrl.rollout.worker import AsyncioWorker
 from agentrl.simulation.engine import EmulatedEngine
@@ -333,9 +333,9 @@ class NullJournal:
     def record_metrics(self, policy: str, step: int, values: Mapping[str, Any]) -> None:
         """Discard metrics."""
 
-    async def prune(self, rule: PruneRule, *, stopped: Callable[[], bool] = lambda: False) -> Pruned:
+    async def prune(self, rule: PruneRule, *, stopped: Callable[[], bool] = lambda: False) -> PruneTotals:
         """See `JournalStore.prune`; nothing is stored."""
-        return Pruned(rule=str(rule))
+        return PruneTotals(rule=str(rule))
 
     async def flush(self) -> None:
         """See `JournalStore.flush`; nothing is stored."""

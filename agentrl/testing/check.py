@@ -44,7 +44,7 @@ from agentrl.journal.entries import (
     ValueEntry,
 )
 from agentrl.observe.blocked import watch_loop
-from agentrl.rollout.branches import REMEDY, shortened
+from agentrl.rollout.branches import REMEDY, shortened_repr
 from agentrl.rollout.harness_agent import differing_request, turns_with_context
 from agentrl.simulation.virtual_time import simulate
 from agentrl.testing.execution import POLICY, RESOURCE_LOST, ExecutedEpisode, execute, random_policy
@@ -193,7 +193,7 @@ def _check_requests(environment: type[HarnessEnvironment], last: ExecutedEpisode
         written = results[-1]["output"].strip()[-EXCERPT:]
         end = f"the program exited 0 and printed {repr(written) if written else 'nothing'}"
     else:
-        end = f"play returned {shortened(results[-1])}"
+        end = f"play returned {shortened_repr(results[-1])}"
     seats = " or ".join(repr(seat) for seat in environment.seats)
     report.findings.append(
         f"no request for seat {seats} was answered in {report.episodes} of {plural(report.episodes, 'episode')}; "
@@ -488,7 +488,7 @@ def _difference(first: ExecutedEpisode, again: ExecutedEpisode) -> str | None:
         return problem
     for name, state in first.states.items():
         if again.states.get(name) != state:
-            return f"{name} ends as {shortened(again.states.get(name))} instead of {shortened(state)}"
+            return f"{name} ends as {shortened_repr(again.states.get(name))} instead of {shortened_repr(state)}"
     return None
 
 
@@ -501,7 +501,7 @@ def _differing_call(first: Sequence[JournalEntry], again: Sequence[JournalEntry]
             return f"call {call_id} asks something else ({_shown(then[call_id])} → {_shown(now[call_id])})"
         was, came = _result(then[call_id]), _result(now[call_id])
         if was != came:
-            return f"call {call_id} returned {shortened(came)} instead of {shortened(was)}"
+            return f"call {call_id} returned {shortened_repr(came)} instead of {shortened_repr(was)}"
     return None
 
 

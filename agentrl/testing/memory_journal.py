@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from agentrl.core.errors import JournalError, StorageError
 from agentrl.core.records import BaselineSet, PolicyVersion, Proposal
-from agentrl.journal.port import Pruned, StepRow
+from agentrl.journal.port import PruneTotals, StepRow
 from agentrl.journal.reader import read_fork_prefix
 
 if TYPE_CHECKING:
@@ -299,9 +299,9 @@ class MemoryJournal:
         """Record metric values at a step of a policy."""
         self._record(MetricRow(policy=policy, step=step, values=dict(values)))
 
-    async def prune(self, rule: PruneRule, *, stopped: Callable[[], bool] = lambda: False) -> Pruned:
+    async def prune(self, rule: PruneRule, *, stopped: Callable[[], bool] = lambda: False) -> PruneTotals:
         """Delete the entries that a rule releases, one partition after another."""
-        given_up = Pruned(rule=str(rule), last=rule.last)
+        given_up = PruneTotals(rule=str(rule), last=rule.last)
         settled = self._settled(rule)
         for log in self.turn_logs.values():
             attempts = settled & {(entry.episode_id, entry.attempt) for entry in log.entries[: log.on_disk]}

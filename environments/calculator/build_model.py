@@ -35,7 +35,7 @@ def build(directory: Path, *, seed: int, steps: int) -> None:
     tiny_model.write_chat_template(directory, tiny_model.TEMPLATE, pad="<|pad|>", end="<|im_end|>", context=CONTEXT)
     shown = (tiny_model.Demonstration(conversation(tasks[n], random_stream("corpus", n)), tools) for n in range(2000))
     corpus = tiny_model.format_corpus(ChatTemplate(directory), shown)
-    tokenizer = tiny_model.trained_tokenizer(corpus, vocabulary=VOCABULARY)
+    tokenizer = tiny_model.train_tokenizer(corpus, vocabulary=VOCABULARY)
     tiny_model.write_tokenizer(directory, tokenizer, special=tiny_model.SPECIAL, markup=tiny_model.MARKUP)
     chat = TemplateFormat.load(directory)
     pad, stop = chat.encode("<|pad|>")[0], chat.stop_token_ids[0]
@@ -43,7 +43,7 @@ def build(directory: Path, *, seed: int, steps: int) -> None:
         vocabulary=tokenizer.get_vocab_size(), pad_token=pad, stop_token=stop, context=CONTEXT, hidden=128, layers=4
     )
     drawn = (conversation(tasks[n], random_stream("warm-up", seed, n)) for n in count())
-    rows = (tiny_model.demonstrated_row(chat, tiny_model.Demonstration(messages, tools)) for messages in drawn)
+    rows = (tiny_model.tokenise_demonstration(chat, tiny_model.Demonstration(messages, tools)) for messages in drawn)
     tiny_model.train_supervised(model, rows, steps=steps, on_step=tiny_model.progress_printer("warm-up", steps))
     tiny_model.save_model(model, directory, stop_tokens=stop)
 

@@ -434,7 +434,7 @@ def test_an_event_of_an_episode_crosses_in_at_most_256_bytes(tmp_path: Path) -> 
             at.submit(*(at.spec(f"e{number}", story="x" * 5000) for number in range(3)))
             await at.until(lambda: any(isinstance(said, worker_wire.Spawn) for said, _ in placement.frames))
             at.worker.park("e0")
-            await at.until(lambda: any(isinstance(said, worker_wire.Parked) for said, _ in placement.frames))
+            await at.until(lambda: any(isinstance(said, worker_wire.EpisodeParked) for said, _ in placement.frames))
             at.worker.unpark()
             await at.drained()
         sizes: dict[type, int] = {}
@@ -448,7 +448,15 @@ def test_an_event_of_an_episode_crosses_in_at_most_256_bytes(tmp_path: Path) -> 
             worker_wire.LogLine,
         }
         events = {kind.__name__: size for kind, size in sizes.items() if kind not in tasks}
-        assert events.keys() >= {"Ended", "ChildEnded", "RememberProposal", "ProposalReply", "Park", "Parked", "Unpark"}
+        assert events.keys() >= {
+            "EpisodeEnded",
+            "ChildEnded",
+            "RememberProposal",
+            "ProposalReply",
+            "Park",
+            "EpisodeParked",
+            "Unpark",
+        }
         assert max(events.values()) <= EVENT_BYTES, events
         (sent,) = {size for said, size in placement.frames if isinstance(said, worker_wire.Spawn)}
         assert sent < 400  # one task for its four children, and not what the parent was given

@@ -8,7 +8,7 @@ import pytest
 
 import agentrl
 from agentrl.core.errors import EnvironmentDefinitionError
-from agentrl.environment.registry import make, name_of, register, registered, resolve, spec
+from agentrl.environment.registry import make, name_of, register, registered_environments, resolve, spec
 from agentrl.environments.calculator import Calculator
 from tests.unit.episodes import play
 
@@ -41,7 +41,7 @@ def test_registered_classes_have_their_name() -> None:
     register("mine", Mine)
     assert resolve("mine") is Mine
     assert name_of(Mine) == "mine"
-    assert "mine" in [entry.id for entry in registered()]
+    assert "mine" in [entry.id for entry in registered_environments()]
     with pytest.raises(EnvironmentDefinitionError, match="already registered"):
         register("mine", Calculator)
 

@@ -24,7 +24,7 @@ import agentrl
 from agentrl.app.parts import RunFactories
 from agentrl.app.training import run_training
 from agentrl.cli.main import main
-from agentrl.cluster.worker_wire import Ended, decode_header, encode_ended
+from agentrl.cluster.worker_wire import EpisodeEnded, decode_header, encode_ended
 from agentrl.config.run import RunConfig
 from agentrl.core.errors import EnvironmentDefinitionError, InputError
 from agentrl.core.ids import group_id_of
@@ -324,7 +324,7 @@ def test_the_states_of_an_episode_come_back_from_a_worker() -> None:
     spec = make_spec("e0")
     plain = make_episode_header(spec)
     header = replace(plain, trajectories=(replace(plain.trajectories[0], turn_states=bytes(range(24))),))
-    sent = msgspec.msgpack.decode(msgspec.msgpack.encode(encode_ended(1, header)), type=Ended)
+    sent = msgspec.msgpack.decode(msgspec.msgpack.encode(encode_ended(1, header)), type=EpisodeEnded)
     assert header.location is not None
     found = decode_header(spec, sent, header.location.partition)
     assert found == header

@@ -22,7 +22,7 @@ from agentrl.inspection.reader import RunReader
 from agentrl.inspection.steps import step_view
 from agentrl.journal import pruning
 from agentrl.journal.entries import RewardEntry, encode_body, entry_checksum
-from agentrl.journal.port import Pruned, PruneRule
+from agentrl.journal.port import PruneRule, PruneTotals
 from agentrl.journal.process import RunLock
 from agentrl.journal.reader import TurnReader
 from agentrl.journal.run_log import SqliteRunLog
@@ -36,8 +36,8 @@ def rule(keep: int, *sealed: int) -> PruneRule:
     return PruneRule(keep=keep, sealed=[{"policy": PolicyVersion("policy", 0, step)} for step in sealed])
 
 
-def prune(run: Path, wanted: PruneRule) -> Pruned:
-    async def main() -> Pruned:
+def prune(run: Path, wanted: PruneRule) -> PruneTotals:
+    async def main() -> PruneTotals:
         journal = SqliteJournal(run / "journal")
         done = await journal.prune(wanted)
         await journal.close()

@@ -16,7 +16,7 @@ from agentrl.core.ports import Engine
 from agentrl.core.records import PolicyVersion, WeightsRef
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.inspection.reader import RunReader
-from agentrl.journal.port import Pruned, PruneRule
+from agentrl.journal.port import PruneRule, PruneTotals
 from agentrl.orchestrator.checkpoints import CheckpointWriter, JournalRetention, VersionRetention
 from agentrl.rollout.byte_formats import PlainFormat
 from agentrl.simulation.recording_trainer import RecordingTrainer
@@ -90,11 +90,11 @@ def test_a_checkpoint_written_while_older_ones_are_pruned_is_pruned_after_them(t
         began, go_on = asyncio.Event(), asyncio.Event()
 
         class Journal(MemoryJournal):
-            async def prune(self, rule: PruneRule, *, stopped: Any = None) -> Pruned:
+            async def prune(self, rule: PruneRule, *, stopped: Any = None) -> PruneTotals:
                 steps.append(rule.sealed[0]["solver"].step)
                 began.set()
                 await go_on.wait()
-                return Pruned(rule=str(rule))
+                return PruneTotals(rule=str(rule))
 
         checkpoints = Checkpoints(tmp_path, keep=1)
         retention = JournalRetention(Journal(), checkpoints, keep=0)
@@ -113,7 +113,7 @@ def test_no_error_of_pruning_is_lost(tmp_path: Path) -> None:
     told: list[BaseException] = []
 
     class Journal(MemoryJournal):
-        async def prune(self, rule: PruneRule, *, stopped: Any = None) -> Pruned:
+        async def prune(self, rule: PruneRule, *, stopped: Any = None) -> PruneTotals:
             raise LookupError("nobody expected this")
 
     async def main() -> None:
