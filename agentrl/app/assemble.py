@@ -100,11 +100,11 @@ def assemble(config: RunConfig, environment: type[Environment], parts: RunParts)
         ConfigError: sections contradict each other.
     """
     check_capabilities(config, parts.served.engine.capabilities)
-    signal = ChangeCondition()
+    changed = ChangeCondition()
     buffer = _buffer(config, parts)
     versions = {name: parts.versions.get(name, PolicyVersion(name, 0, 0)) for name in config.policies}
     board = PolicyBoard(versions, config.trained, parts.parents)
-    dispatcher = make_dispatcher(config, environment, buffer, parts.store, signal, resume_state=parts.resume_state)
+    dispatcher = make_dispatcher(config, environment, buffer, parts.store, changed, resume_state=parts.resume_state)
     plan = _plan(config, environment)
     opponents = _opponents(config, parts, dispatcher)
     scheduler = _scheduler(config, plan.demands[0], dispatcher, opponents, board)
@@ -129,7 +129,7 @@ def assemble(config: RunConfig, environment: type[Environment], parts: RunParts)
         versions=parts.served,
         store=parts.store,
         checkpoints=parts.checkpoints,
-        signal=signal,
+        changed=changed,
         clock=parts.clock,
         observer=parts.observer,
         evaluator=Evaluator(
@@ -139,7 +139,7 @@ def assemble(config: RunConfig, environment: type[Environment], parts: RunParts)
             versions=parts.served,
             store=parts.store,
             observer=parts.observer,
-            signal=signal,
+            changed=changed,
             best=best,
             clock=parts.clock,
         ),
@@ -342,7 +342,7 @@ def make_dispatcher(
     environment: type[Environment],
     buffer: EpisodeBuffer,
     store: JournalStore,
-    signal: ChangeCondition,
+    changed: ChangeCondition,
     *,
     resume_state: ResumeState,
 ) -> Dispatcher:
@@ -354,7 +354,7 @@ def make_dispatcher(
         group_size=config.credit.group_size,
         buffer=buffer,
         store=store,
-        signal=signal,
+        changed=changed,
         next_number=resume_state.next_number,
         next_evaluation=resume_state.next_evaluation,
         ended_children=dict(resume_state.ended_children),

@@ -53,7 +53,7 @@ class ChangeCondition:
     """Wakes every waiter whose predicate has become true; predicates are checked again after every notification.
 
     Example:
-        await signal.wait_for(lambda: buffer.ready("solver") >= 64)
+        await changed.wait_for(lambda: buffer.ready("solver") >= 64)
     """
 
     def __init__(self) -> None:
@@ -146,7 +146,7 @@ class Dispatcher:
     group_size: int
     buffer: EpisodeBuffer
     store: JournalStore
-    signal: ChangeCondition
+    changed: ChangeCondition
     next_number: int = 0
     """Number of the next root training episode."""
     next_evaluation: int = 0
@@ -496,7 +496,7 @@ class Dispatcher:
             self._evaluated.append(header)
         for waiting in ([on_end] if on_end is not None else []) + self._sharers.pop(spec.episode_id, []):
             waiting(header)
-        self.signal.notify()
+        self.changed.notify()
 
     def drop_frozen(self) -> None:
         """Drop the ready units of frozen policies: they would be far out of date when those policies learn again."""

@@ -46,7 +46,7 @@ class Evaluator:
     versions: ServedVersions
     store: JournalStore
     observer: Observer
-    signal: ChangeCondition
+    changed: ChangeCondition
     best: BestCheckpointTracker
     clock: Clock
     _busy: bool = False
@@ -82,9 +82,9 @@ class Evaluator:
         loop = asyncio.get_running_loop()
         tasks = repeat_tasks(self.held_out, self.attempts)
         running = loop.create_task(self.dispatcher.evaluate(tasks, versions if pinned else {}), name="evaluate")
-        running.add_done_callback(lambda _: self.signal.notify())
+        running.add_done_callback(lambda _: self.changed.notify())
         try:
-            await self.signal.wait_for(lambda: running.done() or stopping())
+            await self.changed.wait_for(lambda: running.done() or stopping())
             if not running.done():
                 return
             headers = running.result()

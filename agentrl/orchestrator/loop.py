@@ -103,7 +103,7 @@ class Orchestrator:
     versions: ServedVersions
     store: JournalStore
     checkpoints: CheckpointWriter | None
-    signal: ChangeCondition
+    changed: ChangeCondition
     clock: Clock
     observer: Observer
     evaluator: Evaluator
@@ -172,7 +172,7 @@ class Orchestrator:
         """Stop admitting, let steps in progress end, write a checkpoint, return from `run`."""
         self._stopping = True
         self.outcome.interrupted = True
-        self.signal.notify()
+        self.changed.notify()
 
     def status(self) -> RunSnapshot:
         """Return the state of the run between steps: counts, and who waits for what. Cheap: read every second."""
@@ -246,7 +246,7 @@ class Orchestrator:
                 self.dispatcher.admit_group(self.curriculum.task(self.dispatcher.next_group), held_by)
                 held_by = ""
             why, since = self.scheduler.why_not(self.demand()), self.clock.monotonic()
-            await self.signal.wait_for(lambda: self._finished() or self.scheduler.may_admit(self.demand()))
+            await self.changed.wait_for(lambda: self._finished() or self.scheduler.may_admit(self.demand()))
             held_by = f"{self.clock.monotonic() - since:.3g} s for {why}"
 
     def demand(self) -> GroupDemand:
@@ -256,7 +256,7 @@ class Orchestrator:
     async def _train(self, policy: str, loops: asyncio.TaskGroup) -> None:
         plan, phases = self.plan, self.scheduler.phases
         while not phases.is_over(policy):
-            await self.signal.wait_for(lambda: self._finished() or self.scheduler.may_step(policy, self.demand()))
+            await self.changed.wait_for(lambda: self._finished() or self.scheduler.may_step(policy, self.demand()))
             if self._finished():
                 return
             if not await self._step(policy):
@@ -275,7 +275,7 @@ class Orchestrator:
             if evaluates and not phases.is_over(policy) and not self._finished():
                 evaluation = self.evaluator.in_background(self.board.trainable, self._is_stopping)
                 loops.create_task(evaluation, name=f"evaluate {self.board.current(policy)}")
-        self.signal.notify()
+        self.changed.notify()
 
     async def _step(self, policy: str) -> bool:
         """Take one optimizer step and serve its version; returns False if the step was skipped."""
@@ -286,7 +286,7 @@ class Orchestrator:
                 return await self._step_with(policy, taken)
         finally:
             self.scheduler.stepping.discard(policy)
-            self.signal.notify()
+            self.changed.notify()
 
     def _credited(self, policy: str, taken: Sequence[ReadyUnit]) -> Sequence[ReadyUnit]:
         """Return the units of a step, with advantages of an estimator over the step if the run uses one."""
@@ -350,7 +350,7 @@ class Orchestrator:
 
     async def _watch(self) -> None:
         """End the run with a reason when nothing runs, nothing can start, and a policy still waits."""
-        await self.signal.wait_for(lambda: self._finished() or self.scheduler.is_starved(self.demand()) is not None)
+        await self.changed.wait_for(lambda: self._finished() or self.scheduler.is_starved(self.demand()) is not None)
         if not self._finished():
             raise CheckFailedError(
                 f"policy {self.scheduler.is_starved(self.demand())} will get no more units: its seats never act, or "

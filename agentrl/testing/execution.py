@@ -176,7 +176,7 @@ def wire_dispatcher(
         group_size=1,
         buffer=EpisodeBuffer((), WholeGroups((), ADVANTAGES["none"])),
         store=store,
-        signal=ChangeCondition(),
+        changed=ChangeCondition(),
     )
     runner = runner_type(
         engine=engine,

@@ -20,13 +20,13 @@ T = TypeVar("T")
 DEFAULT_SEEDS = 10
 
 
-class SimulatedLoop:
+class SeededSimulation:
     """Runs a coroutine function once per seed; see `agentrl.simulation.virtual_time.simulate`.
 
     Example:
         >>> async def main() -> int:
         ...     return 1
-        >>> SimulatedLoop(range(3)).run(main)
+        >>> SeededSimulation(range(3)).run(main)
         [1, 1, 1]
     """
 
@@ -52,7 +52,7 @@ class SimulatedLoop:
 
 
 @pytest.fixture
-def simulated_loop() -> SimulatedLoop:
+def simulated_loop() -> SeededSimulation:
     """Return a simulation over the seeds of the environment variables, 10 by default.
 
     Example:
@@ -64,12 +64,12 @@ def simulated_loop() -> SimulatedLoop:
 
     seed = _number(SEED_VARIABLE)
     if seed is not None:
-        return SimulatedLoop(range(seed, seed + 1), is_fixed=True)
-    return SimulatedLoop(range(_number("AGENTRL_SIM_SEEDS") or DEFAULT_SEEDS))
+        return SeededSimulation(range(seed, seed + 1), is_fixed=True)
+    return SeededSimulation(range(_number("AGENTRL_SIM_SEEDS") or DEFAULT_SEEDS))
 
 
 @pytest.fixture
-def always_replay(simulated_loop: SimulatedLoop) -> Callable[..., None]:
+def always_replay(simulated_loop: SeededSimulation) -> Callable[..., None]:
     """Return a function that plays an environment under simulated schedules and runs it again from every entry; see
     `replay_always`.
 

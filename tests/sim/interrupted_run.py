@@ -186,7 +186,7 @@ class Life:
             group_size=GROUP_SIZE,
             buffer=EpisodeBuffer(POLICIES, WholeGroups(POLICIES, ADVANTAGES["leave_one_out"])),
             store=self.journal,
-            signal=ChangeCondition(),
+            changed=ChangeCondition(),
             next_number=resume_state.next_number,
             ended_children=dict(resume_state.ended_children),
         )

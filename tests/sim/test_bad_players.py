@@ -13,7 +13,7 @@ from agentrl.observe.alarms import alarms
 from agentrl.observe.run_state import RunPlan, RunState
 from agentrl.rollout.byte_formats import STOP_TOKEN
 from agentrl.testing.memory_journal import EpisodeEnd
-from agentrl.testing.plugin import SimulatedLoop
+from agentrl.testing.plugin import SeededSimulation
 from tests.sim.small_run import SmallRun, config_for
 
 pytestmark = pytest.mark.sim
@@ -97,7 +97,7 @@ def check_all_else_went_on(run: SmallRun, ends: list[EpisodeEnd]) -> None:
     assert [len(batch.units) for batch in run.trainer.batches] == [8] * 6
 
 
-def test_a_game_that_raises_in_the_middle(simulated_loop: SimulatedLoop) -> None:
+def test_a_game_that_raises_in_the_middle(simulated_loop: SeededSimulation) -> None:
     async def main() -> None:
         run = SmallRun(config=config_for(policies=PLAYERS, seats=SEATS, steps=3), environment=Brawl, tasks=GAMES)
         await run.run()
@@ -112,7 +112,7 @@ def test_a_game_that_raises_in_the_middle(simulated_loop: SimulatedLoop) -> None
     simulated_loop.run(main)
 
 
-def test_a_seat_of_an_undeclared_child_that_is_bound_to_no_policy(simulated_loop: SimulatedLoop) -> None:
+def test_a_seat_of_an_undeclared_child_that_is_bound_to_no_policy(simulated_loop: SeededSimulation) -> None:
     async def main() -> None:
         run = SmallRun(config=config_for(policies=PLAYERS, seats=SEATS, steps=3), environment=Surprise, tasks=GAMES)
         await run.run()
@@ -127,7 +127,7 @@ def test_a_seat_of_an_undeclared_child_that_is_bound_to_no_policy(simulated_loop
     simulated_loop.run(main)
 
 
-def test_an_agent_that_never_moves_legally_is_named_and_the_other_plays_on(simulated_loop: SimulatedLoop) -> None:
+def test_an_agent_that_never_moves_legally_is_named_and_the_other_plays_on(simulated_loop: SeededSimulation) -> None:
     async def main() -> None:
         said = {"white": [ord("a"), STOP_TOKEN], "black": [ord("?"), STOP_TOKEN]}
         at_once = {name: {"step_size": 8, "max_staleness": 0} for name in PLAYERS}

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from agentrl.orchestrator.loop import Orchestrator
-from agentrl.testing.plugin import SimulatedLoop
+from agentrl.testing.plugin import SeededSimulation
 from tests.sim.crash_cases import Talk
 from tests.sim.small_run import TASKS, SmallRun, config_for
 from tests.support.crash_scenario import VERSIONS, CrashScenario, Machine
@@ -58,7 +58,7 @@ def test_a_crash_changes_no_choice_and_loses_no_file_of_it() -> None:
     assert resumed_after_it, "no crash fell after the best step's checkpoint"
 
 
-def test_a_run_ends_when_its_metric_is_good_enough(simulated_loop: SimulatedLoop) -> None:
+def test_a_run_ends_when_its_metric_is_good_enough(simulated_loop: SeededSimulation) -> None:
     async def main() -> None:
         best = {"metric": "episodes/trained", "window": 1, "stop": 16}
         run = SmallRun(config=config_for(steps=8, best=best))
@@ -71,7 +71,7 @@ def test_a_run_ends_when_its_metric_is_good_enough(simulated_loop: SimulatedLoop
     simulated_loop.run(main)
 
 
-def test_a_run_ends_when_its_metric_has_fallen(simulated_loop: SimulatedLoop) -> None:
+def test_a_run_ends_when_its_metric_has_fallen(simulated_loop: SeededSimulation) -> None:
     async def main() -> None:
         best = {"metric": "-episodes/trained", "window": 2, "stop": {"fall": 8}}
         run = SmallRun(config=config_for(steps=8, best=best))
@@ -82,7 +82,7 @@ def test_a_run_ends_when_its_metric_has_fallen(simulated_loop: SimulatedLoop) ->
     simulated_loop.run(main)
 
 
-def test_evaluations_choose_the_versions_they_are_of(simulated_loop: SimulatedLoop) -> None:
+def test_evaluations_choose_the_versions_they_are_of(simulated_loop: SeededSimulation) -> None:
     async def main() -> None:
         sections = {"best": {"metric": "evaluation/reward", "window": 1}, "evaluation": {"tasks": 8, "every": 1}}
         run = SmallRun(config=config_for(steps=6, **sections), held_out=TASKS[:8])

@@ -15,7 +15,7 @@ from agentrl.core.records import PolicyVersion
 from agentrl.journal.port import StepRow
 from agentrl.rollout.byte_formats import STOP_TOKEN
 from agentrl.simulation.virtual_time import simulate
-from agentrl.testing.plugin import SimulatedLoop
+from agentrl.testing.plugin import SeededSimulation
 from tests.sim.small_run import SmallRun, config_for
 from tests.sim.test_several_policies import Propose, Solve
 
@@ -47,7 +47,7 @@ def config(max_staleness: int) -> Any:
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1, 2])
-def test_kills_change_nothing_that_is_trained(simulated_loop: SimulatedLoop, max_staleness: int) -> None:
+def test_kills_change_nothing_that_is_trained(simulated_loop: SeededSimulation, max_staleness: int) -> None:
     async def undisturbed() -> Trained:
         run = SmallRun(config=config(max_staleness), script=guess)
         await run.run()
@@ -89,7 +89,7 @@ def test_kills_change_nothing_that_is_trained(simulated_loop: SimulatedLoop, max
     assert max(simulated_loop.run(killed)) > 1
 
 
-def test_two_policies_and_child_episodes_repeat_under_any_schedule(simulated_loop: SimulatedLoop) -> None:
+def test_two_policies_and_child_episodes_repeat_under_any_schedule(simulated_loop: SeededSimulation) -> None:
     sizes = {"proposer": 2, "solver": 16}
     policies = {name: {"step_size": size, "lora": {"rank": 2}} for name, size in sizes.items()}
 
@@ -116,7 +116,7 @@ class ProposeRarely(Propose):
             proposer.reward(agentrl.learnability(solved))
 
 
-def test_a_wave_that_gives_a_policy_nothing_is_a_step_of_nothing(simulated_loop: SimulatedLoop) -> None:
+def test_a_wave_that_gives_a_policy_nothing_is_a_step_of_nothing(simulated_loop: SeededSimulation) -> None:
     sizes = {"proposer": 2, "solver": 8}
     policies = {name: {"step_size": size, "lora": {"rank": 2}} for name, size in sizes.items()}
     changes = {"deterministic": True, "policies": policies, "credit": {"group_size": 2}, "steps": 6}

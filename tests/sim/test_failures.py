@@ -17,7 +17,7 @@ from agentrl.engines.scripted import ScriptedEngine, ScriptedSession
 from agentrl.orchestrator.loop import Orchestrator
 from agentrl.rollout.agent import LOST_IN_A_ROW
 from agentrl.testing.memory_journal import EpisodeEnd
-from agentrl.testing.plugin import SimulatedLoop
+from agentrl.testing.plugin import SeededSimulation
 from tests.sim.small_run import Ask, Guess, SmallRun, config_for
 
 pytestmark = pytest.mark.sim
@@ -46,7 +46,7 @@ class Stubborn(Guess):
                     self.late["refused"] += 1
 
 
-def test_a_program_that_swallows_its_cancellation_is_left_behind(simulated_loop: SimulatedLoop) -> None:
+def test_a_program_that_swallows_its_cancellation_is_left_behind(simulated_loop: SeededSimulation) -> None:
     async def main() -> None:
         late: Counter[str] = Counter()
         environment = type("Stubborn", (Stubborn,), {"late": late})
@@ -68,7 +68,7 @@ def test_a_program_that_swallows_its_cancellation_is_left_behind(simulated_loop:
     simulated_loop.run(main)
 
 
-def test_a_run_that_ends_does_not_wait_for_a_stuck_program(simulated_loop: SimulatedLoop) -> None:
+def test_a_run_that_ends_does_not_wait_for_a_stuck_program(simulated_loop: SeededSimulation) -> None:
     async def main() -> None:
         late: Counter[str] = Counter()
         environment = type("Stubborn", (Stubborn,), {"late": late})
@@ -118,7 +118,7 @@ class _FlakySession:
         self._session.close()
 
 
-def test_an_episode_whose_engine_is_lost_goes_on_from_its_last_entry(simulated_loop: SimulatedLoop) -> None:
+def test_an_episode_whose_engine_is_lost_goes_on_from_its_last_entry(simulated_loop: SeededSimulation) -> None:
     async def main() -> None:
         run = SmallRun(engine_class=FlakyEngine)
         await run.run()
@@ -134,7 +134,7 @@ def test_an_episode_whose_engine_is_lost_goes_on_from_its_last_entry(simulated_l
     simulated_loop.run(main)
 
 
-def test_a_parent_that_is_executed_again_finds_its_children(simulated_loop: SimulatedLoop) -> None:
+def test_a_parent_that_is_executed_again_finds_its_children(simulated_loop: SeededSimulation) -> None:
     async def main() -> None:
         run = SmallRun(engine_class=FlakyEngine, environment=Ask)
         await run.run()  # the journal refuses a call that is journaled twice
@@ -145,7 +145,7 @@ def test_a_parent_that_is_executed_again_finds_its_children(simulated_loop: Simu
     simulated_loop.run(main)
 
 
-def test_an_episode_that_loses_its_engine_again_and_again_is_dropped(simulated_loop: SimulatedLoop) -> None:
+def test_an_episode_that_loses_its_engine_again_and_again_is_dropped(simulated_loop: SeededSimulation) -> None:
     async def main() -> None:
         engine = type("Fatal", (FlakyEngine,), {"losses": 0, "fatal": "e3."})
         run = SmallRun(engine_class=engine)
@@ -157,7 +157,7 @@ def test_an_episode_that_loses_its_engine_again_and_again_is_dropped(simulated_l
     simulated_loop.run(main)
 
 
-def test_an_end_told_twice_or_of_an_old_attempt_is_ignored_and_counted(simulated_loop: SimulatedLoop) -> None:
+def test_an_end_told_twice_or_of_an_old_attempt_is_ignored_and_counted(simulated_loop: SeededSimulation) -> None:
     async def main() -> None:
         run = SmallRun()
 

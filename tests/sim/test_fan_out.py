@@ -18,7 +18,7 @@ from agentrl.rollout.context import MAX_UNDECLARED
 from agentrl.simulation.virtual_time import simulate
 from agentrl.testing.execution import POLICY, execute, random_policy
 from agentrl.testing.memory_journal import Admission, EpisodeEnd
-from agentrl.testing.plugin import SimulatedLoop
+from agentrl.testing.plugin import SeededSimulation
 from tests.replay.executions import Stage, resumed_everywhere
 from tests.sim.small_run import TASKS, Guess, SmallRun, config_for
 
@@ -65,7 +65,7 @@ def solving(staleness: int, **proposer: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("proposer", [{"kind": "frozen"}, {"step_size": 50, "max_staleness": 4, "steps": 1}])
 @pytest.mark.parametrize("staleness", [0, 1, 3])
 def test_a_slow_proposer_does_not_let_its_solver_lag(
-    simulated_loop: SimulatedLoop, staleness: int, proposer: dict[str, Any]
+    simulated_loop: SeededSimulation, staleness: int, proposer: dict[str, Any]
 ) -> None:
     async def main() -> None:
         run = SmallRun(config=config_for(**solving(staleness, **proposer)), environment=Propose)
@@ -85,7 +85,7 @@ class Fails(Guess):
         await super().run(ctx)
 
 
-def test_a_step_that_is_short_of_units_leaves_no_credit(simulated_loop: SimulatedLoop) -> None:
+def test_a_step_that_is_short_of_units_leaves_no_credit(simulated_loop: SeededSimulation) -> None:
     async def main() -> None:
         run = SmallRun(config=config_for(max_staleness=0, steps=6), environment=Fails)
         await run.run()
@@ -140,7 +140,7 @@ def test_units_that_are_compared_with_nothing_are_counted(advantage: str) -> Non
     assert shares == {("proposer", 0.0), ("solver", float(advantage in ("leave_one_out", "group_std")))}
 
 
-def test_a_proposal_s_reward_says_which_solvers_it_was_measured_against(simulated_loop: SimulatedLoop) -> None:
+def test_a_proposal_s_reward_says_which_solvers_it_was_measured_against(simulated_loop: SeededSimulation) -> None:
     async def main() -> None:
         changes = solving(1, step_size=4)
         run = SmallRun(config=config_for(**changes), environment=Propose)

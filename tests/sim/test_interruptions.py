@@ -19,13 +19,13 @@ from agentrl.rollout.episode import GRACE_S
 from agentrl.simulation.virtual_time import simulate
 from agentrl.testing.execution import PARTITION, POLICY, plain_rollout_settings, wire_dispatcher
 from agentrl.testing.memory_journal import EpisodeEnd, MemoryJournal
-from agentrl.testing.plugin import SimulatedLoop
+from agentrl.testing.plugin import SeededSimulation
 from tests.sim.interrupted_run import POLICIES, TOKEN_S, Life, WatchedEngine, check_schedule, request_name
 
 pytestmark = pytest.mark.sim
 
 
-def test_interrupted_turns_are_those_of_the_undisturbed_run(simulated_loop: SimulatedLoop) -> None:
+def test_interrupted_turns_are_those_of_the_undisturbed_run(simulated_loop: SeededSimulation) -> None:
     did: Counter[str] = Counter()
     for seed in simulated_loop.seeds():
         did += check_schedule(seed).did
@@ -38,7 +38,7 @@ def life(journal: MemoryJournal | None = None, engine_options: Any = MappingProx
     return Life(journal=journal or MemoryJournal(), engine=engine, run_seed=0, **options)
 
 
-def test_an_engine_that_stays_away_costs_its_episodes_after_two_minutes(simulated_loop: SimulatedLoop) -> None:
+def test_an_engine_that_stays_away_costs_its_episodes_after_two_minutes(simulated_loop: SeededSimulation) -> None:
     async def main() -> None:
         one = life()
         await asyncio.sleep(0.5)
@@ -51,7 +51,9 @@ def test_an_engine_that_stays_away_costs_its_episodes_after_two_minutes(simulate
     simulated_loop.run(main)
 
 
-def test_a_conversation_that_keeps_its_version_begins_again_where_that_is_gone(simulated_loop: SimulatedLoop) -> None:
+def test_a_conversation_that_keeps_its_version_begins_again_where_that_is_gone(
+    simulated_loop: SeededSimulation,
+) -> None:
     """Refresh `episode`: the engine dies, or the episode is parked, while newer weights come."""
 
     async def main() -> None:
@@ -85,7 +87,7 @@ def test_a_conversation_that_keeps_its_version_begins_again_where_that_is_gone(s
     simulated_loop.run(main)
 
 
-def test_the_time_of_a_parked_episode_and_of_a_slow_engine_is_not_its_own(simulated_loop: SimulatedLoop) -> None:
+def test_the_time_of_a_parked_episode_and_of_a_slow_engine_is_not_its_own(simulated_loop: SeededSimulation) -> None:
     async def main() -> Counter[str | None]:
         one = life(episode_timeout_s=30.0)
         await asyncio.sleep(0.5)
@@ -105,7 +107,7 @@ def test_the_time_of_a_parked_episode_and_of_a_slow_engine_is_not_its_own(simula
         assert ends == {None: 10}
 
 
-def test_the_time_without_an_engine_is_not_the_episodes(simulated_loop: SimulatedLoop) -> None:
+def test_the_time_without_an_engine_is_not_the_episodes(simulated_loop: SeededSimulation) -> None:
     async def main() -> set[str | None]:
         one = life(episode_timeout_s=30.0)
         await asyncio.sleep(0.5)
@@ -122,7 +124,7 @@ def test_the_time_without_an_engine_is_not_the_episodes(simulated_loop: Simulate
         assert ends == {None}
 
 
-def test_turns_that_end_at_once_write_no_partials(simulated_loop: SimulatedLoop) -> None:
+def test_turns_that_end_at_once_write_no_partials(simulated_loop: SeededSimulation) -> None:
     async def main() -> None:
         one = life()
         await one.worker.drain()
@@ -140,7 +142,7 @@ def test_turns_that_end_at_once_write_no_partials(simulated_loop: SimulatedLoop)
     simulated_loop.run(main)
 
 
-def test_a_failed_attempt_leaves_no_partials(simulated_loop: SimulatedLoop) -> None:
+def test_a_failed_attempt_leaves_no_partials(simulated_loop: SeededSimulation) -> None:
     async def main() -> None:
         one = life(episode_timeout_s=1.3)
         await one.worker.drain()

@@ -12,7 +12,7 @@ from agentrl.cluster.session import LOOK_S
 from agentrl.config.devices import Node
 from agentrl.core.clock import LoopClock
 from agentrl.engines.child_process import ChildProgram
-from agentrl.testing.plugin import SimulatedLoop
+from agentrl.testing.plugin import SeededSimulation
 from tests.sim.test_worker_deaths import ACT_S, ACTS, STARTS_S, Machine, Process
 
 pytestmark = pytest.mark.sim
@@ -100,7 +100,7 @@ class OnNode:
     async def close(self) -> None: ...
 
 
-def test_a_new_node_gets_workers_in_proportion_and_they_take_episodes(simulated_loop: SimulatedLoop) -> None:
+def test_a_new_node_gets_workers_in_proportion_and_they_take_episodes(simulated_loop: SeededSimulation) -> None:
     async def main() -> None:
         cluster = await Cluster(2, 4).ready()
         cluster.join(7)
@@ -118,7 +118,7 @@ def test_a_new_node_gets_workers_in_proportion_and_they_take_episodes(simulated_
     simulated_loop.run(main)
 
 
-def test_a_node_that_was_lost_and_joins_again_takes_a_worker_back(simulated_loop: SimulatedLoop) -> None:
+def test_a_node_that_was_lost_and_joins_again_takes_a_worker_back(simulated_loop: SeededSimulation) -> None:
     async def main() -> None:
         cluster = await Cluster(3, 3).ready()
         for _ in range(3):
@@ -134,7 +134,7 @@ def test_a_node_that_was_lost_and_joins_again_takes_a_worker_back(simulated_loop
     simulated_loop.run(main)
 
 
-def test_a_node_that_lacks_something_is_named_and_not_used(simulated_loop: SimulatedLoop) -> None:
+def test_a_node_that_lacks_something_is_named_and_not_used(simulated_loop: SeededSimulation) -> None:
     async def main() -> None:
         cluster = await Cluster(2, 2).ready()
         cluster.lacks["10.0.0.7"] = ["node 10.0.0.7 has no model at /m: copy its directory there"]
@@ -151,7 +151,7 @@ def test_a_node_that_lacks_something_is_named_and_not_used(simulated_loop: Simul
     simulated_loop.run(main)
 
 
-def test_a_node_without_room_for_an_engine_gets_workers_alone(simulated_loop: SimulatedLoop) -> None:
+def test_a_node_without_room_for_an_engine_gets_workers_alone(simulated_loop: SeededSimulation) -> None:
     async def main() -> None:
         cluster = await Cluster(2, 2).ready()
         cluster.room = 0

@@ -13,7 +13,7 @@ from agentrl.core.records import BaselineSet, PolicyVersion, Unit
 from agentrl.credit.advantages import baseline_members, shrunk_advantage
 from agentrl.journal.port import StepRow
 from agentrl.testing.memory_journal import EpisodeEnd, MemoryJournal
-from agentrl.testing.plugin import SimulatedLoop
+from agentrl.testing.plugin import SeededSimulation
 from tests.sim.small_run import Ask, SmallRun, config_for
 
 pytestmark = pytest.mark.sim
@@ -41,7 +41,7 @@ def check_credits(journal: MemoryJournal) -> None:
         assert (credit.advantage, credit.baseline) == pytest.approx(shrunk_advantage(credit.reward, rewards, mean))
 
 
-def test_a_group_is_trained_in_parts_and_each_part_once(simulated_loop: SimulatedLoop) -> None:
+def test_a_group_is_trained_in_parts_and_each_part_once(simulated_loop: SeededSimulation) -> None:
     async def main() -> int:
         run = late_run(steps=6)
         await run.run()
@@ -60,7 +60,7 @@ def test_a_group_is_trained_in_parts_and_each_part_once(simulated_loop: Simulate
 
 @pytest.mark.parametrize("release", ["late", "episode"])
 def test_the_variance_of_its_advantages_over_those_of_whole_groups_is_measured(
-    simulated_loop: SimulatedLoop, release: str
+    simulated_loop: SeededSimulation, release: str
 ) -> None:
     async def main() -> None:
         run = late_run(release, steps=6)
@@ -95,7 +95,7 @@ def test_the_variance_of_its_advantages_over_those_of_whole_groups_is_measured(
     simulated_loop.run(main)
 
 
-def test_each_by_itself_is_compared_with_earlier_groups(simulated_loop: SimulatedLoop) -> None:
+def test_each_by_itself_is_compared_with_earlier_groups(simulated_loop: SeededSimulation) -> None:
     async def main() -> None:
         run = late_run("episode", steps=6)
         await run.run()
@@ -107,7 +107,7 @@ def test_each_by_itself_is_compared_with_earlier_groups(simulated_loop: Simulate
     simulated_loop.run(main)
 
 
-def test_a_crash_changes_no_baseline(simulated_loop: SimulatedLoop) -> None:
+def test_a_crash_changes_no_baseline(simulated_loop: SeededSimulation) -> None:
     moments = itertools.count(2.0, 0.17)
 
     async def main() -> int:
@@ -129,7 +129,7 @@ def test_a_crash_changes_no_baseline(simulated_loop: SimulatedLoop) -> None:
     assert sum(simulated_loop.run(main)) > 0, "no group was open at the crash"
 
 
-def test_two_runs_of_a_process_share_no_past(simulated_loop: SimulatedLoop) -> None:
+def test_two_runs_of_a_process_share_no_past(simulated_loop: SeededSimulation) -> None:
     async def main() -> None:
         runs = [late_run(steps=4), late_run(steps=4)]
         for run in runs:
@@ -139,7 +139,7 @@ def test_two_runs_of_a_process_share_no_past(simulated_loop: SimulatedLoop) -> N
     simulated_loop.run(main)
 
 
-def test_children_are_compared_with_earlier_children_of_their_parents_task(simulated_loop: SimulatedLoop) -> None:
+def test_children_are_compared_with_earlier_children_of_their_parents_task(simulated_loop: SeededSimulation) -> None:
     async def main() -> None:
         run = late_run(steps=10, step_size=12)
         run.environment, run.tasks = Ask, run.tasks[:2]

@@ -15,14 +15,16 @@ from agentrl.journal.entries import TurnEntry
 from agentrl.orchestrator.loop import Orchestrator
 from agentrl.simulation.recording_trainer import RecordingTrainer
 from agentrl.testing.memory_journal import MemoryJournal
-from agentrl.testing.plugin import SimulatedLoop
+from agentrl.testing.plugin import SeededSimulation
 from tests.sim.small_run import TASKS, Guess, SmallRun, config_for
 
 pytestmark = pytest.mark.sim
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1, 3])
-def test_every_admitted_episode_is_trained_once_or_dropped(simulated_loop: SimulatedLoop, max_staleness: int) -> None:
+def test_every_admitted_episode_is_trained_once_or_dropped(
+    simulated_loop: SeededSimulation, max_staleness: int
+) -> None:
     async def main() -> None:
         run = SmallRun(config=config_for(max_staleness=max_staleness))
         await run.run()
@@ -35,7 +37,7 @@ def test_every_admitted_episode_is_trained_once_or_dropped(simulated_loop: Simul
     simulated_loop.run(main)
 
 
-def test_staleness_zero_samples_everything_from_the_current_weights(simulated_loop: SimulatedLoop) -> None:
+def test_staleness_zero_samples_everything_from_the_current_weights(simulated_loop: SeededSimulation) -> None:
     async def main() -> None:
         run = SmallRun(config=config_for(max_staleness=0))
         await run.run()
@@ -45,7 +47,7 @@ def test_staleness_zero_samples_everything_from_the_current_weights(simulated_lo
 
 
 @pytest.mark.parametrize("max_staleness", [1, 2])
-def test_mean_lag_stays_within_the_bound(simulated_loop: SimulatedLoop, max_staleness: int) -> None:
+def test_mean_lag_stays_within_the_bound(simulated_loop: SeededSimulation, max_staleness: int) -> None:
     async def main() -> float:
         run = SmallRun(config=config_for(max_staleness=max_staleness, steps=8))
         await run.run()
@@ -56,7 +58,7 @@ def test_mean_lag_stays_within_the_bound(simulated_loop: SimulatedLoop, max_stal
     assert max(simulated_loop.run(main)) > 0, "no schedule overlapped sampling with training"
 
 
-def test_updates_land_inside_turns_and_spans_say_where(simulated_loop: SimulatedLoop) -> None:
+def test_updates_land_inside_turns_and_spans_say_where(simulated_loop: SeededSimulation) -> None:
     async def main() -> int:
         run = SmallRun(config=config_for(steps=6), engine_options={"seconds_per_token": 0.4})
         await run.run()
@@ -82,7 +84,7 @@ class Faulty(Guess):
         await super().run(ctx)
 
 
-def test_failing_environments_cost_their_episode_and_nothing_else(simulated_loop: SimulatedLoop) -> None:
+def test_failing_environments_cost_their_episode_and_nothing_else(simulated_loop: SeededSimulation) -> None:
     async def main() -> int:
         run = SmallRun(environment=Faulty)
         await run.run()
@@ -103,7 +105,7 @@ class Hanging(Guess):
         await super().run(ctx)
 
 
-def test_hanging_environments_time_out(simulated_loop: SimulatedLoop) -> None:
+def test_hanging_environments_time_out(simulated_loop: SeededSimulation) -> None:
     async def main() -> int:
         run = SmallRun(environment=Hanging, config=config_for(episode_timeout_s=30.0))
         await run.run()
@@ -123,7 +125,7 @@ class Broken(agentrl.Environment):
         ctx.agent("guesser").reward("one")  # type: ignore[arg-type]
 
 
-def test_a_run_that_only_fails_ends_with_the_reason(simulated_loop: SimulatedLoop) -> None:
+def test_a_run_that_only_fails_ends_with_the_reason(simulated_loop: SeededSimulation) -> None:
     async def main() -> None:
         with pytest.raises(CheckFailedError, match=r"bad_reward.*'one' \(str\)"):
             await SmallRun(environment=Broken).run()
@@ -139,7 +141,7 @@ class Slow(Guess):
         await super().run(ctx)
 
 
-def test_stopping_leaves_nothing_half_trained(simulated_loop: SimulatedLoop) -> None:
+def test_stopping_leaves_nothing_half_trained(simulated_loop: SeededSimulation) -> None:
     async def main() -> None:
         def stop_soon(orchestrator: object) -> None:
             asyncio.get_running_loop().call_later(4.0, run.orchestrator.stop)
@@ -155,7 +157,7 @@ def test_stopping_leaves_nothing_half_trained(simulated_loop: SimulatedLoop) -> 
     simulated_loop.run(main)
 
 
-def test_stopping_does_not_wait_for_long_episodes(simulated_loop: SimulatedLoop) -> None:
+def test_stopping_does_not_wait_for_long_episodes(simulated_loop: SeededSimulation) -> None:
     async def main() -> float:
         def stop_soon(orchestrator: object) -> None:
             asyncio.get_running_loop().call_later(4.0, run.orchestrator.stop)
@@ -169,7 +171,7 @@ def test_stopping_does_not_wait_for_long_episodes(simulated_loop: SimulatedLoop)
     assert all(seconds < 10 for seconds in simulated_loop.run(main))
 
 
-def test_a_full_disk_ends_the_run(simulated_loop: SimulatedLoop) -> None:
+def test_a_full_disk_ends_the_run(simulated_loop: SeededSimulation) -> None:
     async def main() -> None:
         run = SmallRun(journal=MemoryJournal(failing_commits={11}))
         with pytest.raises(StorageError):
@@ -180,7 +182,7 @@ def test_a_full_disk_ends_the_run(simulated_loop: SimulatedLoop) -> None:
 
 @pytest.mark.parametrize("max_staleness", [0, 1])
 def test_a_nonfinite_step_is_skipped_and_its_units_are_dropped(
-    simulated_loop: SimulatedLoop, max_staleness: int
+    simulated_loop: SeededSimulation, max_staleness: int
 ) -> None:
     async def main() -> None:
         failures: dict[tuple[str, int], AgentRLError] = {("guesser", 2): NonFiniteError("the loss is nan")}
@@ -195,7 +197,7 @@ def test_a_nonfinite_step_is_skipped_and_its_units_are_dropped(
 
 
 def test_nonfinite_steps_in_a_row_end_the_run_and_each_is_told_with_its_number(
-    simulated_loop: SimulatedLoop, monkeypatch: pytest.MonkeyPatch
+    simulated_loop: SeededSimulation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def fail(self: object, policy: str, step_id: int) -> StepReport:
         raise NonFiniteError("the loss is nan")
@@ -214,7 +216,7 @@ def test_nonfinite_steps_in_a_row_end_the_run_and_each_is_told_with_its_number(
     simulated_loop.run(main)
 
 
-def test_evaluation_is_pinned_and_does_not_hold_up_training(simulated_loop: SimulatedLoop) -> None:
+def test_evaluation_is_pinned_and_does_not_hold_up_training(simulated_loop: SeededSimulation) -> None:
     async def main() -> None:
         config = config_for(steps=4, evaluation={"tasks": 6, "every": 2})
         run = SmallRun(config=config, held_out=TASKS[:6])
@@ -231,7 +233,7 @@ def test_evaluation_is_pinned_and_does_not_hold_up_training(simulated_loop: Simu
 
 @pytest.mark.parametrize(("step_size", "group_size", "max_staleness"), [(8, 4, 0), (10, 3, 1), (3, 4, 1), (5, 4, 1)])
 def test_no_ratio_of_step_to_group_deadlocks(
-    simulated_loop: SimulatedLoop, step_size: int, group_size: int, max_staleness: int
+    simulated_loop: SeededSimulation, step_size: int, group_size: int, max_staleness: int
 ) -> None:
     async def main() -> None:
         config = config_for(step_size=step_size, max_staleness=max_staleness, credit={"group_size": group_size})
@@ -242,7 +244,7 @@ def test_no_ratio_of_step_to_group_deadlocks(
     simulated_loop.run(main)
 
 
-def test_stopping_does_not_wait_for_an_evaluation(simulated_loop: SimulatedLoop) -> None:
+def test_stopping_does_not_wait_for_an_evaluation(simulated_loop: SeededSimulation) -> None:
     async def main() -> float:
         run = SmallRun(environment=Slow, config=config_for(evaluation={"tasks": 4}), held_out=TASKS[:4])
         run.during = lambda orchestrator: asyncio.get_running_loop().call_later(1.0, orchestrator.stop)
@@ -255,7 +257,7 @@ def test_stopping_does_not_wait_for_an_evaluation(simulated_loop: SimulatedLoop)
 
 @pytest.mark.parametrize(("before", "within"), [((700, 10, 10), (50_000, 10, 10)), ((0, 5, 5), (0, 5, 5))])
 def test_a_run_looks_for_cyclic_garbage_more_rarely_and_only_a_run(
-    simulated_loop: SimulatedLoop, before: tuple[int, int, int], within: tuple[int, int, int]
+    simulated_loop: SeededSimulation, before: tuple[int, int, int], within: tuple[int, int, int]
 ) -> None:
     class Looking(Guess):
         seen: ClassVar[set[tuple[int, int, int]]] = set()

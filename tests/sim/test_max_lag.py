@@ -18,7 +18,7 @@ from agentrl.observe.alarms import alarms
 from agentrl.observe.run_state import RunPlan, RunState
 from agentrl.orchestrator.scheduler import BoundedStaleness
 from agentrl.simulation.virtual_time import simulate
-from agentrl.testing.plugin import SimulatedLoop
+from agentrl.testing.plugin import SeededSimulation
 from tests.sim.small_run import SmallRun, config_for
 
 pytestmark = pytest.mark.sim
@@ -127,7 +127,7 @@ def test_the_window_is_as_wide_as_it_may_be() -> None:
     assert BoundedStaleness(max_staleness=1, step_size=4).window(outstanding=99, overtaken=99) == float("inf")
 
 
-def test_a_straggler_holds_admission_back_and_says_so(simulated_loop: SimulatedLoop) -> None:
+def test_a_straggler_holds_admission_back_and_says_so(simulated_loop: SeededSimulation) -> None:
     class Straggler(Solve):
         async def run(self, ctx: agentrl.EpisodeContext) -> None:
             turn = await ctx.agent("solver").act(agentrl.user("solve"))
@@ -182,7 +182,7 @@ def test_what_admission_could_not_know_of_is_counted_and_raises_the_alarm() -> N
     assert "max_lag" in raised
 
 
-def test_after_a_rollback_it_holds_for_what_begins_in_this_life(simulated_loop: SimulatedLoop) -> None:
+def test_after_a_rollback_it_holds_for_what_begins_in_this_life(simulated_loop: SeededSimulation) -> None:
     async def main() -> None:
         policies = {"solver": {"step_size": 8, "max_staleness": 1, "max_lag": 1}}
         config = config_for(policies=policies, steps=12)

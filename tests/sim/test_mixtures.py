@@ -19,7 +19,7 @@ from agentrl.core.records import Task
 from agentrl.environment.mixture import MemberTasks, MixedTasks, Mixture, mixture, root_environments
 from agentrl.orchestrator.evaluation import HeldOutSplit
 from agentrl.orchestrator.tasks import Curriculum, GroupResult
-from agentrl.testing.plugin import SimulatedLoop
+from agentrl.testing.plugin import SeededSimulation
 from tests.sim.small_run import TASKS, Ask, Guess, SmallRun, config_for
 from tests.sim.test_selection import tasks_of
 
@@ -100,7 +100,7 @@ def test_a_member_may_select_its_tasks_itself() -> None:
     assert source.told == ["digit-3"]
 
 
-def test_a_mixture_trains_evaluates_by_split_and_resumes_with_the_same_tasks(simulated_loop: SimulatedLoop) -> None:
+def test_a_mixture_trains_evaluates_by_split_and_resumes_with_the_same_tasks(simulated_loop: SeededSimulation) -> None:
     splits = [
         HeldOutSplit("Digits@held_out", [Task(id=f"Digits:{task.id}", data=task.data) for task in TASKS[:3]]),
         HeldOutSplit("Easy@hard", [Task(id="Easy:hard-0", data={"hard": True})]),

@@ -29,7 +29,7 @@ from agentrl.observe.metrics import describe
 from agentrl.orchestrator.metrics import EpisodeTotals
 from agentrl.orchestrator.versions import OpponentPool, OpponentPools, ServedVersions, opponent_pool_steps
 from agentrl.rollout.byte_formats import STOP_TOKEN
-from agentrl.testing.plugin import SimulatedLoop
+from agentrl.testing.plugin import SeededSimulation
 from tests.sim.small_run import SmallRun, config_for
 from tests.sim.test_schedules import SHARE, Duel
 from tests.support.crash_scenario import CrashScenario
@@ -83,7 +83,7 @@ def games(run: SmallRun) -> list[tuple[int, PolicyVersion, frozenset[PolicyVersi
 
 
 @pytest.mark.parametrize("choose", ["uniform", "latest", "prioritised"])
-def test_a_group_plays_one_past_version_and_never_a_future_one(simulated_loop: SimulatedLoop, choose: str) -> None:
+def test_a_group_plays_one_past_version_and_never_a_future_one(simulated_loop: SeededSimulation, choose: str) -> None:
     async def main() -> None:
         Places.most = 0
         run = SmallRun(config=config(choose=choose), environment=Duel, script=strength, engine_class=Places)
@@ -106,7 +106,7 @@ def steps_of_policies(run: SmallRun) -> set[str]:
     return {batch.policy for batch in run.trainer.batches}
 
 
-def test_a_resumed_run_plays_on_against_the_same(simulated_loop: SimulatedLoop) -> None:
+def test_a_resumed_run_plays_on_against_the_same(simulated_loop: SeededSimulation) -> None:
     async def main() -> int:
         first = SmallRun(config=config(), environment=Duel, script=strength)
         journal = await first.cut_after(4.3)
@@ -138,7 +138,7 @@ def test_a_run_with_opponents_that_dies_at_any_operation_goes_on_as_promised() -
     assert not report.violations, report
 
 
-def test_a_rollback_has_the_pool_of_its_checkpoint_back(simulated_loop: SimulatedLoop) -> None:
+def test_a_rollback_has_the_pool_of_its_checkpoint_back(simulated_loop: SeededSimulation) -> None:
     async def main() -> None:
         first = SmallRun(config=config(), environment=Duel, script=strength)
         await first.run()
@@ -164,7 +164,7 @@ def test_a_rollback_has_the_pool_of_its_checkpoint_back(simulated_loop: Simulate
     simulated_loop.run(main)
 
 
-def test_the_files_of_a_checkpoint_s_opponents_stay_as_long_as_it(simulated_loop: SimulatedLoop) -> None:
+def test_the_files_of_a_checkpoint_s_opponents_stay_as_long_as_it(simulated_loop: SeededSimulation) -> None:
     async def main() -> None:
         def version(step: int) -> PolicyVersion:
             return PolicyVersion("player", 0, step)
@@ -189,7 +189,7 @@ def test_the_files_of_a_checkpoint_s_opponents_stay_as_long_as_it(simulated_loop
     simulated_loop.run(main)
 
 
-def test_every_step_tells_who_won(simulated_loop: SimulatedLoop) -> None:
+def test_every_step_tells_who_won(simulated_loop: SeededSimulation) -> None:
     async def main() -> None:
         run = SmallRun(config=config(), environment=Duel, script=strength)
         await run.run()

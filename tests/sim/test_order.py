@@ -12,7 +12,7 @@ from agentrl.core.ids import root_episode_number
 from agentrl.core.ports import GenerateRequest
 from agentrl.core.records import PolicyVersion
 from agentrl.journal.port import StepRow
-from agentrl.testing.plugin import SimulatedLoop
+from agentrl.testing.plugin import SeededSimulation
 from tests.sim.small_run import TASKS, Ask, SmallRun, config_for, guess
 
 pytestmark = pytest.mark.sim
@@ -43,7 +43,7 @@ def ordered_run(asked: Asked, **changes: object) -> SmallRun:
     return SmallRun(config=config_for(**settings), environment=Ask, script=asked, held_out=TASKS[:2])
 
 
-def test_earlier_ones_go_first_then_parents_then_who_has_worked_most(simulated_loop: SimulatedLoop) -> None:
+def test_earlier_ones_go_first_then_parents_then_who_has_worked_most(simulated_loop: SeededSimulation) -> None:
     async def main() -> None:
         asked = Asked()
         run = ordered_run(asked)
@@ -64,7 +64,7 @@ def test_earlier_ones_go_first_then_parents_then_who_has_worked_most(simulated_l
     simulated_loop.run(main)
 
 
-def test_an_evaluation_waits_for_what_trains_and_not_for_ever(simulated_loop: SimulatedLoop) -> None:
+def test_an_evaluation_waits_for_what_trains_and_not_for_ever(simulated_loop: SeededSimulation) -> None:
     async def main() -> None:
         asked = Asked()
         await ordered_run(asked).run()
@@ -80,7 +80,7 @@ def test_an_evaluation_waits_for_what_trains_and_not_for_ever(simulated_loop: Si
     simulated_loop.run(main)
 
 
-def test_who_goes_on_after_a_crash_is_as_old_as_before(simulated_loop: SimulatedLoop) -> None:
+def test_who_goes_on_after_a_crash_is_as_old_as_before(simulated_loop: SeededSimulation) -> None:
     async def main() -> int:
         before, after = Asked(), Asked()
         first = ordered_run(before)

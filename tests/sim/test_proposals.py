@@ -18,7 +18,7 @@ from agentrl.orchestrator import dispatch
 from agentrl.rollout.byte_formats import STOP_TOKEN
 from agentrl.rollout.worker import AsyncioWorker
 from agentrl.simulation.virtual_time import simulate
-from agentrl.testing.plugin import SimulatedLoop
+from agentrl.testing.plugin import SeededSimulation
 from tests.sim.small_run import SmallRun, config_for
 from tests.support.crash_scenario import CrashScenario, Machine
 
@@ -118,7 +118,7 @@ def small_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("small_memory")
-def test_gate_credit_and_memory_of_a_proposer_and_its_solvers(simulated_loop: SimulatedLoop) -> None:
+def test_gate_credit_and_memory_of_a_proposer_and_its_solvers(simulated_loop: SeededSimulation) -> None:
     async def main() -> None:
         run = SmallRun(config=config_for(**config()), environment=ProposeAndSolve, script=speak)
         await run.run()
@@ -207,7 +207,7 @@ def test_a_crash_forgets_nothing_and_changes_no_answer(deterministic: bool) -> N
             }
 
 
-def test_nothing_else_than_training_is_remembered(simulated_loop: SimulatedLoop) -> None:
+def test_nothing_else_than_training_is_remembered(simulated_loop: SeededSimulation) -> None:
     async def main() -> None:
         tasks = [agentrl.Task(id=f"t{number}", data={}) for number in range(4)]
         run = SmallRun(
@@ -238,7 +238,7 @@ class Repeat(agentrl.Environment):
         ctx.agent("proposer").reward(known.times)
 
 
-def test_what_a_dropped_episode_proposed_is_forgotten(simulated_loop: SimulatedLoop) -> None:
+def test_what_a_dropped_episode_proposed_is_forgotten(simulated_loop: SeededSimulation) -> None:
     async def main() -> None:
         tasks = [agentrl.Task(id=f"t{number}", data={"number": number}) for number in range(9)]
         credit = {"group_size": 1, "advantage": "none"}

@@ -16,7 +16,7 @@ from agentrl.journal.port import StepRow
 from agentrl.orchestrator.loop import Orchestrator
 from agentrl.rollout.worker import AsyncioWorker
 from agentrl.testing.memory_journal import Admission, MemoryJournal
-from agentrl.testing.plugin import SimulatedLoop
+from agentrl.testing.plugin import SeededSimulation
 from tests.sim.small_run import Ask, SmallRun, config_for
 
 pytestmark = pytest.mark.sim
@@ -35,7 +35,7 @@ def second_life(first: SmallRun, journal: MemoryJournal, step: int) -> SmallRun:
     return SmallRun(config=first.config, journal=journal, resume_state=resume_state, resumed_at={"guesser": version})
 
 
-def test_a_stopped_run_trains_every_episode_once(simulated_loop: SimulatedLoop) -> None:
+def test_a_stopped_run_trains_every_episode_once(simulated_loop: SeededSimulation) -> None:
     moments = itertools.count(2.0, 0.4)
 
     async def main() -> int:
@@ -56,7 +56,7 @@ def test_a_stopped_run_trains_every_episode_once(simulated_loop: SimulatedLoop) 
     assert len(stopped_after) > 1 or len(simulated_loop.seeds()) == 1, "every schedule stopped at the same step"
 
 
-def test_steps_after_the_checkpoint_are_taken_again(simulated_loop: SimulatedLoop) -> None:
+def test_steps_after_the_checkpoint_are_taken_again(simulated_loop: SeededSimulation) -> None:
     async def main() -> None:
         first = SmallRun(config=config_for(steps=4))
         await first.run()
@@ -72,7 +72,7 @@ def test_steps_after_the_checkpoint_are_taken_again(simulated_loop: SimulatedLoo
     simulated_loop.run(main)
 
 
-def test_turns_that_were_recorded_are_not_sampled_again(simulated_loop: SimulatedLoop, tmp_path: Path) -> None:
+def test_turns_that_were_recorded_are_not_sampled_again(simulated_loop: SeededSimulation, tmp_path: Path) -> None:
     async def main() -> int:
         first = SmallRun(config=config_for(steps=8), engine_options={"seconds_per_token": 0.2})
         journal = await first.cut_after(2.5)
@@ -94,7 +94,7 @@ def test_turns_that_were_recorded_are_not_sampled_again(simulated_loop: Simulate
     assert sum(simulated_loop.run(main)) > 0, "no episode was stopped between two turns"
 
 
-def test_children_whose_admission_was_lost_go_on_from_their_entries(simulated_loop: SimulatedLoop) -> None:
+def test_children_whose_admission_was_lost_go_on_from_their_entries(simulated_loop: SeededSimulation) -> None:
     """Turns of a worker's process reach the disk before the run's control log: a kill in between leaves entries of
     unadmitted children. Here a worker without the wait for admissions stands for it."""
     moments = itertools.count(2.0, 0.3)

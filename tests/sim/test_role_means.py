@@ -6,7 +6,7 @@ import pytest
 
 from agentrl.core.records import TrajectoryCredit
 from agentrl.journal.port import StepRow
-from agentrl.testing.plugin import SimulatedLoop
+from agentrl.testing.plugin import SeededSimulation
 from tests.sim.crash_cases import Talk
 from tests.sim.small_run import SmallRun, config_for
 from tests.sim.test_several_policies import Duel, policies
@@ -49,7 +49,7 @@ def test_a_crash_changes_no_baseline() -> None:
     assert taken_twice, "no crash fell between a checkpoint and a step"
 
 
-def test_a_zero_sum_game_is_compared_seat_by_seat(simulated_loop: SimulatedLoop) -> None:
+def test_a_zero_sum_game_is_compared_seat_by_seat(simulated_loop: SeededSimulation) -> None:
     async def main() -> None:
         config = config_for(policies=policies(asker=8, guesser=8), credit=CHANGES["credit"])
         run = SmallRun(config=config, environment=Duel)

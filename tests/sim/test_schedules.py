@@ -17,7 +17,7 @@ from agentrl.core.ids import random_stream
 from agentrl.core.ports import GenerateRequest
 from agentrl.core.records import PolicyVersion
 from agentrl.simulation.virtual_time import SimLoop
-from agentrl.testing.plugin import SimulatedLoop
+from agentrl.testing.plugin import SeededSimulation
 from tests.sim.small_run import SmallRun, config_for, guess
 from tests.sim.test_several_policies import Solve
 from tests.support.crash_scenario import CrashScenario
@@ -112,7 +112,7 @@ def drawn(seed: int) -> tuple[type[agentrl.Environment], dict[str, Any]]:
     }
 
 
-def test_no_ratio_bound_or_schedule_deadlocks(simulated_loop: SimulatedLoop) -> None:
+def test_no_ratio_bound_or_schedule_deadlocks(simulated_loop: SeededSimulation) -> None:
     async def main() -> None:
         loop = asyncio.get_running_loop()
         assert isinstance(loop, SimLoop)
@@ -128,7 +128,7 @@ def test_no_ratio_bound_or_schedule_deadlocks(simulated_loop: SimulatedLoop) -> 
     simulated_loop.run(main)
 
 
-def test_policies_learn_one_after_another(simulated_loop: SimulatedLoop) -> None:
+def test_policies_learn_one_after_another(simulated_loop: SeededSimulation) -> None:
     async def main() -> None:
         run = SmallRun(config=config_for(**alternating(("o", 3), ("x", 1)), steps={"x": 6, "o": 2}), environment=Duel)
         await run.run()
@@ -151,7 +151,7 @@ class Trio(agentrl.Environment):
             ctx.agent(seat).reward(float(turn.text > "5"))
 
 
-def test_some_learn_at_once_while_others_are_frozen(simulated_loop: SimulatedLoop) -> None:
+def test_some_learn_at_once_while_others_are_frozen(simulated_loop: SeededSimulation) -> None:
     async def main() -> None:
         policies = {name: {"step_size": 4} for name in Trio.seats}
         freeze = [("a", 2), (("b", "c"), 1)]
@@ -164,7 +164,7 @@ def test_some_learn_at_once_while_others_are_frozen(simulated_loop: SimulatedLoo
     simulated_loop.run(main)
 
 
-def test_who_is_not_named_always_learns(simulated_loop: SimulatedLoop) -> None:
+def test_who_is_not_named_always_learns(simulated_loop: SeededSimulation) -> None:
     async def main() -> None:
         policies = {name: {"step_size": 4} for name in Trio.seats}
         run = SmallRun(config=config_for(policies=policies, freeze=[("a", 1), ("b", 1)], steps=6), environment=Trio)
@@ -190,7 +190,7 @@ def test_a_freeze_that_makes_no_sense_is_refused(freeze: list[Any], message: str
         config_for(**alternating(*freeze))
 
 
-def test_one_that_is_over_is_passed_over(simulated_loop: SimulatedLoop) -> None:
+def test_one_that_is_over_is_passed_over(simulated_loop: SeededSimulation) -> None:
     async def main() -> None:
         run = SmallRun(config=config_for(**alternating(("o", 1), ("x", 1)), steps={"x": 5, "o": 2}), environment=Duel)
         await run.run()
@@ -199,7 +199,7 @@ def test_one_that_is_over_is_passed_over(simulated_loop: SimulatedLoop) -> None:
     simulated_loop.run(main)
 
 
-def test_a_resumed_run_goes_on_in_its_phase(simulated_loop: SimulatedLoop) -> None:
+def test_a_resumed_run_goes_on_in_its_phase(simulated_loop: SeededSimulation) -> None:
     async def main() -> None:
         config = config_for(**alternating(("o", 2), ("x", 2)), steps=4)
         first = SmallRun(config=config, environment=Duel)
@@ -227,7 +227,7 @@ def test_a_run_in_phases_that_dies_at_any_operation_loses_nothing() -> None:
     assert not [v for v in report.violations if not v.what.startswith("trained: not")], report
 
 
-def test_a_policy_samples_as_its_own_section_says(simulated_loop: SimulatedLoop) -> None:
+def test_a_policy_samples_as_its_own_section_says(simulated_loop: SeededSimulation) -> None:
     asked: set[tuple[str, float, int]] = set()
 
     def listen(request: GenerateRequest, policy: str, version: PolicyVersion) -> list[int]:
@@ -243,7 +243,7 @@ def test_a_policy_samples_as_its_own_section_says(simulated_loop: SimulatedLoop)
     simulated_loop.run(main)
 
 
-def test_sides_change_from_group_to_group(simulated_loop: SimulatedLoop) -> None:
+def test_sides_change_from_group_to_group(simulated_loop: SeededSimulation) -> None:
     async def main() -> None:
         policies = {"player": {"step_size": 12}, "other": {"kind": "frozen"}}
         seats = {"x": ["player", "other", "player"], "o": ["other", "player", "player"]}

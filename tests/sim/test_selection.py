@@ -18,7 +18,7 @@ from agentrl.orchestrator import scheduler
 from agentrl.orchestrator.tasks import Curriculum, GroupResult
 from agentrl.simulation.virtual_time import simulate
 from agentrl.testing.memory_journal import MemoryJournal
-from agentrl.testing.plugin import SimulatedLoop
+from agentrl.testing.plugin import SeededSimulation
 from tests.sim.small_run import TASKS, SmallRun, config_for
 from tests.sim.test_deterministic import guess, trained_by
 
@@ -46,7 +46,7 @@ def drops_of(run: SmallRun) -> Counter[str]:
     return Counter(dict(run.orchestrator.buffer.ledger.dropped))
 
 
-def test_groups_without_a_signal_are_replaced_and_counted(simulated_loop: SimulatedLoop) -> None:
+def test_groups_without_a_signal_are_replaced_and_counted(simulated_loop: SeededSimulation) -> None:
     async def main() -> None:
         run = SmallRun(config=config(), script=guess)
         await run.run()
@@ -68,7 +68,7 @@ def test_groups_without_a_signal_are_replaced_and_counted(simulated_loop: Simula
 
 
 def test_a_run_whose_groups_never_differ_ends_by_name(
-    simulated_loop: SimulatedLoop, monkeypatch: pytest.MonkeyPatch
+    simulated_loop: SeededSimulation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(scheduler, "WITHOUT_SIGNAL_IN_A_ROW", 40)
 
@@ -81,7 +81,9 @@ def test_a_run_whose_groups_never_differ_ends_by_name(
 
 
 @pytest.mark.parametrize("kill_again", [1, 3])
-def test_a_killed_deterministic_run_trains_and_selects_the_same(simulated_loop: SimulatedLoop, kill_again: int) -> None:
+def test_a_killed_deterministic_run_trains_and_selects_the_same(
+    simulated_loop: SeededSimulation, kill_again: int
+) -> None:
     async def undisturbed() -> tuple[Any, dict[str, str]]:
         run = SmallRun(config=config(deterministic=True), script=guess)
         await run.run()
@@ -124,7 +126,7 @@ def test_a_killed_deterministic_run_trains_and_selects_the_same(simulated_loop: 
         simulate(killed, seed=seed)
 
 
-def test_a_resumed_run_knows_the_results_of_the_one_before(simulated_loop: SimulatedLoop) -> None:
+def test_a_resumed_run_knows_the_results_of_the_one_before(simulated_loop: SeededSimulation) -> None:
     async def main() -> None:
         run = SmallRun(config=config(), script=guess)
         known: list[GroupResult] = []

@@ -16,7 +16,7 @@ from agentrl.orchestrator.buffer import ReadyUnit
 from agentrl.orchestrator.loop import Orchestrator
 from agentrl.simulation.plan import Plan
 from agentrl.simulation.run import Scenario, simulate_run
-from agentrl.testing.plugin import SimulatedLoop
+from agentrl.testing.plugin import SeededSimulation
 from tests.sim.small_run import SmallRun, config_for
 
 pytestmark = pytest.mark.sim
@@ -120,7 +120,7 @@ def test_a_scheduler_that_holds_long_ones_back_is_named() -> None:
     assert newest["selection_bias/held_share"] > 0.02
 
 
-def test_the_journal_says_what_steps_were_fed(simulated_loop: SimulatedLoop) -> None:
+def test_the_journal_says_what_steps_were_fed(simulated_loop: SeededSimulation) -> None:
     async def main() -> None:
         first = SmallRun(config=config_for(steps=12, credit={"group_size": 4, "release": "late"}))
         journal = await first.cut_after(6.0)
@@ -137,7 +137,7 @@ def test_the_journal_says_what_steps_were_fed(simulated_loop: SimulatedLoop) -> 
     simulated_loop.run(main)
 
 
-def test_a_resumed_run_counts_every_unit_once(simulated_loop: SimulatedLoop) -> None:
+def test_a_resumed_run_counts_every_unit_once(simulated_loop: SeededSimulation) -> None:
     async def main() -> None:
         first = SmallRun(config=config_for(steps=12, credit={"group_size": 4, "release": "late"}))
         journal = await first.cut_after(4.0)

@@ -16,7 +16,7 @@ from agentrl.core.records import PolicyVersion, WeightsRef
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.rollout.byte_formats import STOP_TOKEN
 from agentrl.testing.memory_journal import MetricRow
-from agentrl.testing.plugin import SimulatedLoop
+from agentrl.testing.plugin import SeededSimulation
 from tests.sim.small_run import TASKS, SmallRun, config_for
 
 pytestmark = pytest.mark.sim
@@ -75,7 +75,7 @@ def steps_of(run: SmallRun) -> Counter[str]:
 
 
 @pytest.mark.parametrize("sizes", [(8, 8), (8, 16), (16, 8), (4, 12)])
-def test_each_policy_steps_by_its_own_step_size(simulated_loop: SimulatedLoop, sizes: tuple[int, int]) -> None:
+def test_each_policy_steps_by_its_own_step_size(simulated_loop: SeededSimulation, sizes: tuple[int, int]) -> None:
     async def main() -> None:
         config = config_for(policies=policies(asker=sizes[0], guesser=sizes[1]))
         run = SmallRun(config=config, environment=Duel)
@@ -91,7 +91,7 @@ def test_each_policy_steps_by_its_own_step_size(simulated_loop: SimulatedLoop, s
 
 
 @pytest.mark.parametrize("sizes", [(4, 16), (8, 32), (4, 32), (8, 16)])
-def test_no_fan_out_deadlocks(simulated_loop: SimulatedLoop, sizes: tuple[int, int]) -> None:
+def test_no_fan_out_deadlocks(simulated_loop: SeededSimulation, sizes: tuple[int, int]) -> None:
     async def main() -> None:
         config = config_for(policies=policies(proposer=sizes[0], solver=sizes[1]), credit={"group_size": 2}, steps=3)
         run = SmallRun(config=config, environment=Propose)
@@ -101,7 +101,7 @@ def test_no_fan_out_deadlocks(simulated_loop: SimulatedLoop, sizes: tuple[int, i
     simulated_loop.run(main)
 
 
-def test_a_frozen_proposer_with_a_learning_solver(simulated_loop: SimulatedLoop) -> None:
+def test_a_frozen_proposer_with_a_learning_solver(simulated_loop: SeededSimulation) -> None:
     async def main() -> None:
         bound = policies(proposer=4, solver=16)
         bound["proposer"] = {"kind": "frozen"}
@@ -128,7 +128,7 @@ class SlowToLoad(ScriptedEngine):
 
 
 def test_an_evaluation_that_begins_while_a_policy_steps_does_not_take_the_policy_back(
-    simulated_loop: SimulatedLoop,
+    simulated_loop: SeededSimulation,
 ) -> None:
     async def main() -> None:
         SlowToLoad.turn = asyncio.Lock()
@@ -143,7 +143,7 @@ def test_an_evaluation_that_begins_while_a_policy_steps_does_not_take_the_policy
     simulated_loop.run(main)
 
 
-def test_a_policy_that_can_get_no_units_ends_the_run(simulated_loop: SimulatedLoop) -> None:
+def test_a_policy_that_can_get_no_units_ends_the_run(simulated_loop: SeededSimulation) -> None:
     async def main() -> None:
         run = SmallRun(config=config_for(policies=policies(asker=8, guesser=8)), environment=Muted)
         with pytest.raises(CheckFailedError, match="asker"):
@@ -152,7 +152,7 @@ def test_a_policy_that_can_get_no_units_ends_the_run(simulated_loop: SimulatedLo
     simulated_loop.run(main)
 
 
-def test_a_policy_nobody_holds_is_refused(simulated_loop: SimulatedLoop) -> None:
+def test_a_policy_nobody_holds_is_refused(simulated_loop: SeededSimulation) -> None:
     async def main() -> None:
         config = config_for(policies=policies(asker=8, guesser=8, spare=8))
         with pytest.raises(ConfigError, match=r"policies\.spare holds no seat"):
@@ -161,7 +161,7 @@ def test_a_policy_nobody_holds_is_refused(simulated_loop: SimulatedLoop) -> None
     simulated_loop.run(main)
 
 
-def test_children_of_a_resumed_parent_are_not_run_twice(simulated_loop: SimulatedLoop) -> None:
+def test_children_of_a_resumed_parent_are_not_run_twice(simulated_loop: SeededSimulation) -> None:
     moments = itertools.count(1.5, 0.35)
 
     async def main() -> int:
@@ -184,7 +184,7 @@ def test_children_of_a_resumed_parent_are_not_run_twice(simulated_loop: Simulate
     assert sum(simulated_loop.run(main)) > 0, "no parent was stopped with children that had ended"
 
 
-def test_each_policy_is_evaluated_by_its_own_rewards_in_each_of_its_seats(simulated_loop: SimulatedLoop) -> None:
+def test_each_policy_is_evaluated_by_its_own_rewards_in_each_of_its_seats(simulated_loop: SeededSimulation) -> None:
     async def main() -> None:
         config = config_for(policies=policies(asker=4, guesser=4), steps=2, evaluation={"tasks": 7})
         run = SmallRun(config=config, environment=Duel, held_out=TASKS[:7])
@@ -210,7 +210,7 @@ def test_each_policy_is_evaluated_by_its_own_rewards_in_each_of_its_seats(simula
     simulated_loop.run(main)
 
 
-def test_who_plays_in_children_only_is_evaluated_too(simulated_loop: SimulatedLoop) -> None:
+def test_who_plays_in_children_only_is_evaluated_too(simulated_loop: SeededSimulation) -> None:
     async def main() -> None:
         bound = policies(proposer=4, solver=16)
         config = config_for(policies=bound, credit={"group_size": 2}, steps=1, evaluation={"tasks": 3})
@@ -224,7 +224,7 @@ def test_who_plays_in_children_only_is_evaluated_too(simulated_loop: SimulatedLo
     simulated_loop.run(main)
 
 
-def test_evaluations_give_each_task_to_the_same_line_up(simulated_loop: SimulatedLoop) -> None:
+def test_evaluations_give_each_task_to_the_same_line_up(simulated_loop: SeededSimulation) -> None:
     async def main() -> None:
         seats = {"asker": ["a", "b"], "guesser": ["b", "a"]}
         config = config_for(policies=policies(a=8, b=8), seats=seats, evaluation={"tasks": 5, "every": 2})
@@ -256,7 +256,7 @@ class Sloppy(agentrl.Environment):
         guesser.reward(ctx.rng.random())
 
 
-def test_what_one_policy_does_is_not_counted_for_another(simulated_loop: SimulatedLoop) -> None:
+def test_what_one_policy_does_is_not_counted_for_another(simulated_loop: SeededSimulation) -> None:
     async def main() -> None:
         said = {"asker": [*b"...?", STOP_TOKEN], "guesser": [*b"5", STOP_TOKEN]}
         config = config_for(policies=policies(asker=8, guesser=8), steps=3)
@@ -288,7 +288,7 @@ class Counting(Propose):
         ctx.metric("terms", 5)
 
 
-def test_what_children_count_is_their_own_policys(simulated_loop: SimulatedLoop) -> None:
+def test_what_children_count_is_their_own_policys(simulated_loop: SeededSimulation) -> None:
     async def main() -> None:
         bound = policies(proposer=4, solver=16)
         run = SmallRun(config=config_for(policies=bound, credit={"group_size": 2}, steps=2), environment=Counting)

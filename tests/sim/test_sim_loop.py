@@ -9,7 +9,7 @@ import pytest
 
 from agentrl.core.clock import LoopClock
 from agentrl.simulation.virtual_time import DeadlockError, SimulationError, StepLimitError, simulate
-from agentrl.testing.plugin import SimulatedLoop
+from agentrl.testing.plugin import SeededSimulation
 
 pytestmark = pytest.mark.sim
 
@@ -234,7 +234,7 @@ def test_the_failure_of_a_task_nobody_awaits_is_not_lost() -> None:
         simulate(main, seed=0)
 
 
-def test_the_fixture_runs_every_seed(simulated_loop: SimulatedLoop) -> None:
+def test_the_fixture_runs_every_seed(simulated_loop: SeededSimulation) -> None:
     async def main() -> float:
         await asyncio.sleep(1)
         return asyncio.get_running_loop().time()

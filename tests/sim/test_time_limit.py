@@ -19,7 +19,7 @@ from agentrl.rollout.byte_formats import STOP_TOKEN
 from agentrl.rollout.episode import GRACE_S
 from agentrl.simulation.virtual_time import simulate
 from agentrl.testing.memory_journal import EpisodeEnd
-from agentrl.testing.plugin import SimulatedLoop
+from agentrl.testing.plugin import SeededSimulation
 from tests.replay.executions import Stage, resumed_everywhere
 from tests.sim.small_run import SmallRun, config_for
 
@@ -271,7 +271,7 @@ def test_time_that_ends_episodes_is_counted_and_dropping_for_it_raises_an_alarm(
     assert [alarm.name for alarm in alarms(state)] == ["dropped_by_time"]
 
 
-def test_a_tool_environment_gives_the_reward_it_gives_for_every_limit(simulated_loop: SimulatedLoop) -> None:
+def test_a_tool_environment_gives_the_reward_it_gives_for_every_limit(simulated_loop: SeededSimulation) -> None:
     async def main() -> Any:
         run = SmallRun(
             config=config_for(

@@ -14,7 +14,7 @@ from agentrl.observe.metrics import describe
 from agentrl.observe.run_state import RunPlan, RunSnapshot, RunState
 from agentrl.orchestrator.loop import Orchestrator
 from agentrl.rollout.byte_formats import STOP_TOKEN
-from agentrl.testing.plugin import SimulatedLoop
+from agentrl.testing.plugin import SeededSimulation
 from tests.sim.small_run import TASKS, SmallRun, config_for
 
 pytestmark = pytest.mark.sim
@@ -45,7 +45,7 @@ def falling(request: GenerateRequest, policy: str, version: PolicyVersion) -> li
     return [*(call if request.seed % 3 else "answer").encode(), STOP_TOKEN]
 
 
-def test_a_policy_that_falls_into_illegal_output_is_named(simulated_loop: SimulatedLoop) -> None:
+def test_a_policy_that_falls_into_illegal_output_is_named(simulated_loop: SeededSimulation) -> None:
     async def main() -> None:
         run = SmallRun(
             config=config_for(steps=14, step_size=16, sampling={"max_tokens": 128}), environment=Shop, script=falling
@@ -67,7 +67,7 @@ def test_a_policy_that_falls_into_illegal_output_is_named(simulated_loop: Simula
     simulated_loop.run(main)
 
 
-def test_the_loop_says_between_steps_who_waits_for_whom(simulated_loop: SimulatedLoop) -> None:
+def test_the_loop_says_between_steps_who_waits_for_whom(simulated_loop: SeededSimulation) -> None:
     seen: list[RunSnapshot] = []
 
     async def main() -> None:

@@ -19,7 +19,7 @@ from agentrl.core.ports import EngineCapabilities
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, Task, dropped_header
 from agentrl.engines.child_process import ChildProgram
 from agentrl.engines.wire import send
-from agentrl.testing.plugin import SimulatedLoop
+from agentrl.testing.plugin import SeededSimulation
 from tests.support.frames import bodies
 
 pytestmark = pytest.mark.sim
@@ -237,7 +237,7 @@ async def machine(roots: int = 0, *, killers: Mapping[int, int] | None = None, *
     return at
 
 
-def test_two_deaths_from_outside_hold_nothing_back(simulated_loop: SimulatedLoop) -> None:
+def test_two_deaths_from_outside_hold_nothing_back(simulated_loop: SeededSimulation) -> None:
     async def main() -> None:
         at = await machine(256)
         began = asyncio.get_running_loop().time()
@@ -256,7 +256,7 @@ def test_two_deaths_from_outside_hold_nothing_back(simulated_loop: SimulatedLoop
     simulated_loop.run(main, seeds=SEEDS)
 
 
-def test_deaths_from_outside_drop_nobody_that_gets_on_in_between(simulated_loop: SimulatedLoop) -> None:
+def test_deaths_from_outside_drop_nobody_that_gets_on_in_between(simulated_loop: SeededSimulation) -> None:
     async def main() -> None:
         at = await machine(4)
         at.submit("e4", children=[{}, {}])  # gets nowhere while it waits for them
@@ -271,7 +271,7 @@ def test_deaths_from_outside_drop_nobody_that_gets_on_in_between(simulated_loop:
 
 
 @pytest.mark.parametrize("kills_at", [0, 3])
-def test_one_that_kills_is_found_beside_255_that_do_not(simulated_loop: SimulatedLoop, kills_at: int) -> None:
+def test_one_that_kills_is_found_beside_255_that_do_not(simulated_loop: SeededSimulation, kills_at: int) -> None:
     async def main() -> None:
         at = await machine(256, killers={77: kills_at})
         await at.drained()
@@ -282,7 +282,7 @@ def test_one_that_kills_is_found_beside_255_that_do_not(simulated_loop: Simulate
     simulated_loop.run(main, seeds=SEEDS)
 
 
-def test_several_that_kill_are_found_and_they_alone_are_dropped(simulated_loop: SimulatedLoop) -> None:
+def test_several_that_kill_are_found_and_they_alone_are_dropped(simulated_loop: SeededSimulation) -> None:
     async def main() -> None:
         killers = {number: number % 7 for number in range(5, 256, 60)}
         at = await machine(256, killers=killers)
@@ -294,7 +294,7 @@ def test_several_that_kill_are_found_and_they_alone_are_dropped(simulated_loop: 
     simulated_loop.run(main, seeds=SEEDS)
 
 
-def test_a_child_that_kills_is_dropped_and_not_its_parent_or_its_siblings(simulated_loop: SimulatedLoop) -> None:
+def test_a_child_that_kills_is_dropped_and_not_its_parent_or_its_siblings(simulated_loop: SeededSimulation) -> None:
     async def main() -> None:
         at = await machine()
         for number in range(8):
@@ -306,7 +306,7 @@ def test_a_child_that_kills_is_dropped_and_not_its_parent_or_its_siblings(simula
     simulated_loop.run(main, seeds=SEEDS)
 
 
-def test_the_end_of_the_processes_names_the_episodes_that_were_with_them(simulated_loop: SimulatedLoop) -> None:
+def test_the_end_of_the_processes_names_the_episodes_that_were_with_them(simulated_loop: SeededSimulation) -> None:
     async def main() -> None:
         at = await machine(3, attempts=1)
         while at.failure is None:
@@ -320,7 +320,7 @@ def test_the_end_of_the_processes_names_the_episodes_that_were_with_them(simulat
     simulated_loop.run(main, seeds=SEEDS)
 
 
-def test_a_parent_that_kills_is_dropped_and_not_its_children(simulated_loop: SimulatedLoop) -> None:
+def test_a_parent_that_kills_is_dropped_and_not_its_children(simulated_loop: SeededSimulation) -> None:
     async def main() -> None:
         at = await machine()
         for number in range(4):
