@@ -42,6 +42,7 @@ from agentrl.learn.trainer import InProcessTrainer
 from tests.contract.engine_kinds import START, ModelZoo, prompt, request, version
 from tests.learn_cases import LORA, Episodes, make_rows, run_config, write_model
 from tests.processes import running
+from tests.support import warm
 
 pytestmark = [
     pytest.mark.ray,
@@ -268,8 +269,8 @@ def test_engines_in_actors_are_replaced_when_they_or_their_actors_die(session: R
 @pytest.mark.parametrize("name", ["raylet", pytest.param("gcs_server", marks=pytest.mark.exhaustive)])
 def test_a_dead_ray_ends_the_group_and_another_can_be_started(model: Path, tmp_path: Path, name: str) -> None:
     """A session of its own, beside which the module's must not live: Ray allows one per process."""
-    program = [sys.executable, "-c", _DEAD_RAY, str(model), str(tmp_path), name]
-    answer = subprocess.run(program, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
+    (script := tmp_path / "dead_ray.py").write_text(_DEAD_RAY)
+    answer = warm.script(Path(__file__).parents[2], script, str(model), str(tmp_path), name)
     told = f"the engine's process was lost: Ray's {name} died; it is restarted in 1 s"
     assert answer.stdout.splitlines() == [f"Ray's {name} died", str([told]), "[1, 2] 50"], answer.stdout + answer.stderr
 

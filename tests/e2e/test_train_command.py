@@ -80,20 +80,16 @@ def test_an_episode_can_be_forked_at_its_turns(trained: Path) -> None:
     assert after.drop_reason is None
 
 
-def test_the_policy_loads_with_from_pretrained(trained: Path) -> None:
-    code = (
+def test_the_policy_loads_with_from_pretrained(trained: Path, tmp_path: Path) -> None:
+    (script := tmp_path / "load.py").write_text(
         "import sys; from transformers import AutoModelForCausalLM, AutoTokenizer\n"
         "model = AutoModelForCausalLM.from_pretrained(sys.argv[1])\n"
         "tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])\n"
         "text = tokenizer.apply_chat_template([{'role': 'user', 'content': 'hi'}], tokenize=False)\n"
         "print(sum(p.numel() for p in model.parameters()), 'hi' in text)"
     )
-    finished = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code, str(trained / "policies" / "solver")],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    finished = warm.script(tmp_path, script, str(trained / "policies" / "solver"))
+    assert finished.returncode == 0, finished.stderr
     parameters, rendered = finished.stdout.split()
     assert int(parameters) > 100_000
     assert rendered == "True"
