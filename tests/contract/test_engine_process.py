@@ -16,9 +16,10 @@ import pytest
 from agentrl.core.clock import RetryBudget, SystemClock
 from agentrl.core.errors import EngineError, EngineLostError, ModelError
 from agentrl.core.records import PolicyVersion, WeightsRef
-from agentrl.engines.child_process import ChildProcess, ChildProgram, Supervisor
+from agentrl.engines.child_process import ChildProcess, ChildProgram, ProcessPlacement, Supervisor
 from agentrl.engines.client import ProcessEngine
 from tests.contract.engine_kinds import START, ModelZoo, check_logprobs, prompt, request, version
+from tests.contract.warm_processes import WarmPlacement
 
 SCRIPTED = ChildProgram("tests.contract.scripted_program:scripted_engine", {"max_context": 4096, "refresh": "token"})
 
@@ -43,9 +44,12 @@ def weights_of(step: int) -> WeightsRef:
     return WeightsRef(version=version(step), path="", kind="full", sha256="")
 
 
-async def made(program: ChildProgram = SCRIPTED, attempts: int = 5) -> tuple[ProcessEngine, NoWaiting]:
+async def made(
+    program: ChildProgram = SCRIPTED, attempts: int = 5, placement: ProcessPlacement | None = None
+) -> tuple[ProcessEngine, NoWaiting]:
     clock = NoWaiting()
-    return await ProcessEngine(program, START, attempts=attempts, clock=clock).ready(), clock
+    engine = ProcessEngine(program, START, attempts=attempts, clock=clock, placement=placement)
+    return await engine.ready(), clock
 
 
 def test_a_call_whose_process_dies_keeps_what_was_delivered_and_goes_on_in_the_next() -> None:
@@ -85,7 +89,7 @@ def test_the_next_process_serves_the_versions_of_the_one_before(zoo: ModelZoo) -
             "agentrl.engines.embedded.engine:EmbeddedEngine.load",
             {"model_path": str(zoo.directory()), "max_context": 256},
         )
-        engine, _ = await made(program)
+        engine, _ = await made(program, placement=WarmPlacement())
         first = zoo.full(version(1), seed=1)
         await engine.serve([first], [first])
         pinned = engine.open("pinned", "solver", pin=version(1))

@@ -1,4 +1,4 @@
-"""A real run of all that there is (Ray, trainer ranks, two vLLMs in actors, every kind of policy): who can be reached
+"""A real run of all that there is (Ray, trainer ranks, vLLM in actors, every kind of policy): who can be reached
 while it goes on, and which weights played."""
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Looks:
 config = agentrl.RunConfig.model_validate_json(sys.argv[1])
 agentrl.train(config, environment=WatchedMatch, observers=[Looks()], quiet=True)
 """
-VLLM: dict[str, Any] = {"vllm": {}, "replicas": 2, "max_context": 64, "slots": 8}
+VLLM: dict[str, Any] = {"vllm": {}, "max_context": 64, "slots": 8}
 
 
 class Ran(NamedTuple):
@@ -62,15 +62,17 @@ class Ran(NamedTuple):
     reached: dict[str, list[int]]
 
 
-@pytest.fixture(scope="module")
-def ran(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Ran:
+@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.exhaustive)])
+def ran(request: pytest.FixtureRequest, repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Ran:
     directory = tmp_path_factory.mktemp("runs")
     base = repository / "environments" / "calculator" / "model"
     judge = write_judge(base, directory / "judge")
     with answering("7") as url:
         critic = {"critic": {"kind": "remote", "url": url, "model": "any"}}
         ray = {"trainer": {"ranks": 2}, "cluster": {"address": "local"}}
-        config = config_of(base, judge, directory, steps=6, policies=critic, engine=VLLM, **ray)
+        config = config_of(
+            base, judge, directory, steps=6, policies=critic, engine={**VLLM, "replicas": request.param}, **ray
+        )
         command = [sys.executable, "-c", _RUN, config.model_dump_json()]
         run = subprocess.run(command, cwd=repository, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout + run.stderr

@@ -16,16 +16,7 @@ from typing import Any
 from agentrl.cli.main import main
 
 WARM = multiprocessing.get_context("forkserver")
-WARM.set_forkserver_preload(
-    [
-        "agentrl.app.training",
-        "agentrl.cli.main",
-        "agentrl.engines.embedded.engine",
-        "agentrl.engines.server",
-        "agentrl.learn.trainer",
-        "tests.contract.scripted_program",
-    ]
-)
+WARM.set_forkserver_preload(["agentrl.app.training", "agentrl.engines.embedded.engine", "agentrl.learn.trainer"])
 
 
 def command(directory: Path, *arguments: str, file_size: int = 0) -> subprocess.CompletedProcess[str]:
