@@ -108,7 +108,7 @@ def test_what_an_environment_declares_that_a_crash_costs_it_is_no_violation() ->
     "operation",
     [
         "rename /run/checkpoints",
-        "sync /run/checkpoints/.tmp-step",
+        pytest.param("sync /run/checkpoints/.tmp-step", marks=pytest.mark.exhaustive),
         pytest.param("sync /run/versions/left", marks=pytest.mark.exhaustive),
     ],
 )
@@ -161,6 +161,7 @@ class PrunesTooMuch(CrashScenario):
         return NewestAlone(CHECKPOINTS, disk=machine.disk)
 
 
+@pytest.mark.exhaustive
 def test_a_pruning_that_forgets_an_older_checkpoint_is_noticed() -> None:
     report = crash_everywhere(PrunesTooMuch(Talk, changes=KEEP_NOTHING), share=5, enough=1)
     assert {violation.what.split(":")[0] for violation in report.violations} == {"pruned"}, report
