@@ -631,6 +631,6 @@ class ProcessStatus:
     """Activity of the process, for people."""
 
     @property
-    def place(self) -> str:
+    def name_with_gpus(self) -> str:
         """Name of the process with its GPUs, for people."""
         return f"{self.name} on GPU {', '.join(self.gpus)}" if self.gpus else self.name

@@ -200,7 +200,7 @@ def run_timeline(reader: RunReader, parts: int = 60) -> RunTimeline:
 def _nodes(reader: RunReader) -> dict[str, list[str]]:
     status, nodes = read_status(reader.path), dict[str, list[str]]()
     for process in status.processes if status is not None else ():
-        nodes.setdefault(process.node, []).append(process.place)
+        nodes.setdefault(process.node, []).append(process.name_with_gpus)
     return nodes
 
 

@@ -224,7 +224,7 @@ def _status(status: RunSnapshot) -> RenderableType:
 
 
 def _process(process: ProcessStatus) -> str:
-    return f"{process.place} {process.doing}"
+    return f"{process.name_with_gpus} {process.doing}"
 
 
 def _alarms(found: Sequence[Alarm]) -> RenderableType:

@@ -1,6 +1,6 @@
 """Checkpoints, and the retention of versions and journal data between them.
 
-    checkpoints/step_000120-3/        sum of the policies' steps, lineage; put in place by `core.files.place`
+    checkpoints/step_000120-3/        sum of the policies' steps, lineage; put in place by `core.files.rename_durably`
         <trainer's files>             weights, optimizer and random state of every policy
         manifest.json                 versions, ledger, role means, measurements, digests of the files
 
