@@ -23,6 +23,7 @@ from agentrl.app.memory import with_chosen_token_limits
 from agentrl.app.parts import environment_of, held_out, importable_code_of, load_config, make_chat_format, make_engine
 from agentrl.app.policies import frozen_policy_weights, serve_configured_weights, weights_from_directory
 from agentrl.app.recovery import ResumeState
+from agentrl.cluster.session import reserved_gpus
 from agentrl.config.policies import ExternalPolicyConfig, FrozenPolicy, RemotePolicy
 from agentrl.config.run import RunConfig
 from agentrl.core.clock import SystemClock
@@ -317,6 +318,7 @@ async def play_in_new_run(
         store = SqliteJournal(run / "journal", info=info)
         stack.push_async_callback(store.close)
         stack.enter_context(recording_process_state(run))
+        await stack.enter_async_context(reserved_gpus())
         engine = await make_engine(
             config, {known: PolicyVersion(known, 0, 0) for known in config.policies}, lambda line: None
         )

@@ -22,6 +22,7 @@ from agentrl.app.evaluation import play_untrained, with_frozen_policies
 from agentrl.app.parts import RunFactories
 from agentrl.app.policies import serve_configured_weights, weights_from_directory
 from agentrl.app.replays import environment_to_run, recorded_code
+from agentrl.cluster.session import reserved_gpus
 from agentrl.config.load import recorded_config
 from agentrl.config.policies import OpponentPoolPolicy
 from agentrl.config.run import RunConfig
@@ -340,6 +341,7 @@ async def _fork(
         store = SqliteJournal(where / "journal", info={**kept, "config": config.model_dump(mode="json")})
         stack.push_async_callback(store.close)
         versions = {known: PolicyVersion(known, 0, 0) for known in config.policies}
+        await stack.enter_async_context(reserved_gpus())
         engine = await factories.engine(config, versions, lambda death: None, where / ENGINE_LOG)
         stack.push_async_callback(engine.close)
         await serve_configured_weights(config, ServedVersions(engine), store, policies.weights)

@@ -35,6 +35,7 @@ from agentrl.app.policies import (
 )
 from agentrl.app.recovery import UserCode, load_user_functions
 from agentrl.app.supervisor import RunSetup, ended_by_ctrl_c, run_in_shared_loop, supervise
+from agentrl.cluster.session import reserved_gpus
 from agentrl.config.load import SettingDifference, check_unchanged
 from agentrl.config.run import RunConfig
 from agentrl.core.errors import ConfigError
@@ -145,7 +146,7 @@ async def run_training(
         "bases": msgspec.to_builtins(bases),
     }
     opened = _opened(config, directory, observers, clock, info=info, quiet=quiet, resume=resume)
-    async with opened as (store, observer, changed):
+    async with opened as (store, observer, changed), reserved_gpus():
         for line in split_group_warnings(config, units_per_root_group(config, environment)):
             observer.warn(line)
         if factories.engine is make_engine:
@@ -191,13 +192,14 @@ async def _device_lines(
     if not config.on_cluster:
         return device_plan(config).lines()
     from agentrl.cluster.nodes import check_nodes, wait_for_nodes
-    from agentrl.cluster.session import kept_signal_handlers
+    from agentrl.cluster.session import RaySession, kept_signal_handlers
 
     check_ray()
     if config.cluster.min_nodes:
         await wait_for_nodes(config, clock, tell)
     with kept_signal_handlers():
-        _, lines = await asyncio.to_thread(check_nodes, config, code)
+        lines = await asyncio.to_thread(check_nodes, config, code)
+        await asyncio.to_thread(RaySession(config.ray_address).plan, config)  # reserves the GPUs
     return lines
 
 

@@ -306,7 +306,7 @@ def _nodes(config: RunConfig) -> list[Check]:
         check_ray()
         from agentrl.cluster.nodes import check_nodes
 
-        _, lines = check_nodes(config, code_of(environment_of(config)))
+        lines = check_nodes(config, code_of(environment_of(config)))
     except AgentRLError as error:
         return [Check(name="cluster", found=str(error), level="missing")]
     return [Check(name="cluster", found=line) for line in lines]

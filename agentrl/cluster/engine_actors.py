@@ -12,7 +12,14 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
-from agentrl.cluster.session import RaySession, is_alive, is_drained, kept_signal_handlers, shorten_ray_error
+from agentrl.cluster.session import (
+    RaySession,
+    is_alive,
+    is_drained,
+    kept_signal_handlers,
+    process_strategy,
+    shorten_ray_error,
+)
 from agentrl.config.devices import Node
 from agentrl.core.network import Address, Listener, connect
 from agentrl.engines.child_process import LocalPlacement
@@ -79,7 +86,7 @@ class RayPlacement:
         choose: returns the node of the processes and their GPUs; called once. A process whose node is lost is started
             on another node, as soon as one has enough free GPUs. None: any node, without GPUs.
         address: address of the cluster, see `RaySession`; empty: the processes run on this machine.
-        process: name under which the plan reserves GPUs for the processes, see `NodePlan.reserved`.
+        process: name under which the plan reserves GPUs for the processes, see `NodePlan.gpu_bundles`.
     """
 
     def __init__(
@@ -181,7 +188,7 @@ class RayPlacement:
         """Ray's strategy for an actor: its node, or another where that is lost or drained."""
         if self._node is None or (self._is_elsewhere and is_drained(self._node)) or not is_alive(self._node):
             return "SPREAD"
-        return self._session.strategy(self._node, self._process)
+        return process_strategy(self._node, self._process)
 
     async def close(self) -> None:
         """See `ProcessPlacement.close`; also leaves Ray."""

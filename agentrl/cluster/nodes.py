@@ -11,9 +11,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import importlib.util
+import os
 import platform
 import shutil
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -27,11 +27,12 @@ from agentrl.cluster.session import (
     shorten_ray_error,
     without_credentials,
 )
+from agentrl.config.devices import plan_nodes
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from agentrl.config.devices import Node, NodePlan
+    from agentrl.config.devices import Node
     from agentrl.config.run import RunConfig
     from agentrl.core.clock import Clock
 
@@ -83,14 +84,18 @@ def report_node(models: Sequence[str], modules: Sequence[str]) -> NodeReport:
             found = None
         file = found.origin if found is not None else None
         code[module] = hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else ""
-    temporary = tempfile.gettempdir()
+    temporary = os.environ.get("TMPDIR") or "/tmp"
+    try:
+        free = shutil.disk_usage(temporary).free
+    except OSError:
+        free = 0
     return NodeReport(
         versions,
         {model: _model_digest(Path(model)) for model in models},
         code,
         clock=SystemClock().wall(),
         temporary=temporary,
-        free=shutil.disk_usage(temporary).free,
+        free=free,
     )
 
 
@@ -148,7 +153,7 @@ async def wait_for_nodes(config: RunConfig, clock: Clock, tell: Callable[[str], 
         await clock.sleep(LOOK_S)
 
 
-def check_nodes(config: RunConfig, code: Mapping[str, str]) -> tuple[NodePlan, list[str]]:
+def check_nodes(config: RunConfig, code: Mapping[str, str]) -> list[str]:
     """Attach to the cluster of a run and check that every node has everything the run needs.
 
     Args:
@@ -156,26 +161,26 @@ def check_nodes(config: RunConfig, code: Mapping[str, str]) -> tuple[NodePlan, l
         code: references `module:Class` of the run's environments; files are sent by content.
 
     Returns:
-        The plan, and lines for people: the assignment, and clocks that differ.
+        Lines for people: the assignment, and clocks that differ.
 
     Raises:
         InputError: no cluster answers at the address.
-        ConfigError: a node lacks something or does not answer; the message names everything missing, node by node.
+        ConfigError: there are too few GPUs, or a node lacks something or does not answer; the message names everything
+            missing, node by node.
     """
     session = RaySession(config.ray_address)
     session.start()
     needed = _needed(config, code)
     while True:
-        plan = session.plan(config)
+        plan = plan_nodes(config, session.nodes())
         missing, lines = compare_nodes(plan.nodes, *needed)
-        alive = {node.id for node in session.nodes()}
-        if all(node.id in alive for node in plan.nodes):
+        if set(plan.nodes) <= set(session.nodes()):
             break  # else a node was lost in the meantime: plan without it
     if missing:
         raise ConfigError(
             f"the cluster at {without_credentials(config.cluster.address)} cannot run this: {'; '.join(missing)}"
         )
-    return plan, plan.lines() + lines
+    return plan.lines() + lines
 
 
 def missing_on(node: Node, config: RunConfig, code: Mapping[str, str]) -> list[str]:

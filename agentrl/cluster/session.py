@@ -4,11 +4,12 @@ A local session listens on loopback only, requires the token in a private file (
 no dashboard and no prestarted workers. Owns: starting, attaching, stopping, Ray's environment variables. Does not own:
 actors. Invariants: the caller's signal handlers stay in place; an existing session is never shut down; a local one is
 shared by all its users, since Ray allows one per process, and ends with the last of them. The GPUs of a run on a
-cluster are reserved all at once, in one placement group, before any of its processes starts.
+cluster are reserved all at once, in one placement group, from its start to its end.
 """
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import contextlib
 import functools
@@ -21,12 +22,14 @@ import socket
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from agentrl.config.devices import Node, NodePlan, plan_devices, plan_nodes, without_lost_nodes
+from agentrl.core.clock import SystemClock
 from agentrl.core.errors import ConfigError, InputError
 from agentrl.core.machine import gpus as machine_gpus
 
@@ -46,6 +49,8 @@ ATTACH_S = 50.0
 RESERVE_S = 20.0
 """Timeout for reserving a run's GPUs, in seconds. They were free a moment before, so it only elapses if another program
 takes them at the same time."""
+RELEASE_S = 2.0
+"""Timeout for Ray to show released GPUs as free, in seconds."""
 _TOKEN = "if it asks for a token, RAY_AUTH_MODE and RAY_AUTH_TOKEN must be set here as they are there"
 _LONGEST_TEMPORARY = 40
 """Maximum length of Ray's temporary directory: its sockets lie deep below, and the path of a Unix socket has at most
@@ -251,13 +256,17 @@ class RaySession:
 
         here = ray.get_runtime_context().get_node_id()
         alive: list[dict[str, Any]] = [node for node in ray.nodes() if node["Alive"]]
+        state = ray._private.state
         has_gpus = any(node["Resources"].get("GPU") for node in alive)
-        available = ray._private.state.available_resources_per_node() if has_gpus else {}
+        available = state.available_resources_per_node() if has_gpus else {}
+        drained = state.state.get_draining_nodes() if has_gpus else ()
         found = []
         for node in alive:
-            free = int(available.get(node["NodeID"], {}).get("GPU", 0))
+            identity = str(node["NodeID"])
+            free = int(available.get(identity, {}).get("GPU", 0))
             held = int(node["Resources"].get("GPU", 0)) - free
-            found.append(Node(str(node["NodeID"]), str(node["NodeManagerAddress"]), free, held))
+            gpus = (0, 0) if identity in drained else (free, held)  # Ray grants none on a node that is drained
+            found.append(Node(identity, str(node["NodeManagerAddress"]), *gpus))
         return tuple(sorted(found, key=lambda node: (node.id != here, _in_order(node.address))))
 
     def undrained(self) -> tuple[Node, ...]:
@@ -267,8 +276,8 @@ class RaySession:
     def plan(self, config: RunConfig) -> NodePlan:
         """Return the nodes and GPUs of a run's ranks, engines and workers; without a cluster, this machine's GPUs.
 
-        The GPUs of a cluster are reserved with the first call. Later calls return the same plan, with another node for
-        each trainer rank whose node has left.
+        In `reserved_gpus`, the first call reserves GPUs of a cluster. Later calls return the same ranks and engines,
+        with another node for each rank whose node has left.
 
         Raises:
             ConfigError: there are too few nodes or GPUs, or another program took them.
@@ -277,30 +286,16 @@ class RaySession:
         """
         if not self._address:
             return NodePlan(devices=plan_devices(config, machine_gpus()))
-        with _LocalRay.lock:
-            nodes, reservation = self.nodes(), _GpuReservation.current
-            if reservation is not None and reservation.config == config:
-                return without_lost_nodes(reservation.plan, nodes)
-            if reservation is not None:
-                reservation.end()
-            plan = plan_nodes(config, self.nodes() if reservation is not None else nodes)
-            if plan.devices.gpus:
-                _GpuReservation(config, plan).start()
+        nodes, reservation = self.nodes(), _reservation.get()
+        if reservation is None:
+            return plan_nodes(config, nodes)
+        with reservation.lock:
+            if reservation.plan is not None:
+                return without_lost_nodes(reservation.plan, config, nodes)
+            plan = plan_nodes(config, nodes)
+            if plan.gpu_bundles():
+                reservation.start(plan)
             return plan
-
-    def strategy(self, node: Node | None, process: str) -> Any:
-        """Return Ray's scheduling strategy for a process of the plan on a node, with its reserved GPUs if it has any.
-
-        Args:
-            node: node of the plan; None lets Ray choose.
-            process: name of the process, see `NodePlan.reserved`.
-        """
-        with _LocalRay.lock:
-            reservation = _GpuReservation.current
-            if node is None or reservation is None or not reservation.holds(process, node):
-                return on_node(node)
-            reservation.holders.add(self)
-            return reservation.strategy(process)
 
     def dead(self) -> str:
         """Return the name of a dead essential process of a local session; empty while all are alive, and for an
@@ -317,13 +312,8 @@ class RaySession:
         return (lambda: _node_watch().gone(watched)) if watched else str
 
     def stop(self) -> None:
-        """Leave a local session. The session ends when its last user leaves or when it is dead; the reserved GPUs of a
-        cluster are free again when the last user of them leaves. Idempotent."""
+        """Leave a local session. The session ends when its last user leaves or when it is dead. Idempotent."""
         with _LocalRay.lock:
-            if (reservation := _GpuReservation.current) is not None and self in reservation.holders:
-                reservation.holders.remove(self)
-                if not reservation.holders:
-                    reservation.end()
             local, self._local = self._local, None
             self._started = False
             if local is not None:
@@ -336,58 +326,105 @@ class _GpuReservation:
     """The GPUs of a run on a cluster: a placement group with one bundle for each trainer rank and each engine.
 
     Ray grants a placement group as a whole or not at all, so two runs that start at the same time never wait for each
-    other's GPUs. Ends with this process at the latest.
+    other's GPUs.
     """
 
-    current: ClassVar[_GpuReservation | None] = None
-
-    def __init__(self, config: RunConfig, plan: NodePlan) -> None:
-        self.config = config
-        self.plan = plan
-        self.holders: set[RaySession] = set()
-        """Sessions that started actors with these GPUs."""
-        self._bundles = plan.reserved()
-        self._numbers = {process: number for number, process in enumerate(self._bundles)}
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.plan: NodePlan | None = None
+        """The plan whose GPUs are reserved; None: nothing is."""
         self._group: Any = None
 
-    def start(self) -> None:
-        """Reserve the GPUs.
+    def start(self, plan: NodePlan) -> None:
+        """Reserve the GPUs of a plan.
 
         Raises:
             ConfigError: another program took them.
         """
         from ray.util import placement_group
 
+        bundles = plan.gpu_bundles().values()
         self._group = placement_group(
-            [{"GPU": count} for _, count in self._bundles.values()],
-            bundle_label_selector=[{"ray.io/node-id": node.id} for node, _ in self._bundles.values()],
+            [{"GPU": count} for _, count in bundles],
+            bundle_label_selector=[{"ray.io/node-id": node.id} for node, _ in bundles],
         )
-        _GpuReservation.current = self
-        if not self._group.wait(RESERVE_S):
+        try:
+            is_granted = self._group.wait(RESERVE_S)
+        except BaseException:
             self.end()
-            count = sum(count for _, count in self._bundles.values())
+            raise
+        if not is_granted:
+            self.end()
             raise ConfigError(
-                f"the {count} GPUs that this run was to have were not granted within {RESERVE_S:g} s: another program "
-                "of the Ray cluster took some at the same time, or a node was lost; start the run again"
+                f"the {sum(count for _, count in bundles)} GPUs that this run was to have were not granted within "
+                f"{RESERVE_S:g} s: another program of the Ray cluster took some at the same time, or a node was lost; "
+                "start the run again"
             )
+        self.plan = plan
 
-    def holds(self, process: str, node: Node) -> bool:
-        """Whether GPUs of a node are reserved for a process."""
-        return process in self._bundles and self._bundles[process][0].id == node.id
-
-    def strategy(self, process: str) -> Any:
-        """Return Ray's scheduling strategy for a process."""
+    def strategy(self, node: Node, process: str) -> Any:
+        """Return Ray's scheduling strategy for a process with its GPUs on a node; None: it has none there."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        return PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=self._numbers[process])
+        bundles = self.plan.gpu_bundles() if self.plan is not None else {}
+        if process not in bundles or bundles[process][0] != node:
+            return None
+        return PlacementGroupSchedulingStrategy(self._group, list(bundles).index(process))
 
     def end(self) -> None:
-        """Release the GPUs."""
-        from ray.util import remove_placement_group
+        """Release the GPUs. Idempotent."""
+        group, self._group, self.plan = self._group, None, None
+        if group is not None:
+            from ray.util import remove_placement_group
 
-        _GpuReservation.current = None
-        with contextlib.suppress(Exception):  # Ray's errors have no common class; a lost head has nothing to release
-            remove_placement_group(self._group)
+            with contextlib.suppress(Exception):  # Ray's errors have no common class; a lost head has none to release
+                remove_placement_group(group)
+
+    @staticmethod
+    def are_free(plan: NodePlan) -> bool:
+        """Whether Ray shows as many free GPUs as before a plan's were reserved."""
+        import ray
+
+        free = ray._private.state.available_resources_per_node()
+        return all(free[node.id].get("GPU", 0) >= node.gpus for node in plan.nodes if node.id in free)
+
+
+_reservation: ContextVar[_GpuReservation | None] = ContextVar("reservation", default=None)
+"""The reservation of the run to which the running task or thread belongs."""
+
+
+@asynccontextmanager
+async def reserved_gpus() -> AsyncIterator[None]:
+    """Let the plans made within reserve GPUs of a cluster, until the end of the context; see `RaySession.plan`.
+
+    At its end, Ray shows the GPUs as free, unless that takes longer than `RELEASE_S`: this process can plan again.
+    """
+    reservation = _GpuReservation()
+    token = _reservation.set(reservation)
+    try:
+        yield
+    finally:
+        _reservation.reset(token)
+        plan, clock = reservation.plan, SystemClock()
+        await asyncio.to_thread(reservation.end)
+        until = clock.monotonic() + RELEASE_S
+        with contextlib.suppress(Exception):  # as in `end`
+            while plan is not None and clock.monotonic() < until:
+                if await asyncio.to_thread(reservation.are_free, plan):
+                    break
+                await clock.sleep(0.05)
+
+
+def process_strategy(node: Node | None, process: str) -> Any:
+    """Return Ray's scheduling strategy for a process of the plan on a node, with its reserved GPUs if it has any there.
+
+    Args:
+        node: node of the plan; None lets Ray choose.
+        process: name of the process, see `NodePlan.gpu_bundles`.
+    """
+    reservation = _reservation.get()
+    reserved = reservation.strategy(node, process) if reservation is not None and node is not None else None
+    return reserved or on_node(node)
 
 
 class _NodeWatch:

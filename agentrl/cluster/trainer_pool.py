@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agentrl.cluster.session import RaySession, kept_signal_handlers, on_node, shorten_ray_error
+from agentrl.cluster.session import RaySession, kept_signal_handlers, on_node, process_strategy, shorten_ray_error
 from agentrl.config.run import RunConfig
 from agentrl.config.sections import LOSSES
 from agentrl.core.clock import SystemClock
@@ -329,7 +329,7 @@ class RayTrainerPool:
                 gpu, node = plan.devices.gpu_of_rank(rank), plan.ranks[rank] if plan.ranks else None
                 actor = rank_class.options(
                     num_gpus=1 if gpu is not None and node is not None else 0,
-                    scheduling_strategy=self._session.strategy(node, f"trainer rank {rank}"),
+                    scheduling_strategy=process_strategy(node, f"trainer rank {rank}"),
                 ).remote(
                     *(settings, str(self._directory)),
                     rank=rank,

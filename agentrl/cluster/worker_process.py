@@ -242,12 +242,12 @@ class WorkerProcess:
                 _settle(self._cancelled)
             case wire.WorkerFailed():
                 error = rebuild_error(message.kind, message.message, among=(AgentRLError,))
-                if isinstance(error, EngineLostError):
-                    self.supervisor.kill(str(error))  # its machine may be cut off for a while: another is started
-                elif self._welcomed is not None and not self._welcomed.done():
-                    self._welcomed.set_exception(error)
-                else:
+                if self._welcomed is None or self._welcomed.done():
                     self._owner.failed(error)
+                elif isinstance(error, EngineLostError):
+                    self.supervisor.kill(str(error))  # its machine may be cut off for a while: another is started
+                else:
+                    self._welcomed.set_exception(error)
             case _:
                 if isinstance(message, wire.EpisodeEnded | wire.MadeProgress):
                     self.supervisor.achieved()

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Literal
 
 from agentrl.config.fields import base_name
 from agentrl.core.errors import ConfigError, TrainerLostError
@@ -191,15 +191,16 @@ def _too_few(config: RunConfig, count: int, *, ranks: int, engines: int, may_sha
     )
 
 
-class Node(NamedTuple):
-    """A machine of a Ray cluster."""
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A machine of a Ray cluster; two are equal if they have the same id and address."""
 
     id: str
     address: str
-    gpus: int = 0
+    gpus: int = field(default=0, compare=False)
     """GPUs that are free."""
-    held: int = 0
-    """GPUs that programs of the cluster hold, this run's own included."""
+    held: int = field(default=0, compare=False)
+    """GPUs that programs of the cluster hold."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,7 +217,7 @@ class NodePlan:
     workers: tuple[Node, ...] = ()
     """Node of each episode worker that has its own process."""
 
-    def reserved(self) -> dict[str, tuple[Node, int]]:
+    def gpu_bundles(self) -> dict[str, tuple[Node, int]]:
         """Return the node and the number of GPUs of each process that has any, by its name: first the ranks."""
         ranks = {f"trainer rank {rank}": (node, 1) for rank, node in enumerate(self.ranks) if self.devices.ranks}
         engines = {
@@ -254,7 +255,7 @@ def plan_nodes(config: RunConfig, nodes: Sequence[Node]) -> NodePlan:
     gpus = [Gpu(str(number), "", Memory(0, 0), node.id) for node in nodes for number in range(node.gpus)]
     held, by_id = sum(node.held for node in nodes), {node.id: node for node in nodes}
     others = f"other programs of the Ray cluster hold {plural(held, 'GPU')}: wait until they end, or add nodes"
-    if held and not gpus:
+    if held and not gpus and config.bases:
         raise ConfigError(f"no GPU is free: {others}")
     try:
         devices = plan_devices(config, gpus)
@@ -280,31 +281,38 @@ def plan_nodes(config: RunConfig, nodes: Sequence[Node]) -> NodePlan:
         engines=tuple(
             by_id[held[0].node] if held else nodes[-1 - replica % len(nodes)] for replica, held in enumerate(hosts)
         ),
-        workers=tuple(nodes[worker % len(nodes)] for worker in range(config.workers if config.workers > 1 else 0)),
+        workers=_worker_nodes(config, nodes),
     )
 
 
-def without_lost_nodes(plan: NodePlan, nodes: Sequence[Node]) -> NodePlan:
-    """Move each trainer rank whose node has left to a node with a free GPU.
+def _worker_nodes(config: RunConfig, nodes: Sequence[Node]) -> tuple[Node, ...]:
+    return tuple(nodes[worker % len(nodes)] for worker in range(config.workers if config.workers > 1 else 0))
 
-    Engines are not moved: their placement takes another node by itself.
+
+def without_lost_nodes(plan: NodePlan, config: RunConfig, nodes: Sequence[Node]) -> NodePlan:
+    """Move each trainer rank whose node has left to a node with a free GPU, and spread the workers anew.
+
+    Engines stay in the plan: their placement takes another node by itself.
 
     Args:
         plan: assignment of a run with GPUs.
+        config: configuration of the run, whose number of workers may have changed.
         nodes: nodes that are alive, the run's own host first, with the GPUs that are free now.
 
     Raises:
         TrainerLostError: there are too few free GPUs.
     """
-    alive = {node.id for node in nodes}
     free = [node for node in nodes for _ in range(node.gpus)]
-    ranks = list(plan.ranks)
+    ranks, gpus = list(plan.ranks), list(plan.devices.gpus)
     for rank, node in enumerate(ranks):
-        if node.id not in alive:
+        if node not in nodes:
             if not free:
                 raise TrainerLostError(
                     f"node {node.address} of trainer rank {rank} was lost, and no other node has a free GPU; "
                     "cluster.min_nodes makes the run wait for the node"
                 )
             ranks[rank] = free.pop(0)
-    return replace(plan, nodes=tuple(nodes), ranks=tuple(ranks))
+            at = plan.devices.ranks[rank]
+            gpus[at] = gpus[at]._replace(node=ranks[rank].id)
+    devices = replace(plan.devices, gpus=tuple(gpus))
+    return replace(plan, devices=devices, nodes=tuple(nodes), ranks=tuple(ranks), workers=_worker_nodes(config, nodes))

@@ -1,4 +1,4 @@
-"""On a Ray with simulated GPUs, each rank and each engine is given its own by Ray, as the plan says, and no other run
+"""On a Ray with simulated GPUs, each rank and engine is given its own by Ray, on the node of the plan, and no other run
 takes them meanwhile."""
 
 from __future__ import annotations
@@ -17,69 +17,78 @@ pytestmark = [pytest.mark.ray, pytest.mark.e2e]
 _TOKEN = secrets.token_hex(32)
 
 _CLUSTER = """
-import ray
+from ray.cluster_utils import Cluster
 
-print(ray.init(num_cpus=0, num_gpus=4, include_dashboard=False, log_to_driver=False,
-               object_store_memory=80 << 20).address_info["gcs_address"], flush=True)
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "num_gpus": 2, "include_dashboard": False,
+                                                        "object_store_memory": 80 << 20})
+cluster.add_node(num_cpus=0, num_gpus=2, object_store_memory=80 << 20)
+print(cluster.address, flush=True)
 input()
 """
 
 _BEGIN = """
+import asyncio
 import sys
-import time
 
 import ray
 
-from agentrl.cluster.session import RaySession
+from agentrl.cluster.session import RaySession, process_strategy, reserved_gpus
 from agentrl.core.errors import ConfigError
 from tests.unit.test_device_plan import configuration
 
 
 class Holder:
-    def gpus(self):
-        return ray.get_gpu_ids()
+    def place(self):
+        return ray.get_runtime_context().get_node_id(), ray.get_gpu_ids()
 
 
-def hold(session, ranks, replicas, size):
-    plan = session.plan(configuration(ranks, replicas, size))
-    actors = []
-    for process, (node, count) in plan.reserved().items():
-        strategy = session.strategy(node, process)
+def hold(config):
+    session = RaySession(sys.argv[1])
+    session.start()
+    plan, actors = session.plan(config), []
+    for process, (node, count) in plan.gpu_bundles().items():
+        strategy = process_strategy(node, process)
         actors.append(ray.remote(num_cpus=0, num_gpus=count, scheduling_strategy=strategy)(Holder).remote())
-    return actors, ray.get([actor.gpus.remote() for actor in actors])
+    places = ray.get([actor.place.remote() for actor in actors])
+    assert [node for node, _ in places] == [node.id for node, _ in plan.gpu_bundles().values()]
+    assert plan.ranks[0] == plan.nodes[0]
+    gpus = [(node, gpu) for node, held in places for gpu in held]
+    assert len(set(gpus)) == len(gpus)
+    for actor in actors:
+        ray.kill(actor)
+    session.stop()  # as after the loss of a trainer, when all parts of a run are closed
+    return [len(held) for _, held in places]
 """
 
 _EACH_PLAN = f"""{_BEGIN}
-for ranks, replicas, size in ((1, 1, 1), (2, 2, 1), (1, 1, 3), (2, 1, 2)):
-    session = RaySession(sys.argv[1])
-    session.start()
-    actors, given = hold(session, ranks, replicas, size)
-    flat = [gpu for gpus in given for gpu in gpus]
-    print([len(gpus) for gpus in given], len(set(flat)) == len(flat))
-    session.stop()
-    while sum(node.gpus for node in session.nodes()) < 4:
-        time.sleep(0.05)  # Ray is told of it a moment later
+async def main():
+    for size in ((1, 1, 1), (2, 2, 1), (1, 1, 2), (2, 1, 2)):
+        async with reserved_gpus():
+            print(hold(configuration(*size)), hold(configuration(*size)))
+
+asyncio.run(main())
 """
 
 _FIRST_RUN = f"""{_BEGIN}
-session = RaySession(sys.argv[1])
-session.start()
-actors, _ = hold(session, 2, 1, 1)
-for actor in actors:
-    ray.kill(actor)
-_, given = hold(session, 2, 1, 1)  # as after the death of each
-print([len(gpus) for gpus in given], flush=True)
-input()
+async def main():
+    async with reserved_gpus():
+        print(hold(configuration(2, 1, 1)), flush=True)
+        input()
+        print(hold(configuration(2, 1, 1)), flush=True)
+
+asyncio.run(main())
 """
 
 _SECOND_RUN = f"""{_BEGIN}
-session = RaySession(sys.argv[1])
-session.start()
-for ranks in (2, 1):
-    try:
-        session.plan(configuration(ranks, 1, 1))
-    except ConfigError as error:
-        print(error)
+async def main():
+    async with reserved_gpus():
+        for ranks in (2, 1):
+            try:
+                hold(configuration(ranks, 1, 1))
+            except ConfigError as error:
+                print(error)
+
+asyncio.run(main())
 """
 
 
@@ -98,16 +107,16 @@ def _start(program: str, *arguments: str) -> subprocess.Popen[str]:
 
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
-    """The address of a Ray with four simulated GPUs."""
+    """The address of a Ray with two nodes of two simulated GPUs."""
     with _start(_CLUSTER) as cluster:
         assert cluster.stdout is not None
         yield cluster.stdout.readline().strip()
         cluster.communicate("\n")
 
 
-def test_ray_gives_what_the_plan_says(address: str) -> None:
+def test_each_process_has_the_gpus_of_the_plan_also_once_all_were_started_again(address: str) -> None:
     said, _ = _start(_EACH_PLAN, address).communicate()
-    assert said.splitlines() == ["[1, 1] True", "[1, 1, 1, 1] True", "[1, 3] True", "[1, 1, 2] True"]
+    assert said.splitlines() == ["[1, 1] [1, 1]", "[1, 1, 1, 1] [1, 1, 1, 1]", "[1, 2] [1, 2]", "[1, 1, 2] [1, 1, 2]"]
 
 
 def test_a_second_run_gets_no_gpu_of_the_first_and_is_told_how_many_it_lacks(address: str) -> None:
@@ -115,8 +124,9 @@ def test_a_second_run_gets_no_gpu_of_the_first_and_is_told_how_many_it_lacks(add
         assert first.stdout is not None
         assert first.stdout.readline() == "[1, 1, 1]\n"
         said, _ = _start(_SECOND_RUN, address).communicate()
-        first.communicate("\n")
+        again, _ = first.communicate("\n")
     both, one = said.splitlines()
     assert "3 are needed, 2 more than are free" in both
     assert "other programs of the Ray cluster hold 3 GPUs" in both
     assert "2 are needed, 1 more than are free" in one
+    assert again == "[1, 1, 1]\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +125,7 @@ def test_a_worker_in_the_run_s_process_has_no_node() -> None:
 
 
 def test_with_gpus_ranks_and_engines_go_where_they_are() -> None:
-    nodes = [node._replace(gpus=2) for node in NODES]
+    nodes = [replace(node, gpus=2) for node in NODES]
     vllm = {"replicas": 2, "vllm": {"tensor_parallel_size": 2}}
     plan = plan_nodes(configuration(trainer={"ranks": 2}, engine=vllm), nodes)
     assert [node.address[-1] for node in plan.ranks] == ["1", "1"]
@@ -132,35 +133,41 @@ def test_with_gpus_ranks_and_engines_go_where_they_are() -> None:
 
 
 def test_a_run_s_host_without_a_gpu_and_a_cluster_with_too_few_are_refused() -> None:
-    nodes = [NODES[0], *(node._replace(gpus=1) for node in NODES[1:])]
+    nodes = [NODES[0], *(replace(node, gpus=1) for node in NODES[1:])]
     with pytest.raises(ConfigError, match=r"the run's host, 10.0.0.1, which has no free GPU"):
         plan_nodes(configuration(engine={"vllm": {}}), nodes)
     with pytest.raises(ConfigError, match=r"the 2 free GPUs of the Ray cluster, .* 4 are needed, 2 more than are free"):
         plan_nodes(configuration(engine={"vllm": {}, "replicas": 3}), nodes)
-    one_each = [node._replace(gpus=1) for node in NODES]
+    one_each = [replace(node, gpus=1) for node in NODES]
     with pytest.raises(ConfigError, match=r"3 would be enough, if those of one engine were on one node"):
         plan_nodes(configuration(engine={"vllm": {"tensor_parallel_size": 2}}), one_each)
 
 
 def test_gpus_that_other_programs_hold_are_counted_out_loud() -> None:
     with pytest.raises(ConfigError, match=r"1 more than are free.* other programs of the Ray cluster hold 3 GPUs"):
-        plan_nodes(configuration(engine={"vllm": {}}), [NODES[0]._replace(gpus=1, held=3)])
+        plan_nodes(configuration(engine={"vllm": {}}), [replace(NODES[0], gpus=1, held=3)])
     with pytest.raises(ConfigError, match=r"no GPU is free: other programs of the Ray cluster hold 4 GPUs"):
-        plan_nodes(configuration(engine={"vllm": {}}), [NODES[0]._replace(held=4)])
+        plan_nodes(configuration(engine={"vllm": {}}), [replace(NODES[0], held=4)])
 
 
 def test_a_rank_whose_node_was_lost_takes_a_free_gpu_and_the_others_stay() -> None:
-    first, second, third = (node._replace(gpus=1) for node in NODES)
-    plan = plan_nodes(configuration(trainer={"ranks": 2}, engine={"vllm": {}}), [first, second, third])
-    assert list(plan.reserved().items()) == [
+    first, second, third = (replace(node, gpus=1) for node in NODES)
+    config = configuration(trainer={"ranks": 2}, engine={"vllm": {}})
+    plan = plan_nodes(config, [first, second, third])
+    assert list(plan.gpu_bundles().items()) == [
         ("trainer rank 0", (first, 1)),
         ("trainer rank 1", (second, 1)),
         ("engine 0", (third, 1)),
     ]
-    left = [node._replace(gpus=0, held=1) for node in (first, third)]
+    held = [replace(node, gpus=0, held=1) for node in (first, second, third)]
+    same = without_lost_nodes(plan, config, held)
+    assert same.ranks[0] == same.nodes[0], "rank 0 is on the run's host, whatever GPUs are free there"
+    assert same.lines() == plan.lines()
     with pytest.raises(TrainerLostError, match=r"node 10.0.0.2 of trainer rank 1 was lost, and no other node has a"):
-        without_lost_nodes(plan, left)
+        without_lost_nodes(plan, config, [held[0], held[2]])
     joined = Node("id4", "10.0.0.4", 1)
-    moved = without_lost_nodes(plan, [*left, joined])
-    assert [node.id for node in moved.ranks] == [first.id, joined.id]
+    moved = without_lost_nodes(plan, config.model_copy(update={"workers": 4}), [held[0], held[2], joined])
+    assert moved.ranks == (first, joined)
     assert moved.engines == plan.engines
+    assert moved.workers == (first, third, joined, first)
+    assert "GPU 0 of node id4: trainer rank 1" in moved.lines()
