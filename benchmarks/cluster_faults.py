@@ -11,6 +11,7 @@ tokens of it that the committed episode does not have were sampled again.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sqlite3
@@ -103,9 +104,9 @@ class ClusterChaos(Chaos):
         """Wait until something is written into a folder of the run."""
         if not (run / folder).exists() or not folder:
             return
-        before, deadline = os.stat(run / folder).st_mtime_ns, time.monotonic() + MOMENT_S
+        before, deadline = _changed_ns(run / folder), time.monotonic() + MOMENT_S
         while time.monotonic() < deadline:
-            if os.stat(run / folder).st_mtime_ns != before:
+            if _changed_ns(run / folder) != before:
                 self._tally.kills[f"in {folder}"] += 1
                 print(f"  as {folder} are written:", flush=True)
                 return
@@ -193,6 +194,15 @@ class ClusterChaos(Chaos):
                 for start, piece in pieces
             )
         print(f"{directory.name}: {len(noted)} calls had tokens on disk at a fault", flush=True)
+
+
+def _changed_ns(folder: Path) -> int:
+    """When a folder, or one in it, got or lost a file last."""
+    newest = os.stat(folder).st_mtime_ns
+    for each in folder.glob("[!.]*/"):
+        with contextlib.suppress(FileNotFoundError):  # it is removed just now
+            newest = max(newest, each.stat().st_mtime_ns)
+    return newest
 
 
 def _at(tokens: bytes, start: int, count: int) -> np.ndarray:
