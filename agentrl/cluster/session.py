@@ -291,7 +291,9 @@ class RaySession:
             return plan_nodes(config, nodes)
         with reservation.lock:
             if reservation.plan is not None:
-                return without_lost_nodes(reservation.plan, config, nodes)
+                # Kept, so that a rank which has moved does not need another free GPU at the next call.
+                reservation.plan = without_lost_nodes(reservation.plan, config, nodes)
+                return reservation.plan
             plan = plan_nodes(config, nodes)
             if plan.gpu_bundles():
                 reservation.start(plan)
@@ -332,8 +334,12 @@ class _GpuReservation:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.plan: NodePlan | None = None
-        """The plan whose GPUs are reserved; None: nothing is."""
+        """The plan whose GPUs are reserved, with other nodes for ranks whose nodes have left; None: nothing is."""
         self._group: Any = None
+        self._bundles: dict[str, tuple[Node, int]] = {}
+        """Node and GPUs of each bundle of the group, by process."""
+        self._free: dict[str, int] = {}
+        """GPUs that were free before, by the id of their node."""
 
     def start(self, plan: NodePlan) -> None:
         """Reserve the GPUs of a plan.
@@ -343,7 +349,8 @@ class _GpuReservation:
         """
         from ray.util import placement_group
 
-        bundles = plan.gpu_bundles().values()
+        self._bundles, self._free = plan.gpu_bundles(), {node.id: node.gpus for node in plan.nodes}
+        bundles = self._bundles.values()
         self._group = placement_group(
             [{"GPU": count} for _, count in bundles],
             bundle_label_selector=[{"ray.io/node-id": node.id} for node, _ in bundles],
@@ -366,27 +373,27 @@ class _GpuReservation:
         """Return Ray's scheduling strategy for a process with its GPUs on a node; None: it has none there."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        bundles = self.plan.gpu_bundles() if self.plan is not None else {}
-        if process not in bundles or bundles[process][0] != node:
+        if process not in self._bundles or self._bundles[process][0] != node:
             return None
-        return PlacementGroupSchedulingStrategy(self._group, list(bundles).index(process))
+        return PlacementGroupSchedulingStrategy(self._group, list(self._bundles).index(process))
 
     def end(self) -> None:
         """Release the GPUs. Idempotent."""
-        group, self._group, self.plan = self._group, None, None
+        group, self._group, self.plan, self._bundles = self._group, None, None, {}
         if group is not None:
             from ray.util import remove_placement_group
 
             with contextlib.suppress(Exception):  # Ray's errors have no common class; a lost head has none to release
                 remove_placement_group(group)
 
-    @staticmethod
-    def are_free(plan: NodePlan) -> bool:
-        """Whether Ray shows as many free GPUs as before a plan's were reserved."""
+    def is_over(self) -> bool:
+        """Whether Ray shows as many free GPUs as before the reservation."""
+        if not self._free:
+            return True
         import ray
 
-        free = ray._private.state.available_resources_per_node()
-        return all(free[node.id].get("GPU", 0) >= node.gpus for node in plan.nodes if node.id in free)
+        now = ray._private.state.available_resources_per_node()
+        return all(now[node].get("GPU", 0) >= count for node, count in self._free.items() if node in now)
 
 
 _reservation: ContextVar[_GpuReservation | None] = ContextVar("reservation", default=None)
@@ -405,13 +412,11 @@ async def reserved_gpus() -> AsyncIterator[None]:
         yield
     finally:
         _reservation.reset(token)
-        plan, clock = reservation.plan, SystemClock()
         await asyncio.to_thread(reservation.end)
+        clock = SystemClock()
         until = clock.monotonic() + RELEASE_S
         with contextlib.suppress(Exception):  # as in `end`
-            while plan is not None and clock.monotonic() < until:
-                if await asyncio.to_thread(reservation.are_free, plan):
-                    break
+            while clock.monotonic() < until and not await asyncio.to_thread(reservation.is_over):
                 await clock.sleep(0.05)
 
 

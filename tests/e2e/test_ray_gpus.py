@@ -91,6 +91,29 @@ async def main():
 asyncio.run(main())
 """
 
+_LOST_NODE = f"""{_BEGIN}
+from ray.cluster_utils import Cluster
+
+settings = {{"num_cpus": 0, "object_store_memory": 80 << 20}}
+cluster = Cluster(initialize_head=True, head_node_args={{**settings, "num_gpus": 1, "include_dashboard": False}})
+lost = cluster.add_node(num_gpus=1, **settings)
+cluster.add_node(num_gpus=2, **settings)
+
+
+async def main():
+    async with reserved_gpus():
+        sys.argv.append(cluster.address)
+        print(hold(configuration(2, 1, 1)))
+        cluster.remove_node(lost)
+        print(hold(configuration(2, 1, 1)), hold(configuration(2, 1, 1)))
+        session = RaySession(cluster.address)
+        session.start()
+        plan, *others = [session.plan(configuration(2, 1, 1)) for _ in range(3)]
+        print(all(each == plan for each in others), plan.ranks[1] == plan.engines[0])
+
+asyncio.run(main())
+"""
+
 
 def _start(program: str, *arguments: str) -> subprocess.Popen[str]:
     private = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": _TOKEN}
@@ -130,3 +153,8 @@ def test_a_second_run_gets_no_gpu_of_the_first_and_is_told_how_many_it_lacks(add
     assert "other programs of the Ray cluster hold 3 GPUs" in both
     assert "2 are needed, 1 more than are free" in one
     assert again == "[1, 1, 1]\n"
+
+
+def test_a_rank_whose_node_is_lost_takes_a_free_gpu_of_another_and_keeps_it() -> None:
+    said, _ = _start(_LOST_NODE).communicate()
+    assert said.splitlines() == ["[1, 1, 1]", "[1, 1, 1] [1, 1, 1]", "True True"]
