@@ -201,7 +201,7 @@ class Reading(RecordingTrainer):
     """Reads the rows of its units, as a trainer does; it learns nothing from them."""
 
     def __init__(self, config: RunConfig, directory: Path) -> None:
-        from agentrl.learn.trainer import journal_reader
+        from agentrl.journal.rows import journal_reader
 
         super().__init__(list(config.trained), versions=directory / "versions")
         self._rows_of = journal_reader(directory)

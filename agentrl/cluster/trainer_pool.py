@@ -100,7 +100,7 @@ class RunFileServer:
     """Actor on the run's host from which ranks on other hosts read; its results travel as Ray objects."""
 
     def __init__(self, run_directory: str) -> None:
-        from agentrl.learn.trainer import journal_reader
+        from agentrl.journal.rows import journal_reader
 
         self._read = journal_reader(Path(run_directory))
 

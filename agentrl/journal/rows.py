@@ -19,14 +19,30 @@ from agentrl.core.records import (
     VersionSpan,
 )
 from agentrl.journal.entries import BeginEntry, JournalEntry, RewardEntry, TurnEntry, decode_entries
+from agentrl.journal.reader import EpisodeKey, TurnReader
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from pathlib import Path
 
-    from agentrl.core.records import ExpertArray, Int32Array
+    from agentrl.core.records import ExpertArray, Int32Array, Unit
 
 AgentKey = tuple[str, int]
 """Seat and index of an agent."""
+
+
+def journal_reader(run_directory: Path) -> Callable[[Sequence[Unit]], Sequence[Sequence[Trajectory]]]:
+    """Make a reader of a run's journal that returns the trajectories of each unit, from the unit's location."""
+    reader = TurnReader(run_directory / "journal")
+
+    def read(units: Sequence[Unit]) -> Sequence[Sequence[Trajectory]]:
+        keys = [
+            EpisodeKey(unit.location.partition, unit.episode_id, unit.attempt, unit.location.entries) for unit in units
+        ]
+        entries = reader.read_many(keys)
+        return [assemble_trajectories(own, unit.policy) for unit, own in zip(units, entries, strict=True)]
+
+    return read
 
 
 def assemble_trajectories(entries: Iterable[JournalEntry], policy: str | None = None) -> tuple[Trajectory, ...]:

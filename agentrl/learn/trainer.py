@@ -32,12 +32,11 @@ from agentrl.config.run import RunConfig
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import ConfigError, NonFiniteError, StorageError, TrainerError
 from agentrl.core.functions import FunctionCode
-from agentrl.core.records import PolicyVersion, StepReport, TrainBatch, TrainingSample, Trajectory, Unit, WeightsRef
+from agentrl.core.records import PolicyVersion, StepReport, TrainBatch, TrainingSample, Unit, WeightsRef
 from agentrl.credit.advantages import generalized_advantages
 from agentrl.credit.samples import ReadUnits, read_samples
 from agentrl.engines.transfer import ReceivingEngine
-from agentrl.journal.reader import EpisodeKey, TurnReader
-from agentrl.journal.rows import assemble_trajectories
+from agentrl.journal.rows import journal_reader
 from agentrl.learn.forward import TOP_TOKENS, HeadOutput
 from agentrl.learn.learner import Learner, OpenStep
 from agentrl.learn.loss_batch import LossBatch, TokenColumns, TokenGradients
@@ -724,20 +723,6 @@ _BLANK = TrainingSample(
     advantages=np.zeros(2, np.float32),
 )
 """Row without anything to learn."""
-
-
-def journal_reader(run_directory: Path) -> ReadUnits:
-    """Make a reader of the run's journal that reads each unit at its location."""
-    reader = TurnReader(run_directory / "journal")
-
-    def read(units: Sequence[Unit]) -> Sequence[Sequence[Trajectory]]:
-        keys = [
-            EpisodeKey(unit.location.partition, unit.episode_id, unit.attempt, unit.location.entries) for unit in units
-        ]
-        entries = reader.read_many(keys)
-        return [assemble_trajectories(own, unit.policy) for unit, own in zip(units, entries, strict=True)]
-
-    return read
 
 
 class InProcessTrainer:
