@@ -22,6 +22,7 @@ from agentrl.cluster.session import (
 )
 from agentrl.config.devices import Node
 from agentrl.core.network import Address, Listener, connect
+from agentrl.core.text import plural
 from agentrl.engines.child_process import LocalPlacement
 
 if TYPE_CHECKING:
@@ -140,7 +141,8 @@ class RayPlacement:
             if not dead():
                 ray.kill(actor)  # which also kills its process
             if timeout.expired():
-                raise OSError(f"its Ray actor did not start within {START_S:g} s") from None
+                waits = f"; it waits for {plural(len(self._gpus), 'free GPU')}" if self._gpus else ""
+                raise OSError(f"its Ray actor did not start within {START_S:g} s{waits}") from None
             raise
         if not self._is_elsewhere:
             return ActorChild(actor, process_id, reader, writer, dead)
