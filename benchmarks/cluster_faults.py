@@ -58,6 +58,8 @@ class ClusterChaos(Chaos):
         super().__init__(KIND, hosts.directory / "1" / "tmp", seed, tally)
         self.resampled = 0
         """Sampled tokens that were on the disk of the run's host, and were sampled again."""
+        self.moments: Counter[str] = Counter()
+        """Faults while something was written into a folder of the run, by that folder."""
         self._hosts = hosts
         self._noted: dict[Path, dict[Call, list[tuple[int, bytes]]]] = defaultdict(lambda: defaultdict(list))
         """Tokens on disk before a fault, by run and call: the number of the first in its turn, and the column."""
@@ -107,7 +109,7 @@ class ClusterChaos(Chaos):
         before, deadline = _changed_ns(run / folder), time.monotonic() + MOMENT_S
         while time.monotonic() < deadline:
             if _changed_ns(run / folder) != before:
-                self._tally.kills[f"in {folder}"] += 1
+                self.moments[folder] += 1
                 print(f"  as {folder} are written:", flush=True)
                 return
             time.sleep(0.002)
@@ -258,8 +260,8 @@ def faults_of(count: int, seed: int = 0) -> dict[str, float | None]:
     for fault in sorted(found.lost | found.twice | errors):
         print(fault, flush=True)
     kinds: Counter[str] = tally.kills
-    moments = {moment: kinds.pop(moment, 0) for moment in [f"in {folder}" for folder in MOMENTS if folder]}
-    print(f"faults {dict(kinds)}, of them {moments}, {tally.runs} runs, budgets used up {tally.given_up}", flush=True)
+    moments = f"of them as these were written {dict(chaos.moments)}"
+    print(f"faults {dict(kinds)}, {moments}, {tally.runs} runs, budgets used up {tally.given_up}", flush=True)
     return {
         "faults": sum(kinds.values()),
         "lost": len(found.lost),

@@ -84,7 +84,7 @@ def report_node(models: Sequence[str], modules: Sequence[str]) -> NodeReport:
             found = None
         file = found.origin if found is not None else None
         code[module] = hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else ""
-    temporary = os.environ.get("TMPDIR") or "/tmp"
+    temporary = os.environ.get("TMPDIR") or "/tmp"  # on a full disk, `tempfile.gettempdir` would name another directory
     try:
         free = shutil.disk_usage(temporary).free
     except OSError:

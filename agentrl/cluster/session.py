@@ -388,8 +388,6 @@ class _GpuReservation:
 
     def is_over(self) -> bool:
         """Whether Ray shows as many free GPUs as before the reservation."""
-        if not self._free:
-            return True
         import ray
 
         now = ray._private.state.available_resources_per_node()
@@ -412,12 +410,13 @@ async def reserved_gpus() -> AsyncIterator[None]:
         yield
     finally:
         _reservation.reset(token)
-        await asyncio.to_thread(reservation.end)
-        clock = SystemClock()
-        until = clock.monotonic() + RELEASE_S
-        with contextlib.suppress(Exception):  # as in `end`
-            while clock.monotonic() < until and not await asyncio.to_thread(reservation.is_over):
-                await clock.sleep(0.05)
+        if reservation.plan is not None:
+            await asyncio.to_thread(reservation.end)
+            clock = SystemClock()
+            until = clock.monotonic() + RELEASE_S
+            with contextlib.suppress(Exception):  # as in `end`
+                while clock.monotonic() < until and not await asyncio.to_thread(reservation.is_over):
+                    await clock.sleep(0.05)
 
 
 def process_strategy(node: Node | None, process: str) -> Any:

@@ -330,12 +330,10 @@ class PolicyTrainer:
         if self._gae is not None:
             columns, by_value = self._estimate_advantages(self._gae, step, columns, state_values, weights)
             step.columns.record_advantages(len(step.columns) - len(samples), columns.starts, columns.advantages)
-        encoded = columns.encode(computed | {"weights": weights.numpy()})
-        if self._loss.mark.per_token:  # the other ranks' tokens change nothing for these
-            gathered, own = [encoded], slice(len(columns))
-        else:
-            gathered, own = self._ranks.gather(encoded), slice(*self._own_tokens(len(columns)))
-        merged, values = TokenColumns.merge(gathered)
+        merged, values, own = columns, computed | {"weights": weights.numpy()}, slice(len(columns))
+        if not self._loss.mark.per_token:  # else the other ranks' tokens change nothing for these
+            merged, values = TokenColumns.merge(self._ranks.gather(columns.encode(values)))
+            own = slice(*self._own_tokens(len(columns)))
         every = {name: torch.from_numpy(values[name]) for name in (*names, "weights")}
         batch = LossBatch(
             merged,
