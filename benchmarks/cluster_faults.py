@@ -26,7 +26,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from agentrl.journal.entries import JournalEntry, Partial, TurnEntry
+from agentrl.journal.entries import JournalEntry, PartialTurnTokens, TurnEntry
 from benchmarks.chaos import ROLES, Chaos, Kind, Tally
 from tests.support.hosts import Hosts, unavailable
 
@@ -233,7 +233,7 @@ def _sampled(run: Path, table: str, partition: str = "turns-*.db") -> Iterator[t
             for row in turns.execute(f"SELECT episode, attempt, call, asked, body FROM {table}"):
                 entry = msgspec.convert(dict(zip(names, row, strict=True)), JournalEntry)
                 if table == "partials":
-                    part = msgspec.msgpack.decode(entry.body, type=Partial)
+                    part = msgspec.msgpack.decode(entry.body, type=PartialTurnTokens)
                     yield entry, (part.start, part.token_ids)
                 elif isinstance(body := entry.decode(), TurnEntry):
                     yield entry, (0, body.token_ids)

@@ -23,7 +23,7 @@ from agentrl.app.recovery import Recovery
 from agentrl.config.run import RunConfig
 from agentrl.core.files import LOCAL
 from agentrl.core.records import (
-    DataLocation,
+    EpisodeDataLocation,
     EpisodeHeader,
     EpisodeSpec,
     PolicyVersion,
@@ -35,8 +35,8 @@ from agentrl.journal.entries import (
     BeginEntry,
     JournalEntry,
     RewardEntry,
-    SpanEntry,
     TurnEntry,
+    TurnVersionSpan,
     encode_body,
     episode_digest,
 )
@@ -100,7 +100,7 @@ def _entries(spec: EpisodeSpec, step: int) -> list[JournalEntry]:
         token_ids=column,
         logprobs=column,
         finish_reason="stop",
-        spans=(SpanEntry(0, TOKENS, 0, step),),
+        spans=(TurnVersionSpan(0, TOKENS, 0, step),),
         text="x" * TOKENS,
         messages=({"role": "user", "content": "What is 2 + 3?"},),
         temperature=1.0,
@@ -118,7 +118,7 @@ def _header(spec: EpisodeSpec, step: int) -> EpisodeHeader:
         tokens=TOKENS,
         version=PolicyVersion(POLICY, 0, step),
         seconds=0.25,
-        location=DataLocation(PARTITION, 3),
+        location=EpisodeDataLocation(PARTITION, 3),
     )
 
 

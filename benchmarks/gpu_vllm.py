@@ -34,14 +34,21 @@ from typing import Any
 
 import torch
 
-from agentrl.app.parts import RunFactories, device_plan, engines_of, installed_version, make_engine, make_trainer
+from agentrl.app.parts import (
+    RunFactories,
+    device_plan,
+    engines_behind_router,
+    installed_version,
+    make_engine,
+    make_trainer,
+)
 from agentrl.app.training import run_training
 from agentrl.config.load import load
 from agentrl.config.run import RunConfig
 from agentrl.core.ports import Engine, Trainer
 from agentrl.core.records import PolicyVersion
 from agentrl.engines.client import ProcessEngine
-from agentrl.engines.transfer import ReceivingEngine, SendsWeights
+from agentrl.engines.transfer import WeightRecipient, WeightSendingTrainer
 from agentrl.environment.registry import resolve
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -95,10 +102,10 @@ class Watched:
     def make_trainer(self, config: RunConfig, directory: Path) -> Trainer:
         """The run's own, whose deliveries are counted."""
         trainer: Any = make_trainer(config, directory)
-        if isinstance(trainer, SendsWeights):
+        if isinstance(trainer, WeightSendingTrainer):
             send = trainer.send
 
-            async def counted(version: PolicyVersion, recipient: ReceivingEngine) -> None:
+            async def counted(version: PolicyVersion, recipient: WeightRecipient) -> None:
                 await send(version, recipient)
                 self.deliveries[recipient.transfer] += 1
 
@@ -110,7 +117,7 @@ class Watched:
         if self.killed_at and not self.next_step_s:
             self.next_step_s = time.perf_counter() - self.killed_at
         if self.kills and not self.killed_at and self.engine is not None:
-            (vllm,) = engines_of(self.engine)
+            (vllm,) = engines_behind_router(self.engine)
             assert isinstance(vllm, ProcessEngine)
             assert vllm.supervisor.process_id is not None
             os.kill(vllm.supervisor.process_id, signal.SIGKILL)

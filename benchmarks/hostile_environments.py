@@ -32,7 +32,7 @@ import agentrl
 import agentrl.environments
 from agentrl.app import parts
 from agentrl.app.parts import RunFactories, make_chat_format
-from agentrl.app.supervisor import run_in_shared_loop
+from agentrl.app.supervisor import run_guarding_event_loop
 from agentrl.app.training import run_training
 from agentrl.config.run import RunConfig
 from agentrl.core.errors import AgentRLError
@@ -133,7 +133,9 @@ def play(act: str, directory: str, *, resume: bool) -> int:
     parts.SILENCE_S = SILENCE_S  # a process that hangs is found sooner
 
     try:
-        run_in_shared_loop(run_training(config, Importable, factories=factories, resume=resume), Path(directory, "run"))
+        run_guarding_event_loop(
+            run_training(config, Importable, factories=factories, resume=resume), Path(directory, "run")
+        )
     except AgentRLError as error:
         sys.stderr.write(f"agentrl: {error}\n")
         return error.exit_code

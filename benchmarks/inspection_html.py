@@ -16,7 +16,7 @@ from pathlib import Path
 
 from agentrl.exchange.exporting import export
 from agentrl.inspection.reader import RunReader
-from agentrl.inspection.viewer.server import serving
+from agentrl.inspection.viewer.server import serve_viewer
 from benchmarks.inspection_reading import TURNS, write_large_run
 from tests.browser import HOW_TO_INSTALL, Browser, find_chromium
 from tests.journal_cases import write_run
@@ -71,7 +71,7 @@ async def foreign(place: Path, chromium: str) -> int:
     reader = RunReader(place / "hostile")
     path = Path(export(reader, "html", place / "hostile.html").path)
     reader.close()
-    async with serving(place / "hostile") as server:
+    async with serve_viewer(place / "hostile") as server:
         return await asyncio.to_thread(_count, chromium, [(path.as_uri(), ""), tuple(server.address.split("#"))])
 
 

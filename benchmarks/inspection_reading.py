@@ -19,15 +19,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from agentrl.core.ids import random_stream
-from agentrl.core.records import DataLocation, EpisodeHeader, EpisodeSpec, PolicyVersion, Task
+from agentrl.core.records import EpisodeDataLocation, EpisodeHeader, EpisodeSpec, PolicyVersion, Task
 from agentrl.journal import control
 from agentrl.journal.control import row_checksum
 from agentrl.journal.entries import (
     BeginEntry,
     JournalEntry,
     RewardEntry,
-    SpanEntry,
     TurnEntry,
+    TurnVersionSpan,
     encode_body,
     entry_checksum,
     episode_digest,
@@ -169,7 +169,7 @@ def episode(number: int, sampled: int) -> tuple[EpisodeSpec, EpisodeHeader, list
         version=PolicyVersion("solver", 0, number // 1000),
         seconds=1.0 + draw.random(),
         stop_reason=stopped,  # type: ignore[arg-type]
-        location=DataLocation("turns-0.db", len(entries)),
+        location=EpisodeDataLocation("turns-0.db", len(entries)),
     )
     return spec, header, entries
 
@@ -197,7 +197,7 @@ def bodies(spec: EpisodeSpec, draw: object, sampled: int) -> Iterator[bytes]:
                 seat="solver", index=0, policy="solver", row=0, turn=turn, context_ids=b"\1\0\0\0" * 24,
                 token_ids=array("i", choices(IDS, k=sampled)).tobytes(),
                 logprobs=array("f", choices(LOGPROBS, k=sampled)).tobytes(), finish_reason="stop",
-                spans=(SpanEntry(0, sampled, 0, 1),), text=" ".join(choices(WORDS, k=12)) + rare,
+                spans=(TurnVersionSpan(0, sampled, 0, 1),), text=" ".join(choices(WORDS, k=12)) + rare,
                 messages=({"role": "user", "content": " ".join(choices(WORDS, k=12))},), temperature=1.0,
                 seconds=0.1, started=1e9 + spec.seed + turn,
             )

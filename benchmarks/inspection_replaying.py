@@ -15,7 +15,7 @@ from pathlib import Path
 
 import agentrl
 from agentrl.app.parts import RunFactories
-from agentrl.app.replays import compute_step, rebuild_steps, replay
+from agentrl.app.replays import recompute_step_loss, replay, replay_steps
 from agentrl.cli.main import main
 from agentrl.cli.sample_run import sample_factories, write_sample_run
 from agentrl.core.text import escape_text
@@ -54,7 +54,7 @@ def losses_of(run: Path) -> str:
     """The steps whose start weights are kept, computed again."""
     reader = RunReader(run)
     try:
-        found = [compute_step(reader, line) for line in step_list(reader)]
+        found = [recompute_step_loss(reader, line) for line in step_list(reader)]
     finally:
         reader.close()
     kept = [step for step in found if step.same is not None]
@@ -66,7 +66,7 @@ def losses_of(run: Path) -> str:
 def steps_of(run: Path) -> list[bool]:
     reader = RunReader(run)
     try:
-        return [each.identical for each in rebuild_steps(reader)]
+        return [each.identical for each in replay_steps(reader)]
     finally:
         reader.close()
 

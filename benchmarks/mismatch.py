@@ -37,11 +37,11 @@ from agentrl.config.policies import PolicyConfig
 from agentrl.config.run import RunConfig
 from agentrl.config.sections import EngineConfig, EnvironmentConfig, ModelConfig
 from agentrl.core.ports import GenerateRequest, SamplingParams
-from agentrl.core.records import Completion, DataLocation, PolicyVersion, TrainingSample, TrajectoryCredit, Unit
+from agentrl.core.records import Completion, EpisodeDataLocation, PolicyVersion, TrainingSample, TrajectoryCredit, Unit
 from agentrl.credit.samples import unit_samples as unit_samples
 from agentrl.engines.embedded.capture import chosen_experts, find_routers
 from agentrl.engines.embedded.engine import EmbeddedEngine
-from agentrl.journal.entries import BeginEntry, EntryBody, JournalEntry, SpanEntry, TurnEntry, encode_body
+from agentrl.journal.entries import BeginEntry, EntryBody, JournalEntry, TurnEntry, TurnVersionSpan, encode_body
 from agentrl.journal.rows import assemble_trajectories
 from agentrl.learn.forward import token_logprobs
 from agentrl.learn.models import PolicyModel, load_models
@@ -111,7 +111,7 @@ async def sampled(model: Path, *, episodes: int, dtype: str, sampling: SamplingP
         entries = [JournalEntry(f"e{number}", 0, f"r#{at}", b"", encode_body(body)) for at, body in enumerate(bodies)]
         credit = TrajectoryCredit("agent", 0, 1.0, 1.0, 0.0)
         unit = Unit(
-            episode_id=f"e{number}", attempt=0, policy="policy", location=DataLocation("", 0), credits=(credit,)
+            episode_id=f"e{number}", attempt=0, policy="policy", location=EpisodeDataLocation("", 0), credits=(credit,)
         )
         found.extend(unit_samples(unit, assemble_trajectories(entries)))
 
@@ -135,7 +135,7 @@ def entry_of(completion: Completion, *, turn: int, observed: NDArray[np.int32], 
         token_ids=completion.token_ids.tobytes(),
         logprobs=completion.logprobs.tobytes(),
         finish_reason=completion.finish_reason,
-        spans=tuple(SpanEntry(s.start, s.stop, 0, 0) for s in completion.spans),
+        spans=tuple(TurnVersionSpan(s.start, s.stop, 0, 0) for s in completion.spans),
         text="",
         messages=(),
         temperature=1.0,

@@ -36,8 +36,8 @@ from agentrl.config.sections import (
     TrainerConfig,
 )
 from agentrl.core.machine import unreclaimable_memory_bytes
-from agentrl.core.records import DataLocation, TrainBatch, Trajectory, TrajectoryCredit, TrajectoryRow, Unit
-from agentrl.learn.memory import longest_rows
+from agentrl.core.records import EpisodeDataLocation, TrainBatch, Trajectory, TrajectoryCredit, TrajectoryRow, Unit
+from agentrl.learn.memory import make_worst_case_samples
 from agentrl.learn.models import load_models
 from agentrl.learn.trainer import PolicyTrainer
 from benchmarks.real_models_memory import SHAPE, SMALL
@@ -106,7 +106,7 @@ def trained_bytes(config: RunConfig) -> int:
     """The most that this process held while it trained."""
     with tempfile.TemporaryDirectory() as run, peak_memory() as peak:
         (shapes,) = load_models(config, torch.device("meta")).values()
-        samples = longest_rows(config, POLICY, shapes)
+        samples = make_worst_case_samples(config, POLICY, shapes)
         rows = [
             TrajectoryRow(
                 token_ids=sample.token_ids,
@@ -123,7 +123,7 @@ def trained_bytes(config: RunConfig) -> int:
                 episode_id=f"e{number}",
                 attempt=0,
                 policy=POLICY,
-                location=DataLocation("nowhere", 0),
+                location=EpisodeDataLocation("nowhere", 0),
                 credits=(TrajectoryCredit("agent", 0, 0.0, 1.0 - 2.0 * number, 0.0),),
             )
             for number in range(len(rows))

@@ -31,8 +31,8 @@ from typing import Any, ClassVar, Literal, NamedTuple, get_args, get_origin
 import agentrl
 from agentrl.app.parts import RunFactories
 from agentrl.app.training import Run, run_training
-from agentrl.config.fields import OnResume, Section, package_directory
-from agentrl.config.load import check_unchanged, on_resume, sections_in
+from agentrl.config.fields import ResumeRule, Section, package_directory
+from agentrl.config.load import check_unchanged, resume_rule_of, sections_in
 from agentrl.config.policies import BotPolicy, FrozenPolicy, OpponentPoolPolicy, PolicyConfig, RemotePolicy
 from agentrl.config.run import RunConfig
 from agentrl.core.errors import ConfigError
@@ -145,9 +145,9 @@ class Setting(NamedTuple):
     name: str
 
     @property
-    def rule(self) -> OnResume:
+    def rule(self) -> ResumeRule:
         """What it declares."""
-        return on_resume(self.section.model_fields[self.name])
+        return resume_rule_of(self.section.model_fields[self.name])
 
 
 def settings(section: type[Section] = RunConfig, prefix: str = "") -> Iterator[Setting]:
@@ -165,7 +165,7 @@ def unclassified() -> list[str]:
     return [
         each.key
         for each in settings()
-        if not any(isinstance(mark, OnResume) for mark in each.section.model_fields[each.name].metadata)
+        if not any(isinstance(mark, ResumeRule) for mark in each.section.model_fields[each.name].metadata)
     ]
 
 
@@ -201,10 +201,10 @@ class Reading(RecordingTrainer):
     """Reads the rows of its units, as a trainer does; it learns nothing from them."""
 
     def __init__(self, config: RunConfig, directory: Path) -> None:
-        from agentrl.journal.rows import journal_reader
+        from agentrl.journal.rows import make_unit_reader
 
         super().__init__(list(config.trained), versions=directory / "versions")
-        self._rows_of = journal_reader(directory)
+        self._rows_of = make_unit_reader(directory)
 
     async def forward_backward(self, batch: TrainBatch) -> None:
         """See `RecordingTrainer`."""

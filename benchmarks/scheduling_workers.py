@@ -159,7 +159,13 @@ async def train_once(directory: Path, workers: int, steps: int, listening: Liste
 
 def event_bytes(listening: Listening) -> tuple[float, int]:
     """Mean bytes of an episode's events in both directions, its task left out, and the largest event."""
-    given = (worker_wire.Work, worker_wire.EngineAddresses, worker_wire.Start, worker_wire.Spawn, worker_wire.Alive)
+    given = (
+        worker_wire.WorkerSetup,
+        worker_wire.EngineAddresses,
+        worker_wire.StartEpisode,
+        worker_wire.SpawnChildEpisodes,
+        worker_wire.Alive,
+    )
     sizes = [size for said, size in listening.frames if not isinstance(said, given)]
     ended = sum(isinstance(said, worker_wire.EpisodeEnded) for said, _ in listening.frames)
     return sum(sizes) / ended, max(sizes)

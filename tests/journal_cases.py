@@ -6,7 +6,7 @@ import asyncio
 from pathlib import Path
 
 from agentrl.core.records import (
-    DataLocation,
+    EpisodeDataLocation,
     EpisodeHeader,
     EpisodeSpec,
     PolicyVersion,
@@ -24,9 +24,9 @@ from agentrl.journal.entries import (
     EntryBody,
     JournalEntry,
     RewardEntry,
-    SpanEntry,
     ToolEntry,
     TurnEntry,
+    TurnVersionSpan,
     encode_body,
     episode_digest,
 )
@@ -65,7 +65,7 @@ def header(of: EpisodeSpec, entries: int, *, reward: float = 1.0, dropped: str |
             TrajectoryHeader("solver", 0, "policy", reward, 5, 3, 0),
             TrajectoryHeader("judge", 0, "old", None, 2, 3, 0),
         ),
-        location=DataLocation("turns-w0.db", entries),
+        location=EpisodeDataLocation("turns-w0.db", entries),
     )
 
 
@@ -90,7 +90,7 @@ def step_of(
             episode_id=each.episode_id,
             attempt=each.attempt,
             policy=policy,
-            location=DataLocation(partition, 3),
+            location=EpisodeDataLocation(partition, 3),
             credits=(TrajectoryCredit("solver", 0, float(each.episode_id[1:]) if rewards else 1.0, 0.5, 0.5),),
         )
         for each in episodes
@@ -154,7 +154,7 @@ def entries_with(number: int, text: str) -> list[EntryBody]:
         token_ids=b"\0" * 8,
         logprobs=b"\0" * 8,
         finish_reason="stop",
-        spans=(SpanEntry(0, 2, 0, 0),),
+        spans=(TurnVersionSpan(0, 2, 0, 0),),
         text=text,
         messages=(message,),
         temperature=1.0,
@@ -213,6 +213,6 @@ async def write_episode(journal: SqliteJournal, number: int, text: str) -> None:
         tokens=2,
         seconds=0.5,
         trajectories=(TrajectoryHeader("solver", 0, "policy", float(number), 2, 0, 0),),
-        location=DataLocation(log.name, len(bodies)),
+        location=EpisodeDataLocation(log.name, len(bodies)),
     )
     await journal.commit_episode(each, ended, b"", {"accuracy": 0.5})

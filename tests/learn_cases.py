@@ -12,7 +12,7 @@ from agentrl.config.policies import AnyPolicy, LoraConfig, PolicyConfig
 from agentrl.config.run import RunConfig
 from agentrl.config.sections import EngineConfig, EnvironmentConfig, ModelConfig, TrainerConfig
 from agentrl.core.records import (
-    DataLocation,
+    EpisodeDataLocation,
     TrainBatch,
     TrainingSample,
     Trajectory,
@@ -21,7 +21,7 @@ from agentrl.core.records import (
     Unit,
 )
 from agentrl.credit.samples import ReadUnits
-from agentrl.journal.entries import BeginEntry, JournalEntry, SpanEntry, TurnEntry, encode_body
+from agentrl.journal.entries import BeginEntry, JournalEntry, TurnEntry, TurnVersionSpan, encode_body
 from agentrl.journal.store import SqliteJournal
 
 VOCABULARY = 48
@@ -149,7 +149,7 @@ class Episodes:
     def __init__(self, rows: Sequence[TrajectoryRow], *, policy: str = "policy", seed: int = 0) -> None:
         """Episode `e<k>` has row k; advantages are drawn from `seed`."""
         self.policy = policy
-        self.locations: list[DataLocation] = []
+        self.locations: list[EpisodeDataLocation] = []
         self.trajectories = [Trajectory(seat="agent", index=0, policy=policy, rows=(row,), reward=0.0) for row in rows]
         self.advantages = np.random.default_rng(seed).normal(size=len(rows))
 
@@ -165,7 +165,7 @@ class Episodes:
                 episode_id=f"e{index}",
                 attempt=0,
                 policy=self.policy,
-                location=self.locations[index] if self.locations else DataLocation("nowhere", 0),
+                location=self.locations[index] if self.locations else EpisodeDataLocation("nowhere", 0),
                 credits=(TrajectoryCredit("agent", 0, 0.0, float(advantage), 0.0),),
             )
             for index, advantage in enumerate(self.advantages)
@@ -179,7 +179,7 @@ class Episodes:
             entries = _entries(f"e{number}", trajectory)
             for entry in entries:
                 log.append(entry)
-            self.locations.append(DataLocation(log.name, len(entries)))
+            self.locations.append(EpisodeDataLocation(log.name, len(entries)))
         await log.flush()
         await journal.close()
 
@@ -208,7 +208,7 @@ def _entries(episode_id: str, trajectory: Trajectory) -> list[JournalEntry]:
             token_ids=row.token_ids[start:stop].astype("<i4").tobytes(),
             logprobs=row.behavior_logprobs[start:stop].astype("<f4").tobytes(),
             finish_reason="stop",
-            spans=(SpanEntry(0, int(stop - start), 0, 0),),
+            spans=(TurnVersionSpan(0, int(stop - start), 0, 0),),
             text="",
             messages=(),
             temperature=row.temperature,

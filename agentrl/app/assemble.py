@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from agentrl.app.policies import check_capabilities, pinned_policies, rollout_settings, units_per_root_group
+from agentrl.app.policies import check_capabilities, pinned_policy_step_lags, rollout_settings, units_per_root_group
 from agentrl.app.recovery import ResumeState
 from agentrl.cluster.worker_pool import WorkerPool
 from agentrl.config.policies import OpponentPoolPolicy
@@ -16,18 +16,18 @@ from agentrl.core.clock import Clock
 from agentrl.core.files import LOCAL, Disk
 from agentrl.core.ports import ChatFormat, Engine, Observer, Trainer
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion
-from agentrl.credit.advantages import ADVANTAGES, Estimator, ReleaseRule, StepAdvantages
+from agentrl.credit.advantages import ADVANTAGES, Estimator, ReleaseRule, StepCreditAssigner
 from agentrl.credit.baselines import DecayingMean, RoleMeans, SeatRole
 from agentrl.environment.base import Environment, TaskSource
 from agentrl.environment.mixture import root_environments
 from agentrl.environment.registry import name_of
 from agentrl.gateway.server import Gateway
 from agentrl.journal.port import JournalStore
-from agentrl.orchestrator.buffer import EpisodeBuffer, FirstFinishers, ReleasePolicy, WholeGroups
+from agentrl.orchestrator.buffer import EpisodeBuffer, FirstFinishersRelease, ReleasePolicy, WholeGroupRelease
 from agentrl.orchestrator.checkpoints import KEPT_CHECKPOINTS, CheckpointWriter, JournalRetention, VersionRetention
 from agentrl.orchestrator.dispatch import ChangeCondition, Dispatcher
 from agentrl.orchestrator.evaluation import Evaluator, HeldOutSplit
-from agentrl.orchestrator.loop import Orchestrator, TrainingPlan
+from agentrl.orchestrator.loop import Orchestrator, TrainingLoopSettings
 from agentrl.orchestrator.metrics import selection_bias_by_policy
 from agentrl.orchestrator.scheduler import (
     BoundedStaleness,
@@ -184,8 +184,8 @@ def _record_group(curriculum: Curriculum, group_size: int, spec: EpisodeSpec, he
         curriculum.record_group(GroupResult.of(group, spec.task, headers))
 
 
-def _plan(config: RunConfig, environment: type[Environment]) -> TrainingPlan:
-    return TrainingPlan(
+def _plan(config: RunConfig, environment: type[Environment]) -> TrainingLoopSettings:
+    return TrainingLoopSettings(
         step_size={name: policy.step_size for name, policy in config.trained.items()},
         tokens_per_unit=config.trainer.loss.tokens_per_unit,
         demands=units_per_root_group(config, environment),
@@ -237,18 +237,18 @@ def _release(config: RunConfig, parts: RunParts) -> ReleasePolicy:
         estimator = parts.estimator
         if estimator is None or estimator.mark.over == "step":
             function = ADVANTAGES["none" if estimator is not None else credit.advantage.name]
-            return WholeGroups(trainable, function, to_go=credit.turn_credit == "to_go")
+            return WholeGroupRelease(trainable, function, to_go=credit.turn_credit == "to_go")
         # A deterministic run must not depend on the order in which episodes end, and so not on the history that this
         # gives.
         history = None if config.deterministic else parts.resume_state.history
-        return WholeGroups(
+        return WholeGroupRelease(
             trainable,
             estimator,
             to_go=credit.turn_credit == "to_go",
             history=history,
             weights=credit.reward_weights,
         )
-    return FirstFinishers(
+    return FirstFinishersRelease(
         trainable,
         ReleaseRule() if credit.release == "late" else ReleaseRule(share=0.0),
         history=parts.resume_state.history,
@@ -258,10 +258,10 @@ def _release(config: RunConfig, parts: RunParts) -> ReleasePolicy:
     )
 
 
-def _step_advantages(config: RunConfig, estimator: Estimator | None) -> StepAdvantages | None:
+def _step_advantages(config: RunConfig, estimator: Estimator | None) -> StepCreditAssigner | None:
     if estimator is None or estimator.mark.over != "step":
         return None
-    return StepAdvantages(estimator, group_size=config.credit.group_size, weights=config.credit.reward_weights)
+    return StepCreditAssigner(estimator, group_size=config.credit.group_size, weights=config.credit.reward_weights)
 
 
 def _roles(config: RunConfig, means: Mapping[SeatRole, DecayingMean]) -> RoleMeans | None:
@@ -327,7 +327,7 @@ def _scheduler(
         )
     return SynchronousBatchScheduler(
         demand=demand,
-        pinned=pinned_policies(config),
+        pinned=pinned_policy_step_lags(config),
         dispatcher=dispatcher,
         opponents=opponents,
         board=board,

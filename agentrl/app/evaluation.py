@@ -1,6 +1,6 @@
 """`evaluate`: plays policies on held-out tasks, with the runner and engine of training, without training.
 
-`play_untrained` plays the episodes; `forks` uses it too.
+`play_without_training` plays the episodes; `forks` uses it too.
 """
 
 from __future__ import annotations
@@ -18,9 +18,16 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from agentrl.app.assemble import attach_local_worker, make_dispatcher
-from agentrl.app.hub import with_local_model
+from agentrl.app.hub import with_downloaded_models
 from agentrl.app.memory import with_chosen_token_limits
-from agentrl.app.parts import environment_of, held_out, importable_code_of, load_config, make_chat_format, make_engine
+from agentrl.app.parts import (
+    environment_of,
+    held_out,
+    importable_environment_code,
+    load_config,
+    make_chat_format,
+    make_engine,
+)
 from agentrl.app.policies import frozen_policy_weights, serve_configured_weights, weights_from_directory
 from agentrl.app.recovery import ResumeState
 from agentrl.cluster.session import reserved_gpus
@@ -33,11 +40,11 @@ from agentrl.core.text import plural
 from agentrl.credit.advantages import ADVANTAGES
 from agentrl.engines.remote import RemoteEndpoint
 from agentrl.environment.base import Environment
-from agentrl.inspection.conversation import PolicyTurn, conversation
+from agentrl.inspection.conversation import PolicyTurn, read_conversation
 from agentrl.inspection.reader import RunReader
 from agentrl.journal.process import record_state, recording_process_state
 from agentrl.observe.run_state import MetricsFile
-from agentrl.orchestrator.buffer import EpisodeBuffer, WholeGroups
+from agentrl.orchestrator.buffer import EpisodeBuffer, WholeGroupRelease
 from agentrl.orchestrator.dispatch import ChangeCondition
 from agentrl.orchestrator.evaluation import HeldOutSplit, confidence_half_width, evaluation_metrics, repeat_tasks
 from agentrl.orchestrator.versions import ServedVersions
@@ -184,7 +191,7 @@ def evaluate(
     return Evaluation(evaluation_metrics(headers, None, attempts, splits), episodes)
 
 
-def find_endpoint(address: str, api_key_env: str) -> RemotePolicy:
+def find_remote_policy(address: str, api_key_env: str) -> RemotePolicy:
     """Return the policy behind the endpoint at `URL[,NAME]`, after asking the endpoint for its models.
 
     Raises:
@@ -221,7 +228,7 @@ def _episodes(config: RunConfig, journal: Path) -> list[EvaluatedEpisode]:
         for line in reader.episodes(sort="admitted_at", descending=False, limit=1_000_000):
             if line.status == "repeated":
                 continue
-            view = conversation(reader, line.episode)
+            view = read_conversation(reader, line.episode)
             said: dict[str, list[dict[str, Any]]] = {}
             for act in view.acts:
                 if isinstance(act, PolicyTurn):
@@ -288,7 +295,7 @@ def prepare_evaluation(
     config = with_frozen_policies(
         config, [weights_from_directory(name, path) for name, path in _by_policy(config, policy).items()]
     )
-    config = with_chosen_token_limits(with_local_model(config, {}), {})
+    config = with_chosen_token_limits(with_downloaded_models(config, {}), {})
     return config, frozen_policy_weights(config)
 
 
@@ -300,7 +307,7 @@ async def play_in_new_run(
     play: Play,
     gateway: Gateway | None = None,
 ) -> list[EpisodeHeader]:
-    """Play episodes with the engine of a configuration, into the journal of a new run; see `play_untrained`."""
+    """Play episodes with the engine of a configuration, into the journal of a new run; see `play_without_training`."""
     from agentrl.journal.store import SqliteJournal
 
     chat_format = make_chat_format(config)
@@ -313,7 +320,7 @@ async def play_in_new_run(
             "name": run.name,
             "evaluated": evaluated,
             "config": config.model_dump(mode="json"),
-            "code": importable_code_of(environment),
+            "code": importable_environment_code(environment),
         }
         store = SqliteJournal(run / "journal", info=info)
         stack.push_async_callback(store.close)
@@ -324,7 +331,7 @@ async def play_in_new_run(
         )
         stack.push_async_callback(engine.close)
         await serve_configured_weights(config, ServedVersions(engine), store, given)
-        headers = await play_untrained(config, environment, engine, chat_format, store, play, gateway)
+        headers = await play_without_training(config, environment, engine, chat_format, store, play, gateway)
         record_state(run, "finished")
         return headers
 
@@ -348,7 +355,7 @@ def _own_base(config: RunConfig, policy: str) -> str:
     return "" if base == config.model.path else base
 
 
-async def play_untrained(
+async def play_without_training(
     config: RunConfig,
     environment: type[Environment],
     engine: Engine,
@@ -369,7 +376,7 @@ async def play_untrained(
         if not failure.done():
             failure.set_exception(error)
 
-    buffer = EpisodeBuffer((), WholeGroups((), ADVANTAGES["none"]))
+    buffer = EpisodeBuffer((), WholeGroupRelease((), ADVANTAGES["none"]))
     dispatcher = make_dispatcher(config, environment, buffer, store, ChangeCondition(), resume_state=ResumeState())
     attach_local_worker(config, environment, dispatcher, engine, chat_format, store, SystemClock(), fail, gateway)
     episodes = loop.create_task(play(dispatcher))

@@ -18,10 +18,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from agentrl.app.evaluation import play_untrained, with_frozen_policies
+from agentrl.app.evaluation import play_without_training, with_frozen_policies
 from agentrl.app.parts import RunFactories
 from agentrl.app.policies import serve_configured_weights, weights_from_directory
-from agentrl.app.replays import environment_to_run, recorded_code
+from agentrl.app.replays import environment_to_run, recorded_environment_code
 from agentrl.cluster.session import reserved_gpus
 from agentrl.config.load import recorded_config
 from agentrl.config.policies import OpponentPoolPolicy
@@ -118,7 +118,7 @@ def fork(  # noqa: PLR0913 (one keyword per choice)
     chosen = environment_to_run(
         parent.begin.environment,
         None if environment is None else resolve(environment),
-        recorded=recorded_code(info),
+        recorded=recorded_environment_code(info),
         code_hash=parent.begin.code_hash,
         command=f"agentrl episode fork {shlex.quote(str(path))} {episode_id} --at {at}",
     )
@@ -218,7 +218,7 @@ def fork_policies(config: RunConfig, parent: ForkParent, asked: Sequence[str | P
             raise InputError(f"--policy: {policy} plays past versions of {pool.of}; name one, such as {pool.of}@0.5")
         if seat is not None:
             seats[seat] = policy
-    left = recorded_weights(parent, [name for name in config.trained if name not in given], leave_out=given)
+    left = weights_at_fork_point(parent, [name for name in config.trained if name not in given], leave_out=given)
     return ForkPolicies(seats, [*(weights for weights in given.values() if weights is not None), *left])
 
 
@@ -237,7 +237,7 @@ def _split(parent: ForkParent, asked: str | Path) -> tuple[str | None, str | Pat
     return seat, wanted
 
 
-def recorded_weights(
+def weights_at_fork_point(
     parent: ForkParent, learning: Collection[str] = (), *, leave_out: Collection[str] = ()
 ) -> list[WeightsRef]:
     """Return the weights that each policy had last used at the turn; for learning policies that had not acted, the
@@ -348,8 +348,8 @@ async def _fork(
         first = store.next_number("f")
         journal = where / "journal"
         specs = [fork_spec(parent, first + index, journal, environment, n, policies.seats) for index in range(n)]
-        ended = ended_children(parent)
-        return await play_untrained(
+        ended = ended_child_episodes(parent)
+        return await play_without_training(
             config, environment, engine, chat_format, store, lambda dispatcher: dispatcher.play_forks(specs, ended)
         )
 
@@ -403,7 +403,7 @@ def _point(directory: str, partition: str, entry: JournalEntry) -> ForkPoint:
     )
 
 
-def ended_children(parent: ForkParent) -> dict[str, EpisodeHeader]:
+def ended_child_episodes(parent: ForkParent) -> dict[str, EpisodeHeader]:
     """Return the headers of the ended children of an episode and its ancestors."""
     ended: dict[str, EpisodeHeader] = {}
     for episode_id, directory in parent.ancestors.items():

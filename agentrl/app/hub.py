@@ -29,7 +29,7 @@ def is_hub_name(path: str) -> bool:
     return bool(_NAME.fullmatch(path)) and not Path(path).exists() and not Path(path).parent.is_dir()
 
 
-def with_local_model(config: RunConfig, before: Mapping[str, Any], *, download: bool = True) -> RunConfig:
+def with_downloaded_models(config: RunConfig, before: Mapping[str, Any], *, download: bool = True) -> RunConfig:
     """Return the configuration with `model.path` and each `policies.NAME.model` and `.reference` as the directory of a
     commit: the one of its revision (a commit, tag or branch; by default the main branch).
 

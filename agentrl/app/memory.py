@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 from agentrl.app.parts import device_plan
 from agentrl.app.policies import adapter_slots_needed, largest_lora_rank
-from agentrl.config.fields import base_name
+from agentrl.config.fields import base_model_display_name
 from agentrl.config.run import RunConfig
 from agentrl.core.errors import ConfigError
 from agentrl.core.machine import memory, unreclaimable_memory_bytes
 
 if TYPE_CHECKING:
     from agentrl.config.devices import DevicePlan
-    from agentrl.engines.weights import EngineMemory
+    from agentrl.engines.weights import EngineMemoryEstimate
 
 USED_SHARE = 0.8
 """Share of the free memory that contexts and micro-batches may fill: allocators keep some, and other programs need
@@ -61,7 +61,7 @@ class MemoryPart:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GpuNeed:
+class GpuMemoryNeed:
     """Minimum memory that a trainer rank or a vLLM needs on one GPU, and its share."""
 
     user: str
@@ -119,7 +119,11 @@ def memory_plan(config: RunConfig) -> MemoryPlan:
     parts = list(trainer)
     for number, base in enumerate(config.bases):
         own = _engine(base, devices, number * config.engine.count)
-        parts += own if len(config.bases) == 1 else [_of_base(part, base_name(base.model.path)) for part in own]
+        parts += (
+            own
+            if len(config.bases) == 1
+            else [_of_base(part, base_model_display_name(base.model.path)) for part in own]
+        )
     if devices.gpus:
         used = {*devices.ranks, *(at for held in devices.engines for at in held)}
         free = sum(devices.gpus[at].memory.free for at in used)
@@ -131,7 +135,7 @@ def memory_plan(config: RunConfig) -> MemoryPlan:
     return MemoryPlan(parts=(*parts, *_programs(parts)), free=memory().free)
 
 
-def gpu_needs(config: RunConfig, plan: MemoryPlan) -> list[GpuNeed]:
+def gpu_memory_needs(config: RunConfig, plan: MemoryPlan) -> list[GpuMemoryNeed]:
     """Return the needs of a run's trainer ranks and vLLMs, GPU by GPU; empty without GPUs.
 
     Args:
@@ -151,7 +155,9 @@ def gpu_needs(config: RunConfig, plan: MemoryPlan) -> list[GpuNeed]:
         allowed = int(devices.share_of_rank(rank) * devices.gpus[at].memory.total)
         settings = "; or ".join(part.setting for part in sorted(trainer, key=lambda part: -part.bytes))
         user, needed = f"trainer rank {rank}", sum(part.bytes for part in trainer)
-        needs.append(GpuNeed(user=user, gpu=devices.gpus[at].id, needed=needed, allowed=allowed, setting=settings))
+        needs.append(
+            GpuMemoryNeed(user=user, gpu=devices.gpus[at].id, needed=needed, allowed=allowed, setting=settings)
+        )
     if config.engine.kind != "vllm":
         return needs
     each, replicas = config.engine.devices, config.engine.count
@@ -163,7 +169,7 @@ def gpu_needs(config: RunConfig, plan: MemoryPlan) -> list[GpuNeed]:
             gpu = devices.gpus[at]
             allowed = int(share * gpu.memory.total)
             user, needed = devices.name_of_engine(number), least[number // replicas]
-            needs.append(GpuNeed(user=user, gpu=gpu.id, needed=needed, allowed=allowed, setting=settings))
+            needs.append(GpuMemoryNeed(user=user, gpu=gpu.id, needed=needed, allowed=allowed, setting=settings))
     return needs
 
 
@@ -331,10 +337,10 @@ def _engine(config: RunConfig, devices: DevicePlan, first: int) -> list[MemoryPa
     return parts
 
 
-def _engine_memory(config: RunConfig) -> EngineMemory:
-    from agentrl.engines.weights import engine_memory
+def _engine_memory(config: RunConfig) -> EngineMemoryEstimate:
+    from agentrl.engines.weights import predict_engine_memory
 
-    return engine_memory(
+    return predict_engine_memory(
         Path(config.model.path).resolve(),
         dtype=config.model.dtype,
         slots=config.engine.slots,

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 from agentrl.app.policies import adapter_slots_needed, largest_lora_rank
 from agentrl.cluster.journal_stream import JournalReceiver
 from agentrl.cluster.worker_pool import PoolSettings, WorkerPool
-from agentrl.cluster.worker_wire import Work
+from agentrl.cluster.worker_wire import WorkerSetup
 from agentrl.config.devices import DevicePlan, plan_devices
-from agentrl.config.fields import base_name
+from agentrl.config.fields import base_model_display_name
 from agentrl.config.policies import BotPolicy, ExternalPolicyConfig, LocalPolicy, RemotePolicy
 from agentrl.config.run import RunConfig
 from agentrl.core.clock import Clock, SystemClock
@@ -30,10 +30,10 @@ from agentrl.core.ports import ChatFormat, Engine, Trainer
 from agentrl.core.records import PolicyVersion, Task
 from agentrl.engines.base_models import EnginePerBaseModel
 from agentrl.engines.child_process import SILENCE_S, ChildProgram, LocalPlacement, ProcessPlacement
-from agentrl.engines.client import ProcessEngine, SharedEngine
-from agentrl.engines.external import NoEngine, RoutedEngine
+from agentrl.engines.client import AddressableEngine, ProcessEngine
+from agentrl.engines.external import EngineWithExternalPolicies, NoEngine
 from agentrl.engines.fleet import ReplicatedEngine
-from agentrl.engines.transfer import ReceivingEngine, SendsWeights
+from agentrl.engines.transfer import WeightRecipient, WeightSendingTrainer
 from agentrl.environment.base import Environment, Split, TaskSource, describe_foreign_error
 from agentrl.environment.mixture import (
     MemberTasks,
@@ -51,7 +51,7 @@ from agentrl.orchestrator.evaluation import HeldOutSplit
 from agentrl.rollout.byte_formats import JsonFormat
 
 if TYPE_CHECKING:
-    from agentrl.cluster.elastic import GrowingProcesses, JoiningNodes
+    from agentrl.cluster.elastic import JoiningNodes, ScalableProcessKind
     from agentrl.cluster.session import RaySession
     from agentrl.config.devices import Node
     from agentrl.engines.external import ExternalPolicy
@@ -94,8 +94,8 @@ async def make_engine(
     elsewhere = external_policies(config)
     here = {name: version for name, version in versions.items() if name not in elsewhere}
     if not here:
-        return RoutedEngine(NoEngine(), elsewhere)
-    return RoutedEngine(await _own_engine(config, here, tell, log), elsewhere)
+        return EngineWithExternalPolicies(NoEngine(), elsewhere)
+    return EngineWithExternalPolicies(await _own_engine(config, here, tell, log), elsewhere)
 
 
 def external_policies(config: RunConfig) -> dict[str, ExternalPolicy]:
@@ -221,21 +221,21 @@ def _silence_s(config: RunConfig) -> float:
     return SILENCE_S + held / SLOWEST_LOAD
 
 
-def engines_of(engine: Engine) -> Sequence[Engine]:
+def engines_behind_router(engine: Engine) -> Sequence[Engine]:
     """Return the engines of a run, one per base model, without the routing to them."""
-    own = engine.engine if isinstance(engine, RoutedEngine) else engine
+    own = engine.engine if isinstance(engine, EngineWithExternalPolicies) else engine
     return own.samplers if isinstance(own, EnginePerBaseModel) else (own,)
 
 
-def connect_trainer(config: RunConfig, engine: Engine, trainer: Trainer) -> None:
+def connect_engines_to_trainer(config: RunConfig, engine: Engine, trainer: Trainer) -> None:
     """Let the run's engines receive full weights from its trainer, each over the transport of the device plan."""
-    if config.on_cluster or not isinstance(trainer, SendsWeights):
+    if config.on_cluster or not isinstance(trainer, WeightSendingTrainer):
         return  # engines on other machines receive a version's files over the network
     plan, number, section, silence_s = device_plan(config), 0, config.engine, _silence_s(config)
-    for fleet in engines_of(engine):
+    for fleet in engines_behind_router(engine):
         for each in fleet.engines if isinstance(fleet, ReplicatedEngine) else [fleet]:
             if isinstance(each, ProcessEngine):
-                recipient = ReceivingEngine(
+                recipient = WeightRecipient(
                     address="",
                     transfer=plan.transfer_to(number),
                     processes=section.devices,
@@ -245,7 +245,9 @@ def connect_trainer(config: RunConfig, engine: Engine, trainer: Trainer) -> None
             number += 1
 
 
-def _delivery(trainer: SendsWeights, recipient: ReceivingEngine) -> Callable[[PolicyVersion, str], Awaitable[None]]:
+def _delivery(
+    trainer: WeightSendingTrainer, recipient: WeightRecipient
+) -> Callable[[PolicyVersion, str], Awaitable[None]]:
     def deliver(version: PolicyVersion, address: str) -> Awaitable[None]:
         return trainer.send(version, replace(recipient, address=address))
 
@@ -329,18 +331,18 @@ def make_workers(
     """
     if config.workers == 1:
         return None
-    engines = engines_of(engine)
-    shared = [each for each in engines if isinstance(each, SharedEngine) and each.addresses]
+    engines = engines_behind_router(engine)
+    shared = [each for each in engines if isinstance(each, AddressableEngine) and each.addresses]
     if len(shared) < len(engines):
         raise ConfigError(
             f"workers = {config.workers}: the engine accepts no calls from other processes (it is in this one, or the "
             "path of TMPDIR is too long for a socket); set workers = 1"
         )
-    work = Work(
+    work = WorkerSetup(
         number=0,
         config=_with_absolute_bases(config),
         journal=str(journal.absolute()),
-        environments=code_of(environment),
+        environments=environment_code_references(environment),
         sources=_sources_of(environment) if config.on_cluster else {},
         paths=tuple(map(os.path.abspath, sys.path)),
         capabilities=engine.capabilities.share(config.workers),
@@ -382,23 +384,27 @@ def joining_nodes(
         clock: times the looks at the cluster.
         tell: prints a line for people.
     """
-    from agentrl.cluster.elastic import GrowingProcesses, JoiningNodes
+    from agentrl.cluster.elastic import JoiningNodes, ScalableProcessKind
     from agentrl.cluster.engine_actors import RayPlacement
     from agentrl.cluster.nodes import missing_on
     from agentrl.cluster.session import RaySession
 
-    session, code, address = RaySession(config.ray_address), importable_code_of(environment), config.ray_address
+    session, code, address = (
+        RaySession(config.ray_address),
+        importable_environment_code(environment),
+        config.ray_address,
+    )
     session.start()
     growing = []
     if workers is not None:
         growing.append(
-            GrowingProcesses(
+            ScalableProcessKind(
                 "worker",
                 lambda: len(workers.processes),
                 lambda node: workers.add(RayPlacement(lambda _: (node, ()), address=address)),
             )
         )
-    for base, fleet in zip(config.bases, engines_of(engine), strict=False):
+    for base, fleet in zip(config.bases, engines_behind_router(engine), strict=False):
         if isinstance(fleet, ReplicatedEngine):
             growing.append(_growing_fleet(config, base, fleet, versions, tell))
     return JoiningNodes(
@@ -417,9 +423,9 @@ def _growing_fleet(
     fleet: ReplicatedEngine,
     versions: Mapping[str, PolicyVersion],
     tell: Callable[[str], None],
-) -> GrowingProcesses:
+) -> ScalableProcessKind:
     """Describe how a base model's engine gets one more replica."""
-    from agentrl.cluster.elastic import GrowingProcesses
+    from agentrl.cluster.elastic import ScalableProcessKind
     from agentrl.cluster.engine_actors import RayPlacement
 
     program, devices, address = _engine_program(config, base), config.engine.devices, config.ray_address
@@ -435,18 +441,18 @@ def _growing_fleet(
         on_gpus = any(status.gpus for status in fleet.statuses())
         return node.gpus // devices if on_gpus else len(fleet.engines)
 
-    name = f"engine of {base_name(base.model.path)}" if len(config.bases) > 1 else "engine"
-    return GrowingProcesses(name, lambda: len(fleet.engines), start, most)
+    name = f"engine of {base_model_display_name(base.model.path)}" if len(config.bases) > 1 else "engine"
+    return ScalableProcessKind(name, lambda: len(fleet.engines), start, most)
 
 
-def importable_code_of(environment: type[Environment]) -> dict[str, str]:
-    """Return `code_of`; empty if the environment is defined in a notebook, so that no other process can import it."""
+def importable_environment_code(environment: type[Environment]) -> dict[str, str]:
+    """Return `environment_code_references`; empty if the environment is defined in a notebook, so that no other process can import it."""
     with contextlib.suppress(EnvironmentDefinitionError):
-        return code_of(environment)
+        return environment_code_references(environment)
     return {}
 
 
-def code_of(environment: type[Environment]) -> dict[str, str]:
+def environment_code_references(environment: type[Environment]) -> dict[str, str]:
     """Return references to the code of an environment and its declared children, keyed by their names in the journal.
 
     Raises:
@@ -462,7 +468,7 @@ def _sources_of(environment: type[Environment]) -> dict[str, str]:
     Raises:
         InputError: a file cannot be read any more.
     """
-    files = {reference.rpartition(":")[0] for reference in code_of(environment).values()}
+    files = {reference.rpartition(":")[0] for reference in environment_code_references(environment).values()}
     try:
         return {file: Path(file).read_text(encoding="utf-8") for file in files if file.endswith(".py")}
     except (OSError, UnicodeDecodeError) as error:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import msgspec
 
-from agentrl.config.fields import base_name
+from agentrl.config.fields import base_model_display_name
 from agentrl.config.policies import ExternalPolicyConfig, FrozenPolicy, OpponentPoolPolicy, PolicyConfig
 from agentrl.config.run import RunConfig
 from agentrl.config.sections import SamplingConfig
@@ -31,7 +31,7 @@ from agentrl.core.text import plural
 from agentrl.environment.base import Environment, EpisodeLimits, child_environments
 from agentrl.environment.mixture import root_environments, seat_prefix, trained_root_environments
 from agentrl.orchestrator.scheduler import GroupDemand
-from agentrl.orchestrator.versions import ServedVersions, record_durably
+from agentrl.orchestrator.versions import ServedVersions, record_published_version
 from agentrl.rollout.byte_formats import JsonFormat
 from agentrl.rollout.context import MAX_CHILD_DEPTH
 from agentrl.rollout.episode import PolicySettings, RolloutSettings
@@ -53,14 +53,14 @@ SPARE = 1
 # --- seats ------------------------------------------------------------------------------------------------------------
 
 
-def pinned_policies(config: RunConfig) -> dict[str, int]:
+def pinned_policy_step_lags(config: RunConfig) -> dict[str, int]:
     """Return the policies whose episodes are pinned to versions (adapters of a deterministic run, several versions of
     which are served at once), with the number of steps by which the oldest of them is behind the current one."""
     trained = config.trained.items() if config.deterministic else ()
     return {name: policy.max_staleness for name, policy in trained if policy.lora is not None}
 
 
-class EpisodeSeats(NamedTuple):
+class EpisodeKindSeats(NamedTuple):
     """The seats of a root episode, or of a kind of child episode (named `Env.seat`)."""
 
     seats: tuple[str, ...]
@@ -68,14 +68,14 @@ class EpisodeSeats(NamedTuple):
     """Number of episodes of the kind per root episode."""
 
 
-def episode_seats(
+def seats_by_episode_kind(
     environment: type[Environment], prefix: str = "", times: int = 1, depth: int = 0
-) -> Iterator[EpisodeSeats]:
+) -> Iterator[EpisodeKindSeats]:
     """Yield the seats of a root episode, and of each kind of child episode it declares."""
-    yield EpisodeSeats(tuple(f"{prefix}{seat}" for seat in environment.seats), times)
+    yield EpisodeKindSeats(tuple(f"{prefix}{seat}" for seat in environment.seats), times)
     for child, number in child_environments(environment).items():
         if depth < MAX_CHILD_DEPTH:
-            yield from episode_seats(child, f"{child.__name__}.", times * number, depth + 1)
+            yield from seats_by_episode_kind(child, f"{child.__name__}.", times * number, depth + 1)
 
 
 def units_per_root_group(config: RunConfig, environment: type[Environment]) -> Sequence[GroupDemand]:
@@ -84,7 +84,10 @@ def units_per_root_group(config: RunConfig, environment: type[Environment]) -> S
     Raises:
         ConfigError: a group could never be admitted, or a policy never act; the message suggests a change.
     """
-    kinds = {root: list(episode_seats(root, seat_prefix(environment, root))) for root in root_environments(environment)}
+    kinds = {
+        root: list(seats_by_episode_kind(root, seat_prefix(environment, root)))
+        for root in root_environments(environment)
+    }
     seats = [seat for kind in itertools.chain.from_iterable(kinds.values()) for seat in kind.seats]
     _check_names(config, environment, seats)
     size, trained = config.credit.group_size, config.trained
@@ -112,7 +115,7 @@ def units_per_root_group(config: RunConfig, environment: type[Environment]) -> S
     return demands
 
 
-def _demand(config: RunConfig, kinds: Sequence[EpisodeSeats], group: int) -> GroupDemand:
+def _demand(config: RunConfig, kinds: Sequence[EpisodeKindSeats], group: int) -> GroupDemand:
     """Return the units of each policy in a group of one environment."""
     units: Counter[str] = Counter()
     for kind in kinds:
@@ -332,7 +335,7 @@ def base_models(config: RunConfig) -> list[BaseModel]:
     """
     return [
         BaseModel(
-            name=base_name(base.model.path),
+            name=base_model_display_name(base.model.path),
             path=base.model.path,
             policies=tuple(base.policies),
             digest=_base_digest(Path(base.model.path)),
@@ -357,7 +360,7 @@ def _base_digest(directory: Path) -> str:
     return digest.hexdigest()
 
 
-def check_same_bases(config: RunConfig, before: object) -> None:
+def check_base_models_unchanged(config: RunConfig, before: object) -> None:
     """Refuse to resume a run whose base models have changed.
 
     Args:
@@ -414,12 +417,12 @@ def frozen_policy_weights(config: RunConfig) -> list[WeightsRef]:
         if policy.path:
             weights = weights_from_directory(name, policy.path)
             if weights.kind == "adapter":
-                check_base(weights, Path(config.base_of(name)))
+                check_adapter_base(weights, Path(config.base_of(name)))
             found.append(weights)
     return found
 
 
-def check_base(weights: WeightsRef, base: Path) -> None:
+def check_adapter_base(weights: WeightsRef, base: Path) -> None:
     """Refuse an adapter whose configuration names another base model than `base`.
 
     Raises:
@@ -445,7 +448,7 @@ async def serve_configured_weights(
         InputError: the weights do not fit the base model.
     """
     for weights in given:
-        await record_durably(store, weights)
+        await record_published_version(store, weights)
         try:
             await served.make_current(weights)
         except EngineError as error:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from agentrl.app.policies import SPARE, pinned_policies
+from agentrl.app.policies import SPARE, pinned_policy_step_lags
 from agentrl.config.load import SettingDifference
 from agentrl.config.policies import BotPolicy, OpponentPoolPolicy
 from agentrl.config.run import RunConfig
@@ -27,10 +27,10 @@ from agentrl.config.sections import ADVANTAGES, LOSSES
 from agentrl.core import ids
 from agentrl.core.clock import Clock
 from agentrl.core.errors import ConfigError, EngineError, RunDirectoryError, StorageError
-from agentrl.core.files import LOCAL, Disk, remove_leftovers
+from agentrl.core.files import LOCAL, Disk, remove_staging_directories
 from agentrl.core.functions import FunctionCode, Kind, check_options, find_function
 from agentrl.core.ports import Trainer
-from agentrl.core.records import BaselineSet, EpisodeHeader, EpisodeSpec, PolicyVersion, Proposal
+from agentrl.core.records import EpisodeHeader, EpisodeSpec, FrozenGroupBaselines, PolicyVersion, Proposal
 from agentrl.core.text import plural
 from agentrl.credit.advantages import ADVANTAGES as OVER_REWARDS
 from agentrl.credit.advantages import Estimator, make_estimator
@@ -45,7 +45,7 @@ from agentrl.journal.run_log import RunStart, SettingChange
 from agentrl.observe.alarms import LENGTH_STEPS
 from agentrl.orchestrator.buffer import reward_history_from_journal
 from agentrl.orchestrator.checkpoints import Manifest, find_newest_checkpoint, list_version_directories
-from agentrl.orchestrator.metrics import SelectionBias, selection_bias_from_journal
+from agentrl.orchestrator.metrics import SelectionBiasTracker, selection_bias_from_journal
 from agentrl.orchestrator.tasks import MEMORY_SIZE, GroupResult
 from agentrl.orchestrator.versions import (
     BATCHES,
@@ -91,7 +91,7 @@ async def find_start(
     directory: RunDirectory,
     store: SqliteJournal,
     *,
-    code: UserCode,
+    code: UserCodeDigests,
     changed: Sequence[SettingDifference],
     clock: Clock,
     tell: Callable[[str], None],
@@ -231,7 +231,9 @@ class Recovery:
         """
         older: Mapping[str, Sequence[PolicyVersion]] = {}
         if self.manifest is not None:
-            older = await serve_older_versions(config, served, journal, self.manifest.versions, self.manifest.opponents)
+            older = await serve_opponents_and_pins(
+                config, served, journal, self.manifest.versions, self.manifest.opponents
+            )
         for name, version in trainable.items():
             parent = None if self.manifest is None else self.manifest.versions[name]
             weights = await publish(trainer, journal, version, parent, step=None)
@@ -276,13 +278,13 @@ class ResumeState:
     """Headers of committed episodes played against past versions."""
     proposals: Sequence[Proposal] = ()
     """The newest proposals that the run remembers, in order."""
-    baselines: Mapping[str, BaselineSet] = field(default_factory=dict)
+    baselines: Mapping[str, FrozenGroupBaselines] = field(default_factory=dict)
     """Baselines by group, for groups with units that are still to be trained."""
     history: RewardHistory = field(default_factory=RewardHistory)
     """Rewards of the groups that are completely trained or dropped."""
     results: Callable[[], Sequence[GroupResult]] = tuple
     """Reads the results of the root groups that will not change, in the order of their ends."""
-    selection_bias: Mapping[str, SelectionBias] = field(default_factory=dict)
+    selection_bias: Mapping[str, SelectionBiasTracker] = field(default_factory=dict)
     """Selection bias of the newest steps, by policy."""
 
 
@@ -387,7 +389,7 @@ def describe_start(
     resume_state: ResumeState,
     store: SqliteJournal,
     *,
-    code: UserCode,
+    code: UserCodeDigests,
     changed: Sequence[SettingDifference],
     clock: Clock,
 ) -> tuple[RunStart, list[str]]:
@@ -456,7 +458,9 @@ def _counted(steps: Mapping[str, int]) -> str:
     return ", ".join(f"{name} {step}" for name, step in steps.items())
 
 
-def _played_by_other_code(resume_state: ResumeState, store: SqliteJournal, code: UserCode) -> dict[str, list[str]]:
+def _played_by_other_code(
+    resume_state: ResumeState, store: SqliteJournal, code: UserCodeDigests
+) -> dict[str, list[str]]:
     """Return the committed episodes with units to be trained that other code has played, by the current file."""
     keys, environments = [], {}
     for spec, header in resume_state.ended:
@@ -477,7 +481,7 @@ def _played_by_other_code(resume_state: ResumeState, store: SqliteJournal, code:
     return found
 
 
-class UserCode(NamedTuple):
+class UserCodeDigests(NamedTuple):
     """The user's code in a run."""
 
     digests: Mapping[str, str]
@@ -488,7 +492,7 @@ class UserCode(NamedTuple):
     """Kind and name of the user's loss and advantage, such as "loss sapo", by reference."""
 
     @staticmethod
-    def of(config: RunConfig, environment: type[Environment], functions: UserFunctions) -> UserCode:
+    def of(config: RunConfig, environment: type[Environment], functions: UserLossAndAdvantage) -> UserCodeDigests:
         """Collect the code of the environment, its children, bots, and the user's loss and advantage."""
         environments = {}
         for each in all_environment_classes(environment):
@@ -502,10 +506,10 @@ class UserCode(NamedTuple):
             except (OSError, TypeError):
                 continue  # its code is in no file, such as one that was typed in
         named = {code.reference: f"{kind} {code.name}" for kind, code in functions.codes.items()}
-        return UserCode(digests, environments, named)
+        return UserCodeDigests(digests, environments, named)
 
 
-class UserFunctions(NamedTuple):
+class UserLossAndAdvantage(NamedTuple):
     """The user's loss and advantage, loaded once, so that the recorded code is the code that runs."""
 
     codes: Mapping[Kind, FunctionCode]
@@ -514,7 +518,7 @@ class UserFunctions(NamedTuple):
     """Advantage estimator, if it takes a `Group`."""
 
 
-def load_user_functions(config: RunConfig) -> UserFunctions:
+def load_user_functions(config: RunConfig) -> UserLossAndAdvantage:
     """Load the user's loss and advantage, if the run has them, and check the options of any.
 
     Raises:
@@ -531,7 +535,7 @@ def load_user_functions(config: RunConfig) -> UserFunctions:
 
         make_loss(config.trainer)
     if advantage.name in OVER_REWARDS:
-        return UserFunctions(codes, None)
+        return UserLossAndAdvantage(codes, None)
     given = None
     if advantage.name not in ADVANTAGES:
         codes["advantage"], given = find_function("advantage", advantage.name, key="credit.advantage")
@@ -546,7 +550,7 @@ def load_user_functions(config: RunConfig) -> UserFunctions:
             f"{asked[0]}, and credit.advantage = {advantage.name!r} compares the agents of a step, so the two cannot "
             "be combined: remove the first, or choose an advantage over the group"
         )
-    return UserFunctions(codes, estimator)
+    return UserLossAndAdvantage(codes, estimator)
 
 
 def _file_of(made: Any) -> str:
@@ -559,7 +563,7 @@ def _file_of(made: Any) -> str:
 # --- versions that play besides the newest ----------------------------------------------------------------------------
 
 
-async def serve_older_versions(
+async def serve_opponents_and_pins(
     config: RunConfig,
     served: ServedVersions,
     journal: RunLog,
@@ -581,7 +585,7 @@ async def serve_older_versions(
         EngineError: the files of a version are missing or altered.
     """
     board = PolicyBoard(versions, (), journal.parents())
-    for policy, steps_behind in pinned_policies(config).items():
+    for policy, steps_behind in pinned_policy_step_lags(config).items():
         now = versions[policy].step if policy in versions else 0
         for step in range(max(now - steps_behind, 0), now):
             version = board.at(policy, step)
@@ -656,7 +660,7 @@ async def start_opponent_pools(
 def clear_leftovers(checkpoints: Path, versions: Path, *, disk: Disk = LOCAL) -> None:
     """Remove the half-built directories of dead processes; no other process may be writing this run."""
     for directory in (checkpoints, versions, *(versions / name for name in disk.names(versions))):
-        remove_leftovers(directory, disk=disk)
+        remove_staging_directories(directory, disk=disk)
 
 
 def _highest_on_disk(versions: Path, disk: Disk) -> int:

@@ -4,9 +4,9 @@ A replay reports whether the program still does what its journal says, and if no
 rescore recomputes the rewards, by the same or another program, over the same conversation; children first, because
 rewards of parents may depend on theirs.
 
-`rebuild_step` builds the rows of a recorded optimizer step again from its episodes, with the trainer's own code, and
-compares them bit for bit with those that were trained, by digest; it needs no torch. `compute_step` has the trainer
-compute their loss and gradient norm, if the weights that the step started from are still on disk.
+`replay_step` builds the rows of a recorded optimizer step again from its episodes, with the trainer's own code, and
+compares them bit for bit with those that were trained, by digest; it needs no torch. `recompute_step_loss` has the
+trainer compute their loss and gradient norm, if the weights that the step started from are still on disk.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from agentrl.core.errors import (
 from agentrl.core.functions import find_function_code
 from agentrl.core.machine import install_command
 from agentrl.core.ports import EngineCapabilities
-from agentrl.core.records import DataLocation, PolicyVersion, TrainBatch, TrajectoryCredit, Unit, WeightsRef
+from agentrl.core.records import EpisodeDataLocation, PolicyVersion, TrainBatch, TrajectoryCredit, Unit, WeightsRef
 from agentrl.core.text import plural
 from agentrl.credit.samples import input_digest, row_digest, trained_positions, unit_samples
 from agentrl.environment.base import describe_foreign_error
@@ -51,14 +51,14 @@ from agentrl.environment.registry import loaded_environment, registered_environm
 from agentrl.inspection.comparisons import Outcome, ReplayResult
 from agentrl.inspection.reader import RunReader, checked_rows
 from agentrl.inspection.steps import StepLine, step_list, step_view
-from agentrl.inspection.tokens import step_rows
+from agentrl.inspection.tokens import read_step_rows
 from agentrl.journal.control import ADMISSION_COLUMNS, read_spec
-from agentrl.journal.entries import BeginEntry, GatherEntry, JournalEntry, decode_entries, encode_body
+from agentrl.journal.entries import BeginEntry, ChildResultEntry, JournalEntry, decode_entries, encode_body
 from agentrl.journal.reader import EpisodeKey, TurnReader
 from agentrl.journal.rows import assemble_trajectories
 from agentrl.orchestrator.checkpoints import find_checkpoint_of
 from agentrl.rollout.harness_agent import is_external_turn, turns_with_context
-from agentrl.rollout.replay import DiscardingLog, RecordEndedError, ReplayHost, ReplayRunner, ReplayStoppedError
+from agentrl.rollout.replay import CallNotRecordedError, DiscardingLog, ReplayHost, ReplayRunner, ReplayStoppedError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -151,7 +151,7 @@ async def _one(reader: RunReader, episode_id: str, attempt: int | None, asked: _
     environment = environment_to_run(
         spec.environment,
         asked.environment,
-        recorded=recorded_code(reader.info()),
+        recorded=recorded_environment_code(reader.info()),
         code_hash=begin.code_hash if isinstance(begin, BeginEntry) else "",
         command=f"agentrl episode {verb} {shlex.quote(str(reader.path))} {line.episode}",
     )
@@ -208,7 +208,7 @@ async def _run(
         header = await running
     except ReplayStoppedError as stopped:
         return "stopped", runner.until, str(stopped), None
-    except RecordEndedError as ended:
+    except CallNotRecordedError as ended:
         if line.stop_reason is None:
             text = f"it does what was recorded, which ends before call {ended.call_id}"
             return "identical", ended.call_id, text, None
@@ -261,7 +261,7 @@ def _rewards(header: EpisodeHeader | None) -> dict[str, float | None]:
 async def _rescored_child(reader: RunReader, entry: JournalEntry, asked: _Asked) -> JournalEntry:
     """Return an entry; if it reports a child's end, with the child's new rewards."""
     body = entry.decode()
-    if not isinstance(body, GatherEntry) or body.drop_reason is not None:
+    if not isinstance(body, ChildResultEntry) or body.drop_reason is not None:
         return entry
     child = await _one(reader, body.child, None, asked)
     if child.outcome != "identical":
@@ -288,9 +288,9 @@ def environment_to_run(
     Args:
         name: name of the environment in the journal.
         given: the class that the user named.
-        recorded: references to the code of the run's environments, by name; see `app.parts.code_of`.
-        code_hash: hash of the environment's module when the episode was played.
-        command: the user's command without `--environment`, for the message.
+        recorded: references to the code of the run's environments, by name; see
+        `app.parts.environment_code_references`. code_hash: hash of the environment's module when the episode was
+        played. command: the user's command without `--environment`, for the message.
 
     Raises:
         InputError: only the journal names the code; the message has the command with which the user can name it.
@@ -310,9 +310,9 @@ def environment_to_run(
         raise InputError(f"{error}; name the code to run: {command} --environment path/to/env.py:Class") from error
 
 
-def recorded_code(info: Mapping[str, Any]) -> Mapping[str, str]:
+def recorded_environment_code(info: Mapping[str, Any]) -> Mapping[str, str]:
     """Return references to the code of a run's environments, by name, from its journal's `info`; see
-    `app.parts.code_of`."""
+    `app.parts.environment_code_references`."""
     code = info.get("code")
     return {name: where for name, where in code.items() if isinstance(where, str)} if isinstance(code, dict) else {}
 
@@ -373,7 +373,7 @@ TOLERANCE, SMALLEST = 1e-6, 1e-7
 order than one process, and other machines round differently."""
 
 
-class StepComputed(msgspec.Struct, frozen=True, kw_only=True):
+class StepRecomputeResult(msgspec.Struct, frozen=True, kw_only=True):
     """Loss and gradient norm of a step, as recorded and as recomputed; None if they could not be computed."""
 
     loss: float | None
@@ -386,7 +386,7 @@ class StepComputed(msgspec.Struct, frozen=True, kw_only=True):
     """Location of the step's initial weights; or the reason why nothing was computed."""
 
 
-class StepRebuilt(msgspec.Struct, frozen=True, kw_only=True):
+class StepReplayResult(msgspec.Struct, frozen=True, kw_only=True):
     """Input of a step, as recorded and as rebuilt."""
 
     policy: str
@@ -402,19 +402,19 @@ class StepRebuilt(msgspec.Struct, frozen=True, kw_only=True):
     """Digest of the input rebuilt from the journal; empty if that failed."""
     text: str = ""
     """Reason why the input could not be rebuilt, or the difference."""
-    computed: StepComputed | None = None
+    computed: StepRecomputeResult | None = None
     """Recomputed loss and gradient norm; None if only the inputs were requested."""
 
 
-def rebuild_steps(reader: RunReader, policy: str | None = None) -> list[StepRebuilt]:
+def replay_steps(reader: RunReader, policy: str | None = None) -> list[StepReplayResult]:
     """Rebuild every step of a run, or of one policy; raises as `step_list`."""
-    return [rebuild_step(reader, line) for line in step_list(reader, policy)]
+    return [replay_step(reader, line) for line in step_list(reader, policy)]
 
 
-def rebuild_step(reader: RunReader, line: StepLine) -> StepRebuilt:
+def replay_step(reader: RunReader, line: StepLine) -> StepReplayResult:
     """Rebuild one step; `text` describes unreadable data."""
     view = step_view(reader, line.step, line.policy, line.lineage)
-    found = StepRebuilt(
+    found = StepReplayResult(
         policy=line.policy,
         lineage=line.lineage,
         step=line.step,
@@ -442,9 +442,9 @@ def rebuild_step(reader: RunReader, line: StepLine) -> StepRebuilt:
     return msgspec.structs.replace(found, identical=same, rows=len(inputs), tokens=tokens, rebuilt=rebuilt, text=text)
 
 
-def compute_step(reader: RunReader, line: StepLine) -> StepComputed:
+def recompute_step_loss(reader: RunReader, line: StepLine) -> StepRecomputeResult:
     """Recompute loss and gradient norm of a step; if that is impossible, `text` has the reason."""
-    found = StepComputed(loss=line.loss, grad_norm=line.grad_norm, text="")
+    found = StepRecomputeResult(loss=line.loss, grad_norm=line.grad_norm, text="")
     try:
         config = recorded_config(reader.log.config(line.lineage))
         if line.policy not in config.trained:
@@ -612,7 +612,7 @@ def _units(reader: RunReader, policy: str, lineage: int, step: int) -> Iterator[
         located = checked_rows(reader.log, "episodes", "episode = ? AND attempt = ?", episode, attempt)
         if not located or located[0]["partition"] is None:
             raise JournalError(f"episode {episode}, attempt {attempt}: its record is missing or damaged")
-        where = DataLocation(located[0]["partition"], located[0]["entries"])
+        where = EpisodeDataLocation(located[0]["partition"], located[0]["entries"])
         yield Unit(episode_id=episode, attempt=attempt, policy=policy, location=where, credits=tuple(own))
 
 
@@ -622,7 +622,7 @@ def _in_order(reader: RunReader, columns: str | None, fed: Iterator[TrainingSamp
     if columns is None:
         return rows
     try:
-        order = [(row.episode, row.row) for row in step_rows(reader.path, columns)]
+        order = [(row.episode, row.row) for row in read_step_rows(reader.path, columns)]
     except JournalError:  # the record's order is the one in which a single rank packs the rows
         return rows
     places = {key: place for place, key in reversed(list(enumerate(order)))}

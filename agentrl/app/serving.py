@@ -19,13 +19,13 @@ from agentrl.core.records import EpisodeHeader, Task
 from agentrl.environment.base import Endpoint, Environment, EpisodeContext
 from agentrl.environment.harness import HarnessEnvironment
 from agentrl.gateway.calls import RequestRefusedError
-from agentrl.gateway.server import HOST, Conversations, Gateway
+from agentrl.gateway.server import HOST, Gateway, SharedKeyConversations
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from agentrl.config.run import RunConfig
-    from agentrl.gateway.server import OpenSeats
+    from agentrl.gateway.server import AttemptEndpoint
     from agentrl.orchestrator.dispatch import Dispatcher
 
 IDLE_S = 600.0
@@ -78,15 +78,15 @@ class _Server:
     host: str
     port: int
     ended: asyncio.Event = field(default_factory=asyncio.Event)
-    conversations: Conversations = field(init=False)
+    conversations: SharedKeyConversations = field(init=False)
     gateway: Gateway = field(init=False)
     _dispatcher: Dispatcher | None = None
-    _beginning: dict[str, asyncio.Future[OpenSeats]] = field(default_factory=dict)
+    _beginning: dict[str, asyncio.Future[AttemptEndpoint]] = field(default_factory=dict)
     """Conversations whose episode has not begun, keyed by task id."""
     _episodes: list[asyncio.Task[list[EpisodeHeader]]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.conversations = Conversations(self.models, self._begin)
+        self.conversations = SharedKeyConversations(self.models, self._begin)
         self.gateway = Gateway(host=self.host, port=self.port, conversations=self.conversations)
 
     async def play(self, dispatcher: Dispatcher, on_open: Callable[[EndpointAddress], None]) -> list[EpisodeHeader]:
@@ -120,13 +120,13 @@ class _Server:
         finally:
             self.conversations.close(opened)
 
-    async def _begin(self, name: str) -> OpenSeats:
+    async def _begin(self, name: str) -> AttemptEndpoint:
         """See `Conversations`."""
         if self.ended.is_set() or self._dispatcher is None:
             raise RequestRefusedError("the server is shutting down; start the conversation again later", "unavailable")
         loop = asyncio.get_running_loop()
         task = Task(id=f"{name or 'conversation'}-{len(self._episodes)}", data={"name": name} if name else {})
-        begun: asyncio.Future[OpenSeats] = loop.create_future()
+        begun: asyncio.Future[AttemptEndpoint] = loop.create_future()
         self._beginning[task.id] = begun
         playing = loop.create_task(self._dispatcher.evaluate([task], {}))
         self._episodes.append(playing)

@@ -27,9 +27,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from agentrl.app.assemble import RunParts, assemble
-from agentrl.app.parts import RunFactories, connect_trainer, engines_of, joining_nodes, make_chat_format, make_workers
-from agentrl.app.policies import frozen_policy_weights, pinned_policies, serve_configured_weights
-from agentrl.app.recovery import UserCode, find_start
+from agentrl.app.parts import (
+    RunFactories,
+    connect_engines_to_trainer,
+    engines_behind_router,
+    joining_nodes,
+    make_chat_format,
+    make_workers,
+)
+from agentrl.app.policies import frozen_policy_weights, pinned_policy_step_lags, serve_configured_weights
+from agentrl.app.recovery import UserCodeDigests, find_start
 from agentrl.cluster.nodes import wait_for_nodes
 from agentrl.cluster.worker_pool import SUSPECTED
 from agentrl.config.load import SettingDifference
@@ -46,12 +53,12 @@ from agentrl.core.errors import (
     TrainerLostError,
 )
 from agentrl.core.files import was_closed_by_foreign_code
-from agentrl.core.ports import ChatFormat, HasProcesses, Trainer
+from agentrl.core.ports import ChatFormat, ProcessStatusSource, Trainer
 from agentrl.core.records import PolicyVersion
 from agentrl.credit.advantages import Estimator
 from agentrl.environment.base import Environment, TaskSource, describe_foreign_error
-from agentrl.environment.containment import end_if_forked, forks_ended
-from agentrl.journal.process import NAMED, ProcessRecord, list_episodes, record_state
+from agentrl.environment.containment import exit_if_forked, stop_loop_in_forks
+from agentrl.journal.process import NAMED, ProcessRecord, format_episode_list, record_state
 from agentrl.journal.run_log import SqliteRunLog
 from agentrl.observe.blocked import is_user_code, watch_loop
 from agentrl.observe.run_state import RunSnapshot
@@ -96,16 +103,16 @@ class RunSetup:
     directory: RunDirectory
     store: SqliteJournal
     observer: RunObserver
-    code: UserCode
+    code: UserCodeDigests
     estimator: Estimator | None
-    """Advantage estimator; see `UserFunctions`."""
+    """Advantage estimator; see `UserLossAndAdvantage`."""
     changed: Sequence[SettingDifference]
     """Settings that differ from those of the previous process."""
     began: list[RunStart] = field(default_factory=list)
     """Starts in this process."""
 
 
-def run_in_shared_loop(main: Coroutine[Any, Any, T], directory: Path) -> T:
+def run_guarding_event_loop(main: Coroutine[Any, Any, T], directory: Path) -> T:
     """Run a coroutine to its end, like `asyncio.run`, in a loop that environments share and may break.
 
     Raises:
@@ -121,7 +128,7 @@ def run_in_shared_loop(main: Coroutine[Any, Any, T], directory: Path) -> T:
                 return task.result()
             broken: BaseException = asyncio.CancelledError()
         except BaseException as error:
-            end_if_forked()
+            exit_if_forked()
             is_outcome = task.done() and not task.cancelled() and task.exception() is error
             if is_outcome and not _is_foreign(error):
                 if isinstance(error, Exception) and not isinstance(error, AgentRLError):
@@ -171,7 +178,7 @@ def _running_now(directory: Path) -> str:
     record = ProcessRecord.read(directory)
     try:
         with contextlib.closing(SqliteRunLog(directory / "journal")) as log:
-            return list_episodes(record.running(log.unfinished))
+            return format_episode_list(record.running(log.unfinished))
     except JournalError as error:
         return f"episodes that the journal cannot name ({error})"
 
@@ -253,13 +260,13 @@ async def _run_once(setup: RunSetup) -> Orchestrator:
         observer.phase("loading the engine")
         engine = await setup.factories.engine(config, point.versions, observer.warn, directory.engine_log)
         stack.push_async_callback(engine.close)
-        connect_trainer(config, engine, trainer)
+        connect_engines_to_trainer(config, engine, trainer)
         workers = _workers(config, setup, engine)
         if workers is not None:
             stack.push_async_callback(workers.close)
         else:
             record.workers = 1
-        served = ServedVersions(engine, batches=pinned_policies(config))
+        served = ServedVersions(engine, batches=pinned_policy_step_lags(config))
         await serve_configured_weights(config, served, store, await asyncio.to_thread(frozen_policy_weights, config))
         store.record_start(point.record)
         trainable = {name: point.versions[name] for name in config.trained}
@@ -273,12 +280,12 @@ async def _run_once(setup: RunSetup) -> Orchestrator:
             )
             stack.push_async_callback(joining.close)
         setup.factories.assembled(orchestrator)
-        observer.watch(partial(_status, orchestrator, [trainer, *engines_of(engine), workers]))
+        observer.watch(partial(_status, orchestrator, [trainer, *engines_behind_router(engine), workers]))
         with (
             _playing(record, directory.path, workers) as ended,
             _interruptible(orchestrator, observer, directory.path, ended),
             watch_loop(observer.warn),
-            forks_ended(),
+            stop_loop_in_forks(),
         ):
             try:
                 await orchestrator.run()
@@ -293,7 +300,7 @@ async def _run_once(setup: RunSetup) -> Orchestrator:
 
 def _status(orchestrator: Orchestrator, parts: Sequence[object]) -> RunSnapshot:
     """The status of the loop, with what the processes of the run's parts do."""
-    processes = [status for part in parts if isinstance(part, HasProcesses) for status in part.statuses()]
+    processes = [status for part in parts if isinstance(part, ProcessStatusSource) for status in part.statuses()]
     return replace(orchestrator.status(), processes=tuple(processes))
 
 
@@ -351,12 +358,12 @@ def _new_record(setup: RunSetup) -> ProcessRecord:
         )
         where = "" if last.workers == 1 else ", in worker processes"
         setup.observer.warn(
-            f"the previous process {ended}. It was running {list_episodes(running)}{where}; they continue from where "
+            f"the previous process {ended}. It was running {format_episode_list(running)}{where}; they continue from where "
             "they stopped"
         )
     if is_suspicious and configured == 1:
         why = (
-            f"{list_episodes(suspects)} made no progress through {SUSPECTED} such deaths in a row"
+            f"{format_episode_list(suspects)} made no progress through {SUSPECTED} such deaths in a row"
             if suspects
             else "an episode may break the process again"
         )
@@ -399,7 +406,7 @@ def _playing(record: ProcessRecord, run: Path, workers: WorkerPool | None) -> It
     try:
         yield end
     except asyncio.CancelledError:
-        # agentrl never cancels a run, so an environment did: `run_in_shared_loop` finds out which
+        # agentrl never cancels a run, so an environment did: `run_guarding_event_loop` finds out which
         raise
     except BaseException as error:
         is_ours = isinstance(error, AgentRLError) and not was_closed_by_foreign_code(error)
@@ -439,7 +446,7 @@ def _record_stop(run: Path) -> None:
 
 
 @contextlib.contextmanager
-def ended_by_ctrl_c(run: Path) -> Iterator[None]:
+def cancel_run_on_ctrl_c(run: Path) -> Iterator[None]:
     """Handle Ctrl-C while there is nothing to drain. Once: stop everything that was started. Twice: end the process.
 
     Raises:

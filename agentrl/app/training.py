@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from agentrl.app.hub import with_local_model
+from agentrl.app.hub import with_downloaded_models
 from agentrl.app.memory import with_chosen_token_limits
 from agentrl.app.parts import (
     RunFactories,
     check_ray,
     device_plan,
     environment_of,
-    importable_code_of,
+    importable_environment_code,
     load_config,
     make_engine,
     task_source,
@@ -28,13 +28,13 @@ from agentrl.app.parts import held_out as held_out_source
 from agentrl.app.policies import (
     base_model_chat_formats,
     base_models,
+    check_base_models_unchanged,
     check_reference_models,
-    check_same_bases,
     split_group_warnings,
     units_per_root_group,
 )
-from agentrl.app.recovery import UserCode, load_user_functions
-from agentrl.app.supervisor import RunSetup, ended_by_ctrl_c, run_in_shared_loop, supervise
+from agentrl.app.recovery import UserCodeDigests, load_user_functions
+from agentrl.app.supervisor import RunSetup, cancel_run_on_ctrl_c, run_guarding_event_loop, supervise
 from agentrl.cluster.session import reserved_gpus
 from agentrl.config.load import SettingDifference, check_unchanged
 from agentrl.config.run import RunConfig
@@ -109,9 +109,9 @@ def train(  # noqa: PLR0913 - what a run is given, all but the first by name
     chosen = environment_of(config, environment)
     units_per_root_group(config, chosen)  # refuse impossible settings before anything is loaded
     before = RunDirectory.config(Path(config.directory) / config.name) if resume else {}
-    config = with_chosen_token_limits(with_local_model(config, before), before)
+    config = with_chosen_token_limits(with_downloaded_models(config, before), before)
     run = run_training(config, chosen, tasks=tasks, held_out=held_out, observers=observers, resume=resume, quiet=quiet)
-    return run_in_shared_loop(run, Path(config.directory) / config.name)
+    return run_guarding_event_loop(run, Path(config.directory) / config.name)
 
 
 async def run_training(
@@ -137,7 +137,7 @@ async def run_training(
     held_out_splits, available = await asyncio.to_thread(held_out_source, config, environment, held_out)
     path = Path(config.directory) / config.name
     directory = RunDirectory.reopen(path) if resume else RunDirectory.create(path, config.model_dump_json(indent=1))
-    code = importable_code_of(environment)
+    code = importable_environment_code(environment)
     bases = await asyncio.to_thread(base_models, config)
     info = {
         "name": config.name,
@@ -170,7 +170,7 @@ async def run_training(
             directory=directory,
             store=store,
             observer=observer,
-            code=UserCode.of(config, environment, functions),
+            code=UserCodeDigests.of(config, environment, functions),
             estimator=functions.estimator,
             changed=changed,
         )
@@ -250,10 +250,10 @@ async def _opened(
 ) -> AsyncIterator[tuple[SqliteJournal, RunObserver, Sequence[SettingDifference]]]:
     """Open journal and observer, which outlive restarts, and close them at the end. Yields them, and the settings that
     differ from those of the previous process."""
-    from agentrl.journal.process import check_partitions, recording_process_state, retry_until_unlocked
+    from agentrl.journal.process import check_partitions_unlocked, recording_process_state, retry_until_unlocked
     from agentrl.journal.store import SqliteJournal
     from agentrl.observe.run_observer import RunObserver
-    from agentrl.observe.run_state import plan_of
+    from agentrl.observe.run_state import display_settings_from_config
     from agentrl.observe.sinks import open_sinks
 
     async with contextlib.AsyncExitStack() as stack:
@@ -263,14 +263,14 @@ async def _opened(
         store = SqliteJournal(directory.journal, info=info)
         stack.push_async_callback(store.close)
         changed = check_unchanged(store.config(), config)
-        check_same_bases(config, store.info().get("bases"))
-        plan = plan_of(resolved)
+        check_base_models_unchanged(config, store.info().get("bases"))
+        plan = display_settings_from_config(resolved)
         sinks = open_sinks(config.sinks, directory.path, resolved)
         stack.enter_context(recording_process_state(directory.path))
         observer = stack.enter_context(RunObserver(directory, plan=plan, others=observers, sinks=sinks, quiet=quiet))
         observer.watch()
-        stack.enter_context(ended_by_ctrl_c(directory.path))
-        await retry_until_unlocked(lambda: check_partitions(directory.journal), observer.warn, clock)
+        stack.enter_context(cancel_run_on_ctrl_c(directory.path))
+        await retry_until_unlocked(lambda: check_partitions_unlocked(directory.journal), observer.warn, clock)
         yield store, observer, [each for each in changed if each.path not in (("name",), ("directory",))]
 
 

@@ -28,7 +28,7 @@ from agentrl.core.ids import random_stream
 from agentrl.core.records import Message, Task, ToolSpec
 from agentrl.core.reply_formats import CLOSE, OPEN, parse_hermes
 from agentrl.environment.base import Environment, EpisodeLimits, describe_foreign_error
-from agentrl.environment.plain_context import PlainAgent, PlainContext
+from agentrl.environment.plain_context import UnjournaledAgent, UnjournaledContext
 from agentrl.environment.registry import resolve
 from agentrl.environment.tools import ToolEnvironment
 
@@ -64,7 +64,7 @@ or give conversations, a line of JSON each, {{"messages": [{{"role": …, "conte
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WarmedUp:
+class TinyModelResult:
     """The result of a warm-up."""
 
     path: Path
@@ -90,7 +90,7 @@ def warm_up(
     until: float = 0.8,
     seed: int = 0,
     on_progress: Callable[[str], None] = lambda part: None,
-) -> WarmedUp:
+) -> TinyModelResult:
     """Build a tiny model for an environment.
 
     Args:
@@ -131,7 +131,7 @@ def warm_up(
         scratch.rename(target)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-    return WarmedUp(path=target, **made)
+    return TinyModelResult(path=target, **made)
 
 
 # --- demonstrations ---------------------------------------------------------------------------------------------------
@@ -191,7 +191,7 @@ def format_reply(reply: Reply) -> str:
         ) from error
 
 
-class _ShownContext(PlainContext):
+class _ShownContext(UnjournaledContext):
     """An `EpisodeContext` that plays demonstrations and records each message with its speaker and tools."""
 
     def __init__(self, environment: type[Environment], task: Task, seed: int, calls: int | None) -> None:
@@ -202,7 +202,7 @@ class _ShownContext(PlainContext):
         self._seed = seed
         self._calls = calls
 
-    def agent(self, seat: str, index: int = 0, *, tools: Sequence[ToolSpec] = ()) -> PlainAgent:
+    def agent(self, seat: str, index: int = 0, *, tools: Sequence[ToolSpec] = ()) -> UnjournaledAgent:
         """Return the agent of a seat, which speaks the demonstration."""
         if (seat, index) not in self.agents:
             expert = _Expert(self._environment, self.task, seat, index, self._seed, self._calls)

@@ -37,10 +37,10 @@ from agentrl.core.records import EpisodeHeader, EpisodeSpec, Task
 from agentrl.engines.base_models import SamplerPerBaseModel
 from agentrl.engines.child_process import die_with_parent
 from agentrl.engines.client import EngineClient
-from agentrl.engines.external import RoutedSampler
-from agentrl.engines.wire import receive, send
-from agentrl.environment.containment import end_if_forked, forks_ended
-from agentrl.environment.registry import provide_source_files, resolve
+from agentrl.engines.external import SamplerWithExternalPolicies
+from agentrl.engines.wire import read_frame, send
+from agentrl.environment.containment import exit_if_forked, stop_loop_in_forks
+from agentrl.environment.registry import register_source_files, resolve
 from agentrl.journal.control import unserialisable_task_error
 from agentrl.journal.process import retry_until_unlocked
 from agentrl.journal.store import WorkerJournal
@@ -104,7 +104,7 @@ class RunConnection:
         number, attempt = self.numbers[parent.episode_id], parent.attempt
         children = [ids.child_episode_id(parent.episode_id, attempt, spawn_call, index) for index in range(len(tasks))]
         distinct = {id(task): task for task in tasks}
-        spawn = wire.Spawn(
+        spawn = wire.SpawnChildEpisodes(
             number=number,
             attempt=attempt,
             call=spawn_call,
@@ -170,7 +170,7 @@ class RunConnection:
 
     # --- what the run says --------------------------------------------------------------------------------------------
 
-    def child_ended(self, message: wire.ChildEnded) -> None:
+    def child_ended(self, message: wire.ChildEpisodeEnded) -> None:
         """Call the callback that waits for a child, if there is one."""
         on_end = self._children.get((message.number, message.attempt, message.call))
         if on_end is None:
@@ -225,7 +225,9 @@ def report_failure(writer: asyncio.StreamWriter, error: BaseException) -> None:
 class WorkerServer:
     """The worker of this process; executes the run's messages."""
 
-    def __init__(self, work: wire.Work, writer: asyncio.StreamWriter, journal: WorkerJournal | StreamedJournal) -> None:
+    def __init__(
+        self, work: wire.WorkerSetup, writer: asyncio.StreamWriter, journal: WorkerJournal | StreamedJournal
+    ) -> None:
         config = RunConfig.model_validate(work.config)
         self._journal = journal
         chat_format = make_chat_format(config)
@@ -237,7 +239,7 @@ class WorkerServer:
         sampler = SamplerPerBaseModel(of_policy, work.capabilities) if len(self._engines) > 1 else self._engines[0]
         self._external = external_policies(config)
         runner = EpisodeRunner(
-            engine=RoutedSampler(sampler, self._external),
+            engine=SamplerWithExternalPolicies(sampler, self._external),
             chat_format=chat_format,
             store=self.run,
             log=journal.log,
@@ -258,12 +260,12 @@ class WorkerServer:
     def handle(self, message: wire.ToWorker) -> None:
         """Execute a message of the run."""
         match message:
-            case wire.Start():
+            case wire.StartEpisode():
                 self.run.begin(message.number, message.spec)
                 self._worker.submit(message.spec, partial(self.run.ended, message.number), resume=message.resume)
             case wire.EngineAddresses():
                 self._engines[message.base].moved(message.addresses)
-            case wire.ChildEnded():
+            case wire.ChildEpisodeEnded():
                 self.run.child_ended(message)
             case wire.ProposalReply():
                 self.run.proposal_answered(message)
@@ -275,7 +277,7 @@ class WorkerServer:
                 self._parking.resume(self.run.specs[message.number].episode_id)
             case wire.CancelEpisodes():
                 self._cancelling = asyncio.get_running_loop().create_task(self._cancel())
-            case wire.Leave():
+            case wire.ShutDownWorker():
                 self.leaves.set()
 
     def check_journal(self) -> None:
@@ -296,7 +298,7 @@ class WorkerServer:
 
     async def park_all(self) -> None:
         """Park all episodes; the tokens of their turns are with the journal on return."""
-        self.run.tell(wire.Leaving())
+        self.run.tell(wire.WorkerShuttingDown())
         for spec in list(self.run.specs.values()):
             self._worker.park(spec.episode_id)
         with contextlib.suppress(TimeoutError):
@@ -312,11 +314,11 @@ class WorkerServer:
 
 async def _serve(connection: socket.socket) -> None:
     reader, writer = await asyncio.open_connection(sock=connection)
-    body = await receive(reader)
-    if body is None or not isinstance(work := wire.TO_WORKER.decode(body), wire.Work):
+    body = await read_frame(reader)
+    if body is None or not isinstance(work := wire.TO_WORKER.decode(body), wire.WorkerSetup):
         return
     sys.path.extend(path for path in work.paths if path not in sys.path)
-    provide_source_files(work.sources)
+    register_source_files(work.sources)
     loop = asyncio.get_running_loop()
 
     def tell(line: str) -> None:  # threads may call this
@@ -333,7 +335,7 @@ async def _serve(connection: socket.socket) -> None:
     send(writer, wire.Ready())
     advanced = loop.create_task(_tell_advanced(server))
     loop.add_signal_handler(signal.SIGTERM, server.leaves.set)
-    with watch_loop(tell), forks_ended():
+    with watch_loop(tell), stop_loop_in_forks():
         listening = loop.create_task(_listen(reader, server), name="messages of the run")
         leaving = loop.create_task(server.leaves.wait(), name="wait until it is to leave")
         await asyncio.wait({listening, leaving}, return_when=asyncio.FIRST_COMPLETED)
@@ -347,11 +349,11 @@ async def _serve(connection: socket.socket) -> None:
 
 
 async def _listen(reader: asyncio.StreamReader, server: WorkerServer) -> None:
-    while (body := await receive(reader)) is not None:
+    while (body := await read_frame(reader)) is not None:
         server.handle(wire.TO_WORKER.decode(body))
 
 
-async def _journal_of(work: wire.Work, tell: Callable[[str], None]) -> WorkerJournal | StreamedJournal:
+async def _journal_of(work: wire.WorkerSetup, tell: Callable[[str], None]) -> WorkerJournal | StreamedJournal:
     """Open the worker's partition, on this host or on the run's."""
     if work.journal.startswith(SCHEME):
         return await StreamedJournal.open(work.journal, work.number)
@@ -384,7 +386,7 @@ def main() -> None:
         try:
             runner.run(_serve_and_leave(socket.socket(fileno=descriptor)))
         finally:
-            end_if_forked()
+            exit_if_forked()
 
 
 async def _serve_and_leave(connection: socket.socket) -> None:

@@ -66,8 +66,8 @@ def doctor(options: argparse.Namespace) -> int:
         config = load(options.file, options.overrides)
         sections = {
             **{title: probes for title, probes in SECTIONS.items() if title != _DEMO},
-            f"{options.file} will use": (partial(plan, config),),
-            "memory": (partial(memory_of, config),),
+            f"{options.file} will use": (partial(placement_checks, config),),
+            "memory": (partial(memory_fit_checks, config),),
         }
     with spinner("looking at this machine", sys.stderr):  # importing torch takes seconds
         report = {title: [check for probe in section for check in _run(probe)] for title, section in sections.items()}
@@ -167,7 +167,7 @@ def disk() -> list[Check]:
     return [*checks, _disk_space("disk for temporary files", temporary, needed=0.5, setting="TMPDIR=DIR")]
 
 
-def shadows() -> list[Check]:
+def shadowing_file_checks() -> list[Check]:
     """Check for files here that would shadow libraries in Python programs started here."""
     libraries = {*sys.stdlib_module_names, *_TRAIN, *_MODULES} - {"test"}
     files = sorted(path.name for path in Path().glob("*.py") if path.stem in libraries)
@@ -268,7 +268,7 @@ def model() -> list[Check]:
     return [Check(name="demo model", found=config.model.path)]
 
 
-def plan(config: RunConfig | None = None) -> list[Check]:
+def placement_checks(config: RunConfig | None = None) -> list[Check]:
     """Show the engine, trainer and directories that a run will use here; None: the run of `agentrl demo`."""
     from agentrl.config.fields import shipped_example
 
@@ -300,13 +300,13 @@ def plan(config: RunConfig | None = None) -> list[Check]:
 
 def _nodes(config: RunConfig) -> list[Check]:
     """Check each node of the cluster, and list what is placed there or missing."""
-    from agentrl.app.parts import check_ray, code_of, environment_of
+    from agentrl.app.parts import check_ray, environment_code_references, environment_of
 
     try:
         check_ray()
         from agentrl.cluster.nodes import check_nodes
 
-        lines = check_nodes(config, code_of(environment_of(config)))
+        lines = check_nodes(config, environment_code_references(environment_of(config)))
     except AgentRLError as error:
         return [Check(name="cluster", found=str(error), level="missing")]
     return [Check(name="cluster", found=line) for line in lines]
@@ -318,13 +318,13 @@ def _engine_process(config: RunConfig) -> str:
     return "in this process" if config.engine_in_process else "in a separate process"
 
 
-def memory_of(config: RunConfig) -> list[Check]:
+def memory_fit_checks(config: RunConfig) -> list[Check]:
     """Predict the peak memory of each process of a run, and compare it with the free memory."""
-    from agentrl.app.hub import with_local_model
+    from agentrl.app.hub import with_downloaded_models
     from agentrl.app.memory import memory_plan, with_chosen_token_limits
 
     try:
-        chosen = with_chosen_token_limits(with_local_model(config, {}, download=False), {})
+        chosen = with_chosen_token_limits(with_downloaded_models(config, {}, download=False), {})
         found = memory_plan(chosen)
         checks = _gpu_checks(chosen, found)
     except InputError as error:
@@ -350,14 +350,14 @@ def _plan_checks(plan: MemoryPlan, where: str = "") -> list[Check]:
 
 def _gpu_checks(config: RunConfig, plan: MemoryPlan) -> list[Check]:
     """Show the device plan of a run, and check that each process fits its share of a GPU."""
-    from agentrl.app.memory import gpu_needs
+    from agentrl.app.memory import gpu_memory_needs
     from agentrl.app.parts import device_plan
 
     devices = device_plan(config)
     checks = [Check(name="devices", found=line) for line in devices.lines()]
     if config.engine.kind == "vllm":
         checks += [Check(name="devices", found=line, level="missing") for line in devices.taken()]
-    for need in gpu_needs(config, plan):
+    for need in gpu_memory_needs(config, plan):
         text = f"{_gibibytes(need.needed):>10}  needed of {_gibibytes(need.allowed)} allowed"
         name = f"{need.user} on GPU {need.gpu}"
         if need.needed <= need.allowed:
@@ -418,7 +418,7 @@ def _cgroup_cores() -> float | None:
 
 
 SECTIONS: dict[str, tuple[Callable[[], list[Check]], ...]] = {
-    "this machine": (python, processor, memory, gpu, disk, shadows),
+    "this machine": (python, processor, memory, gpu, disk, shadowing_file_checks),
     "installed": (packages, torch_runs, ray_runs, vllm, model),
-    _DEMO: (plan,),
+    _DEMO: (placement_checks,),
 }

@@ -88,7 +88,7 @@ def env_check(options: argparse.Namespace) -> int:
         return report.passed, report.resume_class, report.text
 
     with contextlib.closing(progress):
-        answer, problem = run_in_subprocess(check)
+        answer, problem = run_in_forked_child(check)
     passed, resume_class, text = answer or (False, None, f"{options.id}: the check did not finish: {problem}")
     if options.json:
         print_json({"id": options.id, "passed": passed, "class": resume_class, "text": text})
@@ -109,7 +109,7 @@ def _check_function(kind: str, name: str, *, as_json: bool) -> int:
             return False, f"{kind} {name}\n  FAILED {error}"
         return not report.findings, report.text
 
-    answer, problem = run_in_subprocess(check)
+    answer, problem = run_in_forked_child(check)
     passed, text = answer or (False, f"{kind} {name}: the check did not finish: {problem}")
     if as_json:
         print_json({kind: name, "passed": passed, "text": text})
@@ -118,7 +118,7 @@ def _check_function(kind: str, name: str, *, as_json: bool) -> int:
     return 0 if passed else CheckFailedError.exit_code
 
 
-def run_in_subprocess(call: Callable[[], Any], *, longest_s: float = LONGEST_S) -> tuple[Any, str]:
+def run_in_forked_child(call: Callable[[], Any], *, longest_s: float = LONGEST_S) -> tuple[Any, str]:
     """Call foreign code in a child process, which may crash, exit, fork or hang.
 
     The child and its process group end with this process in any case. Output of the code goes to standard error; its

@@ -82,19 +82,19 @@ def _follow_episodes(reader: RunReader, options: argparse.Namespace, columns: li
 @make_run_command
 def episode_show(reader: RunReader, options: argparse.Namespace) -> RunAnswer | None:
     """`agentrl episode show [RUN] [ID] [--attempt N] [--follow]`."""
-    from agentrl.inspection.conversation import conversation
+    from agentrl.inspection.conversation import read_conversation
     from agentrl.inspection.render_episode import conversation_page
 
     if options.follow:
         _follow_episode(reader, options)
         return None
-    view = conversation(reader, chosen_episode(reader, options), options.attempt)
+    view = read_conversation(reader, chosen_episode(reader, options), options.attempt)
     return RunAnswer(view, lambda: conversation_page(view))
 
 
 def _follow_episode(reader: RunReader, options: argparse.Namespace) -> None:
     """Print the events of an episode as they arrive, then its summary."""
-    from agentrl.inspection.conversation import Act, WeightUpdate, conversation, events
+    from agentrl.inspection.conversation import Act, WeightUpdate, acts_with_weight_updates, read_conversation
     from agentrl.inspection.render_episode import events_page, summary_page
 
     if options.id is None:
@@ -106,9 +106,9 @@ def _follow_episode(reader: RunReader, options: argparse.Namespace) -> None:
 
     def ask() -> list[Act | WeightUpdate]:
         nonlocal attempt
-        view = conversation(reader, episode, options.attempt)
+        view = read_conversation(reader, episode, options.attempt)
         attempt = view.summary.attempt
-        return events(view)
+        return acts_with_weight_updates(view)
 
     follow(
         *(reader, options, ask),
@@ -116,7 +116,7 @@ def _follow_episode(reader: RunReader, options: argparse.Namespace) -> None:
         page=events_page,
         ended=lambda: reader.episode(episode, options.attempt).summary.committed_at is not None,
     )
-    view = conversation(reader, episode, options.attempt)
+    view = read_conversation(reader, episode, options.attempt)
     if options.json:
         print_json_line(view.summary)
     else:
@@ -136,11 +136,11 @@ def episode_tokens(reader: RunReader, options: argparse.Namespace) -> RunAnswer:
 @make_run_command
 def episode_why(reader: RunReader, options: argparse.Namespace) -> RunAnswer:
     """`agentrl episode why [RUN] [ID] [--attempt N]`."""
-    from agentrl.inspection.reasons import reasons
+    from agentrl.inspection.reasons import explain_episode
     from agentrl.inspection.render_episode import reasons_page
 
     episode = chosen_episode(reader, options)
-    found = reasons(reader, episode, options.attempt)
+    found = explain_episode(reader, episode, options.attempt)
     return RunAnswer(found, lambda: reasons_page(episode, found))
 
 
@@ -158,10 +158,10 @@ def episode_timeline(reader: RunReader, options: argparse.Namespace) -> RunAnswe
 def episode_forks(reader: RunReader, options: argparse.Namespace) -> RunAnswer:
     """`agentrl episode forks [RUN]`."""
     from agentrl.inspection.comparisons import fork_tree
-    from agentrl.inspection.render_episode import fork_page
+    from agentrl.inspection.render_episode import fork_tree_page
 
     tree = fork_tree(reader)
-    return RunAnswer(tree, lambda: fork_page(tree))
+    return RunAnswer(tree, lambda: fork_tree_page(tree))
 
 
 @make_run_command
@@ -215,7 +215,7 @@ def episode_fork(reader: RunReader, options: argparse.Namespace) -> RunAnswer:
     """`agentrl episode fork [RUN] [ID] --at TURN [-n K] [--edit FILE] [--environment REF] [--policy [SEAT=]WHO]`."""
     from agentrl.app.forks import fork
     from agentrl.inspection.comparisons import fork_tree
-    from agentrl.inspection.render_episode import fork_page
+    from agentrl.inspection.render_episode import fork_tree_page
 
     if options.n < 1:
         raise InputError("-n must be at least 1")
@@ -238,7 +238,7 @@ def episode_fork(reader: RunReader, options: argparse.Namespace) -> RunAnswer:
 
         opened = RunReader(root)
         try:
-            return fork_page(fork_tree(opened), made)
+            return fork_tree_page(fork_tree(opened), made)
         finally:
             opened.close()
 
@@ -339,15 +339,15 @@ def step_show(reader: RunReader, options: argparse.Namespace) -> RunAnswer:
 @make_run_command
 def step_replay(reader: RunReader, options: argparse.Namespace) -> RunAnswer:
     """`agentrl step replay RUN [N] [--policy NAME] [--lineage N]`; exit code 1 if a step differs from its record."""
-    from agentrl.app.replays import compute_step, rebuild_step, rebuild_steps
+    from agentrl.app.replays import recompute_step_loss, replay_step, replay_steps
     from agentrl.inspection.render import rebuilt_steps_page
     from agentrl.inspection.steps import step_view
 
     if options.step is None:
-        found = rebuild_steps(reader, options.policy)
+        found = replay_steps(reader, options.policy)
     else:
         line = step_view(reader, options.step, options.policy, options.lineage).line
-        found = [msgspec.structs.replace(rebuild_step(reader, line), computed=compute_step(reader, line))]
+        found = [msgspec.structs.replace(replay_step(reader, line), computed=recompute_step_loss(reader, line))]
     departed = [each for each in found if not each.identical or (each.computed and each.computed.same is False)]
     code = CheckFailedError.exit_code if departed else 0
     rows = [msgspec.to_builtins(each) for each in found]

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from agentrl.inspection.reader import RunReader
-    from agentrl.inspection.render import Page
+    from agentrl.inspection.render import TerminalPage
 
 T = TypeVar("T")
 
@@ -63,7 +63,7 @@ def follow(
     options: argparse.Namespace,
     ask: Callable[[], Sequence[T]],
     key: Callable[[T], Hashable],
-    page: Callable[[Sequence[T]], Page],
+    page: Callable[[Sequence[T]], TerminalPage],
     ended: Callable[[], bool] = lambda: False,
 ) -> None:
     """Print new items of a run as they appear, as pages or lines of JSON, until the run ends or Ctrl-C.

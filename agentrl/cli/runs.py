@@ -28,14 +28,14 @@ from agentrl.core.clock import SystemClock
 from agentrl.core.errors import CheckFailedError, InputError
 from agentrl.core.text import escape_line, plural
 from agentrl.inspection.comparisons import locate_episode
-from agentrl.inspection.reader import RunReader, list_runs, report_journal_damage
+from agentrl.inspection.reader import RunReader, convert_damage_errors, list_runs
 
 if TYPE_CHECKING:
     import argparse
 
     from rich.console import RenderableType
 
-    from agentrl.inspection.render import Page
+    from agentrl.inspection.render import TerminalPage
     from agentrl.journal.port import PruneTotals
 
 RUNS = Path("runs")
@@ -54,7 +54,7 @@ class RunAnswer(NamedTuple):
 
     value: Any
     """Record or records that `--json` prints."""
-    page: Callable[[], Page]
+    page: Callable[[], TerminalPage]
     """Renders the page for a terminal."""
     code: int = 0
     """Exit code."""
@@ -99,9 +99,9 @@ def open_run(options: argparse.Namespace) -> Iterator[RunReader]:
         if takes_two:
             options.other = options.id
         name, options.id = None, name
-    with contextlib.closing(RunReader(find_run(name))) as run, report_journal_damage(run.log):
+    with contextlib.closing(RunReader(find_run(name))) as run, convert_damage_errors(run.log):
         if takes_episode and not takes_two and options.id is not None:
-            with locate_episode(run, options.id) as (reader, options.id), report_journal_damage(reader.log):
+            with locate_episode(run, options.id) as (reader, options.id), convert_damage_errors(reader.log):
                 yield reader
         else:
             yield run
@@ -165,11 +165,11 @@ def run_timeline(reader: RunReader, options: argparse.Namespace) -> RunAnswer:
 @make_run_command
 def run_curve(reader: RunReader, options: argparse.Namespace) -> RunAnswer:
     """`agentrl run curve [RUN] [--metric NAME]`."""
-    from agentrl.inspection.render import curves, metric_curves
+    from agentrl.inspection.render import metric_curves_page, reward_curves_page
 
     if options.metric is None:
         points = reader.curve()
-        return RunAnswer(points, lambda: curves(points))
+        return RunAnswer(points, lambda: reward_curves_page(points))
     values = reader.metric(options.metric)
     if not values:
         names = reader.metric_names()
@@ -178,7 +178,7 @@ def run_curve(reader: RunReader, options: argparse.Namespace) -> RunAnswer:
         hint = f"did you mean {' or '.join(near)}?" if near else f"recorded were: {', '.join(names) or 'none'}"
         raise InputError(f"no metric {options.metric!r}; {hint}")
     series = [{"policy": name, "step": step, "value": value} for name, found in values.items() for step, value in found]
-    return RunAnswer(series, lambda: metric_curves(options.metric, values))
+    return RunAnswer(series, lambda: metric_curves_page(options.metric, values))
 
 
 def run_view(options: argparse.Namespace) -> int:
@@ -206,12 +206,12 @@ def run_view(options: argparse.Namespace) -> int:
 def _frame(reader: RunReader, width: int) -> tuple[RenderableType, bool]:
     """Return the screen to show, and whether the run has ended."""
     from agentrl.inspection.statistics import run_state
-    from agentrl.observe.view import view
+    from agentrl.observe.view import render_run_screen
 
     state = run_state(reader)
     status = state.status
     age_s = SystemClock().wall() - status.wall if status is not None and status.wall else None
-    return view(state, width=width, age_s=age_s), state.standing != "running"
+    return render_run_screen(state, width=width, age_s=age_s), state.standing != "running"
 
 
 def _show_frames(reader: RunReader) -> None:
@@ -264,9 +264,9 @@ def run_metrics(options: argparse.Namespace) -> int:
         state = run_state(reader)
     latest = latest_metrics(state)
     if options.prometheus:
-        from agentrl.observe.sinks import prometheus
+        from agentrl.observe.sinks import format_prometheus_metrics
 
-        sys.stdout.write(prometheus(state.plan.name, latest))
+        sys.stdout.write(format_prometheus_metrics(state.plan.name, latest))
     elif options.json:
         print_json(latest)
     else:
@@ -291,7 +291,7 @@ def run_ledger(reader: RunReader, options: argparse.Namespace) -> RunAnswer:
     """`agentrl run ledger [RUN]`; exit code 1 if an equation does not hold, or data of a committed episode is
     missing.
     """
-    from agentrl.inspection.render import ledger_view
+    from agentrl.inspection.render import ledger_page
     from agentrl.observe.progress import spinner
 
     with spinner("reading the control log", sys.stderr) as tell:
@@ -302,7 +302,7 @@ def run_ledger(reader: RunReader, options: argparse.Namespace) -> RunAnswer:
 
         ledger = reader.ledger(on_read)
     value = {"holds": ledger.holds, **msgspec.to_builtins(ledger)}
-    return RunAnswer(value, lambda: ledger_view(ledger), 0 if ledger.holds else CheckFailedError.exit_code)
+    return RunAnswer(value, lambda: ledger_page(ledger), 0 if ledger.holds else CheckFailedError.exit_code)
 
 
 @make_run_command
@@ -310,7 +310,7 @@ def run_prune(reader: RunReader, options: argparse.Namespace) -> RunAnswer:
     """`agentrl run prune [RUN] [--keep STEPS] [--dry-run]`."""
     from agentrl.inspection.render import pruned_page
     from agentrl.journal.port import PruneRule
-    from agentrl.journal.process import check_partitions
+    from agentrl.journal.process import check_partitions_unlocked
     from agentrl.journal.pruning import prune
     from agentrl.journal.store import SqliteJournal
     from agentrl.orchestrator.checkpoints import resumable_versions
@@ -337,7 +337,7 @@ def run_prune(reader: RunReader, options: argparse.Namespace) -> RunAnswer:
         async def work() -> PruneTotals:
             journal = SqliteJournal(reader.journal)
             try:
-                check_partitions(reader.journal)
+                check_partitions_unlocked(reader.journal)
                 return await journal.prune(rule)
             finally:
                 await journal.close()
@@ -384,13 +384,13 @@ def _say(line: str) -> None:
 
 def run_mirror(options: argparse.Namespace) -> int:
     """`agentrl run mirror [RUN] --to PLACE`: until the run has ended."""
-    from agentrl.cluster.mirror import Mirror, copy_at
+    from agentrl.cluster.mirror import Mirror, open_run_copy
     from agentrl.journal.process import read_process_state
 
     if not 0 < options.every <= 86_400:
         raise InputError("--every must be a number of seconds, at most 86400")
     run, clock = find_run(options.run).absolute(), SystemClock()
-    with copy_at(options.to, options.address) as call:
+    with open_run_copy(options.to, options.address) as call:
         mirror = Mirror(run, call)
         has_ended = False
         while not has_ended:
@@ -417,12 +417,12 @@ def run_serve(options: argparse.Namespace) -> int:
 
 
 async def _serve(run: Path, port: int, *, as_json: bool) -> None:
-    from agentrl.inspection.viewer.server import serving
+    from agentrl.inspection.viewer.server import serve_viewer
 
     ended, loop = asyncio.Event(), asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, ended.set)  # also if a background shell ignores Ctrl-C
-    async with serving(run, port) as served:
+    async with serve_viewer(run, port) as served:
         if as_json:
             print_json_line({"address": served.address, "run": str(run)})
         else:

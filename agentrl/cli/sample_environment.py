@@ -1,6 +1,7 @@
 """The environment of the sample run: one agent writes sums, others solve and check them. It uses every kind of call.
 
-The policies are a script (`says`): it answers from the conversation alone, and improves with every step of the solver.
+The policies are a script (`scripted_reply_tokens`): it answers from the conversation alone, and improves with every
+step of the solver.
 """
 
 from __future__ import annotations
@@ -123,7 +124,7 @@ def look_up(written: str, right: int) -> dict[str, Any]:
 # --- the policies -----------------------------------------------------------------------------------------------------
 
 
-def says(request: GenerateRequest, policy: str, version: PolicyVersion) -> Sequence[int]:
+def scripted_reply_tokens(request: GenerateRequest, policy: str, version: PolicyVersion) -> Sequence[int]:
     """Return a policy's turn, from its conversation, its seed and its step."""
     draw = random_stream("sample", request.seed)
     context = request.token_ids.tolist()

@@ -18,7 +18,7 @@ import numpy as np
 from agentrl.app.forks import fork
 from agentrl.app.parts import RunFactories
 from agentrl.app.training import Run, run_training
-from agentrl.cli.sample_environment import Propose, held_out_tasks, says
+from agentrl.cli.sample_environment import Propose, held_out_tasks, scripted_reply_tokens
 from agentrl.config.run import RunConfig
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import TrainerLostError
@@ -102,7 +102,7 @@ def sample_factories(*, parked: bool = False) -> RunFactories:
 
     async def engine(config: RunConfig, versions: Mapping[str, PolicyVersion], tell: object, log: Path) -> Engine:
         return ScriptedEngine(
-            says,
+            scripted_reply_tokens,
             versions=versions,
             seconds_per_call=0.002,
             seconds_per_token=0.0005,

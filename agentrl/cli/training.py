@@ -213,9 +213,9 @@ def _weights(given: Sequence[str]) -> str | dict[str, str] | None:
 def _config(options: argparse.Namespace) -> RunConfig:
     overrides = list(options.overrides)
     if _is_address(options.model):
-        from agentrl.app.evaluation import find_endpoint
+        from agentrl.app.evaluation import find_remote_policy
 
-        return load(options.file, overrides, endpoint=find_endpoint(options.model, options.api_key_env))
+        return load(options.file, overrides, endpoint=find_remote_policy(options.model, options.api_key_env))
     if options.model is not None:
         here = Path(options.model)
         overrides.append(f"model.path={here.resolve() if here.exists() else here}")
@@ -241,11 +241,18 @@ class _Simulation(NamedTuple):
 
 def simulate(options: argparse.Namespace) -> int:
     """`agentrl simulate [FILE.toml] [--from RUN] [--steps N] [--as-is] [--timeline FILE.svg]`."""
-    from agentrl.simulation.report import advice, bottleneck, check, knobs, simulation_page, try_knobs
+    from agentrl.simulation.report import (
+        advice,
+        bottleneck,
+        knobs,
+        simulation_page,
+        try_knobs,
+        validate_simulation_plan,
+    )
 
     asked = _asked(options)
     try:
-        check(asked.plan)
+        validate_simulation_plan(asked.plan)
     except ConfigError as error:
         raise ConfigError(f"{asked.name}: {error}") from error
     measured = _measured(asked.plan, asked)

@@ -38,7 +38,7 @@ class MovablePlacement(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class GrowingProcesses:
+class ScalableProcessKind:
     """A kind of processes of which more are started on nodes that join."""
 
     name: str
@@ -65,7 +65,7 @@ class JoiningNodes:
 
     def __init__(
         self,
-        growing: Sequence[GrowingProcesses],
+        growing: Sequence[ScalableProcessKind],
         *,
         pool: WorkerPool | None,
         nodes: Callable[[], Sequence[Node]],

@@ -113,7 +113,7 @@ class RayPlacement:
         """Start the next process on a node, without GPUs."""
         self._node, self._gpus, self._choose = node, (), None
 
-    async def start(self, program: ChildProgram) -> ActorChild:
+    async def start(self, program: ChildProgram) -> ActorChildProcess:
         """See `ProcessPlacement.start`; also starts Ray if there is none, or a dead one."""
         starting = asyncio.get_running_loop().create_task(asyncio.to_thread(self._start_actor), name="start an actor")
         with kept_signal_handlers():
@@ -145,8 +145,8 @@ class RayPlacement:
                 raise OSError(f"its Ray actor did not start within {START_S:g} s{waits}") from None
             raise
         if not self._is_elsewhere:
-            return ActorChild(actor, process_id, reader, writer, dead)
-        return ActorChild(actor, process_id, reader, writer, self._session.watch(node), node=node)
+            return ActorChildProcess(actor, process_id, reader, writer, dead)
+        return ActorChildProcess(actor, process_id, reader, writer, self._session.watch(node), node=node)
 
     def _end_started(self, starting: asyncio.Task[tuple[Any, Callable[[], str]]]) -> None:
         """End an actor that no caller waits for any longer."""
@@ -197,8 +197,8 @@ class RayPlacement:
         await asyncio.to_thread(self._session.stop)
 
 
-class ActorChild:
-    """A process that an actor started; see `engines.child_process.ConnectedChild`."""
+class ActorChildProcess:
+    """A process that an actor started; see `engines.child_process.ConnectedChildProcess`."""
 
     def __init__(
         self,
@@ -224,7 +224,7 @@ class ActorChild:
 
     @property
     def is_drained(self) -> bool:
-        """See `ConnectedChild.is_drained`."""
+        """See `ConnectedChildProcess.is_drained`."""
         return self._node is not None and is_drained(self._node)
 
     async def wait(self) -> str:

@@ -28,17 +28,17 @@ from agentrl.core.errors import AgentRLError, EngineLostError, JournalError, for
 from agentrl.core.network import Address, Listener, connect
 from agentrl.core.records import ProcessStatus
 from agentrl.engines.child_process import ChildProgram, LocalPlacement, Supervisor, die_with_parent
-from agentrl.engines.wire import WireMessage, receive, send
+from agentrl.engines.wire import WireMessage, read_frame, send
 from agentrl.journal.entries import JournalEntry
 from agentrl.journal.process import retry_until_unlocked
-from agentrl.journal.store import WorkerJournal, check_entry
+from agentrl.journal.store import WorkerJournal, check_entry_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from agentrl.core.clock import Clock
     from agentrl.core.records import ForkPoint
-    from agentrl.engines.child_process import ConnectedChild
+    from agentrl.engines.child_process import ConnectedChildProcess
 
 RECEIVER = ChildProgram("", {}, "agentrl.cluster.journal_stream")
 SILENCE_S = 60.0
@@ -54,26 +54,26 @@ class StartReceiver(WireMessage, frozen=True):
     host: str
 
 
-class Grant(WireMessage, frozen=True):
+class GrantPartition(WireMessage, frozen=True):
     """Message to the receiver: let only a new process of a worker write the worker's partition."""
 
     worker: int
 
 
-class Revoke(WireMessage, frozen=True):
+class RevokePartition(WireMessage, frozen=True):
     """Message to the receiver: let no process write a worker's partition."""
 
     worker: int
 
 
-class Granted(WireMessage, frozen=True):
+class PartitionGranted(WireMessage, frozen=True):
     """Message to the run with the address to which the worker's process connects."""
 
     worker: int
     address: str
 
 
-class Receiving(WireMessage, frozen=True):
+class ReceiverHeartbeat(WireMessage, frozen=True):
     """Heartbeat to the run, with the bytes of entries received so far."""
 
     bytes: int
@@ -109,7 +109,7 @@ class TakeOver(WireMessage, frozen=True):
 
 
 class FindAdvancedEpisodes(WireMessage, frozen=True):
-    """Request from a worker; see `WorkerTurnLog.advanced`."""
+    """Request from a worker; see `TakeoverTrackingTurnLog.advanced`."""
 
     call: int
 
@@ -126,10 +126,12 @@ class JournalAnswer(WireMessage, frozen=True):
 
 
 Question = Flush | TakeOver | FindAdvancedEpisodes
-TO_RECEIVER: msgspec.msgpack.Decoder[StartReceiver | Grant | Revoke] = msgspec.msgpack.Decoder(
-    StartReceiver | Grant | Revoke
+TO_RECEIVER: msgspec.msgpack.Decoder[StartReceiver | GrantPartition | RevokePartition] = msgspec.msgpack.Decoder(
+    StartReceiver | GrantPartition | RevokePartition
 )
-TO_RUN: msgspec.msgpack.Decoder[Granted | Receiving] = msgspec.msgpack.Decoder(Granted | Receiving)
+TO_RUN: msgspec.msgpack.Decoder[PartitionGranted | ReceiverHeartbeat] = msgspec.msgpack.Decoder(
+    PartitionGranted | ReceiverHeartbeat
+)
 FROM_WORKER: msgspec.msgpack.Decoder[Append | RemovePartials | Question] = msgspec.msgpack.Decoder(
     Append | RemovePartials | Question
 )
@@ -153,7 +155,7 @@ class StreamedTurnLog:
 
     def append(self, entry: JournalEntry) -> None:
         """See `TurnLog.append`."""
-        check_entry(entry)
+        check_entry_size(entry)
         send(self._writer, Append(entry=entry, partial=False))
 
     def append_partial(self, entry: JournalEntry) -> None:
@@ -192,7 +194,7 @@ class StreamedTurnLog:
         raise JournalError("a fork can only be run on the host of its run")
 
     async def advanced(self) -> list[str]:
-        """See `WorkerTurnLog.advanced`; also checks for errors of the disk of the run's host.
+        """See `TakeoverTrackingTurnLog.advanced`; also checks for errors of the disk of the run's host.
 
         Raises:
             StorageError: that disk failed.
@@ -220,7 +222,7 @@ class StreamedTurnLog:
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
         with contextlib.suppress(ValueError, msgspec.MsgspecError):
-            while (body := await receive(reader)) is not None:
+            while (body := await read_frame(reader)) is not None:
                 answer = TO_WORKER.decode(body)
                 waiting = self._answers.get(answer.call)
                 if waiting is not None and not waiting.done():
@@ -285,7 +287,7 @@ class JournalReceiver:
         self._clock = clock
         self._receive = StartReceiver(journal=str(journal.absolute()), host=host)
         self._placement = LocalPlacement(log)
-        self._child: ConnectedChild | None = None
+        self._child: ConnectedChildProcess | None = None
         self._grants: dict[int, asyncio.Future[str]] = {}
         self._reading: asyncio.Task[None] | None = None
         name = "the journal's receiver"
@@ -302,7 +304,7 @@ class JournalReceiver:
         if self._child is None:
             raise EngineLostError("the connection to the journal on the run's host is closed")
         granted = self._grants[worker] = asyncio.get_running_loop().create_future()
-        send(self._child.writer, Grant(worker=worker))
+        send(self._child.writer, GrantPartition(worker=worker))
         address: str = await granted
         return address
 
@@ -313,7 +315,7 @@ class JournalReceiver:
     def revoke(self, worker: int) -> None:
         """Accept no more entries from the process of a worker, which counts as dead."""
         if self._child is not None:
-            send(self._child.writer, Revoke(worker=worker))
+            send(self._child.writer, RevokePartition(worker=worker))
 
     async def close(self) -> None:
         """End the process once all received entries are on disk. Idempotent."""
@@ -321,33 +323,33 @@ class JournalReceiver:
             self._child.writer.close()
         await self.supervisor.stop(SILENCE_S)
 
-    async def launch(self) -> ConnectedChild:
-        """See `Supervised.launch`."""
+    async def launch(self) -> ConnectedChildProcess:
+        """See `SupervisedProcessOwner.launch`."""
         child = self._child = await self._placement.start(RECEIVER)
         self._reading = asyncio.get_running_loop().create_task(self._read(child), name="journal's receiver")
         return child
 
     async def welcome(self) -> None:
-        """See `Supervised.welcome`."""
+        """See `SupervisedProcessOwner.welcome`."""
         if self._child is not None:
             send(self._child.writer, self._receive)
 
     async def died(self, how: str) -> None:
-        """See `Supervised.died`."""
+        """See `SupervisedProcessOwner.died`."""
         self._child = None
         for granted in self._grants.values():
             if not granted.done():
                 granted.set_exception(EngineLostError(f"the journal's receiver {how}"))
 
-    async def _read(self, child: ConnectedChild) -> None:
+    async def _read(self, child: ConnectedChildProcess) -> None:
         try:
-            while (body := await receive(child.reader)) is not None:
+            while (body := await read_frame(child.reader)) is not None:
                 self.supervisor.sign_of_life()
                 match TO_RUN.decode(body):
-                    case Granted() as granted:
+                    case PartitionGranted() as granted:
                         if not (waiting := self._grants[granted.worker]).done():
                             waiting.set_result(granted.address)
-                    case Receiving(bytes=received):
+                    case ReceiverHeartbeat(bytes=received):
                         if received > self._received:
                             self.supervisor.achieved()
                         now = self._clock.monotonic()
@@ -382,7 +384,7 @@ class _Partition:
     async def _serve(self, listener: Listener, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         asked: set[asyncio.Task[None]] = set()
         try:
-            while (body := await receive(reader)) is not None and listener is self._listener:
+            while (body := await read_frame(reader)) is not None and listener is self._listener:
                 self._count(len(body))
                 match FROM_WORKER.decode(body):
                     case Append(entry=entry, partial=False):
@@ -426,7 +428,7 @@ class _Partition:
 
 async def _serve(connection: socket.socket) -> None:
     reader, writer = await asyncio.open_connection(sock=connection)
-    body = await receive(reader)
+    body = await read_frame(reader)
     if body is None or not isinstance(begun := TO_RECEIVER.decode(body), StartReceiver):
         return
     partitions: dict[int, _Partition] = {}
@@ -438,16 +440,16 @@ async def _serve(connection: socket.socket) -> None:
 
     async def say_alive() -> None:
         while True:
-            send(writer, Receiving(bytes=received))
+            send(writer, ReceiverHeartbeat(bytes=received))
             await asyncio.sleep(1.0)
 
     def tell(line: str) -> None:
         sys.stderr.write(f"agentrl: {line}\n")
 
     alive = asyncio.get_running_loop().create_task(say_alive())
-    while (body := await receive(reader)) is not None:
+    while (body := await read_frame(reader)) is not None:
         match TO_RECEIVER.decode(body):
-            case Grant(worker=worker):
+            case GrantPartition(worker=worker):
                 if worker not in partitions:
 
                     def opened(worker: int = worker) -> WorkerJournal:
@@ -455,8 +457,8 @@ async def _serve(connection: socket.socket) -> None:
 
                     partitions[worker] = _Partition(await retry_until_unlocked(opened, tell, SystemClock()), count)
                 address = await partitions[worker].grant(begun.host)
-                send(writer, Granted(worker=worker, address=address))
-            case Revoke(worker=worker) if worker in partitions:
+                send(writer, PartitionGranted(worker=worker, address=address))
+            case RevokePartition(worker=worker) if worker in partitions:
                 partitions[worker].revoke()
     alive.cancel()
     await _close(list(partitions.values()))

@@ -47,7 +47,7 @@ Stamp = tuple[int, int]
 Row = tuple[Any, ...]
 
 
-class Partition(NamedTuple):
+class CopiedPartition(NamedTuple):
     """Entries of a partition that a copy has."""
 
     newest: int
@@ -140,7 +140,7 @@ class RunCopy:
             LOCAL.sync(path)
             os.utime(path, ns=(changed, changed))
 
-    def partition(self, name: str, run: str, pruned: Sequence[Row]) -> Partition:
+    def partition(self, name: str, run: str, pruned: Sequence[Row]) -> CopiedPartition:
         """Delete the entries of pruned attempts from a partition. Returns the state of the remaining entries."""
         path = self._inside(f"journal/{name}")
         if name not in self._partitions:
@@ -150,7 +150,7 @@ class RunCopy:
             known = self._pruned.setdefault(path, set())
             connection.executemany("DELETE FROM entries WHERE episode = ? AND attempt = ?", set(pruned) - known)
             known.update(pruned)
-            return Partition(*connection.execute("SELECT coalesce(max(id), 0), count(*) FROM entries").fetchone())
+            return CopiedPartition(*connection.execute("SELECT coalesce(max(id), 0), count(*) FROM entries").fetchone())
 
     def insert(self, name: str, rows: Sequence[Row]) -> None:
         """Add entries to a partition."""
@@ -283,7 +283,7 @@ class Mirror:
 
     def _send_entries(self, name: str, run: str, pruned: Sequence[Row]) -> int:
         """Send the entries that the copy lacks. Returns the largest id."""
-        there = Partition(*self._call("partition", name, run, pruned))
+        there = CopiedPartition(*self._call("partition", name, run, pruned))
         newest = there.newest
         if pruned:  # pruned row ids are reused
             with contextlib.closing(open_to_read(self._run / "journal" / name, "turns", run)) as source:
@@ -362,7 +362,7 @@ class Mirror:
 
 
 @contextlib.contextmanager
-def copy_at(place: str, address: str) -> Iterator[Callable[..., Any]]:
+def open_run_copy(place: str, address: str) -> Iterator[Callable[..., Any]]:
     """Yield a function that calls a method of a copy by name.
 
     Args:
@@ -379,7 +379,7 @@ def copy_at(place: str, address: str) -> Iterator[Callable[..., Any]]:
         return
     if not path.startswith("/"):
         raise InputError(f"{place}: a path on another node must be absolute (start with /)")
-    from agentrl.cluster.session import RaySession, on_node, shorten_ray_error
+    from agentrl.cluster.session import RaySession, node_scheduling_strategy, shorten_ray_error
 
     session = RaySession(address)
     session.start()
@@ -389,7 +389,9 @@ def copy_at(place: str, address: str) -> Iterator[Callable[..., Any]]:
     if found is None:
         known = ", ".join(each.address for each in session.nodes())
         raise InputError(f"no node {node} in the cluster at {address}; there are: {known}")
-    remote_copy: Any = ray.remote(num_cpus=0, max_restarts=0, scheduling_strategy=on_node(found))(RunCopy)
+    remote_copy: Any = ray.remote(num_cpus=0, max_restarts=0, scheduling_strategy=node_scheduling_strategy(found))(
+        RunCopy
+    )
     actor = remote_copy.remote(path)
 
     def call(method: str, *arguments: object) -> Any:

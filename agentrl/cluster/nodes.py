@@ -23,7 +23,7 @@ from agentrl.cluster.session import (
     LOOK_S,
     RaySession,
     kept_signal_handlers,
-    on_node,
+    node_scheduling_strategy,
     shorten_ray_error,
     without_credentials,
 )
@@ -109,7 +109,7 @@ def _model_digest(directory: Path) -> str:
     return digest.hexdigest()
 
 
-def differences(node: str, here: NodeReport, there: NodeReport) -> list[str]:
+def describe_node_differences(node: str, here: NodeReport, there: NodeReport) -> list[str]:
     """Describe each difference between a node and the run's host, and a full disk, in one sentence each."""
     found = []
     for name, version in here.versions.items():
@@ -205,7 +205,8 @@ def compare_nodes(nodes: Sequence[Node], models: Sequence[str], modules: Sequenc
 
     task: Any = ray.remote(num_cpus=0, max_retries=0)(report_node)
     asked = {
-        task.options(scheduling_strategy=on_node(node)).remote(list(models), list(modules)): node for node in nodes
+        task.options(scheduling_strategy=node_scheduling_strategy(node)).remote(list(models), list(modules)): node
+        for node in nodes
     }
     here, missing, lines = report_node(models, modules), [], []
     _, silent = ray.wait(list(asked), num_returns=len(asked), timeout=ANSWER_S)
@@ -222,12 +223,12 @@ def compare_nodes(nodes: Sequence[Node], models: Sequence[str], modules: Sequenc
         except ray.exceptions.RayError as error:
             missing.append(f"node {node} could not be compared ({shorten_ray_error(error)})")
             continue
-        missing += differences(node, here, there)
-        lines += clock_lines(node, there, SystemClock().wall())
+        missing += describe_node_differences(node, here, there)
+        lines += describe_clock_difference(node, there, SystemClock().wall())
     return missing, lines
 
 
-def clock_lines(node: str, there: NodeReport, now: float) -> list[str]:
+def describe_clock_difference(node: str, there: NodeReport, now: float) -> list[str]:
     """Describe by how much the clock of a node differs from `now`, if by more than an answer can take."""
     behind = now - there.clock
     if abs(behind) <= CLOCK_S + ANSWER_S:

@@ -28,7 +28,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from agentrl.config.devices import Node, NodePlan, plan_devices, plan_nodes, without_lost_nodes
+from agentrl.config.devices import Node, NodePlan, plan_devices, plan_nodes, reassign_lost_ranks
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import ConfigError, InputError
 from agentrl.core.machine import gpus as machine_gpus
@@ -101,7 +101,7 @@ def remove_dead_sessions(parent: Path) -> None:
             shutil.rmtree(directory, ignore_errors=True)
 
 
-def check_answers(address: str) -> None:
+def check_cluster_reachable(address: str) -> None:
     """Check that something listens at a `HOST:PORT`; Ray itself would try for minutes, silently.
 
     Raises:
@@ -292,7 +292,7 @@ class RaySession:
         with reservation.lock:
             if reservation.plan is not None:
                 # Kept, so that a rank which has moved does not need another free GPU at the next call.
-                reservation.plan = without_lost_nodes(reservation.plan, config, nodes)
+                reservation.plan = reassign_lost_ranks(reservation.plan, config, nodes)
                 return reservation.plan
             plan = plan_nodes(config, nodes)
             if plan.gpu_bundles():
@@ -428,7 +428,7 @@ def process_strategy(node: Node | None, process: str) -> Any:
     """
     reservation = _reservation.get()
     reserved = reservation.strategy(node, process) if reservation is not None and node is not None else None
-    return reserved or on_node(node)
+    return reserved or node_scheduling_strategy(node)
 
 
 class _NodeWatch:
@@ -471,7 +471,7 @@ def is_alive(node: Node) -> bool:
     return any(each["Alive"] and each["NodeID"] == node.id for each in ray.nodes())
 
 
-def on_node(node: Node | None) -> Any:
+def node_scheduling_strategy(node: Node | None) -> Any:
     """Return Ray's scheduling strategy for an actor on a node; None lets Ray choose.
 
     Ray's own soft affinity is not used: it also takes another node while the head knows little of this one.
@@ -506,7 +506,7 @@ def _attach(address: str) -> None:
     Raises:
         InputError: no cluster answers within `ATTACH_S`, or the cluster refuses the connection.
     """
-    check_answers(address)
+    check_cluster_reachable(address)
     import ray
 
     if ray.is_initialized():

@@ -21,7 +21,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agentrl.cluster.session import RaySession, kept_signal_handlers, on_node, process_strategy, shorten_ray_error
+from agentrl.cluster.session import (
+    RaySession,
+    kept_signal_handlers,
+    node_scheduling_strategy,
+    process_strategy,
+    shorten_ray_error,
+)
 from agentrl.config.run import RunConfig
 from agentrl.config.sections import LOSSES
 from agentrl.core.clock import SystemClock
@@ -35,7 +41,7 @@ if TYPE_CHECKING:
 
     from agentrl.config.devices import NodePlan
     from agentrl.core.records import PolicyVersion, StepReport, TrainBatch, Trajectory, Unit, WeightsRef
-    from agentrl.engines.transfer import ReceivingEngine
+    from agentrl.engines.transfer import WeightRecipient
     from agentrl.learn.ranks import Rendezvous
 
 PATIENCE_S = 60.0
@@ -100,9 +106,9 @@ class RunFileServer:
     """Actor on the run's host from which ranks on other hosts read; its results travel as Ray objects."""
 
     def __init__(self, run_directory: str) -> None:
-        from agentrl.journal.rows import journal_reader
+        from agentrl.journal.rows import make_unit_reader
 
-        self._read = journal_reader(Path(run_directory))
+        self._read = make_unit_reader(Path(run_directory))
 
     def units(self, units: Sequence[Unit]) -> Sequence[Sequence[Trajectory]]:
         """Return the trajectories of each unit's episode."""
@@ -239,7 +245,7 @@ class TrainerRank:
         """See `PolicyTrainer.publish`."""
         return self._trainer.publish(policy, version)
 
-    def send(self, version: PolicyVersion, recipient: ReceivingEngine) -> None:
+    def send(self, version: PolicyVersion, recipient: WeightRecipient) -> None:
         """See `PolicyTrainer.send`."""
         self._trainer.send(version, recipient)
 
@@ -323,7 +329,7 @@ class RayTrainerPool:
             rank_class: Any = ray.remote(num_cpus=0, max_restarts=0, max_task_retries=0)(TrainerRank)
             if any(node != plan.nodes[0] for node in plan.ranks):
                 files_class: Any = ray.remote(num_cpus=0, max_restarts=0, max_task_retries=0)(RunFileServer)
-                home = on_node(plan.nodes[0])
+                home = node_scheduling_strategy(plan.nodes[0])
                 self._files = files_class.options(scheduling_strategy=home).remote(str(self._directory))
             for rank in range(size):
                 gpu, node = plan.devices.gpu_of_rank(rank), plan.ranks[rank] if plan.ranks else None
@@ -346,7 +352,7 @@ class RayTrainerPool:
             ) from error
 
     def statuses(self) -> list[ProcessStatus]:
-        """See `HasProcesses.statuses`; all ranks do the same."""
+        """See `ProcessStatusSource.statuses`; all ranks do the same."""
         gpus = map(self._plan.devices.gpu_of_rank, range(len(self._actors)))
         return [
             ProcessStatus(
@@ -384,7 +390,7 @@ class RayTrainerPool:
         references: Sequence[WeightsRef] = await self._all("publish", policy, version)
         return references[0]
 
-    async def send(self, version: PolicyVersion, recipient: ReceivingEngine) -> None:
+    async def send(self, version: PolicyVersion, recipient: WeightRecipient) -> None:
         """See `PolicyTrainer.send`."""
         await self._all("send", version, recipient)
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from agentrl.core.clock import Clock
     from agentrl.core.ports import CommitLog, EpisodeHost, PolicyCounts
     from agentrl.engines.child_process import ProcessPlacement
-    from agentrl.engines.client import SharedEngine
+    from agentrl.engines.client import AddressableEngine
 
 OnEnd = Callable[[EpisodeHeader], None]
 
@@ -79,7 +79,7 @@ class PoolSettings:
     """The size and limits of a pool, and the work of its processes."""
 
     workers: int
-    work: wire.Work
+    work: wire.WorkerSetup
     """First message to each process, except for the worker's number."""
     max_in_flight: int
     silence_s: float
@@ -105,7 +105,7 @@ class WorkerPool:
         self,
         settings: PoolSettings,
         *,
-        engines: Sequence[SharedEngine],
+        engines: Sequence[AddressableEngine],
         placements: Sequence[ProcessPlacement],
         clock: Clock,
         tell: Callable[[str], None],
@@ -188,7 +188,7 @@ class WorkerPool:
             await placement.close()
 
     def statuses(self) -> list[ProcessStatus]:
-        """See `HasProcesses.statuses`."""
+        """See `ProcessStatusSource.statuses`."""
         receiver = [] if self._receiver is None else [self._receiver.status()]
         return [*(process.status() for process in self.processes), *receiver]
 
@@ -267,7 +267,7 @@ class WorkerPool:
         process.roots += placed.spec.parent_id is None
         if placed.is_suspect:
             process.suspects.add(placed.number)
-        process.tell(wire.Start(number=placed.number, spec=placed.spec, resume=placed.resume))
+        process.tell(wire.StartEpisode(number=placed.number, spec=placed.spec, resume=placed.resume))
         if placed.is_parked:
             process.tell(wire.Park(number=placed.number))
 
@@ -307,7 +307,7 @@ class WorkerPool:
     # --- what processes say -------------------------------------------------------------------------------------------
 
     def ready(self, process: WorkerProcess) -> None:
-        """See `worker_process.Owner`."""
+        """See `worker_process.WorkerProcessOwner`."""
         self._tell_addresses(process)
         self._unready.discard(process)
         self._sharing.add(process)
@@ -316,7 +316,7 @@ class WorkerPool:
             self._fill()
 
     def lost(self, process: WorkerProcess) -> None:
-        """See `worker_process.Owner`: the episodes of the process continue elsewhere from their journaled entries."""
+        """See `worker_process.WorkerProcessOwner`: the episodes of the process continue elsewhere from their journaled entries."""
         self._deaths += 1
         left = self._leave(process, *sorted(process.episodes))
         for placed in left:
@@ -344,7 +344,7 @@ class WorkerPool:
         self._fill()  # assigns episodes that are no longer suspects
 
     def failed(self, error: AgentRLError) -> None:
-        """See `worker_process.Owner`; names the episodes that were with processes when they died."""
+        """See `worker_process.WorkerProcessOwner`; names the episodes that were with processes when they died."""
         suspects = sorted((each for each in self._episodes.values() if each.deaths), key=lambda each: -len(each.deaths))
         if suspects and isinstance(error, EngineError):
             names = ", ".join(f"{_name_of(each)} {plural(len(each.deaths), 'time')}" for each in suspects[:NAMED])
@@ -356,7 +356,7 @@ class WorkerPool:
         self._on_failure(error)
 
     def on_message(self, process: WorkerProcess, message: wire.FromWorker) -> None:
-        """See `worker_process.Owner`."""
+        """See `worker_process.WorkerProcessOwner`."""
         placed = self._episodes.get(getattr(message, "number", 0))
         if placed is None or placed.process is not process:
             return  # the episode was cancelled or replaced
@@ -374,7 +374,7 @@ class WorkerPool:
                 if placed.number in process.suspects:
                     process.suspects.remove(placed.number)
                     self._fill()
-            case wire.Spawn():
+            case wire.SpawnChildEpisodes():
                 tasks = [message.tasks[index] for index in message.of]
                 on_end = partial(self._child_ended, placed, message.attempt, message.call)
                 self._host.spawn(placed.spec, message.environment, tasks, message.call, on_end)
@@ -389,7 +389,7 @@ class WorkerPool:
     def _child_ended(self, parent: PlacedEpisode, attempt: int, call: str, index: int, header: EpisodeHeader) -> None:
         """Report the end of a child to the parent's current process; a later process asks again."""
         if parent.process is not None:
-            ended = wire.ChildEnded(
+            ended = wire.ChildEpisodeEnded(
                 number=parent.number,
                 attempt=attempt,
                 call=call,

@@ -16,14 +16,14 @@ from agentrl.core.errors import AgentRLError, EngineLostError, rebuild_error
 from agentrl.core.records import ProcessStatus
 from agentrl.core.text import plural
 from agentrl.engines.child_process import ChildProgram, Supervisor
-from agentrl.engines.wire import frame, receive, send
+from agentrl.engines.wire import encode_frame, read_frame, send
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from agentrl.cluster.journal_stream import JournalReceiver
     from agentrl.core.clock import Clock
-    from agentrl.engines.child_process import ConnectedChild, ProcessPlacement
+    from agentrl.engines.child_process import ConnectedChildProcess, ProcessPlacement
 
 PROGRAM = ChildProgram("", {}, "agentrl.app.worker_server")
 BEHIND_S = 5.0
@@ -33,7 +33,7 @@ CLOSE_S = 5.0
 """Timeout for the process to end once no episode is in flight, in seconds."""
 
 
-class Owner(Protocol):
+class WorkerProcessOwner(Protocol):
     """The owner of a worker process."""
 
     def ready(self, process: WorkerProcess) -> None:
@@ -58,8 +58,8 @@ class WorkerProcess:
 
     def __init__(
         self,
-        work: wire.Work,
-        owner: Owner,
+        work: wire.WorkerSetup,
+        owner: WorkerProcessOwner,
         *,
         placement: ProcessPlacement,
         receiver: JournalReceiver | None,
@@ -85,7 +85,7 @@ class WorkerProcess:
         self._receiver = receiver
         self._clock = clock
         self._tell = tell
-        self._child: ConnectedChild | None = None
+        self._child: ConnectedChildProcess | None = None
         self._unsent = bytearray()
         """Messages of this iteration of the event loop."""
         self._reading: asyncio.Task[None] | None = None
@@ -118,7 +118,7 @@ class WorkerProcess:
             return
         if not self._unsent:
             asyncio.get_running_loop().call_soon(self._write_unsent)
-        self._unsent += frame(message)
+        self._unsent += encode_frame(message)
 
     def _write_unsent(self) -> None:
         data, self._unsent = bytes(self._unsent), bytearray()
@@ -129,7 +129,7 @@ class WorkerProcess:
         """Make the process park its episodes, which continue in others, and end. Idempotent."""
         if not self.is_leaving:
             self._tell(f"worker {self._work.number} leaves ({why}): its episodes are parked and continue elsewhere")
-            self.tell(wire.Leave())
+            self.tell(wire.ShutDownWorker())
             self.is_leaving = True
 
     def status(self) -> ProcessStatus:
@@ -165,8 +165,8 @@ class WorkerProcess:
 
     # --- the process ------------------------------------------------------------------------------------------------
 
-    async def launch(self) -> ConnectedChild:
-        """See `Supervised.launch`."""
+    async def launch(self) -> ConnectedChildProcess:
+        """See `SupervisedProcessOwner.launch`."""
         child = self._child = await self.placement.start(PROGRAM)
         loop = asyncio.get_running_loop()
         self._welcomed = loop.create_future()
@@ -174,7 +174,7 @@ class WorkerProcess:
         return child
 
     async def welcome(self) -> None:
-        """See `Supervised.welcome`."""
+        """See `SupervisedProcessOwner.welcome`."""
         if self._child is None or self._welcomed is None:
             raise EngineLostError("the worker's process is not connected")
         work = self._work
@@ -186,7 +186,7 @@ class WorkerProcess:
         self._owner.ready(self)
 
     async def died(self, how: str) -> None:
-        """See `Supervised.died`."""
+        """See `SupervisedProcessOwner.died`."""
         if self._receiver is not None:
             # Revoke before its episodes continue elsewhere: the process may still be alive but unreachable.
             self._receiver.revoke(self._work.number)
@@ -214,10 +214,10 @@ class WorkerProcess:
         except AgentRLError as error:
             self._owner.failed(error)
 
-    async def _read(self, child: ConnectedChild) -> None:
+    async def _read(self, child: ConnectedChildProcess) -> None:
         why = ""
         try:
-            while (body := await receive(child.reader)) is not None:
+            while (body := await read_frame(child.reader)) is not None:
                 self.supervisor.sign_of_life()
                 self._last_message_at = self._clock.monotonic()
                 self._on_message(wire.FROM_WORKER.decode(body))
@@ -232,7 +232,7 @@ class WorkerProcess:
             case wire.Alive():
                 if self._child is not None and self._child.is_drained:
                     self.leave("its node is drained")
-            case wire.Leaving():
+            case wire.WorkerShuttingDown():
                 self.leave("it got SIGTERM")
             case wire.LogLine():
                 self._tell(message.line)

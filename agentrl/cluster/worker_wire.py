@@ -14,7 +14,7 @@ import msgspec
 
 from agentrl.core.ports import EngineCapabilities, PolicyCounts
 from agentrl.core.records import (
-    DataLocation,
+    EpisodeDataLocation,
     EpisodeHeader,
     EpisodeSpec,
     PolicyVersion,
@@ -54,7 +54,7 @@ class EpisodeEnded(WireMessage, frozen=True):
 # --- to the worker ----------------------------------------------------------------------------------------------------
 
 
-class Work(WireMessage, frozen=True):
+class WorkerSetup(WireMessage, frozen=True):
     """First message to a worker, with its settings."""
 
     number: int
@@ -79,7 +79,7 @@ class EngineAddresses(WireMessage, frozen=True):
     """Number of the base model, in the order of `RunConfig.bases`."""
 
 
-class Start(WireMessage, frozen=True):
+class StartEpisode(WireMessage, frozen=True):
     """Message that starts an episode; with `resume`, a partition of the journal may hold entries of it."""
 
     number: int
@@ -99,7 +99,7 @@ class Unpark(WireMessage, frozen=True):
     number: int
 
 
-class ChildEnded(WireMessage, frozen=True):
+class ChildEpisodeEnded(WireMessage, frozen=True):
     """Result of a child of a running episode: child number `index` of those that `call` spawned in that attempt."""
 
     number: int
@@ -122,11 +122,21 @@ class CancelEpisodes(WireMessage, frozen=True):
     """Request to stop all episodes in flight."""
 
 
-class Leave(WireMessage, frozen=True):
+class ShutDownWorker(WireMessage, frozen=True):
     """Park all episodes and end: the machine is taken away."""
 
 
-ToWorker = Work | EngineAddresses | Start | Park | Unpark | ChildEnded | ProposalReply | CancelEpisodes | Leave
+ToWorker = (
+    WorkerSetup
+    | EngineAddresses
+    | StartEpisode
+    | Park
+    | Unpark
+    | ChildEpisodeEnded
+    | ProposalReply
+    | CancelEpisodes
+    | ShutDownWorker
+)
 
 
 # --- from the worker --------------------------------------------------------------------------------------------------
@@ -140,7 +150,7 @@ class Alive(WireMessage, frozen=True):
     """Heartbeat, sent when no other message was due."""
 
 
-class Spawn(WireMessage, frozen=True):
+class SpawnChildEpisodes(WireMessage, frozen=True):
     """Request for children of a running episode, one per task; a task with several children is sent once (`of` maps
     children to tasks)."""
 
@@ -186,7 +196,7 @@ class EpisodesCancelled(WireMessage, frozen=True):
     """Answer to `CancelEpisodes`: no episode is in flight."""
 
 
-class Leaving(WireMessage, frozen=True):
+class WorkerShuttingDown(WireMessage, frozen=True):
     """The worker got SIGTERM, or was told to leave: it ends once what it sampled is on disk."""
 
 
@@ -207,13 +217,13 @@ FromWorker = (
     Ready
     | Alive
     | EpisodeEnded
-    | Spawn
+    | SpawnChildEpisodes
     | RememberProposal
     | AttemptStarted
     | MadeProgress
     | EpisodeParked
     | EpisodesCancelled
-    | Leaving
+    | WorkerShuttingDown
     | LogLine
     | WorkerFailed
 )
@@ -275,7 +285,7 @@ def decode_header(spec: EpisodeSpec, ended: EpisodeEnded, partition: str | None)
         tokens=ended.tokens,
         seconds=ended.seconds,
         trajectories=tuple(TrajectoryHeader(*each) for each in ended.trajectories),
-        location=None if ended.drop_reason or partition is None else DataLocation(partition, ended.entries),
+        location=None if ended.drop_reason or partition is None else EpisodeDataLocation(partition, ended.entries),
         measured_against=ended.measured_against,
     )
 

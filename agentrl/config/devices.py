@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
-from agentrl.config.fields import base_name
+from agentrl.config.fields import base_model_display_name
 from agentrl.core.errors import ConfigError, TrainerLostError
 from agentrl.core.machine import Gpu, Memory
 from agentrl.core.text import plural
@@ -148,7 +148,7 @@ def plan_devices(config: RunConfig, gpus: Sequence[Gpu], *, ranks: bool = True, 
         raise ConfigError(_too_few(config, len(gpus), ranks=count, engines=wanted, may_share=may_share))
     held = tuple(left[:count])
     blocks = sorted(blocks) * sharing
-    names = [base_name(base.model.path) for base in bases] if len(bases) > 1 else []
+    names = [base_model_display_name(base.model.path) for base in bases] if len(bases) > 1 else []
     plan = DevicePlan(
         gpus=tuple(gpus),
         ranks=held,
@@ -289,7 +289,7 @@ def _worker_nodes(config: RunConfig, nodes: Sequence[Node]) -> tuple[Node, ...]:
     return tuple(nodes[worker % len(nodes)] for worker in range(config.workers if config.workers > 1 else 0))
 
 
-def without_lost_nodes(plan: NodePlan, config: RunConfig, nodes: Sequence[Node]) -> NodePlan:
+def reassign_lost_ranks(plan: NodePlan, config: RunConfig, nodes: Sequence[Node]) -> NodePlan:
     """Move each trainer rank whose node has left to a node with a free GPU, and spread the workers anew.
 
     Engines stay in the plan: their placement takes another node by itself.

@@ -9,7 +9,7 @@ import sys
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
 from agentrl.config.fields import DerivedDefault, NumberUnit
-from agentrl.config.load import dump_toml, on_resume, sections_in
+from agentrl.config.load import dump_toml, resume_rule_of, sections_in
 from agentrl.config.run import RunConfig
 from agentrl.config.sections import EnvironmentConfig, ModelConfig
 
@@ -61,17 +61,17 @@ A reward, a tool or a task source is code: it belongs in an environment, not her
 """
 
 
-def page() -> str:
+def configuration_page() -> str:
     """Return the page as Markdown."""
     example = '[environment]\nid = "calculator"\n\n[model]\npath = "agentrl.environments:calculator/model"\n\n'
     example += "[policies.solver]\nlearning_rate = 1e-4"
-    parts = [_INTRODUCTION.format(toml=example, count=len(fields()))]
+    parts = [_INTRODUCTION.format(toml=example, count=len(documented_keys()))]
     parts += [_section(section, path) for section, path in _walk(RunConfig, "")]
     parts.append(f"## All defaults\n\n```toml\n{_defaults()}```\n")
     return "\n".join(parts)
 
 
-def fields() -> list[str]:
+def documented_keys() -> list[str]:
     """List every key that holds a value, such as `policies.NAME.kind`, once, even if several kinds of a section have
     it."""
     return list(
@@ -153,7 +153,7 @@ def _unit(field: FieldInfo) -> str:
 
 
 def _rule(field: FieldInfo) -> str:
-    declared = on_resume(field)
+    declared = resume_rule_of(field)
     return declared.rule if declared.of_deterministic else f"{declared.rule}¹"
 
 
@@ -167,4 +167,4 @@ def _defaults() -> str:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(page())
+    sys.stdout.write(configuration_page())

@@ -22,7 +22,7 @@ class NumberUnit(NamedTuple):
     name: str
 
 
-class OnResume(NamedTuple):
+class ResumeRule(NamedTuple):
     """Whether a setting may differ when a run is resumed; `config.load.check_unchanged` enforces it."""
 
     rule: Literal["may differ", "per episode", "refused"]
@@ -43,13 +43,13 @@ class DerivedDefault(NamedTuple):
 
 T = TypeVar("T")
 
-Free = Annotated[T, OnResume("may differ")]
+Free = Annotated[T, ResumeRule("may differ")]
 """May differ on resume: a limit, a location, or how optimizer steps work from then on."""
-WaveFixed = Annotated[T, OnResume("may differ", of_deterministic=False)]
+WaveFixed = Annotated[T, ResumeRule("may differ", of_deterministic=False)]
 """May differ on resume, except in a deterministic run, where one value holds for each whole batch."""
-PerEpisode = Annotated[T, OnResume("per episode", of_deterministic=False)]
+PerEpisode = Annotated[T, ResumeRule("per episode", of_deterministic=False)]
 """May differ on resume: new episodes use the new value, episodes that have begun keep theirs."""
-Fixed = Annotated[T, OnResume("refused")]
+Fixed = Annotated[T, ResumeRule("refused")]
 """Identifies the run; may not differ on resume."""
 
 # Upper bounds are far above any machine's capacity; they catch slips such as bytes instead of MiB.
@@ -109,7 +109,7 @@ def package_directory(path: str) -> str:
     raise ValueError(f"the package {package!r} has no directory {inner!r}")
 
 
-def base_name(path: str) -> str:
+def base_model_display_name(path: str) -> str:
     """Return the name of a base model, such as `Qwen/Qwen3-8B`: on the hub, or the last two parts of its directory."""
     parts = Path(path).parts
     if parts[-2:-1] == ("snapshots",) and parts[-3].startswith("models--"):

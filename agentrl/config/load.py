@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar, 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import to_jsonable_python
 
-from agentrl.config.fields import OnResume
+from agentrl.config.fields import ResumeRule
 from agentrl.config.policies import AnyPolicy, BotPolicy, FrozenPolicy, LocalPolicy, PolicyConfig, RemotePolicy
 from agentrl.config.run import RunConfig
 from agentrl.core.errors import ConfigError, JournalError
@@ -95,7 +95,7 @@ def _put_behind(endpoint: RemotePolicy, data: dict[str, Any]) -> None:
     data["policies"] = policies
 
 
-def read_mapping(data: Mapping[str, Any], source: str | Path, model: type[S]) -> S:
+def validate_section(data: Mapping[str, Any], source: str | Path, model: type[S]) -> S:
     """Validate data as a section other than `RunConfig`; errors name it `source`. Raises as `load` does."""
     _check_plain(data, Path(source))
     try:
@@ -553,7 +553,7 @@ class SettingDifference(NamedTuple):
     path: tuple[str, ...]
     before: Any
     now: Any
-    rule: OnResume
+    rule: ResumeRule
 
     @property
     def key(self) -> str:
@@ -606,15 +606,15 @@ def _differences(
                     yield from _differences(held, now[name][policy], was, (*path, policy))
                 else:
                     kind = was.get("kind") if isinstance(was, Mapping) else None
-                    yield SettingDifference((*path, policy, "kind"), kind, held and held.kind, OnResume("refused"))
+                    yield SettingDifference((*path, policy, "kind"), kind, held and held.kind, ResumeRule("refused"))
         elif then != now[name]:
-            yield SettingDifference(path, then, now[name], on_resume(field))
+            yield SettingDifference(path, then, now[name], resume_rule_of(field))
     given = section.model_extra or {}  # arguments of a function
     for name in {**given, **before} if type(section).model_config["extra"] == "allow" else ():
         if name not in type(section).model_fields and given.get(name) != before.get(name):
-            yield SettingDifference((*above, name), before.get(name), given.get(name), OnResume("may differ"))
+            yield SettingDifference((*above, name), before.get(name), given.get(name), ResumeRule("may differ"))
 
 
-def on_resume(field: FieldInfo) -> OnResume:
+def resume_rule_of(field: FieldInfo) -> ResumeRule:
     """The resume rule of a setting; a test refuses settings without one."""
-    return next((mark for mark in field.metadata if isinstance(mark, OnResume)), OnResume("refused"))
+    return next((mark for mark in field.metadata if isinstance(mark, ResumeRule)), ResumeRule("refused"))

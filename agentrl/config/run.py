@@ -13,7 +13,17 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from pydantic import ValidationError, field_validator, model_validator
 
-from agentrl.config.fields import Episodes, Fixed, Free, NumberUnit, Positive, Seconds, Section, Steps, base_name
+from agentrl.config.fields import (
+    Episodes,
+    Fixed,
+    Free,
+    NumberUnit,
+    Positive,
+    Seconds,
+    Section,
+    Steps,
+    base_model_display_name,
+)
 from agentrl.config.policies import (
     AnyPolicy,
     BotPolicy,
@@ -318,9 +328,9 @@ def _check_model(config: RunConfig) -> None:
         )
     named: dict[str, str] = {}
     for base in (each.model.path for each in config.bases):
-        if named.setdefault(base_name(base), base) != base:
+        if named.setdefault(base_model_display_name(base), base) != base:
             raise ValueError(
-                f"{named[base_name(base)]} and {base} are two base models with the same name, {base_name(base)}, and "
+                f"{named[base_model_display_name(base)]} and {base} are two base models with the same name, {base_model_display_name(base)}, and "
                 "reports identify them by name: rename one of the directories"
             )
 

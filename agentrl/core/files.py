@@ -3,8 +3,8 @@
 `Disk` is the port of every file that must survive a crash: checkpoints and published versions. `LOCAL` is the real one;
 tests use one that crashes. Only this module knows the protocol: build in a `staging_directory` directory, then
 `rename_durably`: sync every file, sync the directories, rename, sync the parent. A name that exists is therefore
-complete, even after a power cut. The half-built directories of dead processes have staging names; `remove_leftovers`
-removes them.
+complete, even after a power cut. The half-built directories of dead processes have staging names;
+`remove_staging_directories` removes them.
 
 `open_regular` opens regular files only: no device or pipe that never ends, and no link that leads elsewhere.
 """
@@ -300,7 +300,7 @@ def rename_durably(staging: Path, target: Path, *, disk: Disk = LOCAL, unless_sa
     disk.sync(target.parent)
 
 
-def remove_leftovers(directory: Path, *, disk: Disk = LOCAL) -> None:
+def remove_staging_directories(directory: Path, *, disk: Disk = LOCAL) -> None:
     """Remove the staging directories of dead processes; nobody may be building in `directory`."""
     for name in disk.names(directory):
         if name.startswith(STAGING):

@@ -412,7 +412,7 @@ class Worker(Protocol):
 
 
 @runtime_checkable
-class HasProcesses(Protocol):
+class ProcessStatusSource(Protocol):
     """A part of a run with separate processes: workers, engines, trainer ranks."""
 
     def statuses(self) -> list[ProcessStatus]:

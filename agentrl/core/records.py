@@ -143,7 +143,7 @@ class SampledTurn(NamedTuple):
 # --- completions and turns --------------------------------------------------------------------------------------------
 
 
-class MaskStatus(enum.IntEnum):
+class SamplingMaskStatus(enum.IntEnum):
     """Values of `SamplingMask.counts` that are not the size of a kept set."""
 
     NONE = 0
@@ -156,7 +156,8 @@ class MaskStatus(enum.IntEnum):
 class SamplingMask:
     """The kept set K_t of each token after top-k, top-p and min-p, as a ragged array.
 
-    `counts[t]` ids of `token_ids` belong to token t; a forced token has the set `{token}` (count 1); see `MaskStatus`.
+    `counts[t]` ids of `token_ids` belong to token t; a forced token has the set `{token}` (count 1); see
+    `SamplingMaskStatus`.
     """
 
     counts: Int32Array  # [n]
@@ -354,7 +355,7 @@ class TrajectoryHeader:
         return tuple(self.turn_states[at : at + STATE_BYTES] for at in range(0, len(self.turn_states), STATE_BYTES))
 
 
-class DataLocation(NamedTuple):
+class EpisodeDataLocation(NamedTuple):
     """The location of an episode's token columns."""
 
     partition: str
@@ -383,7 +384,7 @@ class EpisodeHeader:
     """Number of sampled tokens of all agents."""
     seconds: float
     trajectories: tuple[TrajectoryHeader, ...]
-    location: DataLocation | None
+    location: EpisodeDataLocation | None
     measured_against: tuple[PolicyVersion, ...] = ()
     """Versions that the rewards may depend on, besides the episode's own policies: for each policy of the children it
     waited for, the oldest version that sampled a token there."""
@@ -517,7 +518,7 @@ class ProposalNovelty(NamedTuple):
     """Share of proposals with the same structure among the environment's newest (at most 100)."""
 
 
-class FrozenRoleMean(NamedTuple):
+class RoleMeanAtAdmission(NamedTuple):
     """A policy's mean reward in a seat when the group was admitted."""
 
     policy: str
@@ -525,13 +526,13 @@ class FrozenRoleMean(NamedTuple):
     mean: float
 
 
-class BaselineSet(NamedTuple):
+class FrozenGroupBaselines(NamedTuple):
     """The frozen baselines of a group released before all members have ended, recorded once; see `credit.release`."""
 
     group_id: str
     finishers: tuple[str, ...]
     """Ids of the episodes that had ended, in the order of their ends."""
-    earlier: tuple[FrozenRoleMean, ...] = ()
+    earlier: tuple[RoleMeanAtAdmission, ...] = ()
 
 
 # --- what a trainer consumes and reports ------------------------------------------------------------------------------
@@ -559,7 +560,7 @@ class Unit:
     episode_id: str
     attempt: int
     policy: str
-    location: DataLocation
+    location: EpisodeDataLocation
     credits: tuple[TrajectoryCredit, ...]
 
 

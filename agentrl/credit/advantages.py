@@ -328,7 +328,7 @@ def _standardised(values: list[float], *, epsilon: float = 1e-8, correction: int
     return [(value - mean) / (std + epsilon) for value in values]
 
 
-class ValueEstimates(NamedTuple):
+class AdvantagesAndReturns(NamedTuple):
     """What GAE computes for each trained token from rewards and values."""
 
     advantages: list[float]
@@ -344,7 +344,7 @@ def generalized_advantages(
     *,
     discount: float,
     trace_decay: float,
-) -> ValueEstimates:
+) -> AdvantagesAndReturns:
     """A_t = δ_t + γλ A_{t+1}, δ_t = r_t + γ V_{t+1} - V_t (generalised advantage estimation, arXiv:1506.02438).
 
     t counts the trained tokens of an agent in order; those of prompts, tools and other agents do not count, as in verl.
@@ -362,9 +362,9 @@ def generalized_advantages(
 
     Example:
         >>> generalized_advantages([1.0, 1.0], [0.5, 0.75], [0, 0], [0, 1], discount=1.0, trace_decay=0.5)
-        ValueEstimates(advantages=[0.375, 0.25], returns=[1.0, 1.0])
+        AdvantagesAndReturns(advantages=[0.375, 0.25], returns=[1.0, 1.0])
     """
-    found = ValueEstimates([0.0] * len(returns), [0.0] * len(returns))
+    found = AdvantagesAndReturns([0.0] * len(returns), [0.0] * len(returns))
     order = sorted(range(len(returns)), key=lambda at: (agents[at], turns[at]))
     later: int | None = None
     for at in reversed(order):
@@ -462,7 +462,7 @@ class Estimator:
         return [each._replace(by_turn=turns) for each, turns in zip(self(group), by_turn, strict=True)]
 
 
-class StepAdvantages:
+class StepCreditAssigner:
     """Assigns credit to the units of an optimizer step with an estimator over the step.
 
     Args:

@@ -4,8 +4,9 @@ Owns which trajectories of an episode belong to a unit, and which of their token
 (computed from headers, on the control path), reading the journal, or packing. Needs numpy and no torch, so that a
 step's inputs can be rebuilt on machines that cannot train.
 
-Invariants: a token whose sampling mask was not recorded (`MaskStatus.MISSING`) is not trained; every other sampled
-token is, once: a row whose prefix was routed twice becomes a sample per routing, each with the tokens sampled under it.
+Invariants: a token whose sampling mask was not recorded (`SamplingMaskStatus.MISSING`) is not trained; every other
+sampled token is, once: a row whose prefix was routed twice becomes a sample per routing, each with the tokens sampled
+under it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from agentrl.core.errors import EntriesError, UntrainableUnitsError
-from agentrl.core.records import MaskStatus, TrainingSample, Trajectory, TrajectoryCredit, TrajectoryRow, Unit
+from agentrl.core.records import SamplingMaskStatus, TrainingSample, Trajectory, TrajectoryCredit, TrajectoryRow, Unit
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -90,7 +91,7 @@ def _samples(
     advantages = by_turn[np.clip(row.turn_index, 0, len(by_turn) - 1)]
     loss_mask = row.loss_mask
     if row.sampling_mask is not None:
-        loss_mask = loss_mask & (row.sampling_mask.counts != MaskStatus.MISSING)
+        loss_mask = loss_mask & (row.sampling_mask.counts != SamplingMaskStatus.MISSING)
     for span in row.routing or (None,):
         own = loss_mask
         if span is not None and len(row.routing) > 1:

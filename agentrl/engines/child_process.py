@@ -62,7 +62,7 @@ class ChildProgram:
     """Module that the process runs."""
 
 
-class Child(Protocol):
+class ChildProcessHandle(Protocol):
     """A child process."""
 
     @property
@@ -79,7 +79,7 @@ class Child(Protocol):
         ...
 
 
-class Writer(Protocol):
+class ConnectionWriter(Protocol):
     """The sending half of a connection."""
 
     def write(self, data: bytes, /) -> None:
@@ -91,7 +91,7 @@ class Writer(Protocol):
         ...
 
 
-class ConnectedChild(Child, Protocol):
+class ConnectedChildProcess(ChildProcessHandle, Protocol):
     """A process that runs a `ChildProgram`, and the connection to it."""
 
     @property
@@ -110,7 +110,7 @@ class ConnectedChild(Child, Protocol):
         ...
 
     @property
-    def writer(self) -> Writer:
+    def writer(self) -> ConnectionWriter:
         """Requests to the process."""
         ...
 
@@ -123,7 +123,7 @@ class ProcessPlacement(Protocol):
         """Ids of the GPUs that the processes are given; empty: all that there are."""
         ...
 
-    async def start(self, program: ChildProgram) -> ConnectedChild:
+    async def start(self, program: ChildProgram) -> ConnectedChildProcess:
         """Start a process; a cancelled call leaves none behind.
 
         Raises:
@@ -150,13 +150,13 @@ class LocalPlacement:
         self.gpus = tuple(gpus)
         self._gpus = visible_gpus(gpus) if gpus else {}
 
-    async def start(self, program: ChildProgram) -> LocalChild:
+    async def start(self, program: ChildProgram) -> LocalChildProcess:
         """See `ProcessPlacement.start`."""
         ours, theirs = socket.socketpair()
         process: EngineProcess | None = None
         try:
             process = await self.start_with(program, theirs)
-            return LocalChild(process, *await asyncio.open_connection(sock=ours))
+            return LocalChildProcess(process, *await asyncio.open_connection(sock=ours))
         except BaseException:  # also if the start is cancelled
             ours.close()
             if process is not None:
@@ -222,7 +222,7 @@ def visible_gpus(gpus: Sequence[str]) -> dict[str, str]:
 
 
 class ChildProcess:
-    """A `Child` that leads its own session, so that Ctrl-C reaches only its parent."""
+    """A `ChildProcessHandle` that leads its own session, so that Ctrl-C reaches only its parent."""
 
     def __init__(self, process: Process) -> None:
         self._process = process
@@ -234,7 +234,7 @@ class ChildProcess:
         return self._process.pid
 
     async def wait(self) -> str:
-        """See `Child.wait`."""
+        """See `ChildProcessHandle.wait`."""
         if not self._how:
             code = await self._process.wait()
             with contextlib.suppress(ProcessLookupError):
@@ -243,7 +243,7 @@ class ChildProcess:
         return self._how
 
     def kill(self) -> None:
-        """See `Child.kill`."""
+        """See `ChildProcessHandle.kill`."""
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -258,14 +258,14 @@ class EngineProcess(ChildProcess):
         self._log = log
 
     async def wait(self) -> str:
-        """See `Child.wait`; its private files are removed too."""
+        """See `ChildProcessHandle.wait`; its private files are removed too."""
         how = await super().wait()
         self._files.remove()
         return how if self._log is None else f"{how}; its output is in {self._log}"
 
 
-class LocalChild:
-    """A `ConnectedChild` that is a child of this process."""
+class LocalChildProcess:
+    """A `ConnectedChildProcess` that is a child of this process."""
 
     def __init__(self, process: EngineProcess, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.process_id = process.process_id
@@ -343,10 +343,10 @@ def _remove_leftover(path: Path) -> None:
         os.close(lock)
 
 
-class Supervised(Protocol):
+class SupervisedProcessOwner(Protocol):
     """The owner of a supervised child: starts it and makes it ready."""
 
-    async def launch(self) -> Child:
+    async def launch(self) -> ChildProcessHandle:
         """Start a child.
 
         Raises:
@@ -382,7 +382,7 @@ class Supervisor:
     def __init__(
         self,
         name: str,
-        supervised: Supervised,
+        supervised: SupervisedProcessOwner,
         *,
         budget: RetryBudget,
         silence_s: float,
@@ -396,7 +396,7 @@ class Supervisor:
         self._budget = budget
         self._clock = clock
         self._tell = tell
-        self._child: Child | None = None
+        self._child: ChildProcessHandle | None = None
         self._silence_s = silence_s
         self._silent: int | None = None
         """Number of silent intervals of `silence_s` in a row; None before the child's first message."""
@@ -501,7 +501,7 @@ class Supervisor:
                 if self._silent > _PIECES:
                     self.kill(f"it gave no sign of life for {self._silence_s:g} s")
 
-    async def _welcome(self, child: Child, dead: asyncio.Event) -> None:
+    async def _welcome(self, child: ChildProcessHandle, dead: asyncio.Event) -> None:
         try:
             await self._supervised.welcome()
             if not dead.is_set():

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from agentrl.core.clock import Clock
     from agentrl.core.ports import EngineCapabilities, EngineSession, GenerateRequest, NewTokensCallback
     from agentrl.core.records import Completion, Float32Array, Int32Array, PolicyVersion, WeightsRef
-    from agentrl.engines.child_process import ChildProgram, ConnectedChild, ProcessPlacement, Writer
+    from agentrl.engines.child_process import ChildProgram, ConnectedChildProcess, ConnectionWriter, ProcessPlacement
 
 LOAD_BOUND = 1.25
 """Multiple of the mean load up to which an engine takes conversations that share its cached prefixes."""
@@ -68,7 +68,7 @@ class EngineConnection:
     def __init__(
         self,
         reader: asyncio.StreamReader,
-        writer: Writer,
+        writer: ConnectionWriter,
         *,
         on_message: Callable[[wire.Reply], None],
         on_end: Callable[[str], None],
@@ -107,7 +107,7 @@ class EngineConnection:
     def open(self, session_id: str, policy: str, *, pin: PolicyVersion | None = None) -> ConnectionSession:
         """Open a session of the process; if the process refuses, the first call fails."""
         number = self.next_call()
-        self.send(wire.Open(session=number, name=session_id, policy=policy, pin=pin))
+        self.send(wire.OpenSessionRequest(session=number, name=session_id, policy=policy, pin=pin))
         return ConnectionSession(self, number)
 
     def send(self, message: wire.Request) -> None:
@@ -143,11 +143,11 @@ class EngineConnection:
             raise
         finally:
             self._listeners.pop(call, None)
-        if not isinstance(reply, wire.Completed):
+        if not isinstance(reply, wire.CompletionReply):
             raise EngineError(
                 f"call {request.request_id}: the engine's process sent an unexpected answer ({type(reply).__name__})"
             )
-        return wire.completion_of(reply)
+        return wire.completion_from_message(reply)
 
     async def serve(self, current: Collection[WeightsRef], pinned: Collection[WeightsRef]) -> None:
         """See `agentrl.core.ports.Engine.serve`."""
@@ -161,7 +161,9 @@ class EngineConnection:
             await asyncio.gather(*chunks, return_exceptions=True)
             raise
         call = self.next_call()
-        serving = self.ask(call, wire.Serve(call=call, current=list(current), pinned=in_loading_order((), pinned)))
+        serving = self.ask(
+            call, wire.ServeVersionsRequest(call=call, current=list(current), pinned=in_loading_order((), pinned))
+        )
         # Asked for before the chunks are acknowledged, which would take as long again. What came only in part is
         # refused by its digest; why it came in part is raised first.
         for answer in await asyncio.gather(*chunks, serving, return_exceptions=True):
@@ -220,7 +222,7 @@ class EngineConnection:
     async def _read(self, reader: asyncio.StreamReader) -> None:
         why = ""  # the process closes the connection when it dies
         try:
-            while (body := await wire.receive(reader)) is not None:
+            while (body := await wire.read_frame(reader)) is not None:
                 reply = wire.REPLIES.decode(body)
                 self._on_message(reply)
                 self._dispatch(reply)
@@ -232,13 +234,13 @@ class EngineConnection:
         match reply:
             case wire.NewTokens():
                 self._deliver(reply)
-            case wire.Busy():
+            case wire.BusyHeartbeat():
                 self.busy = reply.seconds
-            case wire.Failed():
+            case wire.ErrorReply():
                 self._settle(reply.call, rebuild_error(reply.kind, reply.message, among=(EngineError, InputError)))
-            case wire.Loaded():
+            case wire.EngineLoadedReply():
                 self._settle(0, reply)
-            case wire.WeightsWanted():
+            case wire.WeightsRequest():
                 pass  # the message is for the owner
             case _:
                 self._settle(reply.call, reply)
@@ -283,7 +285,7 @@ class ConnectionSession:
         self._connection.send(wire.CloseSession(session=self._number))
 
 
-class SessionHost(Protocol):
+class SessionOpener(Protocol):
     """An object that opens conversations: the connection to a process, or one engine of a fleet."""
 
     sessions: int
@@ -294,7 +296,7 @@ class SessionHost(Protocol):
         ...
 
 
-ReplicaT = TypeVar("ReplicaT", bound=SessionHost)
+ReplicaT = TypeVar("ReplicaT", bound=SessionOpener)
 
 
 class ReplicaRouter(Protocol[ReplicaT]):
@@ -418,7 +420,7 @@ class ProcessEngine:
     """Capabilities of the engine, known once the process has served."""
     deliver: Callable[[PolicyVersion, str], Awaitable[None]] | None = None
     """Makes the trainer send full weights of a version to an address when the process asks; None: the process loads
-    files. Set by `app.parts.connect_trainer`."""
+    files. Set by `app.parts.connect_engines_to_trainer`."""
 
     def __init__(
         self,
@@ -446,7 +448,7 @@ class ProcessEngine:
         self._address = ""
         """Address of the process while it serves."""
         self._moved: Callable[[], None] = lambda: None
-        """See `SharedEngine.on_move`."""
+        """See `AddressableEngine.on_move`."""
         self._busy_before = 0.0
         """Seconds that former processes have computed."""
         self.supervisor = Supervisor(
@@ -470,8 +472,8 @@ class ProcessEngine:
 
     # --- the process ------------------------------------------------------------------------------------------------
 
-    async def launch(self) -> ConnectedChild:
-        """See `Supervised.launch`."""
+    async def launch(self) -> ConnectedChildProcess:
+        """See `SupervisedProcessOwner.launch`."""
         child = await self._placement.start(self._program)
         self._is_welcomed = False
         self._connection = EngineConnection(
@@ -483,36 +485,36 @@ class ProcessEngine:
     def _on_message(self, reply: wire.Reply) -> None:
         self.supervisor.sign_of_life()
         match reply:
-            case wire.Completed():
+            case wire.CompletionReply():
                 self.supervisor.achieved()
-            case wire.Busy() if self._connection is not None and reply.seconds > self._connection.busy:
+            case wire.BusyHeartbeat() if self._connection is not None and reply.seconds > self._connection.busy:
                 self.supervisor.achieved()  # another client may have loaded them
-            case wire.WeightsWanted():
+            case wire.WeightsRequest():
                 task = asyncio.get_running_loop().create_task(self._send_weights(reply, self._connection))
                 self._sending.add(task)
                 task.add_done_callback(self._sending.discard)
 
-    async def _send_weights(self, wanted: wire.WeightsWanted, connection: EngineConnection | None) -> None:
+    async def _send_weights(self, wanted: wire.WeightsRequest, connection: EngineConnection | None) -> None:
         """Make the trainer send weights that the process asked for; otherwise the process loads the published file."""
         if self.deliver is not None:
             with contextlib.suppress(AgentRLError):  # the trainer's own caller reports a lost trainer
                 await self.deliver(wanted.version, wanted.address)
         if connection is not None:
-            connection.send(wire.SendingEnded(number=wanted.number))
+            connection.send(wire.WeightTransferEnded(number=wanted.number))
 
     async def welcome(self) -> None:
-        """See `Supervised.welcome`: gives a fresh process the versions of its predecessor."""
+        """See `SupervisedProcessOwner.welcome`: gives a fresh process the versions of its predecessor."""
         connection = self._connection
         if connection is None:
             raise EngineLostError("the engine's process is not connected")
-        load = wire.Load(
+        load = wire.LoadEngineRequest(
             factory=self._program.factory,
             arguments=dict(self._program.arguments),
             versions=self._first_versions,
             host=connection.host,
         )
         loaded = await connection.ask(0, load)
-        if not isinstance(loaded, wire.Loaded):
+        if not isinstance(loaded, wire.EngineLoadedReply):
             raise EngineLostError("the engine's process sent an unexpected answer")
         self.capabilities = loaded.capabilities
         await self._restore(connection)
@@ -542,7 +544,7 @@ class ProcessEngine:
         self._confirmed = WantedVersions(self._confirmed.current, restored & self._wanted.pinned)
 
     async def died(self, how: str) -> None:
-        """See `Supervised.died`."""
+        """See `SupervisedProcessOwner.died`."""
         connection, self._connection = self._connection, None
         self._address = ""
         self._moved()
@@ -552,15 +554,15 @@ class ProcessEngine:
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """See `SharedEngine`."""
+        """See `AddressableEngine`."""
         return (self._address,) if self._address else ()
 
     def on_move(self, moved: Callable[[], None]) -> None:
-        """See `SharedEngine`."""
+        """See `AddressableEngine`."""
         self._moved = moved
 
     def statuses(self) -> list[ProcessStatus]:
-        """See `HasProcesses.statuses`."""
+        """See `ProcessStatusSource.statuses`."""
         node = "" if self._connection is None else self._connection.host
         doing = "serves" if self._address else "starts"
         return [ProcessStatus(name="engine", node=node, gpus=self._placement.gpus, doing=doing)]
@@ -660,8 +662,8 @@ class ProcessEngine:
                 call, wire.Score(call=call, version=version, token_ids=column, temperature=temperature)
             )
 
-        scored: wire.Scored = await self._until_answered(ask)
-        return wire.logprobs_of(scored.logprobs)
+        scored: wire.ScoreReply = await self._until_answered(ask)
+        return wire.decode_logprobs(scored.logprobs)
 
     def busy_seconds(self) -> float:
         """See `agentrl.core.ports.Engine.busy_seconds`; at most 0.2 s old."""
@@ -692,7 +694,7 @@ class ProcessEngine:
 
 
 @runtime_checkable
-class SharedEngine(Protocol):
+class AddressableEngine(Protocol):
     """An engine whose processes other clients can sample from."""
 
     @property

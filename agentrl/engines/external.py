@@ -66,7 +66,7 @@ class ExternalSession:
         """See `agentrl.core.ports.EngineSession.close`."""
 
 
-class RoutedSampler:
+class SamplerWithExternalPolicies:
     """See `agentrl.core.ports.Sampler`: combines a sampler with external policies."""
 
     def __init__(self, sampler: Sampler, policies: Mapping[str, ExternalPolicy]) -> None:
@@ -87,7 +87,7 @@ class RoutedSampler:
         self._sampler.abort(request_id)
 
 
-class RoutedEngine(RoutedSampler):
+class EngineWithExternalPolicies(SamplerWithExternalPolicies):
     """See `agentrl.core.ports.Engine`: combines an engine with external policies."""
 
     def __init__(self, engine: Engine, policies: Mapping[str, ExternalPolicy]) -> None:

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from agentrl.core.errors import EngineError, EngineFailedError, EngineLostError, EngineStorageError
-from agentrl.core.ports import HasProcesses
-from agentrl.engines.client import RoutedSession, SharedEngine, pick_replica
+from agentrl.core.ports import ProcessStatusSource
+from agentrl.engines.client import AddressableEngine, RoutedSession, pick_replica
 from agentrl.engines.versions import WantedVersions, run_shielded
 
 if TYPE_CHECKING:
@@ -95,16 +95,16 @@ class ReplicatedEngine:
         """Use one more replica, of equal capabilities, once it serves the wanted versions."""
         replica = Replica(len(self._replicas), engine, is_fenced=True, why="it starts")
         self._replicas.append(replica)
-        if isinstance(engine, SharedEngine):
+        if isinstance(engine, AddressableEngine):
             engine.on_move(self._moved)
         self._follow(replica)
 
     def statuses(self) -> list[ProcessStatus]:
-        """See `HasProcesses.statuses`."""
+        """See `ProcessStatusSource.statuses`."""
         return [
             replace(status, name=f"engine {replica.number}", doing="catches up" if replica.is_fenced else status.doing)
             for replica in self._replicas
-            if isinstance(replica.engine, HasProcesses)
+            if isinstance(replica.engine, ProcessStatusSource)
             for status in replica.engine.statuses()
         ]
 
@@ -112,15 +112,15 @@ class ReplicatedEngine:
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """See `client.SharedEngine`: addresses of replicas that are not fenced."""
+        """See `client.AddressableEngine`: addresses of replicas that are not fenced."""
         engines = [replica.engine for replica in self._replicas if not replica.is_fenced]
-        return tuple(each for engine in engines if isinstance(engine, SharedEngine) for each in engine.addresses)
+        return tuple(each for engine in engines if isinstance(engine, AddressableEngine) for each in engine.addresses)
 
     def on_move(self, moved: Callable[[], None]) -> None:
-        """See `client.SharedEngine`."""
+        """See `client.AddressableEngine`."""
         self._moved = moved
         for replica in self._replicas:
-            if isinstance(replica.engine, SharedEngine):
+            if isinstance(replica.engine, AddressableEngine):
                 replica.engine.on_move(moved)
 
     # --- sessions ---------------------------------------------------------------------------------------------------

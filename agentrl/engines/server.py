@@ -35,7 +35,7 @@ from agentrl.core.network import Listener
 from agentrl.core.ports import Engine
 from agentrl.engines import wire
 from agentrl.engines.child_process import MAKE_ROOM, PRIVATE_DIRECTORY_VARIABLE, die_with_parent
-from agentrl.engines.transfer import ReceivesWeights
+from agentrl.engines.transfer import WeightReceivingEngine
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -58,7 +58,7 @@ class ConnectionHandler:
         self._writer = writer
         self._exit_process = exit_process
         self._sessions: dict[int, EngineSession | AgentRLError] = {}
-        self.versions = ReceivedVersions()
+        self.versions = ReceivedWeightFiles()
         self._keeping = asyncio.Lock()
         """Held while a chunk of a version is written, so chunks are written in the order in which they came."""
         self.tasks: dict[int, asyncio.Task[None]] = {}
@@ -69,7 +69,7 @@ class ConnectionHandler:
         match message:
             case wire.Generate():
                 self._start(message.call, self._generate(message))
-            case wire.Open():
+            case wire.OpenSessionRequest():
                 self._open(message)
             case wire.CloseSession():
                 session = self._sessions.pop(message.session, None)
@@ -81,21 +81,21 @@ class ConnectionHandler:
                 task = self.tasks.get(message.call)
                 if task is not None:
                     task.cancel()
-            case wire.Serve() | wire.WeightChunk() | wire.Score():
+            case wire.ServeVersionsRequest() | wire.WeightChunk() | wire.Score():
                 self._start(message.call, self._control(message))
-            case wire.SendingEnded():
+            case wire.WeightTransferEnded():
                 self._not_sent(message)
-            case wire.Load():
+            case wire.LoadEngineRequest():
                 raise EngineError("the engine is already loaded")
 
-    def _open(self, message: wire.Open) -> None:
+    def _open(self, message: wire.OpenSessionRequest) -> None:
         try:
             self._sessions[message.session] = self._engine.open(message.name, message.policy, pin=message.pin)
         except AgentRLError as error:
             self._sessions[message.session] = error
 
-    def _not_sent(self, message: wire.SendingEnded) -> None:
-        if isinstance(self._engine, ReceivesWeights):
+    def _not_sent(self, message: wire.WeightTransferEnded) -> None:
+        if isinstance(self._engine, WeightReceivingEngine):
             self._engine.inbox.not_sent(message.number)
 
     async def report_busy(self) -> None:
@@ -109,7 +109,7 @@ class ConnectionHandler:
             self._report_busy()
 
     def _report_busy(self) -> None:
-        wire.send(self._writer, wire.Busy(seconds=self._engine.busy_seconds()))
+        wire.send(self._writer, wire.BusyHeartbeat(seconds=self._engine.busy_seconds()))
 
     def _start(self, call: int, work: Coroutine[Any, Any, wire.Reply | None]) -> None:
         task = asyncio.get_running_loop().create_task(self._answer(call, work))
@@ -127,7 +127,7 @@ class ConnectionHandler:
         except Exception as error:  # noqa: BLE001 - the client must hear of whatever an engine raises
             reply = _failed(call, error)
         self._report_busy()
-        wire.send(self._writer, wire.Answered(call=call) if reply is None else reply)
+        wire.send(self._writer, wire.AcknowledgementReply(call=call) if reply is None else reply)
 
     async def flush(self) -> None:
         """Wait until every queued byte has been sent."""
@@ -148,12 +148,14 @@ class ConnectionHandler:
             )
             wire.send(self._writer, delta)
 
-        completion = await session.generate(wire.request_of(message), on_delta if message.deltas else None)
+        completion = await session.generate(
+            wire.generate_request_from_message(message), on_delta if message.deltas else None
+        )
         return wire.completed_message(message.call, completion)
 
-    async def _control(self, message: wire.Serve | wire.WeightChunk | wire.Score) -> wire.Reply | None:
+    async def _control(self, message: wire.ServeVersionsRequest | wire.WeightChunk | wire.Score) -> wire.Reply | None:
         match message:
-            case wire.Serve():
+            case wire.ServeVersionsRequest():
                 async with self._keeping:  # waits for the preceding chunks
                     pass
                 await self._serve(message)
@@ -164,7 +166,7 @@ class ConnectionHandler:
                 return await self._score(message)
         return None
 
-    async def _serve(self, message: wire.Serve) -> None:
+    async def _serve(self, message: wire.ServeVersionsRequest) -> None:
         """Serve versions, using the copies of those whose files were sent, and remove the other copies."""
         wanted = {weights.sha256 for weights in (*message.current, *message.pinned)}
         current, pinned = ([self.versions.local(each) for each in some] for some in (message.current, message.pinned))
@@ -172,11 +174,13 @@ class ConnectionHandler:
         self.versions.keep(wanted)
 
     async def _score(self, message: wire.Score) -> wire.Reply:
-        scores = await self._engine.score(message.version, wire.tokens_of(message.token_ids), message.temperature)
-        return wire.Scored(call=message.call, logprobs=scores.astype("<f4", copy=False).tobytes())
+        scores = await self._engine.score(
+            message.version, wire.decode_token_ids(message.token_ids), message.temperature
+        )
+        return wire.ScoreReply(call=message.call, logprobs=scores.astype("<f4", copy=False).tobytes())
 
 
-class ReceivedVersions:
+class ReceivedWeightFiles:
     """The files of versions that the owner sent, in this process's private directory, keyed by digest.
 
     They are not trusted: an engine checks the digest of the files it loads.
@@ -239,7 +243,7 @@ class ClientHandler(ConnectionHandler):
         match message:
             case wire.Generate() | wire.Abort():
                 message = msgspec.structs.replace(message, request_id=self._prefix + message.request_id)
-            case wire.Open() | wire.CloseSession() | wire.Cancel():
+            case wire.OpenSessionRequest() | wire.CloseSession() | wire.Cancel():
                 pass
             case _:
                 raise ValueError(f"a client sent an unexpected message ({type(message).__name__})")
@@ -285,7 +289,7 @@ class EngineServer:
         client = ClientHandler(self._engine, writer, self.exit_process, next(self._numbers))
         self._clients.add(client)
         try:
-            while (body := await wire.receive(reader)) is not None:
+            while (body := await wire.read_frame(reader)) is not None:
                 client.handle(wire.REQUESTS.decode(body))
         except (ValueError, msgspec.MsgspecError) as error:
             with contextlib.suppress(OSError):  # the disk may be full
@@ -299,10 +303,10 @@ class EngineServer:
         """Let trainers send weights to an engine that requests them through its owner."""
         private = os.environ.get(PRIVATE_DIRECTORY_VARIABLE)
         address = f"{private}/weights"
-        if isinstance(self._engine, ReceivesWeights) and private and len(address) <= LONGEST_ADDRESS:
+        if isinstance(self._engine, WeightReceivingEngine) and private and len(address) <= LONGEST_ADDRESS:
 
             def tell(number: int, version: PolicyVersion, address: str) -> None:
-                wire.send(owner, wire.WeightsWanted(number=number, version=version, address=address))
+                wire.send(owner, wire.WeightsRequest(number=number, version=version, address=address))
 
             await self._engine.inbox.listen(address, tell)
 
@@ -321,16 +325,16 @@ class EngineServer:
         os._exit(1)
 
 
-def _failed(call: int, error: Exception) -> wire.Failed:
+def _failed(call: int, error: Exception) -> wire.ErrorReply:
     if isinstance(error, AgentRLError):
-        return wire.Failed(call=call, kind=type(error).__name__, message=str(error))
+        return wire.ErrorReply(call=call, kind=type(error).__name__, message=str(error))
     # The client gets only the message of a bug, so print its traceback; the disk may be full.
     with contextlib.suppress(OSError):
         traceback.print_exception(error)
-    return wire.Failed(call=call, kind="EngineError", message=f"{type(error).__name__}: {error}")
+    return wire.ErrorReply(call=call, kind="EngineError", message=f"{type(error).__name__}: {error}")
 
 
-async def _make(load: wire.Load) -> Engine:
+async def _make(load: wire.LoadEngineRequest) -> Engine:
     module, _, names = load.factory.partition(":")
     try:
         factory: Any = importlib.import_module(module)
@@ -347,11 +351,11 @@ async def _make(load: wire.Load) -> Engine:
 
 async def _serve(connection: socket.socket) -> None:
     reader, writer = await asyncio.open_connection(sock=connection)
-    body = await wire.receive(reader)
+    body = await wire.read_frame(reader)
     if body is None:
         return
     load = wire.REQUESTS.decode(body)
-    if not isinstance(load, wire.Load):
+    if not isinstance(load, wire.LoadEngineRequest):
         return
     try:
         engine = await _make(load)
@@ -361,9 +365,9 @@ async def _serve(connection: socket.socket) -> None:
         return
     server = EngineServer(engine, writer)
     await server.take_deliveries(writer)
-    wire.send(writer, wire.Loaded(capabilities=engine.capabilities, address=await server.listen(load.host)))
+    wire.send(writer, wire.EngineLoadedReply(capabilities=engine.capabilities, address=await server.listen(load.host)))
     busy = asyncio.get_running_loop().create_task(server.owner.report_busy())
-    while (body := await wire.receive(reader)) is not None:
+    while (body := await wire.read_frame(reader)) is not None:
         server.owner.handle(wire.REQUESTS.decode(body))
     busy.cancel()
 

@@ -1,14 +1,14 @@
 """Transfer of full weights from the trainer to an engine: the connection between the two.
 
-An engine that should serve full weights asks its owner for them (`wire.WeightsWanted`), who makes every rank of the
+An engine that should serve full weights asks its owner for them (`wire.WeightsRequest`), who makes every rank of the
 trainer send them.
 Rank 0 connects to the engine's Unix socket, offers names, dtypes and shapes, and drives vLLM's protocol over the
 connection: init, start, update once or more, finish. `DevicePlan.transfer_to` chooses what carries the bytes: `ipc` on
 one GPU, `nccl` between two, `file` elsewhere, by files in the engine's private directory.
 
-Owns `WeightReceiver` and `IncomingTransfer`, the engine's ends; `WeightLink` (vLLM's `VLLMWeightSyncClient`) and
-`WeightSenders`, the trainer's ends; and `FileSender`. Imports nothing heavy: the senders for `ipc` and `nccl` are in
-`vllm/senders.py`.
+Owns `WeightReceiver` and `IncomingTransfer`, the engine's ends; `WeightTransferConnection` (vLLM's
+`VLLMWeightSyncClient`) and `WeightSenders`, the trainer's ends; and `FileSender`. Imports nothing heavy: the senders
+for `ipc` and `nccl` are in `vllm/senders.py`.
 Invariant: if no weights are sent, because the trainer has moved on, is dead or is on another machine, the engine loads
 the published file with the same weights; each end waits for the other for at most `silence_s` seconds.
 """
@@ -110,7 +110,7 @@ class IncomingTransfer:
         """
         try:
             async with asyncio.timeout(self.offer.silence_s):
-                body = await wire.receive(self._reader)
+                body = await wire.read_frame(self._reader)
             message = None if body is None else _REQUEST.decode(body)
         except TimeoutError as error:
             raise TransferError(f"the trainer has sent nothing for {self.offer.silence_s:g} s") from error
@@ -172,7 +172,7 @@ class WeightReceiver:
 
     async def _receive(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            body = await wire.receive(reader)
+            body = await wire.read_frame(reader)
             offer = None if body is None else _REQUEST.decode(body)
         except (ValueError, msgspec.MsgspecError):
             offer = None
@@ -184,7 +184,7 @@ class WeightReceiver:
 
 
 @runtime_checkable
-class ReceivesWeights(Protocol):
+class WeightReceivingEngine(Protocol):
     """An engine that takes weights from trainers."""
 
     inbox: WeightReceiver
@@ -194,7 +194,7 @@ class ReceivesWeights(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReceivingEngine:
+class WeightRecipient:
     """A trainer's description of an engine that requested weights."""
 
     address: str
@@ -207,10 +207,10 @@ class ReceivingEngine:
 
 
 @runtime_checkable
-class SendsWeights(Protocol):
+class WeightSendingTrainer(Protocol):
     """A trainer that sends weights to engines."""
 
-    async def send(self, version: PolicyVersion, recipient: ReceivingEngine) -> None:
+    async def send(self, version: PolicyVersion, recipient: WeightRecipient) -> None:
         """Send the full weights of a policy's current version.
 
         Raises:
@@ -252,14 +252,14 @@ class PublishedWeightSource:
         )
 
 
-class WeightLink:
+class WeightTransferConnection:
     """The connection to an engine; each method returns when the engine has executed the call.
 
     Raises, from every method:
         TrainerError: the engine refused, hangs, or is gone.
     """
 
-    def __init__(self, recipient: ReceivingEngine) -> None:
+    def __init__(self, recipient: WeightRecipient) -> None:
         self.directory = Path()
         """Directory from which the engine reads files."""
         self._recipient = recipient
@@ -303,7 +303,7 @@ class WeightLink:
         if self._socket is None:
             raise TrainerError("no engine is connected")
         try:
-            self._socket.sendall(wire.frame(message))
+            self._socket.sendall(wire.encode_frame(message))
             said = _REPLY.decode(self._read(int.from_bytes(self._read(wire.HEAD_BYTES), "little")))
         except TimeoutError as error:
             what, silence_s = (
@@ -333,7 +333,9 @@ class WeightLink:
 class FileSender:
     """Sends weights as files, written before the engine pauses."""
 
-    def __init__(self, recipient: ReceivingEngine, link: WeightLink, source: PublishedWeightSource) -> None:
+    def __init__(
+        self, recipient: WeightRecipient, link: WeightTransferConnection, source: PublishedWeightSource
+    ) -> None:
         self.link = link
         self.source = source
 
@@ -372,12 +374,12 @@ class WeightSenders:
         make: makes the sender of an engine, on the rank's device.
     """
 
-    def __init__(self, make: Callable[[ReceivingEngine, WeightLink, PublishedWeightSource], Any]) -> None:
+    def __init__(self, make: Callable[[WeightRecipient, WeightTransferConnection, PublishedWeightSource], Any]) -> None:
         self._make = make
-        self._senders: dict[str, tuple[WeightLink, Any]] = {}
+        self._senders: dict[str, tuple[WeightTransferConnection, Any]] = {}
         """Connections and senders, keyed by the engine's address."""
 
-    def send(self, source: PublishedWeightSource, version: PolicyVersion, recipient: ReceivingEngine) -> None:
+    def send(self, source: PublishedWeightSource, version: PolicyVersion, recipient: WeightRecipient) -> None:
         """Send the weights of a source to an engine.
 
         Raises:
@@ -385,7 +387,7 @@ class WeightSenders:
         """
         for address in [each for each in self._senders if not Path(each).exists()]:
             self._senders.pop(address)[1].shutdown()
-        link, sender = self._senders.pop(recipient.address, (WeightLink(recipient), None))
+        link, sender = self._senders.pop(recipient.address, (WeightTransferConnection(recipient), None))
         try:
             link.offer(source.offer(version, recipient.silence_s))
             sender = sender or self._make(recipient, link, source)

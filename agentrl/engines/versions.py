@@ -3,7 +3,7 @@
 `WantedVersions` is the state requested by `Engine.serve`, to which every engine reconciles. The engines that compute in
 this process use a `VersionTable`, whose subclasses load weights and move calls. A `VersionedSession` holds a version
 from `open` until it is closed and its last call has ended: by a pin, a lease, or a call in flight. `VersionLeases`
-implements each refresh between two turns. `ModelEngine` checks every call.
+implements each refresh between two turns. `InProcessEngine` checks every call.
 Invariants: a version that is current, pinned by the owner, or held by a session or a call is not forgotten; a version
 id never serves two digests; a version that is no longer wanted when its turn comes is not loaded.
 """
@@ -74,7 +74,7 @@ class WantedVersions:
 
 
 @dataclass(slots=True)
-class VersionRounding:
+class ObservedRoundingError:
     """The rounding of a policy's versions in 16 bits, as far as those that passed the canary check have shown it."""
 
     distance: float = 0.0
@@ -158,7 +158,7 @@ class LiveVersion:
 LiveT = TypeVar("LiveT", bound=LiveVersion)
 
 
-class SessionOwner(Protocol):
+class SessionBackend(Protocol):
     """The engine's interface to its sessions."""
 
     async def generate(self, session: Any, request: GenerateRequest, on_delta: NewTokensCallback | None) -> Completion:
@@ -178,7 +178,7 @@ class SessionOwner(Protocol):
 class VersionedSession(Generic[LiveT]):
     """See `agentrl.core.ports.EngineSession`; made by an engine's `open`."""
 
-    engine: SessionOwner
+    engine: SessionBackend
     session_id: str
     policy: str
     pin: LiveT | None
@@ -321,7 +321,7 @@ class VersionLeases(Generic[LiveT]):
         return True
 
 
-class NotWantedError(EngineError):
+class VersionNotWantedError(EngineError):
     """The owner dropped a version that was waiting to be loaded."""
 
 
@@ -345,7 +345,7 @@ class VersionTable(ABC, Generic[LiveT]):
         )
         self.held: set[str] = set()
         """Policies whose new calls wait for an update."""
-        self.rounding: dict[str, VersionRounding] = {}
+        self.rounding: dict[str, ObservedRoundingError] = {}
         """Rounding seen in the versions that passed the canary check, by policy."""
         self._wanted = WantedVersions()
         self._one_at_a_time = asyncio.Lock()
@@ -408,7 +408,7 @@ class VersionTable(ABC, Generic[LiveT]):
             for weights in in_loading_order(current, pinned):
                 try:
                     await self._reconcile(weights)
-                except NotWantedError:
+                except VersionNotWantedError:
                     continue
                 except EngineLostError:
                     raise
@@ -447,13 +447,13 @@ class VersionTable(ABC, Generic[LiveT]):
 
     def _check_wanted(self, weights: WeightsRef) -> None:
         if weights not in self._wanted.all:
-            raise NotWantedError(f"weights {weights.version} are no longer needed")
+            raise VersionNotWantedError(f"weights {weights.version} are no longer needed")
 
     async def _wait_for_adapter_slot(self, weights: WeightsRef, adapters: Collection[LiveT]) -> None:
         """Wait until one of the live `adapters`, which fill all slots, may be gone.
 
         Raises:
-            NotWantedError: the owner dropped the version.
+            VersionNotWantedError: the owner dropped the version.
             EngineError: no slot will ever be free.
         """
         if self.leases.revoke(adapters):
@@ -497,7 +497,7 @@ def empty_completion(context: int, reason: FinishReason) -> Completion:
     )
 
 
-class ModelEngine(ABC, Generic[LiveT]):
+class InProcessEngine(ABC, Generic[LiveT]):
     """Base of the engines that compute in this process: opens sessions and checks calls."""
 
     capabilities: EngineCapabilities

@@ -5,7 +5,7 @@ canary in a version's file: the trainer's log-probabilities of a few next tokens
 part of the file whose digest is checked, so it belongs to those weights and to no others. Neither decides which version
 serves, nor computes an engine's answer; never unpickles.
 
-`engine_memory` predicts the memory of an engine from the shapes in a model directory, without loading weights.
+`predict_engine_memory` predicts the memory of an engine from the shapes in a model directory, without loading weights.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from agentrl.engines.models import (
     read_meta_model,
     runnable_on_meta,
 )
-from agentrl.engines.versions import CANARY_KEY, Canary, CanaryJson, VersionRounding, version_refused_error
+from agentrl.engines.versions import CANARY_KEY, Canary, CanaryJson, ObservedRoundingError, version_refused_error
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -126,7 +126,7 @@ def read_metadata(weights: WeightsRef) -> dict[str, str]:
         raise version_refused_error(weights, f"{path} cannot be read ({error})") from error
 
 
-def match_full_weights(
+def map_weights_to_state(
     weights: WeightsRef, read: Mapping[str, Tensor], expected: Mapping[str, Tensor], model: PreTrainedModel
 ) -> Mapping[str, Tensor]:
     """Return the tensors of a full version under the names of the module's state, `expected`.
@@ -436,7 +436,7 @@ def check_canary_answer(
     *,
     dtype: torch.dtype,
     others: Mapping[PolicyVersion, Canary],
-    rounding: dict[str, VersionRounding],
+    rounding: dict[str, ObservedRoundingError],
 ) -> None:
     """Refuse a version if the engine's answer to its canary fits other weights.
 
@@ -454,7 +454,7 @@ def check_canary_answer(
     Raises:
         EngineError: the answer is not the version's.
     """
-    seen = rounding.setdefault(weights.version.policy, VersionRounding())
+    seen = rounding.setdefault(weights.version.policy, ObservedRoundingError())
     change = _distance(canary.logprobs, canary.start_logprobs)
     limits = _EXACT if canary.is_exact and dtype == torch.float32 else _rounded(seen, change)
     own, nearest, name = _distance(answer, canary.logprobs), _distance(answer, canary.start_logprobs), _START_NAME
@@ -474,7 +474,7 @@ def check_canary_answer(
         seen.distance, seen.change = max(seen.distance, own), max(seen.change, change)
 
 
-def _rounded(seen: VersionRounding, change: float) -> _Limits:
+def _rounded(seen: ObservedRoundingError, change: float) -> _Limits:
     """Return the limits in 16 bits for a version that is `change` nats from the weights that the run began with.
 
     The effect of rounding cannot be derived from a model's shape (0.009 nats with 3 layers, 0.016 with 4, 0.05 to 0.14
@@ -513,7 +513,7 @@ _LOGIT_COPIES = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineMemory:
+class EngineMemoryEstimate:
     """The memory of one engine, in bytes."""
 
     dtype: str
@@ -527,9 +527,9 @@ class EngineMemory:
     """Bytes of the logits of a pass over all slots."""
 
 
-def engine_memory(
+def predict_engine_memory(
     path: Path, *, dtype: str, slots: int, max_context: int, adapter_slots: int, max_rank: int
-) -> EngineMemory:
+) -> EngineMemoryEstimate:
     """Predict the memory of an engine that serves the model of a directory.
 
     Args:
@@ -550,7 +550,7 @@ def engine_memory(
         named = dict(shapes.named_modules())
         sizes = sum(sum(named[name].weight.shape) for name in adaptable_layers(shapes))
     vocabulary = int(shapes.config.get_text_config().vocab_size)
-    return EngineMemory(
+    return EngineMemoryEstimate(
         dtype=dtype_name(computed),
         weights=sum(parameter.nbytes for parameter in shapes.parameters()),
         adapters=adapter_slots * max_rank * sizes * computed.itemsize,

@@ -25,7 +25,7 @@ from agentrl.core.records import (
 
 if TYPE_CHECKING:
     from agentrl.core.records import Float32Array, Int32Array
-    from agentrl.engines.child_process import Writer
+    from agentrl.engines.child_process import ConnectionWriter
 
 MAX_FRAME_BYTES = 1 << 30
 HEAD_BYTES = 4
@@ -38,7 +38,7 @@ class WireMessage(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_onl
     """A frame's content, an array whose first element is its kind."""
 
 
-class Load(WireMessage, frozen=True):
+class LoadEngineRequest(WireMessage, frozen=True):
     """Request to make the engine: `factory` is `module:name.of.callable`, called with `versions` and the arguments; its
     result may have to be awaited."""
 
@@ -51,7 +51,7 @@ class Load(WireMessage, frozen=True):
     """
 
 
-class Open(WireMessage, frozen=True):
+class OpenSessionRequest(WireMessage, frozen=True):
     """Request to open a session; `session` is the client's number for it."""
 
     session: int
@@ -92,7 +92,7 @@ class Abort(WireMessage, frozen=True):
     request_id: str
 
 
-class Serve(WireMessage, frozen=True):
+class ServeVersionsRequest(WireMessage, frozen=True):
     """Request to serve these versions and no others."""
 
     call: int
@@ -121,24 +121,35 @@ class Score(WireMessage, frozen=True):
     temperature: float
 
 
-class SendingEnded(WireMessage, frozen=True):
-    """Reply to `WeightsWanted`: nothing will be sent any more, because all was sent or no trainer sends it."""
+class WeightTransferEnded(WireMessage, frozen=True):
+    """Reply to `WeightsRequest`: nothing will be sent any more, because all was sent or no trainer sends it."""
 
     number: int
 
 
-Request = Load | Open | CloseSession | Generate | Cancel | Abort | Serve | WeightChunk | Score | SendingEnded
+Request = (
+    LoadEngineRequest
+    | OpenSessionRequest
+    | CloseSession
+    | Generate
+    | Cancel
+    | Abort
+    | ServeVersionsRequest
+    | WeightChunk
+    | Score
+    | WeightTransferEnded
+)
 
 
-class Loaded(WireMessage, frozen=True):
-    """Answer to `Load`: the engine is ready. Other clients reach it at `address`, the path of a Unix socket or a
-    `core.network.Address`, if that is not empty."""
+class EngineLoadedReply(WireMessage, frozen=True):
+    """Answer to `LoadEngineRequest`: the engine is ready. Other clients reach it at `address`, the path of a Unix
+    socket or a `core.network.Address`, if that is not empty."""
 
     capabilities: EngineCapabilities
     address: str
 
 
-class Completed(WireMessage, frozen=True):
+class CompletionReply(WireMessage, frozen=True):
     """Answer to `Generate`."""
 
     call: int
@@ -156,21 +167,21 @@ class Completed(WireMessage, frozen=True):
     cached_tokens: int
 
 
-class Scored(WireMessage, frozen=True):
+class ScoreReply(WireMessage, frozen=True):
     """Answer to `Score`."""
 
     call: int
     logprobs: bytes
 
 
-class Answered(WireMessage, frozen=True):
+class AcknowledgementReply(WireMessage, frozen=True):
     """Answer to a call without a result."""
 
     call: int
 
 
-class Failed(WireMessage, frozen=True):
-    """Answer to a call that raised; `kind` is a class of `agentrl.core.errors`. Call 0 is the `Load`."""
+class ErrorReply(WireMessage, frozen=True):
+    """Answer to a call that raised; `kind` is a class of `agentrl.core.errors`. Call 0 is the `LoadEngineRequest`."""
 
     call: int
     kind: str
@@ -186,39 +197,48 @@ class NewTokens(WireMessage, frozen=True):
     version: PolicyVersion
 
 
-class Busy(WireMessage, frozen=True):
+class BusyHeartbeat(WireMessage, frozen=True):
     """Heartbeat with the seconds that the engine has spent computing."""
 
     seconds: float
 
 
-class WeightsWanted(WireMessage, frozen=True):
-    """Request of the engine: it accepts full weights of a version at a Unix socket. Only `SendingEnded` answers it, if
-    anything does."""
+class WeightsRequest(WireMessage, frozen=True):
+    """Request of the engine: it accepts full weights of a version at a Unix socket. Only `WeightTransferEnded` answers
+    it, if anything does."""
 
     number: int
     version: PolicyVersion
     address: str
 
 
-Reply = Loaded | Completed | Scored | Answered | Failed | NewTokens | Busy | WeightsWanted
+Reply = (
+    EngineLoadedReply
+    | CompletionReply
+    | ScoreReply
+    | AcknowledgementReply
+    | ErrorReply
+    | NewTokens
+    | BusyHeartbeat
+    | WeightsRequest
+)
 
 REQUESTS: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 REPLIES: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 
 
-def send(writer: Writer, message: WireMessage) -> None:
+def send(writer: ConnectionWriter, message: WireMessage) -> None:
     """Queue a frame; never waits."""
-    writer.write(frame(message))
+    writer.write(encode_frame(message))
 
 
-def frame(message: WireMessage) -> bytes:
+def encode_frame(message: WireMessage) -> bytes:
     """Encode a message with its length."""
     body = _ENCODER.encode(message)
     return len(body).to_bytes(HEAD_BYTES, "little") + body
 
 
-async def receive(reader: asyncio.StreamReader) -> bytes | None:
+async def read_frame(reader: asyncio.StreamReader) -> bytes | None:
     """Return the next frame's body; None at the end of the connection, also in the middle of a frame.
 
     Raises:
@@ -248,11 +268,11 @@ def generate_message(call: int, session: int, request: GenerateRequest, *, delta
     )
 
 
-def request_of(message: Generate) -> GenerateRequest:
+def generate_request_from_message(message: Generate) -> GenerateRequest:
     """Convert a message to a request."""
     return GenerateRequest(
         request_id=message.request_id,
-        token_ids=tokens_of(message.token_ids),
+        token_ids=decode_token_ids(message.token_ids),
         sampling=message.sampling,
         seed=message.seed,
         sampled_before=message.sampled_before,
@@ -260,10 +280,10 @@ def request_of(message: Generate) -> GenerateRequest:
     )
 
 
-def completed_message(call: int, completion: Completion) -> Completed:
+def completed_message(call: int, completion: Completion) -> CompletionReply:
     """Convert a completion to a message."""
     routing, mask = completion.expert_routing, completion.sampling_mask
-    return Completed(
+    return CompletionReply(
         call=call,
         token_ids=completion.token_ids.astype("<i4", copy=False).tobytes(),
         logprobs=completion.logprobs.astype("<f4", copy=False).tobytes(),
@@ -280,17 +300,17 @@ def completed_message(call: int, completion: Completion) -> Completed:
     )
 
 
-def completion_of(message: Completed) -> Completion:
+def completion_from_message(message: CompletionReply) -> Completion:
     """Convert a message to a completion."""
     routing = None
     if message.routing is not None:
         routing = np.frombuffer(message.routing, np.uint8).reshape(message.routing_shape)
     mask = None
     if message.mask_counts is not None:
-        mask = SamplingMask(counts=tokens_of(message.mask_counts), token_ids=tokens_of(message.mask_ids))
+        mask = SamplingMask(counts=decode_token_ids(message.mask_counts), token_ids=decode_token_ids(message.mask_ids))
     return Completion(
-        token_ids=tokens_of(message.token_ids),
-        logprobs=logprobs_of(message.logprobs),
+        token_ids=decode_token_ids(message.token_ids),
+        logprobs=decode_logprobs(message.logprobs),
         finish_reason=message.finish_reason,
         spans=message.spans,
         expert_routing=routing,
@@ -302,11 +322,11 @@ def completion_of(message: Completed) -> Completion:
     )
 
 
-def tokens_of(column: bytes) -> Int32Array:
+def decode_token_ids(column: bytes) -> Int32Array:
     """Decode a column of token ids."""
     return np.frombuffer(column, "<i4").astype(np.int32, copy=False)
 
 
-def logprobs_of(column: bytes) -> Float32Array:
+def decode_logprobs(column: bytes) -> Float32Array:
     """Decode a column of logprobs."""
     return np.frombuffer(column, "<f4").astype(np.float32, copy=False)

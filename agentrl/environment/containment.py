@@ -1,9 +1,9 @@
 """Keeps an episode's code, which runs in `GuardedAwaitable`, from affecting other episodes through their process.
 
 Global random generators: games and programs draw from `random` and `numpy.random` while other episodes run in the same
-process. `GlobalRandom` gives each a state of its own, swapped in for its steps and out again, so that re-execution
-draws the same (0.1 ms a step). `DrawDetector` only detects whether a step draws (0.1 to 0.2 ms a step; `EpisodeRunner`
-chooses the episodes that are checked).
+process. `GlobalRandomState` gives each a state of its own, swapped in for its steps and out again, so that re-execution
+draws the same (0.1 ms a step). `RandomDrawDetector` only detects whether a step draws (0.1 to 0.2 ms a step;
+`EpisodeRunner` chooses the episodes that are checked).
 
 Process ends: `sys.exit` and bare `BaseException`s of a program become errors of its episode. A process that an
 environment forked ends once it leaves the environment's code: the files and connections of the event loop belong to its
@@ -46,7 +46,7 @@ class StepGuard(Protocol):
         ...
 
 
-class GlobalRandom:
+class GlobalRandomState:
     """The state of `random` and `numpy.random` as one object sees it; everyone else's stays as it was.
 
     There is one exception: numpy draws normal variates in pairs and keeps the second for the next call. If others have
@@ -111,7 +111,7 @@ class GlobalRandom:
             self._numpy = None
 
 
-class DrawDetector:
+class RandomDrawDetector:
     """Detects steps that draw from `random` or `numpy.random`.
 
     There is one false positive: a swap of states inside the step discards a pending normal variate of numpy, as a draw
@@ -146,7 +146,7 @@ def _generator_states() -> tuple[object, ...]:
     return random.getstate(), [value.tobytes() if isinstance(value, ndarray) else value for value in numpy]
 
 
-async def call_with_random(own: GlobalRandom, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+async def call_with_random(own: GlobalRandomState, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
     """Return the result of a function or of its coroutine; `own` is swapped out while the coroutine waits."""
     with own.swapped_in():
         value = function(*arguments, **named)
@@ -236,7 +236,7 @@ class GuardedAwaitable:
     def end_step(self) -> bool:
         """End a step, and return whether it made a forbidden draw."""
         if _is_child:
-            end_if_forked()
+            exit_if_forked()
         if self._guard is None or self._is_suspended or not self._guard.exit():
             return False
         self._is_suspended = True  # report it only once
@@ -298,11 +298,11 @@ _is_child = False
 
 
 @contextlib.contextmanager
-def forks_ended() -> Iterator[None]:
+def stop_loop_in_forks() -> Iterator[None]:
     """Mark the running event loop as one that runs episodes, within the context; it stops in a process forked from this
     one.
 
-    Whoever runs the loop calls `end_if_forked` when it has stopped.
+    Whoever runs the loop calls `exit_if_forked` when it has stopped.
     """
     loop = asyncio.get_running_loop()
     _loops.add(loop)
@@ -312,7 +312,7 @@ def forks_ended() -> Iterator[None]:
         _loops.discard(loop)
 
 
-def end_if_forked() -> None:
+def exit_if_forked() -> None:
     """End this process, with exit code 1, if an environment forked it."""
     if _is_child:
         os.write(2, b"agentrl: a process that an environment forked came back from its code, and was ended\n")

@@ -29,7 +29,7 @@ from agentrl.environment.base import (
     system,
     user,
 )
-from agentrl.environment.containment import GlobalRandom
+from agentrl.environment.containment import GlobalRandomState
 from agentrl.environment.tasks import SeedTasks
 
 if TYPE_CHECKING:
@@ -168,7 +168,7 @@ class SeededGame:
         self._environment = environment
         self._task = task
         self._observation = ""
-        self._random = GlobalRandom(int(task.data["seed"]))
+        self._random = GlobalRandomState(int(task.data["seed"]))
 
     def reset(self) -> str:
         """Make and reset the game; returns the first observation."""

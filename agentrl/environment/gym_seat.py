@@ -19,7 +19,7 @@ from gymnasium import spaces
 from agentrl.core.errors import EnvironmentDefinitionError
 from agentrl.core.records import Message, Task
 from agentrl.environment.base import Environment, EpisodeLimits, LimitReachedError, TaskSource
-from agentrl.environment.plain_context import ParseText, PlainContext
+from agentrl.environment.plain_context import ParseText, UnjournaledContext
 
 Asked = tuple[tuple[Message, ...], "asyncio.Future[str]"]
 CHARACTERS = string.printable
@@ -116,7 +116,7 @@ class SeatEnv(gymnasium.Env[str, str]):
             self._loop = None
         super().close()
 
-    def _context(self, task: Task) -> PlainContext:
+    def _context(self, task: Task) -> UnjournaledContext:
         def speaker(say: Callable[[Sequence[Message]], str]) -> Callable[[Sequence[Message]], Awaitable[str]]:
             async def speak(messages: Sequence[Message]) -> str:
                 return say(messages)
@@ -129,7 +129,7 @@ class SeatEnv(gymnasium.Env[str, str]):
 
         speakers = {**{seat: speaker(say) for seat, say in self._others.items()}, self._seat: ask}
         seed = int(self.np_random.integers(1 << 62))
-        return PlainContext(task, speakers, limits=self._limits, seed=seed, parse=self._parse)
+        return UnjournaledContext(task, speakers, limits=self._limits, seed=seed, parse=self._parse)
 
     def _observation(self) -> str:
         assert self._episode is not None
@@ -167,7 +167,7 @@ def _serve(loop: asyncio.AbstractEventLoop) -> None:
 class _Episode:
     """A running `run()` that suspends whenever the seat must act."""
 
-    def __init__(self, environment: type[Environment], context: PlainContext) -> None:
+    def __init__(self, environment: type[Environment], context: UnjournaledContext) -> None:
         self.context = context
         self.asked: Asked | None = None
         """The seat's last request and the future for its answer; None once the episode has ended."""

@@ -224,7 +224,7 @@ class HarnessEnvironment(Environment):
                     stdout=output.program_end,
                     stderr=asyncio.subprocess.STDOUT,
                     start_new_session=True,
-                    preexec_fn=die_with_parent(),
+                    preexec_fn=die_with_parent_hook(),
                 )
             except (OSError, ValueError) as error:
                 raise EnvironmentDefinitionError(
@@ -383,7 +383,7 @@ def _entries(directory: Path) -> Iterator[os.DirEntry[str]]:
                     waiting.append(entry.path)
 
 
-def die_with_parent() -> Callable[[], None] | None:
+def die_with_parent_hook() -> Callable[[], None] | None:
     """Make a function for the child to call before the program starts: the kernel then kills it when this process
     dies."""
     if sys.platform != "linux":

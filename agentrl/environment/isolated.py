@@ -33,7 +33,7 @@ import msgspec
 
 from agentrl.core.errors import EnvironmentDefinitionError, format_foreign_error
 from agentrl.environment.base import valid_unicode
-from agentrl.environment.containment import GlobalRandom
+from agentrl.environment.containment import GlobalRandomState
 from agentrl.environment.registry import load_module, module_of
 
 _LENGTH = struct.Struct("<I")
@@ -249,7 +249,7 @@ class _ForkServer:
         self._by_line: dict[int, int] = {}
         try:
             self._module = load_module(module)
-            with GlobalRandom(0).swapped_in():  # imports numpy once, before children are forked
+            with GlobalRandomState(0).swapped_in():  # imports numpy once, before children are forked
                 pass
         except BaseException as error:  # noqa: BLE001 - foreign code: whatever it raises is told to whom it concerns
             self._problem = valid_unicode(f"{module} cannot be imported there: {type(error).__name__}: {error}")
@@ -349,7 +349,7 @@ def _answer_all(line: int, module: Any) -> None:
         name, arguments, seed, memory_bytes = _read(stream)
         if memory_bytes is not None:
             resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
-        with GlobalRandom(seed).swapped_in():
+        with GlobalRandomState(seed).swapped_in():
             factory: Any = module
             for part in name.split("."):
                 factory = getattr(factory, part)

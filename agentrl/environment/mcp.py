@@ -25,7 +25,7 @@ from agentrl.core.errors import EnvironmentDefinitionError, EpisodeError, format
 from agentrl.core.machine import install_command
 from agentrl.core.records import ToolSpec
 from agentrl.environment.base import Guarantee
-from agentrl.environment.harness import die_with_parent
+from agentrl.environment.harness import die_with_parent_hook
 
 if TYPE_CHECKING:
     from mcp import ClientSession
@@ -313,7 +313,7 @@ class MCPConnection:
             stderr=asyncio.subprocess.PIPE,
             limit=MAX_LINE_BYTES,
             start_new_session=True,
-            preexec_fn=die_with_parent(),
+            preexec_fn=die_with_parent_hook(),
         )
         to_session, from_server = anyio.create_memory_object_stream[Any](0)
         to_server, from_session = anyio.create_memory_object_stream[Any](0)

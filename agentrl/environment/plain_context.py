@@ -52,7 +52,7 @@ ParseText = Callable[[str], tuple[str, tuple[ToolCall, ...]]]
 """Splits the text of a seat into content and tool calls."""
 
 
-class PlainAgent(Agent):
+class UnjournaledAgent(Agent):
     """One conversation with the callable that answers for the seat."""
 
     def __init__(self, seat: str, index: int, speak: Speak, parse: ParseText, limits: EpisodeLimits) -> None:
@@ -112,7 +112,7 @@ class PlainAgent(Agent):
         return self._messages
 
 
-class PlainResource(Resource):
+class UnjournaledResource(Resource):
     """A stateful object, called directly."""
 
     def __init__(self, instance: object) -> None:
@@ -124,7 +124,7 @@ class PlainResource(Resource):
         return await value if inspect.isawaitable(value) else value
 
 
-class PlainContext(EpisodeContext):
+class UnjournaledContext(EpisodeContext):
     """An `EpisodeContext` without a journal.
 
     Args:
@@ -146,7 +146,7 @@ class PlainContext(EpisodeContext):
     ) -> None:
         self.task = task
         self.limits = limits
-        self.agents: dict[tuple[str, int], PlainAgent] = {}
+        self.agents: dict[tuple[str, int], UnjournaledAgent] = {}
         self.metrics: dict[str, float] = {}
         self.truncated = False
         self._speakers = speakers
@@ -154,11 +154,11 @@ class PlainContext(EpisodeContext):
         self._rng = random_stream("plain", seed)
         self._clock = SystemClock()
 
-    def agent(self, seat: str, index: int = 0, *, tools: Sequence[ToolSpec] = ()) -> PlainAgent:
+    def agent(self, seat: str, index: int = 0, *, tools: Sequence[ToolSpec] = ()) -> UnjournaledAgent:
         """Return the agent of a seat; `tools` is ignored."""
         if seat not in self._speakers:
             raise EnvironmentDefinitionError(f"seat {seat!r} has no player; give a callable for it")
-        made = PlainAgent(seat, index, self._speakers[seat], self._parse, self.limits)
+        made = UnjournaledAgent(seat, index, self._speakers[seat], self._parse, self.limits)
         return self.agents.setdefault((seat, index), made)
 
     async def effect(
@@ -176,9 +176,9 @@ class PlainContext(EpisodeContext):
 
     def resource(
         self, factory: Callable[[], object], *, level: ResourceLevel = "pinned", seed: int | None = None
-    ) -> PlainResource:
+    ) -> UnjournaledResource:
         """A stateful object of this episode."""
-        return PlainResource(factory())
+        return UnjournaledResource(factory())
 
     def patched(self, id: str) -> bool:
         """Return True: this context never replays older code."""

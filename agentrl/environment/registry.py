@@ -274,7 +274,7 @@ class _GivenFile(importlib.abc.SourceLoader):
         return self._source.encode()
 
 
-def provide_source_files(sources: Mapping[str, str]) -> None:
+def register_source_files(sources: Mapping[str, str]) -> None:
     """Let `load_module` import files that exist on another machine only. `sources` maps absolute paths to their
     source."""
     _given.update(sources)

@@ -27,7 +27,7 @@ import msgspec
 
 from agentrl.core.errors import InputError, JournalError
 from agentrl.exchange.episodes import encode_json
-from agentrl.exchange.files import decode_json, directories, whole_file
+from agentrl.exchange.files import decode_json, read_whole_file, walk_directories
 from agentrl.exchange.foreign import (
     NOT_RECORDED,
     ForeignAgent,
@@ -36,7 +36,7 @@ from agentrl.exchange.foreign import (
     ForeignReply,
     MessageRow,
     finite_numbers,
-    text_of,
+    flatten_message_text,
     with_observations,
 )
 from agentrl.inspection.conversation import (
@@ -45,14 +45,14 @@ from agentrl.inspection.conversation import (
     RewardAct,
     SpawnAct,
     ToolAct,
-    conversation_of,
+    build_conversation,
     reward_components,
 )
-from agentrl.inspection.tokens import float32, int32, played_rows
-from agentrl.journal.entries import SpanEntry
+from agentrl.inspection.tokens import assemble_rows, decode_float32, decode_int32
+from agentrl.journal.entries import TurnVersionSpan
 
 if TYPE_CHECKING:
-    from agentrl.exchange.exporting import Selection
+    from agentrl.exchange.exporting import ExportSelection
     from agentrl.inspection.reader import EpisodeView
     from agentrl.inspection.tokens import AssembledRow
     from agentrl.journal.entries import TurnEntry
@@ -72,14 +72,14 @@ MAX_INDEX = 10_000
 _VERSION = re.compile(r"(.{1,200})@(-?\d{1,9})\.(-?\d{1,9})", re.DOTALL)
 
 
-def write(selection: Selection, path: Path) -> None:
+def write(selection: ExportSelection, path: Path) -> None:
     """Write the trajectories of a selection as a directory."""
     path.mkdir()
     run = str(selection.reader.info().get("run", ""))
     for episode, attempt in selection.keys:
         try:
             view = selection.reader.episode(episode, attempt)
-            trajectory = atif_trajectory(run, view, conversation_of(selection.reader, view))
+            trajectory = atif_trajectory(run, view, build_conversation(selection.reader, view))
         except JournalError as error:
             selection.problems.append(f"{episode}: left out: {error}")
             continue
@@ -97,7 +97,7 @@ def atif_trajectory(run: str, view: EpisodeView, conversation: ConversationView)
     """Return an episode as a trajectory."""
     line = view.summary
     name = f"{line.episode}.{line.attempt}"
-    rows = played_rows(view)
+    rows = assemble_rows(view)
     has_prompts = sum(map(_prompt_ids, rows)) <= MAX_PROMPT_IDS
     calls = _calls(conversation)
     copied = {_key(act) for act in conversation.acts[: conversation.inherited] if isinstance(act, PolicyTurn)}
@@ -204,7 +204,7 @@ def _steps(
             yield _message_step(message)
         following = row.turns[place + 1].messages if place + 1 < len(row.turns) else ()
         answers = list(takewhile(lambda message: message.get("role") == "tool", following))
-        context += int32(turn.context_ids)
+        context += decode_int32(turn.context_ids)
         step = _said(turn, len(context))
         if has_prompts:
             step["metrics"]["prompt_token_ids"] = list(context)
@@ -212,7 +212,7 @@ def _steps(
             step["is_copied_context"] = True
         step |= _tools(calls.get(_key(turn), []), answers)
         yield step
-        context += int32(turn.token_ids)
+        context += decode_int32(turn.token_ids)
 
 
 def _message_step(message: dict[str, Any]) -> dict[str, Any]:
@@ -231,7 +231,7 @@ def _message_step(message: dict[str, Any]) -> dict[str, Any]:
 def _said(turn: TurnEntry, prompt_tokens: int) -> dict[str, Any]:
     whose = turn.weights_of or turn.policy
     versions = [(span.start, span.stop, f"{whose}@{span.lineage}.{span.step}") for span in turn.spans]
-    ids, logprobs = list(int32(turn.token_ids)), list(float32(turn.logprobs))
+    ids, logprobs = list(decode_int32(turn.token_ids)), list(decode_float32(turn.logprobs))
     metrics: dict[str, Any] = {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": len(ids),
@@ -242,7 +242,7 @@ def _said(turn: TurnEntry, prompt_tokens: int) -> dict[str, Any]:
             "temperature": turn.temperature,
             "seconds": turn.seconds,
             "versions": versions,
-            "kept_counts": list(int32(turn.mask_counts or b"")),
+            "kept_counts": list(decode_int32(turn.mask_counts or b"")),
         },
     }
     if len(logprobs) == len(ids) and all(map(math.isfinite, logprobs)):
@@ -363,7 +363,7 @@ def read(source: Path) -> Iterator[ForeignEpisode]:
     Raises:
         InputError: there are no episodes, or a file is no trajectory.
     """
-    tree = directories(source)
+    tree = walk_directories(source)
     if (top := next(tree, None)) is None:
         files = [source]
     else:
@@ -373,7 +373,7 @@ def read(source: Path) -> Iterator[ForeignEpisode]:
         raise InputError(f"{source}: {len(files):,} files of trajectories found; expected from 1 to {MAX_FILES:,}")
     for file in files:
         where = str(file)
-        trajectory = decode_json(whole_file(file), _Trajectory, where)
+        trajectory = decode_json(read_whole_file(file), _Trajectory, where)
         yield _episode(trajectory, where, file.stem)
 
 
@@ -481,7 +481,10 @@ def _waiting(row: MessageRow) -> MessageRow:
 def _message(step: _Step) -> dict[str, Any]:
     extra = step.extra or {}
     roles = {"agent": "assistant"}
-    message: dict[str, Any] = {"role": roles.get(step.source, step.source), "content": text_of(step.message)}
+    message: dict[str, Any] = {
+        "role": roles.get(step.source, step.source),
+        "content": flatten_message_text(step.message),
+    }
     if extra.get("role") in ("system", "user", "assistant", "tool"):
         message["role"] = extra["role"]
     message |= {name: extra[name] for name in ("name", "tool_call_id") if isinstance(extra.get(name), str)}
@@ -497,7 +500,7 @@ def _message(step: _Step) -> dict[str, Any]:
 
 def _answer(result: _Result, names: dict[str, str]) -> dict[str, Any]:
     extra = result.extra or {}
-    message: dict[str, Any] = {"role": "tool", "content": text_of(result.content)}
+    message: dict[str, Any] = {"role": "tool", "content": flatten_message_text(result.content)}
     if result.source_call_id is not None:
         message["tool_call_id"] = result.source_call_id
         if result.source_call_id in names:
@@ -512,7 +515,7 @@ def _reply(step: _Step, policy: str, context: list[int] | None, where: str) -> F
     logprobs = metrics.logprobs if ids is not None and len(metrics.logprobs or ()) == len(ids) else None
     spans, whose = _spans(extra.get("versions"), len(ids or ()))
     return ForeignReply(
-        text=text_of(step.message),
+        text=flatten_message_text(step.message),
         reasoning=step.reasoning_content or "",
         calls=[_call(call, step.observation) for call in step.tool_calls or ()],
         context_ids=context if ids is not None else None,
@@ -537,13 +540,13 @@ def _call(call: _AtifCall, observation: _Observation | None) -> ForeignCall:
         id=call.tool_call_id,
         name=call.function_name,
         arguments=call.arguments if told is None else told,
-        observation=text_of(answer.content),
+        observation=flatten_message_text(answer.content),
         outcome=_typed(extra.get("outcome"), str, NOT_RECORDED),
         seconds=_typed(extra.get("seconds"), float, 0.0),
     )
 
 
-def _spans(told: Any, tokens: int) -> tuple[list[SpanEntry], str]:
+def _spans(told: Any, tokens: int) -> tuple[list[TurnVersionSpan], str]:
     """Return the spans of versions over a turn's tokens, and their policy, as our exports write them; empty if
     absent.
     """
@@ -552,7 +555,7 @@ def _spans(told: Any, tokens: int) -> tuple[list[SpanEntry], str]:
         found = _VERSION.fullmatch(version)
         if found is None or not 0 <= start < stop <= tokens:
             return [], ""
-        spans.append(SpanEntry(start, stop, int(found[2]), int(found[3])))
+        spans.append(TurnVersionSpan(start, stop, int(found[2]), int(found[3])))
         whose.add(found[1])
     return (spans, whose.pop()) if len(whose) == 1 else ([], "")
 

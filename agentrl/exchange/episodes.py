@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from agentrl.core.errors import JournalError
-from agentrl.inspection.conversation import Act, ConversationView, PolicyTurn, RewardAct, conversation_of
+from agentrl.inspection.conversation import Act, ConversationView, PolicyTurn, RewardAct, build_conversation
 from agentrl.inspection.reader import checked_rows
-from agentrl.inspection.tokens import float32, int32, played_rows, step_rows, trained_row
+from agentrl.inspection.tokens import assemble_rows, decode_float32, decode_int32, newest_step_values, read_step_rows
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from agentrl.exchange.exporting import Selection
+    from agentrl.exchange.exporting import ExportSelection
     from agentrl.inspection.reader import EpisodeView, RunReader
     from agentrl.inspection.tokens import AssembledRow, ReadStep, StepValues
 
@@ -54,7 +54,7 @@ class RewardPart(msgspec.Struct, frozen=True):
     weight: float
 
 
-class Credit(msgspec.Struct, frozen=True):
+class AgentStepCredit(msgspec.Struct, frozen=True):
     """Reward and advantage of an agent in an optimizer step."""
 
     step: str
@@ -102,7 +102,7 @@ class ExportedAgent(msgspec.Struct, frozen=True, kw_only=True):
     policy: str
     reward: float | None
     reward_parts: list[RewardPart]
-    credits: list[Credit]
+    credits: list[AgentStepCredit]
     """Credits, one for each step that consumed the row, in order; more than one only after a rollback."""
     rows: list[ExportedRow]
 
@@ -139,11 +139,11 @@ class ExportedEpisode(msgspec.Struct, frozen=True, kw_only=True):
     problems: list[str]
 
 
-def exported_episodes(selection: Selection) -> Iterator[ExportedEpisode]:
+def exported_episodes(selection: ExportSelection) -> Iterator[ExportedEpisode]:
     """Yield the episodes of a selection; unreadable data is added to the selection's problems."""
     reader = selection.reader
     run = str(reader.info().get("run", ""))
-    read = lru_cache(STEP_FILES)(step_rows)
+    read = lru_cache(STEP_FILES)(read_step_rows)
     for episode, attempt in selection.keys:
         try:
             found = _exported(reader, run, reader.episode(episode, attempt), read)
@@ -155,11 +155,11 @@ def exported_episodes(selection: Selection) -> Iterator[ExportedEpisode]:
 
 
 def _exported(reader: RunReader, run: str, view: EpisodeView, read: ReadStep) -> ExportedEpisode:
-    conversation = conversation_of(reader, view)
+    conversation = build_conversation(reader, view)
     problems = list(conversation.problems)
     rows: dict[tuple[str, int], list[ExportedRow]] = {}
-    for played in played_rows(view):
-        row = _row(played, trained_row(reader, view, played, problems, read))
+    for played in assemble_rows(view):
+        row = _row(played, newest_step_values(reader, view, played, problems, read))
         rows.setdefault((played.seat, played.index), []).append(row)
     return _episode(run, conversation, _agents(reader, conversation, rows, problems), problems)
 
@@ -212,19 +212,21 @@ def _agents(
     return agents
 
 
-def _credits(reader: RunReader, view: ConversationView, problems: list[str]) -> dict[tuple[str, int], list[Credit]]:
+def _credits(
+    reader: RunReader, view: ConversationView, problems: list[str]
+) -> dict[tuple[str, int], list[AgentStepCredit]]:
     line = view.summary
     fed = checked_rows(
         *(reader.log, "step_units", "episode = ? AND attempt = ? ORDER BY lineage, step, position"),
         *(line.episode, line.attempt),
         problems=problems,
     )
-    found: dict[tuple[str, int], list[Credit]] = {}
+    found: dict[tuple[str, int], list[AgentStepCredit]] = {}
     for row in fed:
         step = f"{row['policy']}@{row['lineage']}.{row['step']}"
         turns = json_list(row["turn_advantages"], problems)
         try:
-            credit = msgspec.convert({**row, "step": step, "turn_advantages": turns}, Credit)
+            credit = msgspec.convert({**row, "step": step, "turn_advantages": turns}, AgentStepCredit)
         except msgspec.ValidationError as error:
             problems.append(f"what step {step} made of it cannot be read ({error})")
             continue
@@ -243,15 +245,15 @@ def _row(played: AssembledRow, trained: StepValues | None) -> ExportedRow:
     kept: list[int] = []
     for turn in played.turns:
         messages += [*turn.messages, {"role": "assistant", "content": turn.text, "turn": turn.turn}]
-        context, sampled = int32(turn.context_ids), int32(turn.token_ids)
+        context, sampled = decode_int32(turn.context_ids), decode_int32(turn.token_ids)
         before, many = len(context), len(sampled)
         start = len(ids) + before
         ids += [*context, *sampled]
         mask += [0] * before + [1] * many
-        logprobs += [0.0] * before + _padded(null_if_not_finite(float32(turn.logprobs)), many, None)
+        logprobs += [0.0] * before + _padded(null_if_not_finite(decode_float32(turn.logprobs)), many, None)
         turn_index += [-1] * before + [turn.turn] * many
-        counts += [0] * before + _padded(list(int32(turn.mask_counts or b"")), many, 0)
-        kept += int32(turn.mask_ids or b"")
+        counts += [0] * before + _padded(list(decode_int32(turn.mask_counts or b"")), many, 0)
+        kept += decode_int32(turn.mask_ids or b"")
         whose = turn.weights_of or turn.policy
         versions += [(start + s.start, start + s.stop, f"{whose}@{s.lineage}.{s.step}") for s in turn.spans]
     is_filtered = any(turn.mask_counts is not None for turn in played.turns)
@@ -305,7 +307,7 @@ def json_list(text: Any, problems: list[str]) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def write_json_lines(selection: Selection, path: Path) -> None:
+def write_json_lines(selection: ExportSelection, path: Path) -> None:
     """Write the episodes of a selection as lines of JSON."""
     with path.open("xb") as file:
         for episode in exported_episodes(selection):
@@ -328,17 +330,17 @@ def _plain(value: Any) -> Any:
     return value.encode("utf-8", "replace").decode() if isinstance(value, str) else value
 
 
-def write_table(selection: Selection, path: Path) -> None:
+def write_parquet_table(selection: ExportSelection, path: Path) -> None:
     """Write the Parquet table of a selection."""
     import pyarrow as pa
     from pyarrow.parquet import ParquetWriter
 
-    schema = table_schema()
+    schema = parquet_table_schema()
     batches = []
     with ParquetWriter(path, schema, compression="zstd") as writer:
         for episode in exported_episodes(selection):
             try:
-                batches.append(pa.RecordBatch.from_pylist(table_lines(episode), schema))
+                batches.append(pa.RecordBatch.from_pylist(parquet_table_rows(episode), schema))
             except (pa.ArrowException, OverflowError, TypeError, ValueError) as error:
                 selection.problems.append(f"{episode.episode}: left out: the table has no place for it ({error})")
             if sum(batch.nbytes for batch in batches) > BATCH_BYTES:
@@ -347,7 +349,7 @@ def write_table(selection: Selection, path: Path) -> None:
         writer.write_table(pa.Table.from_batches(batches, schema))
 
 
-def table_lines(episode: ExportedEpisode) -> list[dict[str, Any]]:
+def parquet_table_rows(episode: ExportedEpisode) -> list[dict[str, Any]]:
     """Return the lines of the table for an episode."""
     whole = {name: getattr(episode, name) for name in _EPISODE}
     whole |= {name: encode_json(getattr(episode, name)).decode() for name in _JSON}
@@ -378,7 +380,7 @@ def _message(message: dict[str, Any]) -> dict[str, Any]:
     return line
 
 
-def table_schema() -> Any:
+def parquet_table_schema() -> Any:
     """Return the schema of the table."""
     import pyarrow as pa
 

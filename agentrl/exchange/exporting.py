@@ -25,7 +25,7 @@ from agentrl.exchange.files import staging_path
 from agentrl.exchange.formats import EXPORTS
 from agentrl.inspection.comparisons import FORKS, fork_tree
 from agentrl.inspection.search import episodes_with_words
-from agentrl.inspection.viewer.page import exported_page
+from agentrl.inspection.viewer.page import self_contained_page
 from agentrl.inspection.viewer.questions import QUESTIONS, Parameters, answer_about_episode, as_json, run_summary
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from agentrl.inspection.reader import RunReader
 
 
-class Selection(NamedTuple):
+class ExportSelection(NamedTuple):
     """Episodes of a run to export."""
 
     reader: RunReader
@@ -79,7 +79,9 @@ def export(
     """
     target = out or reader.path / EXPORTS[format].file
     _check(target, format, force=force)
-    selection = Selection(reader, reader.keys(where, among=episodes_with_words(reader, match) if match else None), [])
+    selection = ExportSelection(
+        reader, reader.keys(where, among=episodes_with_words(reader, match) if match else None), []
+    )
     if not selection.keys:
         raise InputError(f"{reader.path}: no episode matches the filter; `agentrl episode list` shows what there is")
     module, _, function = EXPORTS[format].write.partition(":")
@@ -132,7 +134,7 @@ MAX_EPISODES = 10_000
 _LEVEL = 6
 
 
-def write_html_page(selection: Selection, path: Path) -> None:
+def write_html_page(selection: ExportSelection, path: Path) -> None:
     """Write the page. Damage of an episode is shown at the damaged part.
 
     Raises:
@@ -149,10 +151,10 @@ def write_html_page(selection: Selection, path: Path) -> None:
         index[name] = len(blocks)
         blocks.append(_packed(value))
     blocks[0] = _packed({"blocks": index, "all": selection.reader.count()})
-    path.write_text(exported_page(blocks), encoding="utf-8")
+    path.write_text(self_contained_page(blocks), encoding="utf-8")
 
 
-def _answers(selection: Selection) -> Iterator[tuple[str, Any]]:
+def _answers(selection: ExportSelection) -> Iterator[tuple[str, Any]]:
     """Yield the answers that the page requests, by name."""
     reader, problems = selection.reader, selection.problems
     lines = reader.lines(selection.keys)

@@ -43,7 +43,7 @@ _OBJECT = re.compile(rb'\{\s*["}]')
 _NAME = "exchange-"
 
 
-def directories(source: Path) -> Iterator[tuple[Path, list[str]]]:
+def walk_directories(source: Path) -> Iterator[tuple[Path, list[str]]]:
     """Yield the directories of a tree, each with the sorted names of its files; nothing if `source` is a file.
 
     Raises:
@@ -83,7 +83,7 @@ def json_lines(path: Path) -> Iterator[tuple[str, bytes]]:
         raise _unreadable(path, error) from error
 
 
-def whole_file(path: Path) -> bytes:
+def read_whole_file(path: Path) -> bytes:
     """Return the bytes of a file that holds one value.
 
     Raises:

@@ -16,17 +16,17 @@ from typing import Any, Protocol
 import msgspec
 
 from agentrl.core.errors import InputError
-from agentrl.core.records import DataLocation, EpisodeHeader, EpisodeSpec, SeatBinding, Task, TrajectoryHeader
+from agentrl.core.records import EpisodeDataLocation, EpisodeHeader, EpisodeSpec, SeatBinding, Task, TrajectoryHeader
 from agentrl.exchange.files import MAX_INT, check_storable
 from agentrl.journal.entries import (
     BeginEntry,
     EntryBody,
     JournalEntry,
+    NondeterministicValueEntry,
     RewardEntry,
-    SpanEntry,
     ToolEntry,
     TurnEntry,
-    ValueEntry,
+    TurnVersionSpan,
     encode_body,
 )
 
@@ -57,7 +57,7 @@ class ForeignReply(msgspec.Struct, frozen=True, kw_only=True):
     """Context tokens before the reply that are new in its row; None if unknown."""
     token_ids: Sequence[int] | None = None
     logprobs: Sequence[float] | None = None
-    spans: Sequence[SpanEntry] = ()
+    spans: Sequence[TurnVersionSpan] = ()
     weights_of: str = ""
     finish_reason: str = ""
     temperature: float | None = None
@@ -105,7 +105,7 @@ class ForeignEpisode(msgspec.Struct, kw_only=True):
     """Step of the weights that played the episode, if the file names one for the whole episode."""
 
 
-def spec_of(played: ForeignEpisode) -> EpisodeSpec:
+def make_episode_spec(played: ForeignEpisode) -> EpisodeSpec:
     """Return the spec of an episode."""
     return EpisodeSpec(
         episode_id=played.name,
@@ -118,7 +118,7 @@ def spec_of(played: ForeignEpisode) -> EpisodeSpec:
     )
 
 
-def entries_of(played: ForeignEpisode) -> list[JournalEntry]:
+def make_journal_entries(played: ForeignEpisode) -> list[JournalEntry]:
     """Return the entries of an episode: agents are interleaved by time if all times are known, else one follows the
     other."""
     seats = {agent.seat: agent.policy for agent in played.agents}
@@ -128,7 +128,9 @@ def entries_of(played: ForeignEpisode) -> list[JournalEntry]:
     blocks = [block for agent in played.agents for block in _blocks(agent, played.where)]
     if all(started > 0.0 for started, _ in blocks):
         blocks.sort(key=lambda block: block[0])
-    bodies: list[EntryBody] = [ValueEntry("imported", {**played.source, "not_told": missing_data(played)})]
+    bodies: list[EntryBody] = [
+        NondeterministicValueEntry("imported", {**played.source, "not_told": missing_data(played)})
+    ]
     bodies += [body for _, block in blocks for body in block]
     for agent in played.agents:
         bodies += [RewardEntry(agent.seat, agent.index, value, turn) for turn, value in agent.rewards]
@@ -136,7 +138,7 @@ def entries_of(played: ForeignEpisode) -> list[JournalEntry]:
     return [JournalEntry(played.name, 0, call, b"", encode_body(body)) for call, body in calls]
 
 
-def header_of(played: ForeignEpisode, partition: str, entries: int) -> EpisodeHeader:
+def build_episode_header(played: ForeignEpisode, partition: str, entries: int) -> EpisodeHeader:
     """Return the header of an episode."""
     replies = {id(agent): list(_replies(agent)) for agent in played.agents}
     tokens = {key: sum(len(reply.token_ids or ()) for reply in said) for key, said in replies.items()}
@@ -163,13 +165,13 @@ def header_of(played: ForeignEpisode, partition: str, entries: int) -> EpisodeHe
             )
             for agent in played.agents
         ),
-        location=DataLocation(partition, entries),
+        location=EpisodeDataLocation(partition, entries),
     )
 
 
 def missing_data(played: ForeignEpisode) -> list[str]:
     """Return the kinds of data that the file lacks for the episode."""
-    replies = replies_of(played)
+    replies = all_policy_replies(played)
     lacks = {
         "token ids": any(reply.token_ids is None for reply in replies),
         "prompt token ids": any(reply.token_ids is not None and reply.context_ids is None for reply in replies),
@@ -181,7 +183,7 @@ def missing_data(played: ForeignEpisode) -> list[str]:
     return [what for what, is_missing in lacks.items() if is_missing]
 
 
-def replies_of(played: ForeignEpisode) -> list[ForeignReply]:
+def all_policy_replies(played: ForeignEpisode) -> list[ForeignReply]:
     """Return the replies of all policies of an episode, agent by agent."""
     return [reply for agent in played.agents for reply in _replies(agent)]
 
@@ -213,7 +215,7 @@ def _blocks(agent: ForeignAgent, where: str) -> Iterator[tuple[float, list[Entry
             entry = _turn(agent, number, turn, tuple(messages), item, length, where)
             block: list[EntryBody] = [entry]
             if item.reasoning:
-                block.append(ValueEntry("reasoning", item.reasoning))
+                block.append(NondeterministicValueEntry("reasoning", item.reasoning))
             block += [
                 ToolEntry(call.name, call.arguments, call.observation, call.outcome, True, call.seconds)
                 for call in item.calls
@@ -224,7 +226,7 @@ def _blocks(agent: ForeignAgent, where: str) -> Iterator[tuple[float, list[Entry
             length += (len(entry.context_ids) + len(entry.token_ids)) // 4
             messages = []
         if messages:
-            yield started, [ValueEntry("message", message) for message in messages]
+            yield started, [NondeterministicValueEntry("message", message) for message in messages]
 
 
 def _turn(
@@ -279,17 +281,17 @@ class _ForeignMessage(Protocol):
     name: str | None
 
 
-def message_of(message: _ForeignMessage) -> dict[str, Any]:
+def message_without_empty_fields(message: _ForeignMessage) -> dict[str, Any]:
     """Return a message without empty fields."""
-    told: dict[str, Any] = {"role": message.role, "content": text_of(message.content)}
+    told: dict[str, Any] = {"role": message.role, "content": flatten_message_text(message.content)}
     if message.tool_calls:
-        calls = [call_of(call) for call in message.tool_calls]
+        calls = [decode_foreign_call(call) for call in message.tool_calls]
         told["tool_calls"] = [{"id": call.id, "name": call.name, "arguments": call.arguments} for call in calls]
     others = {"tool_call_id": message.tool_call_id, "name": message.name}
     return told | {name: value for name, value in others.items() if value is not None}
 
 
-def text_of(content: Any) -> str:
+def flatten_message_text(content: Any) -> str:
     """Return the text of a message. A part other than text is replaced by its type, any other content by its JSON."""
     if content is None:
         return ""
@@ -307,7 +309,7 @@ def _part(part: Any) -> str:
     return text if isinstance(text, str) else f"[{part.get('type', 'a part')} is not shown]"
 
 
-def call_of(call: Any) -> ForeignCall:
+def decode_foreign_call(call: Any) -> ForeignCall:
     """Decode a tool call from any of the forms in use: `{name, arguments}` or `{function: {name, arguments}}`, or
     either as JSON text."""
     value = _parsed(call) if isinstance(call, str) else call

@@ -16,7 +16,7 @@ class ExportFormat(NamedTuple):
     file: str
     """Default file name of the export in the run's directory."""
     write: str
-    """Reference `module:function`; called with a `Selection` and the path of the file or directory to create."""
+    """Reference `module:function`; called with a `ExportSelection` and the path of the file or directory to create."""
     is_directory: bool = False
     """Whether the export is a directory; a directory never replaces an existing path."""
 
@@ -27,7 +27,7 @@ EXPORTS: Mapping[str, ExportFormat] = {
     ),
     "jsonl": ExportFormat("a line of JSON per episode", "episodes.jsonl", "agentrl.exchange.episodes:write_json_lines"),
     "parquet": ExportFormat(
-        "a table with a line per token row", "rows.parquet", "agentrl.exchange.episodes:write_table"
+        "a table with a line per token row", "rows.parquet", "agentrl.exchange.episodes:write_parquet_table"
     ),
     "atif": ExportFormat(
         "a directory with a trajectory file per episode, ATIF 1.8",

@@ -20,7 +20,14 @@ from agentrl.core.clock import SystemClock
 from agentrl.core.errors import EpisodeError, InputError, StorageError
 from agentrl.core.files import os_error_advice, rename_durably
 from agentrl.exchange.files import check_storable, staging_path
-from agentrl.exchange.foreign import ForeignReply, entries_of, header_of, missing_data, replies_of, spec_of
+from agentrl.exchange.foreign import (
+    ForeignReply,
+    all_policy_replies,
+    build_episode_header,
+    make_episode_spec,
+    make_journal_entries,
+    missing_data,
+)
 from agentrl.exchange.formats import IMPORTS
 from agentrl.journal.entries import episode_digest
 from agentrl.journal.store import SqliteJournal
@@ -101,8 +108,8 @@ async def _write(directory: Path, episodes: Iterator[ForeignEpisode], info: dict
     names: set[str] = set()
 
     async def commit(played: ForeignEpisode, entries: list[JournalEntry]) -> None:
-        spec, log = spec_of(played), journal.turn_log(WORKER)
-        header = header_of(played, log.name, len(entries))
+        spec, log = make_episode_spec(played), journal.turn_log(WORKER)
+        header = build_episode_header(played, log.name, len(entries))
         try:
             clock.at = played.started
             journal.admit(spec)
@@ -119,11 +126,11 @@ async def _write(directory: Path, episodes: Iterator[ForeignEpisode], info: dict
         for played in episodes:
             _check_names(played, names)
             _check_values(played)
-            entries = entries_of(played)
+            entries = make_journal_entries(played)
             batch.append((played, entries))
             size += sum(len(entry.body) for entry in entries)
             told["episodes"] += 1
-            told["turns"] += len(replies_of(played))
+            told["turns"] += len(all_policy_replies(played))
             told.update(missing_data(played))
             if len(batch) >= BATCH_EPISODES or size >= BATCH_BYTES:
                 await asyncio.gather(*(commit(*each) for each in batch))
@@ -156,7 +163,7 @@ def _check_values(played: ForeignEpisode) -> None:
             raise InputError(f"{played.where}: a reward of more than {MAX_REWARD:g}, or for a turn that does not exist")
     if played.oldest_step not in range(-1, 1 << 31):
         raise InputError(f"{played.where}: weights of a step that does not exist")
-    replies = replies_of(played)
+    replies = all_policy_replies(played)
     times = [played.started, played.ended, *(time for reply in replies for time in (reply.started, reply.seconds))]
     times += [call.seconds for reply in replies for call in reply.calls]
     if not all(0 <= time < LATEST for time in times):

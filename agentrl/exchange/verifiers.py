@@ -14,20 +14,20 @@ from typing import Any
 import msgspec
 
 from agentrl.core.errors import InputError
-from agentrl.exchange.files import decode_json, directories, json_lines
+from agentrl.exchange.files import decode_json, json_lines, walk_directories
 from agentrl.exchange.foreign import (
     UNKNOWN,
     ForeignAgent,
     ForeignEpisode,
     ForeignReply,
     MessageRow,
-    call_of,
+    decode_foreign_call,
     finite_numbers,
-    message_of,
-    text_of,
+    flatten_message_text,
+    message_without_empty_fields,
     with_observations,
 )
-from agentrl.journal.entries import SpanEntry
+from agentrl.journal.entries import TurnVersionSpan
 
 FILES = ("traces.jsonl", "results.jsonl")
 """File names looked for in a directory of verifiers, in this order."""
@@ -182,7 +182,7 @@ def read(source: Path) -> Iterator[ForeignEpisode]:
     Raises:
         InputError: the file does not exist, or a line of it is no episode.
     """
-    if (top := next(directories(source), None)) is not None:
+    if (top := next(walk_directories(source), None)) is not None:
         found = [source / name for name in FILES if name in top[1]]
         if not found:
             raise InputError(f"{source}: contains neither {' nor '.join(FILES)}")
@@ -311,7 +311,7 @@ def _row(
     for number in path:
         node = trace.nodes[number]
         if not node.sampled or number in said:
-            row.append(message_of(node.message))
+            row.append(message_without_empty_fields(node.message))
             context += node.token_ids
             continue
         sampled = sum(node.mask)
@@ -327,13 +327,13 @@ def _reply(
 ) -> ForeignReply:
     logprobs = [value for value in node.logprobs if value is not None]
     return ForeignReply(
-        text=text_of(node.message.content),
+        text=flatten_message_text(node.message.content),
         reasoning=node.message.reasoning_content or "",
-        calls=[call_of(each) for each in node.message.tool_calls or ()],
+        calls=[decode_foreign_call(each) for each in node.message.tool_calls or ()],
         context_ids=context,
         token_ids=ids,
         logprobs=logprobs if ids is not None and len(logprobs) == len(ids) else None,
-        spans=[SpanEntry(0, len(ids), 0, step)] if ids and step is not None else (),
+        spans=[TurnVersionSpan(0, len(ids), 0, step)] if ids and step is not None else (),
         finish_reason=call.finish_reason or "",
         temperature=call.sampling.temperature if call.sampling is not None else None,
         started=call.time.start or node.timestamp,
@@ -345,17 +345,17 @@ def _rollout(told: _Rollout, where: str) -> ForeignEpisode:
     """Convert a line of `results.jsonl`: messages and a reward, without tokens and times."""
     number = where.rpartition(" ")[2]
     row: MessageRow = [
-        message_of(message)
+        message_without_empty_fields(message)
         for message in ([_Message("user", told.prompt)] if isinstance(told.prompt, str) else told.prompt)
     ]
     said = [_Message("assistant", told.completion)] if isinstance(told.completion, str) else told.completion
     for message in said:
         if message.role == "assistant":
-            calls = [call_of(each) for each in message.tool_calls or ()]
-            text, reasoning = text_of(message.content), message.reasoning_content or ""
+            calls = [decode_foreign_call(each) for each in message.tool_calls or ()]
+            text, reasoning = flatten_message_text(message.content), message.reasoning_content or ""
             row.append(ForeignReply(text=text, reasoning=reasoning, calls=calls))
         else:
-            row.append(message_of(message))
+            row.append(message_without_empty_fields(message))
     task = f"{told.task or 'task'}-{told.example_id if told.example_id is not None else number}"
     agent = ForeignAgent(
         seat="agent",
@@ -375,6 +375,6 @@ def _rollout(told: _Rollout, where: str) -> ForeignEpisode:
         agents=[agent],
         stop_reason=_STOPS.get(told.stop_condition, told.stop_condition) if told.stop_condition else None,
         drop_reason="error" if told.error else None,
-        detail=text_of(told.error) if told.error else "",
+        detail=flatten_message_text(told.error) if told.error else "",
         metrics=finite_numbers(told.metrics, ""),
     )

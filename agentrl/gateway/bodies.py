@@ -64,7 +64,7 @@ def decompress_body(body: bytes, encoding: str) -> bytes:
     return found
 
 
-def memory_of(body: bytes) -> int:
+def estimate_body_memory(body: bytes) -> int:
     """Estimate the bytes that a body and what is parsed from it take."""
     return 2 * len(body) + 256 * (body.count(b"[") + body.count(b"{")) + 64 * body.count(b",")
 

@@ -90,7 +90,7 @@ class ChatReply:
     cached_tokens: int
 
 
-class Seat(Protocol):
+class GatewaySeat(Protocol):
     """The gateway's interface to a seat of a running episode."""
 
     seat: str
@@ -174,7 +174,7 @@ def read_integer(body: Mapping[str, Any], name: str, *, least: int = 1) -> int |
     return value
 
 
-def read_text(value: Any, where: str) -> str:
+def require_text(value: Any, where: str) -> str:
     """Check that a value of a body is a string.
 
     Raises:
@@ -185,7 +185,7 @@ def read_text(value: Any, where: str) -> str:
     return value
 
 
-def read_objects(value: Any, where: str) -> list[dict[str, Any]]:
+def require_object_list(value: Any, where: str) -> list[dict[str, Any]]:
     """Check that a value of a body is a list of objects.
 
     Raises:

@@ -14,8 +14,8 @@ from agentrl.gateway.calls import (
     RequestRefusedError,
     bounded_repr,
     read_integer,
-    read_objects,
-    read_text,
+    require_object_list,
+    require_text,
     stop_texts,
 )
 
@@ -44,7 +44,7 @@ _DEMANDS = (
 _ERRORS = {"key": "invalid_api_key", "model": "model_not_found", "context": "context_length_exceeded"}
 
 
-class ChatCompletions:
+class ChatCompletionsProtocol:
     """See `calls.ChatProtocol`."""
 
     name = "chat completions"
@@ -57,9 +57,9 @@ class ChatCompletions:
         if replies > MOST_REPLIES:
             raise RequestRefusedError(f"n is {replies}; at most {MOST_REPLIES} is supported", "invalid", "n")
         return ChatRequest(
-            model=read_text(body.get("model"), "model"),
+            model=require_text(body.get("model"), "model"),
             messages=parse_messages(body.get("messages")),
-            tools=[_tool(tool) for tool in read_objects(body.get("tools") or [], "tools")],
+            tools=[_tool(tool) for tool in require_object_list(body.get("tools") or [], "tools")],
             max_tokens=read_integer(body, "max_completion_tokens") or read_integer(body, "max_tokens"),
             stop=stop_texts(body.get("stop"), "stop"),
             n=replies,
@@ -122,12 +122,14 @@ def parse_messages(value: Any) -> list[Message]:
     """
     found: list[Message] = []
     names: dict[str, str] = {}
-    for n, item in enumerate(read_objects(value, "messages")):
+    for n, item in enumerate(require_object_list(value, "messages")):
         where = f"messages[{n}]"
         role = _ROLES.get(str(item.get("role")))
         if role is None:
             raise RequestRefusedError(f"{where}.role is {bounded_repr(item.get('role'))}", "invalid", where)
-        calls = tuple(_call(call, where) for call in read_objects(item.get("tool_calls") or [], f"{where}.tool_calls"))
+        calls = tuple(
+            _call(call, where) for call in require_object_list(item.get("tool_calls") or [], f"{where}.tool_calls")
+        )
         names.update((call.id, call.name) for call in calls)
         answered = item.get("tool_call_id")
         found.append(
@@ -135,7 +137,7 @@ def parse_messages(value: Any) -> list[Message]:
                 role=role,
                 content=content_text(item.get("content"), f"{where}.content"),
                 tool_calls=calls if role == "assistant" else (),
-                tool_call_id=read_text(answered, f"{where}.tool_call_id") if answered is not None else None,
+                tool_call_id=require_text(answered, f"{where}.tool_call_id") if answered is not None else None,
                 name=names.get(str(answered)) if role == "tool" else None,
             )
         )
@@ -160,13 +162,13 @@ def content_text(value: Any, where: str) -> str:
     if isinstance(value, str):
         return value
     parts = []
-    for part in read_objects(value, where):
+    for part in require_object_list(value, where):
         kind = part.get("type", "text")
         if kind not in ("text", "input_text", "output_text", "refusal"):
             raise RequestRefusedError(
                 f"{where} has a part of type {bounded_repr(kind)}; this model reads text only", "invalid", where
             )
-        parts.append(read_text(part.get("text", part.get("refusal")), f"{where}.text"))
+        parts.append(require_text(part.get("text", part.get("refusal")), f"{where}.text"))
     return "\n".join(parts)
 
 
@@ -195,7 +197,7 @@ def _call(call: Mapping[str, Any], where: str) -> ToolCall:
     function = call.get("function")
     if not isinstance(function, dict):
         raise RequestRefusedError(f"{where}.tool_calls has a call without a function", "invalid", where)
-    name = read_text(function.get("name"), f"{where}.tool_calls.function.name")
+    name = require_text(function.get("name"), f"{where}.tool_calls.function.name")
     return ToolCall(id=str(call.get("id", "")), name=name, arguments=parse_arguments(function.get("arguments", "")))
 
 
@@ -211,8 +213,8 @@ def _tool(tool: Mapping[str, Any]) -> ToolSpec:
             f"tools: parameters are {bounded_repr(parameters)}, which is not a JSON schema", "invalid", "tools"
         )
     return ToolSpec(
-        name=read_text(function.get("name"), "tools.function.name"),
-        description=read_text(function.get("description") or "", "tools.function.description"),
+        name=require_text(function.get("name"), "tools.function.name"),
+        description=require_text(function.get("description") or "", "tools.function.description"),
         parameters=parameters,
     )
 

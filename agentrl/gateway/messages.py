@@ -17,8 +17,8 @@ from agentrl.gateway.calls import (
     RequestRefusedError,
     bounded_repr,
     read_integer,
-    read_objects,
-    read_text,
+    require_object_list,
+    require_text,
     stop_texts,
 )
 from agentrl.gateway.chat_completions import arguments_text
@@ -42,7 +42,7 @@ MALFORMED = "malformed_arguments"
 """Only key of a call's input whose arguments are not a JSON object; its value is their text."""
 
 
-class Messages:
+class AnthropicMessagesProtocol:
     """See `calls.ChatProtocol`."""
 
     name = "messages"
@@ -51,9 +51,9 @@ class Messages:
     def read(self, body: Mapping[str, Any]) -> ChatRequest:
         """See `calls.ChatProtocol.read`."""
         return ChatRequest(
-            model=read_text(body.get("model"), "model"),
+            model=require_text(body.get("model"), "model"),
             messages=_messages(body),
-            tools=[_tool(tool) for tool in read_objects(body.get("tools") or [], "tools")],
+            tools=[_tool(tool) for tool in require_object_list(body.get("tools") or [], "tools")],
             max_tokens=read_integer(body, "max_tokens"),
             stop=stop_texts(body.get("stop_sequences"), "stop_sequences"),
             stream=body.get("stream") is True,
@@ -113,9 +113,11 @@ def _messages(body: Mapping[str, Any]) -> list[Message]:
     names: dict[str, str] = {}
     if body.get("system"):
         found.append(Message(role="system", content=_text(body["system"], "system")))
-    for n, item in enumerate(read_objects(body.get("messages"), "messages")):
+    for n, item in enumerate(require_object_list(body.get("messages"), "messages")):
         where, content = f"messages[{n}].content", item.get("content")
-        blocks = [{"type": "text", "text": content}] if isinstance(content, str) else read_objects(content, where)
+        blocks = (
+            [{"type": "text", "text": content}] if isinstance(content, str) else require_object_list(content, where)
+        )
         match item.get("role"):
             case "assistant":
                 found.append(_said(blocks, where))
@@ -140,16 +142,16 @@ def _said(blocks: Sequence[Mapping[str, Any]], where: str) -> Message:
     for block in blocks:
         match block.get("type"):
             case "text":
-                texts.append(read_text(block.get("text"), where))
+                texts.append(require_text(block.get("text"), where))
             case "tool_use":
                 given = block.get("input")
                 if not isinstance(given, dict):
                     raise RequestRefusedError(
                         f"{where}: input is {bounded_repr(given)}, which is not an object", "invalid", where
                     )
-                arguments = read_text(given[MALFORMED], where) if set(given) == {MALFORMED} else given
-                name = read_text(block.get("name"), where)
-                calls.append(ToolCall(id=read_text(block.get("id"), where), name=name, arguments=arguments))
+                arguments = require_text(given[MALFORMED], where) if set(given) == {MALFORMED} else given
+                name = require_text(block.get("name"), where)
+                calls.append(ToolCall(id=require_text(block.get("id"), where), name=name, arguments=arguments))
             case "thinking" | "redacted_thinking":
                 pass
             case other:
@@ -162,7 +164,7 @@ def _user_messages(blocks: Sequence[Mapping[str, Any]], where: str, names: Mappi
     texts: list[str] = []
     for block in blocks:
         if block.get("type") == "tool_result":
-            answered = read_text(block.get("tool_use_id"), where)
+            answered = require_text(block.get("tool_use_id"), where)
             content = _text(block.get("content") or "", where)
             yield Message(role="tool", content=content, tool_call_id=answered, name=names.get(answered))
         else:
@@ -180,13 +182,13 @@ def _text(value: Any, where: str) -> str:
     if isinstance(value, str):
         return value
     found = []
-    for block in read_objects(value, where):
+    for block in require_object_list(value, where):
         if block.get("type") != "text":
             kind = bounded_repr(block.get("type"))
             raise RequestRefusedError(
                 f"{where} has a block of type {kind}; this model reads text only", "invalid", where
             )
-        found.append(read_text(block.get("text"), where))
+        found.append(require_text(block.get("text"), where))
     return "\n".join(found)
 
 
@@ -198,8 +200,8 @@ def _tool(tool: Mapping[str, Any]) -> ToolSpec:
             "invalid",
             "tools",
         )
-    description = read_text(tool.get("description") or "", "tools.description")
-    return ToolSpec(name=read_text(tool.get("name"), "tools.name"), description=description, parameters=schema)
+    description = require_text(tool.get("description") or "", "tools.description")
+    return ToolSpec(name=require_text(tool.get("name"), "tools.name"), description=description, parameters=schema)
 
 
 def _head(request: ChatRequest, reply: ChatReply) -> dict[str, Any]:

@@ -18,8 +18,8 @@ from agentrl.gateway.calls import (
     RequestRefusedError,
     bounded_repr,
     read_integer,
-    read_objects,
-    read_text,
+    require_object_list,
+    require_text,
 )
 from agentrl.gateway.chat_completions import arguments_text, content_text, openai_refusal, parse_arguments
 
@@ -33,7 +33,7 @@ _COMPACT = (
 _CUSTOM = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 
 
-class Responses:
+class OpenAIResponsesProtocol:
     """See `calls.ChatProtocol`."""
 
     name = "responses"
@@ -53,10 +53,10 @@ class Responses:
         written = body.get("text")
         if isinstance(written, dict) and written.get("format") is not None:
             demands["response_format"] = written["format"]
-        tools = read_objects(body.get("tools") or [], "tools")
+        tools = require_object_list(body.get("tools") or [], "tools")
         offered = list(_offered(tools))
         return ChatRequest(
-            model=read_text(body.get("model"), "model"),
+            model=require_text(body.get("model"), "model"),
             messages=_messages(body),
             tools=[_tool(tool, space) for space, tool in offered],
             max_tokens=read_integer(body, "max_output_tokens"),
@@ -114,11 +114,11 @@ def _messages(body: Mapping[str, Any]) -> list[Message]:
         RequestRefusedError: there are none, or they contain more than text.
     """
     given = body.get("input")
-    items = [{"role": "user", "content": given}] if isinstance(given, str) else read_objects(given, "input")
+    items = [{"role": "user", "content": given}] if isinstance(given, str) else require_object_list(given, "input")
     found: list[Message] = []
     said = _Said()
     if body.get("instructions"):
-        found.append(Message(role="system", content=read_text(body["instructions"], "instructions")))
+        found.append(Message(role="system", content=require_text(body["instructions"], "instructions")))
     for n, item in enumerate(items):
         where = f"input[{n}]"
         if said.read(item, where):
@@ -146,11 +146,13 @@ def _input_message(item: Mapping[str, Any], where: str, names: Mapping[str, str]
                 raise RequestRefusedError(f"{where}.role is {bounded_repr(item.get('role'))}", "invalid", where)
             return Message(role=role, content=content_text(item.get("content"), where))
         case "function_call_output" | "custom_tool_call_output":
-            answered = read_text(item.get("call_id"), f"{where}.call_id")
+            answered = require_text(item.get("call_id"), f"{where}.call_id")
             content = content_text(item.get("output"), f"{where}.output")
             return Message(role="tool", content=content, tool_call_id=answered, name=names.get(answered))
         case "compaction" | "compaction_summary":
-            return Message(role="user", content=read_text(item.get("encrypted_content"), f"{where}.encrypted_content"))
+            return Message(
+                role="user", content=require_text(item.get("encrypted_content"), f"{where}.encrypted_content")
+            )
         case other:
             raise RequestRefusedError(
                 f"{where} is of type {bounded_repr(other)}, which is not supported", "invalid", where
@@ -195,11 +197,14 @@ class _Said:
 
 
 def _call(item: Mapping[str, Any], kind: str, where: str) -> ToolCall:
-    call_id, name = read_text(item.get("call_id"), f"{where}.call_id"), read_text(item.get("name"), f"{where}.name")
+    call_id, name = (
+        require_text(item.get("call_id"), f"{where}.call_id"),
+        require_text(item.get("name"), f"{where}.name"),
+    )
     if item.get("namespace"):
-        name = f"{read_text(item['namespace'], f'{where}.namespace')}.{name}"
+        name = f"{require_text(item['namespace'], f'{where}.namespace')}.{name}"
     if kind == "custom_tool_call":
-        return ToolCall(id=call_id, name=name, arguments={"input": read_text(item.get("input"), f"{where}.input")})
+        return ToolCall(id=call_id, name=name, arguments={"input": require_text(item.get("input"), f"{where}.input")})
     return ToolCall(id=call_id, name=name, arguments=parse_arguments(item.get("arguments", "")))
 
 
@@ -207,8 +212,8 @@ def _offered(tools: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, Mapping[
     """Yield the tools of a request, each after its namespace, which is usually empty."""
     for tool in tools:
         if tool.get("type") == "namespace":
-            space = read_text(tool.get("name"), "tools.name")
-            for inner in read_objects(tool.get("tools"), f"tools.{space}.tools"):
+            space = require_text(tool.get("name"), "tools.name")
+            for inner in require_object_list(tool.get("tools"), f"tools.{space}.tools"):
                 yield space, inner
         else:
             yield "", tool
@@ -216,7 +221,7 @@ def _offered(tools: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, Mapping[
 
 def _named(space: str, tool: Mapping[str, Any]) -> str:
     """Return the name under which the model calls a tool."""
-    name = read_text(tool.get("name"), "tools.name")
+    name = require_text(tool.get("name"), "tools.name")
     return f"{space}.{name}" if space else name
 
 
@@ -231,7 +236,7 @@ def _tool(tool: Mapping[str, Any], space: str) -> ToolSpec:
         raise RequestRefusedError(
             f"tools: parameters are {bounded_repr(parameters)}, which is not a JSON schema", "invalid", "tools"
         )
-    description = read_text(tool.get("description") or "", "tools.description")
+    description = require_text(tool.get("description") or "", "tools.description")
     return ToolSpec(name=_named(space, tool), description=description, parameters=parameters)
 
 

@@ -33,10 +33,10 @@ from typing import TYPE_CHECKING, Any
 
 from agentrl.core.errors import AgentRLError, StorageError
 from agentrl.gateway import bodies
-from agentrl.gateway.calls import ChatProtocol, ChatReply, ChatRequest, RequestRefusedError, Seat, bounded_repr
-from agentrl.gateway.chat_completions import ChatCompletions, openai_refusal
-from agentrl.gateway.messages import Messages
-from agentrl.gateway.responses import Responses
+from agentrl.gateway.calls import ChatProtocol, ChatReply, ChatRequest, GatewaySeat, RequestRefusedError, bounded_repr
+from agentrl.gateway.chat_completions import ChatCompletionsProtocol, openai_refusal
+from agentrl.gateway.messages import AnthropicMessagesProtocol
+from agentrl.gateway.responses import OpenAIResponsesProtocol
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -72,7 +72,7 @@ Answer = Callable[["web.Request"], Awaitable["web.StreamResponse"]]
 
 
 @dataclass(eq=False, slots=True)
-class RequestBudget:
+class RequestMemoryBudget:
     """Bounds the memory that the requests of an attempt, or of all conversations, hold together."""
 
     held_bytes: int = 0
@@ -95,7 +95,7 @@ class RequestBudget:
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
-class OpenSeats:
+class AttemptEndpoint:
     """The seats of an attempt while the gateway serves them."""
 
     url: str
@@ -104,7 +104,7 @@ class OpenSeats:
     """API key for all seats; the model's name chooses the seat."""
     keys: Mapping[str, str]
     """API keys, keyed by seat; each key admits to its seat only."""
-    seats: Mapping[str, Seat]
+    seats: Mapping[str, GatewaySeat]
     """Seats, keyed by model name, aliases included."""
     failure: asyncio.Future[None]
     """Future that receives the error with which the episode cannot continue."""
@@ -117,7 +117,7 @@ class OpenSeats:
     running: set[asyncio.Task[Any]] = field(default_factory=set)
     connections: set[web.RequestHandler] = field(default_factory=set)
     """Connections whose last request had a key of the attempt."""
-    budget: RequestBudget = field(default_factory=RequestBudget)
+    budget: RequestMemoryBudget = field(default_factory=RequestMemoryBudget)
     is_closed: bool = False
     """Whether the attempt has ended: a request that was sent before and is read only now samples nothing."""
 
@@ -136,7 +136,7 @@ class _PendingReply:
     """Number of clients that wait for the call."""
 
 
-class Conversations:
+class SharedKeyConversations:
     """The open conversations of clients that share one key; each is an episode.
 
     A client that names its conversation after the key (`KEY:NAME`) continues it. Without a name, a request belongs to
@@ -147,18 +147,20 @@ class Conversations:
         begin: starts an episode for a conversation, with or without a name, and returns its seats.
     """
 
-    def __init__(self, models: Sequence[str], begin: Callable[[str], Awaitable[OpenSeats]]) -> None:
+    def __init__(self, models: Sequence[str], begin: Callable[[str], Awaitable[AttemptEndpoint]]) -> None:
         self.key = new_key()
         self.models = models
-        self.budget = RequestBudget()
+        self.budget = RequestMemoryBudget()
         self._begin = begin
-        self._open: list[OpenSeats] = []
-        self._named: dict[str, OpenSeats] = {}
+        self._open: list[AttemptEndpoint] = []
+        self._named: dict[str, AttemptEndpoint] = {}
         self._beginning = asyncio.Lock()
         self._in_start = 0
         """Number of conversations whose episode has not begun."""
 
-    async def find(self, name: str, chat: ChatRequest, is_waited_for: Callable[[OpenSeats], bool]) -> OpenSeats:
+    async def find(
+        self, name: str, chat: ChatRequest, is_waited_for: Callable[[AttemptEndpoint], bool]
+    ) -> AttemptEndpoint:
         """Return the episode of a request, beginning it if there is none.
 
         Args:
@@ -183,12 +185,12 @@ class Conversations:
                 return opened  # reuse a conversation that was opened only to count the tokens of its first request
         return await self._begin_one("")
 
-    def close(self, opened: OpenSeats) -> None:
+    def close(self, opened: AttemptEndpoint) -> None:
         """Remove an ended episode: if a client continues its conversation, it begins anew."""
         self._open = [each for each in self._open if each is not opened]
         self._named = {name: each for name, each in self._named.items() if each is not opened}
 
-    async def _find_named(self, name: str) -> OpenSeats:
+    async def _find_named(self, name: str) -> AttemptEndpoint:
         if not _NAME.fullmatch(name):
             raise RequestRefusedError(
                 "the name of a conversation, after the colon in the key, must have 1 to 64 letters, digits, '.', '_' "
@@ -200,7 +202,7 @@ class Conversations:
                 self._named[name] = await self._begin_one(name)
             return self._named[name]
 
-    async def _begin_one(self, name: str) -> OpenSeats:
+    async def _begin_one(self, name: str) -> AttemptEndpoint:
         if len(self._open) + self._in_start >= MOST_CONVERSATIONS:
             raise RequestRefusedError(
                 f"{MOST_CONVERSATIONS} conversations are already open; close one, or try again later", "unavailable"
@@ -223,16 +225,16 @@ class Gateway:
         conversations: conversations of clients with one key for all episodes; None: each episode has its own keys.
     """
 
-    def __init__(self, *, host: str = HOST, port: int = 0, conversations: Conversations | None = None) -> None:
+    def __init__(self, *, host: str = HOST, port: int = 0, conversations: SharedKeyConversations | None = None) -> None:
         self._host = host
         self._wanted_port = port
         self._conversations = conversations
-        self._admitted: dict[bytes, tuple[OpenSeats, str | None]] = {}
+        self._admitted: dict[bytes, tuple[AttemptEndpoint, str | None]] = {}
         """Seats and, if the key is limited to one, the seat's name; keyed by the digest of the key."""
         self._runner: web.AppRunner | None = None
         self._port = 0
         self._listeners = 0
-        self._clients: dict[web.RequestHandler, OpenSeats | None] = {}
+        self._clients: dict[web.RequestHandler, AttemptEndpoint | None] = {}
         """Connections whose last request had a key, with the seats it admits to; None: all conversations'."""
         self._parsing = asyncio.Lock()
         """Held by the request that is parsed."""
@@ -241,7 +243,9 @@ class Gateway:
         self._starting = asyncio.Lock()
 
     @asynccontextmanager
-    async def open(self, seats: Mapping[str, Seat], aliases: Mapping[str, str]) -> AsyncIterator[OpenSeats]:
+    async def open(
+        self, seats: Mapping[str, GatewaySeat], aliases: Mapping[str, str]
+    ) -> AsyncIterator[AttemptEndpoint]:
         """Serve seats until the context is left; calls in flight are cancelled then.
 
         Args:
@@ -252,7 +256,7 @@ class Gateway:
             StorageError: the server cannot listen on loopback.
         """
         async with self.listen() as url:
-            opened = OpenSeats(
+            opened = AttemptEndpoint(
                 url=url,
                 key=new_key(),
                 keys={name: new_key() for name in seats},
@@ -293,7 +297,7 @@ class Gateway:
                 if not self._listeners:
                     await self._stop()
 
-    def seats_of(self, key: str) -> OpenSeats:
+    def seats_of(self, key: str) -> AttemptEndpoint:
         """Return the open seats to which a key admits."""
         return self._admitted[_digest(key)][0]
 
@@ -395,7 +399,7 @@ class Gateway:
         except ConnectionResetError:
             return _json(499, {})  # the client disconnected, so the answer is not read
 
-    def _note_key(self, client: web.RequestHandler, opened: OpenSeats | None) -> None:
+    def _note_key(self, client: web.RequestHandler, opened: AttemptEndpoint | None) -> None:
         """Note that a connection has shown a key.
 
         Raises:
@@ -419,7 +423,7 @@ class Gateway:
 
     @asynccontextmanager
     async def _read(
-        self, request: web.Request, path: str, protocol: ChatProtocol, opened: OpenSeats | None
+        self, request: web.Request, path: str, protocol: ChatProtocol, opened: AttemptEndpoint | None
     ) -> AsyncIterator[tuple[ChatRequest, bytes]]:
         """Read a request and the digest of its path and body; its memory counts until the context is left.
 
@@ -440,7 +444,7 @@ class Gateway:
             async with budget.parsing, self._parsing:
                 await asyncio.sleep(0)  # all else runs between two bodies
                 unpacked = bodies.decompress_body(bytes(body), request.headers.get("Content-Encoding", ""))
-                budget.hold(memory := bodies.memory_of(unpacked))
+                budget.hold(memory := bodies.estimate_body_memory(unpacked))
                 held += memory
                 found = protocol.read(bodies.parse_json_body(unpacked)), _digest(path, unpacked)
             del body, unpacked
@@ -456,7 +460,7 @@ class Gateway:
                 "the gateway answers only programs on this machine that use its own address", "forbidden"
             )
 
-    def _admit(self, request: web.Request, in_address: str | None) -> tuple[OpenSeats | None, str | None, str]:
+    def _admit(self, request: web.Request, in_address: str | None) -> tuple[AttemptEndpoint | None, str | None, str]:
         """Find the seats to which a request's key admits: those of an episode and, if the key is limited, its only
         seat; or None for a conversation that is identified by the name after the key.
 
@@ -476,17 +480,19 @@ class Gateway:
             raise RequestRefusedError(why, "key")
         return *admitted, ""
 
-    def _models_of(self, opened: OpenSeats | None, limited_to: str | None) -> Sequence[str]:
+    def _models_of(self, opened: AttemptEndpoint | None, limited_to: str | None) -> Sequence[str]:
         """Return the models to which a key admits."""
         if opened is None:
             return self._conversations.models if self._conversations is not None else ()
         return [name for name, seat in opened.seats.items() if limited_to in (None, seat.seat)]
 
-    async def _find_conversation(self, request: web.Request, name: str, chat: ChatRequest, digest: bytes) -> OpenSeats:
+    async def _find_conversation(
+        self, request: web.Request, name: str, chat: ChatRequest, digest: bytes
+    ) -> AttemptEndpoint:
         """Return the episode of a request with the key of all conversations, beginning it if there is none yet."""
         assert self._conversations is not None
 
-        def is_waited_for(opened: OpenSeats) -> bool:
+        def is_waited_for(opened: AttemptEndpoint) -> bool:
             return _call_of(opened, digest, request) is not None
 
         return await self._conversations.find(name, chat, is_waited_for)
@@ -496,7 +502,7 @@ class Gateway:
         request: web.Request,
         protocol: ChatProtocol,
         chat: ChatRequest,
-        opened: OpenSeats,
+        opened: AttemptEndpoint,
         limited_to: str | None,
         digest: bytes,
     ) -> web.StreamResponse:
@@ -568,7 +574,7 @@ def _abort(clients: Iterable[web.RequestHandler]) -> None:
             client.transport.abort()
 
 
-def seat_of(seats: Mapping[str, Seat], model: str, limited_to: str | None = None) -> Seat:
+def seat_of(seats: Mapping[str, GatewaySeat], model: str, limited_to: str | None = None) -> GatewaySeat:
     """Return the seat of a model's name.
 
     Raises:
@@ -588,7 +594,7 @@ def seat_of(seats: Mapping[str, Seat], model: str, limited_to: str | None = None
     return seat
 
 
-def _call_of(opened: OpenSeats, digest: bytes, request: web.Request) -> _PendingReply | None:
+def _call_of(opened: AttemptEndpoint, digest: bytes, request: web.Request) -> _PendingReply | None:
     """Return the call whose reply a request should get; None if it is a new call."""
     if idempotency_key := request.headers.get("Idempotency-Key", ""):
         return opened.by_idempotency_key.get((digest, idempotency_key))
@@ -598,7 +604,7 @@ def _call_of(opened: OpenSeats, digest: bytes, request: web.Request) -> _Pending
     return call if call is not None and (retries or not call.clients) else None
 
 
-def _forget(opened: OpenSeats, digest: bytes, call: _PendingReply) -> None:
+def _forget(opened: AttemptEndpoint, digest: bytes, call: _PendingReply) -> None:
     """Forget a call whose replies a client has received."""
     same = opened.calls.get(digest, [])
     if call in same:
@@ -608,7 +614,7 @@ def _forget(opened: OpenSeats, digest: bytes, call: _PendingReply) -> None:
 
 
 def _forget_if_refused(
-    opened: OpenSeats, digest: bytes, key: str, call: _PendingReply, task: asyncio.Task[Sequence[ChatReply]]
+    opened: AttemptEndpoint, digest: bytes, key: str, call: _PendingReply, task: asyncio.Task[Sequence[ChatReply]]
 ) -> None:
     """Forget a call that ended without replies: refused requests, with all they hold, would add up without end."""
     opened.running.discard(task)
@@ -617,7 +623,7 @@ def _forget_if_refused(
         opened.by_idempotency_key.pop((digest, key), None)
 
 
-async def _replies(opened: OpenSeats, seat: Seat, chat: ChatRequest) -> Sequence[ChatReply]:
+async def _replies(opened: AttemptEndpoint, seat: GatewaySeat, chat: ChatRequest) -> Sequence[ChatReply]:
     """Return the replies of a call; report an error that ends the episode to its owner."""
     try:
         if chat.n == 1:
@@ -726,9 +732,9 @@ def _digest(*parts: str | bytes) -> bytes:
 
 
 _PROTOCOLS: Mapping[str, ChatProtocol] = {
-    "/v1/chat/completions": ChatCompletions(),
-    "/v1/responses": Responses(),
-    "/v1/messages": Messages(),
-    COUNT_TOKENS: Messages(),
+    "/v1/chat/completions": ChatCompletionsProtocol(),
+    "/v1/responses": OpenAIResponsesProtocol(),
+    "/v1/messages": AnthropicMessagesProtocol(),
+    COUNT_TOKENS: AnthropicMessagesProtocol(),
 }
 """Protocols, keyed by path."""

@@ -13,7 +13,7 @@ import msgspec
 from agentrl.core.errors import InputError, JournalError
 from agentrl.core.records import PolicyVersion
 from agentrl.inspection.reader import EpisodeLine, RunReader
-from agentrl.inspection.tokens import int32
+from agentrl.inspection.tokens import decode_int32
 from agentrl.journal.control import ADMISSION_COLUMNS, read_spec
 from agentrl.journal.entries import BeginEntry, EntryBody, RewardEntry, TurnEntry
 
@@ -30,7 +30,7 @@ _TIMES = {"seconds", "started", "cached_tokens"}
 Outcome = Literal["identical", "departed", "stopped", "not_replayable"]
 
 
-class Fork(msgspec.Struct, frozen=True):
+class ForkTreeNode(msgspec.Struct, frozen=True):
     """A fork in the tree of forks."""
 
     depth: int
@@ -70,7 +70,7 @@ def locate_episode(reader: RunReader, name: str) -> Iterator[tuple[RunReader, st
         forks.close()
 
 
-def fork_tree(reader: RunReader) -> list[Fork]:
+def fork_tree(reader: RunReader) -> list[ForkTreeNode]:
     """Return the forked episodes of a run, each with its forks below it, recursively.
 
     Raises:
@@ -89,11 +89,11 @@ def fork_tree(reader: RunReader) -> list[Fork]:
     below: dict[str, list[str]] = {}
     for episode, point in points.items():
         below.setdefault(point.episode_id, []).append(episode)
-    tree: list[Fork] = []
+    tree: list[ForkTreeNode] = []
     whole = _Forks(below, points, lines, versions)
     for parent in [name for name in below if name not in points]:
         attempt = points[below[parent][0]].attempt
-        tree += [Fork(0, line, "", is_edited=False) for line in reader.lines([(parent, attempt)])]
+        tree += [ForkTreeNode(0, line, "", is_edited=False) for line in reader.lines([(parent, attempt)])]
         _grow(tree, parent, 1, whole)
     return tree
 
@@ -107,12 +107,12 @@ class _Forks(NamedTuple):
     versions: dict[str, str | None]
 
 
-def _grow(tree: list[Fork], parent: str, depth: int, whole: _Forks) -> None:
+def _grow(tree: list[ForkTreeNode], parent: str, depth: int, whole: _Forks) -> None:
     for episode in whole.below.pop(parent, []):  # pop, so that circular references terminate
         if episode in whole.lines:
             point = whole.points[episode]
             version = whole.versions[episode]
-            tree.append(Fork(depth, whole.lines[episode], point.call_id, bool(point.messages), version))
+            tree.append(ForkTreeNode(depth, whole.lines[episode], point.call_id, bool(point.messages), version))
             _grow(tree, episode, depth + 1, whole)
 
 
@@ -181,7 +181,7 @@ class EpisodeDifference(msgspec.Struct, frozen=True, kw_only=True):
     problems: list[str]
 
 
-def difference(
+def compare_across_runs(
     a: RunReader, a_id: str, b: RunReader, b_id: str, *, a_attempt: int | None = None, b_attempt: int | None = None
 ) -> EpisodeDifference:
     """Compare two episodes, of one run or of two. Raises as `RunReader.episode`."""
@@ -222,7 +222,7 @@ def _departure(call: str, ours: EntryBody | None, theirs: EntryBody | None) -> F
         sides = [
             DifferingSide("nothing: it has ended, or goes another way")
             if body is None
-            else DifferingSide(act_text(body))
+            else DifferingSide(describe_journal_entry(body))
             for body in (ours, theirs)
         ]
         return FirstDifference(what="ended", call=call, agent=agent, turn=turn, a=sides[0], b=sides[1])
@@ -236,16 +236,16 @@ def _departure(call: str, ours: EntryBody | None, theirs: EntryBody | None) -> F
         call=call,
         agent=agent,
         turn=turn,
-        a=DifferingSide(act_text(ours)),
-        b=DifferingSide(act_text(theirs)),
+        a=DifferingSide(describe_journal_entry(ours)),
+        b=DifferingSide(describe_journal_entry(theirs)),
     )
 
 
 def _turn_departure(call: str, ours: TurnEntry, theirs: TurnEntry) -> FirstDifference | None:
     agent, turn = _position(ours)
     for what, left, right in (
-        ("context", int32(ours.context_ids), int32(theirs.context_ids)),
-        ("sampled", int32(ours.token_ids), int32(theirs.token_ids)),
+        ("context", decode_int32(ours.context_ids), decode_int32(theirs.context_ids)),
+        ("sampled", decode_int32(ours.token_ids), decode_int32(theirs.token_ids)),
     ):
         at = _first(left, right)
         if at is None:
@@ -276,7 +276,7 @@ def _position(body: EntryBody | None) -> tuple[str, int | None]:
     return "", None
 
 
-def act_text(body: EntryBody) -> str:
+def describe_journal_entry(body: EntryBody) -> str:
     """Describe an entry in one line."""
     if isinstance(body, TurnEntry):
         return f"turn {body.turn} of {body.seat}[{body.index}]: {body.text}"
@@ -317,13 +317,13 @@ def compare_episodes(reader: RunReader, a: str | None, b: str | None) -> Episode
     with locate_episode(reader, a) as (left, left_id):
         if b is not None:
             with locate_episode(reader, b) as (right, right_id):
-                return difference(left, left_id, right, right_id)
+                return compare_across_runs(left, left_id, right, right_id)
         begin = next((body for _, body in left.episode(left_id).entries if isinstance(body, BeginEntry)), None)
         if begin is None or begin.fork is None:
             raise InputError(f"{a} is not a fork: name the episode to compare it with")
         parent = RunReader(Path(os.path.normpath(left.journal / begin.fork.journal)))
         try:
-            return difference(left, left_id, parent, begin.fork.episode_id, b_attempt=begin.fork.attempt)
+            return compare_across_runs(left, left_id, parent, begin.fork.episode_id, b_attempt=begin.fork.attempt)
         finally:
             parent.close()
 

@@ -15,16 +15,16 @@ from agentrl.inspection.reader import AgentLine, EpisodeLine, EpisodeView, check
 from agentrl.journal.entries import (
     BeginEntry,
     CancelEntry,
+    ChildResultEntry,
     EffectEntry,
     EntryBody,
-    GatherEntry,
+    NondeterministicValueEntry,
     Pause,
     ResourceEntry,
     RewardEntry,
     SpawnEntry,
     ToolEntry,
     TurnEntry,
-    ValueEntry,
 )
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ class SpawnAct(_Act, frozen=True, kw_only=True, tag="spawn"):
     children: list[str]
 
 
-class ChildAct(_Act, frozen=True, kw_only=True, tag="child"):
+class ChildEpisodeResultAct(_Act, frozen=True, kw_only=True, tag="child"):
     """The result of a child, received by its parent."""
 
     child: str
@@ -154,7 +154,7 @@ class OtherAct(_Act, frozen=True, kw_only=True, tag="other"):
     value: Any
 
 
-Act = PolicyTurn | ToolAct | EffectAct | SpawnAct | ChildAct | RewardAct | OtherAct
+Act = PolicyTurn | ToolAct | EffectAct | SpawnAct | ChildEpisodeResultAct | RewardAct | OtherAct
 
 
 class WeightUpdate(msgspec.Struct, frozen=True, tag_field="kind", tag="update"):
@@ -187,12 +187,12 @@ class ConversationView(msgspec.Struct, frozen=True):
     """Problems met while reading, for people."""
 
 
-def conversation(reader: RunReader, episode_id: str, attempt: int | None = None) -> ConversationView:
+def read_conversation(reader: RunReader, episode_id: str, attempt: int | None = None) -> ConversationView:
     """Read an episode in its newest attempt, or in a given one. Raises as `RunReader.episode`."""
-    return conversation_of(reader, reader.episode(episode_id, attempt))
+    return build_conversation(reader, reader.episode(episode_id, attempt))
 
 
-def conversation_of(reader: RunReader, view: EpisodeView) -> ConversationView:
+def build_conversation(reader: RunReader, view: EpisodeView) -> ConversationView:
     """Make the conversation of an episode that was read."""
     bodies = [(call, body) for call, body in view.entries if not isinstance(body, BeginEntry)]
     turns = [body for _, body in bodies if isinstance(body, TurnEntry)]
@@ -288,9 +288,9 @@ def _act(call: str, body: EntryBody, waits: _Waits) -> Act:
             return _effect(call, body)
         case SpawnEntry():
             return SpawnAct(call=call, environment=body.environment, children=list(body.children))
-        case GatherEntry():
+        case ChildResultEntry():
             versions = [str(PolicyVersion(policy, *number)) for policy, number in body.versions.items()]
-            return ChildAct(
+            return ChildEpisodeResultAct(
                 call=call, child=body.child, drop_reason=body.drop_reason, rewards=body.rewards, versions=versions
             )
         case RewardEntry():
@@ -303,7 +303,7 @@ def _act(call: str, body: EntryBody, waits: _Waits) -> Act:
                 name=body.name,
                 weight=body.weight,
             )
-        case ValueEntry():
+        case NondeterministicValueEntry():
             return OtherAct(call=call, what=body.kind, value=body.value)
         case CancelEntry():
             return OtherAct(call=call, what="cancelled", value=None)
@@ -378,7 +378,7 @@ def _updates(reader: RunReader, turns: Sequence[TurnEntry], began: float, proble
     ]
 
 
-def events(view: ConversationView) -> list[Act | WeightUpdate]:
+def acts_with_weight_updates(view: ConversationView) -> list[Act | WeightUpdate]:
     """Return the acts of a conversation, with each weight update before the first turn that began after it."""
     found, updates = list[Act | WeightUpdate](), list(view.updates)
     for act in view.acts:

@@ -5,7 +5,7 @@ Needs neither torch, ray, numpy nor the environment's code. Returns content unes
 module; the answer is a record of plain data for any renderer and JSON. `COLUMNS` maps an episode's columns to SQL.
 
 Damage is found and named. SQLite stores any type in any column: queries trust the declared types, and rows are checked
-only after a query fails (`report_journal_damage`), so that reading pays nothing for it. `checked_rows` leaves out rows
+only after a query fails (`convert_damage_errors`), so that reading pays nothing for it. `checked_rows` leaves out rows
 with a wrong checksum and reports them; `check_showable` refuses an entry that is neither text nor JSON.
 """
 
@@ -24,7 +24,7 @@ from agentrl.core.clock import SystemClock
 from agentrl.core.errors import AgentRLError, InputError, JournalError
 from agentrl.core.records import ForkPoint, PolicyVersion
 from agentrl.inspection.ledger import RunLedger, run_ledger
-from agentrl.inspection.where import Column, parse
+from agentrl.inspection.where import FilterColumn, parse
 from agentrl.journal.control import row_checksum
 from agentrl.journal.entries import BeginEntry, EntryBody, JournalEntry, decode_entries
 from agentrl.journal.process import is_writer_dead, read_process_state
@@ -54,29 +54,29 @@ STALENESS = (
     " AND t.attempt = s.attempt AND t.seat = s.seat AND t.agent = s.agent"
     " WHERE s.episode = a.episode AND s.attempt = a.attempt AND t.lineage = s.lineage)"
 )
-COLUMNS: dict[str, Column] = {
-    "episode": Column("a.episode", "text"),
-    "attempt": Column("a.attempt", "number"),
-    "status": Column(STATUS, "text"),
-    "purpose": Column("a.purpose", "text"),
-    "environment": Column("a.environment", "text"),
-    "task": Column("a.task", "text"),
-    "group": Column("a.group_id", "text"),
-    "parent": Column("a.parent", "text"),
-    "seats": Column("e.seats", "text"),
-    "policies": Column("e.policies", "text"),
-    "oldest_step": Column("e.oldest_step", "number"),
-    "lineage": Column("e.lineage", "number"),
-    "staleness": Column(STALENESS, "number"),
-    "reward": Column("e.reward", "number"),
-    "stop_reason": Column("e.stop_reason", "text"),
-    "drop_reason": Column("e.drop_reason", "text"),
-    "turns": Column("e.turns", "number"),
-    "tokens": Column("e.tokens", "number"),
-    "seconds": Column("e.seconds", "number"),
-    "detail": Column("e.detail", "text"),
-    "admitted_at": Column("a.admitted_at", "number"),
-    "committed_at": Column("e.committed_at", "number"),
+COLUMNS: dict[str, FilterColumn] = {
+    "episode": FilterColumn("a.episode", "text"),
+    "attempt": FilterColumn("a.attempt", "number"),
+    "status": FilterColumn(STATUS, "text"),
+    "purpose": FilterColumn("a.purpose", "text"),
+    "environment": FilterColumn("a.environment", "text"),
+    "task": FilterColumn("a.task", "text"),
+    "group": FilterColumn("a.group_id", "text"),
+    "parent": FilterColumn("a.parent", "text"),
+    "seats": FilterColumn("e.seats", "text"),
+    "policies": FilterColumn("e.policies", "text"),
+    "oldest_step": FilterColumn("e.oldest_step", "number"),
+    "lineage": FilterColumn("e.lineage", "number"),
+    "staleness": FilterColumn(STALENESS, "number"),
+    "reward": FilterColumn("e.reward", "number"),
+    "stop_reason": FilterColumn("e.stop_reason", "text"),
+    "drop_reason": FilterColumn("e.drop_reason", "text"),
+    "turns": FilterColumn("e.turns", "number"),
+    "tokens": FilterColumn("e.tokens", "number"),
+    "seconds": FilterColumn("e.seconds", "number"),
+    "detail": FilterColumn("e.detail", "text"),
+    "admitted_at": FilterColumn("a.admitted_at", "number"),
+    "committed_at": FilterColumn("e.committed_at", "number"),
 }
 """Columns of `EpisodeLine`, for `--where` and `--sort`."""
 EPISODES = " FROM admissions a LEFT JOIN episodes e ON e.episode = a.episode AND e.attempt = a.attempt"
@@ -84,14 +84,14 @@ NEWEST = "NOT EXISTS (SELECT 1 FROM admissions n WHERE n.episode = a.episode AND
 
 
 @contextmanager
-def report_journal_damage(log: SqliteRunLog) -> Iterator[None]:
+def convert_damage_errors(log: SqliteRunLog) -> Iterator[None]:
     """Convert an unexpected error in the context to a `JournalError` if the control log is damaged."""
     try:
         yield
     except AgentRLError:
         raise
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        check_types(log)
+        check_row_types(log)
         try:
             log.verify()
         except JournalError as damage:
@@ -99,7 +99,7 @@ def report_journal_damage(log: SqliteRunLog) -> Iterator[None]:
         raise
 
 
-def check_types(log: SqliteRunLog) -> None:
+def check_row_types(log: SqliteRunLog) -> None:
     """Check the types of every row of the control log.
 
     Raises:
@@ -261,7 +261,7 @@ class RunLine(msgspec.Struct, frozen=True):
     problem: str | None = None
 
 
-class CurvePoint(msgspec.Struct, frozen=True):
+class RewardCurvePoint(msgspec.Struct, frozen=True):
     """One optimizer step of one policy."""
 
     policy: str
@@ -480,7 +480,7 @@ class RunReader:
             problems=problems,
         )
 
-    def curve(self) -> list[CurvePoint]:
+    def curve(self) -> list[RewardCurvePoint]:
         """Return the reward of each step along each policy's surviving line, in order."""
         points = []
         said = {start.lineage: start.words for start in self.log.starts()}
@@ -497,7 +497,7 @@ class RunReader:
                 # Marks the first step of the lineage.
                 marks = {line[0]: said.get(line[0], "resumed")} if line[0] else {}
                 rows = self.log.rows(statement, policy, *line)
-                points += [struct_from_row(CurvePoint, (*row, marks.pop(row[1], ""))) for row in rows]
+                points += [struct_from_row(RewardCurvePoint, (*row, marks.pop(row[1], ""))) for row in rows]
         return points
 
     def metric(self, name: str) -> dict[str, list[tuple[int, float | None]]]:
@@ -631,7 +631,7 @@ class RunReader:
         return [entries[0], *inherited, *entries[1:]]
 
 
-def _last_rewards(points: Sequence[CurvePoint]) -> dict[str, float]:
+def _last_rewards(points: Sequence[RewardCurvePoint]) -> dict[str, float]:
     """Return the mean reward of the last five steps of each policy."""
     rewards: dict[str, list[float]] = {}
     for point in points:
@@ -656,7 +656,7 @@ def list_runs(directory: str | Path) -> list[RunLine]:
                 continue
             reader = RunReader(path)
             try:
-                with report_journal_damage(reader.log):
+                with convert_damage_errors(reader.log):
                     lines.append(reader.line())
             finally:
                 reader.close()

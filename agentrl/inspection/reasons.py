@@ -13,7 +13,7 @@ from agentrl.inspection.conversation import (
     EffectAct,
     PolicyTurn,
     ToolAct,
-    conversation,
+    read_conversation,
     reward_components,
 )
 from agentrl.inspection.reader import checked_rows
@@ -39,13 +39,13 @@ class Reason(msgspec.Struct, frozen=True):
     advice: str = ""
 
 
-def reasons(reader: RunReader, episode_id: str, attempt: int | None = None) -> list[Reason]:
+def explain_episode(reader: RunReader, episode_id: str, attempt: int | None = None) -> list[Reason]:
     """Return what the journal says about an episode's outcome, most important first. Raises as `RunReader.episode`."""
-    return reasons_of(reader, conversation(reader, episode_id, attempt))
+    return explain_conversation(reader, read_conversation(reader, episode_id, attempt))
 
 
-def reasons_of(reader: RunReader, view: ConversationView) -> list[Reason]:
-    """Return the reasons of an episode that was read; see `reasons`."""
+def explain_conversation(reader: RunReader, view: ConversationView) -> list[Reason]:
+    """Return the reasons of an episode that was read; see `explain_episode`."""
     problems: list[str] = []
     found = [
         *_admission(reader, view.summary, problems),

@@ -1,7 +1,8 @@
-"""Pages about runs for the terminal, and `Page`, the only place where a run's content becomes terminal text, escaped.
+"""Pages about runs for the terminal, and `TerminalPage`, the only place where a run's content becomes terminal text,
+escaped.
 
-Callers build a `Page` of plain strings; only this module uses rich, and it makes `Text`, never markup. Styles are
-constants of the caller. Content of a run reaches the terminal escaped.
+Callers build a `TerminalPage` of plain strings; only this module uses rich, and it makes `Text`, never markup. Styles
+are constants of the caller. Content of a run reaches the terminal escaped.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from rich.text import Text
 
 from agentrl.core.text import escape_line, escape_text, format_rate, plural
 from agentrl.inspection.statistics import win_rate_matrix
-from agentrl.observe.metrics import describe
+from agentrl.observe.metrics import find_registered_metric
 from agentrl.observe.view import curve
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from agentrl.inspection.ledger import RunLedger
-    from agentrl.inspection.reader import CurvePoint, EpisodeLine, RunLine
+    from agentrl.inspection.reader import EpisodeLine, RewardCurvePoint, RunLine
     from agentrl.inspection.statistics import EpisodeDistribution, OpponentResult, RunStatistics
     from agentrl.inspection.steps import StepLine, StepView
     from agentrl.inspection.timelines import RunTimeline
@@ -46,7 +47,7 @@ _NUMBERS = {"attempt", "oldest_step", "lineage", "staleness", "reward", "turns",
 _SHADES = " ▁▂▃▄▅▆▇█"
 
 
-class Page:
+class TerminalPage:
     """The output of a command, from top to bottom."""
 
     def __init__(self) -> None:
@@ -56,7 +57,7 @@ class Page:
         """Return the page for a rich console."""
         return Group(*self._parts)
 
-    def add(self, page: Page) -> None:
+    def add(self, page: TerminalPage) -> None:
         """Append another page."""
         self._parts += page._parts
 
@@ -119,9 +120,9 @@ def _short(content: str, most: int) -> str:
     return escape_line(content if len(content) <= most else f"{content[:most]}…")
 
 
-def run_table(lines: Sequence[RunLine]) -> Page:
+def run_table(lines: Sequence[RunLine]) -> TerminalPage:
     """Make a page with runs, one per line."""
-    page = Page()
+    page = TerminalPage()
     if not lines:
         page.line("no runs here")
         return page
@@ -131,7 +132,7 @@ def run_table(lines: Sequence[RunLine]) -> Page:
             f"{step}" if len(line.steps) == 1 else f"{policy} {step}" for policy, step in line.steps.items()
         )
         rewards = ", ".join(
-            number(reward) if len(line.rewards) == 1 else f"{policy} {number(reward)}"
+            format_number(reward) if len(line.rewards) == 1 else f"{policy} {format_number(reward)}"
             for policy, reward in line.rewards.items()
         )
         counts = [str(line.episodes), str(line.in_flight), steps, rewards]
@@ -140,9 +141,9 @@ def run_table(lines: Sequence[RunLine]) -> Page:
     return page
 
 
-def ledger_view(ledger: RunLedger) -> Page:
+def ledger_page(ledger: RunLedger) -> TerminalPage:
     """Make a page with both equations, one per line, and the verdict."""
-    page = Page()
+    page = TerminalPage()
     page.line("episodes, children counted")
     rows = []
     for name, counts in ledger.episodes.items():
@@ -163,9 +164,9 @@ def ledger_view(ledger: RunLedger) -> Page:
     return page
 
 
-def pruned_page(pruned: PruneTotals, *, is_dry: bool) -> Page:
+def pruned_page(pruned: PruneTotals, *, is_dry: bool) -> TerminalPage:
     """Make a page with the episodes and steps whose tokens were pruned, or would be, and the consequences."""
-    page = Page()
+    page = TerminalPage()
     verb = "would be removed" if is_dry else "removed"
     size = f"{pruned.bytes / (1 << 20):.3g} MiB"
     told = f"{plural(pruned.episodes, 'episode')} and the columns of {plural(pruned.files, 'step')}"
@@ -179,9 +180,9 @@ def pruned_page(pruned: PruneTotals, *, is_dry: bool) -> Page:
     return page
 
 
-def win_rate_table(found: Sequence[OpponentResult]) -> Page:
+def win_rate_table(found: Sequence[OpponentResult]) -> TerminalPage:
     """Make a page with the matrix of win rates: a row per step of the policy, a column per past version."""
-    page = Page()
+    page = TerminalPage()
     if not found:
         page.line("no episode was played against a past version")
         return page
@@ -190,9 +191,9 @@ def win_rate_table(found: Sequence[OpponentResult]) -> Page:
     return page
 
 
-def episode_table(lines: Sequence[EpisodeLine], total: int, columns: Sequence[str] = ()) -> Page:
+def episode_table(lines: Sequence[EpisodeLine], total: int, columns: Sequence[str] = ()) -> TerminalPage:
     """Make a page with episodes, one per line, and their total; every heading is a column of `--where` and `--sort`."""
-    page = Page()
+    page = TerminalPage()
     if not lines:
         page.line("no episodes pass")
         return page
@@ -213,18 +214,18 @@ def _cell(line: EpisodeLine, column: str) -> str:
     if column in ("turns", "tokens"):
         return "" if value is None else f"{value:,}"
     if isinstance(value, float):
-        return number(value)
+        return format_number(value)
     if isinstance(value, dict):
         return ", ".join(f"{seat}: {policy}" for seat, policy in value.items())
     return ", ".join(value) if isinstance(value, list) else "" if value is None else str(value)
 
 
-def metrics_page(latest: Mapping[str, Mapping[str, float]]) -> Page:
+def metrics_page(latest: Mapping[str, Mapping[str, float]]) -> TerminalPage:
     """Make a page with the newest value of each metric, its unit and its meaning."""
-    page, rows = Page(), []
+    page, rows = TerminalPage(), []
     for policy, values in latest.items():
         for name, value in values.items():
-            known = describe(name)
+            known = find_registered_metric(name)
             whose = f"{policy}: " if len(latest) > 1 else ""
             rows.append([f"{whose}{name}", f"{value:.4g}", known.unit if known else "", known.meaning if known else ""])
     if rows:
@@ -234,9 +235,9 @@ def metrics_page(latest: Mapping[str, Mapping[str, float]]) -> Page:
     return page
 
 
-def curves(points: Sequence[CurvePoint], *, width: int = 64) -> Page:
+def reward_curves_page(points: Sequence[RewardCurvePoint], *, width: int = 64) -> TerminalPage:
     """Plot the reward of each policy over its steps."""
-    page = Page()
+    page = TerminalPage()
     policies = dict.fromkeys(point.policy for point in points)
     if not policies:
         page.line("no optimizer step was taken yet; an evaluation takes none")
@@ -251,9 +252,9 @@ def curves(points: Sequence[CurvePoint], *, width: int = 64) -> Page:
     return page
 
 
-def metric_curves(metric: str, values: Mapping[str, Sequence[tuple[int, float | None]]]) -> Page:
+def metric_curves_page(metric: str, values: Mapping[str, Sequence[tuple[int, float | None]]]) -> TerminalPage:
     """Plot a metric of each policy over its steps."""
-    page = Page()
+    page = TerminalPage()
     for policy, points in values.items():
         known = [(step, value) for step, value in points if value is not None]
         title = f"{metric} of {policy}" if len(values) > 1 else metric
@@ -261,16 +262,16 @@ def metric_curves(metric: str, values: Mapping[str, Sequence[tuple[int, float | 
     return page
 
 
-def step_table(lines: Sequence[StepLine]) -> Page:
+def step_table(lines: Sequence[StepLine]) -> TerminalPage:
     """Make a page with steps, one per line."""
-    page = Page()
+    page = TerminalPage()
     if not lines:
         page.line("no optimizer step was taken")
         return page
     rows = []
     for line in lines:
-        numbers = [number(line.reward), _small(line.loss), _small(line.grad_norm), str(line.units)]
-        numbers += [f"{line.samples:,}", f"{line.tokens:,}", number(line.seconds)]
+        numbers = [format_number(line.reward), _small(line.loss), _small(line.grad_norm), str(line.units)]
+        numbers += [f"{line.samples:,}", f"{line.tokens:,}", format_number(line.seconds)]
         undone = "" if line.survives else "undone by a rollback"
         rows.append([line.policy, f"{line.lineage}.{line.step}", *numbers, undone])
     headings = ["policy", "version>", "reward>", "loss>", "grad_norm>", "units>", "rows>", "tokens>", "seconds>", ""]
@@ -278,11 +279,11 @@ def step_table(lines: Sequence[StepLine]) -> Page:
     return page
 
 
-def step_page(view: StepView) -> Page:
+def step_page(view: StepView) -> TerminalPage:
     """Make a page about a step: its result and its inputs."""
-    page, line = Page(), view.line
+    page, line = TerminalPage(), view.line
     page.line((f"{line.policy}@{line.lineage}.{line.step}", "bold"), f" · made from {view.started_from}")
-    facts = [("reward", number(line.reward)), ("loss", _small(line.loss)), ("grad_norm", _small(line.grad_norm))]
+    facts = [("reward", format_number(line.reward)), ("loss", _small(line.loss)), ("grad_norm", _small(line.grad_norm))]
     facts.append(
         ("fed", f"{plural(line.units, 'unit')}, {plural(line.samples, 'row')}, {plural(line.tokens, 'trained token')}")
     )
@@ -297,9 +298,9 @@ def step_page(view: StepView) -> Page:
         [
             fed.episode if not fed.attempt else f"{fed.episode} (attempt {fed.attempt})",
             f"{fed.seat}[{fed.agent}]",
-            *(number(value) for value in (fed.reward, fed.baseline, fed.advantage)),
+            *(format_number(value) for value in (fed.reward, fed.baseline, fed.advantage)),
             "" if fed.tokens is None else str(fed.tokens),
-            number(fed.mean_ratio),
+            format_number(fed.mean_ratio),
             "" if fed.largest_lag is None else str(fed.largest_lag),
         ]
         for fed in view.fed
@@ -311,11 +312,11 @@ def step_page(view: StepView) -> Page:
     return page
 
 
-def rebuilt_steps_page(steps: Sequence[Mapping[str, Any]]) -> Page:
-    """Make a page about repeated steps, each a `StepRebuilt` as a dictionary: whether they are equal, and if not,
+def rebuilt_steps_page(steps: Sequence[Mapping[str, Any]]) -> TerminalPage:
+    """Make a page about repeated steps, each a `StepReplayResult` as a dictionary: whether they are equal, and if not,
     why.
     """
-    page, rows = Page(), list[list[Part]]()
+    page, rows = TerminalPage(), list[list[Part]]()
     for step in steps:
         version = f"{step['policy']}@{step['lineage']}.{step['step']}"
         rows.append([version, _verdict(step["identical"]), f"{step['rows']:,}", f"{step['tokens']:,}", step["text"]])
@@ -344,15 +345,15 @@ def _digits(value: float | None) -> str:
     return "" if value is None else f"{value:.9g}"
 
 
-def statistics_page(figures: RunStatistics) -> Page:
+def statistics_page(figures: RunStatistics) -> TerminalPage:
     """Make a page with the figures of a run."""
-    page = Page()
+    page = TerminalPage()
     speed = (
         ""
         if figures.tokens_per_second is None
         else f", {format_rate(figures.tokens_per_second)} sampled tokens a second"
     )
-    page.line((figures.name, "bold"), f" · {number(figures.seconds)} s{speed}")
+    page.line((figures.name, "bold"), f" · {format_number(figures.seconds)} s{speed}")
     page.line(f"{figures.in_flight} in flight, {plural(figures.repeated, 'attempt')} beyond the first")
     for kind in figures.episodes:
         page.heading(f"{kind.environment} · {kind.purpose}")
@@ -366,7 +367,7 @@ def statistics_page(figures: RunStatistics) -> Page:
             policy.policy,
             f"{policy.trajectories:,}",
             f"{policy.tokens:,}",
-            number(policy.reward),
+            format_number(policy.reward),
             str(policy.steps),
             ", ".join(f"{steps}: {count:,}" for steps, count in policy.staleness.items()),
         ]
@@ -375,14 +376,14 @@ def statistics_page(figures: RunStatistics) -> Page:
     page.table(["policy", "trajectories>", "tokens>", "reward>", "steps>", "trained, by staleness"], rows)
     for policy in figures.policies:
         if policy.named_rewards:
-            parts = ", ".join(f"{name} {number(value)}" for name, value in policy.named_rewards.items())
+            parts = ", ".join(f"{name} {format_number(value)}" for name, value in policy.named_rewards.items())
             page.line(f"rewards of {policy.policy} by name, before weights: {parts}")
     return page
 
 
-def run_timeline_page(line: RunTimeline) -> Page:
+def run_timeline_page(line: RunTimeline) -> TerminalPage:
     """Make a page about a run over its seconds: a row per process, a column per part."""
-    page = Page()
+    page = TerminalPage()
     page.line(f"{_small(line.seconds)} s in parts of {line.part:.3g} s")
     rows: list[list[str]] = []
     for name, counts in line.in_flight.items():
@@ -421,14 +422,14 @@ def _shades(values: Sequence[float], *, most: float | None = None) -> str:
 
 
 def _spread(spread: EpisodeDistribution) -> list[str]:
-    return [number(value) for value in (spread.mean, spread.low, spread.median, spread.high)]
+    return [format_number(value) for value in (spread.mean, spread.low, spread.median, spread.high)]
 
 
 def _counted(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{name} {count:,}" for name, count in counts.items())
 
 
-def number(value: float | None) -> str:
+def format_number(value: float | None) -> str:
     """Format a number with at most three decimals; None becomes ""."""
     text = "" if value is None else f"{value:.3f}".rstrip("0").rstrip(".")
     return "0" if text == "-0" else text

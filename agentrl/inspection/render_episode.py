@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from agentrl.core.text import plural
 from agentrl.inspection.conversation import (
-    ChildAct,
+    ChildEpisodeResultAct,
     EffectAct,
     OtherAct,
     PolicyTurn,
@@ -16,19 +16,25 @@ from agentrl.inspection.conversation import (
     SpawnAct,
     ToolAct,
     WeightUpdate,
-    events,
+    acts_with_weight_updates,
     reward_components,
 )
-from agentrl.inspection.render import Page, Part, episode_table, number
+from agentrl.inspection.render import Part, TerminalPage, episode_table, format_number
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
-    from agentrl.inspection.comparisons import DifferingSide, EpisodeDifference, FirstDifference, Fork, ReplayResult
+    from agentrl.inspection.comparisons import (
+        DifferingSide,
+        EpisodeDifference,
+        FirstDifference,
+        ForkTreeNode,
+        ReplayResult,
+    )
     from agentrl.inspection.conversation import Act, ConversationView
     from agentrl.inspection.reasons import Reason
     from agentrl.inspection.timelines import EpisodeTimeline
-    from agentrl.inspection.tokens import EpisodeTokens, Token, TokenRow
+    from agentrl.inspection.tokens import EpisodeToken, EpisodeTokens, TokenRow
 
 SHOWN_WAIT_S = 0.05
 """Shortest wait between two turns that gets a line, in seconds."""
@@ -41,11 +47,16 @@ _COLOURS = ("blue", "dark_orange", "green", "magenta", "red", "cyan", "yellow", 
 _MARKS = {"turn": "█", "tool": "▓", "effect": "▒", "wait": "·", "child": "◆", "reward": "★"}
 
 
-def conversation_page(view: ConversationView) -> Page:
+def conversation_page(view: ConversationView) -> TerminalPage:
     """Make a page about an episode: its header, then the acts of each agent in order."""
     page = summary_page(view)
     page.line()
-    page.add(events_page(events(view), own=view.acts[view.inherited] if 0 < view.inherited < len(view.acts) else None))
+    page.add(
+        events_page(
+            acts_with_weight_updates(view),
+            own=view.acts[view.inherited] if 0 < view.inherited < len(view.acts) else None,
+        )
+    )
     if view.children:
         page.heading("children")
         shown = ["episode", "status", "reward", "stop_reason", "drop_reason", "turns", "tokens", "seconds"]
@@ -54,9 +65,9 @@ def conversation_page(view: ConversationView) -> Page:
     return page
 
 
-def events_page(found: Sequence[Act | WeightUpdate], *, own: Act | None = None) -> Page:
+def events_page(found: Sequence[Act | WeightUpdate], *, own: Act | None = None) -> TerminalPage:
     """Make a page with the acts of an episode in order; `own` is a fork's first act of its own."""
-    page, speaker = Page(), ""
+    page, speaker = TerminalPage(), ""
     for event in found:
         if event is own:
             page.heading("the fork goes its own way from here")
@@ -81,9 +92,9 @@ def events_page(found: Sequence[Act | WeightUpdate], *, own: Act | None = None) 
     return page
 
 
-def summary_page(view: ConversationView) -> Page:
+def summary_page(view: ConversationView) -> TerminalPage:
     """Make a page with an episode's identity and outcome."""
-    page, line = Page(), view.summary
+    page, line = TerminalPage(), view.summary
     page.line((line.episode, "bold"), f" · attempt {line.attempt} · {line.status} · {line.purpose}")
     facts = [("environment", line.environment), ("task", f"{line.task} {_json(view.task)}"), ("group", line.group)]
     if line.parent:
@@ -92,16 +103,19 @@ def summary_page(view: ConversationView) -> Page:
     if view.detail:
         facts.append(("because" if line.drop_reason else "asked otherwise", view.detail))
     if line.reward is not None:
-        facts.append(("reward", number(line.reward)))
+        facts.append(("reward", format_number(line.reward)))
     if line.turns is not None:
         facts.append(
-            ("length", f"{plural(line.turns, 'turn')}, {plural(line.tokens or 0, 'token')}, {number(line.seconds)} s")
+            (
+                "length",
+                f"{plural(line.turns, 'turn')}, {plural(line.tokens or 0, 'token')}, {format_number(line.seconds)} s",
+            )
         )
     components = reward_components(view)
     for agent in view.agents:
         name = f"{agent.seat}[{agent.index}]"
         parts = [given.words for given in components.get(name, [])]
-        reward = number(agent.reward) or "none"
+        reward = format_number(agent.reward) or "none"
         made = f" = {' + '.join(parts)}" if len(parts) > 1 else ""
         what = f"{agent.policy}, reward {reward}{made}, {plural(agent.tokens, 'token')}"
         if agent.oldest_step < 0:
@@ -111,12 +125,12 @@ def summary_page(view: ConversationView) -> Page:
         facts.append((name, what))
     if view.measured_against:
         facts.append(("against", ", ".join(view.measured_against)))
-    facts += [(name, number(value)) for name, value in view.metrics.items()]
+    facts += [(name, format_number(value)) for name, value in view.metrics.items()]
     page.facts(facts)
     return page
 
 
-def _turn(page: Page, act: PolicyTurn) -> None:
+def _turn(page: TerminalPage, act: PolicyTurn) -> None:
     if act.waited >= SHOWN_WAIT_S:
         page.line((f"  … waited {act.waited:.3f} s", "magenta"))
     for message in act.messages:
@@ -164,7 +178,7 @@ def _event(act: Act) -> str:
             return f"{what} → {_ends(act.error or _json(act.value))} [{kind}, {act.seconds:.3f} s]"
         case SpawnAct():
             return f"spawn {act.environment}: {', '.join(act.children)}"
-        case ChildAct():
+        case ChildEpisodeResultAct():
             by = f" [{', '.join(act.versions)}]" if act.versions else ""
             return f"child {act.child}: {act.drop_reason or _json(act.rewards)}{by}"
         case RewardAct():
@@ -174,9 +188,9 @@ def _event(act: Act) -> str:
     return ""
 
 
-def tokens_page(view: EpisodeTokens, *, details: bool = False) -> Page:
+def tokens_page(view: EpisodeTokens, *, details: bool = False) -> TerminalPage:
     """Make a page with an episode's tokens, coloured by the version that sampled them; with `details`, one per line."""
-    page = Page()
+    page = TerminalPage()
     versions = dict.fromkeys(token.version for row in view.rows for token in row.tokens if token.version)
     colours = {version: _COLOURS[place % len(_COLOURS)] for place, version in enumerate(versions)}
     page.line((view.episode, "bold"), f" · attempt {view.attempt} · context is dim, and never trained")
@@ -194,7 +208,7 @@ def tokens_page(view: EpisodeTokens, *, details: bool = False) -> Page:
     return page
 
 
-def _token_text(page: Page, row: TokenRow, colours: dict[str, str]) -> None:
+def _token_text(page: TerminalPage, row: TokenRow, colours: dict[str, str]) -> None:
     pieces: dict[int, list[tuple[str, str]]] = {}
     for token in row.tokens:
         style = colours.get(token.version or "", "dim") if token.loss_mask else "dim"
@@ -204,7 +218,7 @@ def _token_text(page: Page, row: TokenRow, colours: dict[str, str]) -> None:
         page.flow(parts, indent=4)
 
 
-def _token_table(page: Page, row: TokenRow, colours: dict[str, str]) -> None:
+def _token_table(page: TerminalPage, row: TokenRow, colours: dict[str, str]) -> None:
     rows: list[list[Part]] = []
     for token in row.tokens:
         if not token.loss_mask:
@@ -219,7 +233,7 @@ def _token_table(page: Page, row: TokenRow, colours: dict[str, str]) -> None:
             (_shown(token), style),
             (token.version or "", style),
         ]
-        rows.append([*cells, *map(number, values), *counts, token.routing or ""])
+        rows.append([*cells, *map(format_number, values), *counts, token.routing or ""])
     headings = ["position>", "turn>", "id>", "text", "version", "logprob>", "trainer>", "ratio>", "advantage>"]
     headings += ["entropy>", "kept>", "lag>", "routing"]
     known = [place for place in range(len(headings)) if any(cells[place] for cells in rows)]
@@ -228,13 +242,13 @@ def _token_table(page: Page, row: TokenRow, colours: dict[str, str]) -> None:
     page.line((f"  and {plural(context, 'token')} of context", "dim"))
 
 
-def _shown(token: Token) -> str:
+def _shown(token: EpisodeToken) -> str:
     return token.text.replace(" ", "·")
 
 
-def reasons_page(episode: str, found: Sequence[Reason]) -> Page:
+def reasons_page(episode: str, found: Sequence[Reason]) -> TerminalPage:
     """Make a page with the reasons for an episode's state."""
-    page = Page()
+    page = TerminalPage()
     page.line((episode, "bold"))
     for reason in found:
         style = "red" if reason.about == "problem" else ""
@@ -248,10 +262,10 @@ def _column(place: float, width: int) -> int:
     return int(min(max(0.0, place), width))  # in this order, so that NaN becomes 0
 
 
-def timeline_page(line: EpisodeTimeline, *, width: int = 80) -> Page:
+def timeline_page(line: EpisodeTimeline, *, width: int = 80) -> TerminalPage:
     """Make a page about an episode over its seconds, with a lane per agent and kind of act."""
-    page = Page()
-    page.line((line.episode, "bold"), f" · attempt {line.attempt} · {number(line.seconds)} s")
+    page = TerminalPage()
+    page.line((line.episode, "bold"), f" · attempt {line.attempt} · {format_number(line.seconds)} s")
     scale = width / (line.seconds or 1.0)
     rows = []
     for lane in line.lanes:
@@ -273,9 +287,9 @@ def timeline_page(line: EpisodeTimeline, *, width: int = 80) -> Page:
     return page
 
 
-def fork_page(tree: Sequence[Fork], new: Collection[str] = ()) -> Page:
+def fork_tree_page(tree: Sequence[ForkTreeNode], new: Collection[str] = ()) -> TerminalPage:
     """Make a page with forks below their parents; if there are `new` ones, only their branches."""
-    page = Page()
+    page = TerminalPage()
     if new:
         roots = [place for place, fork in enumerate(tree) if not fork.depth]
         trees = [tree[start:stop] for start, stop in zip(roots, [*roots[1:], None], strict=True)]
@@ -291,12 +305,12 @@ def fork_page(tree: Sequence[Fork], new: Collection[str] = ()) -> Page:
         ended = line.drop_reason or line.stop_reason or line.status
         style = "bold" if line.episode in new else ""
         turns = "" if line.turns is None else str(line.turns)
-        rows.append([(name, style), at, fork.version or "", number(line.reward), turns, ended])
+        rows.append([(name, style), at, fork.version or "", format_number(line.reward), turns, ended])
     page.table(["episode", "forked", "by", "reward>", "turns>", "ended"], rows)
     return page
 
 
-def _branch(tree: Sequence[Fork], place: int) -> str:
+def _branch(tree: Sequence[ForkTreeNode], place: int) -> str:
     """Draw the lines of the tree that lead to an entry."""
     drawn = ""
     for depth in range(1, tree[place].depth + 1):
@@ -309,9 +323,9 @@ def _branch(tree: Sequence[Fork], place: int) -> str:
     return drawn
 
 
-def replay_page(found: Sequence[ReplayResult], *, step: bool = False) -> Page:
+def replay_page(found: Sequence[ReplayResult], *, step: bool = False) -> TerminalPage:
     """Make a page about replayed episodes: identical, or the departure and its reason; with `step`, each call."""
-    page = Page()
+    page = TerminalPage()
     for each in found:
         if step:
             for call, words in each.acts:
@@ -330,14 +344,14 @@ def replay_page(found: Sequence[ReplayResult], *, step: bool = False) -> Page:
     return page
 
 
-def rescore_page(found: Sequence[ReplayResult]) -> Page:
+def rescore_page(found: Sequence[ReplayResult]) -> TerminalPage:
     """Make a page with the rewards of episodes as recorded, and by the current code."""
-    page, rows = Page(), list[list[Part]]()
+    page, rows = TerminalPage(), list[list[Part]]()
     for each in found:
         for agent in dict.fromkeys([*each.before, *each.after]):
             then, now = each.before.get(agent), each.after.get(agent)
             style = "" if then == now else "bold"
-            rows.append([each.episode, agent, number(then) or "none", (number(now) or "none", style)])
+            rows.append([each.episode, agent, format_number(then) or "none", (format_number(now) or "none", style)])
     page.table(["episode", "agent", "recorded>", "now>"], rows)
     for each in found:
         if each.outcome != "identical":
@@ -345,15 +359,17 @@ def rescore_page(found: Sequence[ReplayResult]) -> Page:
     return page
 
 
-def difference_page(found: EpisodeDifference) -> Page:
+def difference_page(found: EpisodeDifference) -> TerminalPage:
     """Make a page with two episodes side by side: their first difference, and both outcomes."""
-    page = Page()
+    page = TerminalPage()
     page.line((found.a.episode, "bold"), " and ", (found.b.episode, "bold"), f": {found.same_acts} acts in common")
     if found.departure is None:
         page.line(("they are the same, but for times", "green"))
     else:
         _departure(page, found.departure)
-    rows = [[agent, *(number(reward) or "none" for reward in rewards)] for agent, rewards in found.rewards.items()]
+    rows = [
+        [agent, *(format_number(reward) or "none" for reward in rewards)] for agent, rewards in found.rewards.items()
+    ]
     page.heading("rewards")
     page.table(["agent", f"{found.a.episode}>", f"{found.b.episode}>"], rows)
     page.heading("turns")
@@ -365,7 +381,7 @@ def difference_page(found: EpisodeDifference) -> Page:
     return page
 
 
-def _departure(page: Page, departure: FirstDifference) -> None:
+def _departure(page: TerminalPage, departure: FirstDifference) -> None:
     where = f"call {departure.call}"
     if departure.turn is not None:
         where += f", turn {departure.turn} of {departure.agent}"
@@ -376,7 +392,7 @@ def _departure(page: Page, departure: FirstDifference) -> None:
         _side(page, side, style)
 
 
-def _side(page: Page, side: DifferingSide, style: str) -> None:
+def _side(page: TerminalPage, side: DifferingSide, style: str) -> None:
     if side.version:
         page.line((f"    by {side.version}", "dim"))
     page.block(side.text, style)

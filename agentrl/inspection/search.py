@@ -21,10 +21,10 @@ from agentrl.journal.entries import (
     EffectEntry,
     EntryBody,
     JournalEntry,
+    NondeterministicValueEntry,
     ResourceEntry,
     ToolEntry,
     TurnEntry,
-    ValueEntry,
 )
 from agentrl.journal.reader import verified_entry
 from agentrl.journal.schema import DAMAGE, open_to_read
@@ -193,7 +193,7 @@ def _words(body: EntryBody) -> Iterator[str]:
             yield from (body.name, _json(body.value), body.error or "")
         case ResourceEntry():
             yield from (body.method, _json(body.arguments), _json(body.value), body.error or "")
-        case ValueEntry(kind="reasoning" | "message"):
+        case NondeterministicValueEntry(kind="reasoning" | "message"):
             yield body.value if isinstance(body.value, str) else _json(body.value)
         case BeginEntry():
             yield from (body.task_id, _json(body.task))

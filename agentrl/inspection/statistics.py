@@ -13,7 +13,7 @@ import msgspec
 
 from agentrl.core.errors import StorageError
 from agentrl.core.records import REWARD, GameTally
-from agentrl.observe.run_state import RunSnapshot, RunState, plan_of, read_metrics, read_status
+from agentrl.observe.run_state import RunSnapshot, RunState, display_settings_from_config, read_metrics, read_status
 
 if TYPE_CHECKING:
     from agentrl.core.records import EpisodeHeader, PolicyVersion
@@ -201,7 +201,7 @@ def run_win_rates(reader: RunReader) -> list[OpponentResult]:
     found = []
     for name, policy in config.policies.items():
         if policy.kind == "past":
-            matrix = win_rates(reader.log.against({name}), policy.of, name, every=policy.every)
+            matrix = tally_games_by_version(reader.log.against({name}), policy.of, name, every=policy.every)
             found += [
                 OpponentResult(policy.of, step, name, str(version), tally.episodes, tally.score / tally.episodes)
                 for (step, version), tally in matrix.items()
@@ -209,7 +209,7 @@ def run_win_rates(reader: RunReader) -> list[OpponentResult]:
     return found
 
 
-def win_rates(
+def tally_games_by_version(
     headers: Iterable[EpisodeHeader], learner: str, opponent: str, *, every: int
 ) -> dict[tuple[int, PolicyVersion], GameTally]:
     """Sum results by the learner's step, rounded down to multiples of `every`, and the opponent's version."""
@@ -235,7 +235,9 @@ def run_state(reader: RunReader) -> RunState:
     """Return the state of a run for the progress view. Its `problem` describes unreadable data."""
     info = reader.info()
     config = info.get("config")
-    plan = plan_of(config if isinstance(config, dict) else {"name": info.get("name", reader.path.name)})
+    plan = display_settings_from_config(
+        config if isinstance(config, dict) else {"name": info.get("name", reader.path.name)}
+    )
     state = RunState(plan=plan, path=str(reader.path))
     read_metrics(reader.path / "metrics.jsonl", state)
     state.standing = reader.standing()

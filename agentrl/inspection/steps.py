@@ -11,7 +11,7 @@ import msgspec
 from agentrl.core.errors import InputError, JournalError
 from agentrl.core.records import PolicyVersion
 from agentrl.inspection.reader import checked_rows
-from agentrl.inspection.tokens import RowColumns, step_rows
+from agentrl.inspection.tokens import StepRowColumns, read_step_rows
 
 if TYPE_CHECKING:
     from agentrl.inspection.reader import Row, RunReader
@@ -45,7 +45,7 @@ class EvaluationLine(msgspec.Struct, frozen=True, kw_only=True):
     metrics: dict[str, float | None]
 
 
-class ConsumedRow(msgspec.Struct, frozen=True, kw_only=True):
+class ConsumedTrajectory(msgspec.Struct, frozen=True, kw_only=True):
     """A trajectory that a step consumed."""
 
     position: int
@@ -72,7 +72,7 @@ class StepView(msgspec.Struct, frozen=True, kw_only=True):
     input_digest: str
     columns_file: str | None
     metrics: dict[str, float | None]
-    fed: list[ConsumedRow]
+    fed: list[ConsumedTrajectory]
     problems: list[str]
 
 
@@ -176,27 +176,27 @@ def _survivors(reader: RunReader) -> set[PolicyVersion]:
     return {PolicyVersion(point.policy, point.lineage, point.step) for point in reader.curve()}
 
 
-def _columns(reader: RunReader, row: Row, problems: list[str]) -> dict[str, list[RowColumns]]:
+def _columns(reader: RunReader, row: Row, problems: list[str]) -> dict[str, list[StepRowColumns]]:
     """Read the rows of the step's file, by episode; empty if there is no readable file."""
     if row["columns_file"] is None:
         return {}
-    found: dict[str, list[RowColumns]] = {}
+    found: dict[str, list[StepRowColumns]] = {}
     try:
-        for each in step_rows(reader.path, row["columns_file"]):
+        for each in read_step_rows(reader.path, row["columns_file"]):
             found.setdefault(each.episode, []).append(each)
     except JournalError as error:
         problems.append(str(error))
     return found
 
 
-def _consumed_row(unit: Row, columns: list[RowColumns]) -> ConsumedRow:
+def _consumed_row(unit: Row, columns: list[StepRowColumns]) -> ConsumedTrajectory:
     moved = [
         math.exp(min(now - then, 80.0))
         for row in columns
         for now, then in zip(row.trainer_logprobs, row.behavior_logprobs, strict=False)
         if math.isfinite(now - then)
     ]
-    return ConsumedRow(
+    return ConsumedTrajectory(
         position=unit["position"],
         episode=unit["episode"],
         attempt=unit["attempt"],

@@ -9,13 +9,13 @@ import msgspec
 
 from agentrl.core.text import plural
 from agentrl.inspection.conversation import (
-    ChildAct,
+    ChildEpisodeResultAct,
     EffectAct,
     PolicyTurn,
     RewardAct,
     SpawnAct,
     ToolAct,
-    conversation,
+    read_conversation,
 )
 from agentrl.inspection.reader import checked_rows
 from agentrl.observe.run_state import read_status
@@ -36,7 +36,7 @@ _ENGINE = {
 """Metrics of the engine's busy time, each with its measure and whether it belongs to an evaluation."""
 
 
-class Bar(msgspec.Struct, frozen=True):
+class TimelineBar(msgspec.Struct, frozen=True):
     """A span of time; it may be empty."""
 
     start: float
@@ -47,11 +47,11 @@ class Bar(msgspec.Struct, frozen=True):
     call: str = ""
 
 
-class Lane(msgspec.Struct, frozen=True):
+class TimelineLane(msgspec.Struct, frozen=True):
     """Bars that belong together, in order."""
 
     name: str
-    bars: list[Bar]
+    bars: list[TimelineBar]
 
 
 class EpisodeTimeline(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,7 +60,7 @@ class EpisodeTimeline(msgspec.Struct, frozen=True, kw_only=True):
     episode: str
     attempt: int
     seconds: float
-    lanes: list[Lane]
+    lanes: list[TimelineLane]
     updates: list[tuple[float, str]]
     """Times at which new weights were published, with their versions."""
     busy: dict[str, float]
@@ -96,12 +96,12 @@ class RunTimeline(msgspec.Struct, frozen=True, kw_only=True):
 
 def episode_timeline(reader: RunReader, episode_id: str, attempt: int | None = None) -> EpisodeTimeline:
     """Return the timeline of an episode. Raises as `RunReader.episode`."""
-    return timeline_of(conversation(reader, episode_id, attempt))
+    return timeline_from_conversation(read_conversation(reader, episode_id, attempt))
 
 
-def timeline_of(view: ConversationView) -> EpisodeTimeline:
+def timeline_from_conversation(view: ConversationView) -> EpisodeTimeline:
     """Return the timeline of an episode that was read."""
-    lanes: dict[str, list[Bar]] = {}
+    lanes: dict[str, list[TimelineBar]] = {}
     ends: dict[str, float] = {}
     for act in view.acts:
         _add_bars(act, lanes, ends)
@@ -113,35 +113,35 @@ def timeline_of(view: ConversationView) -> EpisodeTimeline:
         episode=view.summary.episode,
         attempt=view.summary.attempt,
         seconds=max([view.summary.seconds or 0.0, *ends.values()]),
-        lanes=[Lane(name, bars) for name, bars in lanes.items()],
+        lanes=[TimelineLane(name, bars) for name, bars in lanes.items()],
         updates=[(update.at, update.version) for update in view.updates],
         busy={what: seconds for what, seconds in busy.items() if seconds},
         problems=view.problems,
     )
 
 
-def _add_bars(act: Act, lanes: dict[str, list[Bar]], ends: dict[str, float]) -> None:
+def _add_bars(act: Act, lanes: dict[str, list[TimelineBar]], ends: dict[str, float]) -> None:
     branch = act.call.rpartition("#")[0]
     now = ends.get(branch, _parent_end(branch, ends))
     match act:
         case PolicyTurn():
             lane = lanes.setdefault(f"{act.seat}[{act.index}]", [])
             if act.waited > 0:
-                lane.append(Bar(max(act.at - act.waited, 0.0), act.at, "wait", "waits", act.call))
-            lane.append(Bar(act.at, act.at + act.seconds, "turn", f"turn {act.turn}", act.call))
+                lane.append(TimelineBar(max(act.at - act.waited, 0.0), act.at, "wait", "waits", act.call))
+            lane.append(TimelineBar(act.at, act.at + act.seconds, "turn", f"turn {act.turn}", act.call))
             ends[branch] = act.at + act.seconds
         case ToolAct() | EffectAct():
             what = "tool" if isinstance(act, ToolAct) else "effect"
             lanes.setdefault("tools" if what == "tool" else "effects", []).append(
-                Bar(now, now + act.seconds, what, act.name, act.call)
+                TimelineBar(now, now + act.seconds, what, act.name, act.call)
             )
             ends[branch] = now + act.seconds
-        case SpawnAct() | ChildAct():
+        case SpawnAct() | ChildEpisodeResultAct():
             label = plural(len(act.children), "child", "children") if isinstance(act, SpawnAct) else act.child
-            lanes.setdefault("children", []).append(Bar(now, now, "child", label, act.call))
+            lanes.setdefault("children", []).append(TimelineBar(now, now, "child", label, act.call))
         case RewardAct():
             label = f"{act.words} to {act.seat}[{act.index}]"
-            lanes.setdefault("rewards", []).append(Bar(now, now, "reward", label, act.call))
+            lanes.setdefault("rewards", []).append(TimelineBar(now, now, "reward", label, act.call))
 
 
 def _parent_end(branch: str, ends: dict[str, float]) -> float:

@@ -45,7 +45,7 @@ class _Tensor(msgspec.Struct):
     data_offsets: tuple[int, int]
 
 
-class RowColumns(msgspec.Struct, frozen=True):
+class StepRowColumns(msgspec.Struct, frozen=True):
     """Values of a step for the trained tokens of one row, by position in the row."""
 
     episode: str
@@ -61,17 +61,17 @@ class RowColumns(msgspec.Struct, frozen=True):
     lag: Sequence[int]
 
 
-def int32(data: bytes) -> array[int]:
+def decode_int32(data: bytes) -> array[int]:
     """Decode little-endian 32-bit integers; an incomplete one at the end is left out."""
     return _column("i", data[: len(data) // 4 * 4])
 
 
-def float32(data: bytes) -> array[float]:
+def decode_float32(data: bytes) -> array[float]:
     """Decode little-endian 32-bit floats; an incomplete one at the end is left out."""
     return _column("f", data[: len(data) // 4 * 4])
 
 
-def step_rows(run: Path, name: Any) -> list[RowColumns]:
+def read_step_rows(run: Path, name: Any) -> list[StepRowColumns]:
     """Read the rows of a step's file, in the order in which they were consumed.
 
     Args:
@@ -101,13 +101,13 @@ def step_rows(run: Path, name: Any) -> list[RowColumns]:
         raise JournalError(f"{path}: not the columns of a step ({error}); the file is damaged") from error
 
 
-def _rows(described: list[tuple[str, int]], columns: dict[str, Any]) -> list[RowColumns]:
+def _rows(described: list[tuple[str, int]], columns: dict[str, Any]) -> list[StepRowColumns]:
     offsets = columns["offsets"]
     if len(offsets) != len(described) + 1 or offsets[-1] != len(columns["position"]) or min(offsets) < 0:
         raise ValueError("its rows and their offsets differ")
     names = ("position", "trainer_logprobs", "entropy", "behavior_logprobs", "advantages", "lag")
     return [
-        RowColumns(episode, row, *(columns[name][start:stop] for name in names))
+        StepRowColumns(episode, row, *(columns[name][start:stop] for name in names))
         for (episode, row), start, stop in zip(described, offsets, offsets[1:], strict=False)
     ]
 
@@ -142,7 +142,7 @@ class _Tokenizer(msgspec.Struct):
 
 
 @lru_cache(maxsize=4)
-def vocabulary(model: str | None) -> Vocabulary:
+def load_vocabulary(model: str | None) -> Vocabulary:
     """Return the `Vocabulary` of a model, read once per process."""
     return Vocabulary(model)
 
@@ -197,11 +197,11 @@ def _byte_characters() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
 
 
-ReadStep = Callable[[Path, Any], list[RowColumns]]
-"""Type of `step_rows`, or of a caching replacement."""
+ReadStep = Callable[[Path, Any], list[StepRowColumns]]
+"""Type of `read_step_rows`, or of a caching replacement."""
 
 
-class Token(msgspec.Struct, frozen=True, kw_only=True):
+class EpisodeToken(msgspec.Struct, frozen=True, kw_only=True):
     """A token of a row."""
 
     position: int
@@ -238,7 +238,7 @@ class TokenRow(msgspec.Struct, frozen=True, kw_only=True):
     row: int
     step: str | None
     """Version made by the optimizer step that trained the row; None: no step did."""
-    tokens: list[Token]
+    tokens: list[EpisodeToken]
 
 
 class EpisodeTokens(msgspec.Struct, frozen=True, kw_only=True):
@@ -266,7 +266,7 @@ class StepValues(NamedTuple):
     """Values of a step for a row's tokens, by position."""
 
     step: str
-    places: dict[int, tuple[RowColumns, int]]
+    places: dict[int, tuple[StepRowColumns, int]]
     """The step's row and the index in it, keyed by position; a row routed twice is two rows of the step."""
 
 
@@ -276,9 +276,9 @@ def episode_tokens(reader: RunReader, episode_id: str, attempt: int | None = Non
     problems = list(view.problems)
     config = reader.info().get("config")
     rows = []
-    for played in played_rows(view):
-        words = vocabulary(base_model_directory(config, played.policy))
-        trained = trained_row(reader, view, played, problems)
+    for played in assemble_rows(view):
+        words = load_vocabulary(base_model_directory(config, played.policy))
+        trained = newest_step_values(reader, view, played, problems)
         tokens = list(_tokens(played.turns, words, trained))
         step = None if trained is None else trained.step
         rows.append(
@@ -303,7 +303,7 @@ def base_model_directory(config: object, policy: str) -> str | None:
     return path if isinstance(path, str) else None
 
 
-def played_rows(view: EpisodeView) -> list[AssembledRow]:
+def assemble_rows(view: EpisodeView) -> list[AssembledRow]:
     """Return the rows of an episode, agent by agent."""
     by_row: dict[tuple[str, int, int], list[TurnEntry]] = {}
     for _, body in view.entries:
@@ -318,12 +318,12 @@ def played_rows(view: EpisodeView) -> list[AssembledRow]:
     return rows
 
 
-def trained_row(
+def newest_step_values(
     reader: RunReader,
     view: EpisodeView,
     played: AssembledRow,
     problems: list[str],
-    read: ReadStep = step_rows,
+    read: ReadStep = read_step_rows,
 ) -> StepValues | None:
     """Return the values of the newest step that consumed a row, if its columns still exist; `read` reads the step's
     file."""
@@ -352,20 +352,20 @@ def trained_row(
     return None
 
 
-def _tokens(turns: Sequence[TurnEntry], vocabulary: Vocabulary, trained: StepValues | None) -> Iterator[Token]:
+def _tokens(turns: Sequence[TurnEntry], vocabulary: Vocabulary, trained: StepValues | None) -> Iterator[EpisodeToken]:
     position = 0
     for turn in turns:
-        context, sampled = int32(turn.context_ids), int32(turn.token_ids)
+        context, sampled = decode_int32(turn.context_ids), decode_int32(turn.token_ids)
         says = _bytes_as_text if _is_bytes(turn, sampled) else vocabulary.text
         for token in context:
-            yield Token(position=position, turn=turn.turn, id=token, text=says(token), loss_mask=False)
+            yield EpisodeToken(position=position, turn=turn.turn, id=token, text=says(token), loss_mask=False)
             position += 1
         versions = _versions(turn, len(sampled))
-        logprobs, kept = float32(turn.logprobs), int32(turn.mask_counts or b"")
+        logprobs, kept = decode_float32(turn.logprobs), decode_int32(turn.mask_counts or b"")
         experts = _experts(turn)
         for place, token in enumerate(sampled):
             count = kept[place] if place < len(kept) else 0
-            yield Token(
+            yield EpisodeToken(
                 position=position,
                 turn=turn.turn,
                 id=token,

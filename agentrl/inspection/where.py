@@ -22,21 +22,21 @@ MAX_DEPTH = 40
 Value = str | float | int
 
 
-class Column(NamedTuple):
+class FilterColumn(NamedTuple):
     """A column of the filter language."""
 
     sql: str
     kind: Literal["text", "number"]
 
 
-class Filter(NamedTuple):
+class SqlFilter(NamedTuple):
     """An SQL condition with its bound values."""
 
     sql: str
     values: tuple[Value, ...]
 
 
-EVERYTHING = Filter("1", ())
+EVERYTHING = SqlFilter("1", ())
 
 _TOKEN = re.compile(
     r"\s*(?:(?P<number>[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?(?![\w.#~/]))"
@@ -48,7 +48,7 @@ _TOKEN = re.compile(
 _OPERATORS = {"=": "=", "==": "=", "!=": "<>", "<>": "<>", "<": "<", "<=": "<=", ">": ">", ">=": ">="}
 
 
-def parse(text: str, columns: Mapping[str, Column]) -> Filter:
+def parse(text: str, columns: Mapping[str, FilterColumn]) -> SqlFilter:
     """Parse a filter; an empty text passes everything.
 
     Raises:
@@ -77,18 +77,18 @@ def _tokens(text: str) -> list[tuple[str, str]]:
 
 
 class _Parser:
-    def __init__(self, tokens: list[tuple[str, str]], columns: Mapping[str, Column]) -> None:
+    def __init__(self, tokens: list[tuple[str, str]], columns: Mapping[str, FilterColumn]) -> None:
         self._tokens = tokens
         self._columns = columns
         self._at = 0
         self._depth = 0
         self._values: list[Value] = []
 
-    def whole(self) -> Filter:
+    def whole(self) -> SqlFilter:
         sql = self._any()
         if self._at < len(self._tokens):
             raise InputError(f"--where: expected `and` or `or` before {self._tokens[self._at][1]!r}")
-        return Filter(sql, tuple(self._values))
+        return SqlFilter(sql, tuple(self._values))
 
     def _any(self) -> str:
         parts = [self._all()]
@@ -137,7 +137,7 @@ class _Parser:
             return f"({column.sql}) IS {'' if operator in ('=', '==') else 'NOT '}NULL"
         return self._compare(name, column, operator, text[1:-1] if kind == "quoted" else text)
 
-    def _compare(self, name: str, column: Column, operator: str, text: str) -> str:
+    def _compare(self, name: str, column: FilterColumn, operator: str, text: str) -> str:
         if operator == "~":
             self._values.append(text)
             return f"instr(CAST(({column.sql}) AS TEXT), ?) > 0"

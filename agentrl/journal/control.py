@@ -15,12 +15,12 @@ import msgspec
 from agentrl.core.errors import InputError, JournalError
 from agentrl.core.records import (
     STATE_BYTES,
-    BaselineSet,
-    DataLocation,
+    EpisodeDataLocation,
     EpisodeHeader,
     EpisodeSpec,
-    FrozenRoleMean,
+    FrozenGroupBaselines,
     PolicyVersion,
+    RoleMeanAtAdmission,
     SeatBinding,
     TrajectoryHeader,
     WeightsRef,
@@ -39,7 +39,7 @@ _NEGATIVE_ZERO = _ENCODER.encode(-0.0)
 _SPEC = msgspec.msgpack.Decoder(EpisodeSpec)
 _JSON = msgspec.json.Encoder()
 _FINISHERS = msgspec.json.Decoder(tuple[str, ...])
-_EARLIER = msgspec.json.Decoder(tuple[FrozenRoleMean, ...])
+_EARLIER = msgspec.json.Decoder(tuple[RoleMeanAtAdmission, ...])
 _VERSIONS = msgspec.json.Decoder(tuple[PolicyVersion, ...])
 _TURN_REWARDS = msgspec.json.Decoder(tuple[tuple[int, float], ...])
 _NAMED_REWARDS = msgspec.json.Decoder(tuple[tuple[str, float], ...])
@@ -165,7 +165,7 @@ def encode_trajectory_rows(header: EpisodeHeader) -> Iterable[Sequence[Any]]:
         yield (*key, unit.policy, reward, *sampled, *parts, unit.turn_states or None)
 
 
-def encode_baselines_row(baselines: BaselineSet) -> Sequence[Any]:
+def encode_baselines_row(baselines: FrozenGroupBaselines) -> Sequence[Any]:
     """Return the row of a group's baselines."""
     return (baselines.group_id, _JSON.encode(baselines.finishers).decode(), _JSON.encode(baselines.earlier).decode())
 
@@ -265,13 +265,13 @@ def read_header(row: Sequence[Any], trajectories: Iterable[Sequence[Any]]) -> Ep
         turns=row[14],
         tokens=row[15],
         seconds=row[16],
-        location=None if row[17] is None else DataLocation(row[17], row[18]),
+        location=None if row[17] is None else EpisodeDataLocation(row[17], row[18]),
         trajectories=tuple(units),
         measured_against=_read_measured_against(row),
     )
 
 
-def read_baselines(row: Sequence[Any]) -> BaselineSet:
+def read_baselines(row: Sequence[Any]) -> FrozenGroupBaselines:
     """Read the baseline set from a row of `baselines`.
 
     Raises:
@@ -279,7 +279,7 @@ def read_baselines(row: Sequence[Any]) -> BaselineSet:
     """
     _verify("baselines", row)
     try:
-        return BaselineSet(row[0], _FINISHERS.decode(row[1]), _EARLIER.decode(row[2]))
+        return FrozenGroupBaselines(row[0], _FINISHERS.decode(row[1]), _EARLIER.decode(row[2]))
     except (msgspec.MsgspecError, TypeError, ValueError, RecursionError) as error:
         raise JournalError(
             f"group {row[0]}: the baselines of its members cannot be read ({error}); the journal is damaged"

@@ -4,10 +4,10 @@ An entry lives under (episode, attempt, call id); the call id belongs to a logic
 across branches is needed. `asked` is a hash of the new question: on replay, a different hash is a mismatch. Bodies are
 msgspec structs encoded as tagged msgpack arrays; token columns inside them are little-endian bytes.
 
-A `Partial` holds the tokens that a turn has sampled so far, so that another process can resume the turn after a crash.
-Partials have a separate table in each partition: no commit counts them, no digest covers them, and they are removed
-when their turn has its entry. A missing or damaged partial, or one of another question, is not an error: the turn
-resumes before it, and its tokens are sampled again, as after any crash.
+A `PartialTurnTokens` holds the tokens that a turn has sampled so far, so that another process can resume the turn after
+a crash. Partials have a separate table in each partition: no commit counts them, no digest covers them, and they are
+removed when their turn has its entry. A missing or damaged partial, or one of another question, is not an error: the
+turn resumes before it, and its tokens are sampled again, as after any crash.
 
 Checksums detect torn and corrupted bytes, not an attacker, who can recompute them. An entry's checksum covers its key
 as well as its content, so that a valid entry under another episode, attempt or call id is an error too.
@@ -34,7 +34,7 @@ FORMAT = 0
 """Journal format; 0 until the first release. Another value is refused by name."""
 
 
-class SpanEntry(msgspec.Struct, frozen=True, array_like=True):
+class TurnVersionSpan(msgspec.Struct, frozen=True, array_like=True):
     """`VersionSpan` of the entry's policy, over the turn's sampled tokens."""
 
     start: int
@@ -89,7 +89,7 @@ class BeginEntry(msgspec.Struct, frozen=True, array_like=True, tag="begin"):
     """First attempt whose replies an external agent may get again; earlier ones ended in an error."""
 
 
-class RequestParameters(msgspec.Struct, frozen=True, array_like=True):
+class ExternalRequestParameters(msgspec.Struct, frozen=True, array_like=True):
     """The parts of an external agent's request besides its messages.
 
     An attempt whose request differs from the recorded one ends the replay and names the difference.
@@ -119,7 +119,7 @@ class TurnEntry(msgspec.Struct, frozen=True, array_like=True, tag="turn"):
     token_ids: bytes  # <i4
     logprobs: bytes  # <f4
     finish_reason: str
-    spans: tuple[SpanEntry, ...]
+    spans: tuple[TurnVersionSpan, ...]
     text: str
     messages: tuple[dict[str, Any], ...]
     """New messages of `context_ids`, for readers."""
@@ -144,7 +144,7 @@ class TurnEntry(msgspec.Struct, frozen=True, array_like=True, tag="turn"):
     """Policy whose versions `spans` names, if that is not `policy`: a past version of it held the seat."""
     pauses: tuple[Pause, ...] = ()
     """Waits in this process; those in an earlier process that died are unknown."""
-    request: RequestParameters | None = None
+    request: ExternalRequestParameters | None = None
     """Request of an external agent; None: `run()` asked for the turn."""
     state: str | None = None
     """State of the environment before the turn, if the program said it; see `Agent.act`."""
@@ -208,7 +208,7 @@ class SpawnEntry(msgspec.Struct, frozen=True, array_like=True, tag="spawn"):
     children: tuple[str, ...]
 
 
-class GatherEntry(msgspec.Struct, frozen=True, array_like=True, tag="gather"):
+class ChildResultEntry(msgspec.Struct, frozen=True, array_like=True, tag="gather"):
     """The result of waiting for one child."""
 
     child: str
@@ -218,7 +218,7 @@ class GatherEntry(msgspec.Struct, frozen=True, array_like=True, tag="gather"):
     """Lineage and step of the oldest weights that sampled a token of the child, keyed by policy."""
 
 
-class ValueEntry(msgspec.Struct, frozen=True, array_like=True, tag="value"):
+class NondeterministicValueEntry(msgspec.Struct, frozen=True, array_like=True, tag="value"):
     """A value drawn from outside: `now`, `uuid`, the end of a `sleep`."""
 
     kind: str
@@ -260,20 +260,20 @@ class TimeLimitEntry(msgspec.Struct, frozen=True, array_like=True, tag="limit"):
     message: str
 
 
-class PatchEntry(msgspec.Struct, frozen=True, array_like=True, tag="patch"):
+class PatchMarkerEntry(msgspec.Struct, frozen=True, array_like=True, tag="patch"):
     """A call of `ctx.patched(id)` by a branch that was not replaying. Its call id: branch, `@`, `id`."""
 
     id: str
 
 
-class Partial(msgspec.Struct, frozen=True, array_like=True):
+class PartialTurnTokens(msgspec.Struct, frozen=True, array_like=True):
     """Consecutive tokens of a turn in progress: the body of a row of `partials`."""
 
     start: int
     """Index of the first of these tokens in the turn."""
     token_ids: bytes  # <i4
     logprobs: bytes  # <f4
-    spans: tuple[SpanEntry, ...]
+    spans: tuple[TurnVersionSpan, ...]
     """Versions that sampled these tokens."""
 
 
@@ -285,13 +285,13 @@ EntryBody = (
     | IntentEntry
     | ResourceEntry
     | SpawnEntry
-    | GatherEntry
-    | ValueEntry
+    | ChildResultEntry
+    | NondeterministicValueEntry
     | RewardEntry
     | OrderEntry
     | CancelEntry
     | TimeLimitEntry
-    | PatchEntry
+    | PatchMarkerEntry
 )
 
 
@@ -317,7 +317,7 @@ class JournalEntry(msgspec.Struct, frozen=True):
 
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER: msgspec.msgpack.Decoder[EntryBody] = msgspec.msgpack.Decoder(EntryBody)
-_PARTIAL = msgspec.msgpack.Decoder(Partial)
+_PARTIAL = msgspec.msgpack.Decoder(PartialTurnTokens)
 
 
 def encode_body(body: EntryBody) -> bytes:
@@ -342,12 +342,12 @@ def decode_entries(entries: Iterable[JournalEntry]) -> list[EntryBody]:
     return bodies
 
 
-def encode_partial(partial: Partial) -> bytes:
+def encode_partial(partial: PartialTurnTokens) -> bytes:
     """Encode a partial."""
     return _ENCODER.encode(partial)
 
 
-def decode_partial(body: bytes) -> Partial:
+def decode_partial(body: bytes) -> PartialTurnTokens:
     """Decode a partial.
 
     Raises:
@@ -367,7 +367,7 @@ def request_hash(*parts: bytes) -> bytes:
     return hashlib.blake2b(framed, digest_size=8).digest()
 
 
-def state_hash(state: str | None, messages: Iterable[Message]) -> bytes:
+def anchor_state_hash(state: str | None, messages: Iterable[Message]) -> bytes:
     """Hash the anchor state of a turn, in `STATE_BYTES`: the state that the program said, else the role and content of
     each of the turn's new messages but system messages, which only the first turn has.
     """

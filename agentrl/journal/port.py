@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     from agentrl.core.records import (
-        BaselineSet,
         EpisodeHeader,
         EpisodeSpec,
         ForkPoint,
+        FrozenGroupBaselines,
         PolicyVersion,
         Proposal,
         StepReport,
@@ -117,7 +117,7 @@ class TurnLog(Protocol):
         ...
 
     def append_partial(self, entry: JournalEntry) -> None:
-        """Queue tokens of a turn in progress (`Partial`); a commit's count and digest of entries leave them out."""
+        """Queue tokens of a turn in progress (`PartialTurnTokens`); a commit's count and digest of entries leave them out."""
         ...
 
     def remove_partials(self, episode_id: str, attempt: int, call_id: str | None = None) -> None:
@@ -156,7 +156,7 @@ class JournalStore(CommitLog, Protocol):
         """Record a proposal for the run's memory."""
         ...
 
-    def record_baselines(self, baselines: BaselineSet) -> None:
+    def record_baselines(self, baselines: FrozenGroupBaselines) -> None:
         """Record the baselines of a group's members, before a step that consumes one of them."""
         ...
 
@@ -228,7 +228,7 @@ class RunLog(Protocol):
         headers; None if one has not ended."""
         ...
 
-    def baselines(self) -> Mapping[str, BaselineSet]:
+    def baselines(self) -> Mapping[str, FrozenGroupBaselines]:
         """Return the baselines of groups, keyed by group."""
         ...
 

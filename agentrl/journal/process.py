@@ -122,7 +122,7 @@ def _holder(file: BinaryIO) -> int | None:
     return int(named) if named.isdigit() and len(named) < 12 else None
 
 
-def check_partitions(directory: Path) -> None:
+def check_partitions_unlocked(directory: Path) -> None:
     """Check that no worker of an earlier process of the run still holds a partition.
 
     Raises:
@@ -165,7 +165,7 @@ os.register_at_fork(after_in_child=_forget_in_child)
 # --- the record -------------------------------------------------------------------------------------------------------
 
 
-class PlayedJournal(Protocol):
+class EpisodeProgressReader(Protocol):
     """The parts of a run's journal that a record reads."""
 
     def unfinished(self, purpose: Purpose) -> Sequence[EpisodeSpec]:
@@ -272,7 +272,7 @@ class ProcessRecord(msgspec.Struct, kw_only=True):
             *(spec for spec in evaluations if ids.root_episode_number(spec.episode_id) >= self.next_evaluation),
         ]
 
-    def next(self, journal: PlayedJournal) -> ProcessRecord:
+    def next(self, journal: EpisodeProgressReader) -> ProcessRecord:
         """Return the record of a process that resumes the run, to be written when its episodes start."""
         is_death = self.is_playing and self.workers == 1
         episodes, evaluated = dict[str, EpisodeProgress](), dict[str, int]()
@@ -304,7 +304,7 @@ class ProcessRecord(msgspec.Struct, kw_only=True):
         return 0 if progress is None else progress.deaths
 
 
-def list_episodes(specs: Sequence[EpisodeSpec]) -> str:
+def format_episode_list(specs: Sequence[EpisodeSpec]) -> str:
     """List the ids and tasks of episodes, for a message."""
     if not specs:
         return "no episode"

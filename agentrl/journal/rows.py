@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 from agentrl.core.errors import EntriesError
 from agentrl.core.records import (
-    MaskStatus,
     PolicyVersion,
     RoutingSpan,
     SamplingMask,
+    SamplingMaskStatus,
     Trajectory,
     TrajectoryRow,
     VersionSpan,
@@ -31,7 +31,7 @@ AgentKey = tuple[str, int]
 """Seat and index of an agent."""
 
 
-def journal_reader(run_directory: Path) -> Callable[[Sequence[Unit]], Sequence[Sequence[Trajectory]]]:
+def make_unit_reader(run_directory: Path) -> Callable[[Sequence[Unit]], Sequence[Sequence[Trajectory]]]:
     """Make a reader of a run's journal that returns the trajectories of each unit, from the unit's location."""
     reader = TurnReader(run_directory / "journal")
 
@@ -124,12 +124,15 @@ def _row(turns: Sequence[TurnEntry]) -> TrajectoryRow:
             raise EntriesError(f"{_name(turn)}: its token columns cannot be read ({error})") from error
         if len(behavior) != len(sampled) or (mask_counts is not None and len(mask_counts) != len(sampled)):
             raise EntriesError(f"{_name(turn)}: its token columns differ in length")
-        none = np.full(len(context), MaskStatus.NONE, dtype=np.int32)
+        none = np.full(len(context), SamplingMaskStatus.NONE, dtype=np.int32)
         tokens += [context, sampled]
         masks += [np.zeros(len(context), dtype=np.bool_), np.ones(len(sampled), dtype=np.bool_)]
         logprobs += [np.zeros(len(context), dtype=np.float32), behavior]
         indices += [np.full(len(context), -1, dtype=np.int32), np.full(len(sampled), turn.turn, dtype=np.int32)]
-        counts += [none, np.full(len(sampled), MaskStatus.NONE, dtype=np.int32) if mask_counts is None else mask_counts]
+        counts += [
+            none,
+            np.full(len(sampled), SamplingMaskStatus.NONE, dtype=np.int32) if mask_counts is None else mask_counts,
+        ]
         kept.append(mask_ids)
         start = at + len(context)
         for span in turn.spans:

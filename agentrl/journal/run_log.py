@@ -32,7 +32,7 @@ from agentrl.journal.schema import CONTROL_FILE, all_rows, open_to_read, read_me
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
 
-    from agentrl.core.records import BaselineSet, EpisodeHeader, EpisodeSpec, Purpose
+    from agentrl.core.records import EpisodeHeader, EpisodeSpec, FrozenGroupBaselines, Purpose
 
 START_KEY = "life."
 """Key prefix of the starts of the run in `meta`; the lineage follows."""
@@ -276,7 +276,7 @@ class ControlLogReader:
             for spec in self._specs(chunk):
                 yield spec, ended.get((spec.episode_id, spec.attempt))
 
-    def baselines(self) -> dict[str, BaselineSet]:
+    def baselines(self) -> dict[str, FrozenGroupBaselines]:
         """Return the baselines of groups, keyed by group."""
         rows = self.rows("SELECT group_id, finishers, earlier, checksum FROM baselines")
         return {row[0]: read_baselines(row) for row in rows}

@@ -44,10 +44,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from agentrl.core.records import (
-        BaselineSet,
         EpisodeHeader,
         EpisodeSpec,
         ForkPoint,
+        FrozenGroupBaselines,
         PolicyVersion,
         Proposal,
         WeightsRef,
@@ -70,7 +70,7 @@ PartialKey = tuple[str, int, str | None]
 """Episode, attempt and call; without a call, the whole attempt."""
 
 
-class PartialTable:
+class PartialTurnTableWriter:
     """The partials of a partition, as a target of the writer: an item is a partial, or the key of partials to
     remove.
     """
@@ -105,7 +105,7 @@ def _row(entry: JournalEntry) -> Sequence[Any]:
     return (entry.episode_id, entry.attempt, entry.call_id, asked, body, checksum)
 
 
-def check_entry(entry: JournalEntry) -> None:
+def check_entry_size(entry: JournalEntry) -> None:
     """Refuse an entry that is too large for the journal.
 
     Raises:
@@ -137,7 +137,7 @@ class SqliteTurnLog:
         self.name = f"turns-{worker}.db"
         path = directory / self.name
         self.database = WriterDatabase(path, open_to_write(path, "turns", {"run": run}, run=run), order=0)
-        self._partials = PartialTable(self.database)
+        self._partials = PartialTurnTableWriter(self.database)
         self._run = run
         self._discarded: dict[str, tuple[int, int] | None] = {}
         """`_log_state` of other partitions after their unpublished commits were discarded, keyed by partition."""
@@ -151,7 +151,7 @@ class SqliteTurnLog:
         Raises:
             EpisodeError: the entry is too large (`too_large`).
         """
-        check_entry(entry)
+        check_entry_size(entry)
         self._writer.put((self, entry))
 
     async def flush(self) -> None:
@@ -250,7 +250,7 @@ class NonDecreasingClock(SystemClock):
         return self._label
 
 
-class ControlTable:
+class ControlTableWriter:
     """A table of the control log as a target of the writer."""
 
     def __init__(
@@ -275,8 +275,8 @@ class ControlTables:
     """The tables of one control log."""
 
     def __init__(self, database: WriterDatabase) -> None:
-        def record(name: str, columns: str) -> ControlTable:
-            return ControlTable(database, name, columns, checksum=True, once=True)
+        def record(name: str, columns: str) -> ControlTableWriter:
+            return ControlTableWriter(database, name, columns, checksum=True, once=True)
 
         self.admissions = record("admissions", control.ADMISSION_COLUMNS)
         self.episodes = record("episodes", control.EPISODE_COLUMNS)
@@ -298,8 +298,8 @@ class ControlTables:
         )
         self.pruned = record("pruned", "episode attempt rule pruned_at")
         self.pruned_files = record("pruned_files", "file rule pruned_at")
-        self.metrics = ControlTable(database, "metrics", "policy step name value recorded_at")
-        self.meta = ControlTable(database, "meta", "key value", once=True)
+        self.metrics = ControlTableWriter(database, "metrics", "policy step name value recorded_at")
+        self.meta = ControlTableWriter(database, "meta", "key value", once=True)
 
 
 class SqliteJournal(ControlLogReader):
@@ -380,7 +380,7 @@ class SqliteJournal(ControlLogReader):
         """See `JournalStore.record_proposal`."""
         self._writer.put((self._tables.proposals, proposal))
 
-    def record_baselines(self, baselines: BaselineSet) -> None:
+    def record_baselines(self, baselines: FrozenGroupBaselines) -> None:
         """See `JournalStore.record_baselines`."""
         self._writer.put((self._tables.baselines, control.encode_baselines_row(baselines)))
 
@@ -461,7 +461,7 @@ class SqliteJournal(ControlLogReader):
         )
 
 
-class WorkerTurnLog(SqliteTurnLog):
+class TakeoverTrackingTurnLog(SqliteTurnLog):
     """A partition that knows which of the episodes begun elsewhere have progressed here."""
 
     def __init__(self, directory: Path, worker: str, run: str, writer: GroupCommitWriter) -> None:
@@ -519,7 +519,7 @@ class WorkerJournal:
         try:
             run_log.check_partition(f"turns-{worker}.db")
             self._writer = GroupCommitWriter("journal-writer")
-            self.log = WorkerTurnLog(directory, worker, str(run_log.info()["run"]), self._writer)
+            self.log = TakeoverTrackingTurnLog(directory, worker, str(run_log.info()["run"]), self._writer)
         except BaseException:
             self._lock.release()
             raise
@@ -549,7 +549,7 @@ class CommitWaiter(NamedTuple):
     future: asyncio.Future[None]
 
 
-class QueuedTable(Protocol):
+class TableWriter(Protocol):
     """A table of a database, with the conversion of queued items to rows."""
 
     database: WriterDatabase
@@ -579,7 +579,7 @@ class GroupCommitWriter:
     """The writer thread of a process. `put`, `check`, `wait` and `close` are called from the event loop's thread."""
 
     def __init__(self, name: str) -> None:
-        self._queue: deque[Sequence[tuple[QueuedTable, Any]] | CommitWaiter] = deque()
+        self._queue: deque[Sequence[tuple[TableWriter, Any]] | CommitWaiter] = deque()
         self._urgent = threading.Event()
         self._closing = threading.Event()
         self._failure: str | None = None
@@ -592,7 +592,7 @@ class GroupCommitWriter:
         """Add a database; only the thread uses and closes its connection."""
         self._databases.append(database)
 
-    def put(self, *rows: tuple[QueuedTable, Any]) -> None:
+    def put(self, *rows: tuple[TableWriter, Any]) -> None:
         """Queue rows; those of one database are written in one transaction."""
         self._queue.append(rows)
 
@@ -681,8 +681,8 @@ class GroupCommitWriter:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(_resolve, futures, self._failure)
 
-    def _take(self) -> tuple[dict[QueuedTable, list[Any]], list[CommitWaiter]]:
-        rows: defaultdict[QueuedTable, list[Any]] = defaultdict(list)
+    def _take(self) -> tuple[dict[TableWriter, list[Any]], list[CommitWaiter]]:
+        rows: defaultdict[TableWriter, list[Any]] = defaultdict(list)
         waiters: list[CommitWaiter] = []
         queue = self._queue
         for _ in range(len(queue)):
@@ -694,7 +694,7 @@ class GroupCommitWriter:
                 rows[target].append(item)
         return rows, waiters
 
-    def _commit(self, database: WriterDatabase, rows: dict[QueuedTable, list[Any]]) -> str | None:
+    def _commit(self, database: WriterDatabase, rows: dict[TableWriter, list[Any]]) -> str | None:
         """Commit one transaction; returns the reason if it failed."""
         connection = database.connection
         try:

@@ -190,7 +190,7 @@ class HeadOutput(NamedTuple):
         return self.map(lambda column: column[start:stop])
 
 
-class KeptSets(NamedTuple):
+class KeptVocabularySets(NamedTuple):
     """The kept set K_t of each of n tokens, ragged."""
 
     counts: Tensor  # int64 [n]; 0: the full vocabulary
@@ -203,13 +203,13 @@ class KeptSets(NamedTuple):
         kept[rows, self.token_ids] = True
         return kept
 
-    def slice(self, start: int, stop: int) -> KeptSets:
+    def slice(self, start: int, stop: int) -> KeptVocabularySets:
         """Return the sets of tokens [start, stop)."""
         before, inside = int(self.counts[:start].sum()), int(self.counts[start:stop].sum())
-        return KeptSets(self.counts[start:stop], self.token_ids[before : before + inside])
+        return KeptVocabularySets(self.counts[start:stop], self.token_ids[before : before + inside])
 
 
-def logprob_head(
+def logprobs_from_logits(
     logits: Tensor,
     targets: Tensor,
     *,
@@ -307,19 +307,19 @@ def reference_divergence(log_softmax: Tensor, logprob: Tensor, targets: Tensor, 
     return kl + residual * (1.0 + logprob - logprob.detach())
 
 
-def chunked_logprob_head(
+def chunked_logprobs_from_hidden(
     model: PreTrainedModel,
     hidden: Tensor,
     targets: Tensor,
     *,
     temperature: Tensor,
-    kept: KeptSets | None = None,
+    kept: KeptVocabularySets | None = None,
     entropy_gradient: bool = True,
     top: int = 0,
     reference: HeadOutput | None = None,
 ) -> HeadOutput:
-    """Compute `logprob_head` in pieces of at most `MAX_LOGITS` logits; several pieces are recomputed in the backward
-    pass.
+    """Compute `logprobs_from_logits` in pieces of at most `MAX_LOGITS` logits; several pieces are recomputed in the
+    backward pass.
 
     Args:
         model: model whose head computes the logits.
@@ -329,12 +329,12 @@ def chunked_logprob_head(
         kept: the kept sets of the n tokens; None: nothing was masked.
         entropy_gradient: whether the entropy is differentiable.
         top: number of likeliest tokens to return, `TOP_TOKENS` for a reference.
-        reference: see `logprob_head`.
+        reference: see `logprobs_from_logits`.
     """
 
     def piece(start: int, stop: int) -> HeadOutput:
         logits = _own_logits(model, hidden[start:stop])
-        return logprob_head(
+        return logprobs_from_logits(
             logits,
             targets[start:stop],
             temperature=temperature[start:stop],
@@ -382,9 +382,9 @@ def token_logprobs(
     hidden = (_tree_hidden if shared else _padded_hidden)(model, batch, device, replay)
     kept = None
     if batch.kept_counts is not None and batch.kept_ids is not None:
-        kept = KeptSets(device_tensor(batch.kept_counts, device), device_tensor(batch.kept_ids, device))
+        kept = KeptVocabularySets(device_tensor(batch.kept_counts, device), device_tensor(batch.kept_ids, device))
     predicting = F.embedding(device_tensor(batch.hidden_index, device), hidden)
-    output = chunked_logprob_head(
+    output = chunked_logprobs_from_hidden(
         model,
         predicting,
         device_tensor(batch.targets, device),

@@ -35,7 +35,7 @@ _VALUE_HEAD = "value_head"
 
 
 @dataclass(slots=True)
-class OpenStep:
+class StepAccumulator:
     """The accumulated sums of the step in progress."""
 
     step_id: int
@@ -84,7 +84,7 @@ class Learner:
         self.step = 0
         self.version = PolicyVersion(name, 0, 0)
         self.report: StepReport | None = None
-        self.open: OpenStep | None = None
+        self.open: StepAccumulator | None = None
         self.learning_rate = policy.learning_rate
         self.steps = steps
         self.warmup_steps = optimizer.warmup_steps

@@ -124,7 +124,7 @@ def _micro_batch_tokens(config: RunConfig) -> int:
 
 def _activations(config: RunConfig, policy: str, model: PolicyModel) -> int:
     """Return the peak bytes that a step of a policy allocates beyond weights and gradients."""
-    (batch,) = pack(longest_rows(config, policy, model), max_tokens=_micro_batch_tokens(config), share=False)
+    (batch,) = pack(make_worst_case_samples(config, policy, model), max_tokens=_micro_batch_tokens(config), share=False)
     module: nn.Module = model.model
     model.activate()
     loss = config.trainer.loss.name
@@ -165,7 +165,7 @@ def _reference_output(batch: MicroBatch, device: torch.device) -> HeadOutput:
     return HeadOutput(column, column, column, zeros[:, :-1].long(), zeros)
 
 
-def longest_rows(config: RunConfig, policy: str, model: PolicyModel) -> list[TrainingSample]:
+def make_worst_case_samples(config: RunConfig, policy: str, model: PolicyModel) -> list[TrainingSample]:
     """Make the rows of the largest micro batch of a policy: random tokens, each row `engine.max_context` long.
 
     The end of each row is trained: as many tokens as an episode can sample.

@@ -53,7 +53,13 @@ from agentrl.core.ids import stable_hash64
 from agentrl.core.records import PolicyVersion, StepReport, TrainingSample, WeightsRef
 from agentrl.credit.samples import input_digest, row_digest, token_lags, trained_positions
 from agentrl.engines.models import dtype_name
-from agentrl.engines.transfer import FileSender, PublishedWeightSource, ReceivingEngine, WeightLink, WeightSenders
+from agentrl.engines.transfer import (
+    FileSender,
+    PublishedWeightSource,
+    WeightRecipient,
+    WeightSenders,
+    WeightTransferConnection,
+)
 from agentrl.engines.versions import Canary
 from agentrl.learn.loss_batch import LOG_RATIO_LIMIT
 from agentrl.learn.packing import MicroBatch
@@ -267,7 +273,7 @@ class Publisher:
         digest = sha256_of(*(directory / each for each in WEIGHT_FILES[model.kind]))
         return WeightsRef(version=version, path=str(directory), kind=model.kind, sha256=digest)
 
-    def send(self, version: PolicyVersion, model: PolicyModel, recipient: ReceivingEngine) -> None:
+    def send(self, version: PolicyVersion, model: PolicyModel, recipient: WeightRecipient) -> None:
         """Send the full weights of a published version to an engine; the other ranks do as in `publish`.
 
         Raises:
@@ -324,7 +330,7 @@ class Publisher:
                 shutil.copyfile(file, target)
 
 
-def _sender(recipient: ReceivingEngine, link: WeightLink, source: PublishedWeightSource) -> Any:
+def _sender(recipient: WeightRecipient, link: WeightTransferConnection, source: PublishedWeightSource) -> Any:
     """Return the sender of full weights to an engine: vLLM's own where both have GPUs."""
     if recipient.transfer == "file":
         return FileSender(recipient, link, source)
@@ -515,7 +521,7 @@ class StepColumns:
         return save(columns)
 
 
-class MergedColumns:
+class MergedRankColumns:
     """The step's columns of all ranks together, rows in rank order, for the step's file and its metrics."""
 
     def __init__(self, parts: Sequence[bytes]) -> None:
@@ -534,10 +540,10 @@ class MergedColumns:
         self.input_digest = input_digest(part["digests"].tobytes() for part in decoded)
 
     def mismatch(self) -> dict[str, float]:
-        """Return the mismatch metrics of the step; see `mismatch_metrics` and `seat_metrics`."""
+        """Return the mismatch metrics of the step; see `mismatch_metrics` and `seat_mismatch_metrics`."""
         trainer, behavior = self.columns["trainer_logprobs"], self.columns["behavior_logprobs"]
         by_lag = mismatch_metrics(trainer, behavior, lag=self.columns["lag"], fresh=self.fresh)
-        return by_lag | seat_metrics(trainer, behavior, self.seats)
+        return by_lag | seat_mismatch_metrics(trainer, behavior, self.seats)
 
     def write(self, path: Path) -> None:
         """Write the step's file atomically, without syncing it.
@@ -597,7 +603,7 @@ def mismatch_metrics(
     return metrics
 
 
-def seat_metrics(
+def seat_mismatch_metrics(
     trainer: NDArray[np.float32], behavior: NDArray[np.float32], seats: NDArray[np.object_]
 ) -> dict[str, float]:
     """Return `seat_k3/<seat>` if the tokens, all of shape [n], belong to several seats; k3 as in `mismatch_metrics`."""

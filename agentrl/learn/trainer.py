@@ -35,10 +35,10 @@ from agentrl.core.functions import FunctionCode
 from agentrl.core.records import PolicyVersion, StepReport, TrainBatch, TrainingSample, Unit, WeightsRef
 from agentrl.credit.advantages import generalized_advantages
 from agentrl.credit.samples import ReadUnits, read_samples
-from agentrl.engines.transfer import ReceivingEngine
-from agentrl.journal.rows import journal_reader
+from agentrl.engines.transfer import WeightRecipient
+from agentrl.journal.rows import make_unit_reader
 from agentrl.learn.forward import TOP_TOKENS, HeadOutput
-from agentrl.learn.learner import Learner, OpenStep
+from agentrl.learn.learner import Learner, StepAccumulator
 from agentrl.learn.loss_batch import LossBatch, TokenColumns, TokenGradients
 from agentrl.learn.losses import SUMS, Loss, loss_metrics, make_loss, token_metric_sums
 from agentrl.learn.memory import shard_count
@@ -53,7 +53,7 @@ from agentrl.learn.ranks import (
     gather_tensor,
     rank_device,
 )
-from agentrl.learn.storage import CanaryBuilder, MergedColumns, Publisher, converting_write_errors
+from agentrl.learn.storage import CanaryBuilder, MergedRankColumns, Publisher, converting_write_errors
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -99,7 +99,7 @@ class PolicyTrainer:
         self._config = config
         self._directory = run_directory
         self._ranks: Ranks = ranks if ranks is not None else OneRank()
-        self._read = read if read is not None else journal_reader(run_directory)
+        self._read = read if read is not None else make_unit_reader(run_directory)
         self._loss = make_loss(config.trainer, loss)
         self._gae = config.credit.advantage.gae
         self._publisher = Publisher(run_directory)
@@ -171,7 +171,7 @@ class PolicyTrainer:
         if batch.step_id != learner.step + 1:
             raise TrainerError(f"policy {batch.policy!r} is at step {learner.step}, not before {batch.step_id}")
         if learner.open is None:
-            learner.open = OpenStep(batch.step_id)
+            learner.open = StepAccumulator(batch.step_id)
         step = learner.open
         units = [unit for unit in batch.units if (unit.episode_id, unit.attempt) not in step.units]
         if step.units and units and self._sees_step:
@@ -233,7 +233,7 @@ class PolicyTrainer:
         return not self._loss.mark.per_token or self._config.trainer.loss.normalizer == "sequences"
 
     def _accumulate(
-        self, learner: Learner, step: OpenStep, samples: Sequence[TrainingSample], *, normaliser: float
+        self, learner: Learner, step: StepAccumulator, samples: Sequence[TrainingSample], *, normaliser: float
     ) -> None:
         """Run samples through the model in micro-batches, and add their gradient and sums to the step.
 
@@ -296,7 +296,7 @@ class PolicyTrainer:
     def _evaluate_whole_step(
         self,
         learner: Learner,
-        step: OpenStep,
+        step: StepAccumulator,
         samples: Sequence[TrainingSample],
         columns: TokenColumns,
         weights: Tensor,
@@ -358,7 +358,7 @@ class PolicyTrainer:
 
     @staticmethod
     def _estimate_advantages(
-        gae: GaeConfig, step: OpenStep, columns: TokenColumns, values: NDArray[np.float32], weights: Tensor
+        gae: GaeConfig, step: StepAccumulator, columns: TokenColumns, values: NDArray[np.float32], weights: Tensor
     ) -> tuple[TokenColumns, Tensor]:
         """Replace the returns in the column `advantages` by the advantages of `generalized_advantages`.
 
@@ -447,7 +447,7 @@ class PolicyTrainer:
 
     def _count(
         self,
-        step: OpenStep,
+        step: StepAccumulator,
         packed: MicroBatch,
         samples: Sequence[TrainingSample],
         used: Sequence[int],
@@ -465,7 +465,7 @@ class PolicyTrainer:
 
     @staticmethod
     def _count_forward(
-        step: OpenStep, packed: MicroBatch, samples: Sequence[TrainingSample], used: Sequence[int]
+        step: StepAccumulator, packed: MicroBatch, samples: Sequence[TrainingSample], used: Sequence[int]
     ) -> None:
         step.totals["row_tokens"] += sum(len(samples[index].token_ids) for index in _members(packed, used))
         step.totals["forwarded_tokens"] += len(packed.token_ids)
@@ -521,7 +521,7 @@ class PolicyTrainer:
         learner.step, learner.report = step_id, report
         return report
 
-    def _summed(self, learner: Learner, step: OpenStep) -> tuple[dict[str, float], float]:
+    def _summed(self, learner: Learner, step: StepAccumulator) -> tuple[dict[str, float], float]:
         """Sum the token sums over all ranks, and clip the gradient; returns the sums and the norm before clipping."""
         # FSDP has already summed the policy's gradients in every backward pass.
         gradients = [*([] if learner.model.sharded else learner.gradients()), *learner.value_gradients()]
@@ -532,13 +532,13 @@ class PolicyTrainer:
         norm = torch.nn.utils.clip_grad_norm_(learner.model.parameters.values(), learner.max_grad_norm)
         return dict(zip(_TOTALS, totals.tolist(), strict=True)), float(gather_tensor(norm))
 
-    def _write_columns(self, learner: Learner, step: OpenStep) -> tuple[str, MergedColumns]:
+    def _write_columns(self, learner: Learner, step: StepAccumulator) -> tuple[str, MergedRankColumns]:
         """Write the step's file on rank 0; returns its path in the run and the rows of all ranks.
 
         Raises:
             StorageError: writing failed; the gradient is discarded on every rank.
         """
-        merged = MergedColumns(self._ranks.gather(step.columns.encode()))
+        merged = MergedRankColumns(self._ranks.gather(step.columns.encode()))
         path = f"steps/{learner.name}/{learner.version.lineage}.{step.step_id}.safetensors"
 
         def write() -> bytes:
@@ -577,7 +577,7 @@ class PolicyTrainer:
         learner.version = version
         return reference
 
-    def send(self, version: PolicyVersion, recipient: ReceivingEngine) -> None:
+    def send(self, version: PolicyVersion, recipient: WeightRecipient) -> None:
         """Send the policy's full weights to an engine that asked for them. All ranks must call this.
 
         Raises:
@@ -754,7 +754,7 @@ class InProcessTrainer:
         """See `PolicyTrainer.publish`."""
         return await self._call(self._trainer.publish, policy, version)
 
-    async def send(self, version: PolicyVersion, recipient: ReceivingEngine) -> None:
+    async def send(self, version: PolicyVersion, recipient: WeightRecipient) -> None:
         """See `PolicyTrainer.send`."""
         await self._call(self._trainer.send, version, recipient)
 

@@ -174,7 +174,7 @@ def alarms(state: RunState) -> list[Alarm]:
     """Return the alarms of a run, the most severe first."""
     found: list[Alarm] = []
     for policy in state.policies.values():
-        window = newest(policy)
+        window = newest_step_metrics(policy)
         about_format = [*_format_pays(policy), *_illegal_output(policy, window)]
         found += about_format
         found += _max_lag(policy, window)
@@ -337,11 +337,11 @@ def _max_lag(policy: PolicyState, window: Sequence[Values]) -> Iterator[Alarm]:
 
 def _mismatch(policy: PolicyState, window: Sequence[Values]) -> Iterator[Alarm]:
     least, most = MISMATCH_STEPS
-    if any(values_of(newest(policy, most), DEMONSTRATED)):
+    if any(values_of(newest_step_metrics(policy, most), DEMONSTRATED)):
         return  # k3 then tells how likely the environment's replies are, whose recorded probability is 1
     measured: list[Values] = []
     tokens = total = 0.0
-    for values in reversed(newest(policy, most)):
+    for values in reversed(newest_step_metrics(policy, most)):
         if "lag_k3/0" in values and (len(measured) < least or tokens < MISMATCH_TOKENS):
             measured.append(values)
             tokens += values.get("lag_tokens/0", 0.0)
@@ -373,7 +373,7 @@ def _mismatch(policy: PolicyState, window: Sequence[Values]) -> Iterator[Alarm]:
 
 
 def _selection_bias(policy: PolicyState) -> Iterator[Alarm]:
-    window = newest(policy, LENGTH_STEPS)
+    window = newest_step_metrics(policy, LENGTH_STEPS)
     off: list[str] = []
     for name, healthy, more, less in (
         ("length_ratio", 1.0, "{:.0%} longer", "{:.0%} shorter"),
@@ -429,7 +429,7 @@ def _coevolution_alarms(state: RunState) -> Iterator[Alarm]:
     """Yield alarms about proposals, games and starving policies, those of the whole run first."""
     # The policy with the most steps has the newest metrics of the whole run.
     for policy in sorted(state.policies.values(), key=lambda policy: -policy.step)[:1]:
-        window = newest(policy)
+        window = newest_step_metrics(policy)
         yield from _proposals(window)
         yield from _one_seat_wins(window)
     for opponent, of in state.plan.opponent_pools.items():
@@ -506,8 +506,8 @@ def _one_seat_wins(window: Sequence[Values]) -> Iterator[Alarm]:
 
 def _loses_to_pool(policy: PolicyState, opponent: str) -> Iterator[Alarm]:
     rate, played = f"win_rate/{opponent}", f"games/{opponent}"
-    window = newest(policy)
-    before = newest(policy, len(policy.steps))[:-WINDOW]
+    window = newest_step_metrics(policy)
+    before = newest_step_metrics(policy, len(policy.steps))[:-WINDOW]
     games, earlier = total(window, played), total(before, played)
     if min(games, earlier) < MIN_GAMES:
         return
@@ -542,7 +542,7 @@ def _starved(policy: PolicyState, state: RunState) -> Iterator[Alarm]:
         )
 
 
-def newest(policy: PolicyState, steps: int = WINDOW) -> list[Values]:
+def newest_step_metrics(policy: PolicyState, steps: int = WINDOW) -> list[Values]:
     """Return the metrics of the policy's newest steps, in order."""
     return list(itertools.islice(reversed(policy.steps.values()), steps))[::-1]
 

@@ -49,7 +49,7 @@ was measured and what to try. None ends a run. For `engine_mismatch` see [mismat
 """
 
 
-def page() -> str:
+def render_metrics_page() -> str:
     """Return the text of the page."""
     metrics = (
         f"| `{metric.name}` | {metric.unit} | {metric.meaning.replace('|', chr(92) + '|')} |" for metric in METRICS
@@ -59,4 +59,4 @@ def page() -> str:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(page())
+    sys.stdout.write(render_metrics_page())

@@ -335,7 +335,7 @@ GATE_PASSED, GATE_REFUSED = "gate/passed", "gate/refused"
 _BY_NAME = {metric.name: metric for metric in METRICS}
 
 
-def describe(name: str) -> Metric | None:
+def find_registered_metric(name: str) -> Metric | None:
     """Return the metric registered under a name; None if there is none (an environment's own `ctx.metric`).
 
     Example:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol, TextIO
 
 from agentrl.core.clock import SystemClock
 from agentrl.core.text import format_rate, plural
-from agentrl.observe.view import duration, plain, view
+from agentrl.observe.view import duration, render_run_screen, terminal_safe_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -55,7 +55,7 @@ class Display(Protocol):
         ...
 
 
-class Lines:
+class LineDisplay:
     """Display that writes one line per step, phase and evaluation, for pipes, files and CI."""
 
     def __init__(self, state: RunState, stream: TextIO) -> None:
@@ -64,7 +64,7 @@ class Lines:
 
     def line(self, text: str) -> None:
         """Write a line."""
-        self._stream.write(plain(text) + "\n")
+        self._stream.write(terminal_safe_line(text) + "\n")
         self._stream.flush()
 
     def phase(self, text: str) -> None:
@@ -90,7 +90,7 @@ class Lines:
         """See `Display.close`; nothing to clean up."""
 
 
-class Screen:
+class LiveScreenDisplay:
     """Display at the bottom of a terminal, redrawn in place; permanent lines appear above it."""
 
     def __init__(self, state: RunState, stream: TextIO) -> None:
@@ -104,7 +104,7 @@ class Screen:
 
     def line(self, text: str) -> None:
         """Write a line above the screen."""
-        self._console.print(plain(text), markup=False, highlight=False, emoji=False)
+        self._console.print(terminal_safe_line(text), markup=False, highlight=False, emoji=False)
 
     def phase(self, text: str) -> None:
         """Write the phase above the screen, and redraw."""
@@ -121,16 +121,16 @@ class Screen:
 
     def show(self) -> None:
         """Redraw the screen."""
-        self._live.update(view(self._state, width=self._console.width), refresh=True)
+        self._live.update(render_run_screen(self._state, width=self._console.width), refresh=True)
 
     def close(self) -> None:
         """Remove the screen. Idempotent."""
         self._live.stop()
 
 
-def display(state: RunState, stream: TextIO) -> Display:
-    """Return a `Screen` for a terminal, else `Lines`."""
-    return Screen(state, stream) if stream.isatty() else Lines(state, stream)
+def make_progress_display(state: RunState, stream: TextIO) -> Display:
+    """Return a `LiveScreenDisplay` for a terminal, else `LineDisplay`."""
+    return LiveScreenDisplay(state, stream) if stream.isatty() else LineDisplay(state, stream)
 
 
 def evaluation_line(version: PolicyVersion, metrics: Mapping[str, float]) -> str:
@@ -184,7 +184,7 @@ class ProgressLine:
         if not on_terminal and now - self._shown_at < LINE_INTERVAL_S:
             return
         self._shown_at = now
-        line = plain(f"{self._what}: {part}")
+        line = terminal_safe_line(f"{self._what}: {part}")
         if on_terminal:
             line = f"\r\x1b[2K{line[: max(shutil.get_terminal_size().columns - 1, 20)]}"
         self._write(line if on_terminal else f"{line} …\n")
@@ -213,5 +213,5 @@ def spinner(text: str, stream: TextIO) -> Iterator[Callable[[str], None]]:
     from rich.console import Console
     from rich.text import Text
 
-    with Console(file=stream).status(Text(plain(text))) as status:
-        yield lambda text: status.update(Text(plain(text)))
+    with Console(file=stream).status(Text(terminal_safe_line(text))) as status:
+        yield lambda text: status.update(Text(terminal_safe_line(text)))

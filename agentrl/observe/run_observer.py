@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any, TextIO
 from agentrl.core.clock import Clock, SystemClock
 from agentrl.core.text import escape_line, plural
 from agentrl.observe.alarms import alarms, write_alarm
-from agentrl.observe.progress import Display, display, spinner
+from agentrl.observe.progress import Display, make_progress_display, spinner
 from agentrl.observe.run_state import (
     MetricsFile,
-    RunPlan,
+    RunDisplaySettings,
     RunSnapshot,
     RunState,
     bottleneck,
@@ -60,7 +60,7 @@ class RunObserver:
         self,
         directory: RunDirectory,
         *,
-        plan: RunPlan,
+        plan: RunDisplaySettings,
         others: Sequence[Observer] = (),
         sinks: Sequence[Sink] = (),
         quiet: bool = False,
@@ -256,7 +256,7 @@ class RunObserver:
 
     def _shown(self) -> Display:
         if self._display is None:
-            self._display = display(self.state, self._stream)
+            self._display = make_progress_display(self.state, self._stream)
         return self._display
 
 

@@ -113,7 +113,7 @@ def with_engine_share(status: RunSnapshot, share: float | None) -> RunSnapshot:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunPlan:
+class RunDisplaySettings:
     """Part of the configuration that displays and alarms need."""
 
     name: str = "run"
@@ -190,7 +190,7 @@ class PolicyState:
 class RunState:
     """State of a run for displays."""
 
-    plan: RunPlan
+    plan: RunDisplaySettings
     path: str = ""
     policies: dict[str, PolicyState] = field(default_factory=dict)
     status: RunSnapshot | None = None
@@ -241,14 +241,14 @@ def bottleneck(state: RunState, status: RunSnapshot) -> str:
     return f"{held.removeprefix('admission waits for ') or 'tools and environments'} ({shares})"
 
 
-def plan_of(config: Mapping[str, Any]) -> RunPlan:
+def display_settings_from_config(config: Mapping[str, Any]) -> RunDisplaySettings:
     """Return the plan in a resolved configuration of any version; missing fields keep their defaults."""
     policies = _mapping(config.get("policies"))
     trainable = {name: _mapping(policy) for name, policy in policies.items()}
     environment = _mapping(config.get("environment")).get("id")
     own_models = [_text(policy.get("model")) for policy in trainable.values() if policy.get("kind") != "remote"]
     own_steps = {name: steps for name, value in _mapping(config.get("steps")).items() if (steps := _whole(value))}
-    return RunPlan(
+    return RunDisplaySettings(
         name=_text(config.get("name"), "run"),
         environment=_text(environment) or " + ".join(map(str, _mapping(environment))),
         model=" + ".join(dict.fromkeys(filter(None, [_text(_mapping(config.get("model")).get("path")), *own_models]))),

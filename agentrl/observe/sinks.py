@@ -2,7 +2,7 @@
 
 trackio, wandb and tensorboard are imported only if a configuration names them; they receive finite values only. A
 metric of policy P is logged under its own name if P is the only policy that learns, else as `P/name`, because these
-tools keep one series per name. `prometheus` formats the newest values.
+tools keep one series per name. `format_prometheus_metrics` formats the newest values.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Any, Literal, Protocol
 
 from agentrl.core.errors import ConfigError
 from agentrl.core.machine import install_command
-from agentrl.observe.metrics import describe
-from agentrl.observe.view import plain
+from agentrl.observe.metrics import find_registered_metric
+from agentrl.observe.view import terminal_safe_line
 
 SinkName = Literal["trackio", "wandb", "tensorboard"]
 
@@ -133,7 +133,7 @@ class TrackioSink(_LoggingSink):
         self._run.log(self.named(policy, values), step=step)
 
 
-def prometheus(name: str, latest: Mapping[str, Mapping[str, float]]) -> str:
+def format_prometheus_metrics(name: str, latest: Mapping[str, Mapping[str, float]]) -> str:
     """Return the newest value of each metric in Prometheus' text exposition format, version 0.0.4.
 
     Args:
@@ -145,7 +145,7 @@ def prometheus(name: str, latest: Mapping[str, Mapping[str, float]]) -> str:
     for policy, values in latest.items():
         for metric, value in values.items():
             key = "agentrl_" + re.sub(r"[^a-zA-Z0-9_]", "_", metric)
-            known = describe(metric)
+            known = find_registered_metric(metric)
             described.setdefault(key, f"{known.meaning} ({known.unit})" if known else metric)
             labels = f'run="{_label(name)}",policy="{_label(policy)}"'
             # Prometheus rejects a file in which a series occurs twice.
@@ -163,7 +163,7 @@ def _label(text: str) -> str:
 
 def _escaped(text: str) -> str:
     """Escape text to one line that is safe to show on a terminal."""
-    return plain(text).replace("\\", "\\\\")
+    return terminal_safe_line(text).replace("\\", "\\\\")
 
 
 def _import(module: str, package: str) -> Any:

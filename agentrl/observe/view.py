@@ -1,7 +1,7 @@
 """Draws one screen of a run for the terminal: converts a `RunState` to a rich renderable. Reads and decides nothing.
 
-All text passes through `plain`, because names come from configurations and journals of others. Curves are drawn in
-braille dots, two columns and four rows per character.
+All text passes through `terminal_safe_line`, because names come from configurations and journals of others. Curves are
+drawn in braille dots, two columns and four rows per character.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rich.text import Text
 
 from agentrl.core.text import escape_line, format_rate, plural
 from agentrl.observe.alarms import Alarm, alarms
-from agentrl.observe.metrics import describe
+from agentrl.observe.metrics import find_registered_metric
 from agentrl.observe.run_state import SILENT_S
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ _BLOCKS = "▁▂▃▄▅▆▇█"
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 
 
-def view(state: RunState, *, width: int = WIDTH, age_s: float | None = None) -> RenderableType:
+def render_run_screen(state: RunState, *, width: int = WIDTH, age_s: float | None = None) -> RenderableType:
     """Return the screen of a run.
 
     Args:
@@ -77,11 +77,11 @@ def view(state: RunState, *, width: int = WIDTH, age_s: float | None = None) -> 
     if not found:
         parts.append(Text("no alarms", "dim"))
     if state.problem:
-        parts.append(Text(plain(f"not readable: {state.problem}"), "bold red"))
+        parts.append(Text(terminal_safe_line(f"not readable: {state.problem}"), "bold red"))
     return Group(*parts)
 
 
-def plain(text: str) -> str:
+def terminal_safe_line(text: str) -> str:
     """Return `text` on one line, safe for a terminal (`escape_line`), cut at the end if too long."""
     text = text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]} …"
     return escape_line(text)
@@ -103,14 +103,14 @@ def duration(seconds: float) -> str:
 
 def _heading(state: RunState, width: int, age_s: float | None) -> Text:
     plan, status = state.plan, state.status
-    text = Text().append(plain(plan.name), "bold")
+    text = Text().append(terminal_safe_line(plan.name), "bold")
     if plan.environment:
-        text.append(plain(f"  {plan.environment.rsplit('/', 1)[-1]}"), "cyan")
+        text.append(terminal_safe_line(f"  {plan.environment.rsplit('/', 1)[-1]}"), "cyan")
     if status is None:
         return _cut(text.append("  no status yet", "dim"), width)
     is_running = state.standing == "running"
     phase = status.phase if is_running else state.standing or "ended"
-    text.append(plain(f"  {phase}"), "green")
+    text.append(terminal_safe_line(f"  {phase}"), "green")
     if status.progress is not None and is_running:
         ended, total = status.progress
         text.append(f"  {'beside it evaluating ' if phase == 'training' else ''}{ended}/{total} ", "green")
@@ -130,7 +130,7 @@ def _cut(text: Text, width: int) -> Text:
 
 def _progress(state: RunState, policy: PolicyState, width: int, *, several: bool) -> Text:
     steps = state.plan.steps_of(policy.name)
-    text = Text().append(f"{plain(policy.name)}  " if several else "", "bold")
+    text = Text().append(f"{terminal_safe_line(policy.name)}  " if several else "", "bold")
     text.append(f"step {policy.step}" + (f"/{steps}  " if steps else ""))
     if steps:
         text.append_text(_bar(min(policy.step / steps, 1.0), max(10, min(40, width - 50))))
@@ -180,10 +180,10 @@ def _figures(policy: PolicyState, width: int, *, several: bool) -> RenderableTyp
 
 def _by_word(policy: PolicyState) -> list[tuple[str, str, str]]:
     rows = [
-        (label.format(plain(name.partition("/")[2])[:16]), name, form)
+        (label.format(terminal_safe_line(name.partition("/")[2])[:16]), name, form)
         for group, label, form in BY_WORD
         for name in sorted(policy.last)
-        if (known := describe(name)) is not None and known.name == group
+        if (known := find_registered_metric(name)) is not None and known.name == group
     ]
     return rows[:MAX_WORDS]
 
@@ -208,16 +208,18 @@ def _status(status: RunSnapshot) -> RenderableType:
     )
     if dropped:
         most = sorted(status.dropped.items(), key=lambda item: -item[1])[:3]
-        counts += f" ({', '.join(f'{plain(reason)} {count:,}' for reason, count in most)})"
+        counts += f" ({', '.join(f'{terminal_safe_line(reason)} {count:,}' for reason, count in most)})"
     table.add_row("episodes", Text(counts))
     for number, wait in enumerate(status.waits[:MAX_WAITS]):
-        table.add_row("waits" if number == 0 else "", Text(plain(wait)))
+        table.add_row("waits" if number == 0 else "", Text(terminal_safe_line(wait)))
     if status.bottleneck:
-        table.add_row("bottleneck", Text(plain(status.bottleneck)))
+        table.add_row("bottleneck", Text(terminal_safe_line(status.bottleneck)))
     nodes = list(dict.fromkeys(process.node for process in status.processes))
     for node in nodes[:MAX_NODES]:
         here = [process for process in status.processes if process.node == node]
-        table.add_row(plain(node) or "this machine", Text(plain(" · ".join(map(_process, here)))))
+        table.add_row(
+            terminal_safe_line(node) or "this machine", Text(terminal_safe_line(" · ".join(map(_process, here))))
+        )
     if len(nodes) > MAX_NODES:
         table.add_row("", Text(f"and {plural(len(nodes) - MAX_NODES, 'node')} more"))
     return table
@@ -230,9 +232,11 @@ def _process(process: ProcessStatus) -> str:
 def _alarms(found: Sequence[Alarm]) -> RenderableType:
     text = Text()
     for alarm in found:
-        text.append(f"ALARM {plain(alarm.name)}  ", "bold red")
-        text.append(plain(f"{alarm.policy}: " if alarm.policy else "") + plain(alarm.text) + ". ")
-        text.append(f"Try: {plain(alarm.advice)}.\n", "yellow")
+        text.append(f"ALARM {terminal_safe_line(alarm.name)}  ", "bold red")
+        text.append(
+            terminal_safe_line(f"{alarm.policy}: " if alarm.policy else "") + terminal_safe_line(alarm.text) + ". "
+        )
+        text.append(f"Try: {terminal_safe_line(alarm.advice)}.\n", "yellow")
     text.rstrip()
     return text
 

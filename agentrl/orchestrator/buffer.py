@@ -1,9 +1,10 @@
 """The buffer: episodes enter whole, are released by their group's rule, and leave as units exactly once.
 
 `EpisodeBuffer` owns every training episode between admission and its optimizer step, as headers only: token data stays
-in the journal. A `ReleasePolicy` decides when members of a group are released and with which advantages: `WholeGroups`
-waits for all of them (`credit.release = "group"`), `FirstFinishers` does not (`late`, `episode`). The `Ledger` proves
-that no episode and no unit is lost or trained twice. This module does not handle versions, capacity or execution.
+in the journal. A `ReleasePolicy` decides when members of a group are released and with which advantages:
+`WholeGroupRelease` waits for all of them (`credit.release = "group"`), `FirstFinishersRelease` does not (`late`,
+`episode`). The `Ledger` proves that no episode and no unit is lost or trained twice. This module does not handle
+versions, capacity or execution.
 
 Entry lifecycle: admit → record_end (committed or dropped) → released by its group: advantages → ready → pop → resolved
 (trained or dropped). Invariants: a member is released once; a unit is popped at most once; the ledger balances after
@@ -21,11 +22,11 @@ from typing import Any, NamedTuple, Protocol
 from agentrl.core import ids
 from agentrl.core.errors import AgentRLError
 from agentrl.core.records import (
-    BaselineSet,
-    DataLocation,
+    EpisodeDataLocation,
     EpisodeHeader,
     EpisodeSpec,
-    FrozenRoleMean,
+    FrozenGroupBaselines,
+    RoleMeanAtAdmission,
     TrajectoryCredit,
     TrajectoryHeader,
     Unit,
@@ -45,7 +46,7 @@ from agentrl.credit.advantages import (
 )
 from agentrl.credit.baselines import RewardHistory, RewardInRole, SeatRole
 from agentrl.observe.metrics import PASS_RATES
-from agentrl.orchestrator.metrics import AS_TRAINED, NO_SIGNAL, EpisodeTotals, SelectionBias
+from agentrl.orchestrator.metrics import AS_TRAINED, NO_SIGNAL, EpisodeTotals, SelectionBiasTracker
 
 
 class LedgerError(AgentRLError):
@@ -138,9 +139,9 @@ class OpenGroup:
     """Headers of the members that ended, dropped ones included, in order of their ends."""
     released: int = 0
     """Number of `headers` that have been released."""
-    earlier: tuple[FrozenRoleMean, ...] = ()
+    earlier: tuple[RoleMeanAtAdmission, ...] = ()
     """Mean rewards of the group's policies in earlier groups, when the group was admitted."""
-    frozen: BaselineSet | None = None
+    frozen: FrozenGroupBaselines | None = None
     squares: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     """Sums for each policy of a complete group: of its squared advantages, and of those that leave-one-out over the
     whole group would have given."""
@@ -176,7 +177,7 @@ class ReleasePolicy(Protocol):
         ...
 
 
-class WholeGroups:
+class WholeGroupRelease:
     """Releases all members at once, when the last one has ended.
 
     Args:
@@ -262,17 +263,17 @@ class WholeGroups:
 
 def _earlier_means(
     history: RewardHistory, spec: EpisodeSpec, task: str | None, trainable: Collection[str]
-) -> tuple[FrozenRoleMean, ...]:
+) -> tuple[RoleMeanAtAdmission, ...]:
     """Return the mean rewards of the policies of a group at its admission, in the order of its seats."""
     means = [
         (binding.policy, seat, history.mean(SeatRole(binding.policy, spec.environment, seat), task))
         for seat, binding in sorted(spec.seats.items())
         if binding.policy in trainable
     ]
-    return tuple(FrozenRoleMean(policy, seat, mean) for policy, seat, mean in means if mean is not None)
+    return tuple(RoleMeanAtAdmission(policy, seat, mean) for policy, seat, mean in means if mean is not None)
 
 
-class FirstFinishers:
+class FirstFinishersRelease:
     """Releases the first finishers together and every later member when it ends; the first fix the baseline set.
 
     Args:
@@ -290,8 +291,8 @@ class FirstFinishers:
         rule: ReleaseRule,
         *,
         history: RewardHistory,
-        freeze: Callable[[BaselineSet], None],
-        frozen: Mapping[str, BaselineSet],
+        freeze: Callable[[FrozenGroupBaselines], None],
+        frozen: Mapping[str, FrozenGroupBaselines],
         compares: bool = True,
     ) -> None:
         self._trainable = frozenset(trainable)
@@ -319,7 +320,7 @@ class FirstFinishers:
             return (), {}
         committed = {header.episode_id: header for header in group.committed}
         if group.frozen is None and (len(committed) >= self._rule.waited_for(group.size) or not group.running):
-            group.frozen = BaselineSet(
+            group.frozen = FrozenGroupBaselines(
                 spec.group_id, tuple(committed)[: self._rule.waited_for(group.size)], group.earlier
             )
             self._freeze(group.frozen)
@@ -353,7 +354,7 @@ class FirstFinishers:
         return squares
 
     def _credits(
-        self, released: Sequence[EpisodeHeader], first: Sequence[EpisodeHeader], frozen: BaselineSet
+        self, released: Sequence[EpisodeHeader], first: Sequence[EpisodeHeader], frozen: FrozenGroupBaselines
     ) -> Iterator[tuple[tuple[str, str, int], TrajectoryCredit]]:
         earlier = {(policy, seat): mean for policy, seat, mean in frozen.earlier}
         by_episode = {header.episode_id: header for header in first}
@@ -431,7 +432,7 @@ class EpisodeBuffer:
         release: ReleasePolicy,
         *,
         resolved_before: Mapping[tuple[str, str], str | None] | None = None,
-        selection_bias: Mapping[str, SelectionBias] | None = None,
+        selection_bias: Mapping[str, SelectionBiasTracker] | None = None,
         drops_no_signal: bool = False,
     ) -> None:
         self.trainable = frozenset(trainable)
@@ -563,7 +564,7 @@ class EpisodeBuffer:
                 episode_id=header.episode_id,
                 attempt=header.attempt,
                 policy=policy,
-                location=header.location or DataLocation("", 0),
+                location=header.location or EpisodeDataLocation("", 0),
                 credits=tuple(credits[header.episode_id, t.seat, t.index] for t in own),
             )
             self._ready[policy].append(ReadyUnit(unit, own, environment, self._is_alone(unit, group)))

@@ -2,8 +2,8 @@
 
 `Dispatcher` owns episode numbers, seeds, seat bindings, child episodes (it is the `EpisodeHost`) and evaluation
 episodes. Training episodes go to the buffer; others never do. An `AdmissionPolicy`, the run's scheduler, decides which
-versions an episode plays with and which policies learn. `UnitReservations` counts the units that children of running
-episodes will still contribute, and `ChangeCondition` wakes waiters when the state changes.
+versions an episode plays with and which policies learn. `ChildUnitReservations` counts the units that children of
+running episodes will still contribute, and `ChangeCondition` wakes waiters when the state changes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from agentrl.environment.mixture import root_environment_of_task, root_environme
 from agentrl.environment.registry import name_of, resolve
 from agentrl.journal.port import JournalStore
 from agentrl.orchestrator.buffer import EpisodeBuffer, UnitDrop
-from agentrl.orchestrator.tasks import MEMORY_SIZE, ProposalMemory, Seen
+from agentrl.orchestrator.tasks import MEMORY_SIZE, ProposalNoveltyTracker, Seen
 from agentrl.rollout.context import MAX_CHILD_DEPTH
 
 PREFIX: Mapping[Purpose, str] = {"train": "e", "evaluate": "v", "replay": "p", "fork": "f"}
@@ -155,7 +155,7 @@ class Dispatcher:
     """Headers of children that ended in a previous attempt of the run, or of the episodes that forks were made from."""
     admission: AdmissionPolicy = field(default_factory=UnrestrictedAdmission)
     """Admission policy, set by `govern`."""
-    memory: ProposalMemory = field(init=False)
+    memory: ProposalNoveltyTracker = field(init=False)
     worker: Worker = field(init=False)
     """Worker, set once by the composition root: the worker's runner needs this host first."""
     fail: Callable[[CheckFailedError], None] = field(init=False)
@@ -173,7 +173,7 @@ class Dispatcher:
     """Resumed episodes and their children; the journal may hold their entries, admitted or not."""
     _sharers: dict[str, list[OnEnd]] = field(default_factory=dict)
     """Callbacks of forks that wait for a child of the episode they were forked from."""
-    reservations: UnitReservations = field(init=False)
+    reservations: ChildUnitReservations = field(init=False)
     _evaluating: Sequence[asyncio.Future[EpisodeHeader]] = ()
     _evaluated: list[EpisodeHeader] = field(default_factory=list)
     """Ended child episodes of the newest evaluation."""
@@ -188,12 +188,12 @@ class Dispatcher:
         self._root_end = self._end_root
         self._roots = {name_of(root): root for root in root_environments(self.environment)}
         self.govern(self.admission)
-        self.reservations = UnitReservations(self.buffer.trainable, self.policy_of)
+        self.reservations = ChildUnitReservations(self.buffer.trainable, self.policy_of)
 
     def govern(self, admission: AdmissionPolicy) -> None:
         """Set the `AdmissionPolicy`; must be called before the first episode starts."""
         self.admission = admission
-        self.memory = ProposalMemory(MEMORY_SIZE, group_size=self.group_size, seen=admission.seen())
+        self.memory = ProposalNoveltyTracker(MEMORY_SIZE, group_size=self.group_size, seen=admission.seen())
 
     @property
     def next_group(self) -> int:
@@ -568,7 +568,7 @@ class _Parent:
     """Spawn calls that were made: a re-executed parent makes them again."""
 
 
-class UnitReservations:
+class ChildUnitReservations:
     """Units that children of running episodes will still contribute, by policy, so that admission counts them in
     advance.
 

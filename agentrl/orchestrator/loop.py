@@ -35,7 +35,7 @@ from agentrl.core.errors import CheckFailedError, NonFiniteError, UntrainableUni
 from agentrl.core.ports import Engine, Observer, Trainer
 from agentrl.core.records import PolicyVersion, StepReport, TrainBatch
 from agentrl.core.text import plural
-from agentrl.credit.advantages import StepAdvantages
+from agentrl.credit.advantages import StepCreditAssigner
 from agentrl.credit.baselines import RoleMeans
 from agentrl.environment.mixture import trained_root_environments
 from agentrl.environment.registry import name_of
@@ -70,7 +70,7 @@ NEW_OBJECTS = 50_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingPlan:
+class TrainingLoopSettings:
     """The part of the configuration that the loop needs."""
 
     step_size: Mapping[str, int]
@@ -93,7 +93,7 @@ class RunOutcome:
 class Orchestrator:
     """Moves headers between parts that are independent of each other; `app.assemble` wires it."""
 
-    plan: TrainingPlan
+    plan: TrainingLoopSettings
     curriculum: Curriculum
     dispatcher: Dispatcher
     scheduler: Scheduler
@@ -113,7 +113,7 @@ class Orchestrator:
     best: BestCheckpointTracker
     roles: RoleMeans | None = None
     """Role-conditioned baselines; None if rewards are compared in groups."""
-    step_advantages: StepAdvantages | None = None
+    step_advantages: StepCreditAssigner | None = None
     """Estimator over the units of each step; None if rewards are compared in groups."""
     tell: Callable[[str], None] = lambda line: None
     """Callback that shows a line to people."""

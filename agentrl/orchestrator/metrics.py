@@ -1,7 +1,8 @@
 """Statistics of training episodes for the metrics of a step.
 
 `EpisodeTotals` are sums over the episodes that ended; each policy's step reports the change since its previous step.
-`SelectionBias` compares the units that a policy trained on with those dispatched. Both are computed from headers alone.
+`SelectionBiasTracker` compares the units that a policy trained on with those dispatched. Both are computed from headers
+alone.
 """
 
 from __future__ import annotations
@@ -253,7 +254,7 @@ class _DispatchedGroup:
         )
 
 
-class SelectionBias:
+class SelectionBiasTracker:
     """Measures whether the units a policy trains on differ from those dispatched: in length, reward or order.
 
     Groups are compared in order of dispatch, each once it is settled: all of its units were trained or dropped, or
@@ -369,17 +370,17 @@ class SelectionBias:
         return (of_trained - of_all) / spread if spread > 1e-9 else 0.0
 
 
-def selection_bias_by_policy(step_sizes: Mapping[str, int]) -> dict[str, SelectionBias]:
-    """Make an empty `SelectionBias` for each policy, given its step size."""
-    return {policy: SelectionBias(size) for policy, size in step_sizes.items()}
+def selection_bias_by_policy(step_sizes: Mapping[str, int]) -> dict[str, SelectionBiasTracker]:
+    """Make an empty `SelectionBiasTracker` for each policy, given its step size."""
+    return {policy: SelectionBiasTracker(size) for policy, size in step_sizes.items()}
 
 
 def selection_bias_from_journal(
     step_sizes: Mapping[str, int],
     dispatched: Iterable[tuple[EpisodeSpec, EpisodeHeader | None]],
     resolved: Mapping[tuple[str, str], str | None],
-) -> dict[str, SelectionBias]:
-    """Fold the `SelectionBias` of each policy from a journal.
+) -> dict[str, SelectionBiasTracker]:
+    """Fold the `SelectionBiasTracker` of each policy from a journal.
 
     Args:
         step_sizes: step sizes of the policies that learn.

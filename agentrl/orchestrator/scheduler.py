@@ -18,7 +18,7 @@ from agentrl.core import ids
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion
 from agentrl.core.text import plural
 from agentrl.orchestrator.buffer import EpisodeBuffer, ReadyUnit
-from agentrl.orchestrator.dispatch import Dispatcher, UnitReservations
+from agentrl.orchestrator.dispatch import ChildUnitReservations, Dispatcher
 from agentrl.orchestrator.metrics import NO_SIGNAL
 from agentrl.orchestrator.tasks import Seen
 from agentrl.orchestrator.versions import OpponentPools, PolicyBoard
@@ -153,7 +153,7 @@ class Scheduler:
         *,
         demand: GroupDemand,
         buffer: EpisodeBuffer,
-        reservations: UnitReservations,
+        reservations: ChildUnitReservations,
         opponents: OpponentPools,
         board: PolicyBoard,
         staleness: Mapping[str, BoundedStaleness],

@@ -1,8 +1,8 @@
 """Tasks of a run: chooses the task of each root group, and remembers proposed tasks.
 
 `Curriculum` draws from the environment's source, `PassRateCurriculum` by the rewards of earlier groups,
-`MixtureCurriculum` from the members of a mixture. `ProposalMemory` remembers the tasks that episodes proposed for their
-children.
+`MixtureCurriculum` from the members of a mixture. `ProposalNoveltyTracker` remembers the tasks that episodes proposed
+for their children.
 """
 
 from __future__ import annotations
@@ -263,7 +263,7 @@ Seen = Callable[[str], tuple[int, int]]
 """Maps an episode id to its batch, and to the first batch whose proposals the episode does not see."""
 
 
-class ProposalMemory:
+class ProposalNoveltyTracker:
     """The newest proposals of a run: detects repetitions and measures similarity.
 
     The memory is computed from the control log, which records each proposal before its episode can be committed. An

@@ -118,11 +118,11 @@ async def publish(
         StorageError: writing failed.
     """
     weights = await trainer.publish(version.policy, version)
-    await record_durably(store, weights, parent, step)
+    await record_published_version(store, weights, parent, step)
     return weights
 
 
-async def record_durably(
+async def record_published_version(
     store: JournalStore, weights: WeightsRef, parent: PolicyVersion | None = None, step: StepRow | None = None
 ) -> None:
     """Record a version and the step that made it, on disk on return, so that an engine may serve the weights.

@@ -48,7 +48,7 @@ from agentrl.core.records import (
 )
 from agentrl.core.text import plural
 from agentrl.environment.base import Agent, LimitReachedError, check_reward_name, finite_reward, valid_unicode
-from agentrl.journal.entries import Pause, RewardEntry, SpanEntry, TurnEntry, request_hash, state_hash
+from agentrl.journal.entries import Pause, RewardEntry, TurnEntry, TurnVersionSpan, anchor_state_hash, request_hash
 from agentrl.observe.metrics import DEMONSTRATED, GATE_PASSED, GATE_REFUSED
 from agentrl.rollout.branches import shortened_repr
 from agentrl.rollout.byte_formats import JsonFormat
@@ -59,7 +59,7 @@ from agentrl.rollout.turn_entries import completion_of, decode_message, message_
 if TYPE_CHECKING:
     from agentrl.core.ports import ChatFormat, EngineSession
     from agentrl.core.records import EpisodeSpec, FinishReason, Int32Array
-    from agentrl.rollout.call_journal import Call
+    from agentrl.rollout.call_journal import JournaledCall
     from agentrl.rollout.episode import LiveEpisode
     from agentrl.rollout.kv_budget import Reservation
     from agentrl.rollout.turn_entries import PartialTurn
@@ -130,7 +130,7 @@ class TurnSampler:
         self._sampled = 0
         """Number of tokens sampled so far, which determines the priority of a call."""
 
-    async def sample(self, call: Call, context: Int32Array, sampling: SamplingParams) -> Completion:
+    async def sample(self, call: JournaledCall, context: Int32Array, sampling: SamplingParams) -> Completion:
         """Sample one whole turn after `context`, `[T]`.
 
         Raises:
@@ -181,7 +181,7 @@ class TurnSampler:
         self._check_finite(completion, call)
         return completion
 
-    def _check_finite(self, completion: Completion, call: Call) -> None:
+    def _check_finite(self, completion: Completion, call: JournaledCall) -> None:
         """Refuse logprobs that are not finite.
 
         Raises:
@@ -236,7 +236,7 @@ class TurnSampler:
         if self._reservation is not None:
             self._reservation.release()
 
-    async def _wait_while_parked(self, turn: PartialTurn, call: Call) -> None:
+    async def _wait_while_parked(self, turn: PartialTurn, call: JournaledCall) -> None:
         """Release the engine's resources, flush the sampled tokens, and wait until the episode is unparked."""
         with self._pausing(turn, "parked"):
             self.close()
@@ -244,7 +244,7 @@ class TurnSampler:
             await self._episode.services.parking.wait_while_parked(self._episode.spec.episode_id, call.call_id)
 
     def _request(
-        self, turn: PartialTurn, call: Call, context: Int32Array, sampling: SamplingParams, priority: int
+        self, turn: PartialTurn, call: JournaledCall, context: Int32Array, sampling: SamplingParams, priority: int
     ) -> GenerateRequest:
         """Make the engine call for the tokens that the turn still lacks."""
         sampled = turn.sampled
@@ -461,7 +461,7 @@ class LiveAgent(TurnSampler, Agent):
     def _note_state(self, state: str | None, messages: Sequence[Message]) -> None:
         """Note the anchor state of a turn that is in the journal, if the run's advantage compares turns."""
         if self._episode.services.settings.compares_turns:
-            self._turn_states += state_hash(state, messages)
+            self._turn_states += anchor_state_hash(state, messages)
 
     def restart(self, *messages: Message) -> None:
         """Begin a new row; the messages are sent with the next `act`."""
@@ -543,7 +543,7 @@ class LiveAgent(TurnSampler, Agent):
 
     def _answered(
         self,
-        call: Call,
+        call: JournaledCall,
         messages: Sequence[Message],
         completion: Completion,
         sampled: Sequence[int],
@@ -625,7 +625,9 @@ class LiveAgent(TurnSampler, Agent):
             token_ids=completion.token_ids.tobytes(),
             logprobs=completion.logprobs.tobytes(),
             finish_reason=completion.finish_reason,
-            spans=tuple([SpanEntry(s.start, s.stop, s.version.lineage, s.version.step) for s in completion.spans]),
+            spans=tuple(
+                [TurnVersionSpan(s.start, s.stop, s.version.lineage, s.version.step) for s in completion.spans]
+            ),
             text=chat_format.decode(sampled),
             messages=tuple([message_data(message) for message in messages]),
             temperature=self._settings.sampling.temperature,
@@ -645,7 +647,7 @@ class LiveAgent(TurnSampler, Agent):
             state=state,
         )
 
-    def _write(self, call: Call, entry: TurnEntry) -> None:
+    def _write(self, call: JournaledCall, entry: TurnEntry) -> None:
         """Append the entry of a turn, and remove its partials."""
         self._episode.journal.write(call, entry)
         self._episode.partials.turn_recorded(call)

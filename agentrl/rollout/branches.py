@@ -23,10 +23,11 @@ from agentrl.core.text import plural
 from agentrl.environment.base import valid_unicode
 from agentrl.journal.entries import (
     BeginEntry,
+    ChildResultEntry,
     EffectEntry,
     EntryBody,
-    GatherEntry,
     JournalEntry,
+    NondeterministicValueEntry,
     OrderEntry,
     ResourceEntry,
     RewardEntry,
@@ -34,7 +35,6 @@ from agentrl.journal.entries import (
     TimeLimitEntry,
     ToolEntry,
     TurnEntry,
-    ValueEntry,
 )
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ _NONE: dict[Any, Any] = {}
 _NO_PATCHES: Mapping[str, bool] = MappingProxyType({})
 
 
-class Branch:
+class ProgramBranch:
     """A sequence of calls: the root's, or those of one coroutine of a `gather`."""
 
     __slots__ = (
@@ -89,7 +89,7 @@ class Branch:
         """Whether the branch waits at a call that is recorded as cancelled."""
         self.is_dismissed = False
         """Whether the branch's gather has cancelled it: it ends where the journal records its end, else now."""
-        self.children: Sequence[Branch] = ()
+        self.children: Sequence[ProgramBranch] = ()
         """Branches of the gather that this branch awaits, unless that gather is recorded."""
         self.task: asyncio.Task[object] | None = None
         """Task that runs the branch, also before the branch has begun."""
@@ -236,7 +236,7 @@ NOTHING_RECORDED = RecordedCalls("", (0, 0), (), (), {}, ())
 _NO_QUEUE: deque[str] = deque()
 """Shared empty queue of orders without recorded calls, never added to; a separate one would take 760 bytes."""
 _NONE_LEFT: set[str] = set()
-_NOBODY: dict[Branch, tuple[int, asyncio.Future[None]]] = {}
+_NOBODY: dict[ProgramBranch, tuple[int, asyncio.Future[None]]] = {}
 
 
 class ReplayOrder:
@@ -253,10 +253,10 @@ class ReplayOrder:
         self._queue = deque(recorded) or _NO_QUEUE
         self._left = set(self._queue) or _NONE_LEFT
         self._stray: Callable[[str], Exception] = stray
-        self.branches: list[Branch] = []
+        self.branches: list[ProgramBranch] = []
         """Open branches."""
-        self._dismissed: tuple[Branch, ...] = ()
-        self._waiting: dict[Branch, tuple[int, asyncio.Future[None]]] = _NOBODY
+        self._dismissed: tuple[ProgramBranch, ...] = ()
+        self._waiting: dict[ProgramBranch, tuple[int, asyncio.Future[None]]] = _NOBODY
         self._is_looking = False
         """Whether `_release` is scheduled: one call covers all changes until it runs."""
 
@@ -276,7 +276,7 @@ class ReplayOrder:
         calls = (call_id.rpartition("#") for call_id in self._queue)
         return next((f"{own}#{n}" for own, _, n in calls if own == path and int(n) > number), None)
 
-    def end_branch(self, branch: Branch) -> None:
+    def end_branch(self, branch: ProgramBranch) -> None:
         """Remove a branch that has ended."""
         branch.is_open = False
         if branch in self.branches:
@@ -298,7 +298,7 @@ class ReplayOrder:
             if branch.task is not None:
                 branch.task.cancel()
 
-    def dismiss(self, branch: Branch, *, now: bool = False) -> None:
+    def dismiss(self, branch: ProgramBranch, *, now: bool = False) -> None:
         """Cancel a branch, either now or once its recorded calls have returned."""
         if not branch.is_open or (branch.is_dismissed and not now):
             return
@@ -320,7 +320,7 @@ class ReplayOrder:
                 self._cancel(branch)
             self.look()
 
-    def is_due(self, branch: Branch, number: int) -> bool:
+    def is_due(self, branch: ProgramBranch, number: int) -> bool:
         """Whether call `number` of a branch may continue: the next recorded call is this one, or happened inside it, or
         there is none."""
         if not self._queue:
@@ -331,12 +331,12 @@ class ReplayOrder:
         rest = call_id[len(path) + 1 :]
         return call_id[len(path)] == "#" or int(rest.partition(".")[0]) > number
 
-    def forget_dismissed(self, branch: Branch) -> None:
+    def forget_dismissed(self, branch: ProgramBranch) -> None:
         """Stop cancelling a branch that was cancelled where the journal records it."""
         if self._dismissed:
             self._dismissed = tuple(each for each in self._dismissed if each is not branch)
 
-    async def wait(self, branch: Branch, number: int) -> None:
+    async def wait(self, branch: ProgramBranch, number: int) -> None:
         """Wait until call `number` of a branch is due. Ready steps of other open branches run first.
 
         Raises:
@@ -365,7 +365,7 @@ class ReplayOrder:
             self._is_looking = True
             asyncio.get_running_loop().call_soon(self._release)
 
-    def _cancel(self, branch: Branch) -> None:
+    def _cancel(self, branch: ProgramBranch) -> None:
         self.forget_dismissed(branch)
         branch.is_blocked = False
         if branch.task is not None:
@@ -385,7 +385,7 @@ class ReplayOrder:
         if not due and self._waiting and all(branch.is_blocked for branch in self.branches):
             self._wake(next(iter(self._waiting)), self._stray(self._queue[0]))
 
-    def _wake(self, branch: Branch, error: Exception | None) -> None:
+    def _wake(self, branch: ProgramBranch, error: Exception | None) -> None:
         _, due = self._waiting.pop(branch)
         branch.is_blocked = False
         if due.done():
@@ -431,13 +431,13 @@ def describe_entry(body: EntryBody) -> str:
             return f"the effect {body.name!r}"
         case ResourceEntry():
             return f"the call {body.resource}.{body.method}({shortened_repr(body.arguments)})"
-        case GatherEntry():
+        case ChildResultEntry():
             return f"the wait for {body.child}"
         case SpawnEntry():
             return f"the start of {plural(len(body.children), 'child', 'children')}"
         case RewardEntry():
             return f"a reward of {body.value} to {body.seat}" + (f" for {body.name}" if body.name != REWARD else "")
-        case ValueEntry():
+        case NondeterministicValueEntry():
             return f"{body.kind} = {shortened_repr(body.value)}"
         case TimeLimitEntry():
             return f"the end of the episode's time ({body.stop_reason})"

@@ -1,9 +1,9 @@
 """The journal of one attempt of an episode, through which all its calls pass.
 
-A program makes its calls on branches (`Branch`): the root, and one for each coroutine of a `gather`. Every call passes
-through `CallJournal`: `open` gives the call its id and, if it is recorded, its entry; `reach` waits until it is due;
-`recall` compares a recorded call instead of performing it; `write` appends a performed one. To resume, fork or replay
-an episode is to do this over a prefix of recorded entries (`RecordedCalls`).
+A program makes its calls on branches (`ProgramBranch`): the root, and one for each coroutine of a `gather`. Every call
+passes through `CallJournal`: `open` gives the call its id and, if it is recorded, its entry; `reach` waits until it is
+due; `recall` compares a recorded call instead of performing it; `write` appends a performed one. To resume, fork or
+replay an episode is to do this over a prefix of recorded entries (`RecordedCalls`).
 
 1. A call id belongs to a branch; a branch's calls are made by the task that owns it.
 2. Recorded calls return in the order in which they were appended (`ReplayOrder`); new ones begin after the last.
@@ -33,14 +33,14 @@ from agentrl.core.errors import (
 )
 from agentrl.core.records import REWARD
 from agentrl.environment.base import LimitReachedError, valid_unicode
-from agentrl.environment.containment import DrawDetector, GlobalRandom, GuardedAwaitable, StepGuard
+from agentrl.environment.containment import GlobalRandomState, GuardedAwaitable, RandomDrawDetector, StepGuard
 from agentrl.journal.entries import (
     BeginEntry,
     CancelEntry,
     EntryBody,
     IntentEntry,
     JournalEntry,
-    PatchEntry,
+    PatchMarkerEntry,
     RewardEntry,
     TimeLimitEntry,
     TurnEntry,
@@ -51,7 +51,7 @@ from agentrl.journal.entries import (
 from agentrl.rollout.branches import (
     BEGIN,
     NOTHING_RECORDED,
-    Branch,
+    ProgramBranch,
     RecordedCalls,
     ReplayOrder,
     describe_entry,
@@ -68,10 +68,10 @@ if TYPE_CHECKING:
 Body = TypeVar("Body")
 
 
-_branch: ContextVar[Branch] = ContextVar("agentrl_branch")
+_branch: ContextVar[ProgramBranch] = ContextVar("agentrl_branch")
 
 
-def current_branch() -> Branch:
+def current_branch() -> ProgramBranch:
     """The calling task's branch.
 
     Raises:
@@ -91,19 +91,19 @@ def current_branch() -> Branch:
     return branch
 
 
-def running_branch() -> Branch | None:
+def running_branch() -> ProgramBranch | None:
     """Return the branch whose code is running, or None outside episodes; for observers."""
     return _branch.get(None)
 
 
-def begin_branch(branch: Branch) -> None:
+def begin_branch(branch: ProgramBranch) -> None:
     """Make the running task the owner of a branch."""
     branch.owner = asyncio.current_task()
     _branch.set(branch)
 
 
 @contextlib.contextmanager
-def memoising(branch: Branch, name: str | None) -> Iterator[None]:
+def mark_memoised_code(branch: ProgramBranch, name: str | None) -> Iterator[None]:
     """Mark code in the context that is not run again on re-execution, by `name`; None: the code is run again."""
     if name is None:
         yield
@@ -115,7 +115,7 @@ def memoising(branch: Branch, name: str | None) -> Iterator[None]:
         _end_memoised(branch)
 
 
-def _begin_memoised(branch: Branch, name: str) -> None:
+def _begin_memoised(branch: ProgramBranch, name: str) -> None:
     """Begin memoised code, which is not run again on re-execution.
 
     Its draws from global random generators do not count for the branch, because re-execution does not repeat them.
@@ -128,19 +128,19 @@ def _begin_memoised(branch: Branch, name: str) -> None:
     branch.memoised = name
 
 
-def _end_memoised(branch: Branch) -> None:
+def _end_memoised(branch: ProgramBranch) -> None:
     branch.memoised = None
     if branch.steps is not None:
         branch.steps.resume_guard()
 
 
-class Call(msgspec.Struct, frozen=True):
+class JournaledCall(msgspec.Struct, frozen=True):
     """A call that is about to happen, or that is recorded."""
 
     call_id: str
     asked: bytes
     recorded: EntryBody | None
-    branch: Branch | None = None
+    branch: ProgramBranch | None = None
     number: int = 0
     waits: bool = True
     """Whether `CallJournal.reach` may have to wait; False for a new call while no other branch is open."""
@@ -210,7 +210,7 @@ class CallJournal:
         """Whether the time limit ended a call of the episode, now or when it was recorded; no further turn begins."""
         self._is_cutting = False
         """Whether the time limit has cancelled the program, and no call has raised `LimitReachedError` for it yet."""
-        self._cancelled: tuple[Call, ...] = ()
+        self._cancelled: tuple[JournaledCall, ...] = ()
         self.code_hash = self.code_hash_then = ""
         """Hash of the code that runs now; `code_hash_then` is that of the code that wrote the recorded entries."""
         self.own_random = False
@@ -234,7 +234,7 @@ class CallJournal:
 
     # --- an act, in order ---------------------------------------------------------------------------------------------
 
-    def open(self, asked: bytes = b"", describe: Callable[[], str] | None = None) -> Call:
+    def open(self, asked: bytes = b"", describe: Callable[[], str] | None = None) -> JournaledCall:
         """Open the next call of the calling branch.
 
         Args:
@@ -266,20 +266,20 @@ class CallJournal:
         branch.calls = number + 1
         call_id = ids.call_id(branch.path, number)
         if self.is_new:
-            return Call(call_id, asked, None, branch, number, len(self._order.branches) > 1)
+            return JournaledCall(call_id, asked, None, branch, number, len(self._order.branches) > 1)
         entry = self._recorded.get(call_id)
         branch.use(self._recorded.key_of(entry))
         if entry is None:
             entry = self._recorded.answer(call_id)
         if entry is None:
-            return Call(call_id, asked, None, branch, number)
+            return JournaledCall(call_id, asked, None, branch, number)
         body = self._recorded.body(entry)
         if entry.asked != asked:
             now = "something else" if describe is None else printable_excerpt(describe())
             self.mismatch(call_id, f"the journal holds {describe_entry(body)}", f"the code now asks {now}")
-        return Call(call_id, asked, body, branch, number)
+        return JournaledCall(call_id, asked, body, branch, number)
 
-    def open_named(self, call_id: str, asked: bytes) -> Call:
+    def open_named(self, call_id: str, asked: bytes) -> JournaledCall:
         """Open a call named by its content, on no branch and in no order: a request to the gateway.
 
         An answer of an earlier attempt is removed from `answers`, and the caller writes it again; an entry that a fork
@@ -297,12 +297,12 @@ class CallJournal:
             raise asyncio.CancelledError
         inherited = self._recorded.get(call_id)
         if inherited is not None:
-            return Call(call_id, asked, inherited.decode(), waits=False, is_inherited=True)
+            return JournaledCall(call_id, asked, inherited.decode(), waits=False, is_inherited=True)
         answer = self._recorded.remove_answer(call_id)
         recorded = None if answer is None or answer.asked != asked else answer.decode()
-        return Call(call_id, asked, recorded, waits=False)
+        return JournaledCall(call_id, asked, recorded, waits=False)
 
-    def take_inherited(self, call: Call) -> None:
+    def take_inherited(self, call: JournaledCall) -> None:
         """A call that a fork inherits has come back."""
         self._recorded.remove(call.call_id)
 
@@ -320,11 +320,11 @@ class CallJournal:
         turns = (entry.decode() for entry in self._recorded.answers_left())
         return [turn for turn in turns if isinstance(turn, TurnEntry) and turn.seat == seat]
 
-    def write_again(self, call: Call, body: TurnEntry) -> None:
+    def write_again(self, call: JournaledCall, body: TurnEntry) -> None:
         """Append a turn of an earlier attempt to this one; raises as `write`."""
         self.write(call, body)
 
-    def check_new(self, call: Call, difference: str) -> None:
+    def check_new(self, call: JournaledCall, difference: str) -> None:
         """Check a named call before it is performed; a replay refuses it.
 
         Args:
@@ -348,7 +348,7 @@ class CallJournal:
         branch = current_branch()
         return self.edits_at(ids.call_id(branch.path, branch.calls))
 
-    async def reach(self, call: Call, *, cancelled: bool = False) -> None:
+    async def reach(self, call: JournaledCall, *, cancelled: bool = False) -> None:
         """Wait until the call is due: replay has reached it or, if it is new, has finished.
 
         `cancelled` states that the caller was cancelled during the call, which is recorded here.
@@ -375,7 +375,7 @@ class CallJournal:
                 self.cancel(call)
             raise
 
-    async def _reach_cancelled(self, call: Call, branch: Branch, *, cancelled: bool) -> NoReturn:
+    async def _reach_cancelled(self, call: JournaledCall, branch: ProgramBranch, *, cancelled: bool) -> NoReturn:
         """Wait until a cancelled call is due, and for its canceller, in either order."""
         while True:
             try:
@@ -394,7 +394,7 @@ class CallJournal:
         self._returned(call.call_id)
         raise asyncio.CancelledError
 
-    def recall(self, call: Call, kind: type[Body]) -> Body | None:
+    def recall(self, call: JournaledCall, kind: type[Body]) -> Body | None:
         """Return the recorded body of a call, which must be of a kind, and mark the call as returned.
 
         Raises:
@@ -408,7 +408,7 @@ class CallJournal:
         self._returned(call.call_id)
         return call.recorded
 
-    def interrupted(self, call: Call) -> None:
+    def interrupted(self, call: JournaledCall) -> None:
         """Note that a call was cancelled.
 
         Raises:
@@ -420,7 +420,7 @@ class CallJournal:
             self.refuse_for_time(call)
         self.cancel(call)
 
-    def write(self, call: Call, body: EntryBody) -> None:
+    def write(self, call: JournaledCall, body: EntryBody) -> None:
         """Append the entry of a call that was performed.
 
         Raises:
@@ -442,7 +442,7 @@ class CallJournal:
         self._log.append(entry)
         self._count(entry)
 
-    def _check_no_later(self, call: Call, body: EntryBody) -> None:
+    def _check_no_later(self, call: JournaledCall, body: EntryBody) -> None:
         """Refuse an entry where a later call of its branch is recorded.
 
         Raises:
@@ -478,7 +478,7 @@ class CallJournal:
         self.own_random = begin.own_random
         return begin
 
-    def intend(self, call: Call, name: str) -> bool:
+    def intend(self, call: JournaledCall, name: str) -> bool:
         """Record that a `once` call is about to be performed; returns False if that was already recorded."""
         intent = self._unnumbered(f"{call.call_id}!")
         if self.recall(intent, IntentEntry) is not None:
@@ -492,9 +492,9 @@ class CallJournal:
         known = branch.patches.get(name)
         if known is None:
             call = self._unnumbered(f"{branch.path}@{name}")
-            known = self.recall(call, PatchEntry) is not None
+            known = self.recall(call, PatchMarkerEntry) is not None
             if not known and not self.holds(branch):
-                self.write(call, PatchEntry(name))
+                self.write(call, PatchMarkerEntry(name))
                 known = True
             branch.patches = {**branch.patches, name: known}
         return known
@@ -508,21 +508,21 @@ class CallJournal:
         """Wait until everything written is on disk."""
         await self._log.flush()
 
-    def _unnumbered(self, call_id: str) -> Call:
+    def _unnumbered(self, call_id: str) -> JournaledCall:
         entry = self._recorded.get(call_id)
-        return Call(call_id, b"", None if entry is None else entry.decode())
+        return JournaledCall(call_id, b"", None if entry is None else entry.decode())
 
     # --- branches -----------------------------------------------------------------------------------------------------
 
-    def enter(self, path: str) -> Branch:
+    def enter(self, path: str) -> ProgramBranch:
         """Make a new branch; the task that will own it calls its `begin`."""
         following = self._order.next_id
         key = (self._seed, self._attempt)
-        branch = Branch(path, key if following is None else self._recorded.key_of(self._recorded.get(following)))
+        branch = ProgramBranch(path, key if following is None else self._recorded.key_of(self._recorded.get(following)))
         self._order.branches.append(branch)
         return branch
 
-    def holds(self, branch: Branch) -> bool:
+    def holds(self, branch: ProgramBranch) -> bool:
         """Whether a recorded call of a branch has not returned yet."""
         return self._order.has_under(branch.path)
 
@@ -530,29 +530,29 @@ class CallJournal:
         """Note that a branch has begun."""
         self._order.look()
 
-    def dismiss(self, branches: Iterable[Branch]) -> None:
+    def dismiss(self, branches: Iterable[ProgramBranch]) -> None:
         """Cancel branches, each where the journal records its cancellation, else now."""
         for branch in branches:
             self._order.dismiss(branch, now=self._stopped)
 
-    def end_branch(self, branch: Branch) -> None:
+    def end_branch(self, branch: ProgramBranch) -> None:
         """Note that a branch has ended."""
         self._order.end_branch(branch)
 
-    def begin_steps(self, branch: Branch, program: Callable[[], Awaitable[Any]]) -> GuardedAwaitable:
+    def begin_steps(self, branch: ProgramBranch, program: Callable[[], Awaitable[Any]]) -> GuardedAwaitable:
         """Return the code of a branch, begun by `program`, as an awaitable; call `end_steps` afterwards.
 
         The code has its own global random generators, or must not draw from them; a detected draw fails the episode.
         """
         guard: StepGuard | None = None
         if self.own_random:
-            guard = GlobalRandom(ids.stable_hash64("branch", *branch.key, branch.path))
+            guard = GlobalRandomState(ids.stable_hash64("branch", *branch.key, branch.path))
         elif self.detects_draws:
-            guard = DrawDetector()
+            guard = RandomDrawDetector()
         branch.steps = GuardedAwaitable(guard, program, self.drew)
         return branch.steps
 
-    def end_steps(self, branch: Branch) -> None:
+    def end_steps(self, branch: ProgramBranch) -> None:
         """Note that the code of a branch has ended."""
         if branch.steps is not None:
             branch.steps.close()
@@ -564,7 +564,7 @@ class CallJournal:
 
     # --- cancellation and the end -------------------------------------------------------------------------------------
 
-    def cancel(self, call: Call) -> None:
+    def cancel(self, call: JournaledCall) -> None:
         """Note that a call was cancelled in flight. It is recorded when it is known that the episode itself cancelled
         it.
 
@@ -585,7 +585,7 @@ class CallJournal:
         """Whether the time limit has cancelled the program, and no call has ended by that yet."""
         return self._is_cutting
 
-    def cut(self, branch: Branch) -> bool:
+    def cut(self, branch: ProgramBranch) -> bool:
         """Handle a cancellation that reached a call; returns whether it came from the time limit."""
         task = asyncio.current_task()
         if self._is_cutting and task is not None:
@@ -594,7 +594,7 @@ class CallJournal:
             return True
         return False
 
-    def refuse_for_time(self, call: Call) -> NoReturn:
+    def refuse_for_time(self, call: JournaledCall) -> NoReturn:
         """Record that the time limit ended a call, or prevents it.
 
         Raises:
@@ -704,7 +704,7 @@ class CallExecution:
     def __init__(
         self,
         journal: CallJournal,
-        call: Call,
+        call: JournaledCall,
         memoised: str | None = None,
         limit: AbstractContextManager[None] | None = None,
     ) -> None:

@@ -38,7 +38,12 @@ from agentrl.rollout.chat_template import (
     tool_for_template,
     valid_unicode,
 )
-from agentrl.rollout.template_history import rewrite_causes, shared_length, thinking_form, thinking_forms
+from agentrl.rollout.template_history import (
+    detect_thinking_variant,
+    rewrite_causes,
+    shared_length,
+    thinking_message_variants,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -278,7 +283,9 @@ class TemplateFormat:
         speech = _mark("s", number)
         value = _value("assistant", speech)
         if reply.thinking and self._history_marks is not None:
-            value = list(thinking_forms(self._history_marks, _mark("t", number), speech))[self._thinking_form]
+            value = list(thinking_message_variants(self._history_marks, _mark("t", number), speech))[
+                self._thinking_form
+            ]
         if answers and self._needs_calls:
             calls = self._standin_call(*(each.name or "probe" for each in answers))["tool_calls"]
             given = {"probe": speech + _mark("c", number)}
@@ -514,7 +521,7 @@ class TemplateFormat:
         self.rewrites: tuple[str, ...] = rewrite_causes(self._template, call, marks)
         self.forks = forks and not {"thinking", "tools", "prompt", "history"}.isdisjoint(self.rewrites)
         self._history_marks = (marks[0], "<|end|><|start|>assistant") if marks == HARMONY_THINKING else marks
-        self._thinking_form = thinking_form(self._template, call, marks)
+        self._thinking_form = detect_thinking_variant(self._template, call, marks)
         self._needs_calls = self._takes_results_of_calls_only()
         asked = [Message(role="user", content="one")]
         if self.forks and self.rewritten([SampledTurn(asked, self.encode("two"))], asked, ()) is None:

@@ -5,7 +5,8 @@
 * plain code and tools run again, and their observations are compared;
 * effects and external tools are performed once and remembered; an effect raises its error, a tool makes it an
   observation. A `once` act leaves its intent on disk before it happens;
-* a resource declares how it comes back (`LiveResource`): `replay` makes the recorded calls again and compares them,
+* a resource declares how it comes back (`JournaledResource`): `replay` makes the recorded calls again and compares
+them,
   `snapshot` restores the state after the last of them, and a `pinned` object died with its process, so the episode
   begins again.
 
@@ -50,28 +51,28 @@ from agentrl.environment.base import (
     ResourceLevel,
     valid_unicode,
 )
-from agentrl.environment.containment import GlobalRandom, call_with_random
+from agentrl.environment.containment import GlobalRandomState, call_with_random
 from agentrl.environment.registry import name_of
 from agentrl.journal.entries import (
+    ChildResultEntry,
     EffectEntry,
-    GatherEntry,
+    NondeterministicValueEntry,
     ResourceEntry,
     SpawnEntry,
     ToolEntry,
-    ValueEntry,
     request_hash,
 )
 from agentrl.observe.metrics import BROKEN_FORMAT
 from agentrl.rollout.agent import LiveAgent
 from agentrl.rollout.branches import shortened_repr
 from agentrl.rollout.call_journal import (
-    Call,
     CallExecution,
+    JournaledCall,
     after_journal_round_trip,
     current_branch,
     encode,
     encode_arguments,
-    memoising,
+    mark_memoised_code,
     to_journal_data,
     to_journal_data_and_bytes,
 )
@@ -128,7 +129,7 @@ class LiveContext(EpisodeContext):
         self._journal = episode.journal
         self._services = episode.services
         self.stop_reason: StopReason | None = None
-        self.resources: tuple[LiveResource, ...] = ()
+        self.resources: tuple[JournaledResource, ...] = ()
 
     def agent(self, seat: str, index: int = 0, *, tools: Sequence[ToolSpec] = ()) -> LiveAgent:
         """The handle of a seat's conversation."""
@@ -205,7 +206,7 @@ class LiveContext(EpisodeContext):
         """Make a stateful object of this episode."""
         branch = current_branch()
         branch.resources += 1
-        resource = LiveResource(self.episode, factory, f"resource {branch.path}.{branch.resources}", level, seed)
+        resource = JournaledResource(self.episode, factory, f"resource {branch.path}.{branch.resources}", level, seed)
         self.resources = (*self.resources, resource)
         return resource
 
@@ -246,7 +247,7 @@ class LiveContext(EpisodeContext):
         if self.measured_against is None:
             self.measured_against = {}
         measured_against = self.measured_against
-        children = tuple(LiveChild(self.episode, measured_against) for _ in range(n))
+        children = tuple(LiveChildEpisode(self.episode, measured_against) for _ in range(n))
         group = self._services.host.spawn(
             self._spec,
             name_of(environment),
@@ -279,7 +280,7 @@ class LiveContext(EpisodeContext):
 
     async def remember(self, key: str, structure: str = "") -> ProposalNovelty:
         """Ask the run once, and recall the answer afterwards."""
-        return await remember(self.episode, key, structure)
+        return await remember_proposal(self.episode, key, structure)
 
     async def gather(self, *awaitables: Awaitable[Any]) -> list[Any]:
         """Await on branches; their ends, and the order of the ends, are journaled."""
@@ -297,11 +298,11 @@ class LiveContext(EpisodeContext):
     def now(self) -> float:
         """Return the journaled wall-clock time."""
         opened = self._journal.open()
-        recorded = self._journal.recall(opened, ValueEntry)
+        recorded = self._journal.recall(opened, NondeterministicValueEntry)
         if recorded is not None:
             return float(recorded.value)
         value = self._services.clock.wall()
-        self._journal.write(opened, ValueEntry("now", value))
+        self._journal.write(opened, NondeterministicValueEntry("now", value))
         return value
 
     def uuid(self) -> str:
@@ -312,10 +313,10 @@ class LiveContext(EpisodeContext):
         """Wait; a recorded wait is not repeated."""
         opened = self._journal.open()
         await self._journal.reach(opened)
-        if self._journal.recall(opened, ValueEntry) is None:
+        if self._journal.recall(opened, NondeterministicValueEntry) is None:
             with CallExecution(self._journal, opened):
                 await self._services.clock.sleep(seconds)
-            self._journal.write(opened, ValueEntry("sleep", seconds))
+            self._journal.write(opened, NondeterministicValueEntry("sleep", seconds))
 
     def metric(self, name: str, value: float) -> None:
         """Add to a metric of the episode; a format error counts for the agent that acted last."""
@@ -333,7 +334,7 @@ class LiveContext(EpisodeContext):
         except InfrastructureError as error:
             return f"error: {error_text(error)}", "error" if guarantee == "once" else "infrastructure"
 
-    def _observed(self, call: Call, entry: ToolEntry) -> str:
+    def _observed(self, call: JournaledCall, entry: ToolEntry) -> str:
         self.episode.metric(f"tool/{entry.outcome}", 1.0, self.episode.speaker(call.branch))
         if entry.outcome == "infrastructure":
             raise infrastructure_limit_error(f"tool {entry.name!r}", entry.observation)
@@ -360,7 +361,7 @@ class LiveContext(EpisodeContext):
             agent.close()
 
 
-class LiveChild(ChildEpisode):
+class LiveChildEpisode(ChildEpisode):
     """A child episode in flight."""
 
     __slots__ = ("_measured_against", "_parent", "_result", "episode_id")
@@ -397,7 +398,7 @@ class LiveChild(ChildEpisode):
         journal = self._parent.journal
         opened = journal.open(request_hash(self.episode_id.encode()), lambda: f"the wait for {self.episode_id}")
         await journal.reach(opened)
-        recorded = journal.recall(opened, GatherEntry)
+        recorded = journal.recall(opened, ChildResultEntry)
         if recorded is not None:
             versions = {policy: PolicyVersion(policy, *at) for policy, at in recorded.versions.items()}
             return self._noted(
@@ -412,7 +413,7 @@ class LiveChild(ChildEpisode):
         with CallExecution(journal, opened, limit=self._parent.limit):
             result = await asyncio.shield(self._result)
         at = {policy: (version.lineage, version.step) for policy, version in result.versions.items()}
-        journal.write(opened, GatherEntry(result.episode_id, result.drop_reason, dict(result.rewards), at))
+        journal.write(opened, ChildResultEntry(result.episode_id, result.drop_reason, dict(result.rewards), at))
         return self._noted(result)
 
     def _noted(self, result: ChildResult) -> ChildResult:
@@ -494,7 +495,7 @@ async def perform_effect(
     return result
 
 
-async def remember(episode: LiveEpisode, key: str, structure: str) -> ProposalNovelty:
+async def remember_proposal(episode: LiveEpisode, key: str, structure: str) -> ProposalNovelty:
     """See `EpisodeContext.remember`: an effect on the run itself."""
     journal = episode.journal
     if not (isinstance(key, str) and isinstance(structure, str)):
@@ -544,7 +545,7 @@ def infrastructure_limit_error(what: str, error: str) -> LimitReachedError:
     return LimitReachedError(f"{what} failed repeatedly: {error}", stop_reason="infrastructure")
 
 
-async def may_perform_effect(episode: LiveEpisode, call: Call, what: str, guarantee: Guarantee) -> bool:
+async def may_perform_effect(episode: LiveEpisode, call: JournaledCall, what: str, guarantee: Guarantee) -> bool:
     """Whether an effect may be performed now; False for a `once` effect that an earlier process began."""
     if guarantee != "once":
         return True
@@ -554,7 +555,7 @@ async def may_perform_effect(episode: LiveEpisode, call: Call, what: str, guaran
     return True
 
 
-def unknown_outcome_error(episode: LiveEpisode, call: Call, what: str) -> EpisodeError:
+def unknown_outcome_error(episode: LiveEpisode, call: JournaledCall, what: str) -> EpisodeError:
     """Make the error of a `once` effect that an earlier process began, and whose outcome is unknown."""
     return EpisodeError(
         f"episode {episode.spec.episode_id}, call {call.call_id}: {what} must happen at most once, and the process "
@@ -566,7 +567,7 @@ def unknown_outcome_error(episode: LiveEpisode, call: Call, what: str) -> Episod
 
 async def _outcome(
     episode: LiveEpisode,
-    call: Call,
+    call: JournaledCall,
     name: str,
     function: Callable[[], T | Awaitable[T]],
     guarantee: Guarantee,
@@ -596,7 +597,7 @@ async def _awaited(value: Any) -> Any:
     return await value if inspect.isawaitable(value) else value
 
 
-class LiveResource(Resource):
+class JournaledResource(Resource):
     """A stateful object called through the journal; its declared level is recorded with each call.
 
     Every call runs under global random states keyed by the call, so no state needs storing, and draws of other code
@@ -619,7 +620,7 @@ class LiveResource(Resource):
         self.name = name
         branch = current_branch()
         own = self._random(branch.key)
-        with memoising(branch, self._memoised_name()), own.swapped_in():
+        with mark_memoised_code(branch, self._memoised_name()), own.swapped_in():
             self._object = factory()
         own.close()
         if level == "snapshot" and not (hasattr(self._object, "get_state") and hasattr(self._object, "set_state")):
@@ -654,7 +655,7 @@ class LiveResource(Resource):
         get_state = getattr(self._object, "get_state", None)
         return after_journal_round_trip(get_state(), f"{self.name}.get_state") if callable(get_state) else None
 
-    async def _performed(self, call: Call, method: str, arguments: tuple[Any, ...]) -> Any:
+    async def _performed(self, call: JournaledCall, method: str, arguments: tuple[Any, ...]) -> Any:
         journal, clock, where = self._episode.journal, self._episode.services.clock, f"{self.name}.{method}"
         started = clock.monotonic()
         value, problem, state = None, None, None
@@ -695,7 +696,7 @@ class LiveResource(Resource):
             raise EffectError(f"{where} failed", error=problem) from cause
         return value
 
-    def _remembered(self, call: Call, where: str) -> Any:
+    def _remembered(self, call: JournaledCall, where: str) -> Any:
         recorded = self._episode.journal.recall(call, ResourceEntry)
         assert recorded is not None
         if recorded.state is not None:
@@ -719,7 +720,7 @@ class LiveResource(Resource):
         self._state = encoded
         return state
 
-    def _lost(self, call: Call) -> None:
+    def _lost(self, call: JournaledCall) -> None:
         raise EpisodeError(
             f"episode {self._episode.spec.episode_id}, call {call.call_id}: {self.name} is pinned and died with its "
             "process, so the episode cannot be resumed from its journal",
@@ -731,14 +732,14 @@ class LiveResource(Resource):
         """Name of the resource if its calls are never repeated, else None."""
         return None if self._level == "replay" else self.name
 
-    def _key_of(self, call: Call) -> StreamKey:
+    def _key_of(self, call: JournaledCall) -> StreamKey:
         assert call.branch is not None
         return call.branch.key
 
-    def _random(self, key: StreamKey) -> GlobalRandom:
+    def _random(self, key: StreamKey) -> GlobalRandomState:
         if self._seed is not None:
-            return GlobalRandom(stable_hash64("resource", self._seed, self._calls))
-        return GlobalRandom(stable_hash64("resource", *key, self.name, self._calls))
+            return GlobalRandomState(stable_hash64("resource", self._seed, self._calls))
+        return GlobalRandomState(stable_hash64("resource", *key, self.name, self._calls))
 
 
 def _kind(error: str | None) -> str | None:

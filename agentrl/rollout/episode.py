@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from agentrl.core.records import EpisodeSpec, PolicyVersion, Turn
     from agentrl.environment.base import EpisodeLimits, OnCodeChange
     from agentrl.gateway.server import Gateway
-    from agentrl.rollout.branches import Branch
+    from agentrl.rollout.branches import ProgramBranch
     from agentrl.rollout.call_journal import CallJournal
     from agentrl.rollout.kv_budget import KVBudget
     from agentrl.rollout.turn_entries import EpisodePartials
@@ -207,7 +207,7 @@ class LiveEpisode:
         self._counts = self.metrics
         self.agents = ()
 
-    def speaker(self, branch: Branch | None = None) -> EpisodeAgent | None:
+    def speaker(self, branch: ProgramBranch | None = None) -> EpisodeAgent | None:
         """Return the agent that acted last on a branch; default: the calling branch."""
         number = (branch or current_branch()).speaker
         return None if number is None else self.agents[number]

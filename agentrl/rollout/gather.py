@@ -21,8 +21,8 @@ from agentrl.journal.entries import OrderEntry
 from agentrl.rollout.call_journal import begin_branch, current_branch
 
 if TYPE_CHECKING:
-    from agentrl.rollout.branches import Branch
-    from agentrl.rollout.call_journal import Call, CallJournal
+    from agentrl.rollout.branches import ProgramBranch
+    from agentrl.rollout.call_journal import CallJournal, JournaledCall
 
 
 async def gather(journal: CallJournal, awaitables: Sequence[Awaitable[Any]]) -> list[Any]:
@@ -47,7 +47,9 @@ async def gather(journal: CallJournal, awaitables: Sequence[Awaitable[Any]]) -> 
 class _Gathering:
     """The branches of one gather."""
 
-    def __init__(self, journal: CallJournal, branch: Branch, call: Call, awaitables: Sequence[Awaitable[Any]]) -> None:
+    def __init__(
+        self, journal: CallJournal, branch: ProgramBranch, call: JournaledCall, awaitables: Sequence[Awaitable[Any]]
+    ) -> None:
         self._journal = journal
         self._branch = branch
         self._call = call

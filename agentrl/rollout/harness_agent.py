@@ -35,7 +35,7 @@ from agentrl.core.reply_formats import parse_json_value
 from agentrl.core.text import plural
 from agentrl.environment.base import Endpoint, LimitReachedError, describe_foreign_error
 from agentrl.gateway.calls import ChatReply, ChatRequest, RequestRefusedError, bounded_repr
-from agentrl.journal.entries import RequestParameters, TurnEntry, encode_body, request_hash
+from agentrl.journal.entries import ExternalRequestParameters, TurnEntry, encode_body, request_hash
 from agentrl.rollout.agent import CHARACTERS_PER_TOKEN, LiveAgent, TurnSampler
 from agentrl.rollout.branches import describe_entry, shortened_repr
 from agentrl.rollout.byte_formats import JsonFormat
@@ -49,11 +49,11 @@ if TYPE_CHECKING:
     from agentrl.core.ports import ChatFormat, SamplingParams
     from agentrl.core.records import Int32Array, PolicyVersion, ToolSpec
     from agentrl.environment.base import EpisodeLimits
-    from agentrl.gateway.server import OpenSeats
+    from agentrl.gateway.server import AttemptEndpoint
     from agentrl.journal.entries import JournalEntry
-    from agentrl.rollout.call_journal import Call
+    from agentrl.rollout.call_journal import JournaledCall
     from agentrl.rollout.episode import LiveEpisode
-    from agentrl.rollout.token_tree import RowPlacement
+    from agentrl.rollout.token_tree import RequestPlacement
 
 T = TypeVar("T")
 
@@ -153,26 +153,26 @@ class HarnessAgent(LiveAgent):
         )
 
     def prefixes(self, request: ChatRequest) -> Collection[bytes]:
-        """See `gateway.calls.Seat.prefixes`."""
+        """See `gateway.calls.GatewaySeat.prefixes`."""
         return self._tree.prefixes(request.messages)
 
     def continues(self, prefixes: Collection[bytes]) -> bool:
-        """See `gateway.calls.Seat.continues`."""
+        """See `gateway.calls.GatewaySeat.continues`."""
         return self._tree.continues(prefixes)
 
     def count_tokens(self, request: ChatRequest) -> int:
-        """See `gateway.calls.Seat.count_tokens`; an estimate for a remote policy."""
+        """See `gateway.calls.GatewaySeat.count_tokens`; an estimate for a remote policy."""
         self._check_length(request)
         length = self._rendered(self._tree.count_tokens, request)
         return length // BYTES_PER_TOKEN if self._settings.is_external else length
 
     def check(self, request: ChatRequest) -> None:
-        """See `gateway.calls.Seat.check`."""
+        """See `gateway.calls.GatewaySeat.check`."""
         self._check_demands(request)
         self._check_limits(self._settings.limits, replies=request.n)
 
     async def reply(self, request: ChatRequest) -> ChatReply:
-        """See `gateway.calls.Seat.reply`."""
+        """See `gateway.calls.GatewaySeat.reply`."""
         self._check_demands(request)
         sampling = self._sampling(request.max_tokens)
         self._check_limits(self._settings.limits)
@@ -193,7 +193,7 @@ class HarnessAgent(LiveAgent):
         await self._episode.journal.flush()
         return reply
 
-    async def _wait_for_inherited(self, call: Call) -> None:
+    async def _wait_for_inherited(self, call: JournaledCall) -> None:
         """Wait until the turns that a fork inherits and that come before a call were asked for.
 
         Parallel requests come in another order than they did. After `ORDER_S` nobody asks for them.
@@ -212,7 +212,9 @@ class HarnessAgent(LiveAgent):
         self._answered_one.clear()
         await self._answered_one.wait()
 
-    def _recall(self, request: ChatRequest, call: Call, recorded: TurnEntry, sampling: SamplingParams) -> ChatReply:
+    def _recall(
+        self, request: ChatRequest, call: JournaledCall, recorded: TurnEntry, sampling: SamplingParams
+    ) -> ChatReply:
         """Return the reply of an earlier attempt, whose entry holds its whole context."""
         context = np.frombuffer(recorded.context_ids, dtype="<i4")
         if call.is_inherited:
@@ -234,7 +236,9 @@ class HarnessAgent(LiveAgent):
         self._episode.metric("replies/recalled", 1.0, self)
         return self._replied(request, call, placed, completion_of(recorded), recorded.started)
 
-    def _inherited(self, request: ChatRequest, call: Call, recorded: TurnEntry, context: Int32Array) -> RowPlacement:
+    def _inherited(
+        self, request: ChatRequest, call: JournaledCall, recorded: TurnEntry, context: Int32Array
+    ) -> RequestPlacement:
         """Find the place of a turn that a fork inherits.
 
         Raises:
@@ -250,7 +254,7 @@ class HarnessAgent(LiveAgent):
             )
         return self._tree.restate(placed, np.concatenate([placed.context()[: placed.before], context]))
 
-    async def _sample_new(self, request: ChatRequest, call: Call, sampling: SamplingParams) -> ChatReply:
+    async def _sample_new(self, request: ChatRequest, call: JournaledCall, sampling: SamplingParams) -> ChatReply:
         """Sample a reply and write its turn."""
         clock = self._episode.services.clock
         placed = self._find_row(request)
@@ -284,7 +288,12 @@ class HarnessAgent(LiveAgent):
         return self._replied(request, call, placed, completion, entry.started)
 
     async def _completion(
-        self, sampler: RowSampler, call: Call, placed: RowPlacement, sampling: SamplingParams, stops: Sequence[str]
+        self,
+        sampler: RowSampler,
+        call: JournaledCall,
+        placed: RequestPlacement,
+        sampling: SamplingParams,
+        stops: Sequence[str],
     ) -> Completion:
         """Sample a reply, or return the one with which a fork replaces it."""
         edits = self._episode.journal.edits_at(call.call_id)
@@ -295,18 +304,23 @@ class HarnessAgent(LiveAgent):
         return _said_instead(str(edits[-1]["content"]), sampled, self._settings.chat_format)
 
     def _note_difference(
-        self, call: Call, request: ChatRequest, placed: RowPlacement, sampling: SamplingParams
+        self, call: JournaledCall, request: ChatRequest, placed: RequestPlacement, sampling: SamplingParams
     ) -> None:
         """Note how a request that is not recorded differs from the recorded ones; a replay ends there."""
         journal = self._episode.journal
         if not self.difference and (unasked := journal.unasked_turns(self.seat)):
             messages = [message_data(message) for message in _new(request, placed)]
             asked = _request_entry(request, placed, sampling, with_tools=True)
-            self.difference = differing_request(unasked, messages, asked)
+            self.difference = describe_request_difference(unasked, messages, asked)
         journal.check_new(call, self.difference)
 
     def _replied(
-        self, request: ChatRequest, call: Call, placed: RowPlacement, completion: Completion, started: float
+        self,
+        request: ChatRequest,
+        call: JournaledCall,
+        placed: RequestPlacement,
+        completion: Completion,
+        started: float,
     ) -> ChatReply:
         """Append a turn that is in the journal, and return the client's reply.
 
@@ -375,7 +389,7 @@ class HarnessAgent(LiveAgent):
         if characters > CHARACTERS_PER_TOKEN * self._settings.limits.max_context:
             self._refuse_context(characters // CHARACTERS_PER_TOKEN)
 
-    def _find_row(self, request: ChatRequest) -> RowPlacement:
+    def _find_row(self, request: ChatRequest) -> RequestPlacement:
         """Find or begin the row of a request.
 
         Raises:
@@ -564,7 +578,7 @@ class LiveEndpoint(Endpoint):
     __slots__ = ("_agents", "_opened", "_perform", "key", "keys", "url")
 
     def __init__(
-        self, opened: OpenSeats, agents: Sequence[HarnessAgent], perform: Callable[..., Awaitable[Any]]
+        self, opened: AttemptEndpoint, agents: Sequence[HarnessAgent], perform: Callable[..., Awaitable[Any]]
     ) -> None:
         self.url, self.key, self.keys = opened.url, opened.key, opened.keys
         self._opened = opened
@@ -604,8 +618,8 @@ class LiveEndpoint(Endpoint):
             await asyncio.wait({running})
 
 
-def differing_request(
-    recorded: Sequence[TurnEntry], asked: Sequence[Mapping[str, Any]], request: RequestParameters
+def describe_request_difference(
+    recorded: Sequence[TurnEntry], asked: Sequence[Mapping[str, Any]], request: ExternalRequestParameters
 ) -> str:
     """Name the part of a request that differs from the recorded one, with both values.
 
@@ -692,16 +706,16 @@ def _characters(message: Message) -> int:
     return len(message.content) + len(message.name or "") + len(message.tool_call_id or "") + calls
 
 
-def _new(request: ChatRequest, placed: RowPlacement) -> Sequence[Message]:
+def _new(request: ChatRequest, placed: RequestPlacement) -> Sequence[Message]:
     return request.messages[len(request.messages) - placed.new_messages :]
 
 
 def _request_entry(
-    request: ChatRequest, placed: RowPlacement, sampling: SamplingParams, *, with_tools: bool = False
-) -> RequestParameters:
+    request: ChatRequest, placed: RequestPlacement, sampling: SamplingParams, *, with_tools: bool = False
+) -> ExternalRequestParameters:
     """Return what a request asks for besides messages; with its tools if `with_tools`, or if it begins a row."""
     tools = tools_text(request.tools) if with_tools or not placed.before else None
-    return RequestParameters(max_tokens=sampling.max_tokens, stop=tuple(request.stop), tools=tools)
+    return ExternalRequestParameters(max_tokens=sampling.max_tokens, stop=tuple(request.stop), tools=tools)
 
 
 def _finish_reason(completion: Completion, message: Message, stop_text: str | None) -> Any:

@@ -15,7 +15,7 @@ from agentrl.core.ports import SpawnedGroup
 from agentrl.core.records import ProposalNovelty
 from agentrl.journal.entries import RewardEntry, SpawnEntry
 from agentrl.rollout.branches import describe_entry
-from agentrl.rollout.call_journal import Call, CallJournal, current_branch
+from agentrl.rollout.call_journal import CallJournal, JournaledCall, current_branch
 from agentrl.rollout.runner import EpisodeRunner
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ OnCall = Callable[[str, str], None]
 """Callback for each recorded call that has returned, with its id and a description."""
 
 
-class RecordEndedError(EngineError):
+class CallNotRecordedError(EngineError):
     """The code makes a call that the journal does not hold."""
 
     def __init__(self, call_id: str, what: str) -> None:
@@ -86,7 +86,7 @@ class ReplayJournal(CallJournal):
         self.given: list[RewardEntry] | None = [] if rescoring else None
         """Rewards that the code gave, if recorded rewards are ignored."""
 
-    def open(self, asked: bytes = b"", describe: Callable[[], str] | None = None) -> Call:
+    def open(self, asked: bytes = b"", describe: Callable[[], str] | None = None) -> JournaledCall:
         """See `CallJournal.open`; skips the numbers of recorded rewards if they are ignored."""
         self._skip_rewards()
         return super().open(asked, describe)
@@ -101,26 +101,26 @@ class ReplayJournal(CallJournal):
         self._skip_rewards()
         return super().fork_edits()
 
-    async def reach(self, call: Call, *, cancelled: bool = False) -> None:
+    async def reach(self, call: JournaledCall, *, cancelled: bool = False) -> None:
         """See `CallJournal.reach`; all recorded calls have returned when a new call is reached."""
         await super().reach(call, cancelled=cancelled)
         if call.recorded is None:
             self._end_at(call, "a call of its own")
 
-    def write(self, call: Call, body: EntryBody) -> None:
+    def write(self, call: JournaledCall, body: EntryBody) -> None:
         """End the replay at this call: it was not recorded."""
         self._end_at(call, describe_entry(body))
 
-    def write_again(self, call: Call, body: TurnEntry) -> None:
+    def write_again(self, call: JournaledCall, body: TurnEntry) -> None:
         """See `CallJournal.write_again`; nothing is written."""
         self._came_back(call.call_id, body)
 
-    def check_new(self, call: Call, difference: str) -> None:
+    def check_new(self, call: JournaledCall, difference: str) -> None:
         """See `CallJournal.check_new`.
 
         Raises:
             ReplayMismatchError: the journal holds another request in place of the call.
-            RecordEndedError: the journal holds no more entries.
+            CallNotRecordedError: the journal holds no more entries.
         """
         if difference:
             self.mismatch(call.call_id, "the external agent asks something else", difference)
@@ -153,8 +153,8 @@ class ReplayJournal(CallJournal):
             while ids.call_id(branch.path, branch.calls) in self._rewards:
                 branch.calls += 1
 
-    def _end_at(self, call: Call, what: str) -> NoReturn:
-        ended = RecordEndedError(call.call_id, what)
+    def _end_at(self, call: JournaledCall, what: str) -> NoReturn:
+        ended = CallNotRecordedError(call.call_id, what)
         self.fail(ended)
         raise ended
 

@@ -23,7 +23,7 @@ from agentrl.core.clock import Clock
 from agentrl.core.errors import EnvironmentDefinitionError, EpisodeError, GlobalRandomError, JournalError
 from agentrl.core.ports import ChatFormat, CommitLog, EpisodeHost, Sampler
 from agentrl.core.records import (
-    DataLocation,
+    EpisodeDataLocation,
     EpisodeHeader,
     EpisodeSpec,
     StopReason,
@@ -210,7 +210,7 @@ class EpisodeRunner:
             tokens=sum(trajectory.tokens for trajectory in trajectories),
             seconds=seconds,
             trajectories=trajectories,
-            location=DataLocation(self._log.name, context.episode.journal.written),
+            location=EpisodeDataLocation(self._log.name, context.episode.journal.written),
             measured_against=tuple(sorted((context.measured_against or {}).values())),
         )
 

@@ -81,17 +81,17 @@ def applicable_rewrite_causes(
             yield cause
 
 
-def thinking_forms(thinking: tuple[str, str], thought: str, content: str) -> Iterator[dict[str, Any]]:
+def thinking_message_variants(thinking: tuple[str, str], thought: str, content: str) -> Iterator[dict[str, Any]]:
     """Yield the forms in which templates accept a turn with thinking, as messages."""
     yield {"role": "assistant", "content": content, "reasoning_content": thought}
     yield {"role": "assistant", "content": content, "thinking": thought}
     yield {"role": "assistant", "content": f"{thinking[0]}\n{thought}\n{thinking[1]}\n\n{content}"}
 
 
-def thinking_form(template: ChatTemplate, call: Mapping[str, Any], thinking: tuple[str, str] | None) -> int:
-    """Return the number of the form in `thinking_forms` from which the template reads thinking."""
+def detect_thinking_variant(template: ChatTemplate, call: Mapping[str, Any], thinking: tuple[str, str] | None) -> int:
+    """Return the number of the form in `thinking_message_variants` from which the template reads thinking."""
     check = _TemplateCheck(template, call)
-    forms = list(thinking_forms(thinking, _THOUGHT, PROBE)) if thinking is not None else []
+    forms = list(thinking_message_variants(thinking, _THOUGHT, PROBE)) if thinking is not None else []
     return next((n for n, form in enumerate(forms) if check.shows_thinking(form)), 0)
 
 
@@ -127,7 +127,7 @@ class _TemplateCheck:
 
     def leaves_out_thinking(self, thinking: tuple[str, str]) -> bool:
         """Whether thinking disappears after the user's next message."""
-        forms = list(thinking_forms(thinking, _THOUGHT, PROBE))
+        forms = list(thinking_message_variants(thinking, _THOUGHT, PROBE))
         is_kept = any(_THOUGHT in self._text(_ASK, form, _MORE) for form in forms)
         is_known = any(self.shows_thinking(form) for form in forms)
         return not is_kept and (is_known or thinking[1] in self._template.source)

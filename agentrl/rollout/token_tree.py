@@ -48,13 +48,13 @@ class TreeRow:
 
     number: int
     tokens: array[int] = field(default_factory=lambda: array("i"))
-    last: TreeTurn | None = None
+    last: TurnEndPosition | None = None
     is_busy: bool = False
     """Whether a call in flight continues the row."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class TreeTurn:
+class TurnEndPosition:
     """A turn of a row."""
 
     row: TreeRow
@@ -73,7 +73,7 @@ class TreeTurn:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class RowPlacement:
+class RequestPlacement:
     """The place of a request in the tree."""
 
     row: TreeRow
@@ -112,7 +112,7 @@ class TokenTree:
         self._volatile = volatile
         self.rows: list[TreeRow] = []
         """Rows in the order of their numbers."""
-        self._turns: dict[bytes, list[TreeTurn]] = {}
+        self._turns: dict[bytes, list[TurnEndPosition]] = {}
         """Turns, keyed by the digest of tools and conversation up to their reply."""
         self._known: set[bytes] = set()
         """Digests of all prefixes of all conversations placed so far, without tools."""
@@ -123,7 +123,7 @@ class TokenTree:
         self._ended: set[bytes] = set()
         """Digests of all conversations up to a reply, without tools."""
 
-    def find_row(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> RowPlacement:
+    def find_row(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> RequestPlacement:
         """Find or begin the row of a request; the row is busy until `answer` or `withdraw`.
 
         Raises:
@@ -154,11 +154,11 @@ class TokenTree:
             self.rows.append(row)
         row.is_busy = True
         self._known.update(bare)
-        return RowPlacement(
+        return RequestPlacement(
             row=row, before=before, new_messages=len(messages) - at, cause=cause, path=paths[-1], bare_path=bare[-1]
         )
 
-    def _continued(self, paths: Sequence[bytes]) -> tuple[TreeTurn | None, int, bool]:
+    def _continued(self, paths: Sequence[bytes]) -> tuple[TurnEndPosition | None, int, bool]:
         """Return the turn that a request continues, the number of its messages up to it, and whether several turns of
         different tokens qualify, so that none is taken; `paths` are the digests of the request's prefixes."""
         for at in range(len(paths) - 2, 0, -1):
@@ -181,12 +181,12 @@ class TokenTree:
         return len(turn.history()) + len(self._format.extend(messages[at:], after=turn.after))
 
     def answer(
-        self, placement: RowPlacement, sampled: Sequence[int], finish_reason: FinishReason, reply: Message
-    ) -> TreeTurn:
+        self, placement: RequestPlacement, sampled: Sequence[int], finish_reason: FinishReason, reply: Message
+    ) -> TurnEndPosition:
         """Append the tokens of a sampled turn; `reply` is the message as the client gets it."""
         row = placement.row
         row.tokens.extend(sampled)
-        turn = row.last = TreeTurn(row, len(row.tokens), finish_reason)
+        turn = row.last = TurnEndPosition(row, len(row.tokens), finish_reason)
         row.is_busy = False
         said = self._said(reply)
         self._replies.add(said)
@@ -208,7 +208,7 @@ class TokenTree:
         """Return the digest of a request's tools and messages; equal for requests that get the same place."""
         return _paths(_tools_digest(tools), [self._said(message) for message in messages])[-1]
 
-    def restate(self, placement: RowPlacement, context: Int32Array) -> RowPlacement:
+    def restate(self, placement: RequestPlacement, context: Int32Array) -> RequestPlacement:
         """Give a request the context it had when its reply was recorded, instead of the one rendered now.
 
         If the context continues its row, the row continues; else a new row begins.
@@ -223,7 +223,7 @@ class TokenTree:
         self.rows.append(row)
         return replace(placement, row=row, before=0)
 
-    def withdraw(self, placement: RowPlacement) -> None:
+    def withdraw(self, placement: RequestPlacement) -> None:
         """Remove the context of a request for which nothing was sampled."""
         del placement.row.tokens[placement.before :]
         placement.row.is_busy = False

@@ -20,14 +20,21 @@ import numpy as np
 from agentrl.core.errors import EngineError, JournalError
 from agentrl.core.records import (
     Completion,
-    MaskStatus,
     Message,
     PolicyVersion,
     RoutingRestart,
     SamplingMask,
+    SamplingMaskStatus,
     VersionSpan,
 )
-from agentrl.journal.entries import JournalEntry, Partial, SpanEntry, TurnEntry, decode_partial, encode_partial
+from agentrl.journal.entries import (
+    JournalEntry,
+    PartialTurnTokens,
+    TurnEntry,
+    TurnVersionSpan,
+    decode_partial,
+    encode_partial,
+)
 from agentrl.rollout.call_journal import to_journal_data
 
 if TYPE_CHECKING:
@@ -37,7 +44,7 @@ if TYPE_CHECKING:
     from agentrl.core.ports import SamplingParams
     from agentrl.core.records import ExpertArray, FinishReason
     from agentrl.journal.port import TurnLog
-    from agentrl.rollout.call_journal import Call
+    from agentrl.rollout.call_journal import JournaledCall
 
 
 def message_data(message: Message) -> dict[str, Any]:
@@ -104,7 +111,7 @@ def completion_of(entry: TurnEntry) -> Completion:
 
 
 @lru_cache(maxsize=4096)
-def _spans(policy: str, spans: tuple[SpanEntry, ...]) -> tuple[VersionSpan, ...]:
+def _spans(policy: str, spans: tuple[TurnVersionSpan, ...]) -> tuple[VersionSpan, ...]:
     """Make version spans, cached: most turns have one span, with few different lengths and versions."""
     return tuple(VersionSpan(s.start, s.stop, PolicyVersion(policy, s.lineage, s.step)) for s in spans)
 
@@ -142,7 +149,7 @@ class EpisodePartials:
             self._found.setdefault(entry.call_id, []).append(entry)
         self._on_disk = tuple(self._found)
 
-    def turn(self, call: Call, policy: str, *, masked: bool) -> PartialTurn:
+    def turn(self, call: JournaledCall, policy: str, *, masked: bool) -> PartialTurn:
         """Make a turn to be sampled, with the tokens that an earlier process sampled.
 
         Args:
@@ -156,23 +163,23 @@ class EpisodePartials:
             turn.recall(_contiguous(found, call.asked, policy))
         return turn
 
-    def append(self, call: Call, start: int, piece: Completion) -> None:
+    def append(self, call: JournaledCall, start: int, piece: Completion) -> None:
         """Write tokens of a call to disk with the next group commit."""
         if not self._kept:
             return
         body = encode_partial(
-            Partial(
+            PartialTurnTokens(
                 start=start,
                 token_ids=piece.token_ids.tobytes(),
                 logprobs=piece.logprobs.tobytes(),
-                spans=tuple(SpanEntry(s.start, s.stop, s.version.lineage, s.version.step) for s in piece.spans),
+                spans=tuple(TurnVersionSpan(s.start, s.stop, s.version.lineage, s.version.step) for s in piece.spans),
             )
         )
         if call.call_id not in self._on_disk:
             self._on_disk = (*self._on_disk, call.call_id)
         self._log.append_partial(JournalEntry(self._episode_id, self._attempt, call.call_id, call.asked, body))
 
-    def turn_recorded(self, call: Call) -> None:
+    def turn_recorded(self, call: JournaledCall) -> None:
         """Remove the partials of a turn whose journal entry is written."""
         if call.call_id in self._on_disk:
             self._on_disk = tuple(each for each in self._on_disk if each != call.call_id)
@@ -206,7 +213,7 @@ class PartialTurn:
         "sampled",
     )
 
-    def __init__(self, partials: EpisodePartials, call: Call, clock: Clock, *, masked: bool) -> None:
+    def __init__(self, partials: EpisodePartials, call: JournaledCall, clock: Clock, *, masked: bool) -> None:
         self.pieces: list[Completion] = _NO_PIECES
         self.sampled = 0
         """Number of tokens in `pieces`."""
@@ -322,7 +329,7 @@ class PartialTurn:
         """Mark the tokens of a lost call as untrainable: their kept sets are lost with it."""
         if not self._masked:
             return piece
-        missing = np.full(len(piece.token_ids), MaskStatus.MISSING, dtype=np.int32)
+        missing = np.full(len(piece.token_ids), SamplingMaskStatus.MISSING, dtype=np.int32)
         return dataclasses.replace(piece, sampling_mask=SamplingMask(counts=missing, token_ids=np.zeros(0, np.int32)))
 
 
@@ -399,7 +406,7 @@ def _joined_masks(pieces: Sequence[Completion]) -> SamplingMask | None:
     counts, ids = [], []
     for piece in pieces:
         mask = piece.sampling_mask
-        unfiltered = np.full(len(piece.token_ids), MaskStatus.NONE, dtype=np.int32)
+        unfiltered = np.full(len(piece.token_ids), SamplingMaskStatus.NONE, dtype=np.int32)
         counts.append(unfiltered if mask is None else mask.counts)
         ids.append(none if mask is None else mask.token_ids)
     return SamplingMask(counts=np.concatenate(counts), token_ids=np.concatenate(ids))

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from agentrl.config.load import read_mapping
+from agentrl.config.load import validate_section
 from agentrl.core.errors import InputError
 from agentrl.journal.entries import TurnEntry
 from agentrl.simulation.plan import FURTHEST, Plan
@@ -108,7 +108,7 @@ def read_calibration(reader: RunReader) -> Calibration:
         raise InputError(f"{reader.path}: {len(turns)} turns after the first steps are too few for calibration")
     published = [value for value in _metric(reader, trained[0]) if value > 0]
     replicas = max(1, config["engine"]["replicas"])  # 0: one engine, in the run's process
-    plan = read_mapping(
+    plan = validate_section(
         {
             "seed": config["seed"],
             "max_in_flight": config["max_in_flight"],

@@ -27,7 +27,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from agentrl.config.fields import Episodes, MaybeSteps, Positive, Section, Share, Tokens
-from agentrl.config.load import describe_validation_error, format_short, read_mapping, read_toml
+from agentrl.config.load import describe_validation_error, format_short, read_toml, validate_section
 from agentrl.config.run import RunConfig
 from agentrl.core.errors import ConfigError
 from agentrl.rollout.context import MAX_CHILD_DEPTH
@@ -126,7 +126,7 @@ ModelName = Literal["0.5B", "1.5B", "7B", "14B", "32B", "70B"]
 GpuName = Literal["A100", "H100", "H200", "B200", "L40S"]
 
 
-class Rates:
+class DecodeRateCurve:
     """Rate r(b), the tokens per second of each of b calls, from measured points; seconds per token are linear in
     between.
 
@@ -158,7 +158,7 @@ class Rates:
 
 
 @dataclass(frozen=True, slots=True)
-class GpuSpeed:
+class GpuDataSheet:
     """Data of a GPU's data sheet, for bf16 without sparsity."""
 
     memory: float
@@ -170,23 +170,23 @@ class GpuSpeed:
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
+class DenseModelSpec:
     """Dense model with grouped-query attention, in bf16."""
 
     parameters: float
     kv_bytes: int
     """Bytes of keys and values per token of context."""
 
-    def kv_tokens(self, gpu: GpuSpeed, gpus: int) -> int:
+    def kv_tokens(self, gpu: GpuDataSheet, gpus: int) -> int:
         """Return the number of context tokens that fit beside the weights."""
         room = MEMORY_SHARE * gpu.memory * gpus - 2 * self.parameters
         return max(int(room / self.kv_bytes), 0)
 
-    def prefill_rate(self, gpu: GpuSpeed, gpus: int) -> float:
+    def prefill_rate(self, gpu: GpuDataSheet, gpus: int) -> float:
         """Return the context tokens computed per second."""
         return PREFILL_SHARE * gpu.operations * gpus / (2 * self.parameters)
 
-    def rates(self, gpu: GpuSpeed, gpus: int, slots: int, context: float) -> Rates:
+    def rates(self, gpu: GpuDataSheet, gpus: int, slots: int, context: float) -> DecodeRateCurve:
         """Return r(b) for contexts of the given length in tokens."""
 
         def rate(count: int) -> float:
@@ -195,29 +195,29 @@ class Model:
             return 1.0 / (max(reading, computing) + STEP_SECONDS)
 
         counts = {2**power for power in range(int(math.log2(slots)) + 1)} | {slots}
-        return Rates({count: rate(count) for count in sorted(counts)})
+        return DecodeRateCurve({count: rate(count) for count in sorted(counts)})
 
-    def train_rate(self, gpu: GpuSpeed, gpus: int) -> float:
+    def train_rate(self, gpu: GpuDataSheet, gpus: int) -> float:
         """Return the tokens trained per second."""
         return TRAIN_SHARE * gpu.operations * gpus / (8 * self.parameters)
 
 
-GPUS: Mapping[GpuName, GpuSpeed] = {
-    "A100": GpuSpeed(80e9, 2.0e12, 312e12),
-    "H100": GpuSpeed(80e9, 3.35e12, 989e12),
-    "H200": GpuSpeed(141e9, 4.8e12, 989e12),
-    "B200": GpuSpeed(180e9, 7.7e12, 2250e12),
-    "L40S": GpuSpeed(48e9, 0.864e12, 362e12),
+GPUS: Mapping[GpuName, GpuDataSheet] = {
+    "A100": GpuDataSheet(80e9, 2.0e12, 312e12),
+    "H100": GpuDataSheet(80e9, 3.35e12, 989e12),
+    "H200": GpuDataSheet(141e9, 4.8e12, 989e12),
+    "B200": GpuDataSheet(180e9, 7.7e12, 2250e12),
+    "L40S": GpuDataSheet(48e9, 0.864e12, 362e12),
 }
 """Data of GPUs, of the SXM variant if there are several."""
 
-MODELS: Mapping[ModelName, Model] = {
-    "0.5B": Model(0.49e9, 24 * 2 * 64 * 4),
-    "1.5B": Model(1.54e9, 28 * 2 * 128 * 4),
-    "7B": Model(7.6e9, 28 * 4 * 128 * 4),
-    "14B": Model(14.8e9, 48 * 8 * 128 * 4),
-    "32B": Model(32.8e9, 64 * 8 * 128 * 4),
-    "70B": Model(72.7e9, 80 * 8 * 128 * 4),
+MODELS: Mapping[ModelName, DenseModelSpec] = {
+    "0.5B": DenseModelSpec(0.49e9, 24 * 2 * 64 * 4),
+    "1.5B": DenseModelSpec(1.54e9, 28 * 2 * 128 * 4),
+    "7B": DenseModelSpec(7.6e9, 28 * 4 * 128 * 4),
+    "14B": DenseModelSpec(14.8e9, 48 * 8 * 128 * 4),
+    "32B": DenseModelSpec(32.8e9, 64 * 8 * 128 * 4),
+    "70B": DenseModelSpec(72.7e9, 80 * 8 * 128 * 4),
 }
 """Models of the Qwen2.5 family: parameters, and layers x KV heads x head size x 2 (keys, values) x 2 bytes."""
 
@@ -460,12 +460,12 @@ class Plan(Section):
         return 4 + 2 * max(policy.max_staleness for policy in self.trained.values())
 
     @property
-    def model(self) -> Model | None:
+    def model(self) -> DenseModelSpec | None:
         """Preset of the model; None if rates are given."""
         return MODELS[self.engine.model] if self.engine.model else None
 
     @property
-    def gpu(self) -> GpuSpeed:
+    def gpu(self) -> GpuDataSheet:
         """Preset of the GPU."""
         return GPUS[self.engine.gpu]
 
@@ -484,10 +484,10 @@ class Plan(Section):
         return self.model.prefill_rate(self.gpu, self.engine.gpus)
 
     @property
-    def rates(self) -> Rates:
+    def rates(self) -> DecodeRateCurve:
         """Rate r(b) of a replica."""
         if self.engine.rates or self.model is None:
-            return Rates(self.engine.rates)
+            return DecodeRateCurve(self.engine.rates)
         return self.model.rates(self.gpu, self.engine.gpus, self.engine.slots, self.mean_context())
 
     def mean_context(self) -> float:
@@ -613,7 +613,7 @@ def load(path: str | Path, over: Plan | None = None) -> Plan:
         if "model" in data.get("engine", {}):
             base["engine"] = {key: base["engine"][key] for key in ("replicas", "slots")}
         data = _over(data, base)
-    return read_mapping(data, path, Plan)
+    return validate_section(data, path, Plan)
 
 
 def _over(data: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:

@@ -4,9 +4,9 @@ The acts of an episode depend only on its task and its own random numbers, so ev
 log-length of a turn is a sum of three parts: one common to all episodes of the task, one common to a parent and its
 children, and one of the episode.
 
-A message states its own length and the length of the answer: `LengthFormat` writes that many tokens, the last of which
-is the answer's length, and `length_of` reads it from the call. Lengths count blocks of `grain` tokens, so a turn of
-30,000 tokens costs no more than one of 300.
+A message states its own length and the length of the answer: `LengthChatFormat` writes that many tokens, the last of
+which is the answer's length, and `requested_turn_length` reads it from the call. Lengths count blocks of `grain`
+tokens, so a turn of 30,000 tokens costs no more than one of 300.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def make_root_environment(plan: Plan) -> type[Environment]:
 # --- how an agent is told ---------------------------------------------------------------------------------------------
 
 
-class LengthFormat:
+class LengthChatFormat:
     """Chat format (see `core.ports.ChatFormat`) in which a message consists of two lengths and has no text."""
 
     stop_token_ids: tuple[int, ...] = ()
@@ -169,6 +169,6 @@ class LengthFormat:
         return None
 
 
-def length_of(request: GenerateRequest) -> int:
+def requested_turn_length(request: GenerateRequest) -> int:
     """Return the number of blocks of the turn."""
     return int(request.token_ids[-1 - request.sampled_before])

@@ -15,7 +15,7 @@ import msgspec
 from agentrl.app.policies import units_per_root_group
 from agentrl.core.errors import ConfigError
 from agentrl.environment.base import Environment
-from agentrl.inspection.render import Page, run_timeline_page
+from agentrl.inspection.render import TerminalPage, run_timeline_page
 from agentrl.simulation.plan import Plan
 from agentrl.simulation.program import make_root_environment
 
@@ -137,13 +137,13 @@ def _changed(plan: Plan, name: str, value: Any) -> Plan:
 def _is_possible(plan: Plan) -> bool:
     try:
         checked = Plan.model_validate(plan.model_dump(mode="json"))
-        check(checked)
+        validate_simulation_plan(checked)
     except (ConfigError, ValueError):
         return False
     return True
 
 
-def check(plan: Plan) -> None:
+def validate_simulation_plan(plan: Plan) -> None:
     """Refuse a plan that production would refuse at the start.
 
     Raises:
@@ -226,7 +226,7 @@ def format_setting(value: Any) -> str:
 
 def simulation_page(
     name: str, plan: Plan, measured: SimulationResult, turned: Sequence[KnobResult], run: BusyShares | None = None
-) -> Page:
+) -> TerminalPage:
     """Return a page with assumptions, busy shares, the timeline, and the effect of each knob.
 
     Args:
@@ -236,7 +236,7 @@ def simulation_page(
         turned: results of the knobs.
         run: busy shares of a real run of the plan.
     """
-    page = Page()
+    page = TerminalPage()
     steps = len(measured.step_times)
     page.line(
         f"{name}: {steps} steps simulated in {measured.cpu_seconds:.0f} s, the last "
@@ -244,7 +244,7 @@ def simulation_page(
     )
     page.facts(assumptions(plan))
     page.heading("busy")
-    page.facts(results(measured))
+    page.facts(format_result_rows(measured))
     if run is not None:
         page.heading("beside the real run")
         pairs = [
@@ -288,7 +288,7 @@ def assumptions(plan: Plan) -> list[tuple[str, str]]:
     return [("engines", f"{engine.replicas}: {by}{speed}{room}{prefill}{estimate}"), ("trainer", learns)]
 
 
-def results(measured: SimulationResult) -> list[tuple[str, str]]:
+def format_result_rows(measured: SimulationResult) -> list[tuple[str, str]]:
     """Return busy shares, rates, lags and tails as rows of label and text."""
     facts = [
         ("engines", f"{measured.engine_busy:.0%} of their capacity; {measured.slots_busy:.0%} of the slots run"),

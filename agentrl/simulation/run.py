@@ -28,17 +28,17 @@ from agentrl.journal.port import PruneTotals
 from agentrl.orchestrator.versions import ServedVersions
 from agentrl.rollout.worker import AsyncioWorker
 from agentrl.simulation.engine import EmulatedEngine
-from agentrl.simulation.program import LengthFormat, SimulatedTasks, length_of, make_root_environment
+from agentrl.simulation.program import LengthChatFormat, SimulatedTasks, make_root_environment, requested_turn_length
 from agentrl.simulation.recording_trainer import RecordingTrainer
 from agentrl.simulation.virtual_time import SimLoop
 
 if TYPE_CHECKING:
     from agentrl.core.ports import Engine, GenerateRequest
     from agentrl.core.records import (
-        BaselineSet,
         EpisodeHeader,
         EpisodeSpec,
         ForkPoint,
+        FrozenGroupBaselines,
         Proposal,
         TrainBatch,
         WeightsRef,
@@ -82,7 +82,7 @@ def simulate_run(scenario: Scenario) -> SimulationResult:
     with asyncio.Runner(loop_factory=lambda: loop) as runner, _no_collections():
         recorder = runner.run(_run(scenario))
     loop.raise_failure()
-    return measure(scenario.plan, recorder, scenario.skipped, time.process_time() - began)
+    return compute_simulation_result(scenario.plan, recorder, scenario.skipped, time.process_time() - began)
 
 
 @contextmanager
@@ -116,7 +116,7 @@ async def _run(scenario: Scenario) -> Recorder:
     parts = RunParts(
         served=served,
         trainer=trainer,
-        chat_format=LengthFormat(),
+        chat_format=LengthChatFormat(),
         store=journal,
         observer=_Nobody(),
         clock=clock,
@@ -141,7 +141,7 @@ def _engine(plan: Plan, recorder: Recorder, versions: Mapping[str, PolicyVersion
         recorder.engines.append(
             RecordingEngine(
                 recorder,
-                length_of,
+                requested_turn_length,
                 versions=versions,
                 slots=plan.engine.slots,
                 rate=lambda count: rates(count) / grain,
@@ -321,7 +321,7 @@ class NullJournal:
     def record_proposal(self, proposal: Proposal) -> None:
         """Discard a proposal."""
 
-    def record_baselines(self, baselines: BaselineSet) -> None:
+    def record_baselines(self, baselines: FrozenGroupBaselines) -> None:
         """Discard a baseline set."""
 
     def record_version(self, weights: WeightsRef, parent: PolicyVersion | None) -> None:
@@ -488,7 +488,7 @@ class SimulationResult:
     """CPU seconds of the simulation."""
 
 
-def measure(plan: Plan, recorder: Recorder, skipped: int, cpu_seconds: float) -> SimulationResult:
+def compute_simulation_result(plan: Plan, recorder: Recorder, skipped: int, cpu_seconds: float) -> SimulationResult:
     """Compute the results from the records after the skipped steps."""
     first = next(iter(plan.trained))
     own = [step for step in recorder.steps if step.policy == first]

@@ -38,19 +38,19 @@ from agentrl.journal.entries import (
     EffectEntry,
     IntentEntry,
     JournalEntry,
+    NondeterministicValueEntry,
     ResourceEntry,
     ToolEntry,
     TurnEntry,
-    ValueEntry,
 )
 from agentrl.observe.blocked import watch_loop
 from agentrl.rollout.branches import REMEDY, shortened_repr
-from agentrl.rollout.harness_agent import differing_request, turns_with_context
+from agentrl.rollout.harness_agent import describe_request_difference, turns_with_context
 from agentrl.simulation.virtual_time import simulate
 from agentrl.testing.execution import POLICY, RESOURCE_LOST, ExecutedEpisode, execute, random_policy
 from agentrl.testing.malformed_reply_check import TASKS as FORMAT_TASKS
-from agentrl.testing.malformed_reply_check import FormatOutcome, format_findings
-from agentrl.testing.side_effects import MODEL_ADVICE, calls_language_model, observed_side_effects
+from agentrl.testing.malformed_reply_check import EpisodeFormatReward, find_format_reward_faults
+from agentrl.testing.side_effects import MODEL_ADVICE, calls_language_model, watch_side_effects
 
 MAX_CUTS = 64
 """Maximum number of prefixes tried per episode; longer journals are cut at evenly spaced entries."""
@@ -264,7 +264,7 @@ def _missing_awaits(told: list[str]) -> Iterator[None]:
             warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
 
 
-def replay_always(
+def replay_from_every_entry(
     environment: str | type, *, tasks: Sequence[Task] | None = None, episodes: int = 2, schedules: Sequence[int] = (0,)
 ) -> EnvironmentReport:
     """Play episodes in virtual time, under one schedule per seed, and run each again from every entry of its journal.
@@ -291,7 +291,7 @@ def replay_always(
                 return first
             report.episodes += 1
             report.rewards.append(first.header.reward or 0.0)
-            return await resume_everywhere(found, spec, script, first, report)
+            return await resume_at_every_entry(found, spec, script, first, report)
 
         for schedule in schedules:
             problem = simulate(main, seed=schedule)
@@ -302,17 +302,17 @@ def replay_always(
 
 
 def _check_format(environment: type[Environment], tasks: Sequence[Task], seed: int, report: EnvironmentReport) -> None:
-    def play(task: Task, number: int, script: Script) -> FormatOutcome | str:
+    def play(task: Task, number: int, script: Script) -> EpisodeFormatReward | str:
         report.on_progress(f"whether a broken chat format pays: game {number + 1} on task {task.id!r}")
         spec = _spec(environment, task, number, seed)
         outcome = asyncio.run(execute(environment, spec, script))
         if isinstance(outcome, str):
             return outcome
         broken = outcome.counts.of_all_policies("broken turns") > 0
-        return FormatOutcome(reward=outcome.header.reward or 0.0, broken=broken)
+        return EpisodeFormatReward(reward=outcome.header.reward or 0.0, broken=broken)
 
     has_tools = issubclass(environment, ToolEnvironment)
-    report.findings += format_findings(play, tasks, random_policy(environment), has_tools=has_tools)
+    report.findings += find_format_reward_faults(play, tasks, random_policy(environment), has_tools=has_tools)
 
 
 def _tasks(environment: type[Environment], count: int, report: EnvironmentReport) -> list[Task]:
@@ -354,7 +354,7 @@ async def _check_episode(
     spec = _spec(environment, task, number, seed)
     script = random_policy(environment)
     report.on_progress(f"episode {number + 1}, task {task.id!r}: playing it")
-    with watch_loop(told.append, repeated_s=REPEATED_S, users_only=True), observed_side_effects(environment) as seen:
+    with watch_loop(told.append, repeated_s=REPEATED_S, users_only=True), watch_side_effects(environment) as seen:
         first = await execute(environment, spec, script)
     report.findings += [f"task {task.id!r}: {text}" for text in seen.findings.values()]
     if seen.asked_model:
@@ -383,13 +383,13 @@ async def _check_episode(
     if issubclass(environment, HarnessEnvironment):
         problem = await _recall_everything(environment, spec, script, first, report, part)
     else:
-        problem = await resume_everywhere(environment, spec, script, first, report, part)
+        problem = await resume_at_every_entry(environment, spec, script, first, report, part)
     if problem:
         report.findings.append(f"task {task.id!r}, {problem}")
     return first
 
 
-async def resume_everywhere(
+async def resume_at_every_entry(
     environment: type[Environment],
     spec: EpisodeSpec,
     script: Script,
@@ -453,7 +453,7 @@ async def _recall_everything(
             if not new:
                 return f"begun again, it does not ask for turn {missing[0].turn} of seat {missing[0].seat!r}"
             assert new[0].request is not None
-            difference = differing_request(missing[:1], new[0].messages, new[0].request)
+            difference = describe_request_difference(missing[:1], new[0].messages, new[0].request)
             return f"begun again, it asks something else: {difference}"
     return None
 
@@ -525,7 +525,7 @@ def _result(entry: JournalEntry) -> object:
 
 def _is_external(entry: JournalEntry) -> bool:
     body = entry.decode()
-    return isinstance(body, EffectEntry | ValueEntry) or (isinstance(body, ToolEntry) and body.external)
+    return isinstance(body, EffectEntry | NondeterministicValueEntry) or (isinstance(body, ToolEntry) and body.external)
 
 
 def _shown(entry: JournalEntry) -> str:

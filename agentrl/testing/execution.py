@@ -26,7 +26,7 @@ from agentrl.environment.harness import HarnessEnvironment
 from agentrl.environment.registry import name_of, resolve
 from agentrl.environment.tools import ToolEnvironment
 from agentrl.journal.entries import TurnEntry
-from agentrl.orchestrator.buffer import EpisodeBuffer, WholeGroups
+from agentrl.orchestrator.buffer import EpisodeBuffer, WholeGroupRelease
 from agentrl.orchestrator.dispatch import ChangeCondition, Dispatcher
 from agentrl.orchestrator.metrics import EpisodeTotals
 from agentrl.rollout.byte_formats import STOP_TOKEN, PlainFormat
@@ -174,7 +174,7 @@ def wire_dispatcher(
         policy_of=lambda seat, group: policy,
         run_seed=0,
         group_size=1,
-        buffer=EpisodeBuffer((), WholeGroups((), ADVANTAGES["none"])),
+        buffer=EpisodeBuffer((), WholeGroupRelease((), ADVANTAGES["none"])),
         store=store,
         changed=ChangeCondition(),
     )

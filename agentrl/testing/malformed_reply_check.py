@@ -32,7 +32,7 @@ BUDGET_S = 15.0
 """Seconds after which no further episode is started, because an environment may be slow."""
 
 
-class FormatOutcome(NamedTuple):
+class EpisodeFormatReward(NamedTuple):
     """Parts of an episode that this check needs."""
 
     reward: float
@@ -40,11 +40,13 @@ class FormatOutcome(NamedTuple):
     """Whether a turn broke the format, as counted by the runner and the environment."""
 
 
-Play = Callable[[Task, int, Script], FormatOutcome | str]
+Play = Callable[[Task, int, Script], EpisodeFormatReward | str]
 """Plays a task with a seed and a policy; returns a sentence if it failed."""
 
 
-def format_findings(play: Play, tasks: Sequence[Task], random_policy: Script, *, has_tools: bool) -> list[str]:
+def find_format_reward_faults(
+    play: Play, tasks: Sequence[Task], random_policy: Script, *, has_tools: bool
+) -> list[str]:
     """Return faults in how an environment rewards the format, for people.
 
     Args:

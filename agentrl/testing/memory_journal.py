@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from agentrl.core.errors import JournalError, StorageError
-from agentrl.core.records import BaselineSet, PolicyVersion, Proposal
+from agentrl.core.records import FrozenGroupBaselines, PolicyVersion, Proposal
 from agentrl.journal.port import PruneTotals, StepRow
 from agentrl.journal.reader import read_fork_prefix
 
@@ -87,7 +87,7 @@ class Pruning:
 
 
 ControlRecord = (
-    Admission | EpisodeEnd | UnitDropped | Proposal | BaselineSet | Publication | StepRow | MetricRow | Pruning
+    Admission | EpisodeEnd | UnitDropped | Proposal | FrozenGroupBaselines | Publication | StepRow | MetricRow | Pruning
 )
 
 
@@ -283,7 +283,7 @@ class MemoryJournal:
         """Record a proposal for the run's memory."""
         self._record(proposal)
 
-    def record_baselines(self, baselines: BaselineSet) -> None:
+    def record_baselines(self, baselines: FrozenGroupBaselines) -> None:
         """Record the baselines of a group's members."""
         self._record(baselines)
 
@@ -417,9 +417,11 @@ class MemoryJournal:
         for spec in list(specs.values())[0 if newest is None else max(len(specs) - newest, 0) :]:
             yield spec, ends.get((spec.episode_id, spec.attempt))
 
-    def baselines(self) -> dict[str, BaselineSet]:
+    def baselines(self) -> dict[str, FrozenGroupBaselines]:
         """Return the baseline sets by group; of two for one group, the first one."""
-        return {record.group_id: record for record in reversed(self.on_disk()) if isinstance(record, BaselineSet)}
+        return {
+            record.group_id: record for record in reversed(self.on_disk()) if isinstance(record, FrozenGroupBaselines)
+        }
 
     def against(self, policies: Collection[str]) -> Iterator[EpisodeHeader]:
         """Yield the committed training episodes in which one of these policies acted."""

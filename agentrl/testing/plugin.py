@@ -71,16 +71,16 @@ def simulated_loop() -> SeededSimulation:
 @pytest.fixture
 def always_replay(simulated_loop: SeededSimulation) -> Callable[..., None]:
     """Return a function that plays an environment under simulated schedules and runs it again from every entry; see
-    `replay_always`.
+    `replay_from_every_entry`.
 
     Example:
         >>> def test_my_environment_resumes(always_replay):
         ...     always_replay(MyEnvironment)
     """
-    from agentrl.testing.check import replay_always
+    from agentrl.testing.check import replay_from_every_entry
 
     def check(environment: str | type, *, tasks: Sequence[Task] | None = None, episodes: int = 2) -> None:
-        report = replay_always(environment, tasks=tasks, episodes=episodes, schedules=simulated_loop.seeds(0))
+        report = replay_from_every_entry(environment, tasks=tasks, episodes=episodes, schedules=simulated_loop.seeds(0))
         assert report.passed, report.text
 
     return check

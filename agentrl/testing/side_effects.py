@@ -72,7 +72,7 @@ _installed = False
 
 
 @contextmanager
-def observed_side_effects(environment: type[Environment]) -> Iterator[ObservedSideEffects]:
+def watch_side_effects(environment: type[Environment]) -> Iterator[ObservedSideEffects]:
     """Watch episodes of an environment within the context, and record their acts on the outside world."""
     global _watching, _installed
     if not _installed:

@@ -14,7 +14,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from agentrl.exchange.exporting import export
-from agentrl.inspection.conversation import PolicyTurn, conversation
+from agentrl.inspection.conversation import PolicyTurn, read_conversation
 from agentrl.inspection.reader import RunReader
 from tests.browser import HOW_TO_INSTALL, Browser, Tab, find_chromium
 
@@ -26,7 +26,9 @@ def choose(reader: RunReader) -> tuple[str, str]:
     """An episode that most versions sampled, and a turn of one inside of which new weights took over, an early one."""
     versions, taken_over = {}, {}
     for line in reader.episodes("purpose = train and environment ~ Solve and status = trained", limit=500):
-        turns = [act for act in conversation(reader, line.episode, line.attempt).acts if isinstance(act, PolicyTurn)]
+        turns = [
+            act for act in read_conversation(reader, line.episode, line.attempt).acts if isinstance(act, PolicyTurn)
+        ]
         versions[line.episode] = len({version for act in turns for _, version in act.versions}) - (line.reward or 0.0)
         for act in turns:
             taken_over[f"{quote(line.episode)}?call={quote(act.call)}"] = (len(act.versions) - 1) / (1 + act.turn)

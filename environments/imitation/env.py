@@ -12,7 +12,7 @@ import agentrl
 from agentrl.core.errors import InputError
 from agentrl.environment.registry import resolve
 from agentrl.environment.tools import ToolEnvironment
-from agentrl.inspection.conversation import PolicyTurn, conversation
+from agentrl.inspection.conversation import PolicyTurn, read_conversation
 from agentrl.inspection.reader import RunReader
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ def _of_run(path: Path, where: str, best: int) -> Iterator[tuple[str, list[dict[
                 by_task[line.task].append(line)
         for lines in by_task.values():
             for line in lines[: best or None]:
-                for seat, messages in _said(conversation(reader, line.episode)).items():
+                for seat, messages in _said(read_conversation(reader, line.episode)).items():
                     yield f"{line.episode}:{seat}", messages
 
 

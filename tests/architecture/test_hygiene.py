@@ -15,7 +15,7 @@ import msgspec
 
 import agentrl
 from agentrl.core.ids import child_episode_id
-from agentrl.core.records import DataLocation, PolicyVersion
+from agentrl.core.records import EpisodeDataLocation, PolicyVersion
 from tests.architecture.sources import Source, sources
 from tests.support.builders import make_episode_header, make_spec
 
@@ -67,7 +67,7 @@ def test_a_header_of_one_agent_fits_into_256_bytes() -> None:
         tokens=1_000_000,
         version=PolicyVersion("large_policy_name", 12, 123_456),
         seconds=3601.123,
-        location=DataLocation("turns-worker-0123.sqlite", 512),
+        location=EpisodeDataLocation("turns-worker-0123.sqlite", 512),
     )
     encoded = msgspec.msgpack.encode(dataclasses.astuple(header))
     assert len(encoded) <= MAX_HEADER_BYTES

@@ -10,7 +10,7 @@ from typing import Any
 from agentrl.core.errors import EngineError
 from agentrl.core.files import WEIGHT_FILES
 from agentrl.core.records import PolicyVersion, WeightsRef
-from agentrl.engines.child_process import ChildProgram, LocalChild, LocalPlacement
+from agentrl.engines.child_process import ChildProgram, LocalChildProcess, LocalPlacement
 from agentrl.engines.scripted import ScriptedEngine
 
 HOST = "127.0.0.1"
@@ -20,7 +20,7 @@ START = {"solver": PolicyVersion("solver", 0, 0)}
 class Elsewhere(LocalPlacement):
     """Children of this process that count as being on another machine."""
 
-    async def start(self, program: ChildProgram) -> LocalChild:
+    async def start(self, program: ChildProgram) -> LocalChildProcess:
         child = await super().start(program)
         child.host = HOST
         return child

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from agentrl.core.records import PolicyVersion
-from agentrl.engines.embedded.capture import RoutingTap
+from agentrl.engines.embedded.capture import ExpertRoutingRecorder
 from agentrl.engines.embedded.engine import EmbeddedEngine
 from tests.contract.engine_kinds import START, ModelZoo, StepClock, plain_logprobs, prompt, request, update_after
 
@@ -205,7 +205,7 @@ def test_a_context_computed_again_through_other_experts_begins_again(
     passes: list[tuple[int, list[int]]], computed: int, rows: list[int], breaks: tuple[tuple[int, int], ...]
 ) -> None:
     model: Any = NamedModel()
-    tap = RoutingTap(model, slots=2, capacity=16)
+    tap = ExpertRoutingRecorder(model, slots=2, capacity=16)
     tap.restart(1, 0)
     for first, experts in passes:
         tap.begin()

@@ -103,7 +103,7 @@ def test_a_guest_whose_engine_dies_keeps_what_was_delivered_and_waits_for_the_ne
 @pytest.mark.parametrize(
     "message",
     [
-        wire.Serve(call=1, current=[weights_of(1)], pinned=[]),
+        wire.ServeVersionsRequest(call=1, current=[weights_of(1)], pinned=[]),
         wire.Score(call=1, version=version(1), token_ids=b"", temperature=1.0),
     ],
 )
@@ -111,7 +111,7 @@ def test_a_guest_that_asks_for_more_than_samples_is_shown_out(message: wire.Wire
     async def scenario(engine: ProcessEngine, client: EngineClient) -> None:
         reader, writer = await asyncio.open_unix_connection(engine.addresses[0])
         wire.send(writer, message)
-        assert await wire.receive(reader) is None
+        assert await wire.read_frame(reader) is None
         writer.close()
         assert (await client.open("s", "solver").generate(request("r", prompt(9)))).spans[0].version == START["solver"]
 
@@ -218,6 +218,6 @@ def test_a_connection_to_a_machine_that_became_unreachable_has_ended() -> None:
     async def main() -> None:
         reader = asyncio.StreamReader()
         reader.set_exception(TimeoutError("110"))
-        assert await wire.receive(reader) is None
+        assert await wire.read_frame(reader) is None
 
     asyncio.run(main())

@@ -11,7 +11,7 @@ import pytest
 
 from agentrl.core.errors import EngineCapabilityError
 from agentrl.engines.embedded.engine import EmbeddedEngine
-from agentrl.engines.embedded.forward import check_rows
+from agentrl.engines.embedded.forward import check_row_independence
 from tests.contract.engine_kinds import START, ModelZoo, prompt, request, version, write_adapter
 
 if TYPE_CHECKING:
@@ -98,4 +98,4 @@ def test_a_model_whose_rows_see_one_another_is_refused(zoo: ModelZoo) -> None:
 
     model.forward = leaking
     with pytest.raises(EngineCapabilityError, match="depend on which of the"):
-        check_rows(model, "a model", slots=4)
+        check_row_independence(model, "a model", slots=4)

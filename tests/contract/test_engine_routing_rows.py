@@ -11,8 +11,8 @@ import pytest
 
 from agentrl.core.records import TrajectoryRow
 from agentrl.engines.embedded.engine import EmbeddedEngine
-from agentrl.engines.wire import Completed, completed_message, completion_of
-from agentrl.journal.entries import BeginEntry, EntryBody, JournalEntry, SpanEntry, TurnEntry, encode_body
+from agentrl.engines.wire import CompletionReply, completed_message, completion_from_message
+from agentrl.journal.entries import BeginEntry, EntryBody, JournalEntry, TurnEntry, TurnVersionSpan, encode_body
 from agentrl.journal.rows import assemble_trajectories
 from tests.contract.engine_kinds import ModelZoo, load_engine, prompt, request, version
 from tests.contract.test_engine_capture import plain_routing
@@ -31,14 +31,14 @@ async def conversation(engine: EmbeddedEngine, number: int, turns: int) -> Traje
         sent = completed_message(
             0, await session.generate(request(f"{number}-{turn}", context, seed=number, max_tokens=20))
         )
-        completion = completion_of(msgspec.msgpack.decode(msgspec.msgpack.encode(sent), type=Completed))
+        completion = completion_from_message(msgspec.msgpack.decode(msgspec.msgpack.encode(sent), type=CompletionReply))
         routing = completion.expert_routing
         shape = () if routing is None else routing.shape  # None: aborted while it waited for a slot
         entry = TurnEntry(
             seat="solver", index=0, policy="solver", row=0, turn=turn, context_ids=observed.tobytes(),
             token_ids=completion.token_ids.tobytes(), logprobs=completion.logprobs.tobytes(),
             finish_reason=completion.finish_reason, text="", messages=(), temperature=1.0, seconds=0.0, started=0.0,
-            spans=tuple(SpanEntry(s.start, s.stop, s.version.lineage, s.version.step) for s in completion.spans),
+            spans=tuple(TurnVersionSpan(s.start, s.stop, s.version.lineage, s.version.step) for s in completion.spans),
             expert_routing=None if routing is None else routing.tobytes(), routing_shape=shape,
             routing_start=completion.routing_start, routing_breaks=completion.routing_breaks, parent_context=before,
         )  # fmt: skip

@@ -16,10 +16,10 @@ from agentrl.config.run import RunConfig
 from agentrl.config.sections import EngineConfig, EnvironmentConfig, ModelConfig
 from agentrl.core.errors import ConfigError
 from agentrl.core.records import (
-    DataLocation,
-    MaskStatus,
+    EpisodeDataLocation,
     RoutingSpan,
     SamplingMask,
+    SamplingMaskStatus,
     TrainingSample,
     Trajectory,
     TrajectoryCredit,
@@ -66,7 +66,7 @@ def trained(row: TrajectoryRow) -> TrainingSample:
     """The row as a unit's only one."""
     trajectory = Trajectory(seat="solver", index=0, policy="solver", rows=(row,), reward=1.0)
     credit = TrajectoryCredit("solver", 0, 1.0, 1.0, 0.0)
-    unit = Unit(episode_id="e", attempt=0, policy="solver", location=DataLocation("", 0), credits=(credit,))
+    unit = Unit(episode_id="e", attempt=0, policy="solver", location=EpisodeDataLocation("", 0), credits=(credit,))
     (sample,) = unit_samples(unit, [trajectory])
     return sample
 
@@ -107,7 +107,7 @@ def test_a_set_may_be_none_forced_or_missing(zoo: ModelZoo) -> None:
     assert mask is not None
     sets = np.split(mask.token_ids, np.cumsum(mask.counts)[:-1])
     counts = mask.counts.copy()
-    counts[12:15] = MaskStatus.NONE, 1, MaskStatus.MISSING
+    counts[12:15] = SamplingMaskStatus.NONE, 1, SamplingMaskStatus.MISSING
     sets[12:15] = [np.zeros(0, np.int32), row.token_ids[13:14], np.zeros(0, np.int32)]
     behavior = row.behavior_logprobs.copy()
     behavior[13] = 0.0

@@ -14,7 +14,13 @@ import torch
 from agentrl.core.errors import EngineError, TrainerError
 from agentrl.core.records import PolicyVersion
 from agentrl.engines import transfer, wire
-from agentrl.engines.transfer import FileSender, PublishedWeightSource, ReceivingEngine, WeightLink, WeightSenders
+from agentrl.engines.transfer import (
+    FileSender,
+    PublishedWeightSource,
+    WeightRecipient,
+    WeightSenders,
+    WeightTransferConnection,
+)
 from tests.contract.engine_kinds import ModelZoo, canary_of, check_logprobs, prompt, request, version, write_full
 from tests.contract.test_engine_vllm_full import in_flight, steps, tensors_of
 from tests.contract.vllm_suite import MakeVllm
@@ -42,7 +48,7 @@ class TrainerEnd:
     async def _send(self, number: int, wanted: PolicyVersion, address: str) -> None:
         try:
             source = PublishedWeightSource(self.tensors, self.passes(iter(self.tensors.items())))
-            recipient = ReceivingEngine(address=address, transfer="file", processes=1, silence_s=60.0)
+            recipient = WeightRecipient(address=address, transfer="file", processes=1, silence_s=60.0)
             await asyncio.to_thread(self.outbox.send, source, wanted, recipient)
             self.sent += 1
         except TrainerError as error:
@@ -151,10 +157,10 @@ IN_SUITE = pytest.mark.usefixtures("make_vllm")
 """They import vLLM, which the process of other tests is to be without."""
 
 
-IPC = ReceivingEngine(address="", transfer="ipc", processes=1, silence_s=60.0)
+IPC = WeightRecipient(address="", transfer="ipc", processes=1, silence_s=60.0)
 
 
-class Listens(WeightLink):
+class Listens(WeightTransferConnection):
     """A link that keeps what is asked."""
 
     def __init__(self) -> None:
@@ -188,7 +194,7 @@ def test_shared_memory_is_described_as_vllm_takes_it_without_a_class_on_the_way(
     )
     ((method, info),) = link.asked
     assert method == "update"
-    sent = transfer._REQUEST.decode(wire.frame(transfer.TransferCall(method="update", info=info))[4:])
+    sent = transfer._REQUEST.decode(wire.encode_frame(transfer.TransferCall(method="update", info=info))[4:])
     assert isinstance(sent, transfer.TransferCall)
     handles = {gpu: worker.cuda_handle_from_plain(handle) for gpu, handle in sent.info["ipc_handles"].items()}
     assert handles == {"GPU-1": SHARED + HANDLE}
@@ -206,9 +212,9 @@ def test_broadcasts_are_met_by_an_id_and_no_port() -> None:
     from agentrl.engines.vllm import senders
 
     source = PublishedWeightSource(TENSORS, iter(TENSORS.items()))
-    found: Any = senders.init_info(ReceivingEngine(address="", transfer="nccl", processes=4, silence_s=60.0), source)
+    found: Any = senders.init_info(WeightRecipient(address="", transfer="nccl", processes=4, silence_s=60.0), source)
     assert (found.backend, found.world_size, found.is_sender) == ("agentrl_nccl", 5, True)
-    payload = senders.nccl_payload(bytes(range(128)), found)
+    payload = senders.nccl_join_message(bytes(range(128)), found)
     taken = NCCLWeightTransferInitInfo(**payload)
     assert taken.nccl_unique_id_bytes == bytes(range(128))
     assert (taken.master_address, taken.rank_offset, taken.world_size, taken.packed) == (None, 1, 5, True)

@@ -13,7 +13,15 @@ import agentrl
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import EngineError
 from agentrl.core.ports import Engine, Refresh, SamplingParams
-from agentrl.core.records import Completion, EpisodeSpec, MaskStatus, ProposalNovelty, SeatBinding, Task, TrajectoryRow
+from agentrl.core.records import (
+    Completion,
+    EpisodeSpec,
+    ProposalNovelty,
+    SamplingMaskStatus,
+    SeatBinding,
+    Task,
+    TrajectoryRow,
+)
 from agentrl.engines.embedded.engine import EmbeddedEngine
 from agentrl.environment.base import EpisodeLimits
 from agentrl.journal.rows import assemble_trajectories
@@ -223,7 +231,7 @@ def test_a_cut_turn_is_the_turn_it_would_have_been(zoo: ModelZoo, how: str, samp
     assert {span.version for span in row.spans} == {OLD}
     assert row.sampling_mask is not None
     assert whole.sampling_mask is not None
-    missing = row.sampling_mask.counts == MaskStatus.MISSING
+    missing = row.sampling_mask.counts == SamplingMaskStatus.MISSING
     assert missing.any() == (how in ("kill", "another worker") and bool(sampling))
     assert row.sampling_mask.counts[~missing].tolist() == whole.sampling_mask.counts[~missing].tolist()
 

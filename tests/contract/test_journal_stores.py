@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from agentrl.core.records import (
-    BaselineSet,
-    DataLocation,
+    EpisodeDataLocation,
     EpisodeHeader,
     EpisodeSpec,
-    FrozenRoleMean,
+    FrozenGroupBaselines,
     PolicyVersion,
     Proposal,
+    RoleMeanAtAdmission,
     StepReport,
     TrainBatch,
     TrajectoryCredit,
@@ -19,7 +19,7 @@ from agentrl.core.records import (
     WeightsRef,
     dropped_header,
 )
-from agentrl.journal.entries import JournalEntry, Partial, SpanEntry, decode_partial, encode_partial
+from agentrl.journal.entries import JournalEntry, PartialTurnTokens, TurnVersionSpan, decode_partial, encode_partial
 from agentrl.journal.port import StepRow
 from tests.contract.journal_kinds import AnyJournal, OnJournal, entry
 from tests.support.builders import make_episode_header, make_spec
@@ -31,7 +31,7 @@ async def finish(journal: AnyJournal, spec: EpisodeSpec, *, drop_reason: str | N
     log = journal.turn_log("w0")
     log.append(entry(spec, 0))
     await log.flush()
-    header = make_episode_header(spec, drop_reason=drop_reason, location=DataLocation(log.name, 1))
+    header = make_episode_header(spec, drop_reason=drop_reason, location=EpisodeDataLocation(log.name, 1))
     await journal.commit_episode(spec, header, b"d" * 16, {})
     return header
 
@@ -133,7 +133,7 @@ def test_the_rewards_and_states_of_turns_come_back_with_their_trajectories(on_jo
         journal.admit(spec)
         log = journal.turn_log("w0")
         log.append(entry(spec, 0))
-        plain = make_episode_header(spec, location=DataLocation(log.name, 1))
+        plain = make_episode_header(spec, location=EpisodeDataLocation(log.name, 1))
         rewarded = replace(plain.trajectories[0], turn_rewards=((0, 0.1), (2, -1.5)), turn_states=bytes(24))
         header = replace(plain, trajectories=(rewarded,))
         await journal.commit_episode(spec, header, b"d" * 16, {})
@@ -186,7 +186,7 @@ def test_a_header_comes_back_with_whom_it_was_measured_against(on_journal: OnJou
         log = journal.turn_log("w0")
         log.append(entry(spec, 0))
         against = (PolicyVersion("judge", 0, 7), PolicyVersion("solver", 1, 3))
-        header = replace(make_episode_header(spec, location=DataLocation(log.name, 1)), measured_against=against)
+        header = replace(make_episode_header(spec, location=EpisodeDataLocation(log.name, 1)), measured_against=against)
         await journal.commit_episode(spec, header, b"d" * 16, {})
         other = await finish(journal, make_spec("e1"))
         await journal.flush()
@@ -199,12 +199,12 @@ def test_a_header_comes_back_with_whom_it_was_measured_against(on_journal: OnJou
 
 def test_what_a_group_is_compared_with_comes_back_as_it_was_frozen(on_journal: OnJournal) -> None:
     async def scenario(journal: AnyJournal) -> None:
-        frozen = BaselineSet("g0", ("e3", "e1"), (FrozenRoleMean("solver", "agent", 0.1 + 0.2),))
-        again = BaselineSet("g0", ("e1", "e2"))
-        for baselines in (frozen, BaselineSet("g4", ()), again):
+        frozen = FrozenGroupBaselines("g0", ("e3", "e1"), (RoleMeanAtAdmission("solver", "agent", 0.1 + 0.2),))
+        again = FrozenGroupBaselines("g0", ("e1", "e2"))
+        for baselines in (frozen, FrozenGroupBaselines("g4", ()), again):
             journal.record_baselines(baselines)
         await journal.flush()
-        assert journal.baselines() == {"g0": frozen, "g4": BaselineSet("g4", ())}
+        assert journal.baselines() == {"g0": frozen, "g4": FrozenGroupBaselines("g4", ())}
 
     on_journal(scenario)
 
@@ -243,7 +243,7 @@ def test_an_empty_journal_says_so(on_journal: OnJournal) -> None:
 
 
 def partial(spec: EpisodeSpec, call_id: str, start: int) -> JournalEntry:
-    body = encode_partial(Partial(start, b"\0" * 8, b"\0" * 8, (SpanEntry(0, 2, 0, 0),)))
+    body = encode_partial(PartialTurnTokens(start, b"\0" * 8, b"\0" * 8, (TurnVersionSpan(0, 2, 0, 0),)))
     return JournalEntry(spec.episode_id, spec.attempt, call_id, b"asked", body)
 
 

@@ -10,9 +10,9 @@ import pytest
 
 from agentrl.app.forks import find_parent
 from agentrl.core.errors import JournalError
-from agentrl.core.records import DataLocation, EpisodeSpec
+from agentrl.core.records import EpisodeDataLocation, EpisodeSpec
 from agentrl.inspection.reader import RunReader
-from agentrl.journal.entries import JournalEntry, Partial, encode_body, encode_partial, episode_digest
+from agentrl.journal.entries import JournalEntry, PartialTurnTokens, encode_body, encode_partial, episode_digest
 from agentrl.journal.store import SqliteJournal
 from tests.contract.journal_kinds import AnyJournal, OnJournal, entry
 from tests.journal_cases import entries_with
@@ -20,7 +20,7 @@ from tests.support.builders import make_episode_header, make_spec
 
 
 def partial(spec: EpisodeSpec, start: int, call: str = "r#2") -> JournalEntry:
-    body = encode_partial(Partial(start=start, token_ids=b"\1\0\0\0", logprobs=b"\0\0\0\0", spans=()))
+    body = encode_partial(PartialTurnTokens(start=start, token_ids=b"\1\0\0\0", logprobs=b"\0\0\0\0", spans=()))
     return JournalEntry(spec.episode_id, spec.attempt, call, b"asked", body)
 
 
@@ -111,7 +111,7 @@ async def moved(path: Path, *, committed: bool) -> list[JournalEntry]:
     await journal.flush()
     entries = second.read("e0", 0)
     if committed:
-        header = make_episode_header(spec, location=DataLocation(second.name, 3))
+        header = make_episode_header(spec, location=EpisodeDataLocation(second.name, 3))
         await journal.commit_episode(spec, header, episode_digest(entries), {})
         first.append(entry(spec, 1))  # a worker that was given up, and lived on: nobody asks it any more
         first.append(entry(spec, 2))

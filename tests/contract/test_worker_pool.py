@@ -79,7 +79,7 @@ def test_each_worker_is_told_of_its_share_of_the_engine(tmp_path: Path) -> None:
             pool = make_workers(config_of(3), at.environment, engine, journal, at.told.append, log, SystemClock())
             assert pool is not None
             told = worker_wire.TO_WORKER.decode(msgspec.msgpack.encode(pool._settings.work))
-            assert isinstance(told, worker_wire.Work)
+            assert isinstance(told, worker_wire.WorkerSetup)
             assert told.capabilities == replace(whole, kv_tokens=10_000, prefill_rate=200.0)
             assert replace(whole, kv_tokens=None).share(3).kv_tokens is None
             await pool.close()
@@ -432,7 +432,9 @@ def test_an_event_of_an_episode_crosses_in_at_most_256_bytes(tmp_path: Path) -> 
         async with workplace(tmp_path, 2, environments.Parent, placement) as at:
             at.open()
             at.submit(*(at.spec(f"e{number}", story="x" * 5000) for number in range(3)))
-            await at.until(lambda: any(isinstance(said, worker_wire.Spawn) for said, _ in placement.frames))
+            await at.until(
+                lambda: any(isinstance(said, worker_wire.SpawnChildEpisodes) for said, _ in placement.frames)
+            )
             at.worker.park("e0")
             await at.until(lambda: any(isinstance(said, worker_wire.EpisodeParked) for said, _ in placement.frames))
             at.worker.unpark()
@@ -441,16 +443,16 @@ def test_an_event_of_an_episode_crosses_in_at_most_256_bytes(tmp_path: Path) -> 
         for said, size in placement.frames:
             sizes[type(said)] = max(size, sizes.get(type(said), 0))
         tasks = {
-            worker_wire.Work,
+            worker_wire.WorkerSetup,
             worker_wire.EngineAddresses,
-            worker_wire.Start,
-            worker_wire.Spawn,
+            worker_wire.StartEpisode,
+            worker_wire.SpawnChildEpisodes,
             worker_wire.LogLine,
         }
         events = {kind.__name__: size for kind, size in sizes.items() if kind not in tasks}
         assert events.keys() >= {
             "EpisodeEnded",
-            "ChildEnded",
+            "ChildEpisodeEnded",
             "RememberProposal",
             "ProposalReply",
             "Park",
@@ -458,7 +460,7 @@ def test_an_event_of_an_episode_crosses_in_at_most_256_bytes(tmp_path: Path) -> 
             "Unpark",
         }
         assert max(events.values()) <= EVENT_BYTES, events
-        (sent,) = {size for said, size in placement.frames if isinstance(said, worker_wire.Spawn)}
+        (sent,) = {size for said, size in placement.frames if isinstance(said, worker_wire.SpawnChildEpisodes)}
         assert sent < 400  # one task for its four children, and not what the parent was given
         everything = sum(size for said, size in placement.frames if type(said).__name__ in events)
         assert everything < EVENT_BYTES * 15 * 4

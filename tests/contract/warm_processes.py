@@ -40,7 +40,7 @@ class WarmPlacement:
 
 
 class WarmChild:
-    """A `ConnectedChild` that was forked."""
+    """A `ConnectedChildProcess` that was forked."""
 
     host = ""
     is_drained = False

@@ -22,10 +22,10 @@ from agentrl.credit.advantages import ADVANTAGES
 from agentrl.engines.child_process import ChildProgram
 from agentrl.engines.client import ProcessEngine
 from agentrl.environment.base import Environment
-from agentrl.environment.containment import forks_ended
+from agentrl.environment.containment import stop_loop_in_forks
 from agentrl.environment.registry import name_of
 from agentrl.journal.store import SqliteJournal
-from agentrl.orchestrator.buffer import EpisodeBuffer, WholeGroups
+from agentrl.orchestrator.buffer import EpisodeBuffer, WholeGroupRelease
 from agentrl.orchestrator.dispatch import ChangeCondition, Dispatcher
 from tests.contract.worker_environments import TwoTurns
 
@@ -134,7 +134,7 @@ async def workplace(
         program = ChildProgram("tests.contract.scripted_program:scripted_engine", arguments)
         engine = await ProcessEngine(program, VERSIONS, clock=SystemClock()).ready()
         stack.push_async_callback(engine.close)
-        buffer = EpisodeBuffer((), WholeGroups((), ADVANTAGES["none"]))
+        buffer = EpisodeBuffer((), WholeGroupRelease((), ADVANTAGES["none"]))
         dispatcher = make_dispatcher(
             config, environment, buffer, journal, ChangeCondition(), resume_state=ResumeState()
         )
@@ -147,7 +147,7 @@ async def workplace(
             *(config, environment, engine, journal.directory, at.told.append, directory / "workers.log", SystemClock())
         )
         if pool is None:
-            stack.enter_context(forks_ended())
+            stack.enter_context(stop_loop_in_forks())
             chat_format = make_chat_format(config)
             attach_local_worker(*(config, environment, dispatcher, engine, chat_format, journal, SystemClock(), fail))
         else:

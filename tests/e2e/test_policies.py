@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import agentrl
-from agentrl.app.policies import check_base, weights_from_directory
+from agentrl.app.policies import check_adapter_base, weights_from_directory
 from agentrl.cli.main import main
 from agentrl.core.errors import InputError
 from agentrl.core.records import PolicyVersion
@@ -97,7 +97,7 @@ def test_an_adapter_of_another_base_is_refused_by_name(base: Path, judge: Path, 
         if part.is_file():
             (moved / part.name).write_bytes(part.read_bytes())
     file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": str(base)}))
-    check_base(weights_from_directory("judge", judge), moved)
+    check_adapter_base(weights_from_directory("judge", judge), moved)
     (moved / "model.safetensors").write_bytes(b"\0" * (base / "model.safetensors").stat().st_size)
     with pytest.raises(InputError, match="a different base model"):
-        check_base(weights_from_directory("judge", judge), moved)
+        check_adapter_base(weights_from_directory("judge", judge), moved)

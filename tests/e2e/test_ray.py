@@ -32,7 +32,7 @@ from agentrl.core.errors import (
     TrainerLostError,
 )
 from agentrl.core.ports import Engine, GenerateRequest, Trainer
-from agentrl.core.records import Completion, DataLocation, PolicyVersion, StepReport
+from agentrl.core.records import Completion, EpisodeDataLocation, PolicyVersion, StepReport
 from agentrl.engines.child_process import ChildProgram
 from agentrl.engines.client import ProcessEngine
 from agentrl.engines.embedded.engine import EmbeddedEngine
@@ -138,7 +138,7 @@ def test_a_failure_on_one_rank_leaves_both_usable_and_a_dead_rank_ends_the_group
         try:
             good = episodes.locations[5]
             # The last unit belongs to rank 1 alone.
-            episodes.locations[5] = DataLocation(good.partition, good.entries + 1)
+            episodes.locations[5] = EpisodeDataLocation(good.partition, good.entries + 1)
             with pytest.raises(JournalError):
                 await pool.forward_backward(episodes.batch())
             episodes.locations[5] = good

@@ -60,7 +60,7 @@ def test_a_run_leaves_its_summary_its_metrics_and_its_policy(trained: Path) -> N
 @pytest.mark.exhaustive
 def test_an_episode_can_be_forked_at_its_turns(trained: Path) -> None:
     import agentrl
-    from agentrl.app.forks import find_parent, recorded_weights
+    from agentrl.app.forks import find_parent, weights_at_fork_point
     from agentrl.inspection.reader import RunReader
 
     reader = RunReader(trained)
@@ -74,7 +74,7 @@ def test_an_episode_can_be_forked_at_its_turns(trained: Path) -> None:
     assert {view.episode for view in forks.episodes()} == {first.episode_id, second.episode_id, again.episode_id}
     assert forks.episode(again.episode_id).problems == []
     forks.close()
-    given = recorded_weights(find_parent(trained / "forks" / "journal", again.episode_id, None, -1))
+    given = weights_at_fork_point(find_parent(trained / "forks" / "journal", again.episode_id, None, -1))
     assert policy.resolve() in [Path(weights.path) for weights in given], "not the run's, whatever they were called"
     (after,) = agentrl.fork(trained / "forks", again.episode_id, at=-1)
     assert after.drop_reason is None

@@ -20,7 +20,7 @@ from torch import Tensor
 
 import agentrl
 from agentrl.app.parts import RunFactories, make_engine
-from agentrl.app.replays import compute_step, rebuild_step, replay
+from agentrl.app.replays import recompute_step_loss, replay, replay_step
 from agentrl.app.training import run_training
 from agentrl.cli.main import main
 from agentrl.config.load import load
@@ -136,9 +136,9 @@ def test_the_ledger_holds_and_every_step_and_episode_is_done_again(run: Path) ->
         assert reader.ledger().problems == []
         lines = step_list(reader)
         assert {line.policy for line in lines} == {"proposer", "solver"}
-        assert all(rebuild_step(reader, line).identical for line in lines)
+        assert all(replay_step(reader, line).identical for line in lines)
         newest = {line.policy: line for line in sorted(lines, key=lambda line: (line.lineage, line.step))}
-        assert all(compute_step(reader, line).same for line in newest.values())
+        assert all(recompute_step_loss(reader, line).same for line in newest.values())
         episodes = [(line.episode, line.attempt) for line in reader.episodes("committed_at != null", limit=1000)]
     finally:
         reader.close()
@@ -269,7 +269,7 @@ def test_each_base_has_a_vllm_of_its_own_that_is_restarted_and_resumed(repositor
     try:
         assert reader.ledger().problems == []
         newest = {line.policy: line for line in sorted(step_list(reader), key=lambda line: (line.lineage, line.step))}
-        assert {policy: compute_step(reader, line).same for policy, line in newest.items()} == {
+        assert {policy: recompute_step_loss(reader, line).same for policy, line in newest.items()} == {
             "proposer": True,
             "solver": True,
         }

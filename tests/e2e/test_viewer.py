@@ -19,11 +19,11 @@ import pytest
 
 from agentrl.cli.main import main
 from agentrl.core.text import escape_text
-from agentrl.inspection.comparisons import difference
+from agentrl.inspection.comparisons import compare_across_runs
 from agentrl.inspection.reader import RunReader
 from agentrl.inspection.timelines import run_timeline
 from agentrl.inspection.viewer import page
-from agentrl.journal.entries import JournalEntry, SpanEntry, TurnEntry, encode_body
+from agentrl.journal.entries import JournalEntry, TurnEntry, TurnVersionSpan, encode_body
 from agentrl.journal.store import SqliteJournal
 from tests.browser import HOW_TO_INSTALL, Browser, Tab, find_chromium
 from tests.journal_cases import entries_with, header, spec, write, write_run
@@ -250,7 +250,7 @@ def test_two_episodes_part_where_the_query_layer_says(tab: Tab, sample_file: str
     reader = RunReader(sample_run)
     names = [line.episode for line in reader.episodes("environment ~ Solve and purpose = train", limit=12)]
     for a, b in zip(names, [*names[4:], *names[:4]], strict=True):
-        found = difference(reader, a, reader, b).departure
+        found = compare_across_runs(reader, a, reader, b).departure
         show(tab, f"{sample_file}#/compare?a={quote(a)}&b={quote(b)}")
         if found is None or found.what == "environment":
             assert "the same" in text(tab, ".verdict")
@@ -464,7 +464,7 @@ def write_large_row(run: Path, count: int) -> None:
         assert isinstance(turn, TurnEntry)
         ids = b"\1\0\0\0" * count
         large = msgspec.structs.replace(
-            turn, token_ids=ids, logprobs=b"\0" * 4 * count, spans=(SpanEntry(0, count, 0, 0),)
+            turn, token_ids=ids, logprobs=b"\0" * 4 * count, spans=(TurnVersionSpan(0, count, 0, 0),)
         )
         for number, body in enumerate((begin, large)):
             log.append(JournalEntry(each.episode_id, 0, f"r#{number}", b"", encode_body(body)))

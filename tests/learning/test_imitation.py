@@ -67,9 +67,9 @@ def test_a_file_is_learned_and_then_the_best_of_a_run_of_one_s_own(tmp_path: Pat
 
 
 def reader_acts(reader: RunReader, episode: str) -> list[Any]:
-    from agentrl.inspection.conversation import PolicyTurn, conversation
+    from agentrl.inspection.conversation import PolicyTurn, read_conversation
 
-    return [act for act in conversation(reader, episode).acts if isinstance(act, PolicyTurn)]
+    return [act for act in read_conversation(reader, episode).acts if isinstance(act, PolicyTurn)]
 
 
 @pytest.mark.parametrize(

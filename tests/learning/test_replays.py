@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import agentrl
-from agentrl.app.replays import ReplayResult, StepComputed, compute_step, rebuild_step, replay
+from agentrl.app.replays import ReplayResult, StepRecomputeResult, recompute_step_loss, replay, replay_step
 from agentrl.cli.main import main
 from agentrl.config.run import RunConfig
 from agentrl.environments.propose_and_solve import env
@@ -61,12 +61,12 @@ def copied(run: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(run, tmp_path / "copied", symlinks=True))
 
 
-def computed(run: Path) -> dict[str, StepComputed]:
+def computed(run: Path) -> dict[str, StepRecomputeResult]:
     reader = RunReader(run)
     try:
         lines = step_list(reader)
-        assert all(rebuild_step(reader, line).identical for line in lines)
-        return {f"{line.policy}@{line.lineage}.{line.step}": compute_step(reader, line) for line in lines}
+        assert all(replay_step(reader, line).identical for line in lines)
+        return {f"{line.policy}@{line.lineage}.{line.step}": recompute_step_loss(reader, line) for line in lines}
     finally:
         reader.close()
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import agentrl
-from agentrl.app.replays import StepComputed, compute_step, rebuild_step
+from agentrl.app.replays import StepRecomputeResult, recompute_step_loss, replay_step
 from agentrl.config.load import load
 from agentrl.config.run import RunConfig
 from agentrl.inspection.reader import RunReader
@@ -31,12 +31,12 @@ def test_the_reward_rises_without_groups(repository: Path, tmp_path: Path) -> No
     assert all(step["advantage/zero_share"] == 0 for step in run.metrics[1:]), "rewards of 0 teach, too"
 
 
-def computed(run: Path) -> dict[int, StepComputed]:
+def computed(run: Path) -> dict[int, StepRecomputeResult]:
     reader = RunReader(run)
     try:
         lines = step_list(reader)
-        assert all(rebuild_step(reader, line).identical for line in lines)
-        return {line.step: compute_step(reader, line) for line in lines}
+        assert all(replay_step(reader, line).identical for line in lines)
+        return {line.step: recompute_step_loss(reader, line) for line in lines}
     finally:
         reader.close()
 

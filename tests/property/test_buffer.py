@@ -11,17 +11,23 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition
 from hypothesis.stateful import rule as act
 
 from agentrl.core.records import (
-    BaselineSet,
-    DataLocation,
+    EpisodeDataLocation,
     EpisodeHeader,
     EpisodeSpec,
+    FrozenGroupBaselines,
     SeatBinding,
     Task,
     TrajectoryHeader,
 )
 from agentrl.credit.advantages import ReleaseRule, leave_one_out
 from agentrl.credit.baselines import RewardHistory
-from agentrl.orchestrator.buffer import EpisodeBuffer, FirstFinishers, ReadyUnit, ReleasePolicy, WholeGroups
+from agentrl.orchestrator.buffer import (
+    EpisodeBuffer,
+    FirstFinishersRelease,
+    ReadyUnit,
+    ReleasePolicy,
+    WholeGroupRelease,
+)
 
 SEATS = {
     "proposer": SeatBinding("a"),
@@ -54,7 +60,7 @@ def header_for(spec: EpisodeSpec, ending: str, reward: float) -> EpisodeHeader:
             for seat in seats
             for index in range(AGENTS[seat])
         ),
-        location=DataLocation("turns-0.db", 2),
+        location=EpisodeDataLocation("turns-0.db", 2),
     )
 
 
@@ -65,7 +71,7 @@ class BufferMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.frozen: dict[str, BaselineSet] = {}
+        self.frozen: dict[str, FrozenGroupBaselines] = {}
         self.buffer = EpisodeBuffer("ab", self.release())
         self.ended: Counter[str] = Counter()
         self.sizes: dict[str, int] = {}
@@ -77,7 +83,7 @@ class BufferMachine(RuleBasedStateMachine):
         self.committed_units: dict[str, int] = {}
 
     def release(self) -> ReleasePolicy:
-        return WholeGroups("ab", leave_one_out)
+        return WholeGroupRelease("ab", leave_one_out)
 
     @act(size=st.integers(1, 4))
     def admit(self, size: int) -> None:
@@ -161,9 +167,9 @@ class LateBufferMachine(BufferMachine):
     rule = ReleaseRule(0.5)
 
     def release(self) -> ReleasePolicy:
-        return FirstFinishers("ab", self.rule, history=RewardHistory(), freeze=self.freeze, frozen=self.frozen)
+        return FirstFinishersRelease("ab", self.rule, history=RewardHistory(), freeze=self.freeze, frozen=self.frozen)
 
-    def freeze(self, baselines: BaselineSet) -> None:
+    def freeze(self, baselines: FrozenGroupBaselines) -> None:
         assert baselines.group_id not in self.frozen, "frozen twice"
         self.frozen[baselines.group_id] = baselines
 

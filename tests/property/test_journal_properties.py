@@ -7,13 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl.journal.entries import (
+    ChildResultEntry,
     EntryBody,
-    GatherEntry,
     JournalEntry,
     RewardEntry,
-    SpanEntry,
     ToolEntry,
     TurnEntry,
+    TurnVersionSpan,
     encode_body,
     entry_checksum,
 )
@@ -27,7 +27,7 @@ json_value = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(text, inner, max_size=3),
     max_leaves=8,
 )
-spans = st.lists(st.builds(SpanEntry, *[st.integers(0, 2**31)] * 4), max_size=3).map(tuple)
+spans = st.lists(st.builds(TurnVersionSpan, *[st.integers(0, 2**31)] * 4), max_size=3).map(tuple)
 turns = st.builds(
     TurnEntry,
     seat=text,
@@ -52,7 +52,7 @@ turns = st.builds(
 bodies: st.SearchStrategy[EntryBody] = st.one_of(
     turns,
     st.builds(ToolEntry, text, json_value, text, text, st.booleans(), number),
-    st.builds(GatherEntry, text, st.none() | text, st.dictionaries(text, number, max_size=3)),
+    st.builds(ChildResultEntry, text, st.none() | text, st.dictionaries(text, number, max_size=3)),
     st.builds(RewardEntry, text, st.integers(0, 9), number, st.none() | st.integers(0, 99)),
 )
 

@@ -11,11 +11,15 @@ from hypothesis import strategies as st
 
 from agentrl.core.errors import InputError
 from agentrl.core.text import escape_line, escape_text
-from agentrl.inspection.where import MAX_DEPTH, Column, parse
+from agentrl.inspection.where import MAX_DEPTH, FilterColumn, parse
 
 pytestmark = pytest.mark.property
 
-COLUMNS = {"reward": Column("reward", "number"), "turns": Column("turns", "number"), "stop": Column("stop", "text")}
+COLUMNS = {
+    "reward": FilterColumn("reward", "number"),
+    "turns": FilterColumn("turns", "number"),
+    "stop": FilterColumn("stop", "text"),
+}
 WORDS = [
     "reward",
     "turns",

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from agentrl.core.records import FinishReason, Message, ToolSpec
 from agentrl.rollout.byte_formats import STOP_TOKEN, PlainFormat
-from agentrl.rollout.token_tree import RowPlacement, TokenTree
+from agentrl.rollout.token_tree import RequestPlacement, TokenTree
 
 FORMAT = PlainFormat()
 TOOLS = (ToolSpec(name="look", description="", parameters={"properties": {"at": {}}}),)
@@ -28,7 +28,9 @@ class Client:
 
     tree: TokenTree = field(default_factory=lambda: TokenTree(FORMAT))
     conversations: list[tuple[list[Message], tuple[ToolSpec, ...]]] = field(default_factory=list)
-    in_flight: list[tuple[RowPlacement, list[Message], tuple[ToolSpec, ...], list[int]]] = field(default_factory=list)
+    in_flight: list[tuple[RequestPlacement, list[Message], tuple[ToolSpec, ...], list[int]]] = field(
+        default_factory=list
+    )
     calls: list[tuple[int, list[int], list[int]]] = field(default_factory=list)
     """Row, context, sampled tokens."""
     causes: list[str | None] = field(default_factory=list)
@@ -121,7 +123,7 @@ def said(*texts: str) -> list[Message]:
 
 def asked(
     tree: TokenTree, messages: list[Message], reply: bytes | None, tools: tuple[ToolSpec, ...] = ()
-) -> RowPlacement:
+) -> RequestPlacement:
     placed = tree.find_row(messages, tools)
     if reply is not None:
         sampled = [*reply, STOP_TOKEN]

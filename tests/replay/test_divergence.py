@@ -13,7 +13,7 @@ from agentrl.core.errors import EpisodeError, ReplayMismatchError
 from agentrl.core.records import PolicyVersion
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.environment.base import OnCodeChange
-from agentrl.journal.entries import BeginEntry, JournalEntry, PatchEntry, ResourceEntry, encode_body
+from agentrl.journal.entries import BeginEntry, JournalEntry, PatchMarkerEntry, ResourceEntry, encode_body
 from agentrl.rollout.worker import MAX_ATTEMPTS
 from agentrl.testing.execution import PARTITION, plain_rollout_settings, wire_dispatcher
 from agentrl.testing.memory_journal import Admission, EpisodeEnd, MemoryJournal
@@ -90,7 +90,7 @@ def test_without_a_change_of_code_it_is_nondeterminism() -> None:
 def test_calls_the_code_no_longer_makes_are_named() -> None:
     Edited.version = "short"
     whole = Stage(environment=Edited).play()
-    more = [*whole.entries, JournalEntry("e0", 0, "r#2", b"", encode_body(PatchEntry("x")))]
+    more = [*whole.entries, JournalEntry("e0", 0, "r#2", b"", encode_body(PatchMarkerEntry("x")))]
     error = Stage(environment=Edited).play(more).error
     assert error is not None
     assert "call r#2: the journal holds an entry of kind patch, the code now makes no such call" in str(error)

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, TypeVar
 import pytest
 
 import agentrl
-from agentrl.app.forks import ForkParent, ended_children, find_parent, fork_spec, recorded_weights
+from agentrl.app.forks import ForkParent, ended_child_episodes, find_parent, fork_spec, weights_at_fork_point
 from agentrl.app.policies import serve_configured_weights, weights_from_directory
 from agentrl.core.errors import InputError, JournalError
 from agentrl.core.ports import GenerateRequest
@@ -121,7 +121,7 @@ class World:
     async def fork(self, parent: ForkParent, environment: type[agentrl.Environment], n: int = 1) -> list[EpisodeHeader]:
         first = self.store.next_number("f")
         specs = [fork_spec(parent, first + index, self.journal, environment, n) for index in range(n)]
-        headers = await self.dispatcher.play_forks(specs, ended_children(parent))
+        headers = await self.dispatcher.play_forks(specs, ended_child_episodes(parent))
         assert not self.failures, self.failures
         assert all(header.drop_reason is None for header in headers), self.dispatcher.worker.last_failure
         return headers
@@ -280,18 +280,18 @@ def test_weights_given_by_hand_are_found_again_and_never_taken_for_the_runs(tmp_
 
     within(run, play)
     first = find_parent(run / "journal", "e0", None, 2)
-    assert recorded_weights(first) == [of_the_run]
+    assert weights_at_fork_point(first) == [of_the_run]
     by_hand = weights_from_directory("policy", given)
     within(forks, lambda world: fork(world, by_hand, "e0"))
-    assert recorded_weights(find_parent(forks / "journal", "f0", None, 3)) == [by_hand]
-    assert recorded_weights(find_parent(forks / "journal", "f0", None, 0)) == [of_the_run]
+    assert weights_at_fork_point(find_parent(forks / "journal", "f0", None, 3)) == [by_hand]
+    assert weights_at_fork_point(find_parent(forks / "journal", "f0", None, 0)) == [of_the_run]
     shutil.move(tmp_path / "run", tmp_path / "moved")
     moved = find_parent(tmp_path / "moved" / "forks" / "journal", "f0", None, 0)
-    [found] = recorded_weights(moved)
+    [found] = weights_at_fork_point(moved)
     assert found.path == str(tmp_path / "moved" / "versions" / "policy" / "0.1")
     shutil.rmtree(given)
     with pytest.raises(InputError, match=r"the weights of policy@-1\.\d+ are not on disk"):
-        recorded_weights(find_parent(tmp_path / "moved" / "forks" / "journal", "f0", None, 3))
+        weights_at_fork_point(find_parent(tmp_path / "moved" / "forks" / "journal", "f0", None, 3))
 
 
 def test_what_cannot_be_forked_is_said(tmp_path: Path) -> None:

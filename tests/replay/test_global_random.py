@@ -17,7 +17,7 @@ from agentrl.core.errors import GlobalRandomError
 from agentrl.core.records import PolicyVersion
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.environment.base import Split, TaskSource
-from agentrl.environment.containment import DrawDetector, GlobalRandom, GuardedAwaitable
+from agentrl.environment.containment import GlobalRandomState, GuardedAwaitable, RandomDrawDetector
 from agentrl.journal.entries import EffectEntry
 from agentrl.simulation.virtual_time import simulate
 from agentrl.testing.execution import plain_rollout_settings, wire_dispatcher
@@ -179,7 +179,7 @@ WAYS: list[Callable[[int], object]] = [
 
 @pytest.mark.parametrize("move", WAYS)
 def test_every_way_to_move_a_global_generator_is_seen(move: Callable[[int], object]) -> None:
-    kept, numpy, watch = random.getstate(), np.random.get_state(), DrawDetector()
+    kept, numpy, watch = random.getstate(), np.random.get_state(), RandomDrawDetector()
     try:
         for number in range(3):
             watch.enter()
@@ -194,7 +194,7 @@ def test_every_way_to_move_a_global_generator_is_seen(move: Callable[[int], obje
 
 @pytest.mark.parametrize("generator", ["MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64"])
 def test_every_draw_from_any_bit_generator_is_seen(generator: str) -> None:
-    kept, watch = get_bit_generator(), DrawDetector()
+    kept, watch = get_bit_generator(), RandomDrawDetector()
     made = getattr(np.random, generator)(0)
     draws = [*[lambda: np.random.bytes(4)] * 3, *[np.random.random] * 6]  # of Philox, only each fourth counts up
     try:
@@ -222,7 +222,7 @@ def test_a_program_that_is_abandoned_in_an_effect_leaves_the_generators_of_other
 
     async def main() -> None:
         steps: list[GuardedAwaitable] = []
-        steps.append(GuardedAwaitable(GlobalRandom(1), lambda: effect(steps)))
+        steps.append(GuardedAwaitable(GlobalRandomState(1), lambda: effect(steps)))
         task = asyncio.get_running_loop().create_task(awaited(steps))
         await asyncio.sleep(0)
         before = random.getstate(), get_bit_generator()

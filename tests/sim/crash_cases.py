@@ -19,7 +19,7 @@ from agentrl.config.run import RunConfig
 from agentrl.core.errors import EngineError
 from agentrl.core.files import LOCAL, Disk
 from agentrl.core.ports import GenerateRequest, Trainer
-from agentrl.core.records import DataLocation, EpisodeHeader, EpisodeSpec, PolicyVersion, WeightsRef
+from agentrl.core.records import EpisodeDataLocation, EpisodeHeader, EpisodeSpec, PolicyVersion, WeightsRef
 from agentrl.credit.baselines import RoleMeans
 from agentrl.journal.entries import JournalEntry
 from agentrl.journal.port import RunLog
@@ -208,7 +208,7 @@ class ForgivingRunner:
         except EngineError:
             log = self._machine.journal.turn_log("0")
             await log.flush()
-            location = DataLocation(log.name, len(log.read(spec.episode_id, spec.attempt)))
+            location = EpisodeDataLocation(log.name, len(log.read(spec.episode_id, spec.attempt)))
             header = make_episode_header(spec, reward=0.0, location=location)
             await self._machine.journal.commit_episode(spec, header, b"", {})
             return header

@@ -28,7 +28,7 @@ from agentrl.environment.registry import name_of
 from agentrl.journal.entries import JournalEntry, TurnEntry, decode_partial
 from agentrl.journal.port import TurnLog
 from agentrl.journal.store import SqliteJournal
-from agentrl.orchestrator.buffer import EpisodeBuffer, WholeGroups
+from agentrl.orchestrator.buffer import EpisodeBuffer, WholeGroupRelease
 from agentrl.orchestrator.dispatch import ChangeCondition, Dispatcher
 from agentrl.rollout.byte_formats import STOP_TOKEN, PlainFormat
 from agentrl.rollout.episode import RolloutSettings
@@ -184,7 +184,7 @@ class Life:
             policy_of=lambda seat, group: seat.rpartition(".")[2],
             run_seed=self.run_seed,
             group_size=GROUP_SIZE,
-            buffer=EpisodeBuffer(POLICIES, WholeGroups(POLICIES, ADVANTAGES["leave_one_out"])),
+            buffer=EpisodeBuffer(POLICIES, WholeGroupRelease(POLICIES, ADVANTAGES["leave_one_out"])),
             store=self.journal,
             changed=ChangeCondition(),
             next_number=resume_state.next_number,

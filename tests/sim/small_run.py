@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 
 import agentrl
 from agentrl.app.assemble import RunParts, assemble
-from agentrl.app.policies import pinned_policies
-from agentrl.app.recovery import ResumeState, serve_older_versions, start_opponent_pools
+from agentrl.app.policies import pinned_policy_step_lags
+from agentrl.app.recovery import ResumeState, serve_opponents_and_pins, start_opponent_pools
 from agentrl.config.run import RunConfig
 from agentrl.core.clock import LoopClock
 from agentrl.core.ports import GenerateRequest
@@ -165,8 +165,8 @@ class SmallRun:
             for name in trainable
         }
         weights = {name: await self.trainer.publish(name, version) for name, version in versions.items()}
-        served = ServedVersions(engine, batches=pinned_policies(self.config))
-        older = await serve_older_versions(self.config, served, self.journal, self.resumed_at, self.drawn_from)
+        served = ServedVersions(engine, batches=pinned_policy_step_lags(self.config))
+        older = await serve_opponents_and_pins(self.config, served, self.journal, self.resumed_at, self.drawn_from)
         for name, published in weights.items():
             self.journal.record_version(published, self.resumed_at.get(name))
             await served.make_current(published)

@@ -10,7 +10,7 @@ import agentrl
 from agentrl.core.records import Task
 from agentrl.environment.games import Game, GameEnvironment, GamePosition
 from agentrl.observe.alarms import alarms
-from agentrl.observe.run_state import RunPlan, RunState
+from agentrl.observe.run_state import RunDisplaySettings, RunState
 from agentrl.rollout.byte_formats import STOP_TOKEN
 from agentrl.testing.memory_journal import EpisodeEnd
 from agentrl.testing.plugin import SeededSimulation
@@ -137,7 +137,7 @@ def test_an_agent_that_never_moves_legally_is_named_and_the_other_plays_on(simul
         )
         await run.run()
         assert not dropped(run)
-        state = RunState(plan=RunPlan(max_staleness={"white": 1, "black": 1}))
+        state = RunState(plan=RunDisplaySettings(max_staleness={"white": 1, "black": 1}))
         for policy, step, metrics in run.seen.steps:
             state.record(policy, step, metrics)
             assert metrics["reward/mean"] == (1.0 if policy == "white" else Brawl.illegal_reward)

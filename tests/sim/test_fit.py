@@ -15,8 +15,8 @@ from agentrl.core.records import PolicyVersion
 from agentrl.engines.fleet import ReplicatedEngine
 from agentrl.simulation.calibration import TimedTurn, fit_rates
 from agentrl.simulation.engine import EmulatedEngine
-from agentrl.simulation.plan import Rates
-from agentrl.simulation.program import length_of
+from agentrl.simulation.plan import DecodeRateCurve
+from agentrl.simulation.program import requested_turn_length
 from agentrl.simulation.virtual_time import simulate
 
 pytestmark = pytest.mark.sim
@@ -41,7 +41,13 @@ def turns_of(
     async def main() -> list[TimedTurn]:
         versions = {"solver": PolicyVersion("solver", 0, 0)}
         engines = [
-            EmulatedEngine(length_of, versions=versions, slots=slots, rate=Rates(MEASURED), prefill_rate=prefill_rate)
+            EmulatedEngine(
+                requested_turn_length,
+                versions=versions,
+                slots=slots,
+                rate=DecodeRateCurve(MEASURED),
+                prefill_rate=prefill_rate,
+            )
             for _ in range(replicas)
         ]
         engine = ReplicatedEngine(engines) if replicas > 1 else engines[0]
@@ -80,15 +86,15 @@ def turns_of(
     return simulate(main, seed=0)
 
 
-def rates_of(turns: list[TimedTurn], *, slots: int = 64, replicas: int = 1) -> tuple[Rates, dict[str, Any]]:
+def rates_of(turns: list[TimedTurn], *, slots: int = 64, replicas: int = 1) -> tuple[DecodeRateCurve, dict[str, Any]]:
     found = fit_rates(turns, slots, replicas)
-    return Rates(found["rates"]), found
+    return DecodeRateCurve(found["rates"]), found
 
 
 def check(turns: list[TimedTurn], *, slots: int = 64, replicas: int = 1, within: float = 0.1) -> dict[str, Any]:
     """Rates are those that were emulated, as far as slots go."""
     found = fit_rates(turns, slots, replicas)
-    rates = Rates(found["rates"])
+    rates = DecodeRateCurve(found["rates"])
     for count, rate in MEASURED.items():
         if count <= slots:
             assert rates(count) == pytest.approx(rate, rel=within), count

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from agentrl.cluster.elastic import GrowingProcesses, JoiningNodes
+from agentrl.cluster.elastic import JoiningNodes, ScalableProcessKind
 from agentrl.cluster.session import LOOK_S
 from agentrl.config.devices import Node
 from agentrl.core.clock import LoopClock
@@ -39,8 +39,8 @@ class Cluster:
         pool = self.machine.pool
         self.joining = JoiningNodes(
             [
-                GrowingProcesses("worker", lambda: len(pool.processes), lambda node: pool.add(OnNode(self, node))),
-                GrowingProcesses("engine", lambda: len(self.engines), self.engines.append, lambda node: self.room),
+                ScalableProcessKind("worker", lambda: len(pool.processes), lambda node: pool.add(OnNode(self, node))),
+                ScalableProcessKind("engine", lambda: len(self.engines), self.engines.append, lambda node: self.room),
             ],
             pool=pool,
             nodes=lambda: tuple(self.alive),

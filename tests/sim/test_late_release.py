@@ -9,7 +9,7 @@ import pytest
 
 from agentrl.app.recovery import read_resume_state
 from agentrl.core.ids import episode_sort_key
-from agentrl.core.records import BaselineSet, PolicyVersion, Unit
+from agentrl.core.records import FrozenGroupBaselines, PolicyVersion, Unit
 from agentrl.credit.advantages import baseline_members, shrunk_advantage
 from agentrl.journal.port import StepRow
 from agentrl.testing.memory_journal import EpisodeEnd, MemoryJournal
@@ -100,8 +100,8 @@ def test_each_by_itself_is_compared_with_earlier_groups(simulated_loop: SeededSi
         run = late_run("episode", steps=6)
         await run.run()
         check_credits(run.journal)
-        assert {len(record.finishers) for record in run.journal.of_kind(BaselineSet)} == {1}
-        later = [record for record in run.journal.of_kind(BaselineSet) if record.earlier]
+        assert {len(record.finishers) for record in run.journal.of_kind(FrozenGroupBaselines)} == {1}
+        later = [record for record in run.journal.of_kind(FrozenGroupBaselines) if record.earlier]
         assert later, "no group had an earlier one"
 
     simulated_loop.run(main)
@@ -134,7 +134,7 @@ def test_two_runs_of_a_process_share_no_past(simulated_loop: SeededSimulation) -
         runs = [late_run(steps=4), late_run(steps=4)]
         for run in runs:
             await run.run()
-        assert not any(run.journal.of_kind(BaselineSet)[0].earlier for run in runs)
+        assert not any(run.journal.of_kind(FrozenGroupBaselines)[0].earlier for run in runs)
 
     simulated_loop.run(main)
 
@@ -151,7 +151,7 @@ def test_children_are_compared_with_earlier_children_of_their_parents_task(simul
                 rewards.setdefault(record.spec.task.id, []).append(record.header.reward or 0.0)
         means = {
             ends[baselines.group_id].spec.episode_id: baselines.earlier
-            for baselines in run.journal.of_kind(BaselineSet)
+            for baselines in run.journal.of_kind(FrozenGroupBaselines)
             if ends[baselines.group_id].spec.parent_id is not None
         }
         newest = sorted(means, key=episode_sort_key)[-6:]

@@ -15,7 +15,7 @@ from agentrl.app.recovery import read_resume_state
 from agentrl.core.ids import random_stream
 from agentrl.core.records import PolicyVersion
 from agentrl.observe.alarms import alarms
-from agentrl.observe.run_state import RunPlan, RunState
+from agentrl.observe.run_state import RunDisplaySettings, RunState
 from agentrl.orchestrator.scheduler import BoundedStaleness
 from agentrl.simulation.virtual_time import simulate
 from agentrl.testing.plugin import SeededSimulation
@@ -173,7 +173,7 @@ def test_what_admission_could_not_know_of_is_counted_and_raises_the_alarm() -> N
         return run
 
     run = simulate(main, seed=0)
-    state = RunState(plan=RunPlan(max_staleness={"solver": 1}))
+    state = RunState(plan=RunDisplaySettings(max_staleness={"solver": 1}))
     raised = set()
     for name, step, values in run.seen.steps:
         state.record(name, step, values)

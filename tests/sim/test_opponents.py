@@ -23,9 +23,9 @@ from agentrl.core.records import (
     dropped_header,
 )
 from agentrl.engines.scripted import ScriptedEngine
-from agentrl.inspection.statistics import win_rates
+from agentrl.inspection.statistics import tally_games_by_version
 from agentrl.journal.entries import TurnEntry
-from agentrl.observe.metrics import describe
+from agentrl.observe.metrics import find_registered_metric
 from agentrl.orchestrator.metrics import EpisodeTotals
 from agentrl.orchestrator.versions import OpponentPool, OpponentPools, ServedVersions, opponent_pool_steps
 from agentrl.rollout.byte_formats import STOP_TOKEN
@@ -203,7 +203,7 @@ def test_every_step_tells_who_won(simulated_loop: SeededSimulation) -> None:
             assert metrics.get("won/x", 0.0) + metrics.get("won/o", 0.0) == pytest.approx(1.0)
             assert metrics["episodes/decided"] <= metrics["games/past"], "a draw is not decided"
         for name in ("games/past", "won/x", "episodes/decided"):
-            assert describe(name) is not None
+            assert find_registered_metric(name) is not None
 
     simulated_loop.run(main)
 
@@ -248,7 +248,7 @@ def test_a_win_is_more_than_the_opponent_got() -> None:
         ended(("player", 0.0, 13), ("past", None, 10)),
         ended(("player", 0.0, 13), ("player", 0.0, 13)),
     ]
-    assert win_rates(headers, "player", "past", every=10) == {
+    assert tally_games_by_version(headers, "player", "past", every=10) == {
         (0, PolicyVersion("player", 0, 0)): GameTally(2, 1.0),
         (10, PolicyVersion("player", 0, 10)): GameTally(1, 0.5),
     }

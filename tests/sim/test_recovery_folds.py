@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from agentrl.app.recovery import ResumeState, read_resume_state
-from agentrl.core.records import BaselineSet, EpisodeHeader, EpisodeSpec, PolicyVersion, Proposal
+from agentrl.core.records import EpisodeHeader, EpisodeSpec, FrozenGroupBaselines, PolicyVersion, Proposal
 from agentrl.journal.store import SqliteJournal
 from agentrl.orchestrator.checkpoints import find_newest_checkpoint
 from agentrl.testing.memory_journal import Admission, EpisodeEnd, MetricRow, Publication, UnitDropped
@@ -54,7 +54,7 @@ async def written(records: SimJournal, directory: Path) -> SqliteJournal:
                 journal.record_version(record.weights, record.parent)
             case MetricRow():
                 journal.record_metrics(record.policy, record.step, record.values)
-            case BaselineSet():
+            case FrozenGroupBaselines():
                 journal.record_baselines(record)
             case Proposal():
                 journal.record_proposal(record)

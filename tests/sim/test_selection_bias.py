@@ -11,7 +11,7 @@ from agentrl.app.recovery import read_resume_state
 from agentrl.core.records import PolicyVersion
 from agentrl.journal.port import StepRow
 from agentrl.observe.alarms import LENGTH_STEPS, alarms
-from agentrl.observe.run_state import RunPlan, RunState
+from agentrl.observe.run_state import RunDisplaySettings, RunState
 from agentrl.orchestrator.buffer import ReadyUnit
 from agentrl.orchestrator.loop import Orchestrator
 from agentrl.simulation.plan import Plan
@@ -29,7 +29,7 @@ class Listener:
     """Keeps the metrics of steps."""
 
     def __init__(self) -> None:
-        self.state = RunState(plan=RunPlan())
+        self.state = RunState(plan=RunDisplaySettings())
 
     def on_step(self, policy: str, step: int, metrics: Mapping[str, float]) -> None:
         self.state.record(policy, step, metrics)

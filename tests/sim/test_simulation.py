@@ -15,7 +15,7 @@ from agentrl.core.ports import GenerateRequest, SamplingParams
 from agentrl.core.records import Completion, PolicyVersion, VersionSpan, WeightsRef
 from agentrl.simulation.engine import EmulatedEngine
 from agentrl.simulation.plan import Plan, QuantileDistribution
-from agentrl.simulation.program import SimulatedTasks, length_of
+from agentrl.simulation.program import SimulatedTasks, requested_turn_length
 from agentrl.simulation.run import Scenario, SimulationResult, simulate_run
 from agentrl.simulation.virtual_time import simulate
 from benchmarks import scheduling_memory
@@ -38,7 +38,7 @@ def request(name: str, length: int, context: int = 1, priority: int = 0) -> Gene
 
 def engine(**settings: object) -> EmulatedEngine:
     values = {"slots": 2, "rate": lambda count: 10.0 / count, **settings}
-    return EmulatedEngine(length_of, versions=VERSIONS, **values)  # type: ignore[arg-type]
+    return EmulatedEngine(requested_turn_length, versions=VERSIONS, **values)  # type: ignore[arg-type]
 
 
 async def timed(call: Coroutine[None, None, T]) -> tuple[T, float]:

@@ -14,7 +14,7 @@ from agentrl.core.ports import GenerateRequest
 from agentrl.core.records import PolicyVersion
 from agentrl.journal.entries import TimeLimitEntry
 from agentrl.observe.alarms import alarms
-from agentrl.observe.run_state import RunPlan, RunSnapshot, RunState
+from agentrl.observe.run_state import RunDisplaySettings, RunSnapshot, RunState
 from agentrl.rollout.byte_formats import STOP_TOKEN
 from agentrl.rollout.episode import GRACE_S
 from agentrl.simulation.virtual_time import simulate
@@ -267,7 +267,7 @@ def test_time_that_ends_episodes_is_counted_and_dropping_for_it_raises_an_alarm(
     reasons = {end.header.stop_reason for end in run.journal.of_kind(EpisodeEnd) if end.header.committed}
     assert reasons == {"completed", "time_limit"}
     status = RunSnapshot(phase="training", dropped={"episode_timeout": 3}, trained=200)
-    state = RunState(plan=RunPlan(max_staleness={"guesser": 1}), status=status)
+    state = RunState(plan=RunDisplaySettings(max_staleness={"guesser": 1}), status=status)
     assert [alarm.name for alarm in alarms(state)] == ["dropped_by_time"]
 
 

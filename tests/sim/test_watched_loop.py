@@ -10,8 +10,8 @@ import agentrl
 from agentrl.core.ports import GenerateRequest
 from agentrl.core.records import PolicyVersion
 from agentrl.observe.alarms import alarms
-from agentrl.observe.metrics import describe
-from agentrl.observe.run_state import RunPlan, RunSnapshot, RunState
+from agentrl.observe.metrics import find_registered_metric
+from agentrl.observe.run_state import RunDisplaySettings, RunSnapshot, RunState
 from agentrl.orchestrator.loop import Orchestrator
 from agentrl.rollout.byte_formats import STOP_TOKEN
 from agentrl.testing.plugin import SeededSimulation
@@ -51,7 +51,7 @@ def test_a_policy_that_falls_into_illegal_output_is_named(simulated_loop: Seeded
             config=config_for(steps=14, step_size=16, sampling={"max_tokens": 128}), environment=Shop, script=falling
         )
         await run.run()
-        state = RunState(plan=RunPlan(max_staleness={"guesser": 1}))
+        state = RunState(plan=RunDisplaySettings(max_staleness={"guesser": 1}))
         for policy, step, metrics in run.seen.steps:
             state.record(policy, step, metrics)
         names = {alarm.name for alarm in alarms(state)}
@@ -61,7 +61,7 @@ def test_a_policy_that_falls_into_illegal_output_is_named(simulated_loop: Seeded
         assert last["tool/bad_arguments"] > 0
         assert "tool/ok" in first
         assert last["format/reward_broken"] == 0.5
-        unknown = {name for _, _, metrics in run.seen.steps for name in metrics if describe(name) is None}
+        unknown = {name for _, _, metrics in run.seen.steps for name in metrics if find_registered_metric(name) is None}
         assert not unknown, "every name has its unit and meaning"
 
     simulated_loop.run(main)

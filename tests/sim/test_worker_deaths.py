@@ -34,7 +34,7 @@ CAPABILITIES = EngineCapabilities(
 
 
 class Process:
-    """A worker's process in simulated time; implements `child_process.ConnectedChild`, and its writer."""
+    """A worker's process in simulated time; implements `child_process.ConnectedChildProcess`, and its writer."""
 
     process_id = 0
     host = ""
@@ -67,23 +67,23 @@ class Process:
 
     def _hear(self, message: wire.ToWorker) -> None:
         match message:
-            case wire.Work() as work:
+            case wire.WorkerSetup() as work:
                 self._machine.processes[work.number] = self
                 self._say(wire.Ready())
-            case wire.Start() as start:
+            case wire.StartEpisode() as start:
                 self._children[start.number] = asyncio.Queue()
                 self._machine.tasks.append(asyncio.get_running_loop().create_task(self._play(start)))
-            case wire.ChildEnded() as ended:
+            case wire.ChildEpisodeEnded() as ended:
                 self._children[ended.number].put_nowait(ended.index)
             case wire.CancelEpisodes():
                 self._say(wire.EpisodesCancelled())
-            case wire.Leave():
+            case wire.ShutDownWorker():
                 asyncio.get_running_loop().call_later(1.0, self.kill)
 
     def _say(self, message: wire.FromWorker) -> None:
         send(_Line(self.reader), message)
 
-    async def _play(self, start: wire.Start) -> None:
+    async def _play(self, start: wire.StartEpisode) -> None:
         """Acts that were done before take no time; the first one may be to spawn children and to wait for them."""
         name, data, disk = start.spec.episode_id, start.spec.task.data, self._machine.disk
         await asyncio.sleep(0.1)
@@ -105,11 +105,15 @@ class Process:
             header = replace(dropped_header(start.spec, ""), drop_reason=None, stop_reason="completed")
             self._say(wire.encode_ended(start.number, header))
 
-    async def _spawn(self, start: wire.Start, children: Sequence[Task]) -> None:
+    async def _spawn(self, start: wire.StartEpisode, children: Sequence[Task]) -> None:
         if self._dead.is_set():
             return
         of = tuple(range(len(children)))
-        self._say(wire.Spawn(number=start.number, attempt=0, call="r#0", environment="", tasks=tuple(children), of=of))
+        self._say(
+            wire.SpawnChildEpisodes(
+                number=start.number, attempt=0, call="r#0", environment="", tasks=tuple(children), of=of
+            )
+        )
         if start.spec.task.data.get("kills_beside"):
             await asyncio.sleep(1.0)
             self._killed_by(start.spec.episode_id)
@@ -154,7 +158,7 @@ class Machine:
         self.failure: BaseException | None = None
         self._spawned: dict[str, EpisodeHeader | None] = {}
         self._waiting: dict[str, Callable[[int, EpisodeHeader], None]] = {}
-        work = wire.Work(
+        work = wire.WorkerSetup(
             number=0, config={}, journal="", environments={}, sources={}, paths=(), capabilities=CAPABILITIES
         )
         settings = PoolSettings(workers=workers, work=work, max_in_flight=in_flight, attempts=attempts, silence_s=1e6)

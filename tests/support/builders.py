@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from agentrl.core.records import (
     Completion,
-    DataLocation,
+    EpisodeDataLocation,
     EpisodeHeader,
     EpisodeSpec,
     PolicyVersion,
@@ -84,7 +84,7 @@ def make_episode_header(
     seconds: float = 1.0,
     stop_reason: StopReason = "completed",
     drop_reason: str | None = None,
-    location: DataLocation | None = None,
+    location: EpisodeDataLocation | None = None,
 ) -> EpisodeHeader:
     """How `spec` ended: one trajectory per seat, each with the same reward and an equal share of the tokens.
 
@@ -121,7 +121,7 @@ def make_episode_header(
         tokens=tokens,
         seconds=seconds,
         trajectories=() if is_dropped else trajectories,
-        location=None if is_dropped else location or DataLocation("turns-worker-0.db", 0),
+        location=None if is_dropped else location or EpisodeDataLocation("turns-worker-0.db", 0),
     )
 
 

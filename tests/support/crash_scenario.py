@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agentrl.app.assemble import RunParts, assemble
-from agentrl.app.policies import episode_seats, pinned_policies
+from agentrl.app.policies import pinned_policy_step_lags, seats_by_episode_kind
 from agentrl.app.recovery import Recovery, clear_leftovers
 from agentrl.config.run import RunConfig
 from agentrl.core.clock import LoopClock
@@ -95,7 +95,7 @@ class CrashScenario:
         self.environment = environment
         self.tasks = tasks
         self.script = script
-        names = sorted({seat.rsplit(".", 1)[-1] for kind in episode_seats(environment) for seat in kind.seats})
+        names = sorted({seat.rsplit(".", 1)[-1] for kind in seats_by_episode_kind(environment) for seat in kind.seats})
         values: dict[str, Any] = {
             "steps": 3,
             "environment": {"id": "unused"},
@@ -162,7 +162,7 @@ class CrashScenario:
         engine = _WitnessedEngine(self._witnessed(machine), versions=versions, seconds_per_token=0.05)
         engine.machine = machine
         first = {name: versions[name] for name in self.trainable}
-        served = ServedVersions(engine, batches=pinned_policies(self.config))
+        served = ServedVersions(engine, batches=pinned_policy_step_lags(self.config))
         opponents = await recovery.publish_first_versions(self.config, first, trainer, served, journal)
         parts = RunParts(
             served=served,

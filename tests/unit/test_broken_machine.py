@@ -16,7 +16,7 @@ from agentrl.app.parts import check_vllm
 from agentrl.cli import doctor
 from agentrl.cli.environments import FILES, write_environment
 from agentrl.cli.main import main
-from agentrl.cluster.session import check_answers
+from agentrl.cluster.session import check_cluster_reachable
 from agentrl.config.run import RunConfig
 from agentrl.core.errors import ConfigError, InputError, StorageError
 from agentrl.core.machine import install_command
@@ -140,11 +140,11 @@ def test_python_without_docstrings_is_named(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("address", ["127.0.0.1:9", "127.0.0.1:999999", "[::1]:9"])
 def test_a_ray_that_does_not_answer_is_refused_at_once(address: str) -> None:
     with pytest.raises(InputError, match="no Ray answers there"):
-        check_answers(address)
+        check_cluster_reachable(address)
 
 
 def test_the_ray_of_this_machine_is_left_to_ray_to_find() -> None:
-    check_answers("auto")
+    check_cluster_reachable("auto")
 
 
 def test_a_descriptor_that_was_closed_under_us_is_no_bug_of_ours(

@@ -57,7 +57,7 @@ def test_a_file_that_hides_a_library_is_named(
     monkeypatch.chdir(tmp_path)
     for name in ("ray.py", "random.py", "env.py", "test.py"):
         (tmp_path / name).touch()
-    assert [(check.name, check.fix) for check in doctor.shadows()] == [
+    assert [(check.name, check.fix) for check in doctor.shadowing_file_checks()] == [
         ("random.py", "mv random.py my_random.py"),
         ("ray.py", "mv ray.py my_ray.py"),
     ]

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from agentrl.cli.environments import run_in_subprocess
+from agentrl.cli.environments import run_in_forked_child
 from agentrl.cli.main import main
 
 
@@ -49,7 +49,7 @@ def _forks_and_both_answer() -> int:
     ],
 )
 def test_what_is_returned_comes_back(call: Callable[[], Any], answer: object) -> None:
-    assert run_in_subprocess(call) == (answer, "")
+    assert run_in_forked_child(call) == (answer, "")
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_what_is_returned_comes_back(call: Callable[[], Any], answer: object) ->
     ],
 )
 def test_an_end_without_an_answer_is_told(call: Callable[[], Any], told: str) -> None:
-    answer, problem = run_in_subprocess(call)
+    answer, problem = run_in_forked_child(call)
     assert answer is None
     assert problem.startswith(told)
 
@@ -75,7 +75,7 @@ def test_code_that_never_ends_is_ended_and_its_place_told() -> None:
     code = compile("def spin():\n    while True:\n        pass\n", "/somewhere/env.py", "exec")
     namespace: dict[str, Any] = {}
     exec(code, namespace)
-    _, problem = run_in_subprocess(namespace["spin"], longest_s=0.5)
+    _, problem = run_in_forked_child(namespace["spin"], longest_s=0.5)
     assert problem.startswith("it did not end within 0.5 s; it was at /somewhere/env.py:")
     assert problem.endswith(", in spin")
 
@@ -84,12 +84,12 @@ def test_the_child_ends_with_its_parent(tmp_path: Path) -> None:
     child = tmp_path / "child"
     script = f"""
         import os, pathlib
-        from agentrl.cli.environments import run_in_subprocess
+        from agentrl.cli.environments import run_in_forked_child
         def call():
             pathlib.Path({str(child)!r}).write_text(str(os.getpid()))
             os.kill(os.getppid(), 9)
             while True: pass
-        run_in_subprocess(call)
+        run_in_forked_child(call)
     """
     assert subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=False).returncode == -signal.SIGKILL
     pid = int(child.read_text())

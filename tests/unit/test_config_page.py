@@ -8,25 +8,27 @@ from pathlib import Path
 import pytest
 
 import agentrl
-from agentrl.config.docs_page import fields, page
+from agentrl.config.docs_page import configuration_page, documented_keys
 from agentrl.config.fields import shipped_example
 from agentrl.config.load import dump_toml, load
 from agentrl.core.errors import ConfigError, InputError
 
 
 def test_the_page_is_up_to_date(repository: Path) -> None:
-    assert (repository / "docs/configuration.md").read_text(encoding="utf-8") == page(), "run `make docs-config`"
+    assert (repository / "docs/configuration.md").read_text(encoding="utf-8") == configuration_page(), (
+        "run `make docs-config`"
+    )
 
 
 def test_every_field_has_its_row_with_a_reason() -> None:
-    rows = [line for line in page().splitlines() if line.startswith("| `")]
-    assert {row.split("`")[1] for row in rows} == {key.rpartition(".")[2] for key in fields()}
-    assert len(rows) >= len(set(fields())) == len(fields())
+    rows = [line for line in configuration_page().splitlines() if line.startswith("| `")]
+    assert {row.split("`")[1] for row in rows} == {key.rpartition(".")[2] for key in documented_keys()}
+    assert len(rows) >= len(set(documented_keys())) == len(documented_keys())
     assert not [row for row in rows if len(row.split(" | ")) != 6 or not row.split(" | ")[-1].strip(" |")]
 
 
 def test_every_number_of_seconds_has_its_unit() -> None:
-    timed = [line for line in page().splitlines() if line.startswith("| `") and "_s` |" in line]
+    timed = [line for line in configuration_page().splitlines() if line.startswith("| `") and "_s` |" in line]
     assert timed
     assert all(row.split(" | ")[3] == "s" for row in timed)
 

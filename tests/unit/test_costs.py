@@ -77,7 +77,7 @@ def test_an_episode_leaves_no_cyclic_garbage(tmp_path: Path) -> None:
     grown = left_by(tmp_path / "three", 3)
     grown.subtract(left_by(tmp_path / "one", 1))
     kept_by_the_run = {
-        "DataLocation",
+        "EpisodeDataLocation",
         "TrajectoryCredit",
         "Unit",
         "tuple",

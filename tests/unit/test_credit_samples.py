@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from agentrl.core.errors import JournalError
-from agentrl.core.records import DataLocation, RoutingSpan, SamplingMask, TrajectoryCredit, Unit
+from agentrl.core.records import EpisodeDataLocation, RoutingSpan, SamplingMask, TrajectoryCredit, Unit
 from agentrl.credit.samples import unit_samples
 from tests.support.builders import make_trajectory
 
 
 def make_unit(*credits: TrajectoryCredit, policy: str = "policy") -> Unit:
-    return Unit(episode_id="e1", attempt=0, policy=policy, location=DataLocation("worker-0", 3), credits=credits)
+    return Unit(episode_id="e1", attempt=0, policy=policy, location=EpisodeDataLocation("worker-0", 3), credits=credits)
 
 
 def test_each_sampled_token_has_its_trajectory_s_advantage() -> None:

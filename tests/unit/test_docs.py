@@ -13,7 +13,7 @@ import pytest
 from agentrl.cli.commands import make_parser as _parser
 from agentrl.config.load import all_keys
 from agentrl.config.run import RunConfig
-from agentrl.observe.metrics import describe
+from agentrl.observe.metrics import find_registered_metric
 from tests.markdown_pages import PAGES, ROOT, blocks, prose, python_of
 
 LINK = re.compile(r"!?\[([^\]]*)\]\(([^)\s]+)\)")
@@ -110,7 +110,7 @@ def test_every_command_parses(page: Path) -> None:
             key = override.removeprefix("--").partition("=")[0]
             assert any(re.fullmatch(pattern, key) for pattern in KNOWN), f"{line}: no setting {key}"
         metric = getattr(options, "metric", None)
-        assert metric in (None, "NAME") or describe(metric), f"{line}: no metric {metric}"
+        assert metric in (None, "NAME") or find_registered_metric(metric), f"{line}: no metric {metric}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from agentrl.engines.counter_random import uniform
-from agentrl.engines.embedded.forward import SamplingBatch, kept_set, sample
+from agentrl.engines.embedded.forward import SamplingBatch, sample, sampling_filter_mask
 
 
 def batch(uniforms: list[float], **filters: float) -> SamplingBatch:
@@ -60,7 +60,9 @@ def test_filters_act_one_after_the_other_on_what_is_left() -> None:
     scores = torch.log(torch.tensor([[0.4, 0.3, 0.2, 0.06, 0.04]]))
 
     def kept(top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> list[int]:
-        found = kept_set(scores, np.array([top_k]), np.array([top_p], np.float32), np.array([min_p], np.float32))
+        found = sampling_filter_mask(
+            scores, np.array([top_k]), np.array([top_p], np.float32), np.array([min_p], np.float32)
+        )
         return found[0].nonzero()[:, 0].tolist()
 
     assert kept(top_k=2) == [0, 1]
@@ -73,7 +75,7 @@ def test_filters_act_one_after_the_other_on_what_is_left() -> None:
 
 
 def test_ties_at_the_edge_of_top_k_are_broken_by_token_id() -> None:
-    found = kept_set(torch.zeros(1, 6), np.array([2]), np.ones(1, np.float32), np.zeros(1, np.float32))
+    found = sampling_filter_mask(torch.zeros(1, 6), np.array([2]), np.ones(1, np.float32), np.zeros(1, np.float32))
     assert found[0].tolist() == [True, True, False, False, False, False]
 
 

@@ -16,7 +16,14 @@ from agentrl.core.errors import InputError
 from agentrl.exchange import files
 from agentrl.exchange.exporting import export
 from agentrl.exchange.importing import import_run
-from agentrl.inspection.conversation import ConversationView, OtherAct, PolicyTurn, RewardAct, ToolAct, conversation
+from agentrl.inspection.conversation import (
+    ConversationView,
+    OtherAct,
+    PolicyTurn,
+    RewardAct,
+    ToolAct,
+    read_conversation,
+)
 from agentrl.inspection.reader import RunReader
 from agentrl.inspection.search import episodes_with_words
 from agentrl.inspection.tokens import episode_tokens
@@ -77,7 +84,7 @@ def test_an_episode_of_verifiers_is_read_like_any_other(theirs: RunReader) -> No
     line = theirs.lines([("a" * 32, 0)])[0]
     assert (line.purpose, line.status, line.environment, line.group) == ("import", "finished", "sums", "g1")
     assert (line.reward, line.turns, line.tokens, line.oldest_step) == (0.75, 2, 3, 4)
-    view = conversation(theirs, line.episode)
+    view = read_conversation(theirs, line.episode)
     first, last = (act for act in view.acts if isinstance(act, PolicyTurn))
     assert [message["content"] for message in first.messages] == ["Add.", "12 + 30 ="]
     assert (last.messages[0]["role"], last.text, last.finish_reason) == ("tool", "42", "stop")
@@ -93,7 +100,7 @@ def test_an_episode_of_verifiers_is_read_like_any_other(theirs: RunReader) -> No
 
 
 def test_branches_are_rows_and_what_is_not_told_is_said(theirs: RunReader) -> None:
-    view = conversation(theirs, "b" * 32)
+    view = read_conversation(theirs, "b" * 32)
     (told,) = (act.value for act in view.acts if isinstance(act, OtherAct) and act.what == "imported")
     assert set(told["not_told"]) >= {"token ids", "log-probabilities", "versions"}
     rows = {
@@ -118,7 +125,7 @@ def test_rollouts_from_before_are_read_as_messages(tmp_path: Path) -> None:
     found = import_run(lines(tmp_path / "results.jsonl", rollout), "verifiers", tmp_path / "run")
     assert (found.episodes, found.turns, found.not_told["token ids"]) == (1, 2, 1)
     reader = RunReader(tmp_path / "run")
-    view = conversation(reader, "r1")
+    view = read_conversation(reader, "r1")
     assert [act.text for act in view.acts if isinstance(act, PolicyTurn)] == ["", "seven\n[image_url is not shown]"]
     assert [(act.arguments, act.observation) for act in view.acts if isinstance(act, ToolAct)] == [({"a": 1}, "7")]
     assert (view.summary.task, view.summary.reward) == ("sums-5", 1.0)
@@ -150,7 +157,7 @@ def test_a_run_comes_back_through_trajectories(sample_run: Path, tmp_path: Path)
         back = RunReader(tmp_path / run.name / "back")
         assert back.count() == ours.count()
         for key in ours.keys("committed_at != null"):
-            before, after = conversation(ours, *key), conversation(back, f"{key[0]}.{key[1]}")
+            before, after = read_conversation(ours, *key), read_conversation(back, f"{key[0]}.{key[1]}")
             assert said(after) == said(before)
             assert after.summary.reward == pytest.approx(before.summary.reward)
             assert (after.task, after.metrics) == (before.task, before.metrics)
@@ -373,6 +380,6 @@ def test_whatever_stands_anywhere_is_read_or_refused(data: st.DataObject, tmp_pa
         return
     reader = RunReader(directory / "run")
     for line in reader.episodes():
-        assert conversation(reader, line.episode).problems == []
+        assert read_conversation(reader, line.episode).problems == []
         episode_tokens(reader, line.episode)
     reader.close()

@@ -8,7 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.core.files import LOCAL, Disk, os_error_advice, remove_leftovers, rename_durably, staging_directory
+from agentrl.core.files import (
+    LOCAL,
+    Disk,
+    os_error_advice,
+    remove_staging_directories,
+    rename_durably,
+    staging_directory,
+)
 from agentrl.orchestrator.checkpoints import list_version_directories
 from tests.support.sim_disk import Fault, SimDisk, SimulatedCrashError
 
@@ -66,7 +73,7 @@ def test_a_build_that_fails_leaves_nothing_and_leftovers_can_be_cleared(disk_and
     disk.make_directory(root / ".tmp-0.1")
     disk.write(root / ".tmp-0.1" / "state", b"1")
     build(disk, root / "0.2", b"weights")
-    remove_leftovers(root, disk=disk)
+    remove_staging_directories(root, disk=disk)
     assert disk.names(root) == ["0.2"]
 
 

@@ -23,7 +23,7 @@ from agentrl.core.records import EpisodeHeader, EpisodeSpec, ForkPoint, PolicyVe
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.environment.registry import name_of
 from agentrl.gateway.calls import ChatRequest, RequestRefusedError
-from agentrl.gateway.server import Conversations, OpenSeats
+from agentrl.gateway.server import AttemptEndpoint, SharedKeyConversations
 from agentrl.journal.entries import BeginEntry, JournalEntry, TurnEntry, encode_body
 from agentrl.rollout.byte_formats import STOP_TOKEN
 from agentrl.rollout.call_journal import CallJournal
@@ -614,13 +614,15 @@ def test_conversations_that_begin_count_as_open(monkeypatch: pytest.MonkeyPatch)
     async def asked() -> list[Any]:
         may_begin = asyncio.Event()
 
-        async def begin(name: str) -> OpenSeats:
+        async def begin(name: str) -> AttemptEndpoint:
             await may_begin.wait()
             if len(conversations._open) == 1:
                 raise RequestRefusedError("it could not begin", "unavailable")
-            return OpenSeats(url="", key="", keys={}, seats={}, failure=asyncio.get_running_loop().create_future())
+            return AttemptEndpoint(
+                url="", key="", keys={}, seats={}, failure=asyncio.get_running_loop().create_future()
+            )
 
-        conversations = Conversations(("main",), begin)
+        conversations = SharedKeyConversations(("main",), begin)
         chat = ChatRequest(model="main", messages=[])
         finding = [asyncio.create_task(conversations.find("", chat, lambda opened: False)) for _ in range(4)]
         await asyncio.sleep(0)

@@ -12,9 +12,9 @@ import pytest
 import agentrl
 from agentrl.core.records import Message, ToolCall
 from agentrl.gateway.calls import ChatProtocol, ChatReply, ChatRequest, RequestRefusedError
-from agentrl.gateway.chat_completions import ChatCompletions
-from agentrl.gateway.messages import Messages
-from agentrl.gateway.responses import Responses
+from agentrl.gateway.chat_completions import ChatCompletionsProtocol
+from agentrl.gateway.messages import AnthropicMessagesProtocol
+from agentrl.gateway.responses import OpenAIResponsesProtocol
 from agentrl.rollout.byte_formats import PlainFormat
 from agentrl.rollout.token_tree import TokenTree
 from tests.unit.episodes import Played, play
@@ -160,10 +160,10 @@ def echoed(protocol: ChatProtocol) -> Message:
     )
     whole = protocol.whole(request, [REPLY])
     results = [("x1", "3"), ("abc", "no")]
-    if isinstance(protocol, ChatCompletions):
+    if isinstance(protocol, ChatCompletionsProtocol):
         tools = [{"role": "tool", "tool_call_id": call, "content": said} for call, said in results]
         body: dict[str, Any] = {"messages": [{"role": "user", "content": "?"}, whole["choices"][0]["message"], *tools]}
-    elif isinstance(protocol, Messages):
+    elif isinstance(protocol, AnthropicMessagesProtocol):
         blocks = [{"type": "tool_result", "tool_use_id": call, "content": said} for call, said in results]
         said = {"role": "assistant", "content": whole["content"]}
         body = {"messages": [{"role": "user", "content": "?"}, said, {"role": "user", "content": blocks}]}
@@ -176,7 +176,11 @@ def echoed(protocol: ChatProtocol) -> Message:
     return read[1]
 
 
-@pytest.mark.parametrize("protocol", [ChatCompletions(), Messages(), Responses()], ids=lambda protocol: protocol.name)
+@pytest.mark.parametrize(
+    "protocol",
+    [ChatCompletionsProtocol(), AnthropicMessagesProtocol(), OpenAIResponsesProtocol()],
+    ids=lambda protocol: protocol.name,
+)
 def test_a_reply_that_a_client_sends_back_is_known(protocol: ChatProtocol) -> None:
     """Also one whose arguments are no JSON."""
     tree = TokenTree(PlainFormat())
@@ -186,13 +190,19 @@ def test_a_reply_that_a_client_sends_back_is_known(protocol: ChatProtocol) -> No
 @pytest.mark.parametrize(
     ("protocol", "body"),
     [
-        (Messages(), {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}),
-        (Messages(), {"messages": [{"role": "user", "content": "a"}], "tools": [{"type": "bash_20250124"}]}),
-        (Messages(), {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "{"}]}),
-        (Messages(), {"messages": [{"role": "user", "content": "a"}], "max_tokens": "many"}),
-        (Messages(), {"messages": [7]}),
+        (AnthropicMessagesProtocol(), {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}),
         (
-            Messages(),
+            AnthropicMessagesProtocol(),
+            {"messages": [{"role": "user", "content": "a"}], "tools": [{"type": "bash_20250124"}]},
+        ),
+        (
+            AnthropicMessagesProtocol(),
+            {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "{"}]},
+        ),
+        (AnthropicMessagesProtocol(), {"messages": [{"role": "user", "content": "a"}], "max_tokens": "many"}),
+        (AnthropicMessagesProtocol(), {"messages": [7]}),
+        (
+            AnthropicMessagesProtocol(),
             {
                 "messages": [
                     {
@@ -203,19 +213,19 @@ def test_a_reply_that_a_client_sends_back_is_known(protocol: ChatProtocol) -> No
                 ]
             },
         ),
-        (Responses(), {"input": "a", "previous_response_id": "resp_1"}),
-        (Responses(), {"input": "a", "background": True}),
-        (Responses(), {"input": "a", "tools": [{"type": "web_search"}]}),
-        (Responses(), {"input": [{"type": "item_reference", "id": "x"}]}),
-        (Responses(), {"input": []}),
-        (Responses(), {"input": [7]}),
-        (Responses(), {"input": [{"type": "compaction_trigger"}, {"role": "user", "content": "a"}]}),
-        (Responses(), {"input": [{"type": "compaction"}]}),
-        (Responses(), {}),
-        (ChatCompletions(), {"messages": [{"role": "user", "content": {"text": "a"}}]}),
-        (ChatCompletions(), {"messages": [{"role": "user", "content": "a"}], "tools": [{"type": "retrieval"}]}),
-        (ChatCompletions(), {"messages": [{"role": "user", "content": "a"}], "stop": [1]}),
-        (ChatCompletions(), {"messages": [{"role": "user", "content": "a"}], "stop": ["a"] * 65}),
+        (OpenAIResponsesProtocol(), {"input": "a", "previous_response_id": "resp_1"}),
+        (OpenAIResponsesProtocol(), {"input": "a", "background": True}),
+        (OpenAIResponsesProtocol(), {"input": "a", "tools": [{"type": "web_search"}]}),
+        (OpenAIResponsesProtocol(), {"input": [{"type": "item_reference", "id": "x"}]}),
+        (OpenAIResponsesProtocol(), {"input": []}),
+        (OpenAIResponsesProtocol(), {"input": [7]}),
+        (OpenAIResponsesProtocol(), {"input": [{"type": "compaction_trigger"}, {"role": "user", "content": "a"}]}),
+        (OpenAIResponsesProtocol(), {"input": [{"type": "compaction"}]}),
+        (OpenAIResponsesProtocol(), {}),
+        (ChatCompletionsProtocol(), {"messages": [{"role": "user", "content": {"text": "a"}}]}),
+        (ChatCompletionsProtocol(), {"messages": [{"role": "user", "content": "a"}], "tools": [{"type": "retrieval"}]}),
+        (ChatCompletionsProtocol(), {"messages": [{"role": "user", "content": "a"}], "stop": [1]}),
+        (ChatCompletionsProtocol(), {"messages": [{"role": "user", "content": "a"}], "stop": ["a"] * 65}),
     ],
 )
 def test_what_cannot_be_read_is_refused_in_the_form_of_its_protocol(protocol: ChatProtocol, body: Any) -> None:
@@ -234,7 +244,7 @@ def test_items_of_one_message_are_read_in_linear_time(item: Mapping[str, Any]) -
     def seconds(count: int) -> float:
         body = {"model": "m", "input": [item] * count + [{"role": "user", "content": "a"}]}
         began = time.process_time()
-        said, _ = Responses().read(body).messages
+        said, _ = OpenAIResponsesProtocol().read(body).messages
         assert (len(said.tool_calls) or said.content.count("abcdefgh")) == count
         return time.process_time() - began
 
@@ -243,7 +253,7 @@ def test_items_of_one_message_are_read_in_linear_time(item: Mapping[str, Any]) -
 
 
 def test_a_custom_tool_is_a_function_of_one_text() -> None:
-    protocol = Responses()
+    protocol = OpenAIResponsesProtocol()
     body = {"model": "m", "input": "a", "tools": [{"type": "custom", "name": "apply", "description": "patch"}]}
     request = protocol.read(body)
     assert list(request.tools[0].parameters["properties"]) == ["input"]
@@ -257,7 +267,7 @@ def test_a_custom_tool_is_a_function_of_one_text() -> None:
 
 
 def test_a_tool_of_a_namespace_is_called_by_both_names() -> None:
-    protocol = Responses()
+    protocol = OpenAIResponsesProtocol()
     tool = {"type": "function", "name": "close", "parameters": {"type": "object", "properties": {"at": {}}}}
     body = {
         "model": "m",
@@ -286,13 +296,13 @@ def test_a_tool_of_a_namespace_is_called_by_both_names() -> None:
 @pytest.mark.parametrize("tools", [7, [7], None])
 def test_a_namespace_without_tools_is_refused(tools: Any) -> None:
     with pytest.raises(RequestRefusedError, match=r"tools\.agents\.tools"):
-        Responses().read(
+        OpenAIResponsesProtocol().read(
             {"model": "m", "input": "a", "tools": [{"type": "namespace", "name": "agents", "tools": tools}]}
         )
 
 
 def test_a_compaction_is_a_summary_that_the_client_sends_back() -> None:
-    protocol = Responses()
+    protocol = OpenAIResponsesProtocol()
     asked = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     request = protocol.read({"model": "m", "input": [*asked, {"type": "compaction_trigger"}]})
     assert [message.role for message in request.messages] == ["user", "assistant", "user"]

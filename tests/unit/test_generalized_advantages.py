@@ -19,7 +19,7 @@ from agentrl.config.run import RunConfig
 from agentrl.config.sections import CreditConfig
 from agentrl.core.errors import ConfigError
 from agentrl.core.records import (
-    DataLocation,
+    EpisodeDataLocation,
     PolicyVersion,
     TrainBatch,
     TrainingSample,
@@ -117,7 +117,7 @@ class Conversations:
                 episode_id=f"e{number}",
                 attempt=0,
                 policy="policy",
-                location=DataLocation("nowhere", 0),
+                location=EpisodeDataLocation("nowhere", 0),
                 credits=tuple(
                     TrajectoryCredit("agent", index, own[0], own[0], 0.0, own) for index, own in enumerate(agents)
                 ),

@@ -15,7 +15,7 @@ import agentrl
 from agentrl.core.errors import EnvironmentDefinitionError
 from agentrl.core.records import Task
 from agentrl.environment import gym
-from agentrl.environment.containment import GlobalRandom
+from agentrl.environment.containment import GlobalRandomState
 from agentrl.environment.gym import SeededGame
 from agentrl.environment.gym_seat import SeatEnv
 from agentrl.testing.malformed_reply_check import GARBAGE
@@ -238,7 +238,7 @@ def draw(seed: int, between: Callable[[], object]) -> list[float]:
 
 
 def test_the_global_generators_of_the_process_are_left_as_they_were() -> None:
-    own = GlobalRandom(5)
+    own = GlobalRandomState(5)
 
     def game_draws() -> None:
         with own.swapped_in():

@@ -13,8 +13,8 @@ import pytest
 
 import agentrl
 from agentrl.gateway import bodies
-from agentrl.gateway.calls import ChatReply, ChatRequest, RequestRefusedError, read_objects
-from agentrl.gateway.server import Gateway, OpenSeats
+from agentrl.gateway.calls import ChatReply, ChatRequest, RequestRefusedError, require_object_list
+from agentrl.gateway.server import AttemptEndpoint, Gateway
 from tests.unit.episodes import play
 from tests.unit.test_gateway import Loop, ask, turns, user
 
@@ -181,7 +181,7 @@ class WaitingSeat(HeldSeat):
         raise AssertionError
 
 
-async def send_retries(opened: OpenSeats, text: str, clients: int) -> list[int]:
+async def send_retries(opened: AttemptEndpoint, text: str, clients: int) -> list[int]:
     """Send a request several times, as retries of one another; the statuses of those that are refused."""
     body = {"model": "main", "messages": [user(text)]}
 
@@ -270,7 +270,7 @@ def test_attempts_take_turns_with_their_bodies(monkeypatch: pytest.MonkeyPatch) 
             aiohttp.ClientSession() as client,
         ):
 
-            async def ask_one(opened: OpenSeats, model: str) -> None:
+            async def ask_one(opened: AttemptEndpoint, model: str) -> None:
                 body = {"model": model, "messages": [user("a")]}
                 url, headers = f"{opened.url}/chat/completions", {"x-api-key": opened.key}
                 async with client.post(url, json=body, headers=headers):
@@ -311,7 +311,7 @@ def test_refused_requests_leave_nothing_behind() -> None:
     assert asyncio.run(left()) == ([403, 403, 403], 0)
 
 
-async def send_begun(opened: OpenSeats, body: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+async def send_begun(opened: AttemptEndpoint, body: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """Send a request with a body of which the last byte is missing."""
     port = int(opened.root_url.rpartition(":")[2])
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -487,9 +487,9 @@ def test_half_a_character_is_replaced_and_a_whole_one_kept() -> None:
 
 def test_a_list_too_long_to_be_read_is_refused_and_quoted_shortly() -> None:
     with pytest.raises(RequestRefusedError, match="at most 8192"):
-        read_objects([{}] * 9_000, "messages")
+        require_object_list([{}] * 9_000, "messages")
     with pytest.raises(RequestRefusedError) as refused:
-        read_objects([0.5] * 100_000, "messages")
+        require_object_list([0.5] * 100_000, "messages")
     assert len(str(refused.value)) < 150
 
 

@@ -19,7 +19,7 @@ import pytest
 
 import agentrl
 from agentrl.app.parts import RunFactories
-from agentrl.app.supervisor import run_in_shared_loop
+from agentrl.app.supervisor import run_guarding_event_loop
 from agentrl.app.training import Run, run_training
 from agentrl.cluster.worker_pool import SUSPECTED
 from agentrl.core.errors import EnvironmentDefinitionError, EnvironmentFaultError, StorageError
@@ -221,7 +221,7 @@ def test_who_breaks_the_loop_ends_the_run_with_the_names_of_the_episodes(
                 await asyncio.sleep(0.05)
 
     with pytest.raises(EnvironmentFaultError, match=told) as caught:
-        play(tmp_path, break_it, together=run_in_shared_loop)
+        play(tmp_path, break_it, together=run_guarding_event_loop)
     assert "(task 'digit-5')" in str(caught.value)
     assert caught.value.exit_code == 1
     assert play(tmp_path, break_it, resume=True, quiet=False).metrics[-1]["step"] == 6

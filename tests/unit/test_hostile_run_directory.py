@@ -31,15 +31,15 @@ from agentrl.observe.run_observer import RunObserver
 from agentrl.observe.run_state import (
     MAX_POLICIES,
     MetricsFile,
-    RunPlan,
+    RunDisplaySettings,
     RunSnapshot,
     RunState,
     read_metrics,
     read_status,
     write_status,
 )
-from agentrl.observe.sinks import open_sinks, prometheus
-from agentrl.observe.view import MAX_TEXT, curve, plain, sparkline, view
+from agentrl.observe.sinks import format_prometheus_metrics, open_sinks
+from agentrl.observe.view import MAX_TEXT, curve, render_run_screen, sparkline, terminal_safe_line
 from tests.journal_cases import write_run
 
 ESCAPES = "\x1b]52;c;aGk=\x07\x9b31m\u202e[bold][/x]"
@@ -49,7 +49,7 @@ NUMBERS = st.floats(allow_nan=True, allow_infinity=True)
 
 def shown(state: RunState) -> str:
     stream = io.StringIO()
-    Console(file=stream, width=100).print(view(state))
+    Console(file=stream, width=100).print(render_run_screen(state))
     return stream.getvalue()
 
 
@@ -59,7 +59,7 @@ def shown(state: RunState) -> str:
 @example({1: 1e100, 2: 1e100 * (1 - 2**-52)}, 5)
 @example({1: 5e-324, 2: 0.0}, 5)
 def test_any_numbers_can_be_shown(points: dict[int, float], steps: int) -> None:
-    state = RunState(plan=RunPlan(name="run", steps=steps, max_staleness={"policy": 1}))
+    state = RunState(plan=RunDisplaySettings(name="run", steps=steps, max_staleness={"policy": 1}))
     names = ("reward/mean", "entropy", "k3", "step/seconds", "engine/busy_share", "tokens/sampled_per_s", "grad_norm")
     formats = ("format/episodes", "format/broken_share", "format/reward_broken", "format/reward_kept")
     for step, value in sorted(points.items()):
@@ -116,9 +116,9 @@ def test_a_status_beyond_all_measure_counts_as_absent(tmp_path: Path, status: di
 
 def test_long_texts_of_a_status_are_cut(tmp_path: Path) -> None:
     write_status(tmp_path, RunSnapshot(phase="p" * 500_000, waits=("w" * 500_000,), in_flight=1))
-    state = RunState(plan=RunPlan(), status=read_status(tmp_path))
+    state = RunState(plan=RunDisplaySettings(), status=read_status(tmp_path))
     assert len(shown(state)) < 4 * MAX_TEXT
-    assert plain("x" * MAX_TEXT) == "x" * MAX_TEXT
+    assert terminal_safe_line("x" * MAX_TEXT) == "x" * MAX_TEXT
 
 
 @pytest.fixture
@@ -227,7 +227,7 @@ def test_a_line_cut_short_by_a_kill_costs_no_later_line(tmp_path: Path) -> None:
     sink = MetricsFile(path)
     sink.record("policy", 2, {"loss": 2.0})
     sink.close()
-    state = RunState(plan=RunPlan())
+    state = RunState(plan=RunDisplaySettings())
     read_metrics(path, state)
     assert state.policies["policy"].series("loss") == ([1, 2], [1.0, 2.0])
 
@@ -255,7 +255,7 @@ def test_many_steps_and_policies_are_read_in_time_linear_in_them(tmp_path: Path)
     lines = [json.dumps({"policy": "policy", "step": step, "loss": 1.0}) for step in steps]
     lines += [json.dumps({"policy": f"p{number}", "step": 1}) for number in range(2 * MAX_POLICIES)]
     path.write_text("\n".join(lines))
-    state = RunState(plan=RunPlan())
+    state = RunState(plan=RunDisplaySettings())
     read_metrics(path, state)
     assert len(state.policies["policy"].steps) == 20_000
     assert len(state.policies) == MAX_POLICIES
@@ -263,7 +263,7 @@ def test_many_steps_and_policies_are_read_in_time_linear_in_them(tmp_path: Path)
 
 def test_the_prometheus_text_has_each_series_once_and_no_escapes() -> None:
     latest = {MARKUP + ESCAPES + '"\n': {"tool/ok": 1.0, "tool_ok": 2.0, 'x"}\n# TYPE y counter\ny 1 \\': 3.0}}
-    text = prometheus(ESCAPES, latest)
+    text = format_prometheus_metrics(ESCAPES, latest)
     samples = [line.rpartition(" ")[0] for line in text.splitlines() if not line.startswith("#")]
     assert len(samples) == len(set(samples)) == 2
     assert all(line.startswith(("# HELP agentrl_", "# TYPE agentrl_", "agentrl_")) for line in text.splitlines())
@@ -288,7 +288,7 @@ def test_the_place_of_a_run_is_printed_without_escapes(tmp_path: Path) -> None:
     stream = io.StringIO()
     keys = ("reward_start", "reward_end")
     shares = dict.fromkeys(("rl_seconds", "engine_busy_share", "trainer_busy_share", "held_out_tasks"), 0.0)
-    with RunObserver(directory, plan=RunPlan(), stream=stream) as observer:
+    with RunObserver(directory, plan=RunDisplaySettings(), stream=stream) as observer:
         observer.finish({"rewards": [], "steps": 0, **dict.fromkeys(keys), **shares})
     assert "run\\x1b[2J\\x9b31m" in stream.getvalue()
     assert "\x1b" not in stream.getvalue()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from huggingface_hub import constants
 
-from agentrl.app.hub import is_hub_name, with_local_model
+from agentrl.app.hub import is_hub_name, with_downloaded_models
 from agentrl.cli.main import main
 from agentrl.config.run import RunConfig
 from agentrl.core.errors import ModelError
@@ -41,20 +41,20 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, repository: Path) -> 
 
 def test_a_name_becomes_the_directory_of_its_commit(cache: Path) -> None:
     for revision, commit in (("", NEW), ("@v1", OLD), (f"@{OLD}", OLD)):
-        config = with_local_model(named("elsewhere", f"{NAME}{revision}"), {})
-        assert config.base_of("second") == with_local_model(named(f"{NAME}{revision}"), {}).model.path
+        config = with_downloaded_models(named("elsewhere", f"{NAME}{revision}"), {})
+        assert config.base_of("second") == with_downloaded_models(named(f"{NAME}{revision}"), {}).model.path
         assert Path(config.base_of("second")) == cache / "snapshots" / commit
-        assert with_local_model(config, {}) == config, "the configuration that a run keeps is read again as it is"
+        assert with_downloaded_models(config, {}) == config, "the configuration that a run keeps is read again as it is"
 
 
 def test_a_run_is_resumed_with_the_commit_it_began_with(cache: Path) -> None:
-    began = with_local_model(named(f"{NAME}@v1", f"{NAME}@v1"), {})
+    began = with_downloaded_models(named(f"{NAME}@v1", f"{NAME}@v1"), {})
     before: dict[str, Any] = json.loads(began.model_dump_json())
-    assert with_local_model(named(NAME, NAME), before) == began, "although main is another commit now"
-    newer = with_local_model(named(f"{NAME}@{NEW}"), before)
+    assert with_downloaded_models(named(NAME, NAME), before) == began, "although main is another commit now"
+    newer = with_downloaded_models(named(f"{NAME}@{NEW}"), before)
     assert Path(newer.model.path).name == NEW, "which check_unchanged will refuse"
     other = {"model": {"path": str(cache.parent / "models--a--b/snapshots" / OLD)}, "policies": "damaged"}
-    assert Path(with_local_model(named(), other).model.path).name == NEW
+    assert Path(with_downloaded_models(named(), other).model.path).name == NEW
 
 
 @pytest.mark.parametrize(
@@ -66,14 +66,14 @@ def test_a_run_is_resumed_with_the_commit_it_began_with(cache: Path) -> None:
 )
 def test_what_is_not_there_is_told_with_what_to_download_and_where(cache: Path, path: str, words: str) -> None:
     with pytest.raises(ModelError, match=words):
-        with_local_model(named(path), {})
+        with_downloaded_models(named(path), {})
 
 
 def test_weights_that_would_be_unpickled_are_refused(cache: Path) -> None:
     for file in (cache / "snapshots" / NEW).glob("*.safetensors"):
         file.rename(file.with_name("pytorch_model.bin"))
     with pytest.raises(ModelError, match="no safetensors weights"):
-        with_local_model(named(), {})
+        with_downloaded_models(named(), {})
 
 
 def test_paths_are_no_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,7 +92,7 @@ def test_paths_are_no_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         "models/x@main",
     ):
         assert not is_hub_name(path), path
-        assert with_local_model(named(path or "x"), {}).model.path == (path or "x")
+        assert with_downloaded_models(named(path or "x"), {}).model.path == (path or "x")
 
 
 @pytest.mark.usefixtures("doctor_imports_once")

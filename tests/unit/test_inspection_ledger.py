@@ -15,7 +15,7 @@ from agentrl.core.errors import JournalError
 from agentrl.inspection.ledger import RunLedger
 from agentrl.inspection.reader import RunReader
 from agentrl.journal.control import CHECKED, row_checksum
-from agentrl.journal.entries import JournalEntry, SpanEntry, TurnEntry, encode_body, entry_checksum
+from agentrl.journal.entries import JournalEntry, TurnEntry, TurnVersionSpan, encode_body, entry_checksum
 from tests.journal_cases import write_run
 
 
@@ -121,7 +121,7 @@ def by_version_1(run: Path) -> None:
         for number, episode, attempt, call, asked, body in rows.fetchall():
             entry = JournalEntry(episode, attempt, call, asked, body).decode()
             if isinstance(entry, TurnEntry):
-                body = encode_body(msgspec.structs.replace(entry, spans=(SpanEntry(0, 2, 0, 1),)))
+                body = encode_body(msgspec.structs.replace(entry, spans=(TurnVersionSpan(0, 2, 0, 1),)))
                 checksum = entry_checksum(episode, attempt, call, asked, body)
                 connection.execute("UPDATE entries SET body = ?, checksum = ? WHERE id = ?", (body, checksum, number))
     connection.close()

@@ -14,9 +14,9 @@ from rich.console import Console
 from agentrl.core.errors import InputError, JournalError
 from agentrl.core.records import PolicyVersion
 from agentrl.core.text import escape_text
-from agentrl.inspection.conversation import conversation
+from agentrl.inspection.conversation import read_conversation
 from agentrl.inspection.reader import RunReader, list_runs
-from agentrl.inspection.render import MAX_CELL, curves, episode_table, run_table
+from agentrl.inspection.render import MAX_CELL, episode_table, reward_curves_page, run_table
 from agentrl.inspection.render_episode import conversation_page
 from agentrl.journal.entries import encode_body, entry_checksum
 from agentrl.journal.store import SqliteJournal
@@ -65,7 +65,7 @@ def test_one_episode_is_shown_with_its_conversation(run: Path) -> None:
         [],
     )
     assert [call for call, _ in view.entries] == ["r#0", "r#1", "r#2", "r#3"]
-    text = shown(conversation_page(conversation(reader, view.summary.episode)))
+    text = shown(conversation_page(read_conversation(reader, view.summary.episode)))
     assert "solver[0] · policy" in text
     assert "turn 0, 2 tokens of policy@0.0, stop" in text
     assert "reward 3 to solver[0] for the episode" in text
@@ -81,7 +81,7 @@ def test_the_curve_and_the_metrics(run: Path) -> None:
     assert reader.metric("loss") == {"policy": [(1, 0.1), (2, 0.2)]}
     assert reader.metric("grad_norm") == {"policy": [(1, None), (2, None)]}
     assert reader.metric_names() == ["grad_norm", "loss"]
-    assert "reward of policy  0.50 → 2.50" in shown(curves(reader.curve()))
+    assert "reward of policy  0.50 → 2.50" in shown(reward_curves_page(reader.curve()))
     reader.close()
 
 
@@ -139,7 +139,7 @@ def test_hostile_content_in_every_field_reaches_no_terminal(tmp_path: Path) -> N
     asyncio.run(write_run(tmp_path, text=HOSTILE, name=HOSTILE))
     reader = RunReader(tmp_path)
     pages = [shown(episode_table(reader.episodes(), reader.count())), shown(run_table([reader.line()]))]
-    pages += [shown(conversation_page(conversation(reader, f"e{number}"))) for number in range(6)]
+    pages += [shown(conversation_page(read_conversation(reader, f"e{number}"))) for number in range(6)]
     for page in pages:
         assert escape_text(page) == page
         assert "[bold]" in page or "e99" in page
@@ -155,7 +155,7 @@ def test_a_damaged_partition_leaves_the_rest_readable(run: Path) -> None:
     view = reader.episode("e1")
     assert (view.summary.reward, view.entries) == (1.0, [])
     assert "checksum" in view.problems[0]
-    assert "not readable" in shown(conversation_page(conversation(reader, view.summary.episode)))
+    assert "not readable" in shown(conversation_page(read_conversation(reader, view.summary.episode)))
     assert reader.episode("e2").problems == []
     (run / "journal" / "turns-w0.db").unlink()
     fresh = RunReader(run)
@@ -271,7 +271,7 @@ def test_content_that_cannot_be_shown_is_named_and_the_rest_is_shown(run: Path, 
     (told,) = view.problems
     assert problem in told
     assert "episode e1, call r#2" in told
-    assert "not readable" in shown(conversation_page(conversation(reader, view.summary.episode)))
+    assert "not readable" in shown(conversation_page(read_conversation(reader, view.summary.episode)))
     reader.close()
 
 
@@ -285,7 +285,7 @@ def test_rows_of_other_types_are_problems_of_the_episode(run: Path) -> None:
     assert first.problems[1:] == ["metric 'x' is not a number; its row of the control log is damaged"]
     assert "record in `episodes` does not match" in first.problems[0]
     assert "is not the name of a turn partition" in second.problems[0]
-    shown(conversation_page(conversation(reader, "e1")))
+    shown(conversation_page(read_conversation(reader, "e1")))
     reader.close()
 
 

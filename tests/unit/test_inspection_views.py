@@ -19,13 +19,13 @@ from rich.console import Console
 from agentrl.cli.main import main
 from agentrl.core.errors import InputError, JournalError
 from agentrl.core.text import escape_text
-from agentrl.inspection.comparisons import compare_episodes, difference, fork_tree
-from agentrl.inspection.conversation import EffectAct, PolicyTurn, RewardAct, ToolAct, conversation
+from agentrl.inspection.comparisons import compare_across_runs, compare_episodes, fork_tree
+from agentrl.inspection.conversation import EffectAct, PolicyTurn, RewardAct, ToolAct, read_conversation
 from agentrl.inspection.reader import EpisodeLine, RunReader
-from agentrl.inspection.reasons import Reason, reasons
+from agentrl.inspection.reasons import Reason, explain_episode
 from agentrl.inspection.render import (
     MAX_BLOCK,
-    Page,
+    TerminalPage,
     episode_table,
     run_timeline_page,
     statistics_page,
@@ -36,15 +36,22 @@ from agentrl.inspection.render_episode import (
     conversation_page,
     difference_page,
     events_page,
-    fork_page,
+    fork_tree_page,
     reasons_page,
     timeline_page,
     tokens_page,
 )
 from agentrl.inspection.statistics import run_statistics
 from agentrl.inspection.steps import step_list, step_view
-from agentrl.inspection.timelines import Bar, EpisodeTimeline, Lane, episode_timeline, occupancy, run_timeline
-from agentrl.inspection.tokens import Vocabulary, episode_tokens, step_rows
+from agentrl.inspection.timelines import (
+    EpisodeTimeline,
+    TimelineBar,
+    TimelineLane,
+    episode_timeline,
+    occupancy,
+    run_timeline,
+)
+from agentrl.inspection.tokens import Vocabulary, episode_tokens, read_step_rows
 from tests.journal_cases import HOSTILE, write_run
 
 
@@ -55,7 +62,7 @@ def reader(sample_run: Path) -> Iterator[RunReader]:
     opened.close()
 
 
-def shown(page: Page) -> str:
+def shown(page: TerminalPage) -> str:
     stream = io.StringIO()
     Console(file=stream, width=200, soft_wrap=True).print(page)
     return stream.getvalue()
@@ -74,7 +81,7 @@ def said(found: list[Reason], about: str) -> str:
 
 def test_a_conversation_holds_every_act_with_its_times(reader: RunReader) -> None:
     line = first(reader, "status = trained and environment ~ Solve")
-    view = conversation(reader, line.episode)
+    view = read_conversation(reader, line.episode)
     turns = [act for act in view.acts if isinstance(act, PolicyTurn)]
     assert len(turns) == line.turns
     assert {(turn.seat, turn.policy) for turn in turns} == {("solver", "solver"), ("checker", "checker")}
@@ -85,7 +92,7 @@ def test_a_conversation_holds_every_act_with_its_times(reader: RunReader) -> Non
     page = shown(conversation_page(view))
     assert f"reward       {line.reward:g}" in page
     assert "tool add(" in page
-    parent = conversation(reader, str(line.parent))
+    parent = read_conversation(reader, str(line.parent))
     assert line.episode in [child.episode for child in parent.children]
     assert "children" in shown(conversation_page(parent))
 
@@ -114,7 +121,7 @@ def test_an_update_inside_a_turn_is_told_in_its_place(reader: RunReader) -> None
     found = [
         (view, act)
         for line in reader.episodes("environment ~ Solve and turns > 0", limit=1000)
-        for view in [conversation(reader, line.episode)]
+        for view in [read_conversation(reader, line.episode)]
         for act in view.acts
         if isinstance(act, PolicyTurn) and len(act.versions) > 1
     ]
@@ -122,7 +129,9 @@ def test_an_update_inside_a_turn_is_told_in_its_place(reader: RunReader) -> None
     (_, before), (place, after) = act.versions[:2]
     assert f"{before} → {after}" in shown(conversation_page(view))
     assert f"↻ {after} took over after {place} of its tokens" in shown(conversation_page(view))
-    assert f"new weights took over inside turn {act.turn}" in said(reasons(reader, view.summary.episode), "time")
+    assert f"new weights took over inside turn {act.turn}" in said(
+        explain_episode(reader, view.summary.episode), "time"
+    )
 
 
 def test_tokens_carry_what_sampled_and_what_trained_them(reader: RunReader) -> None:
@@ -139,7 +148,7 @@ def test_tokens_carry_what_sampled_and_what_trained_them(reader: RunReader) -> N
         for token in sampled
     )
     text = "".join(token.text for token in sampled)
-    turns = [act.text for act in conversation(reader, line.episode).acts if isinstance(act, PolicyTurn)]
+    turns = [act.text for act in read_conversation(reader, line.episode).acts if isinstance(act, PolicyTurn)]
     assert all(turn in text or turn in {"right<|stop|>", "wrong<|stop|>"} or "Hmm" in turn for turn in turns)
     assert "trained into solver@" in shown(tokens_page(view))
     assert f"{sampled[0].id}" in shown(tokens_page(view, details=True))
@@ -153,11 +162,11 @@ def test_an_untrained_policy_has_tokens_without_training(reader: RunReader) -> N
 
 
 def test_why_a_dropped_and_a_trained_episode_stand_where_they_stand(reader: RunReader) -> None:
-    dropped = reasons(reader, reader.episodes("drop_reason = environment_error", limit=1)[0].episode)
+    dropped = explain_episode(reader, reader.episodes("drop_reason = environment_error", limit=1)[0].episode)
     assert "LookupError: the page of" in said(dropped, "ended")
     assert "attempt 1 of 2" in said(dropped, "attempt")
     line = first(reader, "status = trained and environment ~ Solve")
-    trained = reasons(reader, line.episode)
+    trained = explain_episode(reader, line.episode)
     assert "as a child of" in said(trained, "admitted")
     assert "was trained by the step that made solver@" in said(trained, "unit")
     assert "checker does not learn" in said(trained, "unit")
@@ -167,7 +176,7 @@ def test_why_a_dropped_and_a_trained_episode_stand_where_they_stand(reader: RunR
 
 def test_a_parked_episode_says_so(reader: RunReader) -> None:
     ((episode,),) = reader.log.rows("SELECT episode FROM episodes WHERE metrics LIKE '%\"parked\"%' LIMIT 1")
-    assert "its calls were cut and went on from their tokens" in said(reasons(reader, episode), "time")
+    assert "its calls were cut and went on from their tokens" in said(explain_episode(reader, episode), "time")
 
 
 def test_an_episodes_timeline_has_a_lane_per_agent(reader: RunReader) -> None:
@@ -183,7 +192,7 @@ def test_an_episodes_timeline_has_a_lane_per_agent(reader: RunReader) -> None:
 def test_forks_are_a_tree_and_part_from_their_parents_at_the_fork(reader: RunReader) -> None:
     tree = fork_tree(reader)
     assert [fork.depth for fork in tree] == [0, 1, 2, 1, 1]
-    assert [line[:8].rstrip() for line in shown(fork_page(tree)).splitlines()[2:]] == [
+    assert [line[:8].rstrip() for line in shown(fork_tree_page(tree)).splitlines()[2:]] == [
         "├ f0",
         "│ └ f3",
         "├ f1",
@@ -194,7 +203,7 @@ def test_forks_are_a_tree_and_part_from_their_parents_at_the_fork(reader: RunRea
     for name in ("f0", "f1", "f2"):
         found = compare_episodes(reader, f"forks/{name}", None)
         assert found.b.episode == tree[0].line.episode
-        assert found.same_acts >= conversation(forks, name).inherited > 0
+        assert found.same_acts >= read_conversation(forks, name).inherited > 0
         parted += found.departure is not None
     forks.close()
     assert parted, "other seeds say something else"
@@ -204,7 +213,7 @@ def test_forks_are_a_tree_and_part_from_their_parents_at_the_fork(reader: RunRea
 def test_the_time_between_a_parent_and_its_fork_is_no_wait(reader: RunReader) -> None:
     forks = RunReader(reader.path / "forks")
     for name in ("f0", "f1", "f2", "f3"):
-        view = conversation(forks, name)
+        view = read_conversation(forks, name)
         taken_over, own = (
             [act for act in acts if isinstance(act, PolicyTurn)]
             for acts in (view.acts[: view.inherited], view.acts[view.inherited :])
@@ -212,13 +221,13 @@ def test_the_time_between_a_parent_and_its_fork_is_no_wait(reader: RunReader) ->
         ended = max(act.at + act.seconds for act in taken_over)
         tools = sum(act.seconds for act in view.acts if isinstance(act, ToolAct | EffectAct))
         assert -1e-6 <= own[0].at - ended <= tools + 1e-6
-        assert "the wait before" not in said(reasons(forks, name), "time")
+        assert "the wait before" not in said(explain_episode(forks, name), "time")
     forks.close()
 
 
 def test_an_episode_is_the_same_as_itself_and_names_are_told_apart(reader: RunReader) -> None:
     line = first(reader, "status = trained")
-    same = difference(reader, line.episode, reader, line.episode)
+    same = compare_across_runs(reader, line.episode, reader, line.episode)
     assert same.departure is None
     assert "they are the same" in shown(difference_page(same))
     with pytest.raises(InputError, match="is not a fork"):
@@ -348,7 +357,7 @@ def test_altered_records_are_told_and_the_rest_is_shown(damaged: Path) -> None:
     (line,) = reader.episodes("reward > 50")
     assert (line.episode, "does not match its checksum" in str(line.problem)) == ("e2", True)
     assert "does not match its checksum" in shown(episode_table([line], 1))
-    assert "does not match its checksum" in said(reasons(reader, "e2"), "problem")
+    assert "does not match its checksum" in said(explain_episode(reader, "e2"), "problem")
     view = step_view(reader, 3, "solver")
     assert (len(view.fed), len(view.problems)) == (15, 1)
     assert 4 not in [step.step for step in step_list(reader, "solver")]
@@ -372,7 +381,7 @@ def test_a_cut_file_of_columns_is_told(damaged: Path, size: int) -> None:
 @pytest.mark.parametrize("name", ["../../etc/passwd", "/etc/passwd", "", 7])
 def test_columns_outside_the_run_are_not_read(damaged: Path, name: object) -> None:
     with pytest.raises(JournalError):
-        step_rows(damaged, name)
+        read_step_rows(damaged, name)
 
 
 def test_every_byte_of_a_file_of_columns_changed_gives_an_answer_or_a_named_error(damaged: Path) -> None:
@@ -382,7 +391,7 @@ def test_every_byte_of_a_file_of_columns_changed_gives_an_answer_or_a_named_erro
     for at in range(0, len(whole), 7):
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 0x55]) + whole[at + 1 :])
         try:
-            step_rows(damaged, "steps/proposer/0.1.safetensors")
+            read_step_rows(damaged, "steps/proposer/0.1.safetensors")
             read += 1
         except JournalError:
             continue
@@ -411,7 +420,7 @@ def test_every_code_point_is_escaped_by_every_part_of_a_page() -> None:
     everything = "".join(map(chr, [*range(0xD800), *range(0xE000, 0x110000, 61)]))
     for start in range(0, len(everything), 400):
         text = everything[start : start + 400]
-        page = Page()
+        page = TerminalPage()
         page.line(text, (text, "red"))
         page.heading(text)
         page.block(text)
@@ -425,7 +434,7 @@ def test_every_code_point_is_escaped_by_every_part_of_a_page() -> None:
 
 
 def test_markup_is_shown_as_it_is_and_a_long_block_has_an_end() -> None:
-    page = Page()
+    page = TerminalPage()
     page.line("[bold]x[/bold]", ("[link=https://a.b]c[/link]", "red"))
     page.block("y" * (MAX_BLOCK + 5))
     found = shown(page)
@@ -449,9 +458,15 @@ def test_ids_become_text_where_the_tokenizer_is_here(tmp_path: Path) -> None:
 
 def test_times_beyond_all_floats_are_drawn_at_the_edge() -> None:
     """A journal of anybody's may hold them."""
-    bar = Bar(float("inf"), float("nan"), "turn", "turn 0")
+    bar = TimelineBar(float("inf"), float("nan"), "turn", "turn 0")
     line = EpisodeTimeline(
-        episode="e", attempt=0, seconds=float("inf"), lanes=[Lane("a[0]", [bar])], updates=[], busy={}, problems=[]
+        episode="e",
+        attempt=0,
+        seconds=float("inf"),
+        lanes=[TimelineLane("a[0]", [bar])],
+        updates=[],
+        busy={},
+        problems=[],
     )
     assert timeline_page(line).__rich__() is not None
     assert occupancy([(0.0, float("inf"))], 4, 1.0)[:3] == [1.0, 1.0, 1.0]

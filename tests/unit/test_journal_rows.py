@@ -15,9 +15,9 @@ from agentrl.journal.entries import (
     EntryBody,
     JournalEntry,
     RewardEntry,
-    SpanEntry,
     ToolEntry,
     TurnEntry,
+    TurnVersionSpan,
     encode_body,
 )
 from agentrl.journal.rows import assemble_trajectories
@@ -36,7 +36,7 @@ def turn(number: int, context: list[int], sampled: list[int], **changes: Any) ->
         token_ids=np.array(sampled, dtype="<i4").tobytes(),
         logprobs=(-np.arange(1, len(sampled) + 1, dtype="<f4")).tobytes(),
         finish_reason="stop",
-        spans=(SpanEntry(0, len(sampled), 0, number),),
+        spans=(TurnVersionSpan(0, len(sampled), 0, number),),
         text="",
         messages=(),
         temperature=1.0,
@@ -52,7 +52,9 @@ def entries(*bodies: EntryBody) -> list[JournalEntry]:
 
 def test_two_turns_and_a_tool_between_make_one_row() -> None:
     tool = ToolEntry("calculate", {}, "5", "ok", False, 0.0)
-    second = turn(1, [30, 31], [40, 41], spans=(SpanEntry(0, 1, 0, 1), SpanEntry(1, 2, 0, 2)), parent_context=5)
+    second = turn(
+        1, [30, 31], [40, 41], spans=(TurnVersionSpan(0, 1, 0, 1), TurnVersionSpan(1, 2, 0, 2)), parent_context=5
+    )
     (only,) = assemble_trajectories(
         entries(BEGIN, turn(0, [1, 2, 3], [10, 11]), tool, second, RewardEntry("solver", 0, 1.0, None))
     )

@@ -12,7 +12,7 @@ import pytest
 from agentrl.core.records import PolicyVersion, VersionSpan
 from agentrl.credit.samples import token_lags, trained_positions
 from agentrl.learn.packing import pack
-from agentrl.learn.storage import MergedColumns, StepColumns, mismatch_metrics, read_columns, seat_metrics
+from agentrl.learn.storage import MergedRankColumns, StepColumns, mismatch_metrics, read_columns, seat_mismatch_metrics
 from tests.learn_cases import make_samples
 
 NOW = PolicyVersion("policy", 1, 7)
@@ -42,9 +42,9 @@ def test_figures_are_those_of_the_formula_by_lag() -> None:
 def test_seats_are_told_apart_where_there_are_several() -> None:
     behavior = np.array([-1.0, -2.0, -3.0, -1.0], np.float32)
     trainer = np.array([-1.5, -2.0, np.nan, -1.0], np.float32)
-    found = seat_metrics(trainer, behavior, np.array(["x", "x", "o", "o"], dtype=object))
+    found = seat_mismatch_metrics(trainer, behavior, np.array(["x", "x", "o", "o"], dtype=object))
     assert found == pytest.approx({"seat_k3/x": (math.exp(-0.5) - 1 + 0.5) / 2, "seat_k3/o": 0.0})
-    assert seat_metrics(trainer, behavior, np.array(["x"] * 4, dtype=object)) == {}
+    assert seat_mismatch_metrics(trainer, behavior, np.array(["x"] * 4, dtype=object)) == {}
 
 
 def test_a_token_s_lag_counts_steps_and_is_never_0_in_another_lineage() -> None:
@@ -73,7 +73,7 @@ def test_rows_of_all_ranks_are_measured_and_one_stale_token_makes_its_row_stale(
             entropies = np.abs(batch.behavior_logprobs)
             columns.record(batch, batch.behavior_logprobs + np.float32(0.25), entropies, range(len(share)))
         parts.append(columns.encode())
-    merged = MergedColumns(parts)
+    merged = MergedRankColumns(parts)
     counts = [len(positions) for positions in trained_positions(samples)]
     found = merged.mismatch()
     assert found["mismatch/tokens"] == counts[0] + counts[2]

@@ -18,7 +18,7 @@ from agentrl.config.run import RunConfig
 from agentrl.core.errors import ModelError
 from agentrl.core.machine import Gpu, Memory
 from agentrl.learn.forward import TOP_TOKENS, token_logprobs
-from agentrl.learn.memory import AllocationCounter, longest_rows
+from agentrl.learn.memory import AllocationCounter, make_worst_case_samples
 from agentrl.learn.models import load_models
 from agentrl.learn.packing import pack
 
@@ -32,7 +32,7 @@ def configured(repository: Path, *overrides: str) -> RunConfig:
 def allocated(config: RunConfig) -> int:
     """Bytes that a real step on the longest rows allocates at its peak, without gradients."""
     (model,) = load_models(config, torch.device("cpu")).values()
-    (batch,) = pack(longest_rows(config, "solver", model), max_tokens=1 << 30, share=model.shared_prefixes)
+    (batch,) = pack(make_worst_case_samples(config, "solver", model), max_tokens=1 << 30, share=model.shared_prefixes)
     parameters = [*model.model.parameters(), *model.model.buffers(), *model.parameters.values()]
     with AllocationCounter(parameters) as counted:
         output = token_logprobs(model.model, batch, shared=model.shared_prefixes)
@@ -68,7 +68,7 @@ def test_the_divergence_from_a_reference_is_planned(repository: Path) -> None:
         if part.name.startswith("activations")
     )
     (model,) = load_models(config, torch.device("cpu")).values()
-    (batch,) = pack(longest_rows(config, "solver", model), max_tokens=1 << 30, share=model.shared_prefixes)
+    (batch,) = pack(make_worst_case_samples(config, "solver", model), max_tokens=1 << 30, share=model.shared_prefixes)
     with torch.no_grad():
         reference = token_logprobs(model.model, batch, shared=model.shared_prefixes, top=TOP_TOKENS)
     with AllocationCounter([*model.model.parameters(), *model.model.buffers()]) as counted:

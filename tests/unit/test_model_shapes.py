@@ -13,8 +13,8 @@ from transformers import Gemma3Config, MistralConfig
 
 from agentrl.core.errors import ModelError
 from agentrl.core.records import TrainingSample
-from agentrl.engines.embedded.forward import check_slots, load_model
-from agentrl.engines.models import kv_bytes_per_token, length_thresholds, read_meta_model
+from agentrl.engines.embedded.forward import check_slots_match_forward, load_model
+from agentrl.engines.models import computation_change_lengths, kv_bytes_per_token, read_meta_model
 from agentrl.learn.forward import ATTENTION, token_logprobs
 from agentrl.learn.models import load_models, prefix_tree_is_exact
 from agentrl.learn.packing import pack
@@ -145,7 +145,7 @@ def test_positions_that_depend_on_the_whole_context_are_those_of_the_longest(tmp
     """In the embedded engine, across the 32 original positions: a token's probability does not change as rows grow."""
     path = _write(kind, tmp_path)
     model = load_model(str(path), max_context=64, dtype=torch.float32, device="cpu")
-    check_slots(model, "here", max_context=64)
+    check_slots_match_forward(model, "here", max_context=64)
     plain = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     ids = torch.from_numpy(np.random.default_rng(0).integers(3, 97, (1, 64)))
     with torch.no_grad():
@@ -197,19 +197,19 @@ def test_the_check_at_start_sees_what_only_long_rows_show() -> None:
         model = transformers.AutoModelForCausalLM.from_config(_MODELS[kind](), dtype=torch.float32).eval()
         if kind.startswith("llama"):
             model.config.original_max_position_embeddings = length  # in its rope's parameters alone it is no length
-        assert length_thresholds(model.config, 128) == [length]
+        assert computation_change_lengths(model.config, 128) == [length]
         assert prefix_tree_is_exact(model, 32)
         lengths = "12, 13, 15, 31, 37"
         with pytest.raises(ModelError, match=rf"rows of {lengths} tokens together, differ.*max_context to at most 32"):
             prefix_tree_is_exact(model, 128)
-        check_slots(model, "here", max_context=32)
+        check_slots_match_forward(model, "here", max_context=32)
         with pytest.raises(ModelError, match="different logits"):
-            check_slots(model, "here", max_context=128)
+            check_slots_match_forward(model, "here", max_context=128)
 
 
 def test_attention_in_chunks_is_refused_over_slots_beyond_a_chunk() -> None:
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(_MODELS["llama4 chunks"](), dtype=torch.float32).eval()
-    check_slots(model, "here", max_context=16)
+    check_slots_match_forward(model, "here", max_context=16)
     with pytest.raises(ModelError, match=r"different logits|cannot run in the embedded engine"):
-        check_slots(model, "here", max_context=64)
+        check_slots_match_forward(model, "here", max_context=64)

@@ -25,24 +25,24 @@ from agentrl.inspection.reader import RunReader
 from agentrl.inspection.statistics import run_state
 from agentrl.journal.process import ProcessRecord, State, find_writing_process, record_state, recording_process_state
 from agentrl.journal.store import SqliteJournal
-from agentrl.observe.docs_page import page
-from agentrl.observe.metrics import METRICS, describe
+from agentrl.observe.docs_page import render_metrics_page
+from agentrl.observe.metrics import METRICS, find_registered_metric
 from agentrl.observe.progress import evaluation_line, format_step_metrics
 from agentrl.observe.run_directory import RunDirectory
 from agentrl.observe.run_observer import EnduringStream, RunObserver
 from agentrl.observe.run_state import (
     MetricsFile,
-    RunPlan,
+    RunDisplaySettings,
     RunSnapshot,
     RunState,
     bottleneck,
-    plan_of,
+    display_settings_from_config,
     read_metrics,
     read_status,
     with_engine_share,
     write_status,
 )
-from agentrl.observe.view import curve, duration, sparkline, view
+from agentrl.observe.view import curve, duration, render_run_screen, sparkline
 
 STEP = {
     "reward/mean": 0.5,
@@ -69,7 +69,7 @@ def test_names_are_unique_and_have_unit_and_meaning() -> None:
         "my_metric": None,
     }
     for name, known in words.items():
-        metric = describe(name)
+        metric = find_registered_metric(name)
         assert (None if metric is None else metric.name) == known
 
 
@@ -86,7 +86,7 @@ def test_the_sink_writes_a_line_per_step_and_appends(tmp_path: Path) -> None:
         MetricsFile(tmp_path / "nowhere" / "metrics.jsonl")
 
 
-PLAN = RunPlan(name="demo", environment="guess", steps=40, max_staleness={"policy": 1})
+PLAN = RunDisplaySettings(name="demo", environment="guess", steps=40, max_staleness={"policy": 1})
 
 
 def test_a_pipe_gets_a_plain_line_per_step(tmp_path: Path) -> None:
@@ -174,7 +174,7 @@ def test_a_resumed_run_shows_its_earlier_steps_and_repeats_replace_what_was_lost
 
 
 def test_evaluations_that_a_rollback_undid_are_shown_no_more() -> None:
-    state = RunState(plan=RunPlan())
+    state = RunState(plan=RunDisplaySettings())
     for life in ((1, 2, 3, 4), (3, 4)):
         for step in life:
             state.record("policy", step, STEP)
@@ -188,7 +188,7 @@ def test_evaluations_that_a_rollback_undid_are_shown_no_more() -> None:
 def test_the_end_shows_the_whole_run_also_after_a_resume_and_a_curve_for_each_policy(tmp_path: Path) -> None:
     directory = RunDirectory.create(tmp_path / "run", "{}")
     summary = {"steps": 2, "rl_seconds": 1.0, "engine_busy_share": 0.5, "trainer_busy_share": 0.5, "held_out_tasks": 9}
-    plan = RunPlan(name="demo", steps=4, max_staleness={"a": 1, "b": 1})
+    plan = RunDisplaySettings(name="demo", steps=4, max_staleness={"a": 1, "b": 1})
     stream = io.StringIO()
     for steps, held_out, shown in (((1, 2), (0, 0.25), io.StringIO()), ((3, 4), (2, 0.75), stream)):
         with RunObserver(directory, plan=plan, stream=shown) as observer:
@@ -217,7 +217,7 @@ def test_the_end_shows_the_whole_run_also_after_a_resume_and_a_curve_for_each_po
             observer.on_evaluation({"a": PolicyVersion("a", 0, step)}, {"a": metrics})
             observer.finish({**summary, "held_out_tasks": tasks})
         assert told in stream.getvalue()
-    longer = RunPlan(name="demo", steps=6, max_staleness={"a": 1, "b": 1})
+    longer = RunDisplaySettings(name="demo", steps=6, max_staleness={"a": 1, "b": 1})
     with RunObserver(directory, plan=longer, stream=stream) as observer:
         observer.finish({**summary, "steps": 0})
     assert "no step was taken: --resume continues from step 4 of 6" in stream.getvalue()
@@ -244,7 +244,9 @@ def test_damaged_metrics_status_and_configurations_are_read_as_far_as_they_go(tm
         '{"step": 1}',
     ]
     (tmp_path / "metrics.jsonl").write_text("\n".join([*lines, '{"policy": "p", "step": 1e400, "loss": 1}']))
-    state = RunState(plan=plan_of({"policies": {"p": {"max_staleness": "many"}}, "steps": [], "model": None}))
+    state = RunState(
+        plan=display_settings_from_config({"policies": {"p": {"max_staleness": "many"}}, "steps": [], "model": None})
+    )
     read_metrics(tmp_path / "metrics.jsonl", state)
     assert state.policies["p"].steps == {1: {"loss": 0.5}}
     (tmp_path / "status.json").write_text("{")
@@ -273,7 +275,7 @@ def test_the_engine_is_named_where_it_is_the_bottleneck_and_where_it_starves() -
 def test_the_bottleneck_is_what_is_busy_or_what_holds_work_back(
     engine: float, trainer: float, waits: tuple[str, ...], found: str
 ) -> None:
-    state = RunState(plan=RunPlan(max_staleness={"p": 1}))
+    state = RunState(plan=RunDisplaySettings(max_staleness={"p": 1}))
     status = RunSnapshot(phase="training", engine_share=engine, waits=waits)
     assert bottleneck(state, status) == ""
     state.record("p", 1, {"engine/busy_share": 1.0, "trainer/busy_share": trainer})
@@ -284,33 +286,33 @@ def test_the_view_shows_what_each_node_does(tmp_path: Path) -> None:
     engine = ProcessStatus(name="engine 0", node="10.0.0.2", gpus=("0", "1"), doing="serves")
     worker = ProcessStatus(name="worker 1", node="10.0.0.2", doing="plays 7 episodes")
     write_status(tmp_path, RunSnapshot(phase="training", processes=(engine, worker), bottleneck="engines"))
-    state = RunState(plan=RunPlan(), status=read_status(tmp_path))
+    state = RunState(plan=RunDisplaySettings(), status=read_status(tmp_path))
     stream = io.StringIO()
-    Console(file=stream, width=100).print(view(state))
+    Console(file=stream, width=100).print(render_run_screen(state))
     assert "10.0.0.2    engine 0 on GPU 0, 1 serves · worker 1 plays 7 episodes" in stream.getvalue()
     assert "bottleneck  engines" in stream.getvalue()
 
 
 def test_nothing_of_a_run_reaches_the_terminal_as_it_is() -> None:
     hostile = "\x1b[31mred\u202e\n"
-    plan = RunPlan(name=hostile, environment=hostile, max_staleness={hostile: 1})
+    plan = RunDisplaySettings(name=hostile, environment=hostile, max_staleness={hostile: 1})
     process = ProcessStatus(name=hostile, node=hostile, gpus=(hostile,), doing=hostile)
     status = RunSnapshot(
         phase=hostile, waits=(hostile,), dropped={hostile: 1}, processes=(process,), bottleneck=hostile
     )
     state = RunState(plan=plan, status=status, problem=hostile)
     stream = io.StringIO()
-    Console(file=stream, width=100).print(view(state, age_s=99.0))
+    Console(file=stream, width=100).print(render_run_screen(state, age_s=99.0))
     assert not {"\x1b", "\u202e"} & set(stream.getvalue())
 
 
 def test_the_view_of_several_policies_fits_the_width() -> None:
-    state = RunState(plan=RunPlan(steps=9, max_staleness={"proposer": 1, "solver": 2}))
+    state = RunState(plan=RunDisplaySettings(steps=9, max_staleness={"proposer": 1, "solver": 2}))
     for step in range(1, 6):
         for policy in ("proposer", "solver"):
             state.record(policy, step, {**STEP, "step/seconds": 2.0, "entropy": 0.5})
     stream = io.StringIO()
-    Console(file=stream, width=80).print(view(state, width=80))
+    Console(file=stream, width=80).print(render_run_screen(state, width=80))
     lines = stream.getvalue().splitlines()
     assert max(map(len, lines)) <= 80
     assert sum("step 5/9" in line and "about 0:08 left" in line for line in lines) == 2
@@ -319,10 +321,10 @@ def test_the_view_of_several_policies_fits_the_width() -> None:
 def test_a_slow_rate_is_not_shown_as_none() -> None:
     slow = {"tokens/sampled_per_s": 0.034}
     assert format_step_metrics(slow) == "0.034 tokens/s"
-    state = RunState(plan=RunPlan(steps=9, max_staleness={"policy": 1}))
+    state = RunState(plan=RunDisplaySettings(steps=9, max_staleness={"policy": 1}))
     state.record("policy", 1, slow)
     stream = io.StringIO()
-    Console(file=stream, width=100).print(view(state, width=100))
+    Console(file=stream, width=100).print(render_run_screen(state, width=100))
     assert re.search(r"tokens/s +0\.034 ", stream.getvalue())
 
 
@@ -335,7 +337,7 @@ def test_sparklines_and_durations() -> None:
 
 def test_the_page_of_metrics_is_up_to_date() -> None:
     written = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text(encoding="utf-8")
-    assert written == page(), "run `make docs-config`"
+    assert written == render_metrics_page(), "run `make docs-config`"
     assert not re.findall(r"\{[A-Z].*?\}", written), "a name stands where its value belongs"
 
 

@@ -13,9 +13,9 @@ import pytest
 from agentrl.observe.alarms import MEANINGS, alarms
 from agentrl.observe.run_directory import RunDirectory
 from agentrl.observe.run_observer import RunObserver
-from agentrl.observe.run_state import RunPlan, RunSnapshot, RunState
+from agentrl.observe.run_state import RunDisplaySettings, RunSnapshot, RunState
 
-PLAN = RunPlan(steps=40, max_staleness={"solver": 1})
+PLAN = RunDisplaySettings(steps=40, max_staleness={"solver": 1})
 HEALTHY = {
     "advantage/zero_share": 0.5,
     "staleness/mean": 1.0,
@@ -223,7 +223,7 @@ def test_a_reason_that_takes_everything_is_named(reason: str) -> None:
 
 
 def test_what_was_not_measured_raises_nothing() -> None:
-    state = RunState(plan=RunPlan())
+    state = RunState(plan=RunDisplaySettings())
     for step in range(1, 30):
         state.record("solver", step, {})
     assert alarms(state) == []

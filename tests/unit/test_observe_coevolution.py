@@ -9,8 +9,8 @@ from rich.console import Console
 
 from agentrl.core.records import EpisodeHeader, TrajectoryHeader
 from agentrl.observe.alarms import MEANINGS, alarms
-from agentrl.observe.run_state import RunPlan, RunState, plan_of
-from agentrl.observe.view import view
+from agentrl.observe.run_state import RunDisplaySettings, RunState, display_settings_from_config
+from agentrl.observe.view import render_run_screen
 from tests.support.builders import make_episode_header
 
 CONFIG = {
@@ -24,7 +24,7 @@ CONFIG = {
 
 def games(rates: list[float], *, each: int = 32, seed: int = 0, **more: float) -> RunState:
     """A player against its past, that wins each game with the step's rate."""
-    draw, state = random.Random(seed), RunState(plan=plan_of(CONFIG))
+    draw, state = random.Random(seed), RunState(plan=display_settings_from_config(CONFIG))
     for step, rate in enumerate(rates, start=1):
         won = sum(draw.random() < rate for _ in range(each)) / each
         state.record("player", step, {"reward/mean": won, "win_rate/past": won, "games/past": float(each), **more})
@@ -77,7 +77,7 @@ def test_only_what_one_side_lost_was_won() -> None:
 def two(steps: list[str], **plan: object) -> RunState:
     """Steps of two policies, in order."""
     names = {"proposer": 1, "solver": 1}
-    state = RunState(plan=RunPlan(steps=400, max_staleness=names, **plan))  # type: ignore[arg-type]
+    state = RunState(plan=RunDisplaySettings(steps=400, max_staleness=names, **plan))  # type: ignore[arg-type]
     taken = dict.fromkeys(names, 0)
     for policy in steps:
         taken[policy] += 1
@@ -112,7 +112,7 @@ def test_a_seat_that_moves_too_fast_is_named_though_the_mean_is_healthy() -> Non
 def shown(state: RunState) -> str:
     console = Console(width=100, record=True, file=None)
     with console.capture() as capture:
-        console.print(view(state, width=100))
+        console.print(render_run_screen(state, width=100))
     return capture.get()
 
 

@@ -13,12 +13,12 @@ import pytest
 from agentrl.core.errors import ConfigError
 from agentrl.core.machine import install_command
 from agentrl.inspection.statistics import latest_metrics
-from agentrl.observe.run_state import RunPlan, RunState
-from agentrl.observe.sinks import open_sinks, prometheus
+from agentrl.observe.run_state import RunDisplaySettings, RunState
+from agentrl.observe.sinks import format_prometheus_metrics, open_sinks
 
 
 def test_prometheus_text_has_one_help_per_name_and_escaped_labels() -> None:
-    text = prometheus('a"b\\c', {"p": {"reward/mean": 0.5, "step": 3.0}, "q": {"reward/mean": 1.0}})
+    text = format_prometheus_metrics('a"b\\c', {"p": {"reward/mean": 0.5, "step": 3.0}, "q": {"reward/mean": 1.0}})
     assert text == (
         "# HELP agentrl_reward_mean mean reward of the units the step consumed (reward)\n"
         "# TYPE agentrl_reward_mean gauge\n"
@@ -30,7 +30,7 @@ def test_prometheus_text_has_one_help_per_name_and_escaped_labels() -> None:
 
 
 def test_the_newest_value_of_each_metric_counts() -> None:
-    state = RunState(plan=RunPlan(max_staleness={"p": 0}))
+    state = RunState(plan=RunDisplaySettings(max_staleness={"p": 0}))
     state.record("p", 1, {"k3": 0.1, "loss": 1.0})
     state.record("p", 2, {"loss": 2.0})
     state.record("p", 2, {"evaluation/reward": 0.5})

@@ -10,15 +10,22 @@ import pytest
 
 from agentrl.core.clock import SystemClock
 from agentrl.core.ports import SamplingParams
-from agentrl.core.records import Completion, MaskStatus, PolicyVersion, RoutingRestart, SamplingMask, VersionSpan
-from agentrl.journal.entries import JournalEntry, Partial, SpanEntry, encode_partial
-from agentrl.rollout.call_journal import Call
+from agentrl.core.records import (
+    Completion,
+    PolicyVersion,
+    RoutingRestart,
+    SamplingMask,
+    SamplingMaskStatus,
+    VersionSpan,
+)
+from agentrl.journal.entries import JournalEntry, PartialTurnTokens, TurnVersionSpan, encode_partial
+from agentrl.rollout.call_journal import JournaledCall
 from agentrl.rollout.turn_entries import EpisodePartials, PartialTurn, join_completions, slice_completion
 from agentrl.testing.memory_journal import MemoryTurnLog
 from tests.support.builders import make_completion
 
 ASKED = b"question"
-CALL = Call("r#1", ASKED, None)
+CALL = JournaledCall("r#1", ASKED, None)
 SAMPLING = SamplingParams(max_tokens=8, stop_token_ids=(2,))
 
 
@@ -59,7 +66,7 @@ def test_kept_sets_are_concatenated_and_a_piece_without_had_none() -> None:
     other = SamplingMask(counts=np.array([1], np.int32), token_ids=np.array([7], np.int32))
     whole = join_completions([piece([5, 6], sampling_mask=mask), piece([9]), piece([7], sampling_mask=other)])
     assert whole.sampling_mask is not None
-    assert whole.sampling_mask.counts.tolist() == [2, MaskStatus.MISSING, MaskStatus.NONE, 1]
+    assert whole.sampling_mask.counts.tolist() == [2, SamplingMaskStatus.MISSING, SamplingMaskStatus.NONE, 1]
     assert whole.sampling_mask.token_ids.tolist() == [5, 6, 7]
 
 
@@ -83,11 +90,11 @@ def test_a_part_keeps_the_spans_inside() -> None:
 def row(
     start: int, tokens: Sequence[int], *, asked: bytes = ASKED, step: int = 0, body: bytes | None = None
 ) -> JournalEntry:
-    partial = Partial(
+    partial = PartialTurnTokens(
         start=start,
         token_ids=np.array(tokens, "<i4").tobytes(),
         logprobs=np.zeros(len(tokens), "<f4").tobytes(),
-        spans=(SpanEntry(0, len(tokens), 0, step),),
+        spans=(TurnVersionSpan(0, len(tokens), 0, step),),
     )
     return JournalEntry("e0", 0, "r#1", asked, encode_partial(partial) if body is None else body)
 
@@ -111,8 +118,20 @@ def recalled(*rows: JournalEntry, masked: bool = False) -> PartialTurn:
         ([row(0, [5, 6], asked=b"another!")], 0),
         ([row(0, [5, 6]), row(2, [7], asked=b"another!")], 2),
         ([row(0, [5, 6]), row(2, [], body=b"\x93rotten"), row(2, [7])], 2),
-        ([row(0, [5, 6], body=encode_partial(Partial(0, b"123", b"123", (SpanEntry(0, 1, 0, 0),))))], 0),
-        ([row(0, [5, 6], body=encode_partial(Partial(0, b"1234" * 2, b"1234" * 2, (SpanEntry(1, 2, 0, 0),))))], 0),
+        (
+            [row(0, [5, 6], body=encode_partial(PartialTurnTokens(0, b"123", b"123", (TurnVersionSpan(0, 1, 0, 0),))))],
+            0,
+        ),
+        (
+            [
+                row(
+                    0,
+                    [5, 6],
+                    body=encode_partial(PartialTurnTokens(0, b"1234" * 2, b"1234" * 2, (TurnVersionSpan(1, 2, 0, 0),))),
+                )
+            ],
+            0,
+        ),
     ],
 )
 def test_a_resumed_turn_goes_on_from_what_is_whole_and_follows_on(rows: list[JournalEntry], sampled: int) -> None:
@@ -124,7 +143,7 @@ def test_a_resumed_turn_goes_on_from_what_is_whole_and_follows_on(rows: list[Jou
 def test_tokens_read_back_are_not_trained_where_kept_sets_are_recorded() -> None:
     (whole,) = recalled(row(0, [5, 6]), masked=True).pieces
     assert whole.sampling_mask is not None
-    assert whole.sampling_mask.counts.tolist() == [MaskStatus.MISSING] * 2
+    assert whole.sampling_mask.counts.tolist() == [SamplingMaskStatus.MISSING] * 2
 
 
 def test_a_turn_that_was_all_on_disk_is_not_asked_for_again() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from agentrl import ChildResult, learnability
 from agentrl.core.errors import EpisodeError, RewardError
 from agentrl.core.records import Proposal, ProposalNovelty
-from agentrl.orchestrator.tasks import NEWEST, ProposalMemory
+from agentrl.orchestrator.tasks import NEWEST, ProposalNoveltyTracker
 
 
 def attempts(*rewards: float | None) -> list[ChildResult]:
@@ -63,7 +63,7 @@ def proposal(number: int, key: str, structure: str = "", *, episode: str | None 
     return Proposal(number, episode or f"e{number}", 0, "r#1", "Propose", key, structure)
 
 
-def told(memory: ProposalMemory, made: Proposal) -> ProposalNovelty:
+def told(memory: ProposalNoveltyTracker, made: Proposal) -> ProposalNovelty:
     found = memory.recall(made)
     memory.remember(made)
     return found
@@ -71,7 +71,7 @@ def told(memory: ProposalMemory, made: Proposal) -> ProposalNovelty:
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from("xy")), max_size=40), st.integers(1, 12))
 def test_the_newest_are_remembered(made: list[tuple[str, str]], size: int) -> None:
-    memory = ProposalMemory(size, group_size=1)
+    memory = ProposalNoveltyTracker(size, group_size=1)
     for at, (key, structure) in enumerate(made):
         seen = made[max(at - size, 0) : at]
         share = sum(other == structure for _, other in seen[-NEWEST:]) / len(seen) if seen else 0.0
@@ -79,7 +79,7 @@ def test_the_newest_are_remembered(made: list[tuple[str, str]], size: int) -> No
 
 
 def test_a_proposal_told_again_counts_once_and_not_for_itself() -> None:
-    memory = ProposalMemory(10, group_size=1)
+    memory = ProposalNoveltyTracker(10, group_size=1)
     told(memory, proposal(0, "a"))
     assert told(memory, proposal(1, "a", episode="e0")) == (0, 0.0)
     assert told(memory, proposal(1, "a")) == (1, 1.0)
@@ -92,7 +92,7 @@ def test_a_proposal_told_again_counts_once_and_not_for_itself() -> None:
 
 
 def test_those_an_episode_is_compared_with_are_not_heard() -> None:
-    memory = ProposalMemory(10, group_size=4)
+    memory = ProposalNoveltyTracker(10, group_size=4)
     told(memory, proposal(0, "a", episode="e3"))
     told(memory, proposal(1, "a", episode="e4"))
     told(memory, proposal(2, "a", episode="e5~0.r#1.0"))
@@ -102,7 +102,7 @@ def test_those_an_episode_is_compared_with_are_not_heard() -> None:
 
 
 def test_what_will_not_be_trained_stands_in_nobodys_way() -> None:
-    memory = ProposalMemory(2, group_size=1)
+    memory = ProposalNoveltyTracker(2, group_size=1)
     told(memory, proposal(0, "a"))
     told(memory, proposal(1, "b"))
     memory.forget("e1")
@@ -111,11 +111,11 @@ def test_what_will_not_be_trained_stands_in_nobodys_way() -> None:
 
 
 def test_structure_entropy_is_that_of_the_newest() -> None:
-    memory = ProposalMemory(1000, group_size=1)
+    memory = ProposalNoveltyTracker(1000, group_size=1)
     told(memory, proposal(5000, "nothing"))
     told(memory, proposal(5001, "nothing"))
     assert memory.structure_entropy() is None, "nothing is known of their structures"
-    memory = ProposalMemory(1000, group_size=1)
+    memory = ProposalNoveltyTracker(1000, group_size=1)
     for at in range(NEWEST):
         told(memory, proposal(at, str(at), "old"))
     assert memory.structure_entropy() == 0.0
@@ -133,7 +133,7 @@ def test_in_waves_an_answer_depends_on_no_order(order: list[int], lag: int, size
         return wave, wave - lag
 
     answers: dict[int, ProposalNovelty] = {}
-    memory = ProposalMemory(size, group_size=1, seen=seen)
+    memory = ProposalNoveltyTracker(size, group_size=1, seen=seen)
     waiting = sorted(order, key=lambda number: (number // 4 // (lag + 1), order.index(number)))
     for arrived, number in enumerate(waiting):
         answers[number] = told(memory, proposal(arrived, str(number % 3), episode=f"e{number}"))

@@ -17,9 +17,9 @@ from agentrl.core.text import escape_text
 from agentrl.journal.entries import (
     EffectEntry,
     JournalEntry,
+    NondeterministicValueEntry,
     ToolEntry,
     TurnEntry,
-    ValueEntry,
     encode_body,
     episode_digest,
 )
@@ -105,7 +105,7 @@ async def write_large_episode(run: Path, text: str) -> None:
         msgspec.structs.replace(turn, text=text, messages=(message,)),
         msgspec.structs.replace(tool, observation=text, arguments={"a": text}),
         EffectEntry("look", "read", [text], text, 0.1),
-        ValueEntry("reasoning", text),
+        NondeterministicValueEntry("reasoning", text),
     ]
     calls = ["begin", *(f"r#{number}" for number in range(len(bodies)))]
     written = [JournalEntry("e1", 0, call, b"", encode_body(body)) for call, body in zip(calls, bodies, strict=False)]

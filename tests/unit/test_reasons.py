@@ -17,12 +17,12 @@ from agentrl.config.run import RunConfig
 from agentrl.core.ids import root_episode_number
 from agentrl.core.ports import Engine
 from agentrl.inspection.reader import RunReader
-from agentrl.inspection.reasons import reasons
+from agentrl.inspection.reasons import explain_episode
 from agentrl.journal.run_log import SqliteRunLog
 
 
 def told(reader: RunReader, episode_id: str, about: str) -> list[str]:
-    return [reason.text for reason in reasons(reader, episode_id) if reason.about == about]
+    return [reason.text for reason in explain_episode(reader, episode_id) if reason.about == about]
 
 
 def trained_children(reader: RunReader) -> list[str]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from agentrl.learn import forward
-from agentrl.learn.forward import HeadOutput, chunked_logprob_head, logprob_head, reference_divergence
+from agentrl.learn.forward import HeadOutput, chunked_logprobs_from_hidden, logprobs_from_logits, reference_divergence
 
 VOCABULARY = 12
 
@@ -106,8 +106,8 @@ def test_both_are_cut_to_the_kept_set(top: int) -> None:
     mean = torch.zeros(())
     for token in (1, 4, 7):
         targets = torch.full((3,), token)
-        given = logprob_head(theirs, targets, top=top, **settings)
-        found = logprob_head(own, targets, reference=given, **settings)
+        given = logprobs_from_logits(theirs, targets, top=top, **settings)
+        found = logprobs_from_logits(own, targets, reference=given, **settings)
         assert found.reference_kl is not None
         mean = mean + (found.logprob.detach().exp() * found.reference_kl).sum()
     expected = sum(naive(own[at, [1, 4, 7]] / 0.7, theirs[at, [1, 4, 7]] / 0.7) for at in range(3))
@@ -148,8 +148,8 @@ def test_pieces_of_the_vocabulary_change_nothing(monkeypatch: pytest.MonkeyPatch
         own = states[0].clone().requires_grad_()
         settings: dict[str, Any] = {"temperature": torch.full((13,), 0.8)}
         with torch.no_grad():
-            given = chunked_logprob_head(teacher, states[1], targets, top=8, **settings)
-        found = chunked_logprob_head(student, own, targets, reference=given, **settings)
+            given = chunked_logprobs_from_hidden(teacher, states[1], targets, top=8, **settings)
+        found = chunked_logprobs_from_hidden(student, own, targets, reference=given, **settings)
         assert found.reference_kl is not None
         (gradient,) = torch.autograd.grad(found.reference_kl.sum(), own)
         results.append((found.reference_kl.detach(), gradient))

@@ -24,7 +24,7 @@ from agentrl.core import clock as core_clock
 from agentrl.core.errors import CheckFailedError, ConfigError, EngineLostError, EpisodeError, JournalError
 from agentrl.core.ports import GenerateRequest, SamplingParams
 from agentrl.core.records import Message, ToolCall, ToolSpec
-from agentrl.engines.external import RoutedEngine
+from agentrl.engines.external import EngineWithExternalPolicies
 from agentrl.engines.remote import MAX_ANSWER_BYTES, REFUSAL_SHOWN, REFUSED_IN_A_ROW, RemoteEndpoint
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.journal.entries import TurnEntry
@@ -93,10 +93,12 @@ def played(
             "sampling": {"temperature": 0.25},
         }
         config = config_for(policies={"guesser": {"step_size": 4}, "judge": judge}, steps=1, max_in_flight=4)
-        engines: list[RoutedEngine] = []
+        engines: list[EngineWithExternalPolicies] = []
 
-        def engine(*arguments: Any, **keywords: Any) -> RoutedEngine:
-            engines.append(RoutedEngine(ScriptedEngine(*arguments, **keywords), external_policies(config)))
+        def engine(*arguments: Any, **keywords: Any) -> EngineWithExternalPolicies:
+            engines.append(
+                EngineWithExternalPolicies(ScriptedEngine(*arguments, **keywords), external_policies(config))
+            )
             return engines[-1]
 
         run = SmallRun(config=config, environment=environment, trainer_options={}, engine_options={})

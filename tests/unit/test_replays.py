@@ -18,7 +18,7 @@ from agentrl.cli.main import main
 from agentrl.cli.sample_run import sample_factories
 from agentrl.core.errors import InputError
 from agentrl.inspection.comparisons import fork_tree
-from agentrl.inspection.conversation import PolicyTurn, RewardAct, conversation
+from agentrl.inspection.conversation import PolicyTurn, RewardAct, read_conversation
 from agentrl.inspection.reader import EpisodeLine, RunReader
 
 SOURCE = Path(sample_environment.__file__).read_text(encoding="utf-8")
@@ -140,7 +140,7 @@ def test_rewards_are_given_anew_and_a_parent_hears_of_them(sample_run: Path, tmp
 def conversation_of(run: Path, episode: str) -> list[object]:
     reader = RunReader(run)
     try:
-        return list(conversation(reader, episode).acts)
+        return list(read_conversation(reader, episode).acts)
     finally:
         reader.close()
 
@@ -282,7 +282,7 @@ def test_who_has_not_acted_yet_plays_with_the_weights_of_that_time(copied: Path)
     parent = next(line for line in episodes(copied, "environment ~ Propose and oldest_step > 1 and purpose = train"))
     began = turns_of(copied, parent.episode)[0]
     reader = RunReader(copied)
-    at = conversation(reader, parent.episode).began
+    at = read_conversation(reader, parent.episode).began
     (newest,) = reader.log.rows(
         "SELECT lineage, step FROM versions WHERE policy = 'solver' AND published_at <= ?"
         " ORDER BY published_at DESC LIMIT 1",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 import agentrl
-from agentrl.orchestrator.dispatch import UnitReservations
+from agentrl.orchestrator.dispatch import ChildUnitReservations
 
 
 class Solve(agentrl.Environment):
@@ -36,9 +36,9 @@ class Undeclared(Solve):
 POLICIES = {"solver": "solver", "critic": "judge", "proposer": "proposer", "teacher": "proposer"}
 
 
-def reservations() -> UnitReservations:
+def reservations() -> ChildUnitReservations:
     """The judge is frozen; the proposer teaches as well."""
-    return UnitReservations({"solver", "proposer"}, lambda seat, group: POLICIES[seat.rpartition(".")[2]])
+    return ChildUnitReservations({"solver", "proposer"}, lambda seat, group: POLICIES[seat.rpartition(".")[2]])
 
 
 def test_a_child_takes_its_part_over_and_the_rest_is_given_back() -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl.core.records import DataLocation, PolicyVersion, TrajectoryCredit, Unit
+from agentrl.core.records import EpisodeDataLocation, PolicyVersion, TrajectoryCredit, Unit
 from agentrl.credit.baselines import RoleMeans
 from agentrl.orchestrator.buffer import Ledger
 from agentrl.orchestrator.checkpoints import CheckpointWriter, find_newest_checkpoint
@@ -18,7 +18,7 @@ from agentrl.simulation.recording_trainer import RecordingTrainer
 
 
 def make_unit(*credits: TrajectoryCredit, policy: str = "p", episode_id: str = "e1") -> Unit:
-    return Unit(episode_id=episode_id, attempt=0, policy=policy, location=DataLocation("w", 3), credits=credits)
+    return Unit(episode_id=episode_id, attempt=0, policy=policy, location=EpisodeDataLocation("w", 3), credits=credits)
 
 
 def credited(means: RoleMeans, *rewards: float, policy: str = "p", seat: str = "x", first: int = 0) -> list[float]:

@@ -9,7 +9,7 @@ import pytest
 
 import agentrl
 from agentrl.core.errors import EnvironmentDefinitionError
-from agentrl.journal.entries import GatherEntry, RewardEntry, SpawnEntry, TurnEntry
+from agentrl.journal.entries import ChildResultEntry, RewardEntry, SpawnEntry, TurnEntry
 from agentrl.journal.rows import assemble_trajectories
 from agentrl.rollout.byte_formats import STOP_TOKEN, PlainFormat
 from tests.unit.episodes import play
@@ -128,7 +128,7 @@ def test_child_episodes_are_whole_and_dropped_ones_do_not_count() -> None:
     [spawn] = [entry for entry in played.entries if isinstance(entry, SpawnEntry)]
     assert len(spawn.children) == 3
     assert spawn.children[0].startswith("e0~0.")
-    ends = [entry for entry in played.entries if isinstance(entry, GatherEntry)]
+    ends = [entry for entry in played.entries if isinstance(entry, ChildResultEntry)]
     assert sorted(str(entry.drop_reason) for entry in ends) == ["None", "None", "environment_error"]
 
 

@@ -34,7 +34,7 @@ from agentrl.core.errors import (
 from agentrl.core.ports import Engine, GenerateRequest
 from agentrl.core.records import EpisodeSpec, PolicyVersion, StepReport
 from agentrl.engines.scripted import ScriptedEngine
-from agentrl.journal.entries import EntryBody, JournalEntry, SpanEntry, TurnEntry
+from agentrl.journal.entries import EntryBody, JournalEntry, TurnEntry, TurnVersionSpan
 from agentrl.journal.process import ProcessRecord, RunLock
 from agentrl.journal.run_log import RunStart, SettingChange
 from agentrl.journal.store import SqliteJournal
@@ -229,7 +229,7 @@ def test_units_of_weights_that_a_rollback_undid_are_trained(tmp_path: Path) -> N
         asyncio.run(store.close())
         return found
 
-    def spans_of(body: EntryBody) -> tuple[SpanEntry, ...]:
+    def spans_of(body: EntryBody) -> tuple[TurnVersionSpan, ...]:
         return body.spans if isinstance(body, TurnEntry) else ()
 
     dead = (0, 3)  # published after the checkpoint that the second life begins at

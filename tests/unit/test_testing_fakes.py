@@ -11,7 +11,7 @@ import agentrl.testing
 from agentrl.core.clock import LoopClock
 from agentrl.core.errors import JournalError, NonFiniteError, RunDirectoryError, StorageError, TrainerError
 from agentrl.core.ports import Trainer
-from agentrl.core.records import DataLocation, PolicyVersion, TrainBatch, TrajectoryCredit, Unit
+from agentrl.core.records import EpisodeDataLocation, PolicyVersion, TrainBatch, TrajectoryCredit, Unit
 from agentrl.journal.entries import JournalEntry, RewardEntry, encode_body
 from agentrl.journal.port import JournalStore, RunLog
 from agentrl.simulation.recording_trainer import RecordingTrainer
@@ -24,7 +24,7 @@ from tests.support.sim_journal import SimJournal
 
 def batch(step_id: int, *, policy: str = "policy", episode_id: str = "e0") -> TrainBatch:
     credit = TrajectoryCredit(seat="agent", index=0, reward=1.0, advantage=0.5, baseline=0.5)
-    location = DataLocation("turns-worker-0.db", 1)
+    location = EpisodeDataLocation("turns-worker-0.db", 1)
     unit = Unit(episode_id=episode_id, attempt=0, policy=policy, location=location, credits=(credit,))
     return TrainBatch(step_id=step_id, policy=policy, units=(unit,), normaliser=64.0)
 
@@ -70,10 +70,10 @@ def test_a_commit_waits_for_its_entries_and_refuses_what_was_never_appended() ->
         journal = MemoryJournal()
         log = journal.turn_log("worker-0")
         log.append(JournalEntry("e0", 0, "r#0", b"", encode_body(RewardEntry("agent", 0, 1.0, None))))
-        too_many = make_episode_header(make_spec("e0"), location=DataLocation(log.name, 2))
+        too_many = make_episode_header(make_spec("e0"), location=EpisodeDataLocation(log.name, 2))
         with pytest.raises(JournalError, match=r"2 entries named in turns-worker-0\.db, 1 are there"):
             await journal.commit_episode(make_spec("e0"), too_many, b"", {})
-        header = make_episode_header(make_spec("e0"), location=DataLocation(log.name, 1))
+        header = make_episode_header(make_spec("e0"), location=EpisodeDataLocation(log.name, 1))
         await journal.commit_episode(make_spec("e0"), header, b"", {})
         assert len(log.read("e0", 0)) == 1
         with pytest.raises(JournalError, match="ended twice"):

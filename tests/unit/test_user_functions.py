@@ -20,13 +20,13 @@ from agentrl.config.sections import LOSSES
 from agentrl.core.errors import ConfigError, InputError, LossError, NonFiniteError
 from agentrl.core.functions import FunctionDeclaration, capture_function_code, find_function, find_function_code
 from agentrl.core.records import TrajectoryCredit, TrajectoryRow, Unit
-from agentrl.credit.advantages import OF_GROUPS, Estimator, Group, StepAdvantages, make_estimator
+from agentrl.credit.advantages import OF_GROUPS, Estimator, Group, StepCreditAssigner, make_estimator
 from agentrl.credit.baselines import RewardHistory
 from agentrl.journal.run_log import RunStart
 from agentrl.learn.function_check import check_advantage, check_loss
 from agentrl.learn.losses import BUILT_IN
 from agentrl.learn.trainer import PolicyTrainer
-from agentrl.orchestrator.buffer import EpisodeBuffer, WholeGroups
+from agentrl.orchestrator.buffer import EpisodeBuffer, WholeGroupRelease
 from tests.learn_cases import Episodes, make_rows, run_config, write_model, write_tokenizer
 from tests.loss_cases import batch_of
 from tests.markdown_pages import ROOT, python_of
@@ -188,7 +188,7 @@ def test_an_estimator_credits_each_agent_and_each_turn() -> None:
 
 
 def test_an_estimator_over_the_step_compares_each_seat_on_its_own() -> None:
-    credits = StepAdvantages(make_estimator(f"{SCRIPT}:over_the_step", {}), group_size=2)
+    credits = StepCreditAssigner(make_estimator(f"{SCRIPT}:over_the_step", {}), group_size=2)
     unit = Episodes(make_rows(0, 1)).units()[0]
     units: list[tuple[str, Unit]] = [
         ("env", replace(unit, episode_id=f"e{n}", credits=(TrajectoryCredit(seat, 0, reward, reward, 0.0),)))
@@ -432,7 +432,7 @@ def test_an_estimator_sees_how_long_each_agent_of_a_group_was() -> None:
         return [reward - weighted / sum(group.tokens) for reward in group.rewards]
 
     estimator = Estimator(name="opo", function=opo, mark=FunctionDeclaration("advantage"), options={})
-    buffer = EpisodeBuffer(["policy"], WholeGroups(["policy"], estimator))
+    buffer = EpisodeBuffer(["policy"], WholeGroupRelease(["policy"], estimator))
     specs = [make_spec(f"e{number}", group_size=2) for number in range(2)]
     for spec in specs:
         buffer.admit(spec)
@@ -450,7 +450,7 @@ def test_an_estimator_sees_the_mean_of_earlier_groups() -> None:
         return [reward - group.mean for reward in group.rewards]
 
     estimator = Estimator(name="centred", function=centred, mark=FunctionDeclaration("advantage"), options={})
-    buffer = EpisodeBuffer(["policy"], WholeGroups(["policy"], estimator, history=RewardHistory()))
+    buffer = EpisodeBuffer(["policy"], WholeGroupRelease(["policy"], estimator, history=RewardHistory()))
     for first, rewards in ((0, (1.0, 0.5)), (2, (0.0, 0.0))):
         specs = [make_spec(f"e{first + number}", group_size=2) for number in range(2)]
         for spec in specs:

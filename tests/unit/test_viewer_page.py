@@ -53,7 +53,7 @@ def blocks(html: str) -> list[bytes]:
     return [gzip.decompress(base64.b64decode("".join(text), validate=True)) for text in packed]
 
 
-@pytest.mark.parametrize("html", [page.viewer_page().html, page.exported_page([gzip.compress(b"{}")])])
+@pytest.mark.parametrize("html", [page.viewer_page().html, page.self_contained_page([gzip.compress(b"{}")])])
 def test_the_policy_lets_in_this_script_and_this_style_and_nothing_else(html: str) -> None:
     elements = Elements(html).found
     [policy] = [given["content"] for tag, given, _ in elements if given.get("http-equiv") == "Content-Security-Policy"]
@@ -70,7 +70,7 @@ def test_the_policy_lets_in_this_script_and_this_style_and_nothing_else(html: st
 
 
 def test_an_exported_page_asks_nobody_and_a_served_one_its_server() -> None:
-    assert "connect-src" not in page.exported_page([b""])
+    assert "connect-src" not in page.self_contained_page([b""])
     assert "connect-src 'self'" in page.viewer_page().policy
     assert not re.search(r"https?://(?!www\.w3\.org/2000/svg\")", page.viewer_page().html)
 

@@ -17,18 +17,18 @@ import aiohttp
 import pytest
 
 from agentrl.core.errors import InputError, StorageError
-from agentrl.inspection.viewer.server import RunningServer, serving
+from agentrl.inspection.viewer.server import RunningViewerServer, serve_viewer
 from agentrl.journal.store import SqliteJournal
 from tests.journal_cases import spec, write, write_run
 
 Ask = Callable[..., Awaitable[tuple[int, Any, "aiohttp.ClientResponse"]]]
 
 
-def served(run: Path, use: Callable[[RunningServer, Ask], Awaitable[None]]) -> None:
+def served(run: Path, use: Callable[[RunningViewerServer, Ask], Awaitable[None]]) -> None:
     """Serve a run, and use it."""
 
     async def both() -> None:
-        async with serving(run) as server, aiohttp.ClientSession() as session:
+        async with serve_viewer(run) as server, aiohttp.ClientSession() as session:
 
             async def ask(path: str, *, method: str = "GET", token: str | None = None, **headers: str) -> Any:
                 headers = {name.replace("_", "-"): value for name, value in headers.items()}
@@ -44,7 +44,7 @@ def served(run: Path, use: Callable[[RunningServer, Ask], Awaitable[None]]) -> N
 
 
 def test_it_answers_what_the_page_asks(sample_run: Path) -> None:
-    async def use(server: RunningServer, ask: Ask) -> None:
+    async def use(server: RunningViewerServer, ask: Ask) -> None:
         status, page, response = await ask("/", token="")
         assert status == 200
         assert page.startswith("<!doctype html>")
@@ -64,7 +64,7 @@ def test_it_answers_what_the_page_asks(sample_run: Path) -> None:
 
 @pytest.mark.parametrize("token", ["", "x", "\u00e9", "Bearer"])
 def test_without_the_token_nothing_is_told(sample_run: Path, token: str) -> None:
-    async def use(server: RunningServer, ask: Ask) -> None:
+    async def use(server: RunningViewerServer, ask: Ask) -> None:
         for path in ("/ask/run", "/ask/episodes", "/ask/nothing", f"/ask/run?token={server.token}"):
             status, found, _ = await ask(path, token=token)
             assert (status, set(found)) == (401, {"error"})
@@ -77,7 +77,7 @@ def test_without_the_token_nothing_is_told(sample_run: Path, token: str) -> None
 
 
 def test_another_host_s_name_another_page_and_another_method_are_refused(sample_run: Path) -> None:
-    async def use(server: RunningServer, ask: Ask) -> None:
+    async def use(server: RunningViewerServer, ask: Ask) -> None:
         for host in ("example.com", f"example.com:{server.port}", "127.0.0.1", "127.0.0.1:1", f"0.0.0.0:{server.port}"):
             assert (await ask("/ask/run", Host=host))[0] == 403, host
             assert (await ask("/", Host=host))[0] == 403, host
@@ -92,7 +92,7 @@ def test_another_host_s_name_another_page_and_another_method_are_refused(sample_
 
 
 def test_no_path_leads_to_a_file(sample_run: Path) -> None:
-    async def use(server: RunningServer, ask: Ask) -> None:
+    async def use(server: RunningViewerServer, ask: Ask) -> None:
         for path in (
             "/config.json",
             "/../config.json",
@@ -116,7 +116,7 @@ def test_no_path_leads_to_a_file(sample_run: Path) -> None:
 def test_it_shows_what_is_written_while_it_serves(tmp_path: Path) -> None:
     asyncio.run(write_run(tmp_path / "run"))
 
-    async def use(server: RunningServer, ask: Ask) -> None:
+    async def use(server: RunningViewerServer, ask: Ask) -> None:
         before, count = (await ask("/ask/pulse"))[1], (await ask("/ask/episodes"))[1]["total"]
         journal = SqliteJournal(tmp_path / "run" / "journal")
         await write(journal, [spec(700), spec(701)])
@@ -128,7 +128,7 @@ def test_it_shows_what_is_written_while_it_serves(tmp_path: Path) -> None:
 
 
 def test_many_may_ask_at_once(sample_run: Path) -> None:
-    async def use(server: RunningServer, ask: Ask) -> None:
+    async def use(server: RunningViewerServer, ask: Ask) -> None:
         answers = await asyncio.gather(*(ask(f"/ask/conversation?episode=e{number}") for number in range(20)))
         assert [found["summary"]["episode"] for _, found, _ in answers] == [f"e{number}" for number in range(20)]
 
@@ -138,7 +138,7 @@ def test_many_may_ask_at_once(sample_run: Path) -> None:
 def test_it_ends_though_a_client_does_not_read_what_it_asked_for(sample_run: Path) -> None:
     with socket.socket() as client:
 
-        async def use(server: RunningServer, ask: Ask) -> None:
+        async def use(server: RunningViewerServer, ask: Ask) -> None:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             client.connect(("127.0.0.1", server.port))
             client.sendall(f"GET / HTTP/1.1\r\nHost: 127.0.0.1:{server.port}\r\n\r\n".encode() * 200)
@@ -150,7 +150,7 @@ def test_it_ends_though_a_client_does_not_read_what_it_asked_for(sample_run: Pat
 
 def test_a_port_that_is_taken_and_a_run_that_is_none_are_named(sample_run: Path, tmp_path: Path) -> None:
     async def start(run: Path, port: int) -> None:
-        async with serving(run, port):
+        async with serve_viewer(run, port):
             raise AssertionError("it started")
 
     with socket.socket() as taken:

@@ -23,13 +23,13 @@ from agentrl.engines.transfer import (
     FileSender,
     IncomingTransfer,
     PublishedWeightSource,
-    ReceivingEngine,
     TransferCall,
     WeightOffer,
     WeightReceiver,
+    WeightRecipient,
     WeightSenders,
 )
-from agentrl.engines.weights import match_full_weights
+from agentrl.engines.weights import map_weights_to_state
 from agentrl.learn.ranks import OneRank, Ranks
 from agentrl.learn.trainer import PolicyTrainer
 from tests.contract.engine_kinds import ModelZoo
@@ -82,8 +82,8 @@ class Engine:
         delivery.answer()
 
 
-def recipient(address: str, silence_s: float = 60.0) -> ReceivingEngine:
-    return ReceivingEngine(address=address, transfer="file", processes=1, silence_s=silence_s)
+def recipient(address: str, silence_s: float = 60.0) -> WeightRecipient:
+    return WeightRecipient(address=address, transfer="file", processes=1, silence_s=silence_s)
 
 
 def source(tensors: dict[str, Tensor]) -> PublishedWeightSource:
@@ -127,7 +127,7 @@ def test_an_engine_that_refuses_is_heard_and_one_that_is_gone_is_named(tmp_path:
 def test_an_engine_that_hangs_holds_up_no_trainer(tmp_path: Path, answers: int) -> None:
     """It accepts so many messages, the offer among them, and then says nothing, with its connection open."""
     address, ended = str(tmp_path / "weights"), threading.Event()
-    said = wire.frame(transfer.TransferReply(directory=str(tmp_path)))
+    said = wire.encode_frame(transfer.TransferReply(directory=str(tmp_path)))
 
     def hang() -> None:
         connection, _ = listening.accept()
@@ -164,7 +164,7 @@ def test_a_trainer_that_hangs_holds_up_no_engine(tmp_path: Path) -> None:
         asking = asyncio.ensure_future(inbox.ask(VERSION))
         await listens.wait()
         _, writer = await asyncio.open_unix_connection(address)
-        writer.write(wire.frame(source({"a": torch.zeros(2)}).offer(VERSION, 0.2)))
+        writer.write(wire.encode_frame(source({"a": torch.zeros(2)}).offer(VERSION, 0.2)))
         delivery = await asking
         assert delivery is not None
         with pytest.raises(transfer.TransferError, match=r"sent nothing for 0\.2 s"):
@@ -180,8 +180,10 @@ def test_a_trainer_that_hangs_holds_up_no_engine(tmp_path: Path) -> None:
     "said",
     [
         b"\x00" * 40,
-        wire.frame(TransferCall(method="start", info={})),
-        wire.frame(WeightOffer(version=VERSION._replace(step=9), names=[], dtype_names=[], shapes=[], silence_s=1.0)),
+        wire.encode_frame(TransferCall(method="start", info={})),
+        wire.encode_frame(
+            WeightOffer(version=VERSION._replace(step=9), names=[], dtype_names=[], shapes=[], silence_s=1.0)
+        ),
     ],
 )
 def test_who_offers_something_else_is_disconnected(tmp_path: Path, said: bytes) -> None:
@@ -218,13 +220,13 @@ def test_an_offer_in_the_hub_s_layout_is_compared_with_the_model(tmp_path: Path)
     model = read_meta_model(str(zoo.directory(seed=1)), max_context=64, dtype=torch.float32)
     weights = WeightsRef(version=VERSION, path="unused", kind="full", sha256="")
     offered = source(tensors).offer(VERSION, 60.0).tensors()
-    matched = match_full_weights(weights, offered, model.state_dict(), model)
+    matched = map_weights_to_state(weights, offered, model.state_dict(), model)
     assert {name: each.shape for name, each in matched.items()} == {
         name: each.shape for name, each in model.state_dict().items()
     }
     for name in ("model.norm.weight", "model.layers.0.mlp.experts.0.up_proj.weight"):
         with pytest.raises(EngineError, match=r"policy@0\.0 refused"):
-            match_full_weights(
+            map_weights_to_state(
                 weights, {key: each for key, each in offered.items() if key != name}, model.state_dict(), model
             )
 

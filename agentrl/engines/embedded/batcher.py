@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from agentrl.core.records import Completion, VersionSpan
-from agentrl.engines.embedded.forward import ForwardPass
+from agentrl.engines.embedded.forward import ForwardPassPlan
 from agentrl.engines.versions import VersionedSession, empty_completion
 
 if TYPE_CHECKING:
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from agentrl.core.clock import Clock
     from agentrl.core.ports import GenerateRequest, NewTokensCallback
     from agentrl.core.records import FinishReason
-    from agentrl.engines.embedded.capture import RoutingTap, SamplingMaskRecorder
-    from agentrl.engines.embedded.forward import EmbeddedVersion, ServedModel
-    from agentrl.engines.embedded.slots import SlotCache, SlotColumns, Slots
+    from agentrl.engines.embedded.capture import ExpertRoutingRecorder, SamplingMaskRecorder
+    from agentrl.engines.embedded.forward import EmbeddedVersion, ServedModelCopy
+    from agentrl.engines.embedded.slots import SlotColumns, SlotKvCache, Slots
 
 _WORTH_SHARING = 8
 """Minimum length of a common prefix, in tokens, that is copied from another conversation instead of computed."""
@@ -108,7 +108,12 @@ class ActiveRequest:
         self.delivered = sampled
 
     def complete(
-        self, columns: SlotColumns, reason: FinishReason, *, tap: RoutingTap | None, kept: SamplingMaskRecorder | None
+        self,
+        columns: SlotColumns,
+        reason: FinishReason,
+        *,
+        tap: ExpertRoutingRecorder | None,
+        kept: SamplingMaskRecorder | None,
     ) -> Completion:
         """Make the reply to the call from the tokens sampled so far."""
         context = len(self.request.token_ids)
@@ -181,11 +186,11 @@ class Batcher:
     def __init__(
         self,
         *,
-        cache: SlotCache,
+        cache: SlotKvCache,
         columns: SlotColumns,
         table: SlotTable,
         prefill_tokens: int,
-        tap: RoutingTap | None,
+        tap: ExpertRoutingRecorder | None,
         kept: SamplingMaskRecorder | None,
         fixed_shapes: bool = False,
     ) -> None:
@@ -202,7 +207,7 @@ class Batcher:
         self._deferred = 0
         self._turns_in_a_row = _TURNS_IN_A_ROW * cache.slots
         self._passed_over = 0
-        self._layout: list[tuple[ServedModel, Slots, NDArray[np.int64]]] | None = None
+        self._layout: list[tuple[ServedModelCopy, Slots, NDArray[np.int64]]] | None = None
 
     @property
     def empty(self) -> bool:
@@ -323,14 +328,14 @@ class Batcher:
                 self._tap.restart(slot, 0)
         self._layout = None
 
-    def plan(self) -> list[ForwardPass]:
+    def plan(self) -> list[ForwardPassPlan]:
         """Plan the passes of the next step: bounded prefill, then one decode pass per model."""
         if self._fixed_shapes:
             return self._fixed_plan()
         self._share_prefixes()
         if self._layout is None:
             self._layout = self._lay_out()
-        passes: list[ForwardPass] = []
+        passes: list[ForwardPassPlan] = []
         columns, budget = self._columns, self._prefill_tokens
         for served, slots, adapters in self._layout:
             pending = columns.length[slots] - columns.computed[slots]
@@ -347,11 +352,11 @@ class Batcher:
                 passes.append(_pass(served, slots, pending, adapters))
         return passes
 
-    def repeats(self, plan: list[ForwardPass]) -> bool:
+    def repeats(self, plan: list[ForwardPassPlan]) -> bool:
         """Whether the next plan is the same, as long as no call arrives or ends."""
         return self._fixed_shapes or sum(len(one.slots) for one in plan if one.counts.max() == 1) == len(self.running)
 
-    def _fixed_plan(self) -> list[ForwardPass]:
+    def _fixed_plan(self) -> list[ForwardPassPlan]:
         """Plan one token of every running call, of contexts too, in a pass over all slots for each version.
 
         A position's KV then depends only on the tokens before it and the weights: neither on how much of the context
@@ -379,7 +384,7 @@ class Batcher:
         self._deferred = 0
         return False
 
-    def _lay_out(self) -> list[tuple[ServedModel, Slots, NDArray[np.int64]]]:
+    def _lay_out(self) -> list[tuple[ServedModelCopy, Slots, NDArray[np.int64]]]:
         groups: dict[int, list[int]] = {}
         for slot in sorted(self.running):
             groups.setdefault(id(self._serving(slot).served), []).append(slot)
@@ -463,5 +468,7 @@ def _is_held(call: ActiveRequest, held: Collection[str]) -> bool:
     return call.session.policy in held and call.session.pin is None
 
 
-def _pass(served: ServedModel, slots: Slots, counts: NDArray[np.int64], adapters: NDArray[np.int64]) -> ForwardPass:
-    return ForwardPass(model=served.model, bank=served.bank, slots=slots, counts=counts, adapters=adapters)
+def _pass(
+    served: ServedModelCopy, slots: Slots, counts: NDArray[np.int64], adapters: NDArray[np.int64]
+) -> ForwardPassPlan:
+    return ForwardPassPlan(model=served.model, bank=served.bank, slots=slots, counts=counts, adapters=adapters)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _MOST_EXPERTS = 256
 
 
-class Routing(NamedTuple):
+class CapturedRouting(NamedTuple):
     """The routing of a call, for its completion."""
 
     rows: ExpertArray
@@ -50,7 +50,7 @@ class _CallRouting:
     """Earlier parts, as (first position, rows)."""
 
 
-class RoutingTap:
+class ExpertRoutingRecorder:
     """Records the experts that a mixture-of-experts model actually used, by hooks on its routers.
 
     A router is a module whose output is a tuple with an integer tensor `[tokens, top_k]`: the chosen experts.
@@ -131,7 +131,7 @@ class RoutingTap:
         if self._rows is not None:
             self._put(target, 0, self._rows[source, :length].copy())
 
-    def routing_of_call(self, slot: int, computed: int) -> Routing | None:
+    def routing_of_call(self, slot: int, computed: int) -> CapturedRouting | None:
         """Return the routing of the slot's call, which ends with KV of `computed` positions; None before any pass."""
         if self._rows is None:
             return None
@@ -140,7 +140,7 @@ class RoutingTap:
         parts = [*calls.parts, (calls.start, self._rows[slot, calls.start : stop].copy())]
         ends = np.cumsum([len(rows) for _, rows in parts]).tolist()
         breaks = (RoutingRestart(row, start) for row, (start, _) in zip(ends, parts[1:], strict=False))
-        return Routing(np.concatenate([rows for _, rows in parts]), parts[0][0], tuple(breaks))
+        return CapturedRouting(np.concatenate([rows for _, rows in parts]), parts[0][0], tuple(breaks))
 
 
 def chosen_experts(output: object) -> Tensor:
@@ -198,10 +198,10 @@ class SamplingMaskRecorder:
 
     def sets_of_call(self, slot: int) -> SamplingMask:
         """Return the kept sets of the slot's call, one per sampled token; count 0 if nothing was filtered."""
-        return ragged_kept_sets(self._sets[slot])
+        return sampling_mask_from_sets(self._sets[slot])
 
 
-def ragged_kept_sets(sets: Sequence[NDArray[np.int32] | None]) -> SamplingMask:
+def sampling_mask_from_sets(sets: Sequence[NDArray[np.int32] | None]) -> SamplingMask:
     """Convert kept sets to a ragged array."""
     parts = [part for part in sets if part is not None]
     return SamplingMask(

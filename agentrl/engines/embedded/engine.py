@@ -1,8 +1,8 @@
 """The embedded engine: continuous batching of any local Hugging Face causal LM in this process.
 
 `EmbeddedEngine` owns the life of sessions and calls, one worker thread, and the loop that alternates plans and forward
-passes; it does not tokenise, and does not know episodes. `EmbeddedVersions` owns the live versions and the update to a
-published one: it is read and checked off the loop, and swapped in between two passes.
+passes; it does not tokenise, and does not know episodes. `EmbeddedVersionTable` owns the live versions and the update
+to a published one: it is read and checked off the loop, and swapped in between two passes.
 
 refresh   adapters                                   full weights (one copy per version that must stay)
 token     calls in flight go on under the new one    the same
@@ -41,23 +41,23 @@ from agentrl.core.ports import EngineCapabilities
 from agentrl.core.records import Completion
 from agentrl.engines.embedded.adapter_bank import AdapterBank
 from agentrl.engines.embedded.batcher import ActiveRequest, Batcher, EmbeddedSession, SlotTable
-from agentrl.engines.embedded.capture import RoutingTap, SamplingMaskRecorder
+from agentrl.engines.embedded.capture import ExpertRoutingRecorder, SamplingMaskRecorder
 from agentrl.engines.embedded.forward import (
     BASE,
     EmbeddedVersion,
-    ForwardPass,
+    ForwardPassPlan,
     ForwardPassRunner,
-    ServedModel,
-    check_memory,
-    check_rows,
-    check_slots,
+    ServedModelCopy,
+    check_kv_memory,
+    check_row_independence,
+    check_slots_match_forward,
     load_model,
     prepare_for_sampling,
 )
-from agentrl.engines.embedded.slots import SlotCache, SlotColumns
+from agentrl.engines.embedded.slots import SlotColumns, SlotKvCache
 from agentrl.engines.models import model_dtype
 from agentrl.engines.versions import (
-    ModelEngine,
+    InProcessEngine,
     VersionTable,
     empty_completion,
     policies_keeping_version,
@@ -68,7 +68,7 @@ from agentrl.engines.versions import (
 from agentrl.engines.weights import (
     check_canary_answer,
     check_dtypes,
-    match_full_weights,
+    map_weights_to_state,
     read_adapter,
     read_canary,
     read_weights,
@@ -104,7 +104,7 @@ class EmbeddedSettings:
     fixed_shapes: bool
 
 
-class EmbeddedEngine(ModelEngine[EmbeddedVersion]):
+class EmbeddedEngine(InProcessEngine[EmbeddedVersion]):
     """See `agentrl.core.ports.Engine`. Make one with `load`; it belongs to one event loop.
 
     Its KV memory is one row per slot regardless of length, so it reports no `kv_tokens`: a conversation keeps its row
@@ -124,7 +124,7 @@ class EmbeddedEngine(ModelEngine[EmbeddedVersion]):
     `float32`, `bfloat16`, or `auto`: the checkpoint's. clock: times durations.
     """
 
-    versions: EmbeddedVersions
+    versions: EmbeddedVersionTable
 
     def __init__(
         self,
@@ -138,11 +138,11 @@ class EmbeddedEngine(ModelEngine[EmbeddedVersion]):
         slots, context = settings.slots, capabilities.max_context
         self.capabilities = capabilities
         self._vocabulary = int(model.config.vocab_size)
-        self.tap = RoutingTap(model, slots=slots, capacity=context) if capabilities.expert_routing else None
+        self.tap = ExpertRoutingRecorder(model, slots=slots, capacity=context) if capabilities.expert_routing else None
         self._kept = SamplingMaskRecorder(slots) if capabilities.sampling_mask else None
         self._columns = SlotColumns(slots=slots, capacity=context)
         self._table = SlotTable(slots, clock=clock)
-        cache = SlotCache(slots=slots, capacity=context, layers=model.config.num_hidden_layers)
+        cache = SlotKvCache(slots=slots, capacity=context, layers=model.config.num_hidden_layers)
         self._batcher = Batcher(
             cache=cache,
             columns=self._columns,
@@ -162,7 +162,7 @@ class EmbeddedEngine(ModelEngine[EmbeddedVersion]):
             clock=clock,
         )
         self.between_passes = asyncio.Lock()
-        self.versions = EmbeddedVersions(self, ServedModel.of(model), versions.values(), settings=settings)
+        self.versions = EmbeddedVersionTable(self, ServedModelCopy.of(model), versions.values(), settings=settings)
         self._keep_kv = settings.keep_kv
         self._clock = clock
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="agentrl-engine")
@@ -211,10 +211,10 @@ class EmbeddedEngine(ModelEngine[EmbeddedVersion]):
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         computed = model_dtype(model_path, dtype, torch.device(device))
         model = load_model(model_path, max_context=max_context, dtype=computed, device=device)
-        check_slots(model, model_path, max_context=max_context)
-        check_memory(model, slots=slots, max_context=max_context)
+        check_slots_match_forward(model, model_path, max_context=max_context)
+        check_kv_memory(model, slots=slots, max_context=max_context)
         if fixed_shapes:
-            check_rows(model, model_path, slots=slots)
+            check_row_independence(model, model_path, slots=slots)
         capabilities = EngineCapabilities(
             name="embedded",
             refresh=frozenset({"token", "turn", "episode", "lazy"} if adapter_slots else {"token", "turn"}),
@@ -242,7 +242,7 @@ class EmbeddedEngine(ModelEngine[EmbeddedVersion]):
         return EmbeddedSession(self, session_id, policy, self._resolve_pin(policy, pin))
 
     def session_ended(self, session: EmbeddedSession) -> None:
-        """See `agentrl.engines.versions.SessionOwner`."""
+        """See `agentrl.engines.versions.SessionBackend`."""
         self._table.free_slot(session)
         self.versions.leases.close(session)
 
@@ -285,7 +285,7 @@ class EmbeddedEngine(ModelEngine[EmbeddedVersion]):
                     self._end(call, aborted=True)
                 if batcher.empty:
                     break
-                plan: list[ForwardPass] = []
+                plan: list[ForwardPassPlan] = []
                 if not self.versions.paused:
                     batcher.admit(self.versions.held, self.versions.leases.resolve)
                     plan = batcher.plan()
@@ -411,11 +411,11 @@ class EmbeddedEngine(ModelEngine[EmbeddedVersion]):
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._worker, self._runner.next_logprobs, one, contexts, tokens)
 
-    def _alone(self, serving: EmbeddedVersion, counts: NDArray[np.int64]) -> ForwardPass:
+    def _alone(self, serving: EmbeddedVersion, counts: NDArray[np.int64]) -> ForwardPassPlan:
         """Make a pass of one version over rows without slots."""
         served, nowhere = serving.served, np.zeros(len(counts), np.int64)
         adapters = np.full(len(counts), serving.adapter)
-        return ForwardPass(model=served.model, bank=served.bank, slots=nowhere, counts=counts, adapters=adapters)
+        return ForwardPassPlan(model=served.model, bank=served.bank, slots=nowhere, counts=counts, adapters=adapters)
 
     @property
     def stats(self) -> EngineStats:
@@ -443,7 +443,7 @@ class EmbeddedEngine(ModelEngine[EmbeddedVersion]):
             self._worker.shutdown()
 
 
-class EmbeddedVersions(VersionTable[EmbeddedVersion]):
+class EmbeddedVersionTable(VersionTable[EmbeddedVersion]):
     """The versions of one embedded engine; updates are applied one after another, between its passes.
 
     Args:
@@ -456,7 +456,7 @@ class EmbeddedVersions(VersionTable[EmbeddedVersion]):
     def __init__(
         self,
         engine: EmbeddedEngine,
-        base: ServedModel,
+        base: ServedModelCopy,
         versions: Iterable[PolicyVersion],
         *,
         settings: EmbeddedSettings,
@@ -467,18 +467,18 @@ class EmbeddedVersions(VersionTable[EmbeddedVersion]):
         self._engine = engine
         self.base = base
         self._max_rank = settings.max_rank
-        self._spare: ServedModel | None = None
+        self._spare: ServedModelCopy | None = None
         self.paused = False
         for version in versions:
             self.live[version] = self.current[version.policy] = EmbeddedVersion(version=version, served=base)
 
     # --- copies and places --------------------------------------------------------------------------------------------
 
-    def _servings_of(self, served: ServedModel) -> list[EmbeddedVersion]:
+    def _servings_of(self, served: ServedModelCopy) -> list[EmbeddedVersion]:
         """Return the live versions that a model copy serves."""
         return [serving for serving in self.live.values() if serving.served is served]
 
-    def _overwritable(self, policy: str) -> ServedModel | None:
+    def _overwritable(self, policy: str) -> ServedModelCopy | None:
         """Return the model copy that the next full version of `policy` may overwrite; None: it needs a new copy.
 
         The base copy is never overwritten while adapters are built on it.
@@ -491,7 +491,7 @@ class EmbeddedVersions(VersionTable[EmbeddedVersion]):
                 return None
         return old.served
 
-    def _new_copy(self) -> ServedModel:
+    def _new_copy(self) -> ServedModelCopy:
         """Return a copy of the architecture to fill, reusing one that serves no version, if there is one."""
         if self._spare is not None:
             spare, self._spare = self._spare, None
@@ -500,7 +500,7 @@ class EmbeddedVersions(VersionTable[EmbeddedVersion]):
         with torch.random.fork_rng(devices=[]):
             make: Any = AutoModelForCausalLM.from_config
             model = make(template.config, dtype=template.dtype, trust_remote_code=False)
-        served = ServedModel.of(prepare_for_sampling(model, template.device))
+        served = ServedModelCopy.of(prepare_for_sampling(model, template.device))
         if self._engine.tap is not None:
             self._engine.tap.attach(served.model)
         return served
@@ -552,7 +552,7 @@ class EmbeddedVersions(VersionTable[EmbeddedVersion]):
                 f"engine.refresh = {refresh!r} needs adapters; with full weights set it to 'auto', 'token' or 'turn'",
             )
         file = await asyncio.to_thread(read_weights, weights)
-        read = await asyncio.to_thread(match_full_weights, weights, file.tensors, base.state, base.model)
+        read = await asyncio.to_thread(map_weights_to_state, weights, file.tensors, base.state, base.model)
         canary = self._of_the_model(weights, read_canary(weights, file))
         if canary is not None:
             check_dtypes(weights, file.tensors, base.state)
@@ -653,7 +653,7 @@ class EmbeddedVersions(VersionTable[EmbeddedVersion]):
             return True
 
     def _serving(
-        self, weights: WeightsRef, canary: Canary | None, served: ServedModel, *, adapter: int = BASE
+        self, weights: WeightsRef, canary: Canary | None, served: ServedModelCopy, *, adapter: int = BASE
     ) -> EmbeddedVersion:
         return EmbeddedVersion(
             version=weights.version, digest=weights.sha256, canary=canary, served=served, adapter=adapter

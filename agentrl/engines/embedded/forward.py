@@ -7,9 +7,10 @@ Invariants: rows of a pass do not affect one another; padding is written to a po
 token of a request depends only on (seed, n) and its distribution, never on the rest of the batch; a logprob is that of
 the processed distribution (after temperature and filters, renormalised); a token outside the kept set is never sampled.
 
-Models differ in how they use a cache, a mask and positions. Instead of keeping a list of supported ones, `check_slots`
-makes the model prefill two ragged contexts in pieces and decode, and compares the result with a plain forward pass: for
-short contexts, and for contexts that grow beyond a length at which the model may change its computation.
+Models differ in how they use a cache, a mask and positions. Instead of keeping a list of supported ones,
+`check_slots_match_forward` makes the model prefill two ragged contexts in pieces and decode, and compares the result
+with a plain forward pass: for short contexts, and for contexts that grow beyond a length at which the model may change
+its computation.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import EngineCapabilityError, ModelError
 from agentrl.core.machine import memory
-from agentrl.engines.embedded.slots import SamplingBatch, SlotCache, SlotColumns
-from agentrl.engines.models import computing_in_float32, kv_bytes_per_token, length_thresholds, read_model
+from agentrl.engines.embedded.slots import SamplingBatch, SlotColumns, SlotKvCache
+from agentrl.engines.models import computation_change_lengths, computing_in_float32, kv_bytes_per_token, read_model
 from agentrl.engines.versions import LiveVersion
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 
     from agentrl.core.clock import Clock
     from agentrl.engines.embedded.adapter_bank import AdapterBank
-    from agentrl.engines.embedded.capture import RoutingTap, SamplingMaskRecorder
+    from agentrl.engines.embedded.capture import ExpertRoutingRecorder, SamplingMaskRecorder
     from agentrl.engines.embedded.slots import Slots
 
 _ATTENTION_NAME = "agentrl_grouped"
@@ -99,7 +100,7 @@ def _grouped_attention(
 
 
 @dataclass(slots=True, eq=False)
-class ServedModel:
+class ServedModelCopy:
     """One copy of the model's weights."""
 
     model: PreTrainedModel
@@ -108,7 +109,7 @@ class ServedModel:
     bank: AdapterBank | None = None
 
     @classmethod
-    def of(cls, model: PreTrainedModel) -> ServedModel:
+    def of(cls, model: PreTrainedModel) -> ServedModelCopy:
         """Wrap a loaded model."""
         return cls(model, dict(model.state_dict()))
 
@@ -128,12 +129,12 @@ class ServedModel:
 class EmbeddedVersion(LiveVersion):
     """A version the embedded engine can sample from."""
 
-    served: ServedModel
+    served: ServedModelCopy
     adapter: int = BASE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ForwardPass:
+class ForwardPassPlan:
     """One forward pass of one model: the number of tokens of each slot, and its adapter."""
 
     model: PreTrainedModel
@@ -166,11 +167,11 @@ class ForwardPassRunner:
     def __init__(
         self,
         *,
-        cache: SlotCache,
+        cache: SlotKvCache,
         columns: SlotColumns,
         device: torch.device,
         dtype: torch.dtype,
-        tap: RoutingTap | None,
+        tap: ExpertRoutingRecorder | None,
         kept: SamplingMaskRecorder | None,
         clock: Clock,
     ) -> None:
@@ -187,7 +188,7 @@ class ForwardPassRunner:
         self.interrupted = False
         """Whether the worker must return between two passes; set by the event loop."""
 
-    def run(self, plan: Sequence[ForwardPass], *, repeat: bool) -> list[int]:
+    def run(self, plan: Sequence[ForwardPassPlan], *, repeat: bool) -> list[int]:
         """Run the passes in order; returns the slots whose calls ended with a stop token or at their limit.
 
         With `repeat` (all rows decode, no call waits) the plan is repeated for a while, as long as no call ends and
@@ -205,7 +206,7 @@ class ForwardPassRunner:
         self.stats.busy_seconds += now - start
         return ended
 
-    def logits(self, one: ForwardPass) -> Tensor:
+    def logits(self, one: ForwardPassPlan) -> Tensor:
         """Run one pass; returns the logits after each row's last token, `[B, V]`."""
         slots, counts, columns = one.slots, one.counts, self._columns
         first, rows = int(slots[0]), len(slots)
@@ -251,7 +252,7 @@ class ForwardPassRunner:
         self.stats.prefill_tokens += int(counts.sum()) if width > 1 else 0
         return logits
 
-    def _sample(self, one: ForwardPass, logits: Tensor) -> list[int]:
+    def _sample(self, one: ForwardPassPlan, logits: Tensor) -> list[int]:
         columns, slots = self._columns, one.slots
         ready = (columns.computed[slots] == columns.length[slots]) & (one.counts > 0)
         if not ready.all():
@@ -266,7 +267,7 @@ class ForwardPassRunner:
         self.stats.sampled_tokens += len(slots)
         return columns.append(slots, drawn, logprobs.cpu().numpy())
 
-    def score(self, one: ForwardPass, token_ids: NDArray[np.int64], temperature: float) -> NDArray[np.float32]:
+    def score(self, one: ForwardPassPlan, token_ids: NDArray[np.int64], temperature: float) -> NDArray[np.float32]:
         """Compute the log-probability of each token of one sequence given those before it, without the cache; entry 0
         is 0."""
         start = self._clock.monotonic()
@@ -282,7 +283,7 @@ class ForwardPassRunner:
         return scored
 
     def next_logprobs(
-        self, one: ForwardPass, contexts: NDArray[np.int64], tokens: NDArray[np.int64]
+        self, one: ForwardPassPlan, contexts: NDArray[np.int64], tokens: NDArray[np.int64]
     ) -> NDArray[np.float32]:
         """Compute the log-probability of each of `tokens` after each context, `[B, n]`, without the cache."""
         start = self._clock.monotonic()
@@ -311,7 +312,7 @@ def sample(logits: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor, Tensor
     scores = logits.float()
     if batch.tempered:
         scores = scores / torch.from_numpy(batch.temperature).to(scores.device)[:, None]
-    kept = kept_set(scores, batch.top_k, batch.top_p, batch.min_p) if batch.filtered else None
+    kept = sampling_filter_mask(scores, batch.top_k, batch.top_p, batch.min_p) if batch.filtered else None
     if kept is not None:
         scores = scores.masked_fill(~kept, -torch.inf)
     logprobs = torch.log_softmax(scores, dim=-1)
@@ -321,7 +322,7 @@ def sample(logits: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor, Tensor
     return tokens[:, 0], logprobs.gather(1, tokens)[:, 0], kept
 
 
-def kept_set(
+def sampling_filter_mask(
     scores: Tensor, top_k: NDArray[np.int64], top_p: NDArray[np.float32], min_p: NDArray[np.float32]
 ) -> Tensor:
     """Return the tokens that pass top-k, then top-p (arXiv:1904.09751), then min-p (arXiv:2407.01082), as `[B, V]`
@@ -342,7 +343,7 @@ def kept_set(
     return torch.zeros_like(keep).scatter_(1, order, keep)
 
 
-def check_memory(model: PreTrainedModel, *, slots: int, max_context: int) -> None:
+def check_kv_memory(model: PreTrainedModel, *, slots: int, max_context: int) -> None:
     """Refuse more KV than memory can hold: it is allocated at the first call.
 
     Raises:
@@ -358,7 +359,7 @@ def check_memory(model: PreTrainedModel, *, slots: int, max_context: int) -> Non
         )
 
 
-def check_slots(model: PreTrainedModel, path: str, *, max_context: int) -> None:
+def check_slots_match_forward(model: PreTrainedModel, path: str, *, max_context: int) -> None:
     """Refuse a model whose results over slots differ from those of a plain forward pass, in contexts of up to
     `max_context` tokens.
 
@@ -371,7 +372,7 @@ def check_slots(model: PreTrainedModel, path: str, *, max_context: int) -> None:
     try:
         with computing_in_float32(model):
             difference = _largest_difference(model, _CONTEXTS, _PIECES)
-            for length in length_thresholds(model.config, max_context):
+            for length in computation_change_lengths(model.config, max_context):
                 grown = min(length + 5, max_context)
                 contexts = (tuple(random.integers(0, few, grown).tolist()), _CONTEXTS[1])
                 pieces = ((length - 1, 2), (grown - length, 1), (1, 1))
@@ -390,7 +391,7 @@ def _largest_difference(
 ) -> float:
     """Return the largest difference of logits, relative to their spread."""
     longest = max(map(len, contexts))
-    cache = SlotCache(slots=2, capacity=longest, layers=model.config.num_hidden_layers)
+    cache = SlotKvCache(slots=2, capacity=longest, layers=model.config.num_hidden_layers)
     columns = SlotColumns(slots=2, capacity=longest)
     for slot, context in enumerate(contexts):
         columns.tokens[slot, : len(context)] = context
@@ -400,7 +401,7 @@ def _largest_difference(
     )
     largest = 0.0
     for counts in pieces:
-        one = ForwardPass(
+        one = ForwardPassPlan(
             model=model, bank=None, slots=np.arange(2), counts=np.array(counts), adapters=np.full(2, -1, np.int64)
         )
         with torch.inference_mode():
@@ -419,7 +420,7 @@ def _plain_logits(model: PreTrainedModel, context: tuple[int, ...]) -> Tensor:
     return logits
 
 
-def check_rows(model: PreTrainedModel, path: str, *, slots: int) -> None:
+def check_row_independence(model: PreTrainedModel, path: str, *, slots: int) -> None:
     """Refuse fixed shapes if a row's logits depend on its place in the pass or on the other rows.
 
     Raises:
@@ -441,7 +442,7 @@ def check_rows(model: PreTrainedModel, path: str, *, slots: int) -> None:
 def _fixed_logits(model: PreTrainedModel, contexts: NDArray[np.int64]) -> Tensor:
     """Compute the logits after the last token of each context, one token at a time; `[slots, V]`."""
     slots, length = contexts.shape
-    cache = SlotCache(slots=slots, capacity=length, layers=model.config.num_hidden_layers)
+    cache = SlotKvCache(slots=slots, capacity=length, layers=model.config.num_hidden_layers)
     columns = SlotColumns(slots=slots, capacity=length)
     columns.tokens[:, :length] = contexts
     columns.length[:] = length
@@ -449,7 +450,7 @@ def _fixed_logits(model: PreTrainedModel, contexts: NDArray[np.int64]) -> Tensor
         cache=cache, columns=columns, device=model.device, dtype=model.dtype, tap=None, kept=None, clock=SystemClock()
     )
     everyone, ones, base = np.arange(slots), np.ones(slots, np.int64), np.full(slots, -1, np.int64)
-    one = ForwardPass(model=model, bank=None, slots=everyone, counts=ones, adapters=base, fixed=True)
+    one = ForwardPassPlan(model=model, bank=None, slots=everyone, counts=ones, adapters=base, fixed=True)
     with torch.inference_mode():
         for _ in range(length):
             logits = runner.logits(one)

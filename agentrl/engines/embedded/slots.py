@@ -1,6 +1,6 @@
 """Slots: the rows of the embedded engine, each with one conversation's keys and values.
 
-`SlotColumns` holds a slot's tokens, lengths, limits and sampling parameters, `SlotCache` its keys and values. Knows
+`SlotColumns` holds a slot's tokens, lengths, limits and sampling parameters, `SlotKvCache` its keys and values. Knows
 neither conversations (`batcher.py` assigns slots), nor calls and versions. The event loop writes between passes and the
 worker thread during one, never both at once.
 Invariant: a pass reads and writes only the slots and positions that `address` named; padding is written to position
@@ -132,7 +132,7 @@ class SlotColumns:
         return int(differs[0]) if len(differs) else limit
 
 
-class SlotCache:
+class SlotKvCache:
     """A duck-typed `transformers.Cache`: call `address` for a pass, then pass it to the model as `past_key_values`."""
 
     is_compileable = False

@@ -26,14 +26,20 @@ from agentrl.core.ports import EngineCapabilities
 from agentrl.core.records import Completion, VersionSpan
 from agentrl.engines.transfer import WeightReceiver
 from agentrl.engines.versions import (
-    ModelEngine,
+    InProcessEngine,
     VersionedSession,
     empty_completion,
     policies_keeping_version,
     refresh_needing_adapters,
 )
-from agentrl.engines.vllm.startup import VllmSettings, kv_tokens, prefill_rate, read_engine_meta_model, start_vllm
-from agentrl.engines.vllm.versions import VllmVersion, VllmVersions
+from agentrl.engines.vllm.startup import (
+    VllmSettings,
+    kv_cache_capacity,
+    prefill_rate,
+    read_engine_meta_model,
+    start_vllm,
+)
+from agentrl.engines.vllm.versions import VllmVersion, VllmVersionTable
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -130,7 +136,7 @@ def _logprobs_of(chosen: CompletionOutput) -> list[float]:
     return [float(flat.logprobs[start]) for start in flat.start_indices]
 
 
-class VllmEngine(ModelEngine[VllmVersion]):
+class VllmEngine(InProcessEngine[VllmVersion]):
     """See `agentrl.core.ports.Engine`. Make one with `load`; it belongs to one event loop.
 
     Raises:
@@ -138,7 +144,7 @@ class VllmEngine(ModelEngine[VllmVersion]):
         EngineCapabilityError: the settings cannot be combined.
     """
 
-    versions: VllmVersions
+    versions: VllmVersionTable
 
     def __init__(
         self,
@@ -171,14 +177,14 @@ class VllmEngine(ModelEngine[VllmVersion]):
             max_context=settings.max_context,
             keeps_version=policies_keeping_version(settings.refresh, versions),
             exact_continuation=False,
-            kv_tokens=kv_tokens(llm.vllm_config),
+            kv_tokens=kv_cache_capacity(llm.vllm_config),
             prefill_rate=prefill_rate,
             shares_prefixes=True,
         )
         self._llm = llm
         self.inbox = WeightReceiver()
         """Receives full weights of a version from its trainer."""
-        self.versions = VllmVersions(
+        self.versions = VllmVersionTable(
             *(llm, shapes, versions, settings),
             inbox=self.inbox,
             switch=self._switch_calls,
@@ -266,7 +272,7 @@ class VllmEngine(ModelEngine[VllmVersion]):
         return VllmSession(self, session_id, policy, self._resolve_pin(policy, pin))
 
     def session_ended(self, session: VllmSession) -> None:
-        """See `agentrl.engines.versions.SessionOwner`."""
+        """See `agentrl.engines.versions.SessionBackend`."""
         self.versions.leases.close(session)
 
     async def generate(

@@ -23,7 +23,7 @@ from agentrl.engines.transfer import CHUNK_BYTES
 if TYPE_CHECKING:
     from vllm.distributed.weight_transfer.base import TrainerInitInfo
 
-    from agentrl.engines.transfer import PublishedWeightSource, ReceivingEngine, WeightLink
+    from agentrl.engines.transfer import PublishedWeightSource, WeightRecipient, WeightTransferConnection
 
 IPC, NCCL = "agentrl_ipc", "agentrl_nccl"
 
@@ -83,7 +83,7 @@ class NcclSender(NCCLTrainerWeightTransferEngine):
             packed_buffer_size_bytes=init_info.packed_buffer_size_bytes,
             packed_num_buffers=init_info.packed_num_buffers,
         )
-        payload = nccl_payload(unique, init_info)
+        payload = nccl_join_message(unique, init_info)
         with ThreadPoolExecutor(max_workers=1) as thread:  # both ends block until the other one has joined
             met = thread.submit(client.init_weight_transfer_engine, {"backend": "nccl", "info": payload})
             device = torch.accelerator.current_device_index()
@@ -92,7 +92,7 @@ class NcclSender(NCCLTrainerWeightTransferEngine):
         return engine
 
 
-def nccl_payload(unique_id: bytes, init_info: NCCLTrainerInitInfo) -> dict[str, Any]:
+def nccl_join_message(unique_id: bytes, init_info: NCCLTrainerInitInfo) -> dict[str, Any]:
     """Make the message by which the engine's processes join this rank's group, as ranks 1 and up."""
     worker = nccl_common.NCCLWeightTransferInitInfo(
         rank_offset=1,
@@ -113,7 +113,7 @@ def plain_cuda_handle(handle: tuple[Any, ...]) -> list[Any]:
     return [int(size[0]), int(offset), *rest]
 
 
-def init_info(recipient: ReceivingEngine, source: PublishedWeightSource) -> TrainerInitInfo:
+def init_info(recipient: WeightRecipient, source: PublishedWeightSource) -> TrainerInitInfo:
     """Make vLLM's settings of a transfer for the trainer."""
     largest = max(tensor.nbytes for tensor in source.layout.values())
     buffer = max(CHUNK_BYTES, largest)
@@ -130,7 +130,7 @@ def init_info(recipient: ReceivingEngine, source: PublishedWeightSource) -> Trai
     )
 
 
-def connect_sender(recipient: ReceivingEngine, link: WeightLink, source: PublishedWeightSource) -> Any:
+def connect_sender(recipient: WeightRecipient, link: WeightTransferConnection, source: PublishedWeightSource) -> Any:
     """Make a sender, and connect it to the engine."""
     client: Any = link  # its `finish_weight_update` takes no label, because the engine knows it
     weights: Any = source

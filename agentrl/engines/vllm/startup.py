@@ -176,7 +176,7 @@ def _memory(shapes: PreTrainedModel, settings: VllmSettings, *, kv_memory: int) 
     }
 
 
-def kv_tokens(config: VllmConfig) -> int | None:
+def kv_cache_capacity(config: VllmConfig) -> int | None:
     """Return the number of context tokens whose KV fits; None if vLLM keeps no KV between two turns (without a prefix
     cache: multi-head latent attention on CPU, recurrent models)."""
     cache = config.cache_config

@@ -1,7 +1,7 @@
 """The versions that one vLLM serves: updates to published versions, and the requests to vLLM that they need.
 
-`VllmVersions` owns the live versions, adapter slots, private copies of weights, and the steps of an update: read and
-check, load beside the others or in their place. `VllmControl` owns the other requests to vLLM: to pause, to load
+`VllmVersionTable` owns the live versions, adapter slots, private copies of weights, and the steps of an update: read
+and check, load beside the others or in their place. `VllmControl` owns the other requests to vLLM: to pause, to load
 weights, to score tokens. Neither knows the tokens of calls.
 Invariants: until an update has succeeded the old version stays, and no failure leaves vLLM paused; tokens of a version
 leave the engine only after it has passed its canary check. The check runs while calls already sample from the version,
@@ -46,7 +46,7 @@ from agentrl.engines.weights import (
     check_canary_answer,
     check_dtypes,
     copy_weights,
-    match_full_weights,
+    map_weights_to_state,
     read_adapter,
     read_canary,
     read_metadata,
@@ -94,7 +94,7 @@ class VllmVersion(LiveVersion):
         return self.check is None or await asyncio.shield(self.check)
 
 
-class VllmVersions(VersionTable[VllmVersion]):
+class VllmVersionTable(VersionTable[VllmVersion]):
     """The versions that one vLLM serves, and their updates.
 
     Args:
@@ -374,7 +374,7 @@ class VllmVersions(VersionTable[VllmVersion]):
 
     def _check_full(self, weights: WeightsRef, file: WeightFile) -> Canary | None:
         expected, canary = self._model.state_dict(), read_canary(weights, file)
-        match_full_weights(weights, file.tensors, expected, self._model)
+        map_weights_to_state(weights, file.tensors, expected, self._model)
         if canary is not None:
             check_dtypes(weights, file.tensors, expected)
         return self._of_the_model(weights, canary)
@@ -457,7 +457,7 @@ class VllmVersions(VersionTable[VllmVersion]):
 
 
 class VllmControl:
-    """The control of one vLLM for `VllmVersions`."""
+    """The control of one vLLM for `VllmVersionTable`."""
 
     def __init__(self, llm: AsyncLLM) -> None:
         self._llm = llm

@@ -56,7 +56,7 @@ def viewer_page() -> ViewerPage:
     return _page((), connect="connect-src 'self'; ")
 
 
-def exported_page(blocks: Sequence[bytes]) -> str:
+def self_contained_page(blocks: Sequence[bytes]) -> str:
     """Make a page that contains all its answers, and sends no request. The first block is the index of the others."""
     return _page(tuple(base64.b64encode(block).decode() for block in blocks), connect="").html
 

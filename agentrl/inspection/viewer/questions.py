@@ -17,12 +17,12 @@ import msgspec
 from agentrl.core.errors import InputError
 from agentrl.core.records import ProcessStatus
 from agentrl.inspection.comparisons import fork_tree, locate_episode
-from agentrl.inspection.conversation import conversation
+from agentrl.inspection.conversation import read_conversation
 from agentrl.inspection.reader import COLUMNS, EPISODES, STATUS, EpisodeLine, RunReader
-from agentrl.inspection.reasons import reasons, reasons_of
+from agentrl.inspection.reasons import explain_conversation, explain_episode
 from agentrl.inspection.search import episodes_with_words
 from agentrl.inspection.steps import evaluation_list, step_list, step_view
-from agentrl.inspection.timelines import episode_timeline, run_timeline, timeline_of
+from agentrl.inspection.timelines import episode_timeline, run_timeline, timeline_from_conversation
 from agentrl.inspection.tokens import TokenRow, episode_tokens
 from agentrl.observe.run_state import read_status
 
@@ -37,7 +37,7 @@ EXACT = 2**53
 _ROUNDED = ("logprob", "trainer_logprob", "advantage", "ratio", "entropy")
 
 
-class EpisodePage(msgspec.Struct, frozen=True):
+class EpisodeListPage(msgspec.Struct, frozen=True):
     """A page of the list of episodes."""
 
     total: int
@@ -124,13 +124,13 @@ def tokens_in_columns(row: TokenRow) -> dict[str, Any]:
 def answer_about_episode(reader: RunReader, parameters: Parameters) -> dict[str, Any]:
     """Answer all questions about one episode, which is read once."""
     with _located(reader, parameters) as (where, episode, attempt):
-        view = conversation(where, episode, attempt)
-        why = reasons_of(where, view)
+        view = read_conversation(where, episode, attempt)
+        why = explain_conversation(where, view)
     return {
         "conversation": view,
         "tokens": _tokens(reader, parameters),
         "reasons": why,
-        "timeline": timeline_of(view),
+        "timeline": timeline_from_conversation(view),
     }
 
 
@@ -151,7 +151,7 @@ def _pulse(reader: RunReader, parameters: Parameters) -> RunProgress:
     return RunProgress(ended=state != "running", state=state, newest=newest)
 
 
-def _episodes(reader: RunReader, parameters: Parameters) -> EpisodePage:
+def _episodes(reader: RunReader, parameters: Parameters) -> EpisodeListPage:
     where, words = parameters.get("where", ""), parameters.get("match", "")
     among = episodes_with_words(reader, words) if words.strip() else None
     lines = reader.episodes(
@@ -163,12 +163,12 @@ def _episodes(reader: RunReader, parameters: Parameters) -> EpisodePage:
         offset=_number(parameters, "offset", 0),
         among=among,
     )
-    return EpisodePage(reader.count(where, among=among), lines)
+    return EpisodeListPage(reader.count(where, among=among), lines)
 
 
 def _conversation(reader: RunReader, parameters: Parameters) -> Any:
     with _located(reader, parameters) as (where, episode, attempt):
-        return conversation(where, episode, attempt)
+        return read_conversation(where, episode, attempt)
 
 
 def _tokens(reader: RunReader, parameters: Parameters) -> Any:
@@ -179,7 +179,7 @@ def _tokens(reader: RunReader, parameters: Parameters) -> Any:
 
 def _reasons(reader: RunReader, parameters: Parameters) -> Any:
     with _located(reader, parameters) as (where, episode, attempt):
-        return reasons(where, episode, attempt)
+        return explain_episode(where, episode, attempt)
 
 
 def _timeline(reader: RunReader, parameters: Parameters) -> Any:

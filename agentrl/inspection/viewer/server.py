@@ -39,7 +39,7 @@ _HEADERS = {
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-class RunningServer(NamedTuple):
+class RunningViewerServer(NamedTuple):
     """A running server."""
 
     port: int
@@ -52,7 +52,7 @@ class RunningServer(NamedTuple):
 
 
 @asynccontextmanager
-async def serving(run: str | Path, port: int = 0) -> AsyncIterator[RunningServer]:
+async def serve_viewer(run: str | Path, port: int = 0) -> AsyncIterator[RunningViewerServer]:
     """Serve a run until the context is left.
 
     Args:
@@ -78,7 +78,7 @@ async def serving(run: str | Path, port: int = 0) -> AsyncIterator[RunningServer
             raise StorageError(
                 f"port {port} of {HOST}: cannot be listened on ({error.strerror}); {os_error_advice(error)}"
             ) from error
-        yield RunningServer(runner.addresses[0][1], token)
+        yield RunningViewerServer(runner.addresses[0][1], token)
     finally:
         for client in runner.server.connections if runner.server is not None else ():
             if client.transport is not None:
