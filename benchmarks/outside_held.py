@@ -22,7 +22,7 @@ from agentrl.environment.registry import name_of
 from agentrl.gateway import server
 from agentrl.journal.entries import TurnEntry
 from agentrl.rollout.byte_formats import STOP_TOKEN
-from agentrl.rollout.turn_entries import completion_of
+from agentrl.rollout.turn_entries import completion_from_entry
 from agentrl.testing.execution import PARTITION, POLICY, plain_rollout_settings, wire_dispatcher
 from agentrl.testing.memory_journal import MemoryJournal
 
@@ -106,7 +106,7 @@ async def _held(connections: int) -> Counter[str]:
     turns = [entry.decode() for entry in journal.turn_log(PARTITION).read("e0", 0)]
     for turn in turns:
         if isinstance(turn, TurnEntry):
-            spans = completion_of(turn).spans
+            spans = completion_from_entry(turn).spans
             Waiting.seen["error: no token of the new version"] += spans[-1].version != NEXT.version
     return +Waiting.seen
 

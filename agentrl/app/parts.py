@@ -446,7 +446,7 @@ def _growing_fleet(
 
 
 def importable_environment_code(environment: type[Environment]) -> dict[str, str]:
-    """Return `environment_code_references`; empty if the environment is defined in a notebook, so that no other process can import it."""
+    """Return `environment_code_references`, nothing if no other process can import the environment (a notebook's)."""
     with contextlib.suppress(EnvironmentDefinitionError):
         return environment_code_references(environment)
     return {}

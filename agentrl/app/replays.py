@@ -288,9 +288,9 @@ def environment_to_run(
     Args:
         name: name of the environment in the journal.
         given: the class that the user named.
-        recorded: references to the code of the run's environments, by name; see
-        `app.parts.environment_code_references`. code_hash: hash of the environment's module when the episode was
-        played. command: the user's command without `--environment`, for the message.
+        recorded: references to the code of the run's environments, by name; see `environment_code_references`.
+        code_hash: hash of the environment's module when the episode was played.
+        command: the user's command without `--environment`, for the message.
 
     Raises:
         InputError: only the journal names the code; the message has the command with which the user can name it.

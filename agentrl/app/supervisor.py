@@ -358,8 +358,8 @@ def _new_record(setup: RunSetup) -> ProcessRecord:
         )
         where = "" if last.workers == 1 else ", in worker processes"
         setup.observer.warn(
-            f"the previous process {ended}. It was running {format_episode_list(running)}{where}; they continue from where "
-            "they stopped"
+            f"the previous process {ended}. It was running {format_episode_list(running)}{where}; they continue from "
+            "where they stopped"
         )
     if is_suspicious and configured == 1:
         why = (

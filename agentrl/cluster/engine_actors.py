@@ -70,12 +70,12 @@ class EngineActor:
         return self._process.process_id, Node(node, ray.util.get_node_ip_address())
 
     async def wait(self) -> str:
-        """See `Child.wait`, of the process that was started."""
+        """See `ChildProcessHandle.wait`, of the process that was started."""
         assert self._process is not None
         return await self._process.wait()
 
     async def kill(self) -> None:
-        """See `Child.kill`."""
+        """See `ChildProcessHandle.kill`."""
         assert self._process is not None
         self._process.kill()
 
@@ -228,11 +228,11 @@ class ActorChildProcess:
         return self._node is not None and is_drained(self._node)
 
     async def wait(self) -> str:
-        """See `Child.wait`."""
+        """See `ChildProcessHandle.wait`."""
         return await asyncio.shield(self._living)
 
     def kill(self) -> None:
-        """See `Child.kill`; the actor ends the process, so its files are removed too."""
+        """See `ChildProcessHandle.kill`; the actor ends the process, so its files are removed too."""
         if self._ending is None and not self._living.done() and not self._dead():
             self._actor.kill.remote()
             self._ending = asyncio.get_running_loop().call_later(ENDING_S, self._end_actor)

@@ -316,7 +316,7 @@ class WorkerPool:
             self._fill()
 
     def lost(self, process: WorkerProcess) -> None:
-        """See `worker_process.WorkerProcessOwner`: the episodes of the process continue elsewhere from their journaled entries."""
+        """See `WorkerProcessOwner`: the episodes of the process continue elsewhere from their journaled entries."""
         self._deaths += 1
         left = self._leave(process, *sorted(process.episodes))
         for placed in left:

@@ -328,10 +328,11 @@ def _check_model(config: RunConfig) -> None:
         )
     named: dict[str, str] = {}
     for base in (each.model.path for each in config.bases):
-        if named.setdefault(base_model_display_name(base), base) != base:
+        name = base_model_display_name(base)
+        if named.setdefault(name, base) != base:
             raise ValueError(
-                f"{named[base_model_display_name(base)]} and {base} are two base models with the same name, {base_model_display_name(base)}, and "
-                "reports identify them by name: rename one of the directories"
+                f"{named[name]} and {base} are two base models with the same name, {name}, and reports "
+                "identify them by name: rename one of the directories"
             )
 
 

@@ -139,7 +139,7 @@ class EngineConnection:
         try:
             reply = await self.ask(call, wire.generate_message(call, session, request, deltas=on_delta is not None))
         except asyncio.CancelledError:
-            self.send(wire.Cancel(call=call))
+            self.send(wire.CancelRequest(call=call))
             raise
         finally:
             self._listeners.pop(call, None)
@@ -161,9 +161,8 @@ class EngineConnection:
             await asyncio.gather(*chunks, return_exceptions=True)
             raise
         call = self.next_call()
-        serving = self.ask(
-            call, wire.ServeVersionsRequest(call=call, current=list(current), pinned=in_loading_order((), pinned))
-        )
+        request = wire.ServeVersionsRequest(call=call, current=list(current), pinned=in_loading_order((), pinned))
+        serving = self.ask(call, request)
         # Asked for before the chunks are acknowledged, which would take as long again. What came only in part is
         # refused by its digest; why it came in part is raised first.
         for answer in await asyncio.gather(*chunks, serving, return_exceptions=True):
@@ -255,7 +254,7 @@ class EngineConnection:
         except Exception as error:  # noqa: BLE001 - of whoever made the call, and raised there
             del self._listeners[delta.call]
             self._settle(delta.call, error)
-            self.send(wire.Cancel(call=delta.call))
+            self.send(wire.CancelRequest(call=delta.call))
 
     def _settle(self, call: int, result: wire.Reply | Exception) -> None:
         future = self._calls.get(call)
@@ -282,7 +281,7 @@ class ConnectionSession:
 
     def close(self) -> None:
         """See `agentrl.core.ports.EngineSession.close`."""
-        self._connection.send(wire.CloseSession(session=self._number))
+        self._connection.send(wire.CloseSessionRequest(session=self._number))
 
 
 class SessionOpener(Protocol):
@@ -648,7 +647,7 @@ class ProcessEngine:
 
     def abort(self, request_id: str) -> None:
         """See `agentrl.core.ports.Engine.abort`."""
-        self._send(wire.Abort(request_id=request_id))
+        self._send(wire.AbortRequest(request_id=request_id))
 
     async def score(
         self, version: PolicyVersion | str, token_ids: Int32Array, temperature: float = 1.0
@@ -658,9 +657,8 @@ class ProcessEngine:
 
         def ask(connection: EngineConnection) -> Any:
             call = connection.next_call()
-            return connection.ask(
-                call, wire.Score(call=call, version=version, token_ids=column, temperature=temperature)
-            )
+            request = wire.ScoreRequest(call=call, version=version, token_ids=column, temperature=temperature)
+            return connection.ask(call, request)
 
         scored: wire.ScoreReply = await self._until_answered(ask)
         return wire.decode_logprobs(scored.logprobs)
@@ -740,7 +738,7 @@ class EngineClient:
         """See `agentrl.core.ports.Sampler.abort`."""
         for opening in self._connections.values():
             if opening.done() and not opening.cancelled() and opening.exception() is None:
-                opening.result().send(wire.Abort(request_id=request_id))
+                opening.result().send(wire.AbortRequest(request_id=request_id))
 
     def is_available(self, replica: EngineConnection) -> bool:
         """See `ReplicaRouter.is_available`."""

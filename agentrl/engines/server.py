@@ -67,21 +67,21 @@ class ConnectionHandler:
     def handle(self, message: wire.Request) -> None:
         """Execute a message; calls run in separate tasks."""
         match message:
-            case wire.Generate():
+            case wire.StartGenerationRequest():
                 self._start(message.call, self._generate(message))
             case wire.OpenSessionRequest():
                 self._open(message)
-            case wire.CloseSession():
+            case wire.CloseSessionRequest():
                 session = self._sessions.pop(message.session, None)
                 if session is not None and not isinstance(session, AgentRLError):
                     session.close()
-            case wire.Abort():
+            case wire.AbortRequest():
                 self._engine.abort(message.request_id)
-            case wire.Cancel():
+            case wire.CancelRequest():
                 task = self.tasks.get(message.call)
                 if task is not None:
                     task.cancel()
-            case wire.ServeVersionsRequest() | wire.WeightChunk() | wire.Score():
+            case wire.ServeVersionsRequest() | wire.WeightChunk() | wire.ScoreRequest():
                 self._start(message.call, self._control(message))
             case wire.WeightTransferEnded():
                 self._not_sent(message)
@@ -135,7 +135,7 @@ class ConnectionHandler:
         with contextlib.suppress(ConnectionError):
             await self._writer.drain()
 
-    async def _generate(self, message: wire.Generate) -> wire.Reply:
+    async def _generate(self, message: wire.StartGenerationRequest) -> wire.Reply:
         session = self._sessions.get(message.session)
         if session is None or isinstance(session, AgentRLError):
             raise session or EngineError(f"call {message.request_id}: the session is closed")
@@ -153,7 +153,9 @@ class ConnectionHandler:
         )
         return wire.completed_message(message.call, completion)
 
-    async def _control(self, message: wire.ServeVersionsRequest | wire.WeightChunk | wire.Score) -> wire.Reply | None:
+    async def _control(
+        self, message: wire.ServeVersionsRequest | wire.WeightChunk | wire.ScoreRequest
+    ) -> wire.Reply | None:
         match message:
             case wire.ServeVersionsRequest():
                 async with self._keeping:  # waits for the preceding chunks
@@ -162,7 +164,7 @@ class ConnectionHandler:
             case wire.WeightChunk():
                 async with self._keeping:
                     await asyncio.to_thread(self.versions.keep_chunk, message)
-            case wire.Score():
+            case wire.ScoreRequest():
                 return await self._score(message)
         return None
 
@@ -173,7 +175,7 @@ class ConnectionHandler:
         await self._engine.serve(current, pinned)
         self.versions.keep(wanted)
 
-    async def _score(self, message: wire.Score) -> wire.Reply:
+    async def _score(self, message: wire.ScoreRequest) -> wire.Reply:
         scores = await self._engine.score(
             message.version, wire.decode_token_ids(message.token_ids), message.temperature
         )
@@ -241,9 +243,9 @@ class ClientHandler(ConnectionHandler):
             ValueError: the client sent another message.
         """
         match message:
-            case wire.Generate() | wire.Abort():
+            case wire.StartGenerationRequest() | wire.AbortRequest():
                 message = msgspec.structs.replace(message, request_id=self._prefix + message.request_id)
-            case wire.OpenSessionRequest() | wire.CloseSession() | wire.Cancel():
+            case wire.OpenSessionRequest() | wire.CloseSessionRequest() | wire.CancelRequest():
                 pass
             case _:
                 raise ValueError(f"a client sent an unexpected message ({type(message).__name__})")

@@ -60,13 +60,13 @@ class OpenSessionRequest(WireMessage, frozen=True):
     pin: PolicyVersion | None
 
 
-class CloseSession(WireMessage, frozen=True):
+class CloseSessionRequest(WireMessage, frozen=True):
     """Request to close a session."""
 
     session: int
 
 
-class Generate(WireMessage, frozen=True):
+class StartGenerationRequest(WireMessage, frozen=True):
     """Request to sample in a session; `deltas` states whether the client wants new tokens as they come."""
 
     call: int
@@ -80,13 +80,13 @@ class Generate(WireMessage, frozen=True):
     deltas: bool
 
 
-class Cancel(WireMessage, frozen=True):
+class CancelRequest(WireMessage, frozen=True):
     """Note that the client no longer waits for a call."""
 
     call: int
 
 
-class Abort(WireMessage, frozen=True):
+class AbortRequest(WireMessage, frozen=True):
     """Request to end a call, which returns its tokens so far."""
 
     request_id: str
@@ -112,7 +112,7 @@ class WeightChunk(WireMessage, frozen=True):
     data: bytes
 
 
-class Score(WireMessage, frozen=True):
+class ScoreRequest(WireMessage, frozen=True):
     """Request to score tokens."""
 
     call: int
@@ -130,13 +130,13 @@ class WeightTransferEnded(WireMessage, frozen=True):
 Request = (
     LoadEngineRequest
     | OpenSessionRequest
-    | CloseSession
-    | Generate
-    | Cancel
-    | Abort
+    | CloseSessionRequest
+    | StartGenerationRequest
+    | CancelRequest
+    | AbortRequest
     | ServeVersionsRequest
     | WeightChunk
-    | Score
+    | ScoreRequest
     | WeightTransferEnded
 )
 
@@ -150,7 +150,7 @@ class EngineLoadedReply(WireMessage, frozen=True):
 
 
 class CompletionReply(WireMessage, frozen=True):
-    """Answer to `Generate`."""
+    """Answer to `StartGenerationRequest`."""
 
     call: int
     token_ids: bytes
@@ -168,7 +168,7 @@ class CompletionReply(WireMessage, frozen=True):
 
 
 class ScoreReply(WireMessage, frozen=True):
-    """Answer to `Score`."""
+    """Answer to `ScoreRequest`."""
 
     call: int
     logprobs: bytes
@@ -189,7 +189,7 @@ class ErrorReply(WireMessage, frozen=True):
 
 
 class NewTokens(WireMessage, frozen=True):
-    """New tokens of a `Generate`."""
+    """New tokens of a `StartGenerationRequest`."""
 
     call: int
     token_ids: list[TokenId]
@@ -253,9 +253,9 @@ async def read_frame(reader: asyncio.StreamReader) -> bytes | None:
         return None
 
 
-def generate_message(call: int, session: int, request: GenerateRequest, *, deltas: bool) -> Generate:
+def generate_message(call: int, session: int, request: GenerateRequest, *, deltas: bool) -> StartGenerationRequest:
     """Convert a request to a message."""
-    return Generate(
+    return StartGenerationRequest(
         call=call,
         session=session,
         request_id=request.request_id,
@@ -268,7 +268,7 @@ def generate_message(call: int, session: int, request: GenerateRequest, *, delta
     )
 
 
-def generate_request_from_message(message: Generate) -> GenerateRequest:
+def generate_request_from_message(message: StartGenerationRequest) -> GenerateRequest:
     """Convert a message to a request."""
     return GenerateRequest(
         request_id=message.request_id,

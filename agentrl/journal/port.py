@@ -117,7 +117,7 @@ class TurnLog(Protocol):
         ...
 
     def append_partial(self, entry: JournalEntry) -> None:
-        """Queue tokens of a turn in progress (`PartialTurnTokens`); a commit's count and digest of entries leave them out."""
+        """Queue tokens of a turn in progress (`PartialTurnTokens`), which a commit does not count or digest."""
         ...
 
     def remove_partials(self, episode_id: str, attempt: int, call_id: str | None = None) -> None:

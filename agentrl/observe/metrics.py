@@ -339,9 +339,9 @@ def find_registered_metric(name: str) -> Metric | None:
     """Return the metric registered under a name; None if there is none (an environment's own `ctx.metric`).
 
     Example:
-        >>> describe("staleness/max").unit
+        >>> find_registered_metric("staleness/max").unit
         'steps'
-        >>> describe("reward/solver").name
+        >>> find_registered_metric("reward/solver").name
         'reward/<seat>'
     """
     found = _BY_NAME.get(name)

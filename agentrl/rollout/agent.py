@@ -54,7 +54,7 @@ from agentrl.rollout.branches import shortened_repr
 from agentrl.rollout.byte_formats import JsonFormat
 from agentrl.rollout.call_journal import CallExecution, encode, encode_arguments
 from agentrl.rollout.template_history import applicable_rewrite_causes
-from agentrl.rollout.turn_entries import completion_of, decode_message, message_data
+from agentrl.rollout.turn_entries import completion_from_entry, decode_message, message_data
 
 if TYPE_CHECKING:
     from agentrl.core.ports import ChatFormat, EngineSession
@@ -390,7 +390,7 @@ class LiveAgent(TurnSampler, Agent):
             await journal.reach(call)
         recorded = None if call.recorded is None else journal.recall(call, TurnEntry)
         if recorded is not None:
-            completion = completion_of(recorded)
+            completion = completion_from_entry(recorded)
         else:
             started = services.clock.monotonic()
             if journal.is_over_time:

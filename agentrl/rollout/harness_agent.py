@@ -41,7 +41,7 @@ from agentrl.rollout.branches import describe_entry, shortened_repr
 from agentrl.rollout.byte_formats import JsonFormat
 from agentrl.rollout.template_history import shared_length
 from agentrl.rollout.token_tree import TokenTree, tools_text
-from agentrl.rollout.turn_entries import completion_of, message_data, slice_completion
+from agentrl.rollout.turn_entries import completion_from_entry, message_data, slice_completion
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -220,7 +220,7 @@ class HarnessAgent(LiveAgent):
         if call.is_inherited:
             self._episode.journal.take_inherited(call)
             placed = self._inherited(request, call, recorded, context)
-            return self._replied(request, call, placed, completion_of(recorded), recorded.started)
+            return self._replied(request, call, placed, completion_from_entry(recorded), recorded.started)
         placed = self._tree.restate(self._find_row(request), context)
         entry = msgspec.structs.replace(
             recorded,
@@ -234,7 +234,7 @@ class HarnessAgent(LiveAgent):
         self._episode.journal.write_again(call, entry)
         self._episode.partials.turn_recorded(call)
         self._episode.metric("replies/recalled", 1.0, self)
-        return self._replied(request, call, placed, completion_of(recorded), recorded.started)
+        return self._replied(request, call, placed, completion_from_entry(recorded), recorded.started)
 
     def _inherited(
         self, request: ChatRequest, call: JournaledCall, recorded: TurnEntry, context: Int32Array

@@ -1,7 +1,7 @@
 """Turns on disk: the journal entry of a finished turn, and the partials of a turn in progress.
 
-`completion_of` reads an entry back. `PartialTurn` collects a turn over several engine calls and, if need be, several
-processes; `EpisodePartials` decides when new tokens are written to disk, and reads those of an earlier process.
+`completion_from_entry` reads an entry back. `PartialTurn` collects a turn over several engine calls and, if need be,
+several processes; `EpisodePartials` decides when new tokens are written to disk, and reads those of an earlier process.
 
 Invariants: tokens reach the disk in order, each once; tokens read from disk are never sampled again; a turn that ends
 before `FIRST_SECONDS` writes no partial.
@@ -78,7 +78,7 @@ def decode_message(data: Mapping[str, Any]) -> Message:
         raise JournalError(f"an edited message cannot be read ({error})") from error
 
 
-def completion_of(entry: TurnEntry) -> Completion:
+def completion_from_entry(entry: TurnEntry) -> Completion:
     """Return the completion that an entry recorded.
 
     Raises:

@@ -131,7 +131,7 @@ class DecodeRateCurve:
     between.
 
     Example:
-        >>> rates = Rates({1: 50.0, 64: 25.0})
+        >>> rates = DecodeRateCurve({1: 50.0, 64: 25.0})
         >>> round(rates(1)), round(rates(64)), round(rates(32), 1), round(rates(127), 1)
         (50, 25, 33.5, 16.7)
     """

@@ -93,7 +93,7 @@ def test_an_adapter_and_the_request_to_serve_it_take_one_round_trip(tmp_path: Pa
         serving = asyncio.create_task(connection.serve([written(tmp_path / "1", 1, 1000)], ()))
         while not writer.sent:
             await asyncio.sleep(0.01)
-        assert writer.sent == [["WeightChunk", "WeightChunk", "Serve"]]
+        assert writer.sent == [["WeightChunk", "WeightChunk", "ServeVersionsRequest"]]
         reader.feed_eof()
         await connection.drain(EngineLostError("it is over"))
         with pytest.raises(EngineLostError):

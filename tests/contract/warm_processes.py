@@ -61,7 +61,7 @@ class WarmChild:
         self._files = files
 
     async def wait(self) -> str:
-        """See `Child.wait`; its private files are removed too."""
+        """See `ChildProcessHandle.wait`; its private files are removed too."""
         await asyncio.to_thread(self._process.join)
         self._files.remove()
         return f"died (exit code {self._process.exitcode})"
