@@ -32,7 +32,7 @@ from agentrl.engines.client import ProcessEngine
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.journal.store import SqliteJournal
 from agentrl.orchestrator.checkpoints import CheckpointWriter
-from agentrl.rollout.byte_formats import STOP_TOKEN, PlainFormat
+from agentrl.rollout.byte_formats import STOP_TOKEN, PlainChatFormat
 from benchmarks import coevolution_kills
 
 ROOT = Path(__file__).parents[1]
@@ -199,7 +199,7 @@ async def scripted_engine(
 
 
 def scripted_format(config: RunConfig) -> ChatFormat:
-    return PlainFormat()
+    return PlainChatFormat()
 
 
 def scripted_config(directory: str, seed: int, steps: int) -> RunConfig:

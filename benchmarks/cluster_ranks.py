@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from agentrl.core.errors import TrainerLostError
-from agentrl.learn.ranks import ProcessGroup, serve_rendezvous
+from agentrl.learn.ranks import DistributedRankGroup, serve_rendezvous
 from tests.learn_cases import write_model
 from tests.rank_processes import Place, on_ranks
 from tests.sharding_cases import FUNCTION, alone, case, gradient_error
@@ -48,7 +48,7 @@ def wait_in_vain(addresses: list[str]) -> float:
     rendezvous, store = serve_rendezvous(addresses[0])
     begun = time.monotonic()
     try:
-        ProcessGroup(rendezvous, rank=0, device=torch.device("cpu"), addresses=addresses, store=store)
+        DistributedRankGroup(rendezvous, rank=0, device=torch.device("cpu"), addresses=addresses, store=store)
     except TrainerLostError as error:
         print(error)
         if f"rank 1 on node {addresses[1]}" not in str(error):

@@ -59,7 +59,7 @@ from agentrl.config.load import load
 from agentrl.core.records import PolicyVersion, Task
 from agentrl.environments.calculator import Calculator
 from agentrl.inspection.reader import RunReader
-from agentrl.journal.reader import TurnReader
+from agentrl.journal.reader import TurnLogReader
 from benchmarks.report import Report
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -364,7 +364,7 @@ def die(directory: Path, task_id: str) -> None:
 
     def kill(number: int) -> None:
         if number == 2:
-            journal = TurnReader(directory / "killed" / "journal")
+            journal = TurnLogReader(directory / "killed" / "journal")
             while journal.progress("e1", 0)[0] < SECOND_CALL_ENTRIES:
                 time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from agentrl.app.assemble import RunParts, assemble
+from agentrl.app.assemble import RunParts, assemble_orchestrator
 from agentrl.app.recovery import read_resume_state
 from agentrl.core.clock import SystemClock
 from agentrl.core.ports import GenerateRequest
@@ -26,7 +26,7 @@ from agentrl.core.records import PolicyVersion, StepReport
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.journal.store import SqliteJournal
 from agentrl.orchestrator.versions import ServedVersions
-from agentrl.rollout.chat_format import TemplateFormat
+from agentrl.rollout.chat_format import TemplateChatFormat
 from agentrl.simulation.recording_trainer import RecordingTrainer
 from agentrl.simulation.run import NullJournal
 from benchmarks import overhead
@@ -78,7 +78,7 @@ async def _run(store: Any, steps: int) -> float:
 
 
 async def _wired(store: Any, config: Any, *, hold: bool = False, trainer: RecordingTrainer | None = None) -> Any:
-    chat_format = TemplateFormat.load(overhead.MODEL)
+    chat_format = TemplateChatFormat.load(overhead.MODEL)
     text = '<tool_call>{"name":"calculate","arguments":{"a":12,"op":"+","b":7}}</tool_call>'
     call = [*chat_format.encode(text), chat_format.stop_token_ids[0]]
 
@@ -102,7 +102,7 @@ async def _wired(store: Any, config: Any, *, hold: bool = False, trainer: Record
         tasks=overhead.TASKS,
         **({} if resume_state is None else {"resume_state": resume_state}),
     )
-    return assemble(config, overhead.Arithmetic, parts), engine
+    return assemble_orchestrator(config, overhead.Arithmetic, parts), engine
 
 
 class Counting(ScriptedEngine):

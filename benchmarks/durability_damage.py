@@ -19,7 +19,7 @@ from typing import Any
 from agentrl.core.errors import JournalError
 from agentrl.core.records import PolicyVersion
 from agentrl.journal.entries import JournalEntry, RewardEntry, ToolEntry, encode_body, episode_digest
-from agentrl.journal.reader import EpisodeKey, TurnReader
+from agentrl.journal.reader import AttemptLocation, TurnLogReader
 from agentrl.journal.run_log import SqliteRunLog
 from agentrl.journal.store import SqliteJournal
 from tests.journal_cases import header, spec, step_of, weights
@@ -60,7 +60,7 @@ class Run:
         self.entries = {f"e{number}": _entries(number) for number in range(EPISODES)}
         asyncio.run(self._write())
         self.keys = [
-            EpisodeKey("turns-w0.db", name, 0, len(entries), episode_digest(entries))
+            AttemptLocation("turns-w0.db", name, 0, len(entries), episode_digest(entries))
             for name, entries in self.entries.items()
         ]
         self.facts = self._facts()
@@ -89,7 +89,7 @@ class Run:
         wrong = 0
         with suppress(JournalError):
             wrong += self._facts() != self.facts
-        reader = TurnReader(self.path)
+        reader = TurnLogReader(self.path)
         errors = 0
         try:
             try:

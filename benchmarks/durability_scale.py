@@ -2,7 +2,7 @@
 
 Writes the journal of a run of many committed and trained episodes with the store's own calls, seals a checkpoint, and
 asks it in a process of its own, so that the figures are not those of the writer: how long until a resumed run knows
-what is left (`Recovery.find`, `Recovery.resume_state`), what memory that takes, how long `run ledger` and `run list`
+what is left (`ResumeCheckpoint.find`, `ResumeCheckpoint.resume_state`), what memory that takes, how long `run ledger` and `run list`
 take. Then prunes it, and measures the journal's bytes per episode before and after.
 """
 
@@ -19,7 +19,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from agentrl.app.recovery import Recovery
+from agentrl.app.recovery import ResumeCheckpoint
 from agentrl.config.run import RunConfig
 from agentrl.core.files import LOCAL
 from agentrl.core.records import (
@@ -169,7 +169,7 @@ def ask(run: Path) -> dict[str, float]:
     """CPU seconds of resuming, counting and listing a run, and the most memory that resuming took, in MiB."""
     began = time.process_time()
     journal = SqliteJournal(run / "journal")
-    recovery = Recovery.find(run / "checkpoints")
+    recovery = ResumeCheckpoint.find(run / "checkpoints")
     resume_state = recovery.resume_state(config(), journal)
     resumed = time.process_time() - began
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

@@ -30,14 +30,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 import agentrl
-from agentrl.app.assemble import RunParts, assemble
+from agentrl.app.assemble import RunParts, assemble_orchestrator
 from agentrl.config.run import RunConfig
 from agentrl.core.clock import SystemClock
 from agentrl.core.records import PolicyVersion
 from agentrl.engines.vllm import process as vllm_process
 from agentrl.journal.entries import TurnEntry
 from agentrl.orchestrator.versions import ServedVersions
-from agentrl.rollout.byte_formats import VOCABULARY_SIZE, PlainFormat
+from agentrl.rollout.byte_formats import VOCABULARY_SIZE, PlainChatFormat
 from agentrl.simulation.plan import QuantileDistribution
 from agentrl.simulation.recording_trainer import RecordingTrainer
 from agentrl.testing.memory_journal import MemoryJournal
@@ -66,7 +66,7 @@ FILLING, MEASURED = 36, 96
 """Turns before those that count, and these."""
 
 
-class Endless(PlainFormat):
+class Endless(PlainChatFormat):
     """No turn ends before its limit."""
 
     stop_token_ids: tuple[int, ...] = ()
@@ -169,7 +169,7 @@ def wired(engine: VllmEngine, weights: WeightsRef, journal: MemoryJournal, seed:
         tasks=[agentrl.Task(id=f"t{number}", data={}) for number in range(256)],
         versions={POLICY: weights.version},
     )
-    return assemble(config, Talk, parts)
+    return assemble_orchestrator(config, Talk, parts)
 
 
 async def compare(report: Report, names: list[str], repeats: int) -> None:

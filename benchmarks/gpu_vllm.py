@@ -48,7 +48,7 @@ from agentrl.config.run import RunConfig
 from agentrl.core.ports import Engine, Trainer
 from agentrl.core.records import PolicyVersion
 from agentrl.engines.client import ProcessEngine
-from agentrl.engines.transfer import WeightRecipient, WeightSendingTrainer
+from agentrl.engines.transfer import WeightDestination, WeightSendingTrainer
 from agentrl.environment.registry import resolve
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -105,7 +105,7 @@ class Watched:
         if isinstance(trainer, WeightSendingTrainer):
             send = trainer.send
 
-            async def counted(version: PolicyVersion, recipient: WeightRecipient) -> None:
+            async def counted(version: PolicyVersion, recipient: WeightDestination) -> None:
                 await send(version, recipient)
                 self.deliveries[recipient.transfer] += 1
 

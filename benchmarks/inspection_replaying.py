@@ -17,7 +17,7 @@ import agentrl
 from agentrl.app.parts import RunFactories
 from agentrl.app.replays import recompute_step_loss, replay, replay_steps
 from agentrl.cli.main import main
-from agentrl.cli.sample_run import sample_factories, write_sample_run
+from agentrl.cli.sample_run import sample_run_factories, write_sample_run
 from agentrl.core.text import escape_text
 from agentrl.inspection.reader import RunReader
 from agentrl.inspection.steps import step_list
@@ -28,7 +28,7 @@ from tests.journal_cases import HOSTILE, write_run
 def figures(quick: bool) -> dict[str, float | None]:
     with tempfile.TemporaryDirectory(prefix="agentrl-inspection-") as directory:
         sample = write_sample_run(directory).path
-        outcomes = outcomes_of(sample, sample_factories()) + outcomes_of(sample / "forks", sample_factories())
+        outcomes = outcomes_of(sample, sample_run_factories()) + outcomes_of(sample / "forks", sample_run_factories())
         taught = agentrl.train(config_of(directory, 0, **({"steps": QUICK_STEPS} if quick else {})), quiet=True).path
         outcomes += outcomes_of(taught)
         steps = steps_of(sample) + steps_of(taught)

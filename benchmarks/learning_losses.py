@@ -25,7 +25,7 @@ from agentrl.core.records import PolicyVersion, StepReport, TrajectoryRow
 from agentrl.credit.advantages import ADVANTAGES, generalized_advantages
 from agentrl.learn.loss_batch import IDS, LossBatch, TokenColumns
 from agentrl.learn.losses import kl_divergence, make_loss
-from agentrl.learn.ranks import Ranks
+from agentrl.learn.ranks import RankGroup
 from agentrl.learn.trainer import PolicyTrainer
 from benchmarks import learning_sapo
 from tests.learn_cases import Episodes, make_rows, run_config, write_model, write_tokenizer
@@ -147,7 +147,7 @@ def _weights(kind: str, lengths: np.ndarray[Any, Any], longest: int) -> np.ndarr
 
 
 def step(
-    config: RunConfig, directory: Path, *, forked: bool = False, precise: bool = False, ranks: Ranks | None = None
+    config: RunConfig, directory: Path, *, forked: bool = False, precise: bool = False, ranks: RankGroup | None = None
 ) -> tuple[float, float]:
     """Loss and gradient norm of a step in this process.
 
@@ -192,7 +192,9 @@ SPLIT = [
 """Losses that see a whole step or a token, with their options, and the normalizer."""
 
 
-def split_step(ranks: Ranks | None, model: str, directory: str, tokens: int, forked: bool) -> list[tuple[float, float]]:
+def split_step(
+    ranks: RankGroup | None, model: str, directory: str, tokens: int, forked: bool
+) -> list[tuple[float, float]]:
     """Loss and gradient norm in each case of `SPLIT`, over some ranks."""
     found = []
     for number, (name, options, normalizer) in enumerate(SPLIT):

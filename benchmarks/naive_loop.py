@@ -21,7 +21,7 @@ from transformers import DynamicCache, Qwen3ForCausalLM
 from agentrl.core.records import FinishReason, Message, Task
 from agentrl.environment.tools import observation_of
 from agentrl.environments.calculator import Calculator
-from agentrl.rollout.chat_format import TemplateFormat
+from agentrl.rollout.chat_format import TemplateChatFormat
 
 Latency = Callable[[random.Random], float]
 """Draws the seconds one tool call waits."""
@@ -82,7 +82,7 @@ class Rollout:
 @torch.inference_mode()
 def sample(
     model: Qwen3ForCausalLM,
-    chat: TemplateFormat,
+    chat: TemplateChatFormat,
     tasks: Sequence[Task],
     copies: int = 1,
     *,
@@ -122,7 +122,7 @@ def sample(
     return episodes
 
 
-def answer(chat: TemplateFormat, episode: Episode, max_turns: int) -> list[int]:
+def answer(chat: TemplateChatFormat, episode: Episode, max_turns: int) -> list[int]:
     """Append the turn; the tokens of the tool's observation, or none where the episode has ended (and is rewarded)."""
     episode.tokens += episode.said
     episode.sampled += [True] * len(episode.said)
@@ -168,7 +168,7 @@ def learn(model: Qwen3ForCausalLM, episodes: Sequence[Episode], copies: int, tok
 
 
 def evaluate(
-    model_dir: str | Path | Qwen3ForCausalLM, chat: TemplateFormat, *, seed: int = 0, count: int = 512
+    model_dir: str | Path | Qwen3ForCausalLM, chat: TemplateChatFormat, *, seed: int = 0, count: int = 512
 ) -> float:
     """Mean reward on held-out tasks, sampled as in training."""
     model = model_dir if isinstance(model_dir, Qwen3ForCausalLM) else Qwen3ForCausalLM.from_pretrained(model_dir)
@@ -194,7 +194,7 @@ def run(
     torch.set_num_threads(1)
     torch.manual_seed(seed)
     draws = random.Random(seed)
-    model, chat = Qwen3ForCausalLM.from_pretrained(model_dir), TemplateFormat.load(model_dir)
+    model, chat = Qwen3ForCausalLM.from_pretrained(model_dir), TemplateChatFormat.load(model_dir)
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
     tasks = Calculator.tasks("train", seed=seed)
     history: list[Step] = []
@@ -221,7 +221,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--learning-rate", type=float, default=3e-4)
     arguments = parser.parse_args()
-    chat = TemplateFormat.load(arguments.model)
+    chat = TemplateChatFormat.load(arguments.model)
 
     def show(number: int, step: Step, model: Qwen3ForCausalLM) -> None:
         held_out = f"  held out {evaluate(model, chat):.3f}" if number % 10 == 9 else ""

@@ -24,7 +24,7 @@ from agentrl.core.records import EpisodeHeader, EpisodeSpec, Message, PolicyVers
 from agentrl.core.reply_formats import parse_llama
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.environment.registry import name_of
-from agentrl.rollout.byte_formats import STOP_TOKEN, PlainFormat
+from agentrl.rollout.byte_formats import STOP_TOKEN, PlainChatFormat
 from agentrl.rollout.runner import EpisodeRunner
 from agentrl.testing.execution import POLICY, plain_rollout_settings, wire_dispatcher
 from agentrl.testing.memory_journal import MemoryJournal
@@ -44,8 +44,8 @@ TURNS: dict[str, tuple[Any, ...]] = {
 """What the model says in one task, where it is not a call of `add` and then the answer."""
 
 
-class LlamaFormat(PlainFormat):
-    """`PlainFormat` with the calls of Llama 3."""
+class LlamaFormat(PlainChatFormat):
+    """`PlainChatFormat` with the calls of Llama 3."""
 
     def parse(self, token_ids: Sequence[int], tools: Sequence[ToolSpec] = ()) -> Message:
         content, calls = parse_llama(super().parse(token_ids, tools).content, tools)
@@ -53,7 +53,7 @@ class LlamaFormat(PlainFormat):
 
 
 FORMATS = {
-    "hermes": (PlainFormat(), '<tool_call>{{"name": "{}", "arguments": {}}}</tool_call>'),
+    "hermes": (PlainChatFormat(), '<tool_call>{{"name": "{}", "arguments": {}}}</tool_call>'),
     "llama": (LlamaFormat(), '{{"name": "{}", "parameters": {}}}'),
 }
 

@@ -23,8 +23,8 @@ from agentrl.engines.scripted import ScriptedEngine
 from agentrl.environment.registry import name_of
 from agentrl.journal.entries import TurnEntry
 from agentrl.journal.rows import assemble_trajectories
-from agentrl.rollout.byte_formats import PlainFormat
-from agentrl.rollout.chat_format import TemplateFormat
+from agentrl.rollout.byte_formats import PlainChatFormat
+from agentrl.rollout.chat_format import TemplateChatFormat
 from agentrl.rollout.runner import EpisodeRunner
 from agentrl.testing.execution import PARTITION, POLICY, plain_rollout_settings, wire_dispatcher
 from agentrl.testing.memory_journal import EpisodeEnd, MemoryJournal
@@ -180,8 +180,8 @@ def _compare(header: EpisodeHeader, journal: MemoryJournal, log: _Log, found: Co
 def figures(quick: bool) -> dict[str, float | None]:
     """See `benchmarks.outside`."""
     half = (QUICK_EPISODES if quick else EPISODES) // 2
-    found = asyncio.run(_played(PlainFormat(), range(half)))
-    found += asyncio.run(_played(TemplateFormat.load(MODEL), range(half, 2 * half)))
+    found = asyncio.run(_played(PlainChatFormat(), range(half)))
+    found += asyncio.run(_played(TemplateChatFormat.load(MODEL), range(half, 2 * half)))
     print(dict(found), flush=True)
     return {
         "rows_differ_from_engine": found["different"],

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Literal
 
 import agentrl
-from agentrl.app.assemble import RunParts, assemble
+from agentrl.app.assemble import RunParts, assemble_orchestrator
 from agentrl.config.run import RunConfig
 from agentrl.core.clock import SystemClock
 from agentrl.core.ports import GenerateRequest
@@ -34,7 +34,7 @@ from agentrl.engines.scripted import ScriptedEngine
 from agentrl.journal.store import SqliteJournal
 from agentrl.orchestrator.loop import Orchestrator
 from agentrl.orchestrator.versions import ServedVersions
-from agentrl.rollout.chat_format import TemplateFormat
+from agentrl.rollout.chat_format import TemplateChatFormat
 from agentrl.simulation.recording_trainer import RecordingTrainer
 from benchmarks.report import Report
 
@@ -101,7 +101,7 @@ class Wired:
 
 async def wire(directory: Path, config: RunConfig, *, hold: bool = False) -> Wired:
     """The real parts of a run, but for engine and trainer."""
-    chat_format = TemplateFormat.load(MODEL)
+    chat_format = TemplateChatFormat.load(MODEL)
     text = '<tool_call>{"name":"calculate","arguments":{"a":12,"op":"+","b":7}}</tool_call>'
     call = [*chat_format.encode(text), chat_format.stop_token_ids[0]]
     asked = [0]
@@ -124,7 +124,7 @@ async def wire(directory: Path, config: RunConfig, *, hold: bool = False) -> Wir
         clock=SystemClock(),
         tasks=TASKS,
     )
-    orchestrator = assemble(config, Arithmetic, parts)
+    orchestrator = assemble_orchestrator(config, Arithmetic, parts)
     return Wired(orchestrator=orchestrator, engine=engine, trainer=trainer, journal=journal, asked=asked)
 
 

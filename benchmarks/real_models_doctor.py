@@ -24,7 +24,7 @@ import numpy as np
 import torch
 import transformers
 
-from agentrl.app.memory import memory_plan
+from agentrl.app.memory import estimate_memory
 from agentrl.config.policies import LoraConfig, PolicyConfig
 from agentrl.config.run import RunConfig
 from agentrl.config.sections import (
@@ -35,7 +35,7 @@ from agentrl.config.sections import (
     SamplingConfig,
     TrainerConfig,
 )
-from agentrl.core.machine import unreclaimable_memory_bytes
+from agentrl.core.machine import process_anonymous_memory_bytes
 from agentrl.core.records import EpisodeDataLocation, TrainBatch, Trajectory, TrajectoryCredit, TrajectoryRow, Unit
 from agentrl.learn.memory import make_worst_case_samples
 from agentrl.learn.models import load_models
@@ -98,7 +98,7 @@ def _configured(model: Path, *, lora: bool, recompute: bool, dtype: str) -> RunC
 
 def predicted_bytes(config: RunConfig) -> int:
     """Bytes of a trainer process, by doctor."""
-    parts = [part for part in memory_plan(config).parts if part.process == "trainer rank"]
+    parts = [part for part in estimate_memory(config).parts if part.process == "trainer rank"]
     return sum(part.bytes for part in parts)
 
 
@@ -145,7 +145,7 @@ def peak_memory() -> Iterator[list[int]]:
 
     def watch() -> None:
         while not ended.wait(EVERY_S):
-            peak[0] = max(peak[0], unreclaimable_memory_bytes())
+            peak[0] = max(peak[0], process_anonymous_memory_bytes())
 
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()

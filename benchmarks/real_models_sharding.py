@@ -23,9 +23,9 @@ import transformers
 
 from agentrl.config.policies import PolicyConfig
 from agentrl.config.sections import ModelConfig
-from agentrl.core.machine import unreclaimable_memory_bytes
+from agentrl.core.machine import process_anonymous_memory_bytes
 from agentrl.core.records import PolicyVersion
-from agentrl.learn.ranks import ProcessGroup, local_part
+from agentrl.learn.ranks import DistributedRankGroup, local_shard
 from agentrl.learn.trainer import PolicyTrainer
 from benchmarks.real_models_doctor import peak_memory
 from benchmarks.real_models_memory import SHAPE, SMALL
@@ -105,21 +105,23 @@ def _publication(root: Path, *, quick: bool) -> dict[str, float | None]:
     return {"publish_extra_bytes": extra, "load_extra_bytes": max(loading)}
 
 
-def load(ranks: ProcessGroup, path: str, directory: str) -> int:
+def load(ranks: DistributedRankGroup, path: str, directory: str) -> int:
     """On each rank: the growth of anonymous memory to its peak while a trainer starts, less its shards."""
     config = run_config(Path(path), policies={"policy": PolicyConfig(lora=None)}, ranks=ranks.size, sharding="full")
     config = config.model_copy(update={"model": ModelConfig(path=path, dtype="bfloat16")})
     gc.collect()
-    before = unreclaimable_memory_bytes()
+    before = process_anonymous_memory_bytes()
     trainer = PolicyTrainer(config, Path(directory), ranks=ranks, publishes=False)
     with peak_memory() as peak:
         trainer.start()
     return (
-        peak[0] - before - sum(local_part(each).nbytes for each in trainer._learner("policy").model.parameters.values())
+        peak[0]
+        - before
+        - sum(local_shard(each).nbytes for each in trainer._learner("policy").model.parameters.values())
     )
 
 
-def publish(ranks: ProcessGroup, model: str, directory: str) -> int:
+def publish(ranks: DistributedRankGroup, model: str, directory: str) -> int:
     """On each rank: publish twice; the growth of resident memory to its peak in the second publication."""
     policies = {"policy": PolicyConfig(lora=None)}
     config = run_config(Path(model), policies=policies, ranks=ranks.size, sharding="full")

@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 
 from agentrl.core import ids
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, TrajectoryCredit
-from agentrl.orchestrator.buffer import Credits, OpenGroup, ReadyUnit, ReleasePolicy
+from agentrl.orchestrator.buffer import Credits, GroupReleasePolicy, OpenGroup, ReadyUnit
 from agentrl.orchestrator.loop import Orchestrator
 from agentrl.orchestrator.scheduler import GroupDemand
 from agentrl.simulation.engine import EmulatedEngine
-from agentrl.simulation.run import episode_of
+from agentrl.simulation.run import request_episode_id
 
 POLICY = "solver"
 PROPOSALS = 4
@@ -30,7 +30,7 @@ class WholeTasks:
         inner: decides the credits, group by group.
     """
 
-    def __init__(self, inner: ReleasePolicy) -> None:
+    def __init__(self, inner: GroupReleasePolicy) -> None:
         self._inner = inner
         self.compares = inner.compares
         self._held: dict[int, list[tuple[Sequence[EpisodeHeader], Credits]]] = defaultdict(list)
@@ -83,7 +83,7 @@ class FirstOfMore:
         lose: told who is cut.
     """
 
-    def __init__(self, inner: ReleasePolicy, lose: Callable[[set[str]], None]) -> None:
+    def __init__(self, inner: GroupReleasePolicy, lose: Callable[[set[str]], None]) -> None:
         self._inner = inner
         self._lose = lose
         self.compares = inner.compares
@@ -119,7 +119,7 @@ def race(orchestrator: Orchestrator) -> None:
 
     def lose(names: set[str]) -> None:
         losers.update(names)
-        engine.cut(lambda request: episode_of(request) in names)
+        engine.cut(lambda request: request_episode_id(request) in names)
 
     orchestrator.buffer.release = FirstOfMore(orchestrator.buffer.release, lose)
     _drop_before_steps(orchestrator, lambda ready: ready.unit.episode_id in losers, "lost the race")

@@ -31,8 +31,8 @@ from typing import Any, ClassVar, Literal, NamedTuple, get_args, get_origin
 import agentrl
 from agentrl.app.parts import RunFactories
 from agentrl.app.training import Run, run_training
-from agentrl.config.fields import ResumeRule, Section, package_directory
-from agentrl.config.load import check_unchanged, resume_rule_of, sections_in
+from agentrl.config.fields import ResumeRule, Section, resolve_package_directory
+from agentrl.config.load import check_settings_unchanged, resume_rule_of, sections_in_annotation
 from agentrl.config.policies import BotPolicy, FrozenPolicy, OpponentPoolPolicy, PolicyConfig, RemotePolicy
 from agentrl.config.run import RunConfig
 from agentrl.core.errors import ConfigError
@@ -43,7 +43,7 @@ from agentrl.engines.scripted import ScriptedEngine
 from agentrl.environment.registry import resolve
 from agentrl.inspection.reader import RunReader
 from agentrl.orchestrator.loop import Orchestrator
-from agentrl.rollout.byte_formats import STOP_TOKEN, PlainFormat
+from agentrl.rollout.byte_formats import STOP_TOKEN, PlainChatFormat
 from agentrl.simulation.recording_trainer import RecordingTrainer
 from benchmarks.report import Report
 
@@ -64,7 +64,7 @@ KINDS: dict[type[Section], str] = {
 }
 """The run has a policy of each kind; each holds the seat of its name."""
 
-SHIPPED_MODEL = package_directory("agentrl.environments.calculator:model")
+SHIPPED_MODEL = resolve_package_directory("agentrl.environments.calculator:model")
 REFERENCE = tempfile.TemporaryDirectory(prefix="agentrl-reference-")
 """Looks like an adapter, which nothing loads here."""
 Path(REFERENCE.name, "adapter_model.safetensors").touch()
@@ -130,7 +130,7 @@ NOT_RUN: dict[str, str] = {
     "cluster.min_nodes": "there is no cluster",
     "deterministic": "with `true` the configuration itself is refused, for the run's remote policy",
 }
-"""Settings for which `check_unchanged` is asked and nothing is run, and why."""
+"""Settings for which `check_settings_unchanged` is asked and nothing is run, and why."""
 
 
 NO_FILTERS = {"top_k": 0, "min_p": 0.0}
@@ -153,7 +153,7 @@ class Setting(NamedTuple):
 def settings(section: type[Section] = RunConfig, prefix: str = "") -> Iterator[Setting]:
     """All of them, the sections of a union each with its own."""
     for name, each in section.model_fields.items():
-        members, is_named = sections_in(each.annotation)
+        members, is_named = sections_in_annotation(each.annotation)
         if not members or section is PolicyConfig:
             yield Setting(f"{prefix}{name}", section, name)
         for member in members:
@@ -264,7 +264,7 @@ def play(
 ) -> Run:
     """One life of the run."""
     factories = RunFactories(
-        engine=make_engine, trainer=Reading, chat_format=lambda config: PlainFormat(), assembled=assembled
+        engine=make_engine, trainer=Reading, chat_format=lambda config: PlainChatFormat(), assembled=assembled
     )
     return asyncio.run(
         run_training(config, Guess, tasks=TASKS, held_out=TASKS[:1], resume=resume, quiet=quiet, factories=factories)
@@ -298,7 +298,7 @@ def play_file(directory: Path, *, resume: bool, **settings: Any) -> None:
         **settings,
     )
     factories = RunFactories(
-        engine=make_engine, trainer=Reading, chat_format=lambda config: PlainFormat(), assembled=assembled
+        engine=make_engine, trainer=Reading, chat_format=lambda config: PlainChatFormat(), assembled=assembled
     )
     asyncio.run(run_training(config, resolve(config.environment.id), resume=resume, factories=factories))
 
@@ -401,7 +401,7 @@ def resumed(setting: Setting, killed: Path, scratch: Path, judged: Judge = judge
     if setting.key in NOT_RUN:
         found.outcome = "checked"
         try:
-            check_unchanged(first.model_dump(mode="json"), now)
+            check_settings_unchanged(first.model_dump(mode="json"), now)
         except ConfigError as error:
             found.outcome, found.message = "refused", str(error)
         return found

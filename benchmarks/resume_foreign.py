@@ -41,8 +41,8 @@ from agentrl.core.records import EpisodeSpec, PolicyVersion, SeatBinding
 from agentrl.engines.scripted import Script
 from agentrl.environment.registry import name_of
 from agentrl.journal.entries import JournalEntry, TurnEntry
-from agentrl.rollout.byte_formats import STOP_TOKEN, PlainFormat
-from agentrl.testing.execution import POLICY, execute
+from agentrl.rollout.byte_formats import STOP_TOKEN, PlainChatFormat
+from agentrl.testing.execution import POLICY, execute_episode
 from benchmarks.report import Report
 from benchmarks.resume_foreign_games import Case, gymnasium_cases, pettingzoo_cases, textarena_cases
 from benchmarks.resume_foreign_state import digest
@@ -143,7 +143,7 @@ class _Observer:
 
     def script(self, *, every: bool) -> Script:
         """The case's policy, in a process where other code draws from the global generators."""
-        chat_format = PlainFormat()
+        chat_format = PlainChatFormat()
 
         def script(request: GenerateRequest, name: str, version: PolicyVersion) -> list[int]:
             for _ in range(os.urandom(1)[0] % 7):
@@ -175,7 +175,9 @@ def play(case: Case, task: agentrl.Task, recorded: Sequence[JournalEntry] = (), 
         group_id="g0",
     )
     script = observer.script(every=not recorded)
-    outcome = asyncio.run(execute(environment, spec, script, recorded, max_turns=QUICK_TURNS if quick else TURNS))
+    outcome = asyncio.run(
+        execute_episode(environment, spec, script, recorded, max_turns=QUICK_TURNS if quick else TURNS)
+    )
     if isinstance(outcome, str):
         return Played(name=case.name, error=outcome)
     header, entries = outcome.header, outcome.entries

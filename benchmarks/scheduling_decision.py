@@ -16,7 +16,7 @@ from typing import Any
 from agentrl.orchestrator.loop import Orchestrator
 from agentrl.rollout import agent as asking
 from agentrl.rollout.kv_budget import KVBudget
-from agentrl.simulation.plan import Plan
+from agentrl.simulation.plan import SimulationPlan
 from agentrl.simulation.run import Scenario, simulate_run
 
 TAIL = {"p50": 32, "p90": 160, "cap": 1280}
@@ -90,7 +90,7 @@ def figures(quick: bool) -> dict[str, float | None]:
         return {}
     timed = Timed()
     turns, tool = ({"p50": median, "p90": 3 * median, "cap": 9 * median} for median in (TURNS, 1))
-    plan = Plan.model_validate(
+    plan = SimulationPlan.model_validate(
         {
             "max_in_flight": 1 << 20,
             "environments": {

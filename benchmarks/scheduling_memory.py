@@ -14,7 +14,7 @@ from statistics import fmean
 
 from agentrl.rollout import runner
 from agentrl.rollout.kv_budget import KVBudget, kv_budget_of
-from agentrl.simulation.plan import Plan
+from agentrl.simulation.plan import SimulationPlan
 from agentrl.simulation.run import Scenario, SimulationResult, simulate_run
 
 CASES = {
@@ -28,9 +28,9 @@ CASES = {
 SEEDS = 4
 
 
-def plan(seed: int, tool_s: float, prefill_rate: float, kv_tokens: int) -> Plan:
+def plan(seed: int, tool_s: float, prefill_rate: float, kv_tokens: int) -> SimulationPlan:
     """The episodes and the engine."""
-    return Plan.model_validate(
+    return SimulationPlan.model_validate(
         {
             "seed": seed,
             "max_in_flight": 100_000,
@@ -61,7 +61,7 @@ def figures(quick: bool) -> dict[str, float | None]:
     return {name: _ratio(name, [plan(seed, *case) for seed in seeds]) for name, case in CASES.items()}
 
 
-def _ratio(name: str, plans: list[Plan]) -> float:
+def _ratio(name: str, plans: list[SimulationPlan]) -> float:
     with_places = [measured(each) for each in plans]
     with everybody_passing():
         without = [measured(each) for each in plans]
@@ -77,7 +77,7 @@ def _ratio(name: str, plans: list[Plan]) -> float:
     return fmean(one.tokens_per_s for one in with_places) / fmean(one.tokens_per_s for one in without)
 
 
-def measured(planned: Plan) -> SimulationResult:
+def measured(planned: SimulationPlan) -> SimulationResult:
     """Twenty steps, after the first five: in few steps the lengths of those that happen to end say more."""
     return simulate_run(Scenario(plan=planned, steps=25, skipped=5))
 

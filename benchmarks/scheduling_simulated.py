@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from agentrl.orchestrator.loop import Orchestrator
-from agentrl.simulation.plan import Plan
+from agentrl.simulation.plan import SimulationPlan
 from agentrl.simulation.run import Scenario, SimulationResult, simulate_run
 from benchmarks.release_rules import PROPOSALS, by_whole_tasks, one_step_off, race, without_stale
 
@@ -68,10 +68,10 @@ def plan(
     seed: int = 0,
     rates: dict[int, float] | None = None,
     max_lag: int | None = None,
-) -> Plan:
+) -> SimulationPlan:
     """The survey's jobs; a slot samples a median job in a second."""
     tail = {"p50": MEDIAN, "p90": 5 * MEDIAN, "cap": 40 * MEDIAN, "law": law}
-    return Plan.model_validate(
+    return SimulationPlan.model_validate(
         {
             "seed": seed,
             "max_in_flight": 1 << 20,

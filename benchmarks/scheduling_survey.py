@@ -6,17 +6,17 @@ sampling the bottleneck. `docs/img/survey.py` draws what is measured here.
 
 from __future__ import annotations
 
-from agentrl.simulation.plan import Plan
+from agentrl.simulation.plan import SimulationPlan
 from agentrl.simulation.run import Scenario, SimulationResult, simulate_run
 
 RULES = {"barrier": (0, "group"), "agentrl": (2, "late")}
 """Staleness and release."""
 
 
-def plan(rule: str) -> Plan:
+def plan(rule: str) -> SimulationPlan:
     """The GPUs and the rollouts."""
     staleness, release = RULES[rule]
-    return Plan.model_validate(
+    return SimulationPlan.model_validate(
         {
             "max_in_flight": 4096,
             "environments": {

@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from agentrl.app.assemble import RunParts, assemble
+from agentrl.app.assemble import RunParts, assemble_orchestrator
 from agentrl.app.parts import make_workers
 from agentrl.cluster import worker_wire
 from agentrl.core.clock import SystemClock
@@ -25,7 +25,7 @@ from agentrl.engines.client import ProcessEngine
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.journal.store import SqliteJournal
 from agentrl.orchestrator.versions import ServedVersions
-from agentrl.rollout.chat_format import TemplateFormat
+from agentrl.rollout.chat_format import TemplateChatFormat
 from agentrl.simulation.recording_trainer import RecordingTrainer
 from benchmarks.overhead import MODEL, TASKS, TURNS, Arithmetic, Silent, run_config
 from benchmarks.processes import ProcessTree
@@ -43,7 +43,7 @@ START = {"policy": PolicyVersion("policy", 0, 0)}
 
 def tool_call() -> list[int]:
     """Tokens of a turn that calls the tool."""
-    chat_format = TemplateFormat.load(MODEL)
+    chat_format = TemplateChatFormat.load(MODEL)
     text = '<tool_call>{"name":"calculate","arguments":{"a":12,"op":"+","b":7}}</tool_call>'
     return [*chat_format.encode(text), chat_format.stop_token_ids[0]]
 
@@ -135,14 +135,14 @@ async def wired(
         parts = RunParts(
             served=served,
             trainer=trainer,
-            chat_format=TemplateFormat.load(MODEL),
+            chat_format=TemplateChatFormat.load(MODEL),
             store=journal,
             observer=observer,
             clock=SystemClock(),
             tasks=TASKS,
             workers=pool,
         )
-        yield assemble(config, Arithmetic, parts)
+        yield assemble_orchestrator(config, Arithmetic, parts)
 
 
 async def train_once(directory: Path, workers: int, steps: int, listening: Listening | None = None) -> Spent:
@@ -164,7 +164,7 @@ def event_bytes(listening: Listening) -> tuple[float, int]:
         worker_wire.EngineAddresses,
         worker_wire.StartEpisode,
         worker_wire.SpawnChildEpisodes,
-        worker_wire.Alive,
+        worker_wire.WorkerHeartbeat,
     )
     sizes = [size for said, size in listening.frames if not isinstance(said, given)]
     ended = sum(isinstance(said, worker_wire.EpisodeEnded) for said, _ in listening.frames)

@@ -20,7 +20,7 @@ from typing import Any, Literal, get_args
 from tokenizers import AddedToken, Tokenizer
 
 import agentrl
-from agentrl.config.fields import package_directory
+from agentrl.config.fields import resolve_package_directory
 from agentrl.core.errors import ModelError
 from agentrl.core.ports import GenerateRequest
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion, SeatBinding, Task
@@ -29,7 +29,7 @@ from agentrl.engines.scripted import ScriptedEngine
 from agentrl.environment.registry import name_of
 from agentrl.journal.entries import TurnEntry
 from agentrl.journal.rows import assemble_trajectories
-from agentrl.rollout.chat_format import TemplateFormat
+from agentrl.rollout.chat_format import TemplateChatFormat
 from agentrl.rollout.runner import EpisodeRunner
 from agentrl.rollout.template_history import RewriteCause
 from agentrl.testing.execution import PARTITION, POLICY, plain_rollout_settings, wire_dispatcher
@@ -149,7 +149,7 @@ def model(root: Path, name: str, template: str, marks: Sequence[str] = ()) -> Pa
     directory.mkdir()
     begin, end = next((pair for key, pair in BEGIN_AND_END.items() if name.startswith(key)), ("", "<|im_end|>"))
     tokenizer = Tokenizer.from_file(
-        str(Path(package_directory("agentrl.environments.calculator:model"), "tokenizer.json"))
+        str(Path(resolve_package_directory("agentrl.environments.calculator:model"), "tokenizer.json"))
     )
     special = dict.fromkeys([*MARK.findall(template), *marks, *(mark for mark in (begin, end) if mark)])
     tokenizer.add_special_tokens([AddedToken(mark, special=True, normalized=False) for mark in special])
@@ -162,7 +162,7 @@ def model(root: Path, name: str, template: str, marks: Sequence[str] = ()) -> Pa
 
 def is_found(cause: RewriteCause, root: Path) -> bool:
     """Whether a planted way of rewriting is found, and no other."""
-    found = TemplateFormat.load(model(root, f"planted_{cause}", PLANTED[cause])).rewrites
+    found = TemplateChatFormat.load(model(root, f"planted_{cause}", PLANTED[cause])).rewrites
     if found != (cause,):
         print(f"planted {cause}: found {found}", flush=True)
     return found == (cause,)
@@ -171,7 +171,7 @@ def is_found(cause: RewriteCause, root: Path) -> bool:
 def reads_calls(name: str, root: Path) -> bool:
     """Whether two calls in a format reach the tool in a two-turn episode, and the answer is read."""
     each = REPLY_FORMATS[name]
-    chat = TemplateFormat.load(model(root, f"format_{name}", CHATML, each.markup), reply_format=name)
+    chat = TemplateChatFormat.load(model(root, f"format_{name}", CHATML, each.markup), reply_format=name)
     before, answer = "<think>\nHm.\n</think>\n\n", "Rain."
     if name == "openai":
         before, answer = (
@@ -193,7 +193,7 @@ def converse(name: str, template: str, root: Path) -> Counter[str]:
     policies: tuple[Literal["keep", "fork"], ...] = ("keep", "fork")
     for history in policies:
         try:
-            chat = TemplateFormat.load(directory, history=history)
+            chat = TemplateChatFormat.load(directory, history=history)
         except ModelError as error:
             print(f"skipped: {name}, {error}", flush=True)
             return Counter()
@@ -212,7 +212,7 @@ def converse(name: str, template: str, root: Path) -> Counter[str]:
 
 
 def play(
-    environment: type[agentrl.Environment], chat: TemplateFormat, texts: Sequence[str]
+    environment: type[agentrl.Environment], chat: TemplateChatFormat, texts: Sequence[str]
 ) -> tuple[EpisodeHeader, int, Counter[str]]:
     """An episode in which the engine says `texts`: its header, its rows, and what differs from the engine's log."""
     stops = chat.stop_token_ids
@@ -253,7 +253,7 @@ def play(
 
 
 def _compared(
-    header: EpisodeHeader, journal: MemoryJournal, chat: TemplateFormat, log: Sequence[tuple[list[int], list[int]]]
+    header: EpisodeHeader, journal: MemoryJournal, chat: TemplateChatFormat, log: Sequence[tuple[list[int], list[int]]]
 ) -> tuple[int, Counter[str]]:
     """Number of rows; turns whose tokens are not the engine's, and replies that a later context has otherwise."""
     entries = journal.turn_log(PARTITION).read(header.episode_id, header.attempt)
@@ -278,7 +278,7 @@ def _compared(
     return len(trajectory.rows), +found
 
 
-def _tail(chat: TemplateFormat, sampled: Sequence[int], spoken: str) -> Sequence[int]:
+def _tail(chat: TemplateChatFormat, sampled: Sequence[int], spoken: str) -> Sequence[int]:
     """The shortest end of sampled tokens that says `spoken`."""
     return next(tail for n in range(1, len(sampled) + 1) if spoken in chat.decode(tail := sampled[-n:]))
 

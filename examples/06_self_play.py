@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import agentrl
-from agentrl.observe.view import curve
+from agentrl.observe.view import plot_curve
 
 STEPS, EVERY = 60, 15
 """Optimizer steps in all, and between two versions that join the pool of past versions."""
@@ -85,7 +85,7 @@ def main() -> None:
     steps = range(0, STEPS + 1, EVERY)
     for name, opponent in OPPONENTS.items():
         scores = [score(opponent, run.path / "versions" / "player" / f"0.{step}", games=256) for step in steps]
-        print(curve(scores, steps=steps, title=f"games won against {name}, draws by half", height=6))
+        print(plot_curve(scores, steps=steps, title=f"games won against {name}, draws by half", height=6))
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ import agentrl
 from agentrl.core.records import Message, ToolSpec
 from agentrl.environment.base import Split
 from agentrl.learn import tiny_model
-from agentrl.rollout.chat_format import TemplateFormat
+from agentrl.rollout.chat_format import TemplateChatFormat
 from agentrl.rollout.chat_template import ChatTemplate
 
 HERE = Path(__file__).resolve()
@@ -115,7 +115,7 @@ def build_model(directory: Path, *, steps: int = 120) -> None:
     shown = (each for each, _ in zip(repairs(1), range(500), strict=False))
     tokenizer = tiny_model.train_tokenizer(tiny_model.format_corpus(ChatTemplate(directory), shown), vocabulary=400)
     tiny_model.write_tokenizer(directory, tokenizer, special=tiny_model.SPECIAL, markup=tiny_model.MARKUP)
-    chat = TemplateFormat.load(directory)
+    chat = TemplateChatFormat.load(directory)
     pad, stop = chat.encode("<|pad|>")[0], chat.stop_token_ids[0]
     model = tiny_model.random_model(
         vocabulary=tokenizer.get_vocab_size(), pad_token=pad, stop_token=stop, context=512, hidden=64, layers=2

@@ -77,9 +77,9 @@ def repository() -> Path:
 @pytest.fixture(scope="session")
 def cached_probes() -> dict[str, tuple[Probe, ...]]:
     """The sections of `agentrl doctor`, of which importing torch and Ray in child processes is done once."""
-    from agentrl.cli.doctor import SECTIONS, ray_runs, torch_runs
+    from agentrl.cli.doctor import SECTIONS, ray_import_checks, torch_import_checks
 
-    cached = {probe: cache(probe) for probe in (torch_runs, ray_runs)}
+    cached = {probe: cache(probe) for probe in (torch_import_checks, ray_import_checks)}
     return {title: tuple(cached.get(probe, probe) for probe in probes) for title, probes in SECTIONS.items()}
 
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from agentrl.learn.ranks import ProcessGroup, Rendezvous, serve_rendezvous
+from agentrl.learn.ranks import DistributedRankGroup, Rendezvous, serve_rendezvous
 from tests.support.warm import WARM
 
 PATIENCE_S = 600.0
@@ -72,7 +72,7 @@ def _forked(each: Sequence[tuple[str, ...]]) -> list[int | None]:
             process.kill()
 
 
-def join(meeting: Path, *, rank: int, addresses: Sequence[str]) -> ProcessGroup:
+def join(meeting: Path, *, rank: int, addresses: Sequence[str]) -> DistributedRankGroup:
     """Join a group; rank 0 writes where they meet into a file."""
     store = None
     if rank == 0:
@@ -83,7 +83,7 @@ def join(meeting: Path, *, rank: int, addresses: Sequence[str]) -> ProcessGroup:
         time.sleep(0.01)
     rendezvous = Rendezvous(*json.loads(meeting.read_text()))
     device = torch.device("cpu")
-    return ProcessGroup(rendezvous, rank=rank, device=device, addresses=addresses, store=store)
+    return DistributedRankGroup(rendezvous, rank=rank, device=device, addresses=addresses, store=store)
 
 
 def run_rank(directory: str, rank: str, addresses: str, function: str) -> None:

@@ -16,7 +16,13 @@ from agentrl.config.sections import CreditConfig, OptimizerConfig
 from agentrl.core.functions import loss
 from agentrl.core.records import PolicyVersion, Trajectory, Unit
 from agentrl.learn.loss_batch import LossBatch
-from agentrl.learn.ranks import OneRank, ProcessGroup, Ranks, gather_in_turn, local_part
+from agentrl.learn.ranks import (
+    DistributedRankGroup,
+    RankGroup,
+    SingleRankGroup,
+    gather_tensors_sequentially,
+    local_shard,
+)
 from agentrl.learn.trainer import PolicyTrainer
 from tests.learn_cases import LORA, Episodes, make_rows, run_config
 
@@ -66,17 +72,17 @@ def case(
     }
 
 
-def on_rank(ranks: ProcessGroup, cases: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def on_rank(ranks: DistributedRankGroup, cases: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The results of `run_case` for several cases, one after the other."""
     return [run_case(ranks, each) for each in cases]
 
 
 def alone(cases: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The same in this process."""
-    return [run_case(OneRank(), each) for each in cases]
+    return [run_case(SingleRankGroup(), each) for each in cases]
 
 
-def run_case(ranks: Ranks, case: Mapping[str, Any]) -> dict[str, Any]:
+def run_case(ranks: RankGroup, case: Mapping[str, Any]) -> dict[str, Any]:
     """Take the steps of a case, each policy in turn; rank 0 leaves `gradients.safetensors` of the last one.
 
     Returns:
@@ -138,7 +144,7 @@ def _capture(learner: Any, gradients: dict[str, Tensor]) -> None:
     def captured(rate: float) -> None:
         parameters = learner.model.parameters | learner.value_parameters
         own = {f"{learner.name}/{name}": parameter.grad for name, parameter in parameters.items()}
-        gradients.update({name: gradient.clone() for name, gradient in gather_in_turn(own)})
+        gradients.update({name: gradient.clone() for name, gradient in gather_tensors_sequentially(own)})
         apply(rate)
 
     learner.apply = captured
@@ -151,8 +157,8 @@ def _held_bytes(trainer: PolicyTrainer, policies: Sequence[str]) -> int:
         trained = list(learner.model.parameters.values())
         states = [each for state in learner.optimizer.state.values() for each in state.values()]
         for tensor in (*learner.model.model.parameters(), *trained, *states):
-            held[id(tensor)] = local_part(tensor).nbytes
-        held[id(learner)] = sum(local_part(parameter).nbytes for parameter in trained)
+            held[id(tensor)] = local_shard(tensor).nbytes
+        held[id(learner)] = sum(local_shard(parameter).nbytes for parameter in trained)
     return sum(held.values())
 
 

@@ -6,7 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from agentrl.app.policies import check_capabilities, pinned_policy_step_lags, rollout_settings, units_per_root_group
+from agentrl.app.policies import (
+    check_engine_capabilities,
+    pinned_policy_step_lags,
+    rollout_settings,
+    units_per_root_group,
+)
 from agentrl.app.recovery import ResumeState
 from agentrl.cluster.worker_pool import WorkerPool
 from agentrl.config.policies import OpponentPoolPolicy
@@ -16,14 +21,14 @@ from agentrl.core.clock import Clock
 from agentrl.core.files import LOCAL, Disk
 from agentrl.core.ports import ChatFormat, Engine, Observer, Trainer
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion
-from agentrl.credit.advantages import ADVANTAGES, Estimator, ReleaseRule, StepCreditAssigner
+from agentrl.credit.advantages import ADVANTAGES, AdvantageEstimator, GroupReleaseRule, StepCreditAssigner
 from agentrl.credit.baselines import DecayingMean, RoleMeans, SeatRole
 from agentrl.environment.base import Environment, TaskSource
 from agentrl.environment.mixture import root_environments
 from agentrl.environment.registry import name_of
 from agentrl.gateway.server import Gateway
 from agentrl.journal.port import JournalStore
-from agentrl.orchestrator.buffer import EpisodeBuffer, FirstFinishersRelease, ReleasePolicy, WholeGroupRelease
+from agentrl.orchestrator.buffer import EpisodeBuffer, FirstFinishersRelease, GroupReleasePolicy, WholeGroupRelease
 from agentrl.orchestrator.checkpoints import KEPT_CHECKPOINTS, CheckpointWriter, JournalRetention, VersionRetention
 from agentrl.orchestrator.dispatch import ChangeCondition, Dispatcher
 from agentrl.orchestrator.evaluation import Evaluator, HeldOutSplit
@@ -41,10 +46,10 @@ from agentrl.orchestrator.tasks import Curriculum, GroupResult
 from agentrl.orchestrator.versions import (
     NOT_MEASURED,
     BestCheckpointTracker,
+    BestRunningMean,
     OpponentPool,
     OpponentPools,
     PolicyBoard,
-    RunningBest,
     ServedVersions,
 )
 from agentrl.rollout.runner import EpisodeRunner
@@ -56,7 +61,7 @@ TURN_LOG = "0"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunParts:
-    """The parts that `assemble` wires together."""
+    """The parts that `assemble_orchestrator` wires together."""
 
     served: ServedVersions
     """Versions served when the run begins: the published weights of all policies that learn."""
@@ -75,11 +80,11 @@ class RunParts:
     opponents: Mapping[str, Sequence[PolicyVersion]] = field(default_factory=dict)
     """Pinned versions for each past policy, oldest first; see `recovery.start_opponent_pools`."""
     resume_state: ResumeState = field(default_factory=ResumeState)
-    estimator: Estimator | None = None
+    estimator: AdvantageEstimator | None = None
     """Advantage estimator, if it takes a `Group`; see `recovery.load_user_functions`."""
     role_means: Mapping[SeatRole, DecayingMean] = field(default_factory=dict)
     """Mean reward of each role, from the checkpoint."""
-    running_best: RunningBest = NOT_MEASURED
+    running_best: BestRunningMean = NOT_MEASURED
     """Best running mean, from the checkpoint."""
     disk: Disk = LOCAL
     """The disk of published versions."""
@@ -93,13 +98,13 @@ class RunParts:
     """Number of resumes that found changed environment code."""
 
 
-def assemble(config: RunConfig, environment: type[Environment], parts: RunParts) -> Orchestrator:
+def assemble_orchestrator(config: RunConfig, environment: type[Environment], parts: RunParts) -> Orchestrator:
     """Build a run's loop in its event loop, and submit the episodes that a previous process left (`restore`).
 
     Raises:
         ConfigError: sections contradict each other.
     """
-    check_capabilities(config, parts.served.engine.capabilities)
+    check_engine_capabilities(config, parts.served.engine.capabilities)
     changed = ChangeCondition()
     buffer = _buffer(config, parts)
     versions = {name: parts.versions.get(name, PolicyVersion(name, 0, 0)) for name in config.policies}
@@ -133,7 +138,7 @@ def assemble(config: RunConfig, environment: type[Environment], parts: RunParts)
         clock=parts.clock,
         observer=parts.observer,
         evaluator=Evaluator(
-            held_out=parts.held_out,
+            held_out=parts.held_out_task_splits,
             attempts=config.evaluation.attempts,
             dispatcher=dispatcher,
             versions=parts.served,
@@ -231,7 +236,7 @@ def _buffer(config: RunConfig, parts: RunParts) -> EpisodeBuffer:
     )
 
 
-def _release(config: RunConfig, parts: RunParts) -> ReleasePolicy:
+def _release(config: RunConfig, parts: RunParts) -> GroupReleasePolicy:
     credit, trainable = config.credit, config.trained
     if credit.whole_groups:
         estimator = parts.estimator
@@ -250,7 +255,7 @@ def _release(config: RunConfig, parts: RunParts) -> ReleasePolicy:
         )
     return FirstFinishersRelease(
         trainable,
-        ReleaseRule() if credit.release == "late" else ReleaseRule(share=0.0),
+        GroupReleaseRule() if credit.release == "late" else GroupReleaseRule(share=0.0),
         history=parts.resume_state.history,
         freeze=parts.store.record_baselines,
         frozen=parts.resume_state.baselines,
@@ -258,7 +263,7 @@ def _release(config: RunConfig, parts: RunParts) -> ReleasePolicy:
     )
 
 
-def _step_advantages(config: RunConfig, estimator: Estimator | None) -> StepCreditAssigner | None:
+def _step_advantages(config: RunConfig, estimator: AdvantageEstimator | None) -> StepCreditAssigner | None:
     if estimator is None or estimator.mark.over != "step":
         return None
     return StepCreditAssigner(estimator, group_size=config.credit.group_size, weights=config.credit.reward_weights)
@@ -268,7 +273,7 @@ def _roles(config: RunConfig, means: Mapping[SeatRole, DecayingMean]) -> RoleMea
     return RoleMeans(means) if config.credit.advantage.name == "role_mean" else None
 
 
-def _best_checkpoint_tracker(config: RunConfig, measured: RunningBest) -> BestCheckpointTracker:
+def _best_checkpoint_tracker(config: RunConfig, measured: BestRunningMean) -> BestCheckpointTracker:
     best = config.best
     policy, metric = best.measured(config.trained)
     return BestCheckpointTracker(

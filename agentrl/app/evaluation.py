@@ -22,7 +22,7 @@ from agentrl.app.hub import with_downloaded_models
 from agentrl.app.memory import with_chosen_token_limits
 from agentrl.app.parts import (
     environment_of,
-    held_out,
+    held_out_task_splits,
     importable_environment_code,
     load_config,
     make_chat_format,
@@ -30,7 +30,7 @@ from agentrl.app.parts import (
 )
 from agentrl.app.policies import frozen_policy_weights, serve_configured_weights, weights_from_directory
 from agentrl.app.recovery import ResumeState
-from agentrl.cluster.session import reserved_gpus
+from agentrl.cluster.session import gpu_reservation
 from agentrl.config.policies import ExternalPolicyConfig, FrozenPolicy, RemotePolicy
 from agentrl.config.run import RunConfig
 from agentrl.core.clock import SystemClock
@@ -38,11 +38,11 @@ from agentrl.core.errors import CheckFailedError, EngineLostError, InputError, R
 from agentrl.core.records import EpisodeHeader, PolicyVersion, Task, WeightsRef
 from agentrl.core.text import plural
 from agentrl.credit.advantages import ADVANTAGES
-from agentrl.engines.remote import RemoteEndpoint
+from agentrl.engines.remote import RemotePolicyClient
 from agentrl.environment.base import Environment
 from agentrl.inspection.conversation import PolicyTurn, read_conversation
 from agentrl.inspection.reader import RunReader
-from agentrl.journal.process import record_state, recording_process_state
+from agentrl.journal.process import record_process_state, recording_process_state
 from agentrl.observe.run_state import MetricsFile
 from agentrl.orchestrator.buffer import EpisodeBuffer, WholeGroupRelease
 from agentrl.orchestrator.dispatch import ChangeCondition
@@ -163,7 +163,7 @@ def evaluate(
     """
     config, given = prepare_evaluation(load_config(config), policy)
     chosen = environment_of(config, environment)
-    splits = [HeldOutSplit("held_out", tasks)] if tasks is not None else held_out(config, chosen)[0]
+    splits = [HeldOutSplit("held_out", tasks)] if tasks is not None else held_out_task_splits(config, chosen)[0]
     if not any(split.tasks for split in splits):
         raise InputError("evaluation.tasks is 0, so there are no tasks to evaluate on; set it to 1 or more")
     with tempfile.TemporaryDirectory(prefix="agentrl-evaluate-") as scratch:
@@ -210,7 +210,7 @@ def find_remote_policy(address: str, api_key_env: str) -> RemotePolicy:
 
 
 async def _models(policy: RemotePolicy) -> list[str]:
-    endpoint = RemoteEndpoint(policy="model", config=policy)
+    endpoint = RemotePolicyClient(policy="model", config=policy)
     try:
         return await endpoint.models()
     except EngineLostError as error:
@@ -325,14 +325,14 @@ async def play_in_new_run(
         store = SqliteJournal(run / "journal", info=info)
         stack.push_async_callback(store.close)
         stack.enter_context(recording_process_state(run))
-        await stack.enter_async_context(reserved_gpus())
+        await stack.enter_async_context(gpu_reservation())
         engine = await make_engine(
             config, {known: PolicyVersion(known, 0, 0) for known in config.policies}, lambda line: None
         )
         stack.push_async_callback(engine.close)
         await serve_configured_weights(config, ServedVersions(engine), store, given)
         headers = await play_without_training(config, environment, engine, chat_format, store, play, gateway)
-        record_state(run, "finished")
+        record_process_state(run, "finished")
         return headers
 
 

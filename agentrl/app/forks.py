@@ -22,7 +22,7 @@ from agentrl.app.evaluation import play_without_training, with_frozen_policies
 from agentrl.app.parts import RunFactories
 from agentrl.app.policies import serve_configured_weights, weights_from_directory
 from agentrl.app.replays import environment_to_run, recorded_environment_code
-from agentrl.cluster.session import reserved_gpus
+from agentrl.cluster.session import gpu_reservation
 from agentrl.config.load import recorded_config
 from agentrl.config.policies import OpponentPoolPolicy
 from agentrl.config.run import RunConfig
@@ -35,7 +35,7 @@ from agentrl.environment.registry import name_of, resolve
 from agentrl.inspection.comparisons import FORKS
 from agentrl.inspection.reader import RunReader
 from agentrl.journal.entries import BeginEntry, JournalEntry, TurnEntry, decode_entries
-from agentrl.journal.reader import TurnReader, read_prefix
+from agentrl.journal.reader import TurnLogReader, load_fork_prefix
 from agentrl.journal.run_log import SqliteRunLog
 from agentrl.observe.run_directory import ENGINE_LOG
 from agentrl.orchestrator.versions import ServedVersions
@@ -141,7 +141,7 @@ def find_parent(journal: Path, episode_id: str, attempt: int | None, at: int) ->
     if not isinstance(begin, BeginEntry):
         raise JournalError(f"{journal}: the first entries of episode {episode_id} are missing; the journal is damaged")
     points = _points(journal, partition, own[0], begin)
-    whole = own if begin.fork is None else [*read_prefix(journal, begin.fork), *own]
+    whole = own if begin.fork is None else [*load_fork_prefix(journal, begin.fork), *own]
     turns = [(entry, body) for entry in whole if isinstance(body := entry.decode(), TurnEntry)]
     if not -len(turns) <= at < len(turns):
         raise InputError(f"episode {episode_id} has {plural(len(turns), 'turn')}, so it cannot be forked at turn {at}")
@@ -299,7 +299,7 @@ def _weights(parent: ForkParent, version: PolicyVersion) -> WeightsRef | None:
     return None
 
 
-def fork_spec(
+def fork_episode_spec(
     parent: ForkParent,
     number: int,
     journal: Path,
@@ -341,13 +341,15 @@ async def _fork(
         store = SqliteJournal(where / "journal", info={**kept, "config": config.model_dump(mode="json")})
         stack.push_async_callback(store.close)
         versions = {known: PolicyVersion(known, 0, 0) for known in config.policies}
-        await stack.enter_async_context(reserved_gpus())
+        await stack.enter_async_context(gpu_reservation())
         engine = await factories.engine(config, versions, lambda death: None, where / ENGINE_LOG)
         stack.push_async_callback(engine.close)
         await serve_configured_weights(config, ServedVersions(engine), store, policies.weights)
         first = store.next_number("f")
         journal = where / "journal"
-        specs = [fork_spec(parent, first + index, journal, environment, n, policies.seats) for index in range(n)]
+        specs = [
+            fork_episode_spec(parent, first + index, journal, environment, n, policies.seats) for index in range(n)
+        ]
         ended = ended_child_episodes(parent)
         return await play_without_training(
             config, environment, engine, chat_format, store, lambda dispatcher: dispatcher.play_forks(specs, ended)
@@ -356,7 +358,7 @@ async def _fork(
 
 def _entries(journal: Path, episode_id: str, attempt: int | None) -> tuple[str, list[JournalEntry]]:
     """Return the partition of an episode's attempt and its own entries."""
-    log, turns = SqliteRunLog(journal), TurnReader(journal)
+    log, turns = SqliteRunLog(journal), TurnLogReader(journal)
     try:
         attempts = [row[0] for row in log.rows("SELECT attempt FROM admissions WHERE episode = ?", episode_id)]
         if not attempts or (attempt is not None and attempt not in attempts):

@@ -15,7 +15,7 @@ from agentrl.app.policies import adapter_slots_needed, largest_lora_rank
 from agentrl.config.fields import base_model_display_name
 from agentrl.config.run import RunConfig
 from agentrl.core.errors import ConfigError
-from agentrl.core.machine import memory, unreclaimable_memory_bytes
+from agentrl.core.machine import machine_memory, process_anonymous_memory_bytes
 
 if TYPE_CHECKING:
     from agentrl.config.devices import DevicePlan
@@ -76,14 +76,14 @@ class GpuMemoryNeed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryPlan:
+class MemoryEstimate:
     """A run's peak memory, and the memory available."""
 
     parts: tuple[MemoryPart, ...]
     """Parts of memory on the devices that the run computes on."""
     free: int
     """Free bytes on the devices of the run."""
-    offloaded: MemoryPlan | None = None
+    offloaded: MemoryEstimate | None = None
     """Main memory of a run that computes on GPUs with `trainer.sharding` "offload"; None: nothing is offloaded."""
     of_rank: tuple[MemoryPart, ...] = ()
     """Those of `parts` that a trainer rank holds on its GPU; empty without GPUs."""
@@ -107,7 +107,7 @@ class MemoryPlan:
         return sorted(saved, key=lambda setting: -saved[setting])
 
 
-def memory_plan(config: RunConfig) -> MemoryPlan:
+def estimate_memory(config: RunConfig) -> MemoryEstimate:
     """Predict the memory of a run's trainer and engines, with the longest rows and all slots full.
 
     Raises:
@@ -129,13 +129,13 @@ def memory_plan(config: RunConfig) -> MemoryPlan:
         free = sum(devices.gpus[at].memory.free for at in used)
         there = tuple(part for part in parts if not part.offloaded)
         elsewhere = tuple(part for part in parts if part.offloaded)
-        offloaded = MemoryPlan(parts=elsewhere, free=memory().free) if elsewhere else None
+        offloaded = MemoryEstimate(parts=elsewhere, free=machine_memory().free) if elsewhere else None
         of_rank = tuple(part for part in trainer if not part.offloaded)
-        return MemoryPlan(parts=there, free=free, offloaded=offloaded, of_rank=of_rank)
-    return MemoryPlan(parts=(*parts, *_programs(parts)), free=memory().free)
+        return MemoryEstimate(parts=there, free=free, offloaded=offloaded, of_rank=of_rank)
+    return MemoryEstimate(parts=(*parts, *_programs(parts)), free=machine_memory().free)
 
 
-def gpu_memory_needs(config: RunConfig, plan: MemoryPlan) -> list[GpuMemoryNeed]:
+def gpu_memory_needs(config: RunConfig, plan: MemoryEstimate) -> list[GpuMemoryNeed]:
     """Return the needs of a run's trainer ranks and vLLMs, GPU by GPU; empty without GPUs.
 
     Args:
@@ -224,7 +224,7 @@ def _fitting_context(config: RunConfig) -> int:
     bounds = [longest_context(base.model.path, embedded=embedded) or MAX_CONTEXT for base in config.bases]
     bound = min(bounds)
     few = min(MIN_CONTEXT, bound)
-    plan = memory_plan(_with_sizes(config, few, few))
+    plan = estimate_memory(_with_sizes(config, few, few))
     held, limit = _held(plan), _limit(plan)
     if held > limit:
         raise ConfigError(
@@ -234,7 +234,7 @@ def _fitting_context(config: RunConfig) -> int:
     if bound == few:
         return bound
     more = min(2 * few, bound)
-    per_token = (_held(memory_plan(_with_sizes(config, more, more))) - held) / (more - few)
+    per_token = (_held(estimate_memory(_with_sizes(config, more, more))) - held) / (more - few)
     fitting = few + int((limit - held) / max(per_token, 1.0))
     return bound if fitting >= bound else 1 << (fitting.bit_length() - 1)
 
@@ -248,19 +248,19 @@ def _fitting_tokens(config: RunConfig) -> int:
     context = config.engine.max_context
     if context >= MAX_MICRO_BATCH:
         return context
-    plan = memory_plan(config)
+    plan = estimate_memory(config)
     rows = [part for part in plan.parts if part.name.startswith((_ACTIVATIONS, _GAPS))]
     per_token = sum(part.bytes * part.processes for part in rows) / context
     fitting = context + int((_limit(plan) - _held(plan)) / max(per_token, 1.0))
     return max(context, min(MAX_MICRO_BATCH, 1 << (max(fitting, 1).bit_length() - 1)))
 
 
-def _held(plan: MemoryPlan) -> int:
+def _held(plan: MemoryEstimate) -> int:
     """Return the bytes of all processes except vLLM on a GPU, which sizes itself to its reserved share."""
     return sum(part.bytes * part.processes for part in plan.parts if not part.name.startswith(_VLLM))
 
 
-def _limit(plan: MemoryPlan) -> int:
+def _limit(plan: MemoryEstimate) -> int:
     """Return the bytes that may be filled, on all devices of the run."""
     return int(USED_SHARE * plan.free)
 
@@ -268,9 +268,9 @@ def _limit(plan: MemoryPlan) -> int:
 def _trainer(config: RunConfig, *, on_gpu: bool) -> list[MemoryPart]:
     if not config.trained:
         return []
-    from agentrl.learn.memory import trainer_memory
+    from agentrl.learn.memory import predict_trainer_memory
 
-    held = trainer_memory(config)
+    held = predict_trainer_memory(config)
     if config.trains_in_process:
         part = partial(MemoryPart, process=_THIS)
     else:
@@ -355,7 +355,7 @@ def _programs(parts: Sequence[MemoryPart]) -> list[MemoryPart]:
 
     Code does not count: it is mapped from files, shared by all processes, and read again when memory is short.
     """
-    held = unreclaimable_memory_bytes()
+    held = process_anonymous_memory_bytes()
     processes = {part.process: part.processes for part in parts} | {_THIS: 1}
     return [
         MemoryPart(process=process, name="Python and its libraries", bytes=held, processes=count)

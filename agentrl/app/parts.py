@@ -33,8 +33,8 @@ from agentrl.engines.child_process import SILENCE_S, ChildProgram, LocalPlacemen
 from agentrl.engines.client import AddressableEngine, ProcessEngine
 from agentrl.engines.external import EngineWithExternalPolicies, NoEngine
 from agentrl.engines.fleet import ReplicatedEngine
-from agentrl.engines.transfer import WeightRecipient, WeightSendingTrainer
-from agentrl.environment.base import Environment, Split, TaskSource, describe_foreign_error
+from agentrl.engines.transfer import WeightDestination, WeightSendingTrainer
+from agentrl.environment.base import Environment, Split, TaskSource, describe_user_code_error
 from agentrl.environment.mixture import (
     MemberTasks,
     MixedTasks,
@@ -44,14 +44,14 @@ from agentrl.environment.mixture import (
     root_environments,
     trained_root_environments,
     with_evaluated_environments,
-    with_prefixed_id,
+    with_task_id_prefix,
 )
 from agentrl.environment.registry import load_function, module_of, name_of, resolve
 from agentrl.orchestrator.evaluation import HeldOutSplit
-from agentrl.rollout.byte_formats import JsonFormat
+from agentrl.rollout.byte_formats import JsonChatFormat
 
 if TYPE_CHECKING:
-    from agentrl.cluster.elastic import JoiningNodes, ScalableProcessKind
+    from agentrl.cluster.elastic import JoiningNodeWatcher, ScalableProcessKind
     from agentrl.cluster.session import RaySession
     from agentrl.config.devices import Node
     from agentrl.engines.external import ExternalPolicy
@@ -106,10 +106,10 @@ def external_policies(config: RunConfig) -> dict[str, ExternalPolicy]:
         EnvironmentDefinitionError: there is no such bot.
     """
     from agentrl.engines.external import Bot
-    from agentrl.engines.remote import RemoteEndpoint
+    from agentrl.engines.remote import RemotePolicyClient
 
     endpoints = {
-        name: RemoteEndpoint(policy=name, config=policy) for name, policy in config.of_kind(RemotePolicy).items()
+        name: RemotePolicyClient(policy=name, config=policy) for name, policy in config.of_kind(RemotePolicy).items()
     }
     bots = {
         name: Bot(policy=name, program=load_function(policy.id, f"policies.{name}.id"))
@@ -144,7 +144,7 @@ async def _engine_of_base(
 ) -> Engine:
     """Make the engine of a base model by its number, on the GPUs of the whole run's plan."""
     if config.engine.kind == "vllm":
-        check_vllm(config)
+        check_vllm_usable(config)
     program = _engine_program(config, base)
     if not config.engine_in_process:
         return await _in_child_processes(config, number, program, versions, tell, log)
@@ -235,7 +235,7 @@ def connect_engines_to_trainer(config: RunConfig, engine: Engine, trainer: Train
     for fleet in engines_behind_router(engine):
         for each in fleet.engines if isinstance(fleet, ReplicatedEngine) else [fleet]:
             if isinstance(each, ProcessEngine):
-                recipient = WeightRecipient(
+                recipient = WeightDestination(
                     address="",
                     transfer=plan.transfer_to(number),
                     processes=section.devices,
@@ -246,7 +246,7 @@ def connect_engines_to_trainer(config: RunConfig, engine: Engine, trainer: Train
 
 
 def _delivery(
-    trainer: WeightSendingTrainer, recipient: WeightRecipient
+    trainer: WeightSendingTrainer, recipient: WeightDestination
 ) -> Callable[[PolicyVersion, str], Awaitable[None]]:
     def deliver(version: PolicyVersion, address: str) -> Awaitable[None]:
         return trainer.send(version, replace(recipient, address=address))
@@ -270,7 +270,7 @@ def _placement(config: RunConfig, log: Path | None, plan: DevicePlan, number: in
         return LocalPlacement(log, gpus=[gpu.id for gpu in plan.gpus_of_engine(number)])
     from agentrl.cluster.engine_actors import RayPlacement
 
-    check_ray()
+    check_ray_installed()
 
     def choose(session: RaySession) -> tuple[Node | None, Sequence[Gpu]]:
         chosen = session.plan(config)
@@ -285,7 +285,7 @@ def _worker_placement(config: RunConfig, log: Path, worker: int) -> ProcessPlace
         return LocalPlacement(log)
     from agentrl.cluster.engine_actors import RayPlacement
 
-    check_ray()
+    check_ray_installed()
 
     def choose(session: RaySession) -> tuple[Node | None, Sequence[Gpu]]:
         chosen = session.plan(config)
@@ -294,7 +294,7 @@ def _worker_placement(config: RunConfig, log: Path, worker: int) -> ProcessPlace
     return RayPlacement(choose, address=config.ray_address)
 
 
-def check_ray() -> None:
+def check_ray_installed() -> None:
     """Refuse engines in Ray actors if Ray is not installed.
 
     Raises:
@@ -364,7 +364,7 @@ def make_workers(
     return WorkerPool(settings, engines=shared, placements=placements, receiver=receiver, clock=clock, tell=tell)
 
 
-def joining_nodes(
+def watch_joining_nodes(
     config: RunConfig,
     environment: type[Environment],
     engine: Engine,
@@ -372,8 +372,8 @@ def joining_nodes(
     workers: WorkerPool | None,
     clock: Clock,
     tell: Callable[[str], None],
-) -> JoiningNodes:
-    """Use the nodes that join the cluster of a run from now on; see `JoiningNodes`.
+) -> JoiningNodeWatcher:
+    """Use the nodes that join the cluster of a run from now on; see `JoiningNodeWatcher`.
 
     Args:
         config: of the run.
@@ -384,9 +384,9 @@ def joining_nodes(
         clock: times the looks at the cluster.
         tell: prints a line for people.
     """
-    from agentrl.cluster.elastic import JoiningNodes, ScalableProcessKind
+    from agentrl.cluster.elastic import JoiningNodeWatcher, ScalableProcessKind
     from agentrl.cluster.engine_actors import RayPlacement
-    from agentrl.cluster.nodes import missing_on
+    from agentrl.cluster.nodes import missing_on_node
     from agentrl.cluster.session import RaySession
 
     session, code, address = (
@@ -407,11 +407,11 @@ def joining_nodes(
     for base, fleet in zip(config.bases, engines_behind_router(engine), strict=False):
         if isinstance(fleet, ReplicatedEngine):
             growing.append(_growing_fleet(config, base, fleet, versions, tell))
-    return JoiningNodes(
+    return JoiningNodeWatcher(
         growing,
         pool=workers,
         nodes=session.undrained,
-        missing=lambda node: missing_on(node, config, code),
+        missing=lambda node: missing_on_node(node, config, code),
         clock=clock,
         tell=tell,
     )
@@ -488,7 +488,7 @@ def _with_absolute_bases(config: RunConfig) -> dict[str, Any]:
     return data
 
 
-def check_vllm(config: RunConfig) -> None:
+def check_vllm_usable(config: RunConfig) -> None:
     """Refuse a run that needs vLLM if it is absent or too old, or does not accept the arguments of `[engine.vllm]`.
 
     Raises:
@@ -521,12 +521,12 @@ def installed_version(distribution: str) -> str | None:
 def make_trainer(config: RunConfig, directory: Path) -> Trainer:
     """Make the trainer of a configuration."""
     if config.trains_in_process:
-        from agentrl.learn.ranks import limit_memory
+        from agentrl.learn.ranks import limit_gpu_memory
         from agentrl.learn.trainer import InProcessTrainer
 
         plan = device_plan(config)
         if plan.ranks and not config.engine_in_process:
-            limit_memory(plan.ranks[0], plan.share_of_rank(0))
+            limit_gpu_memory(plan.ranks[0], plan.share_of_rank(0))
         return InProcessTrainer(config, directory)
     from agentrl.cluster.trainer_pool import RayTrainerPool
 
@@ -536,10 +536,12 @@ def make_trainer(config: RunConfig, directory: Path) -> Trainer:
 def make_chat_format(config: RunConfig) -> ChatFormat:
     """Make the chat format of `model.path`, or the one of JSON lines if that is empty."""
     if not config.model.path:
-        return JsonFormat()
-    from agentrl.rollout.chat_format import TemplateFormat
+        return JsonChatFormat()
+    from agentrl.rollout.chat_format import TemplateChatFormat
 
-    return TemplateFormat.load(config.model.path, reply_format=config.model.reply_format, history=config.model.history)
+    return TemplateChatFormat.load(
+        config.model.path, reply_format=config.model.reply_format, history=config.model.history
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -601,7 +603,7 @@ def _source(
         first = tasks[0] if count else None
     except Exception as error:
         raise InputError(
-            f"{environment.__name__}: the {split} tasks cannot be read: {describe_foreign_error(error)}"
+            f"{environment.__name__}: the {split} tasks cannot be read: {describe_user_code_error(error)}"
         ) from error
     if first is not None and not isinstance(first, Task):
         raise InputError(
@@ -637,10 +639,10 @@ def _own_tasks(environment: type[Environment], split: Split, seed: int, options:
     except NotImplementedError as error:
         raise InputError(str(error)) from None
     except Exception as error:
-        raise InputError(f"{environment.__name__}.tasks({split!r}) raised {describe_foreign_error(error)}") from error
+        raise InputError(f"{environment.__name__}.tasks({split!r}) raised {describe_user_code_error(error)}") from error
 
 
-def held_out(
+def held_out_task_splits(
     config: RunConfig, environment: type[Environment], tasks: TaskSource | None = None
 ) -> tuple[list[HeldOutSplit], int]:
     """Return the splits to evaluate with their tasks, and the number of tasks to choose from.
@@ -658,6 +660,6 @@ def held_out(
             drawn = sorted(rng.sample(range(len(source)), min(wanted, len(source))))
             names = [root.__name__] if issubclass(environment, Mixture) else []
             prefix = [*names, split] if len(splits) > 1 else names
-            chosen = [with_prefixed_id(source[index], *prefix) if prefix else source[index] for index in drawn]
+            chosen = [with_task_id_prefix(source[index], *prefix) if prefix else source[index] for index in drawn]
             found.append(HeldOutSplit("@".join((*names, split)), chosen))
     return found, available

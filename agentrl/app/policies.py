@@ -32,7 +32,7 @@ from agentrl.environment.base import Environment, EpisodeLimits, child_environme
 from agentrl.environment.mixture import root_environments, seat_prefix, trained_root_environments
 from agentrl.orchestrator.scheduler import GroupDemand
 from agentrl.orchestrator.versions import ServedVersions, record_published_version
-from agentrl.rollout.byte_formats import JsonFormat
+from agentrl.rollout.byte_formats import JsonChatFormat
 from agentrl.rollout.context import MAX_CHILD_DEPTH
 from agentrl.rollout.episode import PolicySettings, RolloutSettings
 
@@ -177,7 +177,7 @@ def _check_held(config: RunConfig, environment: type[Environment], held: Collect
         )
 
 
-def check_capabilities(config: RunConfig, capabilities: EngineCapabilities) -> None:
+def check_engine_capabilities(config: RunConfig, capabilities: EngineCapabilities) -> None:
     """Check that the engine has the capabilities that the configuration needs.
 
     Raises:
@@ -245,9 +245,9 @@ def base_model_chat_formats(config: RunConfig) -> dict[str, ChatFormat]:
     others = [base for base in config.bases if base.model.path != main]
     if not others:
         return {}
-    from agentrl.rollout.chat_format import TemplateFormat
+    from agentrl.rollout.chat_format import TemplateChatFormat
 
-    made = [(TemplateFormat.load(base.model.path, history=config.model.history), base.policies) for base in others]
+    made = [(TemplateChatFormat.load(base.model.path, history=config.model.history), base.policies) for base in others]
     return {name: chat_format for chat_format, policies in made for name in policies}
 
 
@@ -291,7 +291,7 @@ def _numbered_tokens(file: Path) -> Mapping[str, int]:
 
 
 def _external_settings(sampling: SamplingConfig) -> PolicySettings:
-    return replace(policy_settings(sampling, JsonFormat(), MAX_EXTERNAL_CONTEXT), is_external=True)
+    return replace(policy_settings(sampling, JsonChatFormat(), MAX_EXTERNAL_CONTEXT), is_external=True)
 
 
 def policy_settings(sampling: SamplingConfig, chat_format: ChatFormat, max_context: int) -> PolicySettings:
@@ -313,7 +313,7 @@ def policy_settings(sampling: SamplingConfig, chat_format: ChatFormat, max_conte
 # --- weights ----------------------------------------------------------------------------------------------------------
 
 
-class BaseModel(msgspec.Struct, frozen=True, kw_only=True):
+class BaseModelRecord(msgspec.Struct, frozen=True, kw_only=True):
     """A base model of a run, in the form of the run's journal."""
 
     name: str
@@ -327,14 +327,14 @@ class BaseModel(msgspec.Struct, frozen=True, kw_only=True):
     there is no such directory."""
 
 
-def base_models(config: RunConfig) -> list[BaseModel]:
+def base_models(config: RunConfig) -> list[BaseModelRecord]:
     """Return the base models of a run.
 
     Raises:
         InputError: a file of a model cannot be read.
     """
     return [
-        BaseModel(
+        BaseModelRecord(
             name=base_model_display_name(base.model.path),
             path=base.model.path,
             policies=tuple(base.policies),
@@ -371,7 +371,7 @@ def check_base_models_unchanged(config: RunConfig, before: object) -> None:
         ConfigError: a directory holds another model.
     """
     try:
-        known = {base.path: base.digest for base in msgspec.convert(before, list[BaseModel])}
+        known = {base.path: base.digest for base in msgspec.convert(before, list[BaseModelRecord])}
     except msgspec.ValidationError:
         return
     for base in base_models(config):

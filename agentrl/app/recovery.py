@@ -1,7 +1,7 @@
 """Finds the state a run starts from: its newest checkpoint, and the unfinished work in its journal.
 
-A first start and a resume take the same path: `find_start` reads the disk, and finds nothing in a new run. Then the
-trainer starts from the checkpoint, and `Recovery.publish_first_versions` publishes the first versions of this start and
+A first start and a resume take the same path: `find_start_point` reads the disk, and finds nothing in a new run. Then the
+trainer starts from the checkpoint, and `ResumeCheckpoint.publish_first_versions` publishes the first versions of this start and
 loads them into the engine. Only then do episodes run. `agentrl.app.supervisor` and the crash tests use this path.
 
 Invariant: a version id never names other weights. A new lineage is larger than any in the journal, and than any on
@@ -33,14 +33,14 @@ from agentrl.core.ports import Trainer
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, FrozenGroupBaselines, PolicyVersion, Proposal
 from agentrl.core.text import plural
 from agentrl.credit.advantages import ADVANTAGES as OVER_REWARDS
-from agentrl.credit.advantages import Estimator, make_estimator
+from agentrl.credit.advantages import AdvantageEstimator, make_advantage_estimator
 from agentrl.credit.baselines import DecayingMean, RewardHistory, SeatRole
 from agentrl.environment.base import Environment
 from agentrl.environment.mixture import all_environment_classes
 from agentrl.environment.registry import load_function, name_of
 from agentrl.journal.entries import BeginEntry, code_digest, decode_entries
 from agentrl.journal.port import JournalStore, RunLog
-from agentrl.journal.reader import EpisodeKey, TurnReader
+from agentrl.journal.reader import AttemptLocation, TurnLogReader
 from agentrl.journal.run_log import RunStart, SettingChange
 from agentrl.observe.alarms import LENGTH_STEPS
 from agentrl.orchestrator.buffer import reward_history_from_journal
@@ -50,8 +50,8 @@ from agentrl.orchestrator.tasks import MEMORY_SIZE, GroupResult
 from agentrl.orchestrator.versions import (
     BATCHES,
     NOT_MEASURED,
+    BestRunningMean,
     PolicyBoard,
-    RunningBest,
     ServedVersions,
     opponent_pool_holder,
     opponent_pool_steps,
@@ -76,7 +76,7 @@ class RunJournal(JournalStore, RunLog, Protocol):
 class StartPoint:
     """The state with which a start of a run begins."""
 
-    recovery: Recovery
+    recovery: ResumeCheckpoint
     versions: Mapping[str, PolicyVersion]
     """First version of each policy."""
     resume_state: ResumeState
@@ -86,7 +86,7 @@ class StartPoint:
     """Sentences for the user: the state taken over, and the changes."""
 
 
-async def find_start(
+async def find_start_point(
     config: RunConfig,
     directory: RunDirectory,
     store: SqliteJournal,
@@ -121,10 +121,10 @@ async def find_start(
         StorageError: no checkpoint can be used, the usable one belongs to another run, or tokens it needs were pruned.
         JournalError: the journal is damaged.
     """
-    recovery = await asyncio.to_thread(Recovery.find, directory.checkpoints)
+    recovery = await asyncio.to_thread(ResumeCheckpoint.find, directory.checkpoints)
     for reason in recovery.rejected:
         tell(f"left out: {reason}")
-    await asyncio.to_thread(clear_leftovers, directory.checkpoints, directory.versions)
+    await asyncio.to_thread(remove_leftover_directories, directory.checkpoints, directory.versions)
     versions = recovery.first_versions(config, store, directory.versions)
     resume_state = recovery.resume_state(config, store)
     record, sentences = describe_start(
@@ -136,7 +136,7 @@ async def find_start(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recovery:
+class ResumeCheckpoint:
     """The checkpoint from which a run resumes, if there is one."""
 
     manifest: Manifest | None
@@ -145,7 +145,7 @@ class Recovery:
     """Sentences for the user: why each newer checkpoint was rejected."""
 
     @staticmethod
-    def find(checkpoints: Path, *, disk: Disk = LOCAL) -> Recovery:
+    def find(checkpoints: Path, *, disk: Disk = LOCAL) -> ResumeCheckpoint:
         """Choose the checkpoint.
 
         Raises:
@@ -156,7 +156,7 @@ class Recovery:
             raise StorageError(
                 f"no checkpoint can be used: {'; '.join(rejected)}. Remove them to start again from the base model"
             )
-        return Recovery(manifest=manifest, rejected=rejected)
+        return ResumeCheckpoint(manifest=manifest, rejected=rejected)
 
     @property
     def start_from(self) -> str | None:
@@ -168,7 +168,7 @@ class Recovery:
         """Mean reward of each role, from the checkpoint."""
         return {} if self.manifest is None else self.manifest.role_means
 
-    def running_best(self, versions: Path, *, disk: Disk = LOCAL) -> RunningBest:
+    def running_best(self, versions: Path, *, disk: Disk = LOCAL) -> BestRunningMean:
         """Return the best versions that the checkpoint records; none if their files are gone.
 
         Args:
@@ -178,7 +178,7 @@ class Recovery:
         measured = NOT_MEASURED if self.manifest is None else self.manifest.measured
         for version in measured.versions.values():
             if (version.lineage, version.step) not in list_version_directories(versions / version.policy, disk=disk):
-                return RunningBest(what=measured.what, newest=measured.newest)
+                return BestRunningMean(what=measured.what, newest=measured.newest)
         return measured
 
     def first_versions(
@@ -313,7 +313,7 @@ def read_resume_state(
     next_number = -(-log.next_number("e") // group_size) * group_size
     unfinished = log.unfinished()
     ready = list(log.ready_units(consumed_through))
-    check_not_pruned(log, ready)
+    check_tokens_not_pruned(log, ready)
     open_groups = {spec.group_id for spec, _ in ready} | {spec.group_id for spec in unfinished}
     ended = tuple(log.members(open_groups))
     baselines = log.baselines()
@@ -363,7 +363,7 @@ def group_results_from_journal(
     ]
 
 
-def check_not_pruned(log: RunLog, ready: Sequence[tuple[EpisodeSpec, EpisodeHeader]]) -> None:
+def check_tokens_not_pruned(log: RunLog, ready: Sequence[tuple[EpisodeSpec, EpisodeHeader]]) -> None:
     """Refuse to continue if tokens of episodes to be trained were pruned, because a checkpoint is missing.
 
     Raises:
@@ -383,7 +383,7 @@ def check_not_pruned(log: RunLog, ready: Sequence[tuple[EpisodeSpec, EpisodeHead
 
 
 def describe_start(
-    recovery: Recovery,
+    recovery: ResumeCheckpoint,
     config: RunConfig,
     versions: Mapping[str, PolicyVersion],
     resume_state: ResumeState,
@@ -467,9 +467,9 @@ def _played_by_other_code(
         policies = {trajectory.policy for trajectory in header.trajectories}
         if header.location is None or all((policy, spec.episode_id) in resume_state.resolved for policy in policies):
             continue
-        keys.append(EpisodeKey(header.location.partition, spec.episode_id, spec.attempt))
+        keys.append(AttemptLocation(header.location.partition, spec.episode_id, spec.attempt))
         environments[spec.episode_id] = spec.environment
-    reader, found = TurnReader(store.directory), dict[str, list[str]]()
+    reader, found = TurnLogReader(store.directory), dict[str, list[str]]()
     try:
         for entry in reader.beginnings(keys):
             begin = decode_entries([entry])[0]
@@ -514,7 +514,7 @@ class UserLossAndAdvantage(NamedTuple):
 
     codes: Mapping[Kind, FunctionCode]
     """Code of the functions that are not built in."""
-    estimator: Estimator | None
+    estimator: AdvantageEstimator | None
     """Advantage estimator, if it takes a `Group`."""
 
 
@@ -539,7 +539,7 @@ def load_user_functions(config: RunConfig) -> UserLossAndAdvantage:
     given = None
     if advantage.name not in ADVANTAGES:
         codes["advantage"], given = find_function("advantage", advantage.name, key="credit.advantage")
-    estimator = make_estimator(advantage.name, advantage.options, given)
+    estimator = make_advantage_estimator(advantage.name, advantage.options, given)
     at_end_of_group = {
         "credit.turn_credit = 'to_go' compares the turns of a group": credit.turn_credit != "sum",
         "credit.release = 'dynamic_sampling' drops groups when they end": credit.dynamic_sampling,
@@ -657,7 +657,7 @@ async def start_opponent_pools(
     return opponents
 
 
-def clear_leftovers(checkpoints: Path, versions: Path, *, disk: Disk = LOCAL) -> None:
+def remove_leftover_directories(checkpoints: Path, versions: Path, *, disk: Disk = LOCAL) -> None:
     """Remove the half-built directories of dead processes; no other process may be writing this run."""
     for directory in (checkpoints, versions, *(versions / name for name in disk.names(versions))):
         remove_staging_directories(directory, disk=disk)

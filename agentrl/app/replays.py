@@ -46,18 +46,18 @@ from agentrl.core.ports import EngineCapabilities
 from agentrl.core.records import EpisodeDataLocation, PolicyVersion, TrainBatch, TrajectoryCredit, Unit, WeightsRef
 from agentrl.core.text import plural
 from agentrl.credit.samples import input_digest, row_digest, trained_positions, unit_samples
-from agentrl.environment.base import describe_foreign_error
+from agentrl.environment.base import describe_user_code_error
 from agentrl.environment.registry import loaded_environment, registered_environments, resolve
 from agentrl.inspection.comparisons import Outcome, ReplayResult
-from agentrl.inspection.reader import RunReader, checked_rows
+from agentrl.inspection.reader import RunReader, verified_control_rows
 from agentrl.inspection.steps import StepLine, step_list, step_view
-from agentrl.inspection.tokens import read_step_rows
-from agentrl.journal.control import ADMISSION_COLUMNS, read_spec
+from agentrl.inspection.tokens import read_step_row_columns
+from agentrl.journal.control import ADMISSION_COLUMNS, decode_admission_row
 from agentrl.journal.entries import BeginEntry, ChildResultEntry, JournalEntry, decode_entries, encode_body
-from agentrl.journal.reader import EpisodeKey, TurnReader
+from agentrl.journal.reader import AttemptLocation, TurnLogReader
 from agentrl.journal.rows import assemble_trajectories
 from agentrl.orchestrator.checkpoints import find_checkpoint_of
-from agentrl.rollout.harness_agent import is_external_turn, turns_with_context
+from agentrl.rollout.harness_agent import external_turns_with_context, is_external_turn
 from agentrl.rollout.replay import CallNotRecordedError, DiscardingLog, ReplayHost, ReplayRunner, ReplayStoppedError
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ async def _one(reader: RunReader, episode_id: str, attempt: int | None, asked: _
     if view.problems:
         return msgspec.structs.replace(found, recorded=len(own), text="; ".join(view.problems))
     # An external agent may request its turns in any order.
-    turns = list(turns_with_context([*inherited, *own]))
+    turns = list(external_turns_with_context([*inherited, *own]))
     own, inherited = ([entry for entry in part if not is_external_turn(entry)] for part in (own, inherited))
     if not own:
         return msgspec.structs.replace(found, text="nothing of it was recorded: it was dropped before its first act")
@@ -222,7 +222,7 @@ async def _run(
     except AgentRLError:
         raise
     except Exception as error:  # noqa: BLE001 - foreign code: whatever it raises is the finding
-        return _failed("environment_error", describe_foreign_error(error), line)
+        return _failed("environment_error", describe_user_code_error(error), line)
     if line.drop_reason is not None:
         return "departed", None, f"it was dropped as {line.drop_reason}, and ends well now", None
     return "identical", None, "", header
@@ -277,7 +277,7 @@ async def _rescored_child(reader: RunReader, entry: JournalEntry, asked: _Asked)
 def _spec(reader: RunReader, line: EpisodeLine) -> EpisodeSpec:
     columns = ", ".join([*ADMISSION_COLUMNS.split(), "checksum"])
     statement = f"SELECT {columns} FROM admissions WHERE episode = ? AND attempt = ?"
-    return read_spec(reader.log.rows(statement, line.episode, line.attempt)[0])
+    return decode_admission_row(reader.log.rows(statement, line.episode, line.attempt)[0])
 
 
 def environment_to_run(
@@ -424,7 +424,7 @@ def replay_step(reader: RunReader, line: StepLine) -> StepReplayResult:
         recorded=view.input_digest,
         rebuilt="",
     )
-    turns = TurnReader(reader.journal)
+    turns = TurnLogReader(reader.journal)
     try:
         inputs = _in_order(reader, view.columns_file, _step_inputs(reader, turns, line))
     except JournalError as error:
@@ -494,7 +494,7 @@ def _same_weights(reader: RunReader, version: PolicyVersion) -> list[PolicyVersi
     """Return all versions with the same weights as `version`. There may be several: a resumed run first publishes the
     weights it resumed from."""
     same = [version]
-    for row in checked_rows(reader.log, "versions", "policy = ? ORDER BY lineage DESC", version.policy):
+    for row in verified_control_rows(reader.log, "versions", "policy = ? ORDER BY lineage DESC", version.policy):
         older = PolicyVersion(version.policy, row["parent_lineage"], row["parent_step"])
         if (row["lineage"], row["step"]) == same[-1][1:] and older.step == version.step:
             same.append(older)
@@ -525,7 +525,7 @@ def _kept_checkpoint(
             return saved, where + steps, version, between[::-1]
         for each in same:
             key = (each.policy, each.lineage, each.step)
-            if rows := checked_rows(reader.log, "steps", "policy = ? AND lineage = ? AND step = ?", *key):
+            if rows := verified_control_rows(reader.log, "steps", "policy = ? AND lineage = ? AND step = ?", *key):
                 taken = recorded_config(reader.log.config(each.lineage))
                 if (taken.trainer.loss, taken.credit.advantage.gae) != (
                     config.trainer.loss,
@@ -573,7 +573,7 @@ def _trainer(config: RunConfig, run: Path) -> PolicyTrainer:
 def _batch(reader: RunReader, policy: str, lineage: int, step: int) -> tuple[TrainBatch, PolicyVersion]:
     """Return the batch of a step, by reference, and the version from which it started."""
     key = (policy, lineage, step)
-    (row,) = checked_rows(reader.log, "steps", "policy = ? AND lineage = ? AND step = ?", *key)
+    (row,) = verified_control_rows(reader.log, "steps", "policy = ? AND lineage = ? AND step = ?", *key)
     units = tuple(_units(reader, *key))
     batch = TrainBatch(step_id=step, policy=policy, units=units, normaliser=row["normaliser"])
     return batch, PolicyVersion(policy, row["started_lineage"], row["started_step"])
@@ -583,9 +583,9 @@ def _close(then: float | None, now: float) -> bool:
     return then is not None and math.isclose(then, now, rel_tol=TOLERANCE, abs_tol=SMALLEST)
 
 
-def _step_inputs(reader: RunReader, turns: TurnReader, line: StepLine) -> Iterator[TrainingSample]:
+def _step_inputs(reader: RunReader, turns: TurnLogReader, line: StepLine) -> Iterator[TrainingSample]:
     for unit in _units(reader, line.policy, line.lineage, line.step):
-        key = EpisodeKey(unit.location.partition, unit.episode_id, unit.attempt, unit.location.entries)
+        key = AttemptLocation(unit.location.partition, unit.episode_id, unit.attempt, unit.location.entries)
         (entries,) = turns.read_many([key])
         yield from unit_samples(unit, assemble_trajectories(entries, line.policy))
 
@@ -593,7 +593,7 @@ def _step_inputs(reader: RunReader, turns: TurnReader, line: StepLine) -> Iterat
 def _units(reader: RunReader, policy: str, lineage: int, step: int) -> Iterator[Unit]:
     """Yield the units of a step, in the order of its record."""
     problems: list[str] = []
-    rows = checked_rows(
+    rows = verified_control_rows(
         reader.log,
         "step_units",
         "policy = ? AND lineage = ? AND step = ? ORDER BY position",
@@ -609,7 +609,7 @@ def _units(reader: RunReader, policy: str, lineage: int, step: int) -> Iterator[
             TrajectoryCredit(row["seat"], row["agent"], row["reward"], row["advantage"], row["baseline"], by_turn)
         )
     for (episode, attempt), own in credits.items():
-        located = checked_rows(reader.log, "episodes", "episode = ? AND attempt = ?", episode, attempt)
+        located = verified_control_rows(reader.log, "episodes", "episode = ? AND attempt = ?", episode, attempt)
         if not located or located[0]["partition"] is None:
             raise JournalError(f"episode {episode}, attempt {attempt}: its record is missing or damaged")
         where = EpisodeDataLocation(located[0]["partition"], located[0]["entries"])
@@ -622,7 +622,7 @@ def _in_order(reader: RunReader, columns: str | None, fed: Iterator[TrainingSamp
     if columns is None:
         return rows
     try:
-        order = [(row.episode, row.row) for row in read_step_rows(reader.path, columns)]
+        order = [(row.episode, row.row) for row in read_step_row_columns(reader.path, columns)]
     except JournalError:  # the record's order is the one in which a single rank packs the rows
         return rows
     places = {key: place for place, key in reversed(list(enumerate(order)))}

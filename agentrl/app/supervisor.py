@@ -6,7 +6,7 @@ process; after a loss the next start follows, within a budget. Invariant: every 
 the data on disk alone.
 
 With `workers = 1` environments share the run's process, and one that kills it kills the run. At the next `--resume`,
-`ProcessRecord` tells how the previous process ended and which episodes were running. If one of them made no progress at
+`RunProcessRecord` tells how the previous process ended and which episodes were running. If one of them made no progress at
 two deaths in a row, or an environment broke the event loop, the run continues as with `workers = 2`: the pool of worker
 processes finds the episode that kills, and drops it by name.
 """
@@ -26,17 +26,17 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from agentrl.app.assemble import RunParts, assemble
+from agentrl.app.assemble import RunParts, assemble_orchestrator
 from agentrl.app.parts import (
     RunFactories,
     connect_engines_to_trainer,
     engines_behind_router,
-    joining_nodes,
     make_chat_format,
     make_workers,
+    watch_joining_nodes,
 )
 from agentrl.app.policies import frozen_policy_weights, pinned_policy_step_lags, serve_configured_weights
-from agentrl.app.recovery import UserCodeDigests, find_start
+from agentrl.app.recovery import UserCodeDigests, find_start_point
 from agentrl.cluster.nodes import wait_for_nodes
 from agentrl.cluster.worker_pool import SUSPECTED
 from agentrl.config.load import SettingDifference
@@ -55,12 +55,12 @@ from agentrl.core.errors import (
 from agentrl.core.files import was_closed_by_foreign_code
 from agentrl.core.ports import ChatFormat, ProcessStatusSource, Trainer
 from agentrl.core.records import PolicyVersion
-from agentrl.credit.advantages import Estimator
-from agentrl.environment.base import Environment, TaskSource, describe_foreign_error
-from agentrl.environment.containment import exit_if_forked, stop_loop_in_forks
-from agentrl.journal.process import NAMED, ProcessRecord, format_episode_list, record_state
+from agentrl.credit.advantages import AdvantageEstimator
+from agentrl.environment.base import Environment, TaskSource, describe_user_code_error
+from agentrl.environment.containment import exit_forked_process, stop_loop_in_forked_process
+from agentrl.journal.process import NAMED, RunProcessRecord, format_episode_list, record_process_state
 from agentrl.journal.run_log import SqliteRunLog
-from agentrl.observe.blocked import is_user_code, watch_loop
+from agentrl.observe.blocked import is_user_code, watch_event_loop
 from agentrl.observe.run_state import RunSnapshot
 from agentrl.orchestrator.checkpoints import CheckpointWriter
 from agentrl.orchestrator.evaluation import HeldOutSplit
@@ -77,7 +77,7 @@ if TYPE_CHECKING:
     from agentrl.journal.store import SqliteJournal
     from agentrl.observe.run_directory import RunDirectory
     from agentrl.observe.run_observer import RunObserver
-    from agentrl.orchestrator.versions import RunningBest
+    from agentrl.orchestrator.versions import BestRunningMean
 
 T = TypeVar("T")
 
@@ -104,7 +104,7 @@ class RunSetup:
     store: SqliteJournal
     observer: RunObserver
     code: UserCodeDigests
-    estimator: Estimator | None
+    estimator: AdvantageEstimator | None
     """Advantage estimator; see `UserLossAndAdvantage`."""
     changed: Sequence[SettingDifference]
     """Settings that differ from those of the previous process."""
@@ -128,7 +128,7 @@ def run_guarding_event_loop(main: Coroutine[Any, Any, T], directory: Path) -> T:
                 return task.result()
             broken: BaseException = asyncio.CancelledError()
         except BaseException as error:
-            exit_if_forked()
+            exit_forked_process()
             is_outcome = task.done() and not task.cancelled() and task.exception() is error
             if is_outcome and not _is_foreign(error):
                 if isinstance(error, Exception) and not isinstance(error, AgentRLError):
@@ -138,7 +138,7 @@ def run_guarding_event_loop(main: Coroutine[Any, Any, T], directory: Path) -> T:
         is_ctrl_c = isinstance(broken, KeyboardInterrupt) and (
             signals.getsignal(signals.SIGINT) is signals.default_int_handler
         )
-        record = ProcessRecord.read(directory)
+        record = RunProcessRecord.read(directory)
         running = _running_now(directory)  # some episodes end while the run shuts down, so list them now
         _finish(runner.get_loop(), task)
         if is_ctrl_c or not record.is_of_this_process or not record.is_playing or record.workers > 1:
@@ -175,7 +175,7 @@ def _finish(loop: asyncio.AbstractEventLoop, task: asyncio.Task[Any]) -> None:
 
 def _running_now(directory: Path) -> str:
     """List the episodes in flight, as far as the journal on disk shows them; for a message."""
-    record = ProcessRecord.read(directory)
+    record = RunProcessRecord.read(directory)
     try:
         with contextlib.closing(SqliteRunLog(directory / "journal")) as log:
             return format_episode_list(record.running(log.unfinished))
@@ -183,17 +183,17 @@ def _running_now(directory: Path) -> str:
         return f"episodes that the journal cannot name ({error})"
 
 
-def _fault(broken: BaseException, record: ProcessRecord, directory: Path, running: str) -> EnvironmentFaultError:
+def _fault(broken: BaseException, record: RunProcessRecord, directory: Path, running: str) -> EnvironmentFaultError:
     """Make the error of a run whose process an environment broke, and record it for the next process."""
     match broken:
         case asyncio.CancelledError():
             what = "cancelled the tasks of the whole run"
         case KeyboardInterrupt() | SystemExit():
-            what = f"raised {describe_foreign_error(broken)} in a task or callback of its own"
+            what = f"raised {describe_user_code_error(broken)} in a task or callback of its own"
         case RuntimeError() if "Event loop stopped" in str(broken):
             what = "stopped the event loop of the run"
         case _:
-            what = f"broke the process of the run ({describe_foreign_error(broken)})"
+            what = f"broke the process of the run ({describe_user_code_error(broken)})"
     what = f"an environment {what}"
     with contextlib.suppress(StorageError):
         msgspec.structs.replace(record, state="failed", fault=what, has_killer=True).write(directory)
@@ -234,9 +234,9 @@ async def _run_once(setup: RunSetup) -> Orchestrator:
 
     1. `process.json` tells how the previous process ended, and which episodes ran in it. If one of them made no
        progress at two deaths in a row, episodes are played in worker processes (`_new_record`).
-    2. Checkpoints and journal determine where the run continues, and which work is left (`find_start`).
+    2. Checkpoints and journal determine where the run continues, and which work is left (`find_start_point`).
     3. The trainer starts from the checkpoint, then the engine and the workers. The journal records the start before its
-       first versions are published, and the versions before the engine serves them (`Recovery.publish_first_versions`).
+       first versions are published, and the versions before the engine serves them (`ResumeCheckpoint.publish_first_versions`).
     4. `assemble` builds the loop and hands it the remaining work (`Dispatcher.restore`): units still to be trained
        return to the buffer, and unfinished episodes to their workers, which replay their recorded calls and continue.
     """
@@ -245,7 +245,7 @@ async def _run_once(setup: RunSetup) -> Orchestrator:
     record = _new_record(setup)
     config = setup.config.model_copy(update={"workers": record.workers})
     changed = () if setup.began else setup.changed
-    point = await find_start(
+    point = await find_start_point(
         config, directory, store, code=setup.code, changed=changed, clock=clock, tell=observer.phase
     )
     setup.began.append(point.record)
@@ -273,9 +273,9 @@ async def _run_once(setup: RunSetup) -> Orchestrator:
         opponents = await point.recovery.publish_first_versions(config, trainable, trainer, served, store)
         running_best = await asyncio.to_thread(point.recovery.running_best, directory.versions)
         parts = _parts(setup, point, opponents, running_best, served=served, trainer=trainer, workers=workers)
-        orchestrator = assemble(config, setup.environment, parts)
+        orchestrator = assemble_orchestrator(config, setup.environment, parts)
         if config.on_cluster:
-            joining = joining_nodes(
+            joining = watch_joining_nodes(
                 *(config, setup.environment, engine, point.versions, workers), clock=clock, tell=observer.warn
             )
             stack.push_async_callback(joining.close)
@@ -284,8 +284,8 @@ async def _run_once(setup: RunSetup) -> Orchestrator:
         with (
             _playing(record, directory.path, workers) as ended,
             _interruptible(orchestrator, observer, directory.path, ended),
-            watch_loop(observer.warn),
-            stop_loop_in_forks(),
+            watch_event_loop(observer.warn),
+            stop_loop_in_forked_process(),
         ):
             try:
                 await orchestrator.run()
@@ -308,7 +308,7 @@ def _parts(
     setup: RunSetup,
     point: StartPoint,
     opponents: Mapping[str, Sequence[PolicyVersion]],
-    running_best: RunningBest,
+    running_best: BestRunningMean,
     *,
     served: ServedVersions,
     trainer: Trainer,
@@ -339,10 +339,10 @@ def _parts(
     )
 
 
-def _new_record(setup: RunSetup) -> ProcessRecord:
+def _new_record(setup: RunSetup) -> RunProcessRecord:
     """Make the record of this start. Warns about the end of the previous process, if it is known."""
     store, configured = setup.store, setup.config.workers
-    last = ProcessRecord.read(setup.directory.path)
+    last = RunProcessRecord.read(setup.directory.path)
     record = last.next(store)
     running = last.running(store.unfinished)
     suspects = [spec for spec in running if record.deaths(spec) >= SUSPECTED]
@@ -392,7 +392,7 @@ def _workers(config: RunConfig, setup: RunSetup, engine: Engine) -> WorkerPool |
 
 
 @contextlib.contextmanager
-def _playing(record: ProcessRecord, run: Path, workers: WorkerPool | None) -> Iterator[Callable[[], None]]:
+def _playing(record: RunProcessRecord, run: Path, workers: WorkerPool | None) -> Iterator[Callable[[], None]]:
     """Record on disk that episodes run in this process, until their end is known. Yields a function to call after a
     normal end; any other end counts as a death."""
 
@@ -410,7 +410,7 @@ def _playing(record: ProcessRecord, run: Path, workers: WorkerPool | None) -> It
         raise
     except BaseException as error:
         is_ours = isinstance(error, AgentRLError) and not was_closed_by_foreign_code(error)
-        end("" if is_ours else describe_foreign_error(error))
+        end("" if is_ours else describe_user_code_error(error))
         raise
     end()
 
@@ -442,7 +442,7 @@ def _interruptible(
 
 def _record_stop(run: Path) -> None:
     with contextlib.suppress(StorageError):  # at worst, the run is counted as killed
-        record_state(run, "stopped")
+        record_process_state(run, "stopped")
 
 
 @contextlib.contextmanager

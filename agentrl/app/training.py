@@ -16,7 +16,7 @@ from agentrl.app.hub import with_downloaded_models
 from agentrl.app.memory import with_chosen_token_limits
 from agentrl.app.parts import (
     RunFactories,
-    check_ray,
+    check_ray_installed,
     device_plan,
     environment_of,
     importable_environment_code,
@@ -24,7 +24,7 @@ from agentrl.app.parts import (
     make_engine,
     task_source,
 )
-from agentrl.app.parts import held_out as held_out_source
+from agentrl.app.parts import held_out_task_splits as held_out_source
 from agentrl.app.policies import (
     base_model_chat_formats,
     base_models,
@@ -35,15 +35,15 @@ from agentrl.app.policies import (
 )
 from agentrl.app.recovery import UserCodeDigests, load_user_functions
 from agentrl.app.supervisor import RunSetup, cancel_run_on_ctrl_c, run_guarding_event_loop, supervise
-from agentrl.cluster.session import reserved_gpus
-from agentrl.config.load import SettingDifference, check_unchanged
+from agentrl.cluster.session import gpu_reservation
+from agentrl.config.load import SettingDifference, check_settings_unchanged
 from agentrl.config.run import RunConfig
 from agentrl.core.errors import ConfigError
 from agentrl.core.functions import capture_function_code
 from agentrl.core.ports import Observer
 from agentrl.core.records import Task
 from agentrl.environment.base import Environment, TaskSource
-from agentrl.journal.process import record_state
+from agentrl.journal.process import record_process_state
 from agentrl.observe.run_directory import RunDirectory
 from agentrl.orchestrator.loop import Orchestrator
 
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from agentrl.core.clock import Clock
     from agentrl.journal.store import SqliteJournal
     from agentrl.observe.run_observer import RunObserver
-    from agentrl.observe.run_state import PolicyState, RunState
+    from agentrl.observe.run_state import PolicyMetricHistory, RunState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,7 +146,7 @@ async def run_training(
         "bases": msgspec.to_builtins(bases),
     }
     opened = _opened(config, directory, observers, clock, info=info, quiet=quiet, resume=resume)
-    async with opened as (store, observer, changed), reserved_gpus():
+    async with opened as (store, observer, changed), gpu_reservation():
         for line in split_group_warnings(config, units_per_root_group(config, environment)):
             observer.warn(line)
         if factories.engine is make_engine:
@@ -194,7 +194,7 @@ async def _device_lines(
     from agentrl.cluster.nodes import check_nodes, wait_for_nodes
     from agentrl.cluster.session import RaySession, kept_signal_handlers
 
-    check_ray()
+    check_ray_installed()
     if config.cluster.min_nodes:
         await wait_for_nodes(config, clock, tell)
     with kept_signal_handlers():
@@ -217,7 +217,7 @@ def _concluded(
     )
     best = directory.link("best", {name: weights for name, weights in chosen.items() if weights is not None})
     directory.write_summary(summary)
-    record_state(directory.path, "stopped" if orchestrator.outcome.interrupted else "finished")
+    record_process_state(directory.path, "stopped" if orchestrator.outcome.interrupted else "finished")
     measured = orchestrator.best.measured
     if orchestrator.best.metric and not measured.newest and observer.steps:
         known = sorted({name for values in observer.steps for name in values})
@@ -250,7 +250,7 @@ async def _opened(
 ) -> AsyncIterator[tuple[SqliteJournal, RunObserver, Sequence[SettingDifference]]]:
     """Open journal and observer, which outlive restarts, and close them at the end. Yields them, and the settings that
     differ from those of the previous process."""
-    from agentrl.journal.process import check_partitions_unlocked, recording_process_state, retry_until_unlocked
+    from agentrl.journal.process import check_partitions_unlocked, recording_process_state, retry_until_writer_exits
     from agentrl.journal.store import SqliteJournal
     from agentrl.observe.run_observer import RunObserver
     from agentrl.observe.run_state import display_settings_from_config
@@ -262,7 +262,7 @@ async def _opened(
         resolved = info["config"]
         store = SqliteJournal(directory.journal, info=info)
         stack.push_async_callback(store.close)
-        changed = check_unchanged(store.config(), config)
+        changed = check_settings_unchanged(store.config(), config)
         check_base_models_unchanged(config, store.info().get("bases"))
         plan = display_settings_from_config(resolved)
         sinks = open_sinks(config.sinks, directory.path, resolved)
@@ -270,7 +270,7 @@ async def _opened(
         observer = stack.enter_context(RunObserver(directory, plan=plan, others=observers, sinks=sinks, quiet=quiet))
         observer.watch()
         stack.enter_context(cancel_run_on_ctrl_c(directory.path))
-        await retry_until_unlocked(lambda: check_partitions_unlocked(directory.journal), observer.warn, clock)
+        await retry_until_writer_exits(lambda: check_partitions_unlocked(directory.journal), observer.warn, clock)
         yield store, observer, [each for each in changed if each.path not in (("name",), ("directory",))]
 
 
@@ -305,7 +305,7 @@ _SUMMARY_OF_ONE = ("reward_start", "reward_end", "rewards", "staleness_mean")
 """Figures of a summary that belong to one policy: in `policies`, or at the top if there is only one policy."""
 
 
-def _summary_of(policy: PolicyState) -> dict[str, Any]:
+def _summary_of(policy: PolicyMetricHistory) -> dict[str, Any]:
     """Make a policy's part of the summary: held-out reward before and after, training reward and mean lag by step."""
     held_out = [reward for _, reward in policy.held_out()]
     _, rewards = policy.series("reward/mean")

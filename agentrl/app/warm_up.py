@@ -27,7 +27,7 @@ from agentrl.core.errors import AgentRLError, CheckFailedError, InputError
 from agentrl.core.ids import random_stream
 from agentrl.core.records import Message, Task, ToolSpec
 from agentrl.core.reply_formats import CLOSE, OPEN, parse_hermes
-from agentrl.environment.base import Environment, EpisodeLimits, describe_foreign_error
+from agentrl.environment.base import Environment, EpisodeLimits, describe_user_code_error
 from agentrl.environment.plain_context import UnjournaledAgent, UnjournaledContext
 from agentrl.environment.registry import resolve
 from agentrl.environment.tools import ToolEnvironment
@@ -80,7 +80,7 @@ class TinyModelResult:
     vocabulary: int
 
 
-def warm_up(
+def build_tiny_model(
     environment: str | type,
     out: str | Path,
     *,
@@ -237,7 +237,7 @@ def _play(environment: type[Environment], task: Task, seed: int, *, calls: int |
         raise
     except Exception as error:
         raise CheckFailedError(
-            f"the demonstration of task {task.id!r} raised {describe_foreign_error(error)}"
+            f"the demonstration of task {task.id!r} raised {describe_user_code_error(error)}"
         ) from error
     return context
 
@@ -381,7 +381,7 @@ class _Builder:
     ) -> dict[str, Any]:
         """Write the model; returns facts to report about it."""
         from agentrl.learn import tiny_model
-        from agentrl.rollout.chat_format import TemplateFormat
+        from agentrl.rollout.chat_format import TemplateChatFormat
         from agentrl.rollout.chat_template import ChatTemplate
 
         tiny_model.seed_torch(self.seed)
@@ -395,7 +395,7 @@ class _Builder:
             texts, vocabulary=VOCABULARY, min_frequency=min(15, max(2, len(corpus) // 100))
         )
         tiny_model.write_tokenizer(directory, tokenizer, special=tiny_model.SPECIAL, markup=tiny_model.MARKUP)
-        chat = TemplateFormat.load(directory)
+        chat = TemplateChatFormat.load(directory)
         for shown in corpus:
             self.sizes.see(tiny_model.tokenise_demonstration(chat, shown))
         if self.sizes.context > MAX_CONTEXT:

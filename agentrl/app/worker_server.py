@@ -39,12 +39,12 @@ from agentrl.engines.child_process import die_with_parent
 from agentrl.engines.client import EngineClient
 from agentrl.engines.external import SamplerWithExternalPolicies
 from agentrl.engines.wire import read_frame, send
-from agentrl.environment.containment import exit_if_forked, stop_loop_in_forks
+from agentrl.environment.containment import exit_forked_process, stop_loop_in_forked_process
 from agentrl.environment.registry import register_source_files, resolve
 from agentrl.journal.control import unserialisable_task_error
-from agentrl.journal.process import retry_until_unlocked
+from agentrl.journal.process import retry_until_writer_exits
 from agentrl.journal.store import WorkerJournal
-from agentrl.observe.blocked import watch_loop
+from agentrl.observe.blocked import watch_event_loop
 from agentrl.rollout.runner import EpisodeRunner
 from agentrl.rollout.worker import AsyncioWorker
 
@@ -155,7 +155,9 @@ class RunConnection:
         """Report the end of an episode."""
         digest, metrics, detail = self._ends.pop(header.episode_id)
         counted = self._counted.pop(header.episode_id, {})
-        self.tell(wire.encode_ended(number, header, digest=digest, metrics=metrics, detail=detail, counted=counted))
+        self.tell(
+            wire.encode_episode_ended(number, header, digest=digest, metrics=metrics, detail=detail, counted=counted)
+        )
         self._forget(number)
 
     def begin(self, number: int, spec: EpisodeSpec) -> None:
@@ -182,7 +184,7 @@ class RunConnection:
             group_id=ids.spawned_group_id(parent, message.attempt, message.call),
             parent_id=parent,
         )
-        on_end(message.index, wire.decode_header(child, message.ended, message.partition))
+        on_end(message.index, wire.decode_episode_header(child, message.ended, message.partition))
 
     def proposal_answered(self, message: wire.ProposalReply) -> None:
         """Answer the call that waits for the run's reply to its proposal."""
@@ -269,11 +271,11 @@ class WorkerServer:
                 self.run.child_ended(message)
             case wire.ProposalReply():
                 self.run.proposal_answered(message)
-            case wire.Park() if message.number in self.run.specs:
+            case wire.ParkEpisode() if message.number in self.run.specs:
                 episode_id = self.run.specs[message.number].episode_id
                 self._worker.park(episode_id)
                 self.run.tell(wire.EpisodeParked(number=message.number, deadline=self._parking.deadline(episode_id)))
-            case wire.Unpark() if message.number in self.run.specs:
+            case wire.UnparkEpisode() if message.number in self.run.specs:
                 self._parking.resume(self.run.specs[message.number].episode_id)
             case wire.CancelEpisodes():
                 self._cancelling = asyncio.get_running_loop().create_task(self._cancel())
@@ -288,7 +290,7 @@ class WorkerServer:
         """Report the episodes that have made progress since they came to this process."""
         for episode_id in await self._journal.log.advanced():
             if episode_id in self.run.numbers:
-                self.run.tell(wire.MadeProgress(number=self.run.numbers[episode_id]))
+                self.run.tell(wire.EpisodeProgressed(number=self.run.numbers[episode_id]))
 
     async def close(self) -> None:
         """Close everything after the run has disconnected."""
@@ -332,10 +334,10 @@ async def _serve(connection: socket.socket) -> None:
         report_failure(writer, error)
         await writer.drain()
         return
-    send(writer, wire.Ready())
+    send(writer, wire.WorkerReady())
     advanced = loop.create_task(_tell_advanced(server))
     loop.add_signal_handler(signal.SIGTERM, server.leaves.set)
-    with watch_loop(tell), stop_loop_in_forks():
+    with watch_event_loop(tell), stop_loop_in_forked_process():
         listening = loop.create_task(_listen(reader, server), name="messages of the run")
         leaving = loop.create_task(server.leaves.wait(), name="wait until it is to leave")
         await asyncio.wait({listening, leaving}, return_when=asyncio.FIRST_COMPLETED)
@@ -357,13 +359,15 @@ async def _journal_of(work: wire.WorkerSetup, tell: Callable[[str], None]) -> Wo
     """Open the worker's partition, on this host or on the run's."""
     if work.journal.startswith(SCHEME):
         return await StreamedJournal.open(work.journal, work.number)
-    return await retry_until_unlocked(lambda: WorkerJournal(Path(work.journal), str(work.number)), tell, SystemClock())
+    return await retry_until_writer_exits(
+        lambda: WorkerJournal(Path(work.journal), str(work.number)), tell, SystemClock()
+    )
 
 
 async def _tell_alive(writer: asyncio.StreamWriter) -> None:
     while True:
         await asyncio.sleep(ALIVE_S)
-        send(writer, wire.Alive())
+        send(writer, wire.WorkerHeartbeat())
 
 
 async def _tell_advanced(server: WorkerServer) -> None:
@@ -386,7 +390,7 @@ def main() -> None:
         try:
             runner.run(_serve_and_leave(socket.socket(fileno=descriptor)))
         finally:
-            exit_if_forked()
+            exit_forked_process()
 
 
 async def _serve_and_leave(connection: socket.socket) -> None:

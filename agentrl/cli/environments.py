@@ -231,13 +231,13 @@ def _exit_words(status: int) -> str:
 
 def env_warm_up(options: argparse.Namespace) -> int:
     """`agentrl env warm-up ID --out DIR [--demonstrations FILE.jsonl] [--steps N] [--early SHARE] [--until SHARE]`."""
-    from agentrl.app.warm_up import warm_up
+    from agentrl.app.warm_up import build_tiny_model
     from agentrl.observe.progress import ProgressLine
 
     if options.steps < 1:
         raise InputError("--steps must be at least 1")
     with contextlib.closing(ProgressLine(f"warming up {options.out}", sys.stderr)) as progress:
-        made = warm_up(
+        made = build_tiny_model(
             options.id,
             options.out,
             demonstrations=options.demonstrations,

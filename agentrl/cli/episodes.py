@@ -281,9 +281,9 @@ def _factories(reader: RunReader) -> RunFactories | None:
     config = reader.info().get("config")
     if not isinstance(config, dict):
         raise InputError(f"{reader.path}: its journal contains no configuration, so its episodes cannot be re-executed")
-    from agentrl.cli.sample_run import is_sample, sample_factories
+    from agentrl.cli.sample_run import is_sample_run, sample_run_factories
 
-    return sample_factories() if is_sample(config) else None
+    return sample_run_factories() if is_sample_run(config) else None
 
 
 def _edit(path: Path) -> str | Sequence[Mapping[str, Any]]:
@@ -340,7 +340,7 @@ def step_show(reader: RunReader, options: argparse.Namespace) -> RunAnswer:
 def step_replay(reader: RunReader, options: argparse.Namespace) -> RunAnswer:
     """`agentrl step replay RUN [N] [--policy NAME] [--lineage N]`; exit code 1 if a step differs from its record."""
     from agentrl.app.replays import recompute_step_loss, replay_step, replay_steps
-    from agentrl.inspection.render import rebuilt_steps_page
+    from agentrl.inspection.render import step_replays_page
     from agentrl.inspection.steps import step_view
 
     if options.step is None:
@@ -351,4 +351,4 @@ def step_replay(reader: RunReader, options: argparse.Namespace) -> RunAnswer:
     departed = [each for each in found if not each.identical or (each.computed and each.computed.same is False)]
     code = CheckFailedError.exit_code if departed else 0
     rows = [msgspec.to_builtins(each) for each in found]
-    return RunAnswer(found, lambda: rebuilt_steps_page(rows), code)
+    return RunAnswer(found, lambda: step_replays_page(rows), code)

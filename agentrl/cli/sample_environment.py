@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import agentrl
 from agentrl.core.ids import random_stream
 from agentrl.environment.tools import bind_tools, run_tool
-from agentrl.rollout.byte_formats import STOP_TOKEN, PlainFormat
+from agentrl.rollout.byte_formats import STOP_TOKEN, PlainChatFormat
 
 if TYPE_CHECKING:
     import random
@@ -29,7 +29,7 @@ LOST_PAGE = 7
 REVISION = -0.1
 """Reward of a turn whose answer the checker rejected."""
 _SUM = re.compile(r"\d{1,3}( \+ \d{1,3}){1,4}")
-_FORMAT = PlainFormat()
+_FORMAT = PlainChatFormat()
 
 
 class Propose(agentrl.Environment):

@@ -1,6 +1,6 @@
 """A sample run, written in seconds without a model: `agentrl demo --journal-only`, so that every command can be tried.
 
-It is the real loop over a scripted engine and a trainer without gradients: `SampleTrainer` invents the losses,
+It is the real loop over a scripted engine and a trainer without gradients: `SampleRunTrainer` invents the losses,
 everything else is real. It contains three policies, children, dropped, parked and repeated episodes, weight updates
 inside turns, a lost trainer and the rollback that follows, an evaluation, step records, and forks.
 """
@@ -27,9 +27,9 @@ from agentrl.credit.samples import input_digest, row_digest, token_lags, trained
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.environment.registry import name_of
 from agentrl.inspection.reader import RunReader
-from agentrl.journal.reader import TurnReader
+from agentrl.journal.reader import TurnLogReader
 from agentrl.journal.rows import assemble_trajectories
-from agentrl.rollout.byte_formats import PlainFormat
+from agentrl.rollout.byte_formats import PlainChatFormat
 from agentrl.simulation.recording_trainer import RecordingTrainer
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ LOST_AT = ("solver", 5)
 """Policy and step before which the trainer is lost, once."""
 PARK_EVERY_S = 0.15
 MODEL = "a script"
-"""Value of `model.path` in a sample run, by which `is_sample` recognises one."""
+"""Value of `model.path` in a sample run, by which `is_sample_run` recognises one."""
 
 
 def write_sample_run(directory: str | Path = "runs", name: str = NAME) -> Run:
@@ -51,21 +51,23 @@ def write_sample_run(directory: str | Path = "runs", name: str = NAME) -> Run:
     Raises:
         RunDirectoryError: the directory exists.
     """
-    config = sample_config(directory, name)
+    config = sample_run_config(directory, name)
     run = asyncio.run(
-        run_training(config, Propose, held_out=held_out_tasks(), quiet=True, factories=sample_factories(parked=True))
+        run_training(
+            config, Propose, held_out=held_out_tasks(), quiet=True, factories=sample_run_factories(parked=True)
+        )
     )
     reader = RunReader(run.path)
     try:
         parent = reader.episodes("purpose = 'train' and turns > 3 and environment ~ Solve", sort="turns", limit=1)[0]
     finally:
         reader.close()
-    forks = fork(run.path, parent.episode, at=1, n=3, factories=sample_factories())
-    fork(run.path / "forks", forks[0].episode_id, at=-1, n=1, factories=sample_factories())
+    forks = fork(run.path, parent.episode, at=1, n=3, factories=sample_run_factories())
+    fork(run.path / "forks", forks[0].episode_id, at=-1, n=1, factories=sample_run_factories())
     return run
 
 
-def sample_config(directory: str | Path, name: str) -> RunConfig:
+def sample_run_config(directory: str | Path, name: str) -> RunConfig:
     """Return the configuration of the sample run."""
     values: dict[str, Any] = {
         "name": name,
@@ -88,17 +90,17 @@ def sample_config(directory: str | Path, name: str) -> RunConfig:
     return RunConfig(**values)
 
 
-def is_sample(config: Mapping[str, Any]) -> bool:
+def is_sample_run(config: Mapping[str, Any]) -> bool:
     """Whether a configuration belongs to a sample run, whose episodes the script replays and forks."""
     model = config.get("model")
     return isinstance(model, Mapping) and model.get("path") == MODEL
 
 
-def sample_factories(*, parked: bool = False) -> RunFactories:
+def sample_run_factories(*, parked: bool = False) -> RunFactories:
     """Make the script's engine, and the sample run's trainer, which is lost once; with `parked`, episodes are
     parked.
     """
-    lives: list[SampleTrainer] = []
+    lives: list[SampleRunTrainer] = []
 
     async def engine(config: RunConfig, versions: Mapping[str, PolicyVersion], tell: object, log: Path) -> Engine:
         return ScriptedEngine(
@@ -111,13 +113,13 @@ def sample_factories(*, parked: bool = False) -> RunFactories:
         )
 
     def trainer(config: RunConfig, directory: Path) -> Trainer:
-        lives.append(SampleTrainer(config, directory, loses=not lives))
+        lives.append(SampleRunTrainer(config, directory, loses=not lives))
         return lives[-1]
 
     return RunFactories(
         engine=engine,
         trainer=trainer,
-        chat_format=lambda config: PlainFormat(),
+        chat_format=lambda config: PlainChatFormat(),
         clock=_ShortWaits(),
         assembled=_park_now_and_then if parked else lambda orchestrator: None,
     )
@@ -144,7 +146,7 @@ def _park_now_and_then(orchestrator: Orchestrator) -> None:
     loop.call_later(PARK_EVERY_S, park)
 
 
-class SampleTrainer(RecordingTrainer):
+class SampleRunTrainer(RecordingTrainer):
     """Writes step records like a trainer's; its logprobs are the recorded ones, shifted further the older they are.
 
     Args:
@@ -163,7 +165,7 @@ class SampleTrainer(RecordingTrainer):
             failures={LOST_AT: TrainerLostError("the sample's trainer was lost, as planned")} if loses else {},
         )
         self._directory = directory
-        self._turns = TurnReader(directory / "journal")
+        self._turns = TurnLogReader(directory / "journal")
 
     async def close(self) -> None:
         """Close all open files. Idempotent."""
@@ -180,7 +182,7 @@ class SampleTrainer(RecordingTrainer):
         columns = step_columns(fed, version)
         path = f"steps/{policy}/{version.lineage}.{step_id}.safetensors"
         rows = json.dumps([(sample.episode_id, sample.row_index) for sample in fed])
-        write_columns(self._directory / path, columns, {"rows": rows})
+        write_step_columns_file(self._directory / path, columns, {"rows": rows})
         ratio = np.exp(columns["trainer_logprobs"] - columns["behavior_logprobs"])
         pushes = columns["advantages"] * ratio / batches[0].normaliser
         return StepReport(
@@ -221,7 +223,7 @@ def step_columns(fed: Sequence[TrainingSample], version: PolicyVersion) -> dict[
 _TYPES = {"<i8": "I64", "<i4": "I32", "<f4": "F32"}
 
 
-def write_columns(path: Path, columns: Mapping[str, Any], metadata: Mapping[str, str]) -> None:
+def write_step_columns_file(path: Path, columns: Mapping[str, Any], metadata: Mapping[str, str]) -> None:
     """Write a safetensors file without the libraries that training needs."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     at = 0

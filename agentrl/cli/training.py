@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from agentrl.config.run import RunConfig
     from agentrl.simulation.calibration import Calibration
-    from agentrl.simulation.plan import Plan
+    from agentrl.simulation.plan import SimulationPlan
     from agentrl.simulation.run import SimulationResult
 
 
@@ -232,7 +232,7 @@ class _Simulation(NamedTuple):
     """The run to simulate."""
 
     name: str
-    plan: Plan
+    plan: SimulationPlan
     steps: int
     skipped: int
     """Number of first steps that are not measured."""
@@ -312,7 +312,7 @@ def _calibrated(options: argparse.Namespace) -> Calibration:
         return read_calibration(reader)
 
 
-def _measured(plan: Plan, asked: _Simulation) -> SimulationResult:
+def _measured(plan: SimulationPlan, asked: _Simulation) -> SimulationResult:
     from agentrl.simulation.run import Scenario, simulate_run
 
     return simulate_run(Scenario(plan=plan, steps=asked.skipped + asked.steps, skipped=asked.skipped))

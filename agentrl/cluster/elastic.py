@@ -51,7 +51,7 @@ class ScalableProcessKind:
     """Returns for how many a node has room."""
 
 
-class JoiningNodes:
+class JoiningNodeWatcher:
     """Watches the cluster of a run, and starts workers and engines on nodes that join it.
 
     Args:

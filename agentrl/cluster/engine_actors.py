@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from agentrl.cluster.session import (
     RaySession,
-    is_alive,
-    is_drained,
+    is_node_alive,
+    is_node_drained,
     kept_signal_handlers,
-    process_strategy,
+    process_scheduling_strategy,
     shorten_ray_error,
 )
 from agentrl.config.devices import Node
@@ -188,9 +188,9 @@ class RayPlacement:
 
     def _where(self) -> Any:
         """Ray's strategy for an actor: its node, or another where that is lost or drained."""
-        if self._node is None or (self._is_elsewhere and is_drained(self._node)) or not is_alive(self._node):
+        if self._node is None or (self._is_elsewhere and is_node_drained(self._node)) or not is_node_alive(self._node):
             return "SPREAD"
-        return process_strategy(self._node, self._process)
+        return process_scheduling_strategy(self._node, self._process)
 
     async def close(self) -> None:
         """See `ProcessPlacement.close`; also leaves Ray."""
@@ -225,7 +225,7 @@ class ActorChildProcess:
     @property
     def is_drained(self) -> bool:
         """See `ConnectedChildProcess.is_drained`."""
-        return self._node is not None and is_drained(self._node)
+        return self._node is not None and is_node_drained(self._node)
 
     async def wait(self) -> str:
         """See `ChildProcessHandle.wait`."""

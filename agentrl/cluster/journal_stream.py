@@ -30,7 +30,7 @@ from agentrl.core.records import ProcessStatus
 from agentrl.engines.child_process import ChildProgram, LocalPlacement, Supervisor, die_with_parent
 from agentrl.engines.wire import WireMessage, read_frame, send
 from agentrl.journal.entries import JournalEntry
-from agentrl.journal.process import retry_until_unlocked
+from agentrl.journal.process import retry_until_writer_exits
 from agentrl.journal.store import WorkerJournal, check_entry_size
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ class Flush(WireMessage, frozen=True):
     call: int
 
 
-class TakeOver(WireMessage, frozen=True):
+class TakeOverAttempt(WireMessage, frozen=True):
     """Request from a worker: take over an attempt and answer with all its entries and partials."""
 
     call: int
@@ -108,7 +108,7 @@ class TakeOver(WireMessage, frozen=True):
     attempt: int
 
 
-class FindAdvancedEpisodes(WireMessage, frozen=True):
+class FindProgressedEpisodes(WireMessage, frozen=True):
     """Request from a worker; see `TakeoverTrackingTurnLog.advanced`."""
 
     call: int
@@ -125,7 +125,7 @@ class JournalAnswer(WireMessage, frozen=True):
     message: str = ""
 
 
-Question = Flush | TakeOver | FindAdvancedEpisodes
+Question = Flush | TakeOverAttempt | FindProgressedEpisodes
 TO_RECEIVER: msgspec.msgpack.Decoder[StartReceiver | GrantPartition | RevokePartition] = msgspec.msgpack.Decoder(
     StartReceiver | GrantPartition | RevokePartition
 )
@@ -172,7 +172,7 @@ class StreamedTurnLog:
 
     async def take_over(self, episode_id: str, attempt: int) -> None:
         """See `TurnLog.take_over`; `read` and `read_partials` then each return the recorded entries once."""
-        asked = TakeOver(call=next(self._calls), episode_id=episode_id, attempt=attempt)
+        asked = TakeOverAttempt(call=next(self._calls), episode_id=episode_id, attempt=attempt)
         self._found[episode_id, attempt] = await self._ask(asked)
 
     def read(self, episode_id: str, attempt: int) -> list[JournalEntry]:
@@ -199,7 +199,7 @@ class StreamedTurnLog:
         Raises:
             StorageError: that disk failed.
         """
-        return list((await self._ask(FindAdvancedEpisodes(call=next(self._calls)))).episodes)
+        return list((await self._ask(FindProgressedEpisodes(call=next(self._calls)))).episodes)
 
     async def close(self) -> None:
         """Return when everything sent is on disk or the connection has ended. Idempotent."""
@@ -409,14 +409,14 @@ class _Partition:
                 case Flush():
                     await log.flush()
                     answer = JournalAnswer(call=question.call)
-                case TakeOver(episode_id=episode_id, attempt=attempt):
+                case TakeOverAttempt(episode_id=episode_id, attempt=attempt):
                     await log.take_over(episode_id, attempt)
                     answer = JournalAnswer(
                         call=question.call,
                         entries=tuple(log.read(episode_id, attempt)),
                         partials=tuple(log.read_partials(episode_id, attempt)),
                     )
-                case FindAdvancedEpisodes():
+                case FindProgressedEpisodes():
                     self.journal.check()
                     answer = JournalAnswer(call=question.call, episodes=tuple(await log.advanced()))
         except AgentRLError as error:
@@ -455,7 +455,7 @@ async def _serve(connection: socket.socket) -> None:
                     def opened(worker: int = worker) -> WorkerJournal:
                         return WorkerJournal(Path(begun.journal), str(worker))
 
-                    partitions[worker] = _Partition(await retry_until_unlocked(opened, tell, SystemClock()), count)
+                    partitions[worker] = _Partition(await retry_until_writer_exits(opened, tell, SystemClock()), count)
                 address = await partitions[worker].grant(begun.host)
                 send(writer, PartitionGranted(worker=worker, address=address))
             case RevokePartition(worker=worker) if worker in partitions:

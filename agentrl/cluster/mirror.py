@@ -26,7 +26,7 @@ from agentrl.core.clock import SystemClock
 from agentrl.core.errors import AgentRLError, InputError, JournalError, StorageError
 from agentrl.core.files import LOCAL, open_regular, os_error_advice
 from agentrl.journal.process import LOCK_FILE
-from agentrl.journal.schema import CONTROL_FILE, open_to_read, open_to_write, read_meta_table
+from agentrl.journal.schema import CONTROL_FILE, open_database_to_read, open_database_to_write, read_meta_table
 
 CALL_S = 120.0
 """Timeout for an answer of a node, in seconds."""
@@ -87,7 +87,7 @@ class RunCopy:
             if (side / "journal" / LOCK_FILE).exists():
                 raise InputError(f"{link}: this copy was resumed and is now a run of its own; mirror to another path")
         if link.is_symlink():
-            with contextlib.closing(open_to_read(link / CONTROL, "control")) as control:
+            with contextlib.closing(open_database_to_read(link / CONTROL, "control")) as control:
                 if (found := read_meta_table(control).get("run")) != run:
                     raise InputError(f"{link}: this is a mirror of run {found}, not of {run}; choose another path")
         whole = os.path.basename(os.readlink(link)) if link.is_symlink() else ""
@@ -144,7 +144,7 @@ class RunCopy:
         """Delete the entries of pruned attempts from a partition. Returns the state of the remaining entries."""
         path = self._inside(f"journal/{name}")
         if name not in self._partitions:
-            self._partitions[name] = open_to_write(path, "turns", {"run": run}, run=run)
+            self._partitions[name] = open_database_to_write(path, "turns", {"run": run}, run=run)
         connection = self._partitions[name]
         with _disk(path):
             known = self._pruned.setdefault(path, set())
@@ -224,7 +224,7 @@ class Mirror:
         began, self._sent = clock.monotonic(), 0
         with (
             tempfile.TemporaryDirectory(prefix="agentrl-mirror-") as scratch,
-            contextlib.closing(open_to_read(self._run / CONTROL, "control")) as control,
+            contextlib.closing(open_database_to_read(self._run / CONTROL, "control")) as control,
         ):
             run = read_meta_table(control)["run"]
             had: dict[str, Stamp] = self._call("begin", run)
@@ -258,7 +258,7 @@ class Mirror:
                 counts = _control_log_counts(control)
                 rows = {name: list(self._entries(name, run, newest.get(name, 0))) for name in self._partitions()}
                 left = [name for name in sent if (self._run / name).exists()]
-                with contextlib.closing(open_to_read(self._run / CONTROL, "control")) as other:
+                with contextlib.closing(open_database_to_read(self._run / CONTROL, "control")) as other:
                     if _control_log_counts(other) != counts or counts.pruned != len(pruned) or (sent and not left):
                         continue
                 with contextlib.closing(sqlite3.connect(target)) as copy:
@@ -278,7 +278,7 @@ class Mirror:
         return sorted(path.name for path in (self._run / "journal").glob("turns-*.db"))
 
     def _entries(self, name: str, run: str, after: int) -> Iterator[Row]:
-        with contextlib.closing(open_to_read(self._run / "journal" / name, "turns", run)) as source:
+        with contextlib.closing(open_database_to_read(self._run / "journal" / name, "turns", run)) as source:
             yield from source.execute(f"SELECT {_ENTRIES} FROM entries WHERE id > ? ORDER BY id", (after,))
 
     def _send_entries(self, name: str, run: str, pruned: Sequence[Row]) -> int:
@@ -286,7 +286,7 @@ class Mirror:
         there = CopiedPartition(*self._call("partition", name, run, pruned))
         newest = there.newest
         if pruned:  # pruned row ids are reused
-            with contextlib.closing(open_to_read(self._run / "journal" / name, "turns", run)) as source:
+            with contextlib.closing(open_database_to_read(self._run / "journal" / name, "turns", run)) as source:
                 (count,) = source.execute("SELECT count(*) FROM entries WHERE id <= ?", (newest,)).fetchone()
                 newest = newest if count == there.entries else 0
         piece: list[Row] = []

@@ -183,7 +183,7 @@ def check_nodes(config: RunConfig, code: Mapping[str, str]) -> list[str]:
     return plan.lines() + lines
 
 
-def missing_on(node: Node, config: RunConfig, code: Mapping[str, str]) -> list[str]:
+def missing_on_node(node: Node, config: RunConfig, code: Mapping[str, str]) -> list[str]:
     """Return what a node lacks that a run needs, one sentence each; see `check_nodes`. Blocks until it answers."""
     return compare_nodes([node], *_needed(config, code))[0]
 

@@ -271,12 +271,12 @@ class RaySession:
 
     def undrained(self) -> tuple[Node, ...]:
         """Return the live nodes of the cluster that are not about to be taken away."""
-        return tuple(node for node in self.nodes() if not is_drained(node))
+        return tuple(node for node in self.nodes() if not is_node_drained(node))
 
     def plan(self, config: RunConfig) -> NodePlan:
         """Return the nodes and GPUs of a run's ranks, engines and workers; without a cluster, this machine's GPUs.
 
-        In `reserved_gpus`, the first call reserves GPUs of a cluster. Later calls return the same ranks and engines,
+        In `gpu_reservation`, the first call reserves GPUs of a cluster. Later calls return the same ranks and engines,
         with another node for each rank whose node has left.
 
         Raises:
@@ -399,7 +399,7 @@ _reservation: ContextVar[_GpuReservation | None] = ContextVar("reservation", def
 
 
 @asynccontextmanager
-async def reserved_gpus() -> AsyncIterator[None]:
+async def gpu_reservation() -> AsyncIterator[None]:
     """Let the plans made within reserve GPUs of a cluster, until the end of the context; see `RaySession.plan`.
 
     At its end, Ray shows the GPUs as free, unless that takes longer than `RELEASE_S`: this process can plan again.
@@ -419,7 +419,7 @@ async def reserved_gpus() -> AsyncIterator[None]:
                     await clock.sleep(0.05)
 
 
-def process_strategy(node: Node | None, process: str) -> Any:
+def process_scheduling_strategy(node: Node | None, process: str) -> Any:
     """Return Ray's scheduling strategy for a process of the plan on a node, with its reserved GPUs if it has any there.
 
     Args:
@@ -459,12 +459,12 @@ def _node_watch() -> _NodeWatch:
     return _NodeWatch()
 
 
-def is_drained(node: Node) -> bool:
+def is_node_drained(node: Node) -> bool:
     """Whether a node is about to be taken away: Ray was told to drain it."""
     return node.id in _node_watch().drained
 
 
-def is_alive(node: Node) -> bool:
+def is_node_alive(node: Node) -> bool:
     """Whether a node is in the cluster."""
     import ray
 

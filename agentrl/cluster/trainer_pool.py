@@ -25,7 +25,7 @@ from agentrl.cluster.session import (
     RaySession,
     kept_signal_handlers,
     node_scheduling_strategy,
-    process_strategy,
+    process_scheduling_strategy,
     shorten_ray_error,
 )
 from agentrl.config.run import RunConfig
@@ -34,14 +34,14 @@ from agentrl.core.clock import SystemClock
 from agentrl.core.errors import AgentRLError, ConfigError, TrainerError, TrainerLostError
 from agentrl.core.functions import FunctionCode, find_function_code, is_monkeypatched
 from agentrl.core.records import ProcessStatus
-from agentrl.engines.child_process import visible_gpus
+from agentrl.engines.child_process import gpu_visibility_variables
 
 if TYPE_CHECKING:
     from ray import ObjectRef
 
     from agentrl.config.devices import NodePlan
     from agentrl.core.records import PolicyVersion, StepReport, TrainBatch, Trajectory, Unit, WeightsRef
-    from agentrl.engines.transfer import WeightRecipient
+    from agentrl.engines.transfer import WeightDestination
     from agentrl.learn.ranks import Rendezvous
 
 PATIENCE_S = 60.0
@@ -82,7 +82,7 @@ LEARNING = (
 """Modules that contain the computation of a rank."""
 
 
-def refuse_patches() -> None:
+def refuse_monkeypatches() -> None:
     """Refuse to train if this process has replaced functions of agentrl, because ranks import the installed ones.
 
     Raises:
@@ -147,7 +147,7 @@ class TrainerRank:
         loss: FunctionCode | None,
     ) -> None:
         if gpu is not None:
-            os.environ.update(visible_gpus([gpu]))
+            os.environ.update(gpu_visibility_variables([gpu]))
         self._config, self._loss, self._memory_share = config, loss, memory_share
         self._rank, self._addresses = rank, addresses
         self._files = files
@@ -172,14 +172,14 @@ class TrainerRank:
 
     def join(self, rendezvous: Rendezvous | None) -> None:
         """Join the group and create the trainer; None means that there is no group."""
-        from agentrl.learn.ranks import OneRank, ProcessGroup, limit_memory, rank_device
+        from agentrl.learn.ranks import DistributedRankGroup, SingleRankGroup, limit_gpu_memory, rank_device
         from agentrl.learn.trainer import PolicyTrainer
 
         if self._memory_share:
-            limit_memory(self._rank, self._memory_share)
-        ranks: OneRank | ProcessGroup = OneRank()
+            limit_gpu_memory(self._rank, self._memory_share)
+        ranks: SingleRankGroup | DistributedRankGroup = SingleRankGroup()
         if rendezvous is not None:
-            ranks = ProcessGroup(
+            ranks = DistributedRankGroup(
                 rendezvous,
                 rank=self._rank,
                 device=rank_device(self._rank),
@@ -245,7 +245,7 @@ class TrainerRank:
         """See `PolicyTrainer.publish`."""
         return self._trainer.publish(policy, version)
 
-    def send(self, version: PolicyVersion, recipient: WeightRecipient) -> None:
+    def send(self, version: PolicyVersion, recipient: WeightDestination) -> None:
         """See `PolicyTrainer.send`."""
         self._trainer.send(version, recipient)
 
@@ -266,9 +266,9 @@ class RayTrainerPool:
             session: Ray session to use, which `close` leaves running; None: a new session.
 
         Raises:
-            ConfigError: see `refuse_patches`; or the loss does not exist.
+            ConfigError: see `refuse_monkeypatches`; or the loss does not exist.
         """
-        refuse_patches()
+        refuse_monkeypatches()
         self._config = config
         name = config.trainer.loss.name
         self._loss = None if name in LOSSES else find_function_code("loss", name, key="trainer.loss.name")
@@ -335,7 +335,7 @@ class RayTrainerPool:
                 gpu, node = plan.devices.gpu_of_rank(rank), plan.ranks[rank] if plan.ranks else None
                 actor = rank_class.options(
                     num_gpus=1 if gpu is not None and node is not None else 0,
-                    scheduling_strategy=process_strategy(node, f"trainer rank {rank}"),
+                    scheduling_strategy=process_scheduling_strategy(node, f"trainer rank {rank}"),
                 ).remote(
                     *(settings, str(self._directory)),
                     rank=rank,
@@ -390,7 +390,7 @@ class RayTrainerPool:
         references: Sequence[WeightsRef] = await self._all("publish", policy, version)
         return references[0]
 
-    async def send(self, version: PolicyVersion, recipient: WeightRecipient) -> None:
+    async def send(self, version: PolicyVersion, recipient: WeightDestination) -> None:
         """See `PolicyTrainer.send`."""
         await self._all("send", version, recipient)
 

@@ -210,7 +210,7 @@ class WorkerPool:
             placed.is_parked = True
             if placed.process is not None:
                 placed.process.suspects.discard(placed.number)
-                placed.process.tell(wire.Park(number=placed.number))
+                placed.process.tell(wire.ParkEpisode(number=placed.number))
             self._fill()
         return True
 
@@ -225,7 +225,7 @@ class WorkerPool:
             else:
                 if placed.is_suspect:
                     placed.process.suspects.add(placed.number)
-                placed.process.tell(wire.Unpark(number=placed.number))
+                placed.process.tell(wire.UnparkEpisode(number=placed.number))
         self._fill()
         return tuple(placed.spec.episode_id for placed in parked[:count])
 
@@ -269,7 +269,7 @@ class WorkerPool:
             process.suspects.add(placed.number)
         process.tell(wire.StartEpisode(number=placed.number, spec=placed.spec, resume=placed.resume))
         if placed.is_parked:
-            process.tell(wire.Park(number=placed.number))
+            process.tell(wire.ParkEpisode(number=placed.number))
 
     def _takes(self, process: WorkerProcess, placed: PlacedEpisode) -> bool:
         """Whether a process has room for an episode; the number of suspects is limited by the deaths of the most
@@ -365,11 +365,11 @@ class WorkerPool:
         match message:
             case wire.EpisodeEnded():
                 self._leave(process, placed.number)
-                header = wire.decode_header(placed.spec, message, process.partition)
-                counted = wire.decode_counts(message)
+                header = wire.decode_episode_header(placed.spec, message, process.partition)
+                counted = wire.decode_policy_counts(message)
                 self._commit(placed, header, message.digest, message.metrics, message.detail, counted)
                 self._fill()
-            case wire.MadeProgress():
+            case wire.EpisodeProgressed():
                 placed.deaths.clear()
                 if placed.number in process.suspects:
                     process.suspects.remove(placed.number)
@@ -394,7 +394,7 @@ class WorkerPool:
                 attempt=attempt,
                 call=call,
                 index=index,
-                ended=wire.encode_ended(0, header),
+                ended=wire.encode_episode_ended(0, header),
                 partition=None if header.location is None else header.location.partition,
             )
             parent.process.tell(ended)

@@ -229,14 +229,14 @@ class WorkerProcess:
 
     def _on_message(self, message: wire.FromWorker) -> None:
         match message:
-            case wire.Alive():
+            case wire.WorkerHeartbeat():
                 if self._child is not None and self._child.is_drained:
                     self.leave("its node is drained")
             case wire.WorkerShuttingDown():
                 self.leave("it got SIGTERM")
             case wire.LogLine():
                 self._tell(message.line)
-            case wire.Ready():
+            case wire.WorkerReady():
                 _settle(self._welcomed)
             case wire.EpisodesCancelled():
                 _settle(self._cancelled)
@@ -249,7 +249,7 @@ class WorkerProcess:
                 else:
                     self._welcomed.set_exception(error)
             case _:
-                if isinstance(message, wire.EpisodeEnded | wire.MadeProgress):
+                if isinstance(message, wire.EpisodeEnded | wire.EpisodeProgressed):
                     self.supervisor.achieved()
                 self._owner.on_message(self, message)
 

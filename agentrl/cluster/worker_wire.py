@@ -87,13 +87,13 @@ class StartEpisode(WireMessage, frozen=True):
     resume: bool
 
 
-class Park(WireMessage, frozen=True):
+class ParkEpisode(WireMessage, frozen=True):
     """Request to park an episode: release its resources of the engine."""
 
     number: int
 
 
-class Unpark(WireMessage, frozen=True):
+class UnparkEpisode(WireMessage, frozen=True):
     """Request to resume a parked episode."""
 
     number: int
@@ -130,8 +130,8 @@ ToWorker = (
     WorkerSetup
     | EngineAddresses
     | StartEpisode
-    | Park
-    | Unpark
+    | ParkEpisode
+    | UnparkEpisode
     | ChildEpisodeEnded
     | ProposalReply
     | CancelEpisodes
@@ -142,11 +142,11 @@ ToWorker = (
 # --- from the worker --------------------------------------------------------------------------------------------------
 
 
-class Ready(WireMessage, frozen=True):
+class WorkerReady(WireMessage, frozen=True):
     """Message that the worker is ready for episodes."""
 
 
-class Alive(WireMessage, frozen=True):
+class WorkerHeartbeat(WireMessage, frozen=True):
     """Heartbeat, sent when no other message was due."""
 
 
@@ -179,7 +179,7 @@ class AttemptStarted(WireMessage, frozen=True):
     attempt: int
 
 
-class MadeProgress(WireMessage, frozen=True):
+class EpisodeProgressed(WireMessage, frozen=True):
     """Message that an episode begun elsewhere has new entries on disk here. Sent once."""
 
     number: int
@@ -214,13 +214,13 @@ class WorkerFailed(WireMessage, frozen=True):
 
 
 FromWorker = (
-    Ready
-    | Alive
+    WorkerReady
+    | WorkerHeartbeat
     | EpisodeEnded
     | SpawnChildEpisodes
     | RememberProposal
     | AttemptStarted
-    | MadeProgress
+    | EpisodeProgressed
     | EpisodeParked
     | EpisodesCancelled
     | WorkerShuttingDown
@@ -235,7 +235,7 @@ FROM_WORKER: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(FromW
 # --- headers ----------------------------------------------------------------------------------------------------------
 
 
-def encode_ended(
+def encode_episode_ended(
     number: int,
     header: EpisodeHeader,
     *,
@@ -271,7 +271,7 @@ def encode_ended(
     )
 
 
-def decode_header(spec: EpisodeSpec, ended: EpisodeEnded, partition: str | None) -> EpisodeHeader:
+def decode_episode_header(spec: EpisodeSpec, ended: EpisodeEnded, partition: str | None) -> EpisodeHeader:
     """Decode the header of an ended episode; `partition` is that of its worker."""
     return EpisodeHeader(
         episode_id=spec.episode_id,
@@ -290,7 +290,7 @@ def decode_header(spec: EpisodeSpec, ended: EpisodeEnded, partition: str | None)
     )
 
 
-def decode_counts(ended: EpisodeEnded) -> dict[str, PolicyCounts]:
+def decode_policy_counts(ended: EpisodeEnded) -> dict[str, PolicyCounts]:
     """Return the counts of each policy that acted."""
     if ended.counted is not None:
         return ended.counted

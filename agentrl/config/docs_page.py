@@ -9,7 +9,7 @@ import sys
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
 from agentrl.config.fields import DerivedDefault, NumberUnit
-from agentrl.config.load import dump_toml, resume_rule_of, sections_in
+from agentrl.config.load import dump_toml, resume_rule_of, sections_in_annotation
 from agentrl.config.run import RunConfig
 from agentrl.config.sections import EnvironmentConfig, ModelConfig
 
@@ -79,7 +79,7 @@ def documented_keys() -> list[str]:
             f"{path}{name}"
             for section, path in _walk(RunConfig, "")
             for name, field in section.model_fields.items()
-            if not sections_in(field.annotation)[0]
+            if not sections_in_annotation(field.annotation)[0]
         )
     )
 
@@ -87,7 +87,7 @@ def documented_keys() -> list[str]:
 def _walk(section: type[BaseModel], path: str) -> Iterator[tuple[type[BaseModel], str]]:
     yield section, path
     for name, field in section.model_fields.items():
-        members, is_named = sections_in(field.annotation)
+        members, is_named = sections_in_annotation(field.annotation)
         for member in members:
             yield from _walk(member, f"{path}{name}.{'NAME.' if is_named else ''}")
 
@@ -100,7 +100,7 @@ def _section(section: type[BaseModel], path: str) -> str:
         f"| `{name}` | {_type(field)} | {_default(field)} | {_unit(field)} | {_rule(field)} | "
         f"{_flat(field.description or '')} |"
         for name, field in section.model_fields.items()
-        if not sections_in(field.annotation)[0]
+        if not sections_in_annotation(field.annotation)[0]
     ]
     head = ["| field | type | default | unit | on resume | what it does, and why |", "|---|---|---|---|---|---|"]
     return "\n".join([f"## {title}\n", f"{_flat(section.__doc__ or '')}\n", *(head + rows if rows else []), ""])

@@ -23,7 +23,7 @@ class NumberUnit(NamedTuple):
 
 
 class ResumeRule(NamedTuple):
-    """Whether a setting may differ when a run is resumed; `config.load.check_unchanged` enforces it."""
+    """Whether a setting may differ when a run is resumed; `config.load.check_settings_unchanged` enforces it."""
 
     rule: Literal["may differ", "per episode", "refused"]
     """Rule of the setting. `per episode`: an episode keeps the value it began with, from the journal, to its end."""
@@ -82,7 +82,7 @@ class Section(BaseModel):
 _PACKAGE_DIRECTORY = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):([^:\\]+)")
 
 
-def package_directory(path: str) -> str:
+def resolve_package_directory(path: str) -> str:
     """Resolve `package:directory` to an absolute directory; return any other path unchanged.
 
     Raises:

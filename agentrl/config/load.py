@@ -377,23 +377,23 @@ def all_keys(model: type[BaseModel] = RunConfig, prefix: str = "") -> Iterator[s
     """Yield every valid key in dotted form, including all members of unions; `<name>` stands for a name that the user
     chooses."""
     for name, field in model.model_fields.items():
-        members, named = sections_in(field.annotation)
+        members, named = sections_in_annotation(field.annotation)
         path = f"{prefix}{name}.<name>" if named else f"{prefix}{name}"
         yield path
         for member in members:
             yield from all_keys(member, f"{path}.")
 
 
-def sections_in(annotation: Any) -> tuple[list[type[BaseModel]], bool]:
+def sections_in_annotation(annotation: Any) -> tuple[list[type[BaseModel]], bool]:
     """Return the sections an annotation can hold, and whether the user names them."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation], False
     arguments = get_args(annotation)
     if get_origin(annotation) is dict:
-        return sections_in(arguments[1])[0], bool(sections_in(arguments[1])[0])
+        return sections_in_annotation(arguments[1])[0], bool(sections_in_annotation(arguments[1])[0])
     if get_origin(annotation) in (Literal, tuple, list):
         return [], False
-    return [member for argument in arguments for member in sections_in(argument)[0]], False
+    return [member for argument in arguments for member in sections_in_annotation(argument)[0]], False
 
 
 def format_short(value: Any) -> str:
@@ -444,7 +444,7 @@ def _locate(location: Sequence[str | int], top: type[BaseModel]) -> _Location:
     annotation: Any = top
     for part in map(str, location):
         annotation = _bare(annotation)
-        members, named = sections_in(annotation)
+        members, named = sections_in_annotation(annotation)
         if len(_union_members(annotation)) > 1:  # pydantic adds the union member that it tried to the path
             kinds, annotation = members, next((member for member in members if part in _tags(member)), None)
             continue
@@ -489,7 +489,7 @@ def _item(annotation: Any, part: str) -> Any:
 def _in_words(annotation: Any, dotted: str = "") -> str:
     """Describe the values of a type as a user writes them."""
     bare = _bare(annotation)
-    members, named = sections_in(bare)
+    members, named = sections_in_annotation(bare)
     if named:
         return f"tables [{dotted}.NAME]"
     if members:
@@ -564,7 +564,7 @@ class SettingDifference(NamedTuple):
         return f"{self.key} was {self.before!r} and is {self.now!r}"
 
 
-def check_unchanged(before: Mapping[str, Any], now: RunConfig) -> list[SettingDifference]:
+def check_settings_unchanged(before: Mapping[str, Any], now: RunConfig) -> list[SettingDifference]:
     """Return the settings that differ from those of the run to resume, all of which may differ.
 
     Args:

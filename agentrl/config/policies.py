@@ -25,7 +25,7 @@ from agentrl.config.fields import (
     Section,
     Steps,
     WaveFixed,
-    package_directory,
+    resolve_package_directory,
 )
 
 
@@ -79,7 +79,7 @@ class LocalPolicy(_Sampled):
     @field_validator("model")
     @classmethod
     def _find_model(cls, model: str) -> str:
-        return package_directory(model) if model else model
+        return resolve_package_directory(model) if model else model
 
 
 class PolicyConfig(LocalPolicy):
@@ -110,7 +110,7 @@ class PolicyConfig(LocalPolicy):
     @field_validator("reference")
     @classmethod
     def _find_reference(cls, reference: str) -> str:
-        return package_directory(reference) if reference else reference
+        return resolve_package_directory(reference) if reference else reference
 
 
 class FrozenPolicy(LocalPolicy):
@@ -125,7 +125,7 @@ class FrozenPolicy(LocalPolicy):
     @field_validator("path")
     @classmethod
     def _find_package_directory(cls, path: str) -> str:
-        return package_directory(path) if path else path
+        return resolve_package_directory(path) if path else path
 
 
 class ExternalPolicyConfig(Section):

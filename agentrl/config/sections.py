@@ -24,7 +24,7 @@ from agentrl.config.fields import (
     Share,
     Tokens,
     WaveFixed,
-    package_directory,
+    resolve_package_directory,
 )
 
 
@@ -84,7 +84,7 @@ class ModelConfig(Section):
     @field_validator("path")
     @classmethod
     def _find_package_directory(cls, path: str) -> str:
-        return package_directory(path) if path else path
+        return resolve_package_directory(path) if path else path
 
 
 PARALLEL_SIZES = frozenset(

@@ -79,7 +79,7 @@ class UntrainableUnitsError(EntriesError):
         self.units = tuple(units)
 
 
-class PrunedError(JournalError):
+class PrunedDataError(JournalError):
     """The run discarded the requested data on purpose, by a rule of its configuration; nothing is damaged."""
 
     exit_code = 2

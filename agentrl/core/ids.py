@@ -102,7 +102,7 @@ def random_stream(*key: object) -> random.Random:
     return random.Random(stable_hash64(*key))
 
 
-def uuid4(source: random.Random) -> str:
+def seeded_uuid4(source: random.Random) -> str:
     """A UUID (version 4) drawn from a stream."""
     return str(uuid.UUID(int=source.getrandbits(128), version=4))
 

@@ -31,7 +31,7 @@ class Memory(NamedTuple):
     total: int
 
 
-def memory() -> Memory:
+def machine_memory() -> Memory:
     """Return the memory of the machine, or of the container if that has a lower limit."""
     lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines())
     free, total = (int(lines[key].split()[0]) << 10 for key in ("MemAvailable", "MemTotal"))
@@ -92,7 +92,7 @@ def gpus() -> tuple[Gpu, ...]:
 _DRIVER_S = 20
 
 
-def unreclaimable_memory_bytes() -> int:
+def process_anonymous_memory_bytes() -> int:
     """Return the bytes of this process's memory that no file backs, which the system cannot reclaim."""
     status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
     lines = dict(line.split(":", 1) for line in status.splitlines())

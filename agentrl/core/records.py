@@ -164,7 +164,7 @@ class SamplingMask:
     token_ids: Int32Array  # [sum of the positive counts]
 
 
-class RoutingRestart(NamedTuple):
+class ExpertRoutingRestart(NamedTuple):
     """A restart of routing positions: from `row` of a completion's routing on, positions count from `position` again.
 
     It occurs where the context was recomputed (newer weights, a resume) through other experts. Earlier tokens keep the
@@ -186,7 +186,7 @@ class Completion:
     expert_routing: ExpertArray | None = None  # [positions, layers, top_k]; see `routing_start`
     routing_start: int = 0
     """Position in the whole context of row 0 of `expert_routing`."""
-    routing_breaks: tuple[RoutingRestart, ...] = ()
+    routing_breaks: tuple[ExpertRoutingRestart, ...] = ()
     sampling_mask: SamplingMask | None = None
     prompt_tokens: int = 0
     """Length of the context in tokens."""
@@ -287,7 +287,7 @@ class EpisodeSpec:
         return dataclasses.replace(self, seats=seats, pins=dict(pins))
 
 
-class RoutingSpan(NamedTuple):
+class ExpertRoutingSpan(NamedTuple):
     """Tokens `[start, stop)` of a row, and the experts at the positions before them when they were sampled."""
 
     start: int
@@ -306,7 +306,7 @@ class TrajectoryRow:
     spans: tuple[VersionSpan, ...]
     """Spans over the row's positions; they cover exactly the sampled tokens."""
     temperature: float = 1.0
-    routing: tuple[RoutingSpan, ...] = ()
+    routing: tuple[ExpertRoutingSpan, ...] = ()
     """Routing of the row's tokens, in order; several spans if a prefix was recomputed through other experts."""
     sampling_mask: SamplingMask | None = None  # counts [T]
 

@@ -520,12 +520,12 @@ _HARMONY = ("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>
 HARMONY_THINKING = ("<|channel|>analysis<|message|>", "<|end|>")
 
 
-def read_harmony(text: str) -> ReplyParts:
+def parse_harmony(text: str) -> ReplyParts:
     """Parse messages in channels (gpt-oss): `analysis` is thinking, a message to `functions.NAME` a call, the rest
     content.
 
     Example:
-        >>> read_harmony('<|channel|>analysis<|message|>Easy.<|end|><|start|>assistant<|channel|>final<|message|>5')[:2]
+        >>> parse_harmony('<|channel|>analysis<|message|>Easy.<|end|><|start|>assistant<|channel|>final<|message|>5')[:2]
         ('Easy.', '5')
     """
     thinking: list[str] = []
@@ -550,7 +550,7 @@ def read_harmony(text: str) -> ReplyParts:
 
 
 def _harmony(text: str, tools: Sequence[ToolSpec] = ()) -> Parsed:
-    return read_harmony(text)[1:]
+    return parse_harmony(text)[1:]
 
 
 # --- the table --------------------------------------------------------------------------------------------------------
@@ -576,7 +576,7 @@ class ReplyFormat:
     ) -> ReplyParts:
         """Split a reply into its parts; see `split_thinking`."""
         if self.parse is _harmony:
-            return read_harmony(text)
+            return parse_harmony(text)
         thinking, rest = split_thinking(text, marks, is_open=is_open) if marks else ("", text)
         return ReplyParts(thinking, *self.parse(rest, tools))
 
@@ -668,7 +668,7 @@ def guess_reply_parts(text: str) -> ReplyParts:
     """Split a reply into its parts as far as possible without its model, for readers of a run."""
     text = _ENDING.sub("", text)
     if "<|channel|>" in text and "<|message|>" in text:
-        return read_harmony(text)
+        return parse_harmony(text)
     marks = next((pair for pair in THINKING if pair[1] in text or text.lstrip().startswith(pair[0])), THINKING[0])
     best: ReplyParts | None = None
     for each in REPLY_FORMATS.values():

@@ -4,7 +4,7 @@ The rewards are those of one policy in one seat over the episodes of a group, in
 order. Episodes are compared with episodes: agents of one episode share its outcome, so none is a baseline for another.
 The advantage is 0 for an episode alone in its group, and if all rewards are equal.
 
-If the members of a group do not wait for each other (`ReleaseRule`), the first m of K finishers are released together,
+If the members of a group do not wait for each other (`GroupReleaseRule`), the first m of K finishers are released together,
 with m fixed before any of them is sampled, and every later one when it finishes. Each member is compared with the first
 m - 1 finishers *among the others*, with weight 1.
 
@@ -415,7 +415,7 @@ class AgentCredit(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Estimator:
+class AdvantageEstimator:
     """An estimator that takes a `Group`, with its options."""
 
     name: str
@@ -471,7 +471,9 @@ class StepCreditAssigner:
         weights: weights of named rewards.
     """
 
-    def __init__(self, estimator: Estimator, *, group_size: int, weights: Mapping[str, float] | None = None) -> None:
+    def __init__(
+        self, estimator: AdvantageEstimator, *, group_size: int, weights: Mapping[str, float] | None = None
+    ) -> None:
         self._estimator = estimator
         self._group_size = group_size
         self._weights = weights or {}
@@ -508,7 +510,9 @@ class StepCreditAssigner:
         return [replace(unit, credits=tuple(own)) for (_, unit), own in zip(units, credits, strict=True)]
 
 
-def make_estimator(name: str, options: Mapping[str, Any], given: Callable[..., Any] | None = None) -> Estimator:
+def make_advantage_estimator(
+    name: str, options: Mapping[str, Any], given: Callable[..., Any] | None = None
+) -> AdvantageEstimator:
     """Make the estimator that `credit.advantage` names, if it is not one of `ADVANTAGES`.
 
     Args:
@@ -524,7 +528,7 @@ def make_estimator(name: str, options: Mapping[str, Any], given: Callable[..., A
         function = given or find_function("advantage", name, key="credit.advantage")[1]
         mark = declaration_of(function)
     check_options(function, options, "credit.advantage")
-    return Estimator(name=name.rpartition(":")[2], function=function, mark=mark, options=options)
+    return AdvantageEstimator(name=name.rpartition(":")[2], function=function, mark=mark, options=options)
 
 
 def advantages_to_go(
@@ -569,16 +573,16 @@ SHRINKAGE = 3.0
 
 
 @dataclass(frozen=True, slots=True)
-class ReleaseRule:
+class GroupReleaseRule:
     """The number of finishers that a group waits for before any member is released.
 
     The default is half of the members: a larger share waits longer, a smaller one makes the gradient noisier for tasks
     without earlier groups.
 
     Example:
-        >>> ReleaseRule().waited_for(8), ReleaseRule(share=0.0).waited_for(8)
+        >>> GroupReleaseRule().waited_for(8), GroupReleaseRule(share=0.0).waited_for(8)
         (4, 1)
-        >>> ReleaseRule().waited_for(2)
+        >>> GroupReleaseRule().waited_for(2)
         2
     """
 

@@ -38,7 +38,7 @@ def unit_samples(unit: Unit, trajectories: Sequence[Trajectory]) -> list[Trainin
         trajectories: trajectories of the whole episode; those of other policies are left out.
 
     Returns:
-        One sample per row with a sampled token, or per `RoutingSpan` of it; `row_index` counts the unit's rows.
+        One sample per row with a sampled token, or per `ExpertRoutingSpan` of it; `row_index` counts the unit's rows.
 
     Raises:
         EntriesError: the journal lacks a trajectory the unit has a credit for.

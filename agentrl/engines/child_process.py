@@ -148,7 +148,7 @@ class LocalPlacement:
     def __init__(self, log: Path | None = None, *, gpus: Sequence[str] = ()) -> None:
         self._log = log
         self.gpus = tuple(gpus)
-        self._gpus = visible_gpus(gpus) if gpus else {}
+        self._gpus = gpu_visibility_variables(gpus) if gpus else {}
 
     async def start(self, program: ChildProgram) -> LocalChildProcess:
         """See `ProcessPlacement.start`."""
@@ -216,7 +216,7 @@ class LocalPlacement:
         """See `ProcessPlacement.close`; nothing to release."""
 
 
-def visible_gpus(gpus: Sequence[str]) -> dict[str, str]:
+def gpu_visibility_variables(gpus: Sequence[str]) -> dict[str, str]:
     """Return the environment variables that make only these GPUs visible, numbered as by the driver."""
     return {"CUDA_VISIBLE_DEVICES": ",".join(gpus), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 

@@ -137,7 +137,9 @@ class EngineConnection:
         if on_delta is not None:
             self._listeners[call] = (request.request_id, on_delta)
         try:
-            reply = await self.ask(call, wire.generate_message(call, session, request, deltas=on_delta is not None))
+            reply = await self.ask(
+                call, wire.message_from_generate_request(call, session, request, deltas=on_delta is not None)
+            )
         except asyncio.CancelledError:
             self.send(wire.CancelRequest(call=call))
             raise

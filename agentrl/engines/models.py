@@ -324,7 +324,7 @@ def kv_bytes_per_token(config: PretrainedConfig) -> int:
     return int(2 * heads * size * text.num_hidden_layers * dtype.itemsize)
 
 
-def computation_change_lengths(config: PretrainedConfig, max_context: int) -> list[int]:
+def context_length_thresholds(config: PretrainedConfig, max_context: int) -> list[int]:
     """Return the lengths below `max_context` at which a model may change its computation, ascending.
 
     These are all integers in its configuration whose names contain window, chunk, block, top-k or original positions: a

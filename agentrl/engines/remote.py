@@ -50,7 +50,7 @@ MORE_BYTES = 1 << 16
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class RemoteEndpoint:
+class RemotePolicyClient:
     """The endpoint of one remote policy; see `external.ExternalPolicy`."""
 
     policy: str
@@ -283,6 +283,6 @@ def _line(message: dict[str, Any]) -> bytes:
 
 
 def _refused(policy: str, why: str, limit: StopReason = "refused") -> Completion:
-    """Make the completion recorded for a turn that the endpoint refused; see `JsonFormat.parse`."""
+    """Make the completion recorded for a turn that the endpoint refused; see `JsonChatFormat.parse`."""
     line = {"role": "assistant", "content": "", "refused": why} | ({} if limit == "refused" else {"limit": limit})
     return external_completion(policy, _line(line), "stop")

@@ -151,7 +151,7 @@ class ConnectionHandler:
         completion = await session.generate(
             wire.generate_request_from_message(message), on_delta if message.deltas else None
         )
-        return wire.completed_message(message.call, completion)
+        return wire.message_from_completion(message.call, completion)
 
     async def _control(
         self, message: wire.ServeVersionsRequest | wire.WeightChunk | wire.ScoreRequest

@@ -194,7 +194,7 @@ class WeightReceivingEngine(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WeightRecipient:
+class WeightDestination:
     """A trainer's description of an engine that requested weights."""
 
     address: str
@@ -210,7 +210,7 @@ class WeightRecipient:
 class WeightSendingTrainer(Protocol):
     """A trainer that sends weights to engines."""
 
-    async def send(self, version: PolicyVersion, recipient: WeightRecipient) -> None:
+    async def send(self, version: PolicyVersion, recipient: WeightDestination) -> None:
         """Send the full weights of a policy's current version.
 
         Raises:
@@ -259,7 +259,7 @@ class WeightTransferConnection:
         TrainerError: the engine refused, hangs, or is gone.
     """
 
-    def __init__(self, recipient: WeightRecipient) -> None:
+    def __init__(self, recipient: WeightDestination) -> None:
         self.directory = Path()
         """Directory from which the engine reads files."""
         self._recipient = recipient
@@ -334,7 +334,7 @@ class FileSender:
     """Sends weights as files, written before the engine pauses."""
 
     def __init__(
-        self, recipient: WeightRecipient, link: WeightTransferConnection, source: PublishedWeightSource
+        self, recipient: WeightDestination, link: WeightTransferConnection, source: PublishedWeightSource
     ) -> None:
         self.link = link
         self.source = source
@@ -374,12 +374,14 @@ class WeightSenders:
         make: makes the sender of an engine, on the rank's device.
     """
 
-    def __init__(self, make: Callable[[WeightRecipient, WeightTransferConnection, PublishedWeightSource], Any]) -> None:
+    def __init__(
+        self, make: Callable[[WeightDestination, WeightTransferConnection, PublishedWeightSource], Any]
+    ) -> None:
         self._make = make
         self._senders: dict[str, tuple[WeightTransferConnection, Any]] = {}
         """Connections and senders, keyed by the engine's address."""
 
-    def send(self, source: PublishedWeightSource, version: PolicyVersion, recipient: WeightRecipient) -> None:
+    def send(self, source: PublishedWeightSource, version: PolicyVersion, recipient: WeightDestination) -> None:
         """Send the weights of a source to an engine.
 
         Raises:

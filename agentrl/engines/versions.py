@@ -74,7 +74,7 @@ class WantedVersions:
 
 
 @dataclass(slots=True)
-class ObservedRoundingError:
+class ObservedRounding:
     """The rounding of a policy's versions in 16 bits, as far as those that passed the canary check have shown it."""
 
     distance: float = 0.0
@@ -224,7 +224,7 @@ def policies_keeping_version(refresh: Refresh | Mapping[str, Refresh], policies:
     )
 
 
-def refresh_needing_adapters(refresh: Refresh | Mapping[str, Refresh]) -> Refresh | None:
+def refresh_mode_needing_adapters(refresh: Refresh | Mapping[str, Refresh]) -> Refresh | None:
     """Return the refresh, of all policies or of one, that needs several versions served side by side; None if there is
     none."""
     found = (refresh,) if isinstance(refresh, str) else refresh.values()
@@ -345,7 +345,7 @@ class VersionTable(ABC, Generic[LiveT]):
         )
         self.held: set[str] = set()
         """Policies whose new calls wait for an update."""
-        self.rounding: dict[str, ObservedRoundingError] = {}
+        self.rounding: dict[str, ObservedRounding] = {}
         """Rounding seen in the versions that passed the canary check, by policy."""
         self._wanted = WantedVersions()
         self._one_at_a_time = asyncio.Lock()

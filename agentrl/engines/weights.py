@@ -28,7 +28,7 @@ from torch import nn
 
 from agentrl.core.errors import EngineStorageError
 from agentrl.core.files import WEIGHT_FILES
-from agentrl.core.machine import Memory, memory
+from agentrl.core.machine import Memory, machine_memory
 from agentrl.engines.child_process import MAKE_ROOM
 from agentrl.engines.models import (
     ONE_LOAD_AT_A_TIME,
@@ -39,7 +39,7 @@ from agentrl.engines.models import (
     read_meta_model,
     runnable_on_meta,
 )
-from agentrl.engines.versions import CANARY_KEY, Canary, CanaryJson, ObservedRoundingError, version_refused_error
+from agentrl.engines.versions import CANARY_KEY, Canary, CanaryJson, ObservedRounding, version_refused_error
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -257,7 +257,7 @@ def read_adapter_tensors(weights: WeightsRef) -> Mapping[str, Tensor]:
     return read_weights(weights, beside=_read_config(weights)).tensors
 
 
-def copy_weights(weights: WeightsRef, directory: Path) -> WeightsRef:
+def copy_weight_files(weights: WeightsRef, directory: Path) -> WeightsRef:
     """Copy a version's files, and no others, into a directory; returns their new location.
 
     Raises:
@@ -436,7 +436,7 @@ def check_canary_answer(
     *,
     dtype: torch.dtype,
     others: Mapping[PolicyVersion, Canary],
-    rounding: dict[str, ObservedRoundingError],
+    rounding: dict[str, ObservedRounding],
 ) -> None:
     """Refuse a version if the engine's answer to its canary fits other weights.
 
@@ -454,7 +454,7 @@ def check_canary_answer(
     Raises:
         EngineError: the answer is not the version's.
     """
-    seen = rounding.setdefault(weights.version.policy, ObservedRoundingError())
+    seen = rounding.setdefault(weights.version.policy, ObservedRounding())
     change = _distance(canary.logprobs, canary.start_logprobs)
     limits = _EXACT if canary.is_exact and dtype == torch.float32 else _rounded(seen, change)
     own, nearest, name = _distance(answer, canary.logprobs), _distance(answer, canary.start_logprobs), _START_NAME
@@ -474,7 +474,7 @@ def check_canary_answer(
         seen.distance, seen.change = max(seen.distance, own), max(seen.change, change)
 
 
-def _rounded(seen: ObservedRoundingError, change: float) -> _Limits:
+def _rounded(seen: ObservedRounding, change: float) -> _Limits:
     """Return the limits in 16 bits for a version that is `change` nats from the weights that the run began with.
 
     The effect of rounding cannot be derived from a model's shape (0.009 nats with 3 layers, 0.016 with 4, 0.05 to 0.14
@@ -564,4 +564,4 @@ def device_memory() -> tuple[Memory, bool]:
     if torch.cuda.is_available():
         free, total = torch.cuda.mem_get_info()
         return Memory(free, total), True
-    return memory(), False
+    return machine_memory(), False

@@ -15,9 +15,9 @@ import numpy as np
 from agentrl.core.ports import EngineCapabilities, GenerateRequest, SamplingParams
 from agentrl.core.records import (
     Completion,
+    ExpertRoutingRestart,
     FinishReason,
     PolicyVersion,
-    RoutingRestart,
     SamplingMask,
     VersionSpan,
     WeightsRef,
@@ -160,7 +160,7 @@ class CompletionReply(WireMessage, frozen=True):
     routing: bytes | None
     routing_shape: tuple[int, ...]
     routing_start: int
-    routing_breaks: tuple[RoutingRestart, ...]
+    routing_breaks: tuple[ExpertRoutingRestart, ...]
     mask_counts: bytes | None
     mask_ids: bytes
     prompt_tokens: int
@@ -253,7 +253,9 @@ async def read_frame(reader: asyncio.StreamReader) -> bytes | None:
         return None
 
 
-def generate_message(call: int, session: int, request: GenerateRequest, *, deltas: bool) -> StartGenerationRequest:
+def message_from_generate_request(
+    call: int, session: int, request: GenerateRequest, *, deltas: bool
+) -> StartGenerationRequest:
     """Convert a request to a message."""
     return StartGenerationRequest(
         call=call,
@@ -280,7 +282,7 @@ def generate_request_from_message(message: StartGenerationRequest) -> GenerateRe
     )
 
 
-def completed_message(call: int, completion: Completion) -> CompletionReply:
+def message_from_completion(call: int, completion: Completion) -> CompletionReply:
     """Convert a completion to a message."""
     routing, mask = completion.expert_routing, completion.sampling_mask
     return CompletionReply(

@@ -483,7 +483,7 @@ class Environment(ABC):
             return f"{cls.__module__}:{cls.__qualname__}"
 
 
-def describe_foreign_error(error: BaseException) -> str:
+def describe_user_code_error(error: BaseException) -> str:
     """Describe an error of foreign code on one line, with the file and line that raised it."""
     return f"{format_foreign_error(error)}{describe_raise_location(error)}"
 

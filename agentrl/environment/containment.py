@@ -22,7 +22,7 @@ from collections.abc import Awaitable, Callable, Generator, Iterator
 from typing import Any, Protocol
 
 from agentrl.core.errors import EpisodeError
-from agentrl.environment.base import describe_foreign_error
+from agentrl.environment.base import describe_user_code_error
 
 _abandoned: list[Any] = []
 """Coroutines that ignore `GeneratorExit`, kept alive because deleting one would raise it again."""
@@ -30,7 +30,7 @@ _spare: list[Any] = []
 """Released generators of numpy, for reuse: making one takes 0.3 ms, seeding one a few microseconds."""
 
 
-class StepGuard(Protocol):
+class CoroutineStepGuard(Protocol):
     """Runs before and after each step of some code."""
 
     def enter(self) -> None:
@@ -146,7 +146,9 @@ def _generator_states() -> tuple[object, ...]:
     return random.getstate(), [value.tobytes() if isinstance(value, ndarray) else value for value in numpy]
 
 
-async def call_with_random(own: GlobalRandomState, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+async def call_with_random_state(
+    own: GlobalRandomState, function: Callable[..., Any], *arguments: Any, **named: Any
+) -> Any:
     """Return the result of a function or of its coroutine; `own` is swapped out while the coroutine waits."""
     with own.swapped_in():
         value = function(*arguments, **named)
@@ -165,7 +167,10 @@ class GuardedAwaitable:
     __slots__ = ("_begin", "_guard", "_is_abandoned", "_is_suspended", "_on_draw")
 
     def __init__(
-        self, guard: StepGuard | None, begin: Callable[[], Awaitable[Any]], on_draw: Callable[[], None] | None = None
+        self,
+        guard: CoroutineStepGuard | None,
+        begin: Callable[[], Awaitable[Any]],
+        on_draw: Callable[[], None] | None = None,
     ) -> None:
         self._guard = guard
         self._begin = begin
@@ -236,7 +241,7 @@ class GuardedAwaitable:
     def end_step(self) -> bool:
         """End a step, and return whether it made a forbidden draw."""
         if _is_child:
-            exit_if_forked()
+            exit_forked_process()
         if self._guard is None or self._is_suspended or not self._guard.exit():
             return False
         self._is_suspended = True  # report it only once
@@ -277,7 +282,7 @@ def as_episode_error(error: BaseException, task: asyncio.Task[Any] | None) -> Ba
     if isinstance(error, Exception | asyncio.CancelledError) or is_closed:
         return error
     ended = EpisodeError(
-        f"run() raised {describe_foreign_error(error)}; raise a subclass of Exception instead",
+        f"run() raised {describe_user_code_error(error)}; raise a subclass of Exception instead",
         reason="environment_error",
     )
     ended.__cause__ = error
@@ -298,11 +303,11 @@ _is_child = False
 
 
 @contextlib.contextmanager
-def stop_loop_in_forks() -> Iterator[None]:
+def stop_loop_in_forked_process() -> Iterator[None]:
     """Mark the running event loop as one that runs episodes, within the context; it stops in a process forked from this
     one.
 
-    Whoever runs the loop calls `exit_if_forked` when it has stopped.
+    Whoever runs the loop calls `exit_forked_process` when it has stopped.
     """
     loop = asyncio.get_running_loop()
     _loops.add(loop)
@@ -312,7 +317,7 @@ def stop_loop_in_forks() -> Iterator[None]:
         _loops.discard(loop)
 
 
-def exit_if_forked() -> None:
+def exit_forked_process() -> None:
     """End this process, with exit code 1, if an environment forked it."""
     if _is_child:
         os.write(2, b"agentrl: a process that an environment forked came back from its code, and was ended\n")

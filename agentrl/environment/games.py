@@ -28,7 +28,7 @@ from agentrl.environment.base import (
     system,
     user,
 )
-from agentrl.environment.tasks import SeedTasks
+from agentrl.environment.tasks import GameSeedTasks
 
 if TYPE_CHECKING:
     import textarena
@@ -112,7 +112,7 @@ class GameEnvironment(Environment):
     def tasks(cls, split: Split, *, seed: int = 0) -> TaskSource:
         """One task per seed of the game; no training seed is held out. Distinct seeds may start from the same
         position."""
-        return SeedTasks(split, seed)
+        return GameSeedTasks(split, seed)
 
     # --- machinery --------------------------------------------------------------------------------------------------
 

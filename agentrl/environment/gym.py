@@ -30,7 +30,7 @@ from agentrl.environment.base import (
     user,
 )
 from agentrl.environment.containment import GlobalRandomState
-from agentrl.environment.tasks import SeedTasks
+from agentrl.environment.tasks import GameSeedTasks
 
 if TYPE_CHECKING:
     import gymnasium
@@ -106,7 +106,7 @@ class GymEnvironment(Environment):
     def tasks(cls, split: Split, *, seed: int = 0) -> TaskSource:
         """One task per seed of the game; no training seed is held out. Distinct seeds may start from the same
         position."""
-        return SeedTasks(split, seed)
+        return GameSeedTasks(split, seed)
 
     # --- machinery --------------------------------------------------------------------------------------------------
 

@@ -50,7 +50,7 @@ _servers: dict[tuple[int, str], _ServerProcess] = {}
 """Fork servers, keyed by process id and module."""
 
 
-class IsolatedError(Exception):
+class IsolatedObjectError(Exception):
     """An exception of an object in a child process, raised under a type of the same name; or the end of that
     process."""
 
@@ -120,14 +120,14 @@ class IsolatedObject:
     async def _make(self, first: Any) -> None:
         try:
             await self._ask(first, self._name, more_s=_START_S)
-        except IsolatedError as error:
+        except IsolatedObjectError as error:
             self._ended = self._ended or f"{self._name} raised {format_foreign_error(error)}"
             self._end()
             raise
 
     async def _ask(self, message: Any, what: str, *, more_s: float = 0.0) -> Any:
         if self._ended:
-            raise IsolatedError(f"the process of {self._name} has ended: {self._ended}")
+            raise IsolatedObjectError(f"the process of {self._name} has ended: {self._ended}")
         try:
             async with asyncio.timeout(self._timeout_s + more_s):
                 await asyncio.get_running_loop().sock_sendall(self._line, _framed(message))
@@ -143,9 +143,9 @@ class IsolatedObject:
         if kind == "ended":
             self._ended = f"{answer}, in {what}"
             self._end()
-            raise IsolatedError(f"the process of {self._name} ended: {self._ended}")
+            raise IsolatedObjectError(f"the process of {self._name} ended: {self._ended}")
         if kind != "returned":
-            raise type(kind, (IsolatedError,), {})(answer)
+            raise type(kind, (IsolatedObjectError,), {})(answer)
         return answer
 
     async def _received(self) -> tuple[str, Any]:

@@ -26,7 +26,7 @@ MEMBER = ":"
 """Separator between the member's name and the task's own id."""
 
 
-def with_prefixed_id(task: Task, *names: str) -> Task:
+def with_task_id_prefix(task: Task, *names: str) -> Task:
     """A task with names before its id, by which those of several sources stay apart."""
     return Task(id=MEMBER.join((*names, task.id)), data=task.data)
 
@@ -47,7 +47,7 @@ class MemberTasks(Sequence[Task]):
         return len(self.source)
 
     def __getitem__(self, index: Any) -> Any:
-        return with_prefixed_id(self.source[index], self.name)
+        return with_task_id_prefix(self.source[index], self.name)
 
 
 class SelectingMemberTasks(MemberTasks):
@@ -57,7 +57,7 @@ class SelectingMemberTasks(MemberTasks):
 
     def select(self, group: int, rng: random.Random) -> Task:
         """The task of the member's group of that number."""
-        return with_prefixed_id(self.source.select(group, rng), self.name)
+        return with_task_id_prefix(self.source.select(group, rng), self.name)
 
     def record_result(self, task: Task, rewards: Sequence[float]) -> None:
         """Record the rewards of a group."""

@@ -15,7 +15,7 @@ from typing import Any, NoReturn, TypeVar
 
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import EnvironmentDefinitionError, format_foreign_error
-from agentrl.core.ids import random_stream, uuid4
+from agentrl.core.ids import random_stream, seeded_uuid4
 from agentrl.core.records import (
     REWARD,
     Completion,
@@ -236,7 +236,7 @@ class UnjournaledContext(EpisodeContext):
 
     def uuid(self) -> str:
         """A random UUID."""
-        return uuid4(self._rng)
+        return seeded_uuid4(self._rng)
 
     def endpoint(self, **_: object) -> NoReturn:
         """Refuse: an endpoint needs a run that samples.

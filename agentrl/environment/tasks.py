@@ -1,7 +1,7 @@
 """Sources of practically endless training tasks, and the reward of an agent that proposes tasks.
 
 A task is drawn when it is accessed and stored nowhere: by a function (`DrawnTasks`), or as the seed of a game
-(`SeedTasks`). `learnability` estimates how much there is to learn from a proposed task.
+(`GameSeedTasks`). `learnability` estimates how much there is to learn from a proposed task.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class DrawnTasks:
         )
 
 
-class SeedTasks:
+class GameSeedTasks:
     """Tasks that are seeds of a game: 512 are held out, the same for every run; the others are practically endless."""
 
     def __init__(self, split: Split, seed: int) -> None:

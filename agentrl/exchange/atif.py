@@ -30,10 +30,10 @@ from agentrl.exchange.episodes import encode_json
 from agentrl.exchange.files import decode_json, read_whole_file, walk_directories
 from agentrl.exchange.foreign import (
     NOT_RECORDED,
-    ForeignAgent,
-    ForeignCall,
-    ForeignEpisode,
-    ForeignReply,
+    ImportedAgent,
+    ImportedEpisode,
+    ImportedReply,
+    ImportedToolCall,
     MessageRow,
     finite_numbers,
     flatten_message_text,
@@ -48,13 +48,13 @@ from agentrl.inspection.conversation import (
     build_conversation,
     reward_components,
 )
-from agentrl.inspection.tokens import assemble_rows, decode_float32, decode_int32
+from agentrl.inspection.tokens import assemble_token_rows, decode_float32, decode_int32
 from agentrl.journal.entries import TurnVersionSpan
 
 if TYPE_CHECKING:
     from agentrl.exchange.exporting import ExportSelection
     from agentrl.inspection.reader import EpisodeView
-    from agentrl.inspection.tokens import AssembledRow
+    from agentrl.inspection.tokens import AssembledTokenRow
     from agentrl.journal.entries import TurnEntry
 
 VERSION = "ATIF-v1.8"
@@ -97,7 +97,7 @@ def atif_trajectory(run: str, view: EpisodeView, conversation: ConversationView)
     """Return an episode as a trajectory."""
     line = view.summary
     name = f"{line.episode}.{line.attempt}"
-    rows = assemble_rows(view)
+    rows = assemble_token_rows(view)
     has_prompts = sum(map(_prompt_ids, rows)) <= MAX_PROMPT_IDS
     calls = _calls(conversation)
     copied = {_key(act) for act in conversation.acts[: conversation.inherited] if isinstance(act, PolicyTurn)}
@@ -170,7 +170,7 @@ def _key(turn: PolicyTurn | TurnEntry) -> str:
     return f"{turn.seat}[{turn.index}].{turn.turn}"
 
 
-def _prompt_ids(row: AssembledRow) -> int:
+def _prompt_ids(row: AssembledTokenRow) -> int:
     """Return the number of token ids in the prompts of a row; each prompt contains the whole context before it."""
     context = total = 0
     for turn in row.turns:
@@ -194,7 +194,7 @@ def _calls(conversation: ConversationView) -> dict[str, list[ToolAct]]:
 
 
 def _steps(
-    row: AssembledRow, calls: dict[str, list[ToolAct]], copied: set[str], *, has_prompts: bool
+    row: AssembledTokenRow, calls: dict[str, list[ToolAct]], copied: set[str], *, has_prompts: bool
 ) -> Iterator[dict[str, Any]]:
     """Yield the steps of a row: the policy's input, its output, and the answers of its tools."""
     context: list[int] = []
@@ -357,7 +357,7 @@ class _AtifTask(msgspec.Struct):
     data: dict[str, Any] = {}
 
 
-def read(source: Path) -> Iterator[ForeignEpisode]:
+def read(source: Path) -> Iterator[ImportedEpisode]:
     """Yield the episodes of a file, of a directory of files, or of the trials of a job.
 
     Raises:
@@ -377,20 +377,20 @@ def read(source: Path) -> Iterator[ForeignEpisode]:
         yield _episode(trajectory, where, file.stem)
 
 
-def _episode(root: _Trajectory, where: str, stem: str) -> ForeignEpisode:
+def _episode(root: _Trajectory, where: str, stem: str) -> ImportedEpisode:
     extra = root.extra or {}
     name = root.trajectory_id or (stem if stem != "trajectory" else None) or root.session_id or stem
-    agents: dict[tuple[str, int], ForeignAgent] = {}
+    agents: dict[tuple[str, int], ImportedAgent] = {}
     _collect(root, agents, where)
     for (seat, index), agent in agents.items():
         agent.rewards = _typed(_field(extra, "reward_parts", f"{seat}[{index}]"), list[tuple[int | None, float]], [])
     task = _typed(extra.get("task"), _AtifTask, _AtifTask())
     replies = [
-        item for agent in agents.values() for row in agent.rows for item in row if isinstance(item, ForeignReply)
+        item for agent in agents.values() for row in agent.rows for item in row if isinstance(item, ImportedReply)
     ]
     times = [(reply.started, reply.started + reply.seconds) for reply in replies if reply.started]
     environment = _typed(extra.get("environment"), str, root.agent.name)
-    return ForeignEpisode(
+    return ImportedEpisode(
         name=name,
         where=where,
         source={
@@ -428,7 +428,7 @@ def _field(extra: dict[str, Any], *names: str) -> Any:
     return value
 
 
-def _collect(trajectory: _Trajectory, agents: dict[tuple[str, int], ForeignAgent], where: str) -> None:
+def _collect(trajectory: _Trajectory, agents: dict[tuple[str, int], ImportedAgent], where: str) -> None:
     """Collect the agent of a trajectory, then the agents of embedded trajectories."""
     if trajectory.schema_version not in VERSIONS:
         raise InputError(f"{where}: version {trajectory.schema_version[:40]!r}; supported are 1.0 to 1.8")
@@ -439,7 +439,7 @@ def _collect(trajectory: _Trajectory, agents: dict[tuple[str, int], ForeignAgent
         index = _typed(told, Annotated[int, msgspec.Meta(ge=0, lt=MAX_INDEX)], count)
         played = agents.setdefault(
             (agent.name, index),
-            ForeignAgent(seat=agent.name, index=index, policy=agent.model_name or agent.name, rows=[], rewards=[]),
+            ImportedAgent(seat=agent.name, index=index, policy=agent.model_name or agent.name, rows=[], rewards=[]),
         )
         played.rows += [with_observations(row) for row in _rows(trajectory.steps, played.policy, where)]
     for part in trajectory.subagent_trajectories or ():
@@ -474,7 +474,7 @@ def _rows(steps: Sequence[_Step], policy: str, where: str) -> list[MessageRow]:
 
 def _waiting(row: MessageRow) -> MessageRow:
     """Return the messages after the last reply."""
-    last = max((place for place, item in enumerate(row) if isinstance(item, ForeignReply)), default=-1)
+    last = max((place for place, item in enumerate(row) if isinstance(item, ImportedReply)), default=-1)
     return row[last + 1 :]
 
 
@@ -508,13 +508,13 @@ def _answer(result: _Result, names: dict[str, str]) -> dict[str, Any]:
     return message | {name: extra[name] for name in ("name", "tool_call_id") if isinstance(extra.get(name), str)}
 
 
-def _reply(step: _Step, policy: str, context: list[int] | None, where: str) -> ForeignReply:
+def _reply(step: _Step, policy: str, context: list[int] | None, where: str) -> ImportedReply:
     metrics = step.metrics or _Metrics()
     extra = metrics.extra or {}
     ids = metrics.completion_token_ids
     logprobs = metrics.logprobs if ids is not None and len(metrics.logprobs or ()) == len(ids) else None
     spans, whose = _spans(extra.get("versions"), len(ids or ()))
-    return ForeignReply(
+    return ImportedReply(
         text=flatten_message_text(step.message),
         reasoning=step.reasoning_content or "",
         calls=[_call(call, step.observation) for call in step.tool_calls or ()],
@@ -531,12 +531,12 @@ def _reply(step: _Step, policy: str, context: list[int] | None, where: str) -> F
     )
 
 
-def _call(call: _AtifCall, observation: _Observation | None) -> ForeignCall:
+def _call(call: _AtifCall, observation: _Observation | None) -> ImportedToolCall:
     results = [] if observation is None else observation.results
     answer = next((result for result in results if result.source_call_id == call.tool_call_id), _Result())
     extra = answer.extra or {}
     told = (call.extra or {}).get("arguments")
-    return ForeignCall(
+    return ImportedToolCall(
         id=call.tool_call_id,
         name=call.function_name,
         arguments=call.arguments if told is None else told,

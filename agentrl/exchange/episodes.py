@@ -19,15 +19,21 @@ import msgspec
 
 from agentrl.core.errors import JournalError
 from agentrl.inspection.conversation import Act, ConversationView, PolicyTurn, RewardAct, build_conversation
-from agentrl.inspection.reader import checked_rows
-from agentrl.inspection.tokens import assemble_rows, decode_float32, decode_int32, newest_step_values, read_step_rows
+from agentrl.inspection.reader import verified_control_rows
+from agentrl.inspection.tokens import (
+    assemble_token_rows,
+    decode_float32,
+    decode_int32,
+    newest_step_token_values,
+    read_step_row_columns,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from agentrl.exchange.exporting import ExportSelection
     from agentrl.inspection.reader import EpisodeView, RunReader
-    from agentrl.inspection.tokens import AssembledRow, ReadStep, StepValues
+    from agentrl.inspection.tokens import AssembledTokenRow, ReadStep, StepTokenValues
 
 
 STEP_FILES = 4
@@ -143,7 +149,7 @@ def exported_episodes(selection: ExportSelection) -> Iterator[ExportedEpisode]:
     """Yield the episodes of a selection; unreadable data is added to the selection's problems."""
     reader = selection.reader
     run = str(reader.info().get("run", ""))
-    read = lru_cache(STEP_FILES)(read_step_rows)
+    read = lru_cache(STEP_FILES)(read_step_row_columns)
     for episode, attempt in selection.keys:
         try:
             found = _exported(reader, run, reader.episode(episode, attempt), read)
@@ -158,8 +164,8 @@ def _exported(reader: RunReader, run: str, view: EpisodeView, read: ReadStep) ->
     conversation = build_conversation(reader, view)
     problems = list(conversation.problems)
     rows: dict[tuple[str, int], list[ExportedRow]] = {}
-    for played in assemble_rows(view):
-        row = _row(played, newest_step_values(reader, view, played, problems, read))
+    for played in assemble_token_rows(view):
+        row = _row(played, newest_step_token_values(reader, view, played, problems, read))
         rows.setdefault((played.seat, played.index), []).append(row)
     return _episode(run, conversation, _agents(reader, conversation, rows, problems), problems)
 
@@ -216,7 +222,7 @@ def _credits(
     reader: RunReader, view: ConversationView, problems: list[str]
 ) -> dict[tuple[str, int], list[AgentStepCredit]]:
     line = view.summary
-    fed = checked_rows(
+    fed = verified_control_rows(
         *(reader.log, "step_units", "episode = ? AND attempt = ? ORDER BY lineage, step, position"),
         *(line.episode, line.attempt),
         problems=problems,
@@ -224,7 +230,7 @@ def _credits(
     found: dict[tuple[str, int], list[AgentStepCredit]] = {}
     for row in fed:
         step = f"{row['policy']}@{row['lineage']}.{row['step']}"
-        turns = json_list(row["turn_advantages"], problems)
+        turns = decode_json_list(row["turn_advantages"], problems)
         try:
             credit = msgspec.convert({**row, "step": step, "turn_advantages": turns}, AgentStepCredit)
         except msgspec.ValidationError as error:
@@ -234,7 +240,7 @@ def _credits(
     return found
 
 
-def _row(played: AssembledRow, trained: StepValues | None) -> ExportedRow:
+def _row(played: AssembledTokenRow, trained: StepTokenValues | None) -> ExportedRow:
     messages: list[dict[str, Any]] = []
     ids: list[int] = []
     mask: list[int] = []
@@ -273,7 +279,7 @@ def _row(played: AssembledRow, trained: StepValues | None) -> ExportedRow:
     )
 
 
-def _training(trained: StepValues | None, length: int) -> dict[str, list[Any]]:
+def _training(trained: StepTokenValues | None, length: int) -> dict[str, list[Any]]:
     columns: dict[str, list[Any]] = {"advantages": [], "trainer_logprobs": [], "lags": []}
     if trained is None:
         return columns
@@ -297,7 +303,7 @@ def null_if_not_finite(values: Iterable[float]) -> list[float | None]:
     return [value if math.isfinite(value) else None for value in values]
 
 
-def json_list(text: Any, problems: list[str]) -> list[Any]:
+def decode_json_list(text: Any, problems: list[str]) -> list[Any]:
     """Decode a column of JSON that holds a list; empty if it does not."""
     try:
         value = [] if text is None else msgspec.json.decode(text)

@@ -26,7 +26,7 @@ from agentrl.exchange.formats import EXPORTS
 from agentrl.inspection.comparisons import FORKS, fork_tree
 from agentrl.inspection.search import episodes_with_words
 from agentrl.inspection.viewer.page import self_contained_page
-from agentrl.inspection.viewer.questions import QUESTIONS, Parameters, answer_about_episode, as_json, run_summary
+from agentrl.inspection.viewer.questions import QUESTIONS, Parameters, answer_episode_queries, as_json, run_summary
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -170,7 +170,7 @@ def _answers(selection: ExportSelection) -> Iterator[tuple[str, Any]]:
     forked = [(f"{FORKS}/{fork.line.episode}", fork.line) for fork in fork_tree(reader) if fork.depth]
     for name, line in [*((line.episode, line) for line in lines), *forked]:
         named = {"episode": name, "attempt": str(line.attempt)}
-        yield f"episode {name} {line.attempt}", _answer(answer_about_episode, reader, named, problems)
+        yield f"episode {name} {line.attempt}", _answer(answer_episode_queries, reader, named, problems)
 
 
 def _answer(

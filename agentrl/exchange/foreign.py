@@ -36,7 +36,7 @@ NOT_RECORDED = "not_recorded"
 """Outcome of a tool call that is known only by its observation."""
 
 
-class ForeignCall(msgspec.Struct, frozen=True, kw_only=True):
+class ImportedToolCall(msgspec.Struct, frozen=True, kw_only=True):
     """Tool call of a policy."""
 
     id: str
@@ -47,12 +47,12 @@ class ForeignCall(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float = 0.0
 
 
-class ForeignReply(msgspec.Struct, frozen=True, kw_only=True):
+class ImportedReply(msgspec.Struct, frozen=True, kw_only=True):
     """Reply of a policy."""
 
     text: str
     reasoning: str = ""
-    calls: Sequence[ForeignCall] = ()
+    calls: Sequence[ImportedToolCall] = ()
     context_ids: Sequence[int] | None = None
     """Context tokens before the reply that are new in its row; None if unknown."""
     token_ids: Sequence[int] | None = None
@@ -67,11 +67,11 @@ class ForeignReply(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: int = 0
 
 
-MessageRow = list[dict[str, Any] | ForeignReply]
+MessageRow = list[dict[str, Any] | ImportedReply]
 """Messages and replies of one conversation, in order."""
 
 
-class ForeignAgent(msgspec.Struct, kw_only=True):
+class ImportedAgent(msgspec.Struct, kw_only=True):
     """Agent of an episode of another tool."""
 
     seat: str
@@ -82,7 +82,7 @@ class ForeignAgent(msgspec.Struct, kw_only=True):
     """Pairs (turn, value) for each component; turn is None for the whole episode."""
 
 
-class ForeignEpisode(msgspec.Struct, kw_only=True):
+class ImportedEpisode(msgspec.Struct, kw_only=True):
     """Episode of another tool, as an import reads it."""
 
     name: str
@@ -94,7 +94,7 @@ class ForeignEpisode(msgspec.Struct, kw_only=True):
     task_id: str
     task: dict[str, Any]
     group: str
-    agents: list[ForeignAgent]
+    agents: list[ImportedAgent]
     stop_reason: str | None = None
     drop_reason: str | None = None
     detail: str = ""
@@ -105,7 +105,7 @@ class ForeignEpisode(msgspec.Struct, kw_only=True):
     """Step of the weights that played the episode, if the file names one for the whole episode."""
 
 
-def make_episode_spec(played: ForeignEpisode) -> EpisodeSpec:
+def make_episode_spec(played: ImportedEpisode) -> EpisodeSpec:
     """Return the spec of an episode."""
     return EpisodeSpec(
         episode_id=played.name,
@@ -118,7 +118,7 @@ def make_episode_spec(played: ForeignEpisode) -> EpisodeSpec:
     )
 
 
-def make_journal_entries(played: ForeignEpisode) -> list[JournalEntry]:
+def make_journal_entries(played: ImportedEpisode) -> list[JournalEntry]:
     """Return the entries of an episode: agents are interleaved by time if all times are known, else one follows the
     other."""
     seats = {agent.seat: agent.policy for agent in played.agents}
@@ -138,7 +138,7 @@ def make_journal_entries(played: ForeignEpisode) -> list[JournalEntry]:
     return [JournalEntry(played.name, 0, call, b"", encode_body(body)) for call, body in calls]
 
 
-def build_episode_header(played: ForeignEpisode, partition: str, entries: int) -> EpisodeHeader:
+def build_episode_header(played: ImportedEpisode, partition: str, entries: int) -> EpisodeHeader:
     """Return the header of an episode."""
     replies = {id(agent): list(_replies(agent)) for agent in played.agents}
     tokens = {key: sum(len(reply.token_ids or ()) for reply in said) for key, said in replies.items()}
@@ -169,7 +169,7 @@ def build_episode_header(played: ForeignEpisode, partition: str, entries: int) -
     )
 
 
-def missing_data(played: ForeignEpisode) -> list[str]:
+def missing_data(played: ImportedEpisode) -> list[str]:
     """Return the kinds of data that the file lacks for the episode."""
     replies = all_policy_replies(played)
     lacks = {
@@ -183,16 +183,16 @@ def missing_data(played: ForeignEpisode) -> list[str]:
     return [what for what, is_missing in lacks.items() if is_missing]
 
 
-def all_policy_replies(played: ForeignEpisode) -> list[ForeignReply]:
+def all_policy_replies(played: ImportedEpisode) -> list[ImportedReply]:
     """Return the replies of all policies of an episode, agent by agent."""
     return [reply for agent in played.agents for reply in _replies(agent)]
 
 
-def _replies(agent: ForeignAgent) -> Iterator[ForeignReply]:
-    return (item for row in agent.rows for item in row if isinstance(item, ForeignReply))
+def _replies(agent: ImportedAgent) -> Iterator[ImportedReply]:
+    return (item for row in agent.rows for item in row if isinstance(item, ImportedReply))
 
 
-def _oldest(replies: Iterable[ForeignReply], otherwise: int) -> tuple[int, int]:
+def _oldest(replies: Iterable[ImportedReply], otherwise: int) -> tuple[int, int]:
     """Return the step and lineage of the oldest weights."""
     spans = [(span.lineage, span.step) for reply in replies for span in reply.spans]
     if not spans:
@@ -201,7 +201,7 @@ def _oldest(replies: Iterable[ForeignReply], otherwise: int) -> tuple[int, int]:
     return step, lineage
 
 
-def _blocks(agent: ForeignAgent, where: str) -> Iterator[tuple[float, list[EntryBody]]]:
+def _blocks(agent: ImportedAgent, where: str) -> Iterator[tuple[float, list[EntryBody]]]:
     """Yield the start time and the entries of each turn; messages after the last turn form a block without a turn."""
     turn = 0
     for number, row in enumerate(agent.rows):
@@ -209,7 +209,7 @@ def _blocks(agent: ForeignAgent, where: str) -> Iterator[tuple[float, list[Entry
         length = 0
         started = 0.0
         for item in row:
-            if not isinstance(item, ForeignReply):
+            if not isinstance(item, ImportedReply):
                 messages.append(item)
                 continue
             entry = _turn(agent, number, turn, tuple(messages), item, length, where)
@@ -230,11 +230,11 @@ def _blocks(agent: ForeignAgent, where: str) -> Iterator[tuple[float, list[Entry
 
 
 def _turn(
-    agent: ForeignAgent,
+    agent: ImportedAgent,
     row: int,
     turn: int,
     messages: tuple[dict[str, Any], ...],
-    reply: ForeignReply,
+    reply: ImportedReply,
     length: int,
     where: str,
 ) -> TurnEntry:
@@ -285,7 +285,7 @@ def message_without_empty_fields(message: _ForeignMessage) -> dict[str, Any]:
     """Return a message without empty fields."""
     told: dict[str, Any] = {"role": message.role, "content": flatten_message_text(message.content)}
     if message.tool_calls:
-        calls = [decode_foreign_call(call) for call in message.tool_calls]
+        calls = [decode_imported_tool_call(call) for call in message.tool_calls]
         told["tool_calls"] = [{"id": call.id, "name": call.name, "arguments": call.arguments} for call in calls]
     others = {"tool_call_id": message.tool_call_id, "name": message.name}
     return told | {name: value for name, value in others.items() if value is not None}
@@ -309,7 +309,7 @@ def _part(part: Any) -> str:
     return text if isinstance(text, str) else f"[{part.get('type', 'a part')} is not shown]"
 
 
-def decode_foreign_call(call: Any) -> ForeignCall:
+def decode_imported_tool_call(call: Any) -> ImportedToolCall:
     """Decode a tool call from any of the forms in use: `{name, arguments}` or `{function: {name, arguments}}`, or
     either as JSON text."""
     value = _parsed(call) if isinstance(call, str) else call
@@ -318,7 +318,7 @@ def decode_foreign_call(call: Any) -> ForeignCall:
     inner = function if isinstance(function, dict) else value
     arguments = inner.get("arguments")
     parsed = _parsed(arguments) if isinstance(arguments, str) else arguments
-    return ForeignCall(
+    return ImportedToolCall(
         id=str(value.get("id") or ""),
         name=str(inner.get("name", "?")),
         arguments=parsed if isinstance(parsed, dict) else arguments,
@@ -336,10 +336,10 @@ def with_observations(row: MessageRow) -> MessageRow:
     """Return the row with the observation of each call, taken from the message that answers it."""
     answered: MessageRow = []
     for place, item in enumerate(row):
-        if isinstance(item, ForeignReply) and item.calls:
+        if isinstance(item, ImportedReply) and item.calls:
             answers = []
             for following in row[place + 1 :]:
-                if isinstance(following, ForeignReply) or following["role"] != "tool":
+                if isinstance(following, ImportedReply) or following["role"] != "tool":
                     break
                 answers.append(following)
             item = msgspec.structs.replace(item, calls=_answered(item.calls, answers))
@@ -349,7 +349,7 @@ def with_observations(row: MessageRow) -> MessageRow:
     return answered
 
 
-def _answered(calls: Any, answers: list[dict[str, Any]]) -> list[ForeignCall]:
+def _answered(calls: Any, answers: list[dict[str, Any]]) -> list[ImportedToolCall]:
     """Match answers to calls by id, or by order if there are no ids."""
     by_id = {answer.get("tool_call_id"): answer for answer in answers}
     found = []

@@ -21,7 +21,7 @@ from agentrl.core.errors import EpisodeError, InputError, StorageError
 from agentrl.core.files import os_error_advice, rename_durably
 from agentrl.exchange.files import check_storable, staging_path
 from agentrl.exchange.foreign import (
-    ForeignReply,
+    ImportedReply,
     all_policy_replies,
     build_episode_header,
     make_episode_spec,
@@ -33,7 +33,7 @@ from agentrl.journal.entries import episode_digest
 from agentrl.journal.store import SqliteJournal
 
 if TYPE_CHECKING:
-    from agentrl.exchange.foreign import ForeignEpisode
+    from agentrl.exchange.foreign import ImportedEpisode
     from agentrl.journal.entries import JournalEntry
 
 WORKER = "import"
@@ -72,7 +72,7 @@ def import_run(source: Path, format: str, target: Path) -> ImportResult:
     if os.path.lexists(target):
         raise InputError(taken)
     module, _, function = IMPORTS[format].read.partition(":")
-    episodes: Iterator[ForeignEpisode] = getattr(import_module(module), function)(source)
+    episodes: Iterator[ImportedEpisode] = getattr(import_module(module), function)(source)
     told = Counter[str]()
     try:
         with staging_path(target) as built:
@@ -102,12 +102,14 @@ class _Times(SystemClock):
         return self.at or super().wall()
 
 
-async def _write(directory: Path, episodes: Iterator[ForeignEpisode], info: dict[str, Any], told: Counter[str]) -> None:
+async def _write(
+    directory: Path, episodes: Iterator[ImportedEpisode], info: dict[str, Any], told: Counter[str]
+) -> None:
     clock = _Times()
     journal = SqliteJournal(directory, info=info, clock=clock)
     names: set[str] = set()
 
-    async def commit(played: ForeignEpisode, entries: list[JournalEntry]) -> None:
+    async def commit(played: ImportedEpisode, entries: list[JournalEntry]) -> None:
         spec, log = make_episode_spec(played), journal.turn_log(WORKER)
         header = build_episode_header(played, log.name, len(entries))
         try:
@@ -121,7 +123,7 @@ async def _write(directory: Path, episodes: Iterator[ForeignEpisode], info: dict
         await journal.commit_episode(spec, header, episode_digest(entries), played.metrics, played.detail)
 
     try:
-        batch: list[tuple[ForeignEpisode, list[JournalEntry]]] = []
+        batch: list[tuple[ImportedEpisode, list[JournalEntry]]] = []
         size = 0
         for played in episodes:
             _check_names(played, names)
@@ -140,7 +142,7 @@ async def _write(directory: Path, episodes: Iterator[ForeignEpisode], info: dict
         await journal.close()
 
 
-def _check_names(played: ForeignEpisode, names: set[str]) -> None:
+def _check_names(played: ImportedEpisode, names: set[str]) -> None:
     """Refuse duplicate ids and names that are too long to show."""
     if played.name in names:
         raise InputError(f"{played.where}: the id {played.name[:100]!r} is already used by another episode")
@@ -151,13 +153,13 @@ def _check_names(played: ForeignEpisode, names: set[str]) -> None:
             raise InputError(f"{played.where}: a name of {len(name):,} characters; at most {MAX_NAME}")
 
 
-def _check_values(played: ForeignEpisode) -> None:
+def _check_values(played: ImportedEpisode) -> None:
     """Refuse values that the journal cannot store, and numbers out of range."""
     check_storable(played.task, played.where)
     for agent in played.agents:
         for item in (item for row in agent.rows for item in row):
             check_storable(
-                [call.arguments for call in item.calls] if isinstance(item, ForeignReply) else item, played.where
+                [call.arguments for call in item.calls] if isinstance(item, ImportedReply) else item, played.where
             )
         if not all((turn or 0) in range(1 << 31) and abs(value) <= MAX_REWARD for turn, value in agent.rewards):
             raise InputError(f"{played.where}: a reward of more than {MAX_REWARD:g}, or for a turn that does not exist")

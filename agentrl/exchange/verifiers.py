@@ -17,11 +17,11 @@ from agentrl.core.errors import InputError
 from agentrl.exchange.files import decode_json, json_lines, walk_directories
 from agentrl.exchange.foreign import (
     UNKNOWN,
-    ForeignAgent,
-    ForeignEpisode,
-    ForeignReply,
+    ImportedAgent,
+    ImportedEpisode,
+    ImportedReply,
     MessageRow,
-    decode_foreign_call,
+    decode_imported_tool_call,
     finite_numbers,
     flatten_message_text,
     message_without_empty_fields,
@@ -176,7 +176,7 @@ class _Shape(msgspec.Struct):
     completion: msgspec.Raw = msgspec.Raw()
 
 
-def read(source: Path) -> Iterator[ForeignEpisode]:
+def read(source: Path) -> Iterator[ImportedEpisode]:
     """Yield the episodes of a file, or of the directory of a run.
 
     Raises:
@@ -201,11 +201,11 @@ def read(source: Path) -> Iterator[ForeignEpisode]:
             raise InputError(f"{where}: neither an episode, nor a trace, nor a rollout of verifiers (no `traces`)")
 
 
-def _episode(told: _TraceEpisode, where: str) -> ForeignEpisode:
+def _episode(told: _TraceEpisode, where: str) -> ImportedEpisode:
     if not told.id:
         raise InputError(f"{where}: the episode has no id")
     policy = told.run.work.policy if told.run is not None and told.run.work is not None else None
-    agents: list[ForeignAgent] = []
+    agents: list[ImportedAgent] = []
     metrics: dict[str, float] = {}
     counts: dict[str, int] = {}
     several = len(told.traces) > 1
@@ -221,7 +221,7 @@ def _episode(told: _TraceEpisode, where: str) -> ForeignEpisode:
     stops = list(dict.fromkeys(trace.stop_condition for trace in told.traces if trace.stop_condition))
     starts = [trace.timing.start for trace in told.traces if trace.timing.start]
     failed = errors[-1] if errors and not told.ok else None
-    return ForeignEpisode(
+    return ImportedEpisode(
         name=told.id,
         where=where,
         source={"from": "verifiers", "where": where, "run": told.run.id if told.run is not None else None},
@@ -246,12 +246,12 @@ def _end(trace: _Trace) -> float:
     return max(timing.agent.end, timing.finalize.end, timing.scoring.end, *said)
 
 
-def _agent(trace: _Trace, index: int, policy: _Policy | None, where: str) -> ForeignAgent:
+def _agent(trace: _Trace, index: int, policy: _Policy | None, where: str) -> ImportedAgent:
     calls = {call.node: call for call in trace.calls if call.node is not None}
     models = [call.model for call in trace.calls if call.model]
     same = policy.start if policy is not None and policy.start == policy.end else None
     rewards = [reward.score * reward.weight for reward in trace.rewards.values() if reward is not None]
-    return ForeignAgent(
+    return ImportedAgent(
         seat=trace.agent.name,
         index=index,
         policy=models[-1] if models else trace.agent.name,
@@ -324,12 +324,12 @@ def _row(
 
 def _reply(
     node: _Node, call: _ModelCall, context: list[int] | None, ids: list[int] | None, step: int | None
-) -> ForeignReply:
+) -> ImportedReply:
     logprobs = [value for value in node.logprobs if value is not None]
-    return ForeignReply(
+    return ImportedReply(
         text=flatten_message_text(node.message.content),
         reasoning=node.message.reasoning_content or "",
-        calls=[decode_foreign_call(each) for each in node.message.tool_calls or ()],
+        calls=[decode_imported_tool_call(each) for each in node.message.tool_calls or ()],
         context_ids=context,
         token_ids=ids,
         logprobs=logprobs if ids is not None and len(logprobs) == len(ids) else None,
@@ -341,7 +341,7 @@ def _reply(
     )
 
 
-def _rollout(told: _Rollout, where: str) -> ForeignEpisode:
+def _rollout(told: _Rollout, where: str) -> ImportedEpisode:
     """Convert a line of `results.jsonl`: messages and a reward, without tokens and times."""
     number = where.rpartition(" ")[2]
     row: MessageRow = [
@@ -351,20 +351,20 @@ def _rollout(told: _Rollout, where: str) -> ForeignEpisode:
     said = [_Message("assistant", told.completion)] if isinstance(told.completion, str) else told.completion
     for message in said:
         if message.role == "assistant":
-            calls = [decode_foreign_call(each) for each in message.tool_calls or ()]
+            calls = [decode_imported_tool_call(each) for each in message.tool_calls or ()]
             text, reasoning = flatten_message_text(message.content), message.reasoning_content or ""
-            row.append(ForeignReply(text=text, reasoning=reasoning, calls=calls))
+            row.append(ImportedReply(text=text, reasoning=reasoning, calls=calls))
         else:
             row.append(message_without_empty_fields(message))
     task = f"{told.task or 'task'}-{told.example_id if told.example_id is not None else number}"
-    agent = ForeignAgent(
+    agent = ImportedAgent(
         seat="agent",
         index=0,
         policy="agent",
         rows=[with_observations(row)],
         rewards=[] if told.reward is None else [(None, told.reward)],
     )
-    return ForeignEpisode(
+    return ImportedEpisode(
         name=f"r{number}",
         where=where,
         source={"from": "verifiers", "where": where},

@@ -174,15 +174,15 @@ def content_text(value: Any, where: str) -> str:
 
 def openai_tool_call(call: ToolCall) -> dict[str, Any]:
     """Write a tool call in OpenAI's form."""
-    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments_text(call)}}
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": tool_arguments_text(call)}}
 
 
-def arguments_text(call: ToolCall) -> str:
+def tool_arguments_text(call: ToolCall) -> str:
     """Return the arguments of a call as JSON text, or unchanged if they did not parse."""
     return call.arguments if isinstance(call.arguments, str) else json.dumps(call.arguments, ensure_ascii=False)
 
 
-def parse_arguments(written: Any) -> Mapping[str, Any] | str:
+def parse_tool_arguments(written: Any) -> Mapping[str, Any] | str:
     """Read the arguments of a call that a client sends back."""
     if isinstance(written, dict):
         return written
@@ -198,7 +198,9 @@ def _call(call: Mapping[str, Any], where: str) -> ToolCall:
     if not isinstance(function, dict):
         raise RequestRefusedError(f"{where}.tool_calls has a call without a function", "invalid", where)
     name = require_text(function.get("name"), f"{where}.tool_calls.function.name")
-    return ToolCall(id=str(call.get("id", "")), name=name, arguments=parse_arguments(function.get("arguments", "")))
+    return ToolCall(
+        id=str(call.get("id", "")), name=name, arguments=parse_tool_arguments(function.get("arguments", ""))
+    )
 
 
 def _tool(tool: Mapping[str, Any]) -> ToolSpec:

@@ -21,7 +21,7 @@ from agentrl.gateway.calls import (
     require_text,
     stop_texts,
 )
-from agentrl.gateway.chat_completions import arguments_text
+from agentrl.gateway.chat_completions import tool_arguments_text
 
 _DEMANDS = ("temperature", "top_p", "top_k", "tool_choice", "mcp_servers", "container")
 _ERRORS: Mapping[RefusalKind, str] = {
@@ -87,7 +87,7 @@ class AnthropicMessagesProtocol:
                 case _:
                     call = ToolCall(id="", name="", arguments=block["input"])
                     empty = {**block, "input": {}}
-                    delta = {"type": "input_json_delta", "partial_json": arguments_text(call)}
+                    delta = {"type": "input_json_delta", "partial_json": tool_arguments_text(call)}
             found.append({"type": "content_block_start", "index": n, "content_block": empty})
             found.append({"type": "content_block_delta", "index": n, "delta": delta})
             found.append({"type": "content_block_stop", "index": n})

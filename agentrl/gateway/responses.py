@@ -21,7 +21,7 @@ from agentrl.gateway.calls import (
     require_object_list,
     require_text,
 )
-from agentrl.gateway.chat_completions import arguments_text, content_text, openai_refusal, parse_arguments
+from agentrl.gateway.chat_completions import content_text, openai_refusal, parse_tool_arguments, tool_arguments_text
 
 _DEMANDS = ("temperature", "top_p", "top_logprobs", "tool_choice", "parallel_tool_calls")
 _STATE = ("previous_response_id", "conversation", "background", "prompt")
@@ -205,7 +205,7 @@ def _call(item: Mapping[str, Any], kind: str, where: str) -> ToolCall:
         name = f"{require_text(item['namespace'], f'{where}.namespace')}.{name}"
     if kind == "custom_tool_call":
         return ToolCall(id=call_id, name=name, arguments={"input": require_text(item.get("input"), f"{where}.input")})
-    return ToolCall(id=call_id, name=name, arguments=parse_arguments(item.get("arguments", "")))
+    return ToolCall(id=call_id, name=name, arguments=parse_tool_arguments(item.get("arguments", "")))
 
 
 def _offered(tools: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -286,7 +286,7 @@ def _items(request: ChatRequest, reply: ChatReply) -> Iterator[dict[str, Any]]:
             given = call.arguments if isinstance(call.arguments, str) else call.arguments.get("input", "")
             yield {**item, "type": "custom_tool_call", "input": str(given)}
         else:
-            yield {**item, "type": "function_call", "arguments": arguments_text(call)}
+            yield {**item, "type": "function_call", "arguments": tool_arguments_text(call)}
 
 
 def _item_events(item: Mapping[str, Any], number: int) -> Iterator[dict[str, Any]]:

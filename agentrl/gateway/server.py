@@ -178,10 +178,10 @@ class SharedKeyConversations:
         if name:
             return await self._find_named(name)
         named = {id(opened) for opened in self._named.values()}
-        prefixes = seat_of(self._open[0].seats, chat.model).prefixes(chat) if self._open else ()
+        prefixes = seat_for_model(self._open[0].seats, chat.model).prefixes(chat) if self._open else ()
         for opened in reversed(self._open):
             is_unused = not opened.asked and id(opened) not in named
-            if is_unused or is_waited_for(opened) or seat_of(opened.seats, chat.model).continues(prefixes):
+            if is_unused or is_waited_for(opened) or seat_for_model(opened.seats, chat.model).continues(prefixes):
                 return opened  # reuse a conversation that was opened only to count the tokens of its first request
         return await self._begin_one("")
 
@@ -391,7 +391,7 @@ class Gateway:
                 if opened.is_closed:
                     raise RequestRefusedError("the episode has ended", "key")
                 if path == COUNT_TOKENS:
-                    counted = seat_of(opened.seats, chat.model, limited_to).count_tokens(chat)
+                    counted = seat_for_model(opened.seats, chat.model, limited_to).count_tokens(chat)
                     return _json(200, {"input_tokens": counted})
                 return await self._chat(request, protocol, chat, opened, limited_to, digest)
         except RequestRefusedError as refused:
@@ -507,7 +507,7 @@ class Gateway:
         digest: bytes,
     ) -> web.StreamResponse:
         """Sample, recall or join the call of a request, and send its replies."""
-        seat = seat_of(opened.seats, chat.model, limited_to)
+        seat = seat_for_model(opened.seats, chat.model, limited_to)
         call = _call_of(opened, digest, request)
         if call is None:
             if len(opened.running) >= MOST_CALLS:
@@ -574,7 +574,7 @@ def _abort(clients: Iterable[web.RequestHandler]) -> None:
             client.transport.abort()
 
 
-def seat_of(seats: Mapping[str, GatewaySeat], model: str, limited_to: str | None = None) -> GatewaySeat:
+def seat_for_model(seats: Mapping[str, GatewaySeat], model: str, limited_to: str | None = None) -> GatewaySeat:
     """Return the seat of a model's name.
 
     Raises:

@@ -14,7 +14,7 @@ from agentrl.core.errors import InputError, JournalError
 from agentrl.core.records import PolicyVersion
 from agentrl.inspection.reader import EpisodeLine, RunReader
 from agentrl.inspection.tokens import decode_int32
-from agentrl.journal.control import ADMISSION_COLUMNS, read_spec
+from agentrl.journal.control import ADMISSION_COLUMNS, decode_admission_row
 from agentrl.journal.entries import BeginEntry, EntryBody, RewardEntry, TurnEntry
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ def _points(forks: RunReader) -> tuple[dict[str, ForkPoint], dict[str, int]]:
         f"SELECT {columns} FROM admissions WHERE purpose = 'fork' ORDER BY length(episode), episode, attempt"
     ):
         try:
-            spec = read_spec(row)
+            spec = decode_admission_row(row)
         except JournalError:
             continue  # `episode list` reports the damaged episode
         if spec.fork is not None:
@@ -181,7 +181,7 @@ class EpisodeDifference(msgspec.Struct, frozen=True, kw_only=True):
     problems: list[str]
 
 
-def compare_across_runs(
+def compare_episodes_across_runs(
     a: RunReader, a_id: str, b: RunReader, b_id: str, *, a_attempt: int | None = None, b_attempt: int | None = None
 ) -> EpisodeDifference:
     """Compare two episodes, of one run or of two. Raises as `RunReader.episode`."""
@@ -317,13 +317,15 @@ def compare_episodes(reader: RunReader, a: str | None, b: str | None) -> Episode
     with locate_episode(reader, a) as (left, left_id):
         if b is not None:
             with locate_episode(reader, b) as (right, right_id):
-                return compare_across_runs(left, left_id, right, right_id)
+                return compare_episodes_across_runs(left, left_id, right, right_id)
         begin = next((body for _, body in left.episode(left_id).entries if isinstance(body, BeginEntry)), None)
         if begin is None or begin.fork is None:
             raise InputError(f"{a} is not a fork: name the episode to compare it with")
         parent = RunReader(Path(os.path.normpath(left.journal / begin.fork.journal)))
         try:
-            return compare_across_runs(left, left_id, parent, begin.fork.episode_id, b_attempt=begin.fork.attempt)
+            return compare_episodes_across_runs(
+                left, left_id, parent, begin.fork.episode_id, b_attempt=begin.fork.attempt
+            )
         finally:
             parent.close()
 

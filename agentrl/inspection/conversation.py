@@ -11,7 +11,7 @@ import msgspec
 
 from agentrl.core.records import REWARD, PolicyVersion, reported_token_usage
 from agentrl.core.reply_formats import ReplyParts, guess_reply_parts, parse_json_value
-from agentrl.inspection.reader import AgentLine, EpisodeLine, EpisodeView, checked_rows
+from agentrl.inspection.reader import AgentLine, EpisodeLine, EpisodeView, verified_control_rows
 from agentrl.journal.entries import (
     BeginEntry,
     CancelEntry,
@@ -19,12 +19,12 @@ from agentrl.journal.entries import (
     EffectEntry,
     EntryBody,
     NondeterministicValueEntry,
-    Pause,
-    ResourceEntry,
+    ResourceCallEntry,
     RewardEntry,
     SpawnEntry,
     ToolEntry,
     TurnEntry,
+    TurnPause,
 )
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class PolicyTurn(_Act, frozen=True, kw_only=True, tag="turn"):
     seconds: float
     waited: float
     """Seconds since the previous act of the branch, if times are recorded."""
-    pauses: list[Pause]
+    pauses: list[TurnPause]
     """Pauses during the turn: the episode was parked, its engine was lost, or the engine's memory was full."""
     state: str | None
     """State of the environment before the turn, if its program said it."""
@@ -283,7 +283,7 @@ def _act(call: str, body: EntryBody, waits: _Waits) -> Act:
                 external=body.external,
                 seconds=body.seconds,
             )
-        case EffectEntry() | ResourceEntry():
+        case EffectEntry() | ResourceCallEntry():
             waits.acted(call, body.seconds)
             return _effect(call, body)
         case SpawnEntry():
@@ -340,7 +340,7 @@ def _turn(call: str, turn: TurnEntry, waits: _Waits) -> PolicyTurn:
     )
 
 
-def _effect(call: str, body: EffectEntry | ResourceEntry) -> EffectAct:
+def _effect(call: str, body: EffectEntry | ResourceCallEntry) -> EffectAct:
     if isinstance(body, EffectEntry):
         name, arguments, guarantee, level = body.name, None, body.guarantee, ""
     else:
@@ -363,7 +363,7 @@ def _updates(reader: RunReader, turns: Sequence[TurnEntry], began: float, proble
         return []
     first, last = min(turn.started for turn in turns), max(turn.started + turn.seconds for turn in turns)
     policies = {turn.weights_of or turn.policy for turn in turns}
-    rows = checked_rows(
+    rows = verified_control_rows(
         reader.log,
         "versions",
         "published_at > ? AND published_at < ? ORDER BY published_at",

@@ -5,8 +5,8 @@ Needs neither torch, ray, numpy nor the environment's code. Returns content unes
 module; the answer is a record of plain data for any renderer and JSON. `COLUMNS` maps an episode's columns to SQL.
 
 Damage is found and named. SQLite stores any type in any column: queries trust the declared types, and rows are checked
-only after a query fails (`convert_damage_errors`), so that reading pays nothing for it. `checked_rows` leaves out rows
-with a wrong checksum and reports them; `check_showable` refuses an entry that is neither text nor JSON.
+only after a query fails (`convert_damage_errors`), so that reading pays nothing for it. `verified_control_rows` leaves out rows
+with a wrong checksum and reports them; `check_json_encodable` refuses an entry that is neither text nor JSON.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from agentrl.core.clock import SystemClock
 from agentrl.core.errors import AgentRLError, InputError, JournalError
 from agentrl.core.records import ForkPoint, PolicyVersion
 from agentrl.inspection.ledger import RunLedger, run_ledger
-from agentrl.inspection.where import FilterColumn, parse
+from agentrl.inspection.where import FilterColumn, parse_where_filter
 from agentrl.journal.control import row_checksum
 from agentrl.journal.entries import BeginEntry, EntryBody, JournalEntry, decode_entries
 from agentrl.journal.process import is_writer_dead, read_process_state
-from agentrl.journal.reader import TurnReader, read_prefix
+from agentrl.journal.reader import TurnLogReader, load_fork_prefix
 from agentrl.journal.run_log import SqliteRunLog
 from agentrl.journal.schema import CONTROL_FILE, all_rows
-from agentrl.observe.run_state import SILENT_S, read_status
+from agentrl.observe.run_state import SILENT_S, read_run_snapshot
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -91,7 +91,7 @@ def convert_damage_errors(log: SqliteRunLog) -> Iterator[None]:
     except AgentRLError:
         raise
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        check_row_types(log)
+        check_control_log_types(log)
         try:
             log.verify()
         except JournalError as damage:
@@ -99,7 +99,7 @@ def convert_damage_errors(log: SqliteRunLog) -> Iterator[None]:
         raise
 
 
-def check_row_types(log: SqliteRunLog) -> None:
+def check_control_log_types(log: SqliteRunLog) -> None:
     """Check the types of every row of the control log.
 
     Raises:
@@ -121,7 +121,7 @@ def check_row_types(log: SqliteRunLog) -> None:
             )
 
 
-def check_showable(body: EntryBody, where: str) -> None:
+def check_json_encodable(body: EntryBody, where: str) -> None:
     """Refuse content that no JSON writer accepts: keys that are neither text nor numbers, extension types, great depth.
 
     Raises:
@@ -151,7 +151,7 @@ def check_showable(body: EntryBody, where: str) -> None:
     raise JournalError(f"{where}: nested deeper than {MAX_DEPTH}, which cannot be shown")
 
 
-def checked_rows(
+def verified_control_rows(
     log: SqliteRunLog, table: str, condition: str, *parameters: Any, problems: list[str] | None = None
 ) -> list[Row]:
     """Return the rows of a table that pass a condition and match their checksums.
@@ -283,10 +283,10 @@ def struct_from_row(kind: type[Any], row: Any) -> Any:
         raise JournalError(f"a row of the control log is damaged: {error}") from error
 
 
-def read_metric_values(text: Any, problems: list[str]) -> dict[str, float | None]:
+def decode_episode_metrics(text: Any, problems: list[str]) -> dict[str, float | None]:
     """Read an episode's metrics; values that are not numbers are reported in `problems`."""
     numbers: dict[str, float | None] = {}
-    for name, value in read_json_object(text).items():
+    for name, value in parse_json_object(text).items():
         try:
             numbers[name] = msgspec.convert(value, float | None)
         except (msgspec.ValidationError, OverflowError):
@@ -306,7 +306,7 @@ def decode_child_versions(text: Any, problems: list[str]) -> list[str]:
         return []
 
 
-def read_json_object(text: Any) -> dict[str, Any]:
+def parse_json_object(text: Any) -> dict[str, Any]:
     """Read the object in a JSON column; empty if it holds another value, or none."""
     try:
         value = json.loads(text) if text is not None else {}
@@ -332,7 +332,7 @@ class RunReader:
                 f"{self.path}: there is no run here (no journal/{CONTROL_FILE}); `agentrl run list` shows runs"
             )
         self.log = SqliteRunLog(self.journal)
-        self._turns = TurnReader(self.journal)
+        self._turns = TurnLogReader(self.journal)
 
     def close(self) -> None:
         """Close all open files. Idempotent."""
@@ -354,7 +354,7 @@ class RunReader:
         among: Collection[str] | None = None,
         training_first: bool = False,
     ) -> list[EpisodeLine]:
-        """Return the episodes that pass a filter (`where.parse`), sorted by a column; those without a value come last.
+        """Return the episodes that pass a filter (`where.parse_where_filter`), sorted by a column; those without a value come last.
 
         Args:
             where: the filter.
@@ -416,7 +416,7 @@ class RunReader:
         for key in keys:
             for row in self.log.rows(statement, *key):
                 fields = dict(zip(COLUMNS, row, strict=True))
-                fields["seats"] = read_json_object(fields["seats"])
+                fields["seats"] = parse_json_object(fields["seats"])
                 fields["policies"] = [policy for policy in str(fields["policies"] or "").split(",") if policy]
                 fields["problem"] = self._damage(*key)
                 lines.append(struct_from_row(EpisodeLine, fields))
@@ -454,7 +454,7 @@ class RunReader:
         for entry in entries:
             try:
                 body = decode_entries([entry])[0]
-                check_showable(body, f"episode {entry.episode_id}, call {entry.call_id}")
+                check_json_encodable(body, f"episode {entry.episode_id}, call {entry.call_id}")
                 bodies.append((entry.call_id, body))
             except JournalError as error:
                 problems.append(str(error))
@@ -473,7 +473,7 @@ class RunReader:
             summary=line,
             agents=[struct_from_row(AgentLine, row) for row in rows],
             measured_against=decode_child_versions(metrics[0][2], problems) if metrics else [],
-            metrics=read_metric_values(metrics[0][0], problems) if metrics else {},
+            metrics=decode_episode_metrics(metrics[0][0], problems) if metrics else {},
             detail=str(metrics[0][1]) if metrics else "",
             entries=bodies,
             inherited=inherited,
@@ -579,7 +579,7 @@ class RunReader:
         """
         found = read_process_state(self.path)
         if found == "killed" and not is_writer_dead(self.path):
-            status = read_status(self.path)
+            status = read_run_snapshot(self.path)
             if status is not None and abs(SystemClock().wall() - status.wall) < SILENT_S:
                 return "running"
         return found
@@ -620,14 +620,14 @@ class RunReader:
         begin = decode_entries(own[:1])[0] if own and not problems else None
         if not isinstance(begin, BeginEntry) or begin.fork is None:
             return own, []
-        return own, read_prefix(self.journal, begin.fork)
+        return own, load_fork_prefix(self.journal, begin.fork)
 
     def _with_prefix(self, entries: list[JournalEntry]) -> list[JournalEntry]:
         """Return a fork's entries: its own first entry, then the inherited ones, then the rest of its own."""
         begin = decode_entries(entries[:1])[0] if entries else None
         if not isinstance(begin, BeginEntry) or begin.fork is None:
             return entries
-        inherited = [entry for entry in read_prefix(self.journal, begin.fork) if entry.call_id != "begin"]
+        inherited = [entry for entry in load_fork_prefix(self.journal, begin.fork) if entry.call_id != "begin"]
         return [entries[0], *inherited, *entries[1:]]
 
 
@@ -667,7 +667,7 @@ def list_runs(directory: str | Path) -> list[RunLine]:
 
 
 def _condition(where: str, among: Collection[str] | None) -> tuple[str, tuple[Any, ...]]:
-    condition = parse(where, COLUMNS)
+    condition = parse_where_filter(where, COLUMNS)
     if among is None:
         return condition.sql, condition.values
     named = "a.episode || '.' || a.attempt IN (SELECT value FROM json_each(?))"

@@ -16,8 +16,8 @@ from agentrl.inspection.conversation import (
     read_conversation,
     reward_components,
 )
-from agentrl.inspection.reader import checked_rows
-from agentrl.journal.control import read_baselines, read_spec
+from agentrl.inspection.reader import verified_control_rows
+from agentrl.journal.control import decode_admission_row, decode_baselines_row
 from agentrl.observe.alarms import ADVICE_ON_DROPS
 
 if TYPE_CHECKING:
@@ -73,12 +73,12 @@ def _admission(reader: RunReader, line: EpisodeLine, problems: list[str]) -> lis
             "fork": "to play another episode on from one of its turns; it enters no step",
         }
         found = [Reason("admitted", f"{why.get(line.purpose, line.purpose)}, in group {line.group}")]
-    rows = checked_rows(
+    rows = verified_control_rows(
         reader.log, "admissions", "episode = ? AND attempt = ?", line.episode, line.attempt, problems=problems
     )
     for row in rows:
         try:
-            spec = read_spec(tuple(row.values()))
+            spec = decode_admission_row(tuple(row.values()))
         except JournalError as error:
             problems.append(str(error))
             continue
@@ -96,7 +96,9 @@ def _admission(reader: RunReader, line: EpisodeLine, problems: list[str]) -> lis
 
 
 def _attempts(reader: RunReader, line: EpisodeLine, detail: str, problems: list[str]) -> list[Reason]:
-    rows = checked_rows(reader.log, "admissions", "episode = ? ORDER BY attempt", line.episode, problems=problems)
+    rows = verified_control_rows(
+        reader.log, "admissions", "episode = ? ORDER BY attempt", line.episode, problems=problems
+    )
     if len(rows) < 2:
         return []
     others = ", ".join(str(row["attempt"]) for row in rows if row["attempt"] != line.attempt)
@@ -220,10 +222,10 @@ def _release(reader: RunReader, line: EpisodeLine, problems: list[str]) -> list[
     finishers."""
     if line.purpose != "train" or line.drop_reason is not None or line.committed_at is None:
         return []
-    rows = checked_rows(reader.log, "baselines", "group_id = ?", line.group, problems=problems)
+    rows = verified_control_rows(reader.log, "baselines", "group_id = ?", line.group, problems=problems)
     if not rows:
         return _release_of_group(reader, line)
-    frozen = read_baselines(tuple(rows[0].values()))
+    frozen = decode_baselines_row(tuple(rows[0].values()))
     names = ", ".join(frozen.finishers)
     others = [name for name in frozen.finishers if name != line.episode][: len(frozen.finishers) - 1]
     if line.episode not in frozen.finishers:
@@ -251,8 +253,8 @@ def _units(reader: RunReader, view: ConversationView, problems: list[str]) -> li
     if line.purpose != "train" or line.drop_reason is not None or line.stop_reason is None:
         return []
     key = (line.episode, line.attempt)
-    fed = checked_rows(reader.log, "step_units", "episode = ? AND attempt = ?", *key, problems=problems)
-    drops = checked_rows(reader.log, "unit_drops", "episode = ? AND attempt = ?", *key, problems=problems)
+    fed = verified_control_rows(reader.log, "step_units", "episode = ? AND attempt = ?", *key, problems=problems)
+    drops = verified_control_rows(reader.log, "unit_drops", "episode = ? AND attempt = ?", *key, problems=problems)
     learns = {policy for (policy,) in reader.log.rows("SELECT DISTINCT policy FROM versions")}
     found = []
     for policy in dict.fromkeys(agent.policy for agent in view.agents):

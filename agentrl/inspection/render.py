@@ -17,7 +17,7 @@ from rich.text import Text
 from agentrl.core.text import escape_line, escape_text, format_rate, plural
 from agentrl.inspection.statistics import win_rate_matrix
 from agentrl.observe.metrics import find_registered_metric
-from agentrl.observe.view import curve
+from agentrl.observe.view import plot_curve
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -245,7 +245,7 @@ def reward_curves_page(points: Sequence[RewardCurvePoint], *, width: int = 64) -
         own = [point for point in points if point.policy == policy and point.reward is not None]
         values = [point.reward for point in own if point.reward is not None]
         title = f"reward of {policy}"
-        page.block(curve(values, steps=[point.step for point in own], title=title, width=width), indent=0)
+        page.block(plot_curve(values, steps=[point.step for point in own], title=title, width=width), indent=0)
         for point in points:
             if point.policy == policy and point.mark:
                 page.line((f"step {point.step}: ", "bold"), point.mark)
@@ -258,7 +258,7 @@ def metric_curves_page(metric: str, values: Mapping[str, Sequence[tuple[int, flo
     for policy, points in values.items():
         known = [(step, value) for step, value in points if value is not None]
         title = f"{metric} of {policy}" if len(values) > 1 else metric
-        page.block(curve([v for _, v in known], steps=[s for s, _ in known], title=title), indent=0)
+        page.block(plot_curve([v for _, v in known], steps=[s for s, _ in known], title=title), indent=0)
     return page
 
 
@@ -312,7 +312,7 @@ def step_page(view: StepView) -> TerminalPage:
     return page
 
 
-def rebuilt_steps_page(steps: Sequence[Mapping[str, Any]]) -> TerminalPage:
+def step_replays_page(steps: Sequence[Mapping[str, Any]]) -> TerminalPage:
     """Make a page about repeated steps, each a `StepReplayResult` as a dictionary: whether they are equal, and if not,
     why.
     """

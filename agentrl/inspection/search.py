@@ -22,12 +22,12 @@ from agentrl.journal.entries import (
     EntryBody,
     JournalEntry,
     NondeterministicValueEntry,
-    ResourceEntry,
+    ResourceCallEntry,
     ToolEntry,
     TurnEntry,
 )
 from agentrl.journal.reader import verified_entry
-from agentrl.journal.schema import DAMAGE, open_to_read
+from agentrl.journal.schema import DAMAGE, open_database_to_read
 
 if TYPE_CHECKING:
     from agentrl.inspection.reader import RunReader
@@ -134,7 +134,7 @@ def _expected() -> set[str]:
 
 def _bring_up_to_date(index: sqlite3.Connection, journal: Path) -> None:
     for path in sorted(journal.glob("turns-*.db")):
-        partition = open_to_read(path, "turns")
+        partition = open_database_to_read(path, "turns")
         try:
             known = index.execute("SELECT indexed FROM partitions WHERE name = ?", (path.name,)).fetchone()
             last = known[0] if known is not None else 0
@@ -191,7 +191,7 @@ def _words(body: EntryBody) -> Iterator[str]:
             yield from (body.name, _json(body.arguments), body.observation, body.outcome)
         case EffectEntry():
             yield from (body.name, _json(body.value), body.error or "")
-        case ResourceEntry():
+        case ResourceCallEntry():
             yield from (body.method, _json(body.arguments), _json(body.value), body.error or "")
         case NondeterministicValueEntry(kind="reasoning" | "message"):
             yield body.value if isinstance(body.value, str) else _json(body.value)

@@ -13,7 +13,13 @@ import msgspec
 
 from agentrl.core.errors import StorageError
 from agentrl.core.records import REWARD, GameTally
-from agentrl.observe.run_state import RunSnapshot, RunState, display_settings_from_config, read_metrics, read_status
+from agentrl.observe.run_state import (
+    RunSnapshot,
+    RunState,
+    display_settings_from_config,
+    read_metrics,
+    read_run_snapshot,
+)
 
 if TYPE_CHECKING:
     from agentrl.core.records import EpisodeHeader, PolicyVersion
@@ -242,7 +248,7 @@ def run_state(reader: RunReader) -> RunState:
     read_metrics(reader.path / "metrics.jsonl", state)
     state.standing = reader.standing()
     is_running = state.standing == "running"
-    status = read_status(reader.path) or RunSnapshot(phase="")
+    status = read_run_snapshot(reader.path) or RunSnapshot(phase="")
     if not is_running:
         status = replace(status, waits=(), processes=())
     try:

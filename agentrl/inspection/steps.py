@@ -10,8 +10,8 @@ import msgspec
 
 from agentrl.core.errors import InputError, JournalError
 from agentrl.core.records import PolicyVersion
-from agentrl.inspection.reader import checked_rows
-from agentrl.inspection.tokens import StepRowColumns, read_step_rows
+from agentrl.inspection.reader import verified_control_rows
+from agentrl.inspection.tokens import StepRowColumns, read_step_row_columns
 
 if TYPE_CHECKING:
     from agentrl.inspection.reader import Row, RunReader
@@ -95,7 +95,9 @@ def step_list(reader: RunReader, policy: str | None = None) -> list[StepLine]:
         JournalError: the journal is damaged.
     """
     condition, values = ("policy = ?", (policy,)) if policy is not None else ("1", ())
-    rows = checked_rows(reader.log, "steps", f"{condition} ORDER BY stepped_at, policy, lineage, step", *values)
+    rows = verified_control_rows(
+        reader.log, "steps", f"{condition} ORDER BY stepped_at, policy, lineage, step", *values
+    )
     if policy is not None and not rows:
         learning = [name for (name,) in reader.log.rows("SELECT DISTINCT policy FROM versions ORDER BY policy")]
         if learning and policy not in learning:
@@ -129,8 +131,8 @@ def step_view(reader: RunReader, step: int, policy: str | None = None, lineage: 
     line = max(lines, key=lambda found: found.lineage)
     problems: list[str] = []
     key = (line.policy, line.lineage, line.step)
-    (row,) = checked_rows(reader.log, "steps", "policy = ? AND lineage = ? AND step = ?", *key)
-    units = checked_rows(
+    (row,) = verified_control_rows(reader.log, "steps", "policy = ? AND lineage = ? AND step = ?", *key)
+    units = verified_control_rows(
         reader.log,
         "step_units",
         "policy = ? AND lineage = ? AND step = ? ORDER BY position",
@@ -182,7 +184,7 @@ def _columns(reader: RunReader, row: Row, problems: list[str]) -> dict[str, list
         return {}
     found: dict[str, list[StepRowColumns]] = {}
     try:
-        for each in read_step_rows(reader.path, row["columns_file"]):
+        for each in read_step_row_columns(reader.path, row["columns_file"]):
             found.setdefault(each.episode, []).append(each)
     except JournalError as error:
         problems.append(str(error))

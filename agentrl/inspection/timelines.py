@@ -17,8 +17,8 @@ from agentrl.inspection.conversation import (
     ToolAct,
     read_conversation,
 )
-from agentrl.inspection.reader import checked_rows
-from agentrl.observe.run_state import read_status
+from agentrl.inspection.reader import verified_control_rows
+from agentrl.observe.run_state import read_run_snapshot
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -169,13 +169,15 @@ def run_timeline(reader: RunReader, parts: int = 60) -> RunTimeline:
         " LEFT JOIN episodes e ON e.episode = a.episode AND e.attempt = a.attempt"
     ):
         spans.setdefault(environment, []).append((start - began, (last if stop is None else stop) - began))
-    steps = checked_rows(log, "steps", "1 ORDER BY stepped_at", problems=problems)
+    steps = verified_control_rows(log, "steps", "1 ORDER BY stepped_at", problems=problems)
     trainers: dict[str, list[tuple[float, float]]] = {}
     for row in steps:
         stop = row["stepped_at"] - began
         trainers.setdefault(row["policy"], []).append((stop - row["seconds"], stop))
-    versions = checked_rows(log, "versions", "published_at >= ? ORDER BY published_at", began, problems=problems)
-    at_work = {policy: occupancy(found, parts, part) for policy, found in trainers.items()}
+    versions = verified_control_rows(
+        log, "versions", "published_at >= ? ORDER BY published_at", began, problems=problems
+    )
+    at_work = {policy: span_occupancy(found, parts, part) for policy, found in trainers.items()}
     engine = _engine(reader, began, parts, part)
     idle = {f"trainer of {policy}": 1.0 - sum(shares) / parts for policy, shares in at_work.items()}
     known = [share for share in engine if share is not None]
@@ -185,7 +187,7 @@ def run_timeline(reader: RunReader, parts: int = 60) -> RunTimeline:
         began=began,
         seconds=seconds,
         part=part,
-        in_flight={name: occupancy(found, parts, part) for name, found in spans.items()},
+        in_flight={name: span_occupancy(found, parts, part) for name, found in spans.items()},
         committed=_ends(reader, "drop_reason IS NULL", began, parts, part),
         dropped=_ends(reader, "drop_reason IS NOT NULL", began, parts, part),
         trainers=at_work,
@@ -198,13 +200,13 @@ def run_timeline(reader: RunReader, parts: int = 60) -> RunTimeline:
 
 
 def _nodes(reader: RunReader) -> dict[str, list[str]]:
-    status, nodes = read_status(reader.path), dict[str, list[str]]()
+    status, nodes = read_run_snapshot(reader.path), dict[str, list[str]]()
     for process in status.processes if status is not None else ():
         nodes.setdefault(process.node, []).append(process.name_with_gpus)
     return nodes
 
 
-def occupancy(
+def span_occupancy(
     spans: Iterable[tuple[float, float]], parts: int, part: float, weights: Iterable[float] = repeat(1.0)
 ) -> list[float]:
     """Return the weighted occupancy of each part by the spans, in multiples of the part."""
@@ -256,7 +258,7 @@ def _engine(reader: RunReader, began: float, parts: int, part: float) -> list[fl
             told.setdefault((policy, step, at, is_evaluation), {})[measure] = value
     whole = {key: values for key, values in told.items() if len(values) == 2}
     spans = [(at - began - values["seconds"], at - began) for (_, _, at, _), values in whole.items()]
-    known = occupancy(spans, parts, part)
-    busy = occupancy(spans, parts, part, [values["share"] for values in whole.values()])
+    known = span_occupancy(spans, parts, part)
+    busy = span_occupancy(spans, parts, part, [values["share"] for values in whole.values()])
     # Smaller values are rounding errors.
     return [share / of if of > 0.01 else None for share, of in zip(busy, known, strict=True)]

@@ -21,7 +21,7 @@ import msgspec
 
 from agentrl.core.errors import JournalError
 from agentrl.core.files import open_regular, read_at_most
-from agentrl.inspection.reader import checked_rows
+from agentrl.inspection.reader import verified_control_rows
 from agentrl.journal.entries import TurnEntry
 from agentrl.journal.reader import pruned_file_error
 
@@ -71,7 +71,7 @@ def decode_float32(data: bytes) -> array[float]:
     return _column("f", data[: len(data) // 4 * 4])
 
 
-def read_step_rows(run: Path, name: Any) -> list[StepRowColumns]:
+def read_step_row_columns(run: Path, name: Any) -> list[StepRowColumns]:
     """Read the rows of a step's file, in the order in which they were consumed.
 
     Args:
@@ -79,7 +79,7 @@ def read_step_rows(run: Path, name: Any) -> list[StepRowColumns]:
         name: path of the file relative to the run, from the step's record.
 
     Raises:
-        PrunedError: the file was pruned.
+        PrunedDataError: the file was pruned.
         JournalError: the file does not exist, lies outside the run, or is damaged.
     """
     path = run / str(name)
@@ -198,7 +198,7 @@ def _byte_characters() -> dict[str, int]:
 
 
 ReadStep = Callable[[Path, Any], list[StepRowColumns]]
-"""Type of `read_step_rows`, or of a caching replacement."""
+"""Type of `read_step_row_columns`, or of a caching replacement."""
 
 
 class EpisodeToken(msgspec.Struct, frozen=True, kw_only=True):
@@ -250,7 +250,7 @@ class EpisodeTokens(msgspec.Struct, frozen=True, kw_only=True):
     problems: list[str]
 
 
-class AssembledRow(msgspec.Struct, frozen=True, kw_only=True):
+class AssembledTokenRow(msgspec.Struct, frozen=True, kw_only=True):
     """A row of an agent, assembled from its turns."""
 
     seat: str
@@ -262,7 +262,7 @@ class AssembledRow(msgspec.Struct, frozen=True, kw_only=True):
     turns: list[TurnEntry]
 
 
-class StepValues(NamedTuple):
+class StepTokenValues(NamedTuple):
     """Values of a step for a row's tokens, by position."""
 
     step: str
@@ -276,9 +276,9 @@ def episode_tokens(reader: RunReader, episode_id: str, attempt: int | None = Non
     problems = list(view.problems)
     config = reader.info().get("config")
     rows = []
-    for played in assemble_rows(view):
+    for played in assemble_token_rows(view):
         words = load_vocabulary(base_model_directory(config, played.policy))
-        trained = newest_step_values(reader, view, played, problems)
+        trained = newest_step_token_values(reader, view, played, problems)
         tokens = list(_tokens(played.turns, words, trained))
         step = None if trained is None else trained.step
         rows.append(
@@ -303,7 +303,7 @@ def base_model_directory(config: object, policy: str) -> str | None:
     return path if isinstance(path, str) else None
 
 
-def assemble_rows(view: EpisodeView) -> list[AssembledRow]:
+def assemble_token_rows(view: EpisodeView) -> list[AssembledTokenRow]:
     """Return the rows of an episode, agent by agent."""
     by_row: dict[tuple[str, int, int], list[TurnEntry]] = {}
     for _, body in view.entries:
@@ -314,21 +314,21 @@ def assemble_rows(view: EpisodeView) -> list[AssembledRow]:
     for (seat, index, row), turns in sorted(by_row.items()):
         policy = turns[0].policy
         number = numbers[policy] = numbers.get(policy, -1) + 1
-        rows.append(AssembledRow(seat=seat, index=index, row=row, policy=policy, number=number, turns=turns))
+        rows.append(AssembledTokenRow(seat=seat, index=index, row=row, policy=policy, number=number, turns=turns))
     return rows
 
 
-def newest_step_values(
+def newest_step_token_values(
     reader: RunReader,
     view: EpisodeView,
-    played: AssembledRow,
+    played: AssembledTokenRow,
     problems: list[str],
-    read: ReadStep = read_step_rows,
-) -> StepValues | None:
+    read: ReadStep = read_step_row_columns,
+) -> StepTokenValues | None:
     """Return the values of the newest step that consumed a row, if its columns still exist; `read` reads the step's
     file."""
     line, policy = view.summary, played.policy
-    fed = checked_rows(
+    fed = verified_control_rows(
         reader.log,
         "step_units",
         "episode = ? AND attempt = ? AND policy = ? ORDER BY lineage DESC, step DESC LIMIT 1",
@@ -337,7 +337,7 @@ def newest_step_values(
     )
     for unit in fed:
         key = (policy, unit["lineage"], unit["step"])
-        for step in checked_rows(reader.log, "steps", "policy = ? AND lineage = ? AND step = ?", *key):
+        for step in verified_control_rows(reader.log, "steps", "policy = ? AND lineage = ? AND step = ?", *key):
             if step["columns_file"] is None:
                 continue
             try:
@@ -348,11 +348,13 @@ def newest_step_values(
             found = [row for row in rows if row.episode == line.episode and row.row == played.number]
             if found:
                 places = {at: (part, place) for part in found for place, at in enumerate(part.position)}
-                return StepValues(f"{policy}@{key[1]}.{key[2]}", places)
+                return StepTokenValues(f"{policy}@{key[1]}.{key[2]}", places)
     return None
 
 
-def _tokens(turns: Sequence[TurnEntry], vocabulary: Vocabulary, trained: StepValues | None) -> Iterator[EpisodeToken]:
+def _tokens(
+    turns: Sequence[TurnEntry], vocabulary: Vocabulary, trained: StepTokenValues | None
+) -> Iterator[EpisodeToken]:
     position = 0
     for turn in turns:
         context, sampled = decode_int32(turn.context_ids), decode_int32(turn.token_ids)
@@ -380,7 +382,7 @@ def _tokens(turns: Sequence[TurnEntry], vocabulary: Vocabulary, trained: StepVal
             position += 1
 
 
-def _training(trained: StepValues | None, position: int, *, is_forced: bool) -> dict[str, Any]:
+def _training(trained: StepTokenValues | None, position: int, *, is_forced: bool) -> dict[str, Any]:
     found = None if trained is None else trained.places.get(position)
     if found is None:
         return {"entropy": 0.0 if is_forced else None}

@@ -48,7 +48,7 @@ _TOKEN = re.compile(
 _OPERATORS = {"=": "=", "==": "=", "!=": "<>", "<>": "<>", "<": "<", "<=": "<=", ">": ">", ">=": ">="}
 
 
-def parse(text: str, columns: Mapping[str, FilterColumn]) -> SqlFilter:
+def parse_where_filter(text: str, columns: Mapping[str, FilterColumn]) -> SqlFilter:
     """Parse a filter; an empty text passes everything.
 
     Raises:

@@ -227,7 +227,7 @@ def _binding(binding: SeatBinding) -> str:
 # --- from rows --------------------------------------------------------------------------------------------------------
 
 
-def read_spec(row: Sequence[Any]) -> EpisodeSpec:
+def decode_admission_row(row: Sequence[Any]) -> EpisodeSpec:
     """Read the spec from a row of `ADMISSION_COLUMNS` + checksum.
 
     Raises:
@@ -242,7 +242,7 @@ def read_spec(row: Sequence[Any]) -> EpisodeSpec:
         ) from error
 
 
-def read_header(row: Sequence[Any], trajectories: Iterable[Sequence[Any]]) -> EpisodeHeader:
+def decode_episode_row(row: Sequence[Any], trajectories: Iterable[Sequence[Any]]) -> EpisodeHeader:
     """Read the header from a row of `EPISODE_COLUMNS` + checksum and its rows of `TRAJECTORY_COLUMNS` + checksum.
 
     Raises:
@@ -271,7 +271,7 @@ def read_header(row: Sequence[Any], trajectories: Iterable[Sequence[Any]]) -> Ep
     )
 
 
-def read_baselines(row: Sequence[Any]) -> FrozenGroupBaselines:
+def decode_baselines_row(row: Sequence[Any]) -> FrozenGroupBaselines:
     """Read the baseline set from a row of `baselines`.
 
     Raises:

@@ -43,7 +43,7 @@ class TurnVersionSpan(msgspec.Struct, frozen=True, array_like=True):
     step: int
 
 
-class Pause(msgspec.Struct, frozen=True, array_like=True):
+class TurnPause(msgspec.Struct, frozen=True, array_like=True):
     """A pause of a turn: its call was cut and a later call continued from its tokens, or the turn could not begin."""
 
     start: int
@@ -139,10 +139,10 @@ class TurnEntry(msgspec.Struct, frozen=True, array_like=True, tag="turn"):
     parent_context: int = 0
     """Length of the row before this turn's `context_ids`."""
     routing_breaks: tuple[tuple[int, int], ...] = ()
-    """Restarts of routing positions, as (row of the routing, position); see `RoutingRestart`."""
+    """Restarts of routing positions, as (row of the routing, position); see `ExpertRoutingRestart`."""
     weights_of: str = ""
     """Policy whose versions `spans` names, if that is not `policy`: a past version of it held the seat."""
-    pauses: tuple[Pause, ...] = ()
+    pauses: tuple[TurnPause, ...] = ()
     """Waits in this process; those in an earlier process that died are unknown."""
     request: ExternalRequestParameters | None = None
     """Request of an external agent; None: `run()` asked for the turn."""
@@ -177,14 +177,14 @@ class EffectEntry(msgspec.Struct, frozen=True, array_like=True, tag="effect"):
     """Whether the infrastructure failed in every attempt."""
 
 
-class IntentEntry(msgspec.Struct, frozen=True, array_like=True, tag="intent"):
+class EffectIntentEntry(msgspec.Struct, frozen=True, array_like=True, tag="intent"):
     """A record that a `once` effect is about to be performed, on disk before it is. Its call id is the effect's,
     followed by `!`."""
 
     name: str
 
 
-class ResourceEntry(msgspec.Struct, frozen=True, array_like=True, tag="resource"):
+class ResourceCallEntry(msgspec.Struct, frozen=True, array_like=True, tag="resource"):
     """A call on a stateful object of the episode; `level` names how re-execution restores the object."""
 
     resource: str
@@ -242,7 +242,7 @@ class RewardEntry(msgspec.Struct, frozen=True, array_like=True, tag="reward"):
         return self.value * self.weight
 
 
-class OrderEntry(msgspec.Struct, frozen=True, array_like=True, tag="order"):
+class GatherOrderEntry(msgspec.Struct, frozen=True, array_like=True, tag="order"):
     """The order in which the coroutines of a `gather` ended; not all of them, if one raised."""
 
     order: tuple[int, ...]
@@ -282,13 +282,13 @@ EntryBody = (
     | TurnEntry
     | ToolEntry
     | EffectEntry
-    | IntentEntry
-    | ResourceEntry
+    | EffectIntentEntry
+    | ResourceCallEntry
     | SpawnEntry
     | ChildResultEntry
     | NondeterministicValueEntry
     | RewardEntry
-    | OrderEntry
+    | GatherOrderEntry
     | CancelEntry
     | TimeLimitEntry
     | PatchMarkerEntry
@@ -342,12 +342,12 @@ def decode_entries(entries: Iterable[JournalEntry]) -> list[EntryBody]:
     return bodies
 
 
-def encode_partial(partial: PartialTurnTokens) -> bytes:
+def encode_partial_turn(partial: PartialTurnTokens) -> bytes:
     """Encode a partial."""
     return _ENCODER.encode(partial)
 
 
-def decode_partial(body: bytes) -> PartialTurnTokens:
+def decode_partial_turn(body: bytes) -> PartialTurnTokens:
     """Decode a partial.
 
     Raises:

@@ -132,7 +132,7 @@ def check_partitions_unlocked(directory: Path) -> None:
         RunLock(directory, path.name).release()
 
 
-async def retry_until_unlocked(take: Callable[[], T], tell: Callable[[str], None], clock: Clock) -> T:
+async def retry_until_writer_exits(take: Callable[[], T], tell: Callable[[str], None], clock: Clock) -> T:
     """Call `take` until the holder of the lock has released it, and return its result.
 
     Args:
@@ -198,7 +198,7 @@ class EpisodeProgress(msgspec.Struct, frozen=True, array_like=True):
         )
 
 
-class ProcessRecord(msgspec.Struct, kw_only=True):
+class RunProcessRecord(msgspec.Struct, kw_only=True):
     """The content of `process.json`: the state of the process that leads a run, and the episodes it resumed."""
 
     state: State = ""
@@ -224,7 +224,7 @@ class ProcessRecord(msgspec.Struct, kw_only=True):
     """Boot id and process-id namespace of the newest process, outside of which its process id has no meaning."""
 
     @staticmethod
-    def read(run: Path) -> ProcessRecord:
+    def read(run: Path) -> RunProcessRecord:
         """Read the record of a run; an empty one if there is none.
 
         An unreadable record counts as the worst case, because the counts of deaths are lost with it: the process died
@@ -233,13 +233,13 @@ class ProcessRecord(msgspec.Struct, kw_only=True):
         path = run / PROCESS_FILE
         try:
             with open_regular(path) as file:
-                return msgspec.json.decode(read_at_most(file, MAX_RECORD_BYTES), type=ProcessRecord)
+                return msgspec.json.decode(read_at_most(file, MAX_RECORD_BYTES), type=RunProcessRecord)
         except FileNotFoundError:
-            return ProcessRecord()
+            return RunProcessRecord()
         except (OSError, ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors
             why = error.strerror if isinstance(error, OSError) else error
             fault = f"how it ended is unknown, because {path} cannot be read ({escape_line(str(why))[:200]})"
-            return ProcessRecord(state="unknown", is_playing=True, fault=fault, has_killer=True)
+            return RunProcessRecord(state="unknown", is_playing=True, fault=fault, has_killer=True)
 
     def write(self, run: Path) -> None:
         """Write the record atomically.
@@ -272,7 +272,7 @@ class ProcessRecord(msgspec.Struct, kw_only=True):
             *(spec for spec in evaluations if ids.root_episode_number(spec.episode_id) >= self.next_evaluation),
         ]
 
-    def next(self, journal: EpisodeProgressReader) -> ProcessRecord:
+    def next(self, journal: EpisodeProgressReader) -> RunProcessRecord:
         """Return the record of a process that resumes the run, to be written when its episodes start."""
         is_death = self.is_playing and self.workers == 1
         episodes, evaluated = dict[str, EpisodeProgress](), dict[str, int]()
@@ -284,7 +284,7 @@ class ProcessRecord(msgspec.Struct, kw_only=True):
             before = self.episodes.get(spec.episode_id)
             deaths = 0 if before is None or now.is_beyond(before) else before.deaths
             episodes[spec.episode_id] = msgspec.structs.replace(now, deaths=deaths + is_death)
-        return ProcessRecord(
+        return RunProcessRecord(
             state="running",
             process=_this_process(),
             is_playing=True,
@@ -312,13 +312,13 @@ def format_episode_list(specs: Sequence[EpisodeSpec]) -> str:
     return names + (f" and {len(specs) - NAMED} more" if len(specs) > NAMED else "")
 
 
-def record_state(run: Path, state: State) -> None:
+def record_process_state(run: Path, state: State) -> None:
     """Record the state of the process that leads a run; the rest of the record stays.
 
     Raises:
         StorageError: writing failed.
     """
-    msgspec.structs.replace(ProcessRecord.read(run), state=state).write(run)
+    msgspec.structs.replace(RunProcessRecord.read(run), state=state).write(run)
 
 
 @contextlib.contextmanager
@@ -328,12 +328,12 @@ def recording_process_state(run: Path) -> Iterator[None]:
     Raises:
         StorageError: writing failed at the beginning. A failure at the end is ignored: the run then counts as killed.
     """
-    msgspec.structs.replace(ProcessRecord.read(run), state="running", machine=_machine()).write(run)
+    msgspec.structs.replace(RunProcessRecord.read(run), state="running", machine=_machine()).write(run)
     try:
         yield
     except BaseException as error:
         with contextlib.suppress(StorageError):
-            record_state(run, "failed" if isinstance(error, Exception) else "stopped")
+            record_process_state(run, "failed" if isinstance(error, Exception) else "stopped")
         raise
 
 
@@ -341,7 +341,7 @@ def read_process_state(run: Path) -> str:
     """Return the state of a run: a `State`, or `killed`. Reads the kernel's locks and a small file."""
     if find_writing_process(run / "journal") is not None:
         return "running"
-    state = ProcessRecord.read(run).state
+    state = RunProcessRecord.read(run).state
     return "killed" if state == "running" else state
 
 
@@ -353,7 +353,7 @@ def is_writer_dead(run: Path) -> bool:
     except OSError:
         return False
     machine = _machine()
-    if holder is None or not machine or ProcessRecord.read(run).machine != machine:
+    if holder is None or not machine or RunProcessRecord.read(run).machine != machine:
         return False
     try:
         status = Path(f"/proc/{holder}/stat").read_text(encoding="utf-8", errors="replace")

@@ -27,9 +27,16 @@ from typing import TYPE_CHECKING
 
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import StorageError
-from agentrl.journal.control import ADMISSION_COLUMNS, LINE, UNRESOLVED, read_spec
+from agentrl.journal.control import ADMISSION_COLUMNS, LINE, UNRESOLVED, decode_admission_row
 from agentrl.journal.port import PruneTotals
-from agentrl.journal.schema import CONTROL_FILE, DAMAGE, all_rows, database_error, open_to_read, open_to_write
+from agentrl.journal.schema import (
+    CONTROL_FILE,
+    DAMAGE,
+    all_rows,
+    database_error,
+    open_database_to_read,
+    open_database_to_write,
+)
 
 if TYPE_CHECKING:
     from agentrl.journal.port import PruneRule
@@ -79,7 +86,11 @@ def prune(
     settled = _Settled(log, rule, _forked(journal))
     for path in sorted(journal.glob("turns-*.db")):
         run = str(log.info()["run"])
-        opened = open_to_read(path, "turns", run) if record is None else open_to_write(path, "turns", {}, run=run)
+        opened = (
+            open_database_to_read(path, "turns", run)
+            if record is None
+            else open_database_to_write(path, "turns", {}, run=run)
+        )
         with closing(opened) as connection:
             try:
                 for attempts in _batches(connection, settled):
@@ -187,8 +198,10 @@ def _forked(journal: Path) -> frozenset[AttemptKey]:
     if not path.is_file():
         return frozenset()
     columns = ", ".join([*ADMISSION_COLUMNS.split(), "checksum"])
-    with closing(open_to_read(path, "control")) as connection:
-        points = [read_spec(row).fork for row in all_rows(connection, path, f"SELECT {columns} FROM admissions")]
+    with closing(open_database_to_read(path, "control")) as connection:
+        points = [
+            decode_admission_row(row).fork for row in all_rows(connection, path, f"SELECT {columns} FROM admissions")
+        ]
     return frozenset((point.episode_id, point.attempt) for point in points if point is not None)
 
 

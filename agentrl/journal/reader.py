@@ -15,11 +15,11 @@ from contextlib import closing, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from agentrl.core.errors import EntriesError, JournalError, PrunedError
+from agentrl.core.errors import EntriesError, JournalError, PrunedDataError
 from agentrl.core.ids import is_safe_name
 from agentrl.core.text import plural
 from agentrl.journal.entries import BeginEntry, JournalEntry, decode_entries, entry_checksum, episode_digest
-from agentrl.journal.schema import CONTROL_FILE, DAMAGE, all_rows, database_error, open_to_read
+from agentrl.journal.schema import CONTROL_FILE, DAMAGE, all_rows, database_error, open_database_to_read
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -39,7 +39,7 @@ MAX_FORK_DEPTH = 64
 """Maximum number of forks of forks; more means that references form a cycle."""
 
 
-class EpisodeKey(NamedTuple):
+class AttemptLocation(NamedTuple):
     """An attempt to read, with entry count and digest of its commit, if known."""
 
     partition: str
@@ -51,7 +51,7 @@ class EpisodeKey(NamedTuple):
     """`episode_digest` of the entries; empty if unknown."""
 
 
-class TurnReader:
+class TurnLogReader:
     """Reads the turn partitions of one run; keeps connections open. Use it in one thread at a time."""
 
     def __init__(self, journal_directory: str | Path) -> None:
@@ -64,13 +64,13 @@ class TurnReader:
         """Return the entries of an episode on disk, in the order in which they were appended.
 
         Raises:
-            PrunedError: the entries were pruned.
+            PrunedDataError: the entries were pruned.
             JournalError: the partition cannot be read, an entry does not match its checksum, or the entries do not fit
                 `entries` or `digest`.
         """
-        return self.read_many([EpisodeKey(partition, episode_id, attempt, entries, digest)])[0]
+        return self.read_many([AttemptLocation(partition, episode_id, attempt, entries, digest)])[0]
 
-    def read_many(self, keys: Sequence[EpisodeKey]) -> list[list[JournalEntry]]:
+    def read_many(self, keys: Sequence[AttemptLocation]) -> list[list[JournalEntry]]:
         """Return the entries of several episodes, in the order of `keys`; raises as `read`."""
         by_partition: dict[str, set[str]] = {}
         for key in keys:
@@ -92,7 +92,7 @@ class TurnReader:
             _check_committed(key, rows)
         return answer
 
-    def beginnings(self, keys: Sequence[EpisodeKey]) -> list[JournalEntry]:
+    def beginnings(self, keys: Sequence[AttemptLocation]) -> list[JournalEntry]:
         """Return the first entries of episodes, as far as they can be read; unordered."""
         wanted = {(key.partition, key.episode_id): key.attempt for key in keys}
         found = []
@@ -155,7 +155,7 @@ class TurnReader:
         """Check that an attempt without entries was not pruned.
 
         Raises:
-            PrunedError: the attempt was pruned.
+            PrunedDataError: the attempt was pruned.
             JournalError: the control log cannot be read.
         """
         error = pruned_attempt_error(self._directory, episode_id, attempt)
@@ -184,7 +184,7 @@ class TurnReader:
         path = self._directory / partition
         connection = self._connections.get(partition)
         if connection is None:
-            connection = self._connections[partition] = open_to_read(path, "turns")
+            connection = self._connections[partition] = open_database_to_read(path, "turns")
         return path, connection
 
 
@@ -194,7 +194,7 @@ def read_whole_partition(path: Path, run: str) -> Iterator[JournalEntry]:
     Raises:
         JournalError: the partition cannot be read, or an entry does not match its checksum.
     """
-    connection = open_to_read(path, "turns", run)
+    connection = open_database_to_read(path, "turns", run)
     try:
         for row in connection.execute(_SELECT_COLUMNS + " FROM entries ORDER BY id"):
             yield verified_entry(path, row)
@@ -229,11 +229,11 @@ def read_fork_prefix(journal: str, point: ForkPoint, read: ReadAttempt, *, depth
     return own if begin.fork is None else [*read_fork_prefix(where, begin.fork, read, depth=depth + 1), *own]
 
 
-def read_prefix(journal: str | Path, point: ForkPoint) -> list[JournalEntry]:
+def load_fork_prefix(journal: str | Path, point: ForkPoint) -> list[JournalEntry]:
     """Read `read_fork_prefix` from the databases on disk; `journal` is the fork's own directory."""
 
     def read(where: str, at: ForkPoint) -> list[JournalEntry]:
-        reader = TurnReader(where)
+        reader = TurnLogReader(where)
         try:
             entries = reader.read(at.partition, at.episode_id, at.attempt)
             if not entries:
@@ -245,7 +245,7 @@ def read_prefix(journal: str | Path, point: ForkPoint) -> list[JournalEntry]:
     return read_fork_prefix(str(journal), point, read)
 
 
-def _check_committed(key: EpisodeKey, rows: Sequence[JournalEntry]) -> None:
+def _check_committed(key: AttemptLocation, rows: Sequence[JournalEntry]) -> None:
     """Refuse entries that do not fit the commit: each may be valid while one is missing or stems from another time."""
     if key.entries is not None and len(rows) != key.entries:
         difference = f"but it was committed with {key.entries}; the partition is damaged or was replaced"
@@ -276,7 +276,7 @@ def verified_entry(path: Path, row: tuple[str, int, str, bytes, bytes, int]) -> 
     return JournalEntry(episode, attempt, call, asked, body)
 
 
-def pruned_attempt_error(journal: Path, episode_id: str, attempt: int) -> PrunedError | None:
+def pruned_attempt_error(journal: Path, episode_id: str, attempt: int) -> PrunedDataError | None:
     """Return the error for an attempt without entries, if they were pruned; else None.
 
     Raises:
@@ -284,21 +284,21 @@ def pruned_attempt_error(journal: Path, episode_id: str, attempt: int) -> Pruned
     """
     statement = "SELECT pruned_at, rule FROM pruned WHERE episode = ? AND attempt = ?"
     found = _words_of_pruning(journal, statement, episode_id, attempt)
-    return None if found is None else PrunedError(f"episode {episode_id} attempt {attempt}: its tokens {found}")
+    return None if found is None else PrunedDataError(f"episode {episode_id} attempt {attempt}: its tokens {found}")
 
 
-def pruned_file_error(run: Path, name: str) -> PrunedError | None:
+def pruned_file_error(run: Path, name: str) -> PrunedDataError | None:
     """Return the error for a missing file of step columns, if it was pruned; `name` is as in the step's record."""
     journal = run / "journal" if (run / "journal").is_dir() else run
     found = _words_of_pruning(journal, "SELECT pruned_at, rule FROM pruned_files WHERE file = ?", name)
-    return None if found is None else PrunedError(f"{name}: the step's columns {found}")
+    return None if found is None else PrunedDataError(f"{name}: the step's columns {found}")
 
 
 def _words_of_pruning(journal: Path, statement: str, *key: Any) -> str | None:
     """Return when and by which rule something was pruned, for a message; None if it was not."""
     if not (journal / CONTROL_FILE).is_file():
         return None
-    with closing(open_to_read(journal / CONTROL_FILE, "control")) as connection:
+    with closing(open_database_to_read(journal / CONTROL_FILE, "control")) as connection:
         rows = all_rows(connection, journal / CONTROL_FILE, statement, *key)
     for pruned_at, rule in rows:
         on = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(pruned_at))

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from agentrl.core.errors import EntriesError
 from agentrl.core.records import (
+    ExpertRoutingSpan,
     PolicyVersion,
-    RoutingSpan,
     SamplingMask,
     SamplingMaskStatus,
     Trajectory,
@@ -19,7 +19,7 @@ from agentrl.core.records import (
     VersionSpan,
 )
 from agentrl.journal.entries import BeginEntry, JournalEntry, RewardEntry, TurnEntry, decode_entries
-from agentrl.journal.reader import EpisodeKey, TurnReader
+from agentrl.journal.reader import AttemptLocation, TurnLogReader
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -33,11 +33,12 @@ AgentKey = tuple[str, int]
 
 def make_unit_reader(run_directory: Path) -> Callable[[Sequence[Unit]], Sequence[Sequence[Trajectory]]]:
     """Make a reader of a run's journal that returns the trajectories of each unit, from the unit's location."""
-    reader = TurnReader(run_directory / "journal")
+    reader = TurnLogReader(run_directory / "journal")
 
     def read(units: Sequence[Unit]) -> Sequence[Sequence[Trajectory]]:
         keys = [
-            EpisodeKey(unit.location.partition, unit.episode_id, unit.attempt, unit.location.entries) for unit in units
+            AttemptLocation(unit.location.partition, unit.episode_id, unit.attempt, unit.location.entries)
+            for unit in units
         ]
         entries = reader.read_many(keys)
         return [assemble_trajectories(own, unit.policy) for unit, own in zip(units, entries, strict=True)]
@@ -158,7 +159,7 @@ def _int32(parts: Sequence[Int32Array]) -> Int32Array:
     return np.concatenate(parts).astype(np.int32, copy=False)
 
 
-def _routing(turns: Sequence[TurnEntry], length: int) -> tuple[RoutingSpan, ...]:
+def _routing(turns: Sequence[TurnEntry], length: int) -> tuple[ExpertRoutingSpan, ...]:
     """Return the experts used to sample the row's tokens, with a span per run of tokens that share them.
 
     A position that was recomputed through other experts (the KV was lost, or newer weights took over) has two routings:
@@ -171,7 +172,7 @@ def _routing(turns: Sequence[TurnEntry], length: int) -> tuple[RoutingSpan, ...]
     if not recorded:
         return ()
     latest = np.full((length, *recorded[0].routing_shape[1:]), -1, dtype=np.int16)
-    spans: list[RoutingSpan] = []
+    spans: list[ExpertRoutingSpan] = []
     first, reached = 0, 0  # first token of the current span; positions below `reached` have predicted a token
     for turn in recorded:
         for start, part in _routing_parts(turn):
@@ -180,12 +181,12 @@ def _routing(turns: Sequence[TurnEntry], length: int) -> tuple[RoutingSpan, ...]
                 raise EntriesError(f"{_name(turn)}: its expert routing does not fit its row")
             again = latest[start : min(stop, reached)]
             if reached + 1 > first and ((again >= 0) & (again != part[: len(again)])).any():
-                spans.append(RoutingSpan(first, reached + 1, latest[:reached].copy()))
+                spans.append(ExpertRoutingSpan(first, reached + 1, latest[:reached].copy()))
                 first = reached + 1
             latest[start:stop] = part
             reached = max(reached, stop)
     if first < length:
-        spans.append(RoutingSpan(first, length, latest[: length - 1]))
+        spans.append(ExpertRoutingSpan(first, length, latest[: length - 1]))
     return tuple(spans)
 
 

@@ -21,13 +21,13 @@ from agentrl.journal.control import (
     LINE,
     TRAJECTORY_COLUMNS,
     UNRESOLVED,
-    read_baselines,
-    read_header,
-    read_spec,
+    decode_admission_row,
+    decode_baselines_row,
+    decode_episode_row,
     verify_tables,
 )
 from agentrl.journal.reader import verified_entry
-from agentrl.journal.schema import CONTROL_FILE, all_rows, open_to_read, read_meta_table
+from agentrl.journal.schema import CONTROL_FILE, all_rows, open_database_to_read, read_meta_table
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -120,7 +120,7 @@ class ControlLogReader:
             JournalError: there is no journal in `directory`, or this version cannot read it.
         """
         self.path = Path(directory) / CONTROL_FILE
-        self.connection: sqlite3.Connection = open_to_read(self.path, "control")
+        self.connection: sqlite3.Connection = open_database_to_read(self.path, "control")
 
     def rows(self, statement: str, *parameters: Any) -> list[Any]:
         """Return all rows of a query.
@@ -158,7 +158,7 @@ class ControlLogReader:
         ((highest,),) = self.rows(f"SELECT max({_NUMBER}) FROM admissions WHERE {_IS_ROOT}", *_root(prefix))
         highest = -1 if highest is None else highest
         for partition in sorted(self.path.parent.glob("turns-*.db")):
-            connection = open_to_read(partition, "turns")
+            connection = open_database_to_read(partition, "turns")
             try:
                 statement = f"SELECT DISTINCT episode FROM entries WHERE {_IS_ROOT} AND {_NUMBER} > ?"
                 found = all_rows(connection, partition, statement, *_root(prefix)[1:], len(prefix) + 1, highest)
@@ -214,7 +214,7 @@ class ControlLogReader:
             " AND NOT EXISTS (SELECT 1 FROM admissions b WHERE b.episode = a.episode AND b.attempt > a.attempt)"
             " ORDER BY a.admitted_at, length(a.episode), a.episode"
         )
-        return [read_spec(row) for row in self.rows(statement, purpose)]
+        return [decode_admission_row(row) for row in self.rows(statement, purpose)]
 
     def ended_children(self, parents: Collection[str]) -> dict[str, EpisodeHeader]:
         """Return the headers of the ended children of some episodes, by id; unfinished ones are left out."""
@@ -279,7 +279,7 @@ class ControlLogReader:
     def baselines(self) -> dict[str, FrozenGroupBaselines]:
         """Return the baselines of groups, keyed by group."""
         rows = self.rows("SELECT group_id, finishers, earlier, checksum FROM baselines")
-        return {row[0]: read_baselines(row) for row in rows}
+        return {row[0]: decode_baselines_row(row) for row in rows}
 
     def against(self, policies: Collection[str]) -> Iterator[EpisodeHeader]:
         """Yield committed training episodes in which one of these policies acted, in order of commit."""
@@ -301,7 +301,7 @@ class ControlLogReader:
             raise JournalError(
                 f"{self.path}: an index refers to admissions that do not exist; restore the file from a copy"
             )
-        return [read_spec(found[key[0], key[1]]) for key in keys]
+        return [decode_admission_row(found[key[0], key[1]]) for key in keys]
 
     def _ended(
         self, keys: Sequence[tuple[str, int]], *, ordered: bool = False
@@ -330,7 +330,7 @@ class ControlLogReader:
             )
             for row in self.rows(statement, asked):
                 own = trajectories.get((row[0], row[1]), [])
-                yield read_spec(row[:_ADMISSION_WIDTH]), read_header(row[_ADMISSION_WIDTH:], own)
+                yield decode_admission_row(row[:_ADMISSION_WIDTH]), decode_episode_row(row[_ADMISSION_WIDTH:], own)
 
     def resolved_units(
         self, consumed_through: Mapping[str, PolicyVersion], among: Collection[str] | None = None

@@ -114,7 +114,9 @@ def private_directory(directory: Path) -> None:
         ) from error
 
 
-def open_to_write(path: Path, kind: Kind, identity: dict[str, str], *, run: str | None = None) -> sqlite3.Connection:
+def open_database_to_write(
+    path: Path, kind: Kind, identity: dict[str, str], *, run: str | None = None
+) -> sqlite3.Connection:
     """Open a database, creating it with `identity` in its meta table if it is missing.
 
     Discards a commit that a killed writer wrote to the log without publishing it in the log's index. Such a commit is
@@ -148,7 +150,7 @@ def open_to_write(path: Path, kind: Kind, identity: dict[str, str], *, run: str 
     return connection
 
 
-def open_to_read(path: Path, kind: Kind, run: str | None = None) -> sqlite3.Connection:
+def open_database_to_read(path: Path, kind: Kind, run: str | None = None) -> sqlite3.Connection:
     """Open a database read-only, also while another process writes it; file and content are treated as hostile.
 
     Raises:
@@ -182,7 +184,7 @@ def open_to_read(path: Path, kind: Kind, run: str | None = None) -> sqlite3.Conn
 
 
 def _discard_unpublished_commit(connection: sqlite3.Connection, path: Path) -> None:
-    """Write a commit in the place of one that a killed writer left; see `open_to_write`."""
+    """Write a commit in the place of one that a killed writer left; see `open_database_to_write`."""
     try:
         connection.execute("PRAGMA user_version = 0")  # it changes nothing, and is written all the same
     except sqlite3.OperationalError as error:

@@ -36,9 +36,15 @@ from agentrl.journal import control
 from agentrl.journal.entries import entry_checksum
 from agentrl.journal.process import RunLock, find_writing_process
 from agentrl.journal.pruning import prune
-from agentrl.journal.reader import TurnReader, read_prefix
+from agentrl.journal.reader import TurnLogReader, load_fork_prefix
 from agentrl.journal.run_log import START_KEY, ControlLogReader, RunStart, SqliteRunLog
-from agentrl.journal.schema import CONTROL_FILE, MAX_VALUE_BYTES, open_to_write, private_directory, read_meta_table
+from agentrl.journal.schema import (
+    CONTROL_FILE,
+    MAX_VALUE_BYTES,
+    open_database_to_write,
+    private_directory,
+    read_meta_table,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -136,13 +142,13 @@ class SqliteTurnLog:
             )
         self.name = f"turns-{worker}.db"
         path = directory / self.name
-        self.database = WriterDatabase(path, open_to_write(path, "turns", {"run": run}, run=run), order=0)
+        self.database = WriterDatabase(path, open_database_to_write(path, "turns", {"run": run}, run=run), order=0)
         self._partials = PartialTurnTableWriter(self.database)
         self._run = run
         self._discarded: dict[str, tuple[int, int] | None] = {}
         """`_log_state` of other partitions after their unpublished commits were discarded, keyed by partition."""
         self._writer = writer
-        self._reader = TurnReader(directory)
+        self._reader = TurnLogReader(directory)
         writer.add(self.database)
 
     def append(self, entry: JournalEntry) -> None:
@@ -189,15 +195,15 @@ class SqliteTurnLog:
         ]
 
     def _discard_unpublished(self, partitions: Sequence[Path]) -> None:
-        """Discard the unpublished commits that killed writers left (see `open_to_write`): their entries must not appear
+        """Discard the unpublished commits that killed writers left (see `open_database_to_write`): their entries must not appear
         once an episode was taken over without them. A writer that lives did so when it opened its partition."""
         for path in partitions:
-            open_to_write(path, "turns", {}, run=self._run).close()
+            open_database_to_write(path, "turns", {}, run=self._run).close()
             self._discarded[path.name] = _log_state(path)
 
     def prefix(self, point: ForkPoint) -> list[JournalEntry]:
         """See `TurnLog.prefix`."""
-        return read_prefix(self.database.path.parent, point)
+        return load_fork_prefix(self.database.path.parent, point)
 
     def append_partial(self, entry: JournalEntry) -> None:
         """See `TurnLog.append_partial`."""
@@ -326,7 +332,7 @@ class SqliteJournal(ControlLogReader):
         try:
             path = self.directory / CONTROL_FILE
             identity = {"info": msgspec.json.encode(dict(info or {})).decode(), "run": os.urandom(8).hex()}
-            connection = open_to_write(path, "control", identity)
+            connection = open_database_to_write(path, "control", identity)
             self._run = read_meta_table(connection)["run"]
             super().__init__(self.directory)
             self._clock = clock or NonDecreasingClock(self.newest_label())
@@ -338,7 +344,7 @@ class SqliteJournal(ControlLogReader):
         self._writer = GroupCommitWriter("journal-writer")
         self._writer.add(database)
         self._turn_logs: dict[str, SqliteTurnLog] = {}
-        self._turns = TurnReader(self.directory)
+        self._turns = TurnLogReader(self.directory)
         self._learning = control.learning_policies(self.info())
 
     def turn_log(self, worker: str) -> SqliteTurnLog:
@@ -447,7 +453,7 @@ class SqliteJournal(ControlLogReader):
     # --- reading back for resume --------------------------------------------------------------------------------------
 
     def progress(self, episode_id: str, attempt: int) -> tuple[int, int]:
-        """See `TurnReader.progress`."""
+        """See `TurnLogReader.progress`."""
         return self._turns.progress(episode_id, attempt)
 
     def recorded(self, episode_id: str, attempt: int) -> tuple[list[JournalEntry], list[JournalEntry]]:

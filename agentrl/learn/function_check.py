@@ -24,7 +24,7 @@ from torch import Tensor
 from agentrl.config.sections import LOSSES, LossConfig, TrainerConfig
 from agentrl.core.errors import AgentRLError
 from agentrl.core.functions import FunctionDeclaration
-from agentrl.credit.advantages import Estimator, Group, make_estimator
+from agentrl.credit.advantages import AdvantageEstimator, Group, make_advantage_estimator
 from agentrl.learn.loss_batch import IDS, LossBatch, TokenColumns, TokenGradients
 from agentrl.learn.losses import Loss, make_loss
 
@@ -266,7 +266,7 @@ def check_advantage(reference: str, *, title: str = "") -> FunctionReport:
         ConfigError: as in `check_loss`.
     """
     report = FunctionReport(title or f"advantage {reference}")
-    estimator = make_estimator(reference, {})
+    estimator = make_advantage_estimator(reference, {})
     for name, group in _groups(estimator.mark.over == "step"):
         state = random.getstate()
         try:
@@ -295,7 +295,7 @@ def check_advantage(reference: str, *, title: str = "") -> FunctionReport:
     return report
 
 
-def _values(estimator: Estimator, group: Group) -> list[tuple[float, ...]]:
+def _values(estimator: AdvantageEstimator, group: Group) -> list[tuple[float, ...]]:
     return [each.by_turn or (each.value,) for each in estimator(group)]
 
 

@@ -54,7 +54,7 @@ class TrainerMemory:
     """Number of tokens of the micro-batch at this peak."""
 
 
-def trainer_memory(config: RunConfig) -> TrainerMemory:
+def predict_trainer_memory(config: RunConfig) -> TrainerMemory:
     """Predict the peak memory of a trainer process, for a run with at least one policy that learns.
 
     Raises:

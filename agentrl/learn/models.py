@@ -37,8 +37,8 @@ from agentrl.core.ids import stable_hash64
 from agentrl.core.records import TrainingSample
 from agentrl.engines.models import (
     check_sparse_attention,
-    computation_change_lengths,
     computing_in_float32,
+    context_length_thresholds,
     model_dtype,
     read_meta_model,
     read_model,
@@ -618,7 +618,7 @@ def prefix_tree_is_exact(model: PreTrainedModel, max_context: int) -> bool:
     """Return whether the prefix tree reproduces the model's own log-probabilities; if not, padded rows do.
 
     The test batch has short rows, and one row on each side of every length below `max_context` that the model's
-    configuration names (`computation_change_lengths`): windows and chunks have no effect in shorter rows. It costs as
+    configuration names (`context_length_thresholds`): windows and chunks have no effect in shorter rows. It costs as
     much as a few rows of such a length in a step. It is computed in float32, layer by layer, because rounding would
     hide a wrong position. The function sets the model's attention according to the result. A model without weights, on
     the meta device, is assumed to share.
@@ -630,7 +630,7 @@ def prefix_tree_is_exact(model: PreTrainedModel, max_context: int) -> bool:
         model.set_attn_implementation(ATTENTION)
         return True
     own = "sdpa" if model._supports_sdpa else "eager"
-    special = computation_change_lengths(model.config, max_context)
+    special = context_length_thresholds(model.config, max_context)
     around = [row for length in special for row in (length - 1, min(length + 5, max_context))]
     rows = _check_rows(model, [12, 13, 15, *around])  # several lengths, so that padding and masks are tested
     differences: dict[bool, float] = {}

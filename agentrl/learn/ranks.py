@@ -97,13 +97,13 @@ def gather_tensor(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return result
 
 
-def gather_in_turn(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+def gather_tensors_sequentially(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """Yield tensors by name, one at a time, each gathered; all ranks must iterate to the end."""
     for name, tensor in tensors.items():
         yield name, gather_tensor(tensor)
 
 
-def local_part(tensor: Tensor) -> Tensor:
+def local_shard(tensor: Tensor) -> Tensor:
     """Return this rank's part of a tensor, in the same memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
@@ -159,7 +159,7 @@ def exhaust_on_exit(items: Iterable[T]) -> Iterator[Iterator[T]]:
             pass
 
 
-def broadcast_from_first_rank(ranks: Ranks, work: Callable[[], bytes]) -> bytes:
+def broadcast_from_first_rank(ranks: RankGroup, work: Callable[[], bytes]) -> bytes:
     """Run `work` on every rank; return the result of rank 0 on every rank, or raise its error.
 
     Raises:
@@ -183,7 +183,7 @@ def broadcast_from_first_rank(ranks: Ranks, work: Callable[[], bytes]) -> bytes:
 _REFUSALS: Mapping[str, type[AgentRLError]] = {error.__name__: error for error in (StorageError, TrainerError)}
 
 
-class Ranks(Protocol):
+class RankGroup(Protocol):
     """A group of trainers of the same weights, whole or sharded, each of which sees a share of every step."""
 
     rank: int
@@ -202,21 +202,21 @@ class Ranks(Protocol):
         ...
 
 
-class OneRank:
+class SingleRankGroup:
     """A trainer without other ranks."""
 
     rank = 0
     size = 1
 
     def sum(self, tensors: Sequence[Tensor]) -> None:
-        """See `Ranks.sum`: one rank has nothing to add."""
+        """See `RankGroup.sum`: one rank has nothing to add."""
 
     def gather(self, data: bytes) -> list[bytes]:
-        """See `Ranks.gather`."""
+        """See `RankGroup.gather`."""
         return [data]
 
     def mesh(self, shards: int) -> DeviceMesh | None:
-        """See `Ranks.mesh`: there is no group."""
+        """See `RankGroup.mesh`: there is no group."""
 
 
 class Rendezvous(NamedTuple):
@@ -237,7 +237,7 @@ def serve_rendezvous(host: str) -> tuple[Rendezvous, TCPStore]:
     return Rendezvous(host, port), store
 
 
-class ProcessGroup:
+class DistributedRankGroup:
     """One of several ranks in a torch.distributed group."""
 
     def __init__(
@@ -296,14 +296,14 @@ class ProcessGroup:
             return []
 
     def sum(self, tensors: Sequence[Tensor]) -> None:
-        """See `Ranks.sum`; sends one message for all tensors, whatever their device."""
+        """See `RankGroup.sum`; sends one message for all tensors, whatever their device."""
         flat = torch.cat([tensor.reshape(-1).to(self._device) for tensor in tensors])
         dist.all_reduce(flat)
         for tensor, part in zip(tensors, torch.split(flat, [tensor.numel() for tensor in tensors]), strict=True):
             tensor.copy_(part.view_as(tensor))
 
     def gather(self, data: bytes) -> list[bytes]:
-        """See `Ranks.gather`; shorter messages are padded to the longest."""
+        """See `RankGroup.gather`; shorter messages are padded to the longest."""
         sizes = [torch.zeros(1, dtype=torch.int64, device=self._device) for _ in range(self.size)]
         dist.all_gather(sizes, torch.tensor([len(data)], device=self._device))
         longest = max(1, *(int(size) for size in sizes))
@@ -313,7 +313,7 @@ class ProcessGroup:
         return [part[: int(size)].cpu().numpy().tobytes() for part, size in zip(received, sizes, strict=True)]
 
     def mesh(self, shards: int) -> DeviceMesh | None:
-        """See `Ranks.mesh`; `shards` must divide the size."""
+        """See `RankGroup.mesh`; `shards` must divide the size."""
         if shards == self.size:
             return init_device_mesh(self._device.type, (self.size,))
         names = ("replicate", "shard")
@@ -331,7 +331,7 @@ def rank_device(rank: int) -> torch.device:
     return torch.device("cpu")
 
 
-def limit_memory(rank: int, share: float) -> None:
+def limit_gpu_memory(rank: int, share: float) -> None:
     """Limit this process to a share of the memory of a rank's GPU; an engine may have the rest."""
     if (device := rank_device(rank)).type == "cuda":
         torch.cuda.set_per_process_memory_fraction(share, device)
@@ -348,7 +348,7 @@ class ShardedForward(nn.Module):
     Args:
         model: model with its weights, on any device, whole or as shards (`ranks.shard_tensor`); its parameters become
             `DTensor`s.
-        mesh: see `ProcessGroup.mesh`.
+        mesh: see `DistributedRankGroup.mesh`.
         masters: whether full weights are trained, so that the shards are float32.
         offload: whether the shards stay in main memory, with their gradients and optimizer states; layers go to the
             mesh's device while they compute.

@@ -56,14 +56,14 @@ from agentrl.engines.models import dtype_name
 from agentrl.engines.transfer import (
     FileSender,
     PublishedWeightSource,
-    WeightRecipient,
+    WeightDestination,
     WeightSenders,
     WeightTransferConnection,
 )
 from agentrl.engines.versions import Canary
 from agentrl.learn.loss_batch import LOG_RATIO_LIMIT
 from agentrl.learn.packing import MicroBatch
-from agentrl.learn.ranks import exhaust_on_exit, gather_in_turn, local_part, local_row_slice
+from agentrl.learn.ranks import exhaust_on_exit, gather_tensors_sequentially, local_row_slice, local_shard
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -154,7 +154,9 @@ def save_checkpoint(
     """
     moments = _moments(parameters, optimizer)
     rng = {"torch_cpu": torch.get_rng_state().numpy().tobytes().hex()}
-    with exhaust_on_exit(chain(gather_in_turn(parameters), gather_in_turn(moments))) as tensors:
+    with exhaust_on_exit(
+        chain(gather_tensors_sequentially(parameters), gather_tensors_sequentially(moments))
+    ) as tensors:
         if not writes:
             return
         with converting_write_errors(directory):
@@ -219,7 +221,7 @@ def _no_moments(parameter: nn.Parameter) -> dict[str, Tensor]:
 @torch.no_grad()
 def _read_into(tensor: Tensor, file: Any, name: str) -> None:
     """Copy a tensor of an open file, or the rows of it that this rank holds, into `tensor`."""
-    own = local_part(tensor)
+    own = local_shard(tensor)
     if not tensor.ndim:
         own.copy_(file.get_tensor(name))
     elif own.numel():
@@ -273,7 +275,7 @@ class Publisher:
         digest = sha256_of(*(directory / each for each in WEIGHT_FILES[model.kind]))
         return WeightsRef(version=version, path=str(directory), kind=model.kind, sha256=digest)
 
-    def send(self, version: PolicyVersion, model: PolicyModel, recipient: WeightRecipient) -> None:
+    def send(self, version: PolicyVersion, model: PolicyModel, recipient: WeightDestination) -> None:
         """Send the full weights of a published version to an engine; the other ranks do as in `publish`.
 
         Raises:
@@ -330,7 +332,7 @@ class Publisher:
                 shutil.copyfile(file, target)
 
 
-def _sender(recipient: WeightRecipient, link: WeightTransferConnection, source: PublishedWeightSource) -> Any:
+def _sender(recipient: WeightDestination, link: WeightTransferConnection, source: PublishedWeightSource) -> Any:
     """Return the sender of full weights to an engine: vLLM's own where both have GPUs."""
     if recipient.transfer == "file":
         return FileSender(recipient, link, source)
@@ -563,7 +565,7 @@ class MergedRankColumns:
                 partial.unlink(missing_ok=True)
 
 
-def read_columns(path: Path) -> tuple[list[list[Any]], dict[str, NDArray[Any]]]:
+def read_step_columns(path: Path) -> tuple[list[list[Any]], dict[str, NDArray[Any]]]:
     """Read the rows and columns of a step's file."""
     with safe_open(path, framework="np") as file:
         return json.loads(file.metadata()["rows"]), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118

@@ -26,7 +26,7 @@ from agentrl.rollout.chat_template import ChatTemplate, ControlTokens, message_f
 
 if TYPE_CHECKING:
     from agentrl.core.records import Message, ToolSpec
-    from agentrl.rollout.chat_format import TemplateFormat
+    from agentrl.rollout.chat_format import TemplateChatFormat
 
 BATCH = 48
 """Number of conversations per warm-up step."""
@@ -167,7 +167,7 @@ def format_corpus(template: ChatTemplate, demonstrations: Iterator[Demonstration
                 yield piece
 
 
-def tokenise_demonstration(chat: TemplateFormat, shown: Demonstration) -> Row:
+def tokenise_demonstration(chat: TemplateChatFormat, shown: Demonstration) -> Row:
     """Tokenise a demonstration as reinforcement learning will see it: ids, and a mask of the model's tokens."""
     ids: list[int] = []
     said: list[bool] = []

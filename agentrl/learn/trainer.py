@@ -35,7 +35,7 @@ from agentrl.core.functions import FunctionCode
 from agentrl.core.records import PolicyVersion, StepReport, TrainBatch, TrainingSample, Unit, WeightsRef
 from agentrl.credit.advantages import generalized_advantages
 from agentrl.credit.samples import ReadUnits, read_samples
-from agentrl.engines.transfer import WeightRecipient
+from agentrl.engines.transfer import WeightDestination
 from agentrl.journal.rows import make_unit_reader
 from agentrl.learn.forward import TOP_TOKENS, HeadOutput
 from agentrl.learn.learner import Learner, StepAccumulator
@@ -45,8 +45,8 @@ from agentrl.learn.memory import shard_count
 from agentrl.learn.models import PolicyModel, load_models, load_references
 from agentrl.learn.packing import MicroBatch, pack
 from agentrl.learn.ranks import (
-    OneRank,
-    Ranks,
+    RankGroup,
+    SingleRankGroup,
     balanced_shares,
     broadcast_from_first_rank,
     equal_shares,
@@ -77,7 +77,7 @@ class PolicyTrainer:
         config: RunConfig,
         run_directory: Path,
         *,
-        ranks: Ranks | None = None,
+        ranks: RankGroup | None = None,
         read: ReadUnits | None = None,
         publishes: bool = True,
         loss: FunctionCode | None = None,
@@ -98,7 +98,7 @@ class PolicyTrainer:
         """
         self._config = config
         self._directory = run_directory
-        self._ranks: Ranks = ranks if ranks is not None else OneRank()
+        self._ranks: RankGroup = ranks if ranks is not None else SingleRankGroup()
         self._read = read if read is not None else make_unit_reader(run_directory)
         self._loss = make_loss(config.trainer, loss)
         self._gae = config.credit.advantage.gae
@@ -577,7 +577,7 @@ class PolicyTrainer:
         learner.version = version
         return reference
 
-    def send(self, version: PolicyVersion, recipient: WeightRecipient) -> None:
+    def send(self, version: PolicyVersion, recipient: WeightDestination) -> None:
         """Send the policy's full weights to an engine that asked for them. All ranks must call this.
 
         Raises:
@@ -754,7 +754,7 @@ class InProcessTrainer:
         """See `PolicyTrainer.publish`."""
         return await self._call(self._trainer.publish, policy, version)
 
-    async def send(self, version: PolicyVersion, recipient: WeightRecipient) -> None:
+    async def send(self, version: PolicyVersion, recipient: WeightDestination) -> None:
         """See `PolicyTrainer.send`."""
         await self._call(self._trainer.send, version, recipient)
 

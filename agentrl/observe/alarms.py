@@ -1,7 +1,7 @@
 """Alarms: problems in a run that do not end it, each with advice. Pure functions of `RunState`.
 
 An alarm looks at a window of the newest steps, so that a single odd step raises none, and stays silent if its inputs
-were not measured. The name of an alarm is stable; its text contains the measured values. `alarms.jsonl` has a line for
+were not measured. The name of an alarm is stable; its text contains the measured values. `find_alarms.jsonl` has a line for
 each alarm that a run raised.
 """
 
@@ -13,12 +13,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from agentrl.observe.metrics import BROKEN_FORMAT, DEMONSTRATED
-from agentrl.observe.run_state import open_lines, write_line
+from agentrl.observe.run_state import append_jsonl_line, open_jsonl_to_append
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from agentrl.observe.run_state import PolicyState, RunState, Values
+    from agentrl.observe.run_state import PolicyMetricHistory, RunState, Values
 
 FILE = "alarms.jsonl"
 
@@ -170,7 +170,7 @@ ADVICE_ON_DROPS = {
 }
 
 
-def alarms(state: RunState) -> list[Alarm]:
+def find_alarms(state: RunState) -> list[Alarm]:
     """Return the alarms of a run, the most severe first."""
     found: list[Alarm] = []
     for policy in state.policies.values():
@@ -192,7 +192,7 @@ def alarms(state: RunState) -> list[Alarm]:
     return found
 
 
-def _format_pays(policy: PolicyState) -> Iterator[Alarm]:
+def _format_pays(policy: PolicyMetricHistory) -> Iterator[Alarm]:
     broken: list[tuple[float, float]] = []
     kept: list[tuple[float, float]] = []
     for values in policy.steps.values():
@@ -230,12 +230,12 @@ def _pooled(steps: Sequence[tuple[float, float]]) -> tuple[float, float]:
     return mean, math.sqrt(variance / total)
 
 
-def _illegal_output(policy: PolicyState, window: Sequence[Values]) -> Iterator[Alarm]:
-    shares = values_of(window, "format/broken_turns")
+def _illegal_output(policy: PolicyMetricHistory, window: Sequence[Values]) -> Iterator[Alarm]:
+    shares = window_metric_values(window, "format/broken_turns")
     if len(shares) < WINDOW or min(shares) < BROKEN_SHARE or shares[-1] < 0.8 * shares[0]:
         return
-    kinds = sorted(((mean_of(values_of(window, name)), name) for name in BROKEN_FORMAT), reverse=True)
-    per_episode = max(mean_of(values_of(window, "episodes/turns")), 1e-9)
+    kinds = sorted(((mean_of(window_metric_values(window, name)), name) for name in BROKEN_FORMAT), reverse=True)
+    per_episode = max(mean_of(window_metric_values(window, "episodes/turns")), 1e-9)
     what = ", ".join(f"{name} {mean / per_episode:.0%}" for mean, name in kinds if mean > 0)
     yield Alarm(
         "illegal_output",
@@ -248,11 +248,11 @@ def _illegal_output(policy: PolicyState, window: Sequence[Values]) -> Iterator[A
     )
 
 
-def _nothing_taught(policy: PolicyState, window: Sequence[Values]) -> Iterator[Alarm]:
-    zero, rewards = values_of(window, "advantage/zero_share"), values_of(window, "reward/mean")
+def _nothing_taught(policy: PolicyMetricHistory, window: Sequence[Values]) -> Iterator[Alarm]:
+    zero, rewards = window_metric_values(window, "advantage/zero_share"), window_metric_values(window, "reward/mean")
     if len(zero) < len(window) or len(rewards) < len(window) or mean_of(zero) < ZERO_SHARE:
         return
-    if (alone := mean_of(values_of(window, "advantage/alone_share"))) >= ALONE_SHARE:
+    if (alone := mean_of(window_metric_values(window, "advantage/alone_share"))) >= ALONE_SHARE:
         yield Alarm(
             "alone",
             policy.name,
@@ -264,7 +264,7 @@ def _nothing_taught(policy: PolicyState, window: Sequence[Values]) -> Iterator[A
     _, history = policy.series("reward/mean")
     best = max(mean_of(history[at : at + WINDOW]) for at in range(len(history) - WINDOW + 1))
     spread, now = max(history) - min(history), mean_of(rewards)
-    entropy = values_of(window, "entropy")
+    entropy = window_metric_values(window, "entropy")
     tail = f", entropy {mean_of(entropy):.3f} nats per token" if entropy else ""
     text = (
         f"{mean_of(zero):.0%} of the units of the last {len(window)} steps have zero advantage, since the rewards "
@@ -293,7 +293,7 @@ def _nothing_taught(policy: PolicyState, window: Sequence[Values]) -> Iterator[A
         )
 
 
-def _no_signal_before_training(policy: PolicyState) -> Iterator[Alarm]:
+def _no_signal_before_training(policy: PolicyMetricHistory) -> Iterator[Alarm]:
     """Raise `no_signal` if the evaluation before training showed no signal and no step has taught anything since."""
     first = policy.evaluations.get(0, {})
     episodes = first.get("evaluation/episodes", 0.0)
@@ -309,8 +309,8 @@ def _no_signal_before_training(policy: PolicyState) -> Iterator[Alarm]:
         )
 
 
-def _staleness(policy: PolicyState, window: Sequence[Values]) -> Iterator[Alarm]:
-    lags, bound = values_of(window, "staleness/mean"), policy.max_staleness
+def _staleness(policy: PolicyMetricHistory, window: Sequence[Values]) -> Iterator[Alarm]:
+    lags, bound = window_metric_values(window, "staleness/mean"), policy.max_staleness
     if lags and bound is not None and mean_of(lags) > bound + max(0.25, 0.25 * bound):
         yield Alarm(
             "staleness",
@@ -321,10 +321,10 @@ def _staleness(policy: PolicyState, window: Sequence[Values]) -> Iterator[Alarm]
         )
 
 
-def _max_lag(policy: PolicyState, window: Sequence[Values]) -> Iterator[Alarm]:
-    exceeded = sum(values_of(window, "staleness/exceeded"))
+def _max_lag(policy: PolicyMetricHistory, window: Sequence[Values]) -> Iterator[Alarm]:
+    exceeded = sum(window_metric_values(window, "staleness/exceeded"))
     if exceeded:
-        largest = max(values_of(window, "staleness/max"))
+        largest = max(window_metric_values(window, "staleness/max"))
         yield Alarm(
             "max_lag",
             policy.name,
@@ -335,9 +335,9 @@ def _max_lag(policy: PolicyState, window: Sequence[Values]) -> Iterator[Alarm]:
         )
 
 
-def _mismatch(policy: PolicyState, window: Sequence[Values]) -> Iterator[Alarm]:
+def _mismatch(policy: PolicyMetricHistory, window: Sequence[Values]) -> Iterator[Alarm]:
     least, most = MISMATCH_STEPS
-    if any(values_of(newest_step_metrics(policy, most), DEMONSTRATED)):
+    if any(window_metric_values(newest_step_metrics(policy, most), DEMONSTRATED)):
         return  # k3 then tells how likely the environment's replies are, whose recorded probability is 1
     measured: list[Values] = []
     tokens = total = 0.0
@@ -346,10 +346,10 @@ def _mismatch(policy: PolicyState, window: Sequence[Values]) -> Iterator[Alarm]:
             measured.append(values)
             tokens += values.get("lag_tokens/0", 0.0)
             total += values.get("lag_tokens/0", 0.0) * values["lag_k3/0"]
-    k3 = mean_of(values_of(window, "k3"))
-    seats = {name: mean_of(values_of(window, name)) for name in names_of(window, "seat_k3")}
+    k3 = mean_of(window_metric_values(window, "k3"))
+    seats = {name: mean_of(window_metric_values(window, name)) for name in window_metric_names(window, "seat_k3")}
     if len(measured) >= least and tokens >= MISMATCH_TOKENS and total > MISMATCH_BOUND * tokens:
-        largest = max(values_of(measured, "lag_max_difference/0"), default=0.0)
+        largest = max(window_metric_values(measured, "lag_max_difference/0"), default=0.0)
         yield Alarm(
             "engine_mismatch",
             policy.name,
@@ -372,7 +372,7 @@ def _mismatch(policy: PolicyState, window: Sequence[Values]) -> Iterator[Alarm]:
         )
 
 
-def _selection_bias(policy: PolicyState) -> Iterator[Alarm]:
+def _selection_bias(policy: PolicyMetricHistory) -> Iterator[Alarm]:
     window = newest_step_metrics(policy, LENGTH_STEPS)
     off: list[str] = []
     for name, healthy, more, less in (
@@ -380,10 +380,10 @@ def _selection_bias(policy: PolicyState) -> Iterator[Alarm]:
         ("seconds_ratio", 1.0, "{:.0%} slower", "{:.0%} faster"),
         ("reward_shift", 0.0, "{:.2f} deviations of the reward easier", "{:.2f} deviations of the reward harder"),
     ):
-        values = values_of(window, f"selection_bias/{name}")
+        values = window_metric_values(window, f"selection_bias/{name}")
         if len(values) == LENGTH_STEPS and abs(values[-1] - healthy) > SELECTION_BIAS_BOUND:
             off.append((more if values[-1] > healthy else less).format(abs(values[-1] - healthy)))
-    held = values_of(window, "selection_bias/held_share")
+    held = window_metric_values(window, "selection_bias/held_share")
     if off:
         yield Alarm(
             "selection_bias",
@@ -442,7 +442,10 @@ def _coevolution_alarms(state: RunState) -> Iterator[Alarm]:
 def _proposals(window: Sequence[Values]) -> Iterator[Alarm]:
     if len(window) < WINDOW or not any("gate/acceptance" in v or "proposals/made" in v for v in window):
         return
-    gate, entropy = values_of(window, "gate/acceptance"), values_of(window, "proposals/structure_entropy")
+    gate, entropy = (
+        window_metric_values(window, "gate/acceptance"),
+        window_metric_values(window, "proposals/structure_entropy"),
+    )
     if len(gate) == WINDOW and max(gate) < GATE_SHARE:
         yield Alarm(
             "gate_closed",
@@ -459,8 +462,8 @@ def _proposals(window: Sequence[Values]) -> Iterator[Alarm]:
             "trainer.entropy_bonus = 0.04, a penalty on the `share` that `ctx.remember` returns, or a checkpoint from "
             "before the entropy fell",
         )
-    made = total(window, "proposals/made")
-    repeated = weighted(window, "proposals/repeated", "proposals/made")
+    made = window_metric_sum(window, "proposals/made")
+    repeated = window_weighted_mean(window, "proposals/repeated", "proposals/made")
     if made >= MIN_PROPOSALS and repeated >= REPEATED_SHARE:
         yield Alarm(
             "proposals_repeat",
@@ -469,9 +472,9 @@ def _proposals(window: Sequence[Values]) -> Iterator[Alarm]:
             "refuse them at the gate: `proposer.gate(known.times == 0, penalty=-0.5)` after `known = await "
             "ctx.remember(…)`; trainer.entropy_bonus = 0.04",
         )
-    groups = total(window, "pass_rate/groups")
+    groups = window_metric_sum(window, "pass_rate/groups")
     frontier, nobody, everybody = (
-        weighted(window, f"pass_rate/{name}", "pass_rate/groups") for name in ("frontier", "0", "1")
+        window_weighted_mean(window, f"pass_rate/{name}", "pass_rate/groups") for name in ("frontier", "0", "1")
     )
     if groups >= MIN_PROPOSALS and frontier < FRONTIER_SHARE:
         easy = everybody > nobody
@@ -489,8 +492,10 @@ def _proposals(window: Sequence[Values]) -> Iterator[Alarm]:
 
 
 def _one_seat_wins(window: Sequence[Values]) -> Iterator[Alarm]:
-    games = total(window, "episodes/decided")
-    shares = {name: weighted(window, name, "episodes/decided") for name in names_of(window, "won")}
+    games = window_metric_sum(window, "episodes/decided")
+    shares = {
+        name: window_weighted_mean(window, name, "episodes/decided") for name in window_metric_names(window, "won")
+    }
     if len(window) < WINDOW or games < MIN_GAMES or max(shares.values(), default=0.0) < SEAT_SHARE:
         return
     name = max(shares, key=lambda seat: shares[seat])
@@ -504,14 +509,14 @@ def _one_seat_wins(window: Sequence[Values]) -> Iterator[Alarm]:
     )
 
 
-def _loses_to_pool(policy: PolicyState, opponent: str) -> Iterator[Alarm]:
+def _loses_to_pool(policy: PolicyMetricHistory, opponent: str) -> Iterator[Alarm]:
     rate, played = f"win_rate/{opponent}", f"games/{opponent}"
     window = newest_step_metrics(policy)
     before = newest_step_metrics(policy, len(policy.steps))[:-WINDOW]
-    games, earlier = total(window, played), total(before, played)
+    games, earlier = window_metric_sum(window, played), window_metric_sum(before, played)
     if min(games, earlier) < MIN_GAMES:
         return
-    now, then = weighted(window, rate, played), weighted(before, rate, played)
+    now, then = window_weighted_mean(window, rate, played), window_weighted_mean(before, rate, played)
     error = 0.5 * math.sqrt(1.0 / games + 1.0 / earlier)  # upper bound on the standard error of a share
     if now < LOSING_RATE and then - now > LOSING_ERRORS * error:
         yield Alarm(
@@ -525,7 +530,7 @@ def _loses_to_pool(policy: PolicyState, opponent: str) -> Iterator[Alarm]:
         )
 
 
-def _starved(policy: PolicyState, state: RunState) -> Iterator[Alarm]:
+def _starved(policy: PolicyMetricHistory, state: RunState) -> Iterator[Alarm]:
     plan, whole = state.plan, state.plan.steps_of(policy.name)
     learns_always = policy.name in plan.max_staleness and policy.name not in plan.phased
     if not learns_always or (whole and policy.step >= whole):
@@ -542,17 +547,17 @@ def _starved(policy: PolicyState, state: RunState) -> Iterator[Alarm]:
         )
 
 
-def newest_step_metrics(policy: PolicyState, steps: int = WINDOW) -> list[Values]:
+def newest_step_metrics(policy: PolicyMetricHistory, steps: int = WINDOW) -> list[Values]:
     """Return the metrics of the policy's newest steps, in order."""
     return list(itertools.islice(reversed(policy.steps.values()), steps))[::-1]
 
 
-def values_of(window: Sequence[Values], name: str) -> list[float]:
+def window_metric_values(window: Sequence[Values], name: str) -> list[float]:
     """Return the measured values of a metric."""
     return [values[name] for values in window if name in values]
 
 
-def names_of(window: Sequence[Values], group: str) -> list[str]:
+def window_metric_names(window: Sequence[Values], group: str) -> list[str]:
     """Return the names of the measured metrics `group/<…>`."""
     return sorted({name for values in window for name in values if name.startswith(f"{group}/")})
 
@@ -562,20 +567,22 @@ def mean_of(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else 0.0
 
 
-def total(window: Sequence[Values], name: str) -> float:
+def window_metric_sum(window: Sequence[Values], name: str) -> float:
     """Return the sum of a metric over a window."""
-    return sum(values_of(window, name))
+    return sum(window_metric_values(window, name))
 
 
-def weighted(window: Sequence[Values], name: str, weight: str) -> float:
+def window_weighted_mean(window: Sequence[Values], name: str, weight: str) -> float:
     """Return the mean of a share, weighted by another metric."""
-    return sum(v[name] * v[weight] for v in window if name in v and weight in v) / max(total(window, weight), 1e-9)
+    return sum(v[name] * v[weight] for v in window if name in v and weight in v) / max(
+        window_metric_sum(window, weight), 1e-9
+    )
 
 
 def write_alarm(directory: Path, alarm: Alarm, step: int) -> None:
-    """Append a newly raised alarm and its step to `alarms.jsonl`; disk errors are ignored."""
+    """Append a newly raised alarm and its step to `find_alarms.jsonl`; disk errors are ignored."""
     try:
-        with open_lines(directory / FILE) as file:
-            write_line(file, {"step": step, **alarm._asdict()})
+        with open_jsonl_to_append(directory / FILE) as file:
+            append_jsonl_line(file, {"step": step, **alarm._asdict()})
     except OSError:
         return

@@ -32,7 +32,7 @@ _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib"
 
 
 @contextlib.contextmanager
-def watch_loop(
+def watch_event_loop(
     tell: Callable[[str], None],
     *,
     longest_s: float = BLOCKED_S,

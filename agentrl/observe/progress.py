@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol, TextIO
 
 from agentrl.core.clock import SystemClock
 from agentrl.core.text import format_rate, plural
-from agentrl.observe.view import duration, render_run_screen, terminal_safe_line
+from agentrl.observe.view import format_duration, render_run_screen, terminal_safe_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -75,13 +75,13 @@ class LineDisplay:
         """Write the metrics of a step."""
         name, steps = f"{policy} " if len(self._state.policies) > 1 else "", self._state.plan.steps_of(policy)
         left = self._state.policies[policy].seconds_left(steps) if policy in self._state.policies else None
-        eta = f"  about {duration(left)} left" if left and step < steps else ""
+        eta = f"  about {format_duration(left)} left" if left and step < steps else ""
         self.line(f"{name}step {step}/{steps}  {format_step_metrics(metrics)}{eta}")
 
     def evaluation(self, versions: Mapping[str, PolicyVersion], metrics: Mapping[str, Mapping[str, float]]) -> None:
         """Write the results of an evaluation."""
         for policy, version in versions.items():
-            self.line(evaluation_line(version, metrics[policy]))
+            self.line(format_evaluation_metrics(version, metrics[policy]))
 
     def show(self) -> None:
         """See `Display.show`; does nothing, because all changes are written at once."""
@@ -117,7 +117,7 @@ class LiveScreenDisplay:
     def evaluation(self, versions: Mapping[str, PolicyVersion], metrics: Mapping[str, Mapping[str, float]]) -> None:
         """Write the results above the screen."""
         for policy, version in versions.items():
-            self.line(evaluation_line(version, metrics[policy]))
+            self.line(format_evaluation_metrics(version, metrics[policy]))
 
     def show(self) -> None:
         """Redraw the screen."""
@@ -133,7 +133,7 @@ def make_progress_display(state: RunState, stream: TextIO) -> Display:
     return LiveScreenDisplay(state, stream) if stream.isatty() else LineDisplay(state, stream)
 
 
-def evaluation_line(version: PolicyVersion, metrics: Mapping[str, float]) -> str:
+def format_evaluation_metrics(version: PolicyVersion, metrics: Mapping[str, float]) -> str:
     """Return the result of an evaluation for one policy as one line."""
     seats = [
         f"{name.removeprefix(SEAT_REWARD)} {value:.3f}"

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from agentrl.core.clock import Clock, SystemClock
 from agentrl.core.text import escape_line, plural
-from agentrl.observe.alarms import alarms, write_alarm
+from agentrl.observe.alarms import find_alarms, write_alarm
 from agentrl.observe.progress import Display, make_progress_display, spinner
 from agentrl.observe.run_state import (
     MetricsFile,
@@ -28,10 +28,10 @@ from agentrl.observe.run_state import (
     bottleneck,
     read_metrics,
     with_engine_share,
-    write_status,
+    write_run_snapshot,
 )
 from agentrl.observe.sinks import Sink
-from agentrl.observe.view import curve
+from agentrl.observe.view import plot_curve
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -160,7 +160,7 @@ class RunObserver:
             steps, rewards = policy.series("reward/mean")
             whose = f" of {escape_line(policy.name)}" if len(stepped) > 1 else ""
             title = f"training reward{whose} by optimizer step"
-            self._stream.write("\n" + curve(rewards, steps=steps, title=title) + "\n")
+            self._stream.write("\n" + plot_curve(rewards, steps=steps, title=title) + "\n")
         self._stream.write(self._held_out(summary["held_out_tasks"]))
         self._stream.write(_chosen(summary))
         planned, reached = (
@@ -229,10 +229,10 @@ class RunObserver:
     def _set_status(self, status: RunSnapshot) -> None:
         now = self._clock.monotonic() - self._started
         self.state.status = replace(status, wall=self._clock.wall(), seconds=now)
-        write_status(self._directory.path, self.state.status)
+        write_run_snapshot(self._directory.path, self.state.status)
 
     def _raise_alarms(self) -> None:
-        for alarm in alarms(self.state):
+        for alarm in find_alarms(self.state):
             if (alarm.name, alarm.policy) not in self._raised:
                 self._raised.add((alarm.name, alarm.policy))
                 write_alarm(self._directory.path, alarm, max((p.step for p in self.state.policies.values()), default=0))

@@ -81,7 +81,7 @@ class RunSnapshot:
     """Seconds since the start of the run; set by the observer."""
 
 
-def write_status(directory: Path, status: RunSnapshot) -> None:
+def write_run_snapshot(directory: Path, status: RunSnapshot) -> None:
     """Write `status.json` atomically; disk errors are ignored."""
     try:
         replace_file(directory / STATUS_FILE, msgspec.json.encode(status))
@@ -89,7 +89,7 @@ def write_status(directory: Path, status: RunSnapshot) -> None:
         return
 
 
-def read_status(directory: Path) -> RunSnapshot | None:
+def read_run_snapshot(directory: Path) -> RunSnapshot | None:
     """Read `status.json`; None if this version cannot read it or it does not exist."""
     try:
         with open_regular(directory / STATUS_FILE) as file:
@@ -135,7 +135,7 @@ class RunDisplaySettings:
 
 
 @dataclass(slots=True, kw_only=True)
-class PolicyState:
+class PolicyMetricHistory:
     """Metrics of one policy."""
 
     name: str
@@ -192,7 +192,7 @@ class RunState:
 
     plan: RunDisplaySettings
     path: str = ""
-    policies: dict[str, PolicyState] = field(default_factory=dict)
+    policies: dict[str, PolicyMetricHistory] = field(default_factory=dict)
     status: RunSnapshot | None = None
     standing: str = "running"
     """State of the process that leads the run: `running`, or how it ended; see `agentrl.journal.process`."""
@@ -201,12 +201,12 @@ class RunState:
 
     def __post_init__(self) -> None:
         for name, bound in self.plan.max_staleness.items():
-            self.policies.setdefault(name, PolicyState(name=name, max_staleness=bound))
+            self.policies.setdefault(name, PolicyMetricHistory(name=name, max_staleness=bound))
 
     def record(self, policy: str, step: int, values: Values) -> None:
         """Record a line of metrics; values that are not finite or exceed `LARGEST` are left out."""
         known = {name: value for name, value in values.items() if abs(value) <= LARGEST}
-        state = self.policies.setdefault(policy, PolicyState(name=policy))
+        state = self.policies.setdefault(policy, PolicyMetricHistory(name=policy))
         if any(name.startswith("evaluation/") for name in known):
             state.evaluations[step] = known
         else:
@@ -306,7 +306,7 @@ class MetricsFile:
         """
         self.path = Path(path)
         try:
-            self._file = open_lines(self.path)
+            self._file = open_jsonl_to_append(self.path)
         except OSError as error:
             raise StorageError(f"{self.path}: metrics cannot be written ({error.strerror})") from error
 
@@ -318,7 +318,7 @@ class MetricsFile:
         """
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
         try:
-            write_line(self._file, {"policy": policy, "step": step, **finite})
+            append_jsonl_line(self._file, {"policy": policy, "step": step, **finite})
         except OSError as error:
             raise StorageError(
                 f"{self.path}: metrics cannot be written ({error.strerror}); {os_error_advice(error)}"
@@ -329,7 +329,7 @@ class MetricsFile:
         self._file.close()
 
 
-def open_lines(path: Path) -> FileIO:
+def open_jsonl_to_append(path: Path) -> FileIO:
     """Open a file of lines to append, unbuffered. A last line that a kill cut short is terminated first.
 
     Raises:
@@ -351,7 +351,7 @@ def open_lines(path: Path) -> FileIO:
         raise
 
 
-def write_line(file: FileIO, record: Mapping[str, Any]) -> None:
+def append_jsonl_line(file: FileIO, record: Mapping[str, Any]) -> None:
     """Append a record as a line of JSON.
 
     Raises:

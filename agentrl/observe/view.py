@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from agentrl.core.text import escape_line, format_rate, plural
-from agentrl.observe.alarms import Alarm, alarms
+from agentrl.observe.alarms import Alarm, find_alarms
 from agentrl.observe.metrics import find_registered_metric
 from agentrl.observe.run_state import SILENT_S
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from agentrl.core.records import ProcessStatus
-    from agentrl.observe.run_state import PolicyState, RunSnapshot, RunState
+    from agentrl.observe.run_state import PolicyMetricHistory, RunSnapshot, RunState
 
 WIDTH = 100
 """Maximum width of the view in characters; the minimum is 60."""
@@ -59,7 +59,7 @@ def render_run_screen(state: RunState, *, width: int = WIDTH, age_s: float | Non
         age_s: seconds since another process wrote the status; None: the status is current.
     """
     width = max(60, min(width, WIDTH))
-    found = alarms(state)
+    found = find_alarms(state)
     parts: list[RenderableType] = [_heading(state, width, age_s)]
     if found:  # placed first, because a short terminal cuts off the end
         parts.append(_alarms(found))
@@ -87,7 +87,7 @@ def terminal_safe_line(text: str) -> str:
     return escape_line(text)
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Format a duration in seconds for people.
 
     Example:
@@ -117,9 +117,9 @@ def _heading(state: RunState, width: int, age_s: float | None) -> Text:
         if total:
             text.append_text(_bar(ended / total, 12))
     if status.seconds:
-        text.append(f"  {duration(status.seconds)}", "dim")
+        text.append(f"  {format_duration(status.seconds)}", "dim")
     if age_s is not None and age_s > SILENT_S and is_running:
-        text.append(f"  silent for {duration(age_s)}: is it alive?", "bold yellow")
+        text.append(f"  silent for {format_duration(age_s)}: is it alive?", "bold yellow")
     return _cut(text, width)
 
 
@@ -128,7 +128,7 @@ def _cut(text: Text, width: int) -> Text:
     return text
 
 
-def _progress(state: RunState, policy: PolicyState, width: int, *, several: bool) -> Text:
+def _progress(state: RunState, policy: PolicyMetricHistory, width: int, *, several: bool) -> Text:
     steps = state.plan.steps_of(policy.name)
     text = Text().append(f"{terminal_safe_line(policy.name)}  " if several else "", "bold")
     text.append(f"step {policy.step}" + (f"/{steps}  " if steps else ""))
@@ -136,20 +136,21 @@ def _progress(state: RunState, policy: PolicyState, width: int, *, several: bool
         text.append_text(_bar(min(policy.step / steps, 1.0), max(10, min(40, width - 50))))
         left = policy.seconds_left(steps)
         if left is not None and policy.step < steps:
-            text.append(f"  about {duration(left)} left", "dim")
+            text.append(f"  about {format_duration(left)} left", "dim")
     return text
 
 
-def _plot(policy: PolicyState, width: int) -> RenderableType:
+def _plot(policy: PolicyMetricHistory, width: int) -> RenderableType:
     steps, rewards = policy.series("reward/mean")
     if len(rewards) < 2:
         return Text("reward: the curve begins with the second step", "dim")
     return Text(
-        curve(rewards, steps=steps, title="reward of training by step", width=width - 10, height=PLOT_HEIGHT), "green"
+        plot_curve(rewards, steps=steps, title="reward of training by step", width=width - 10, height=PLOT_HEIGHT),
+        "green",
     )
 
 
-def _figures(policy: PolicyState, width: int, *, several: bool) -> RenderableType:
+def _figures(policy: PolicyMetricHistory, width: int, *, several: bool) -> RenderableType:
     table = Table.grid(padding=(0, 2))
     for _ in range(2):
         table.add_column(style="dim", no_wrap=True)
@@ -178,7 +179,7 @@ def _figures(policy: PolicyState, width: int, *, several: bool) -> RenderableTyp
     return table
 
 
-def _by_word(policy: PolicyState) -> list[tuple[str, str, str]]:
+def _by_word(policy: PolicyMetricHistory) -> list[tuple[str, str, str]]:
     rows = [
         (label.format(terminal_safe_line(name.partition("/")[2])[:16]), name, form)
         for group, label, form in BY_WORD
@@ -188,7 +189,7 @@ def _by_word(policy: PolicyState) -> list[tuple[str, str, str]]:
     return rows[:MAX_WORDS]
 
 
-def _held_out(policy: PolicyState) -> Text:
+def _held_out(policy: PolicyMetricHistory) -> Text:
     steps, values = policy.series("evaluation/reward")
     if not values:
         return Text("not measured yet", "dim")
@@ -246,7 +247,7 @@ def _bar(share: float, width: int) -> Text:
     return Text("█" * filled, "green").append("░" * (width - filled), "dim")
 
 
-def curve(
+def plot_curve(
     values: Sequence[float], *, steps: Sequence[int] = (), title: str = "", width: int = 64, height: int = 10
 ) -> str:
     """Return a plot with axis labels, and with its first and last values in the title.

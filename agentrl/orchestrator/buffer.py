@@ -1,7 +1,7 @@
 """The buffer: episodes enter whole, are released by their group's rule, and leave as units exactly once.
 
 `EpisodeBuffer` owns every training episode between admission and its optimizer step, as headers only: token data stays
-in the journal. A `ReleasePolicy` decides when members of a group are released and with which advantages:
+in the journal. A `GroupReleasePolicy` decides when members of a group are released and with which advantages:
 `WholeGroupRelease` waits for all of them (`credit.release = "group"`), `FirstFinishersRelease` does not (`late`,
 `episode`). The `Ledger` proves that no episode and no unit is lost or trained twice. This module does not handle
 versions, capacity or execution.
@@ -33,11 +33,11 @@ from agentrl.core.records import (
 )
 from agentrl.credit.advantages import (
     Advantage,
+    AdvantageEstimator,
     AdvantageFunction,
     AgentCredit,
-    Estimator,
     Group,
-    ReleaseRule,
+    GroupReleaseRule,
     advantages_to_go,
     baseline_members,
     leave_one_out,
@@ -162,7 +162,7 @@ class OpenGroup:
         return released
 
 
-class ReleasePolicy(Protocol):
+class GroupReleasePolicy(Protocol):
     """Decides when members of a group are released to the trainer, and with which credits."""
 
     compares: bool
@@ -191,7 +191,7 @@ class WholeGroupRelease:
     def __init__(
         self,
         trainable: Iterable[str],
-        advantage: AdvantageFunction | Estimator,
+        advantage: AdvantageFunction | AdvantageEstimator,
         *,
         to_go: bool = False,
         history: RewardHistory | None = None,
@@ -252,7 +252,7 @@ class WholeGroupRelease:
     def _credited(self, group: Group) -> Sequence[AgentCredit]:
         """Compute the advantage of each agent of a group."""
         to_go = self._to_go and any(group.turn_rewards)
-        if isinstance(self._advantage, Estimator):
+        if isinstance(self._advantage, AdvantageEstimator):
             return self._advantage.to_go(group) if to_go else self._advantage(group)
         by_turn: Sequence[tuple[float, ...]] = [()] * len(group.rewards)
         if to_go:
@@ -288,7 +288,7 @@ class FirstFinishersRelease:
     def __init__(
         self,
         trainable: Iterable[str],
-        rule: ReleaseRule,
+        rule: GroupReleaseRule,
         *,
         history: RewardHistory,
         freeze: Callable[[FrozenGroupBaselines], None],
@@ -429,7 +429,7 @@ class EpisodeBuffer:
     def __init__(
         self,
         trainable: Iterable[str],
-        release: ReleasePolicy,
+        release: GroupReleasePolicy,
         *,
         resolved_before: Mapping[tuple[str, str], str | None] | None = None,
         selection_bias: Mapping[str, SelectionBiasTracker] | None = None,

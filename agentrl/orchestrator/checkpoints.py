@@ -35,7 +35,7 @@ from agentrl.core.text import plural
 from agentrl.credit.baselines import DecayingMean, RoleMeans, SeatRole
 from agentrl.journal.port import JournalStore, PruneRule
 from agentrl.orchestrator.buffer import Ledger
-from agentrl.orchestrator.versions import NOT_MEASURED, RunningBest, read_running_best
+from agentrl.orchestrator.versions import NOT_MEASURED, BestRunningMean, decode_best_running_mean
 
 FORMAT = 0
 KEPT_CHECKPOINTS = 2
@@ -58,7 +58,7 @@ class Manifest:
     directory: Path
     versions: Mapping[str, PolicyVersion]
     role_means: Mapping[SeatRole, DecayingMean] = field(default_factory=dict)
-    measured: RunningBest = NOT_MEASURED
+    measured: BestRunningMean = NOT_MEASURED
     opponents: Mapping[str, tuple[PolicyVersion, ...]] = field(default_factory=dict)
     """Versions from which opponents were drawn, keyed by pool, oldest first."""
 
@@ -83,7 +83,7 @@ class CheckpointWriter:
         versions: Mapping[str, PolicyVersion],
         ledger: Ledger,
         roles: RoleMeans | None = None,
-        measured: RunningBest = NOT_MEASURED,
+        measured: BestRunningMean = NOT_MEASURED,
         opponents: Mapping[str, Sequence[PolicyVersion]] = MappingProxyType({}),
     ) -> Path:
         """Save the trainer and seal it with a manifest; the control log must have been flushed.
@@ -263,7 +263,7 @@ def _read(directory: Path, disk: Disk) -> tuple[Manifest, Mapping[str, str]]:
             for policy, (lineage, step) in content["versions"].items()
         }
         role_means = _role_means(content["role_means"])
-        measured = read_running_best(content["measured"])
+        measured = decode_best_running_mean(content["measured"])
         opponents = {
             name: tuple(PolicyVersion(str(policy), int(lineage), int(step)) for policy, lineage, step in pool)
             for name, pool in content["opponents"].items()

@@ -18,7 +18,7 @@ from agentrl.core import ids
 from agentrl.core.errors import AgentRLError, InputError
 from agentrl.core.ids import random_stream
 from agentrl.core.records import EpisodeHeader, Proposal, ProposalNovelty, Task
-from agentrl.environment.base import SelectingTaskSource, TaskSource, describe_foreign_error
+from agentrl.environment.base import SelectingTaskSource, TaskSource, describe_user_code_error
 from agentrl.environment.mixture import MEMBER, MixedTasks
 
 _SHUFFLE_LIMIT = 1_000_000
@@ -97,7 +97,7 @@ class Curriculum:
         except AgentRLError:
             raise
         except Exception as error:
-            raise InputError(f"the task source raised {describe_foreign_error(error)}") from error
+            raise InputError(f"the task source raised {describe_user_code_error(error)}") from error
 
     def _take_visible(self, number: int) -> list[GroupResult]:
         """Remove and return the results visible to a group, in the order in which the source receives them."""

@@ -388,7 +388,7 @@ class OpponentPools:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunningBest:
+class BestRunningMean:
     """The newest measurements of a metric, and its best running mean so far."""
 
     what: str = ""
@@ -411,11 +411,11 @@ class RunningBest:
         }
 
 
-NOT_MEASURED = RunningBest()
+NOT_MEASURED = BestRunningMean()
 
 
-def read_running_best(data: Mapping[str, Any]) -> RunningBest:
-    """Read the output of `RunningBest.as_data`.
+def decode_best_running_mean(data: Mapping[str, Any]) -> BestRunningMean:
+    """Read the output of `BestRunningMean.as_data`.
 
     Raises:
         KeyError: a field is missing.
@@ -428,7 +428,7 @@ def read_running_best(data: Mapping[str, Any]) -> RunningBest:
     best = float(data["best"]) if versions else -math.inf
     if not all(map(math.isfinite, [*newest, best] if versions else newest)):
         raise ValueError("a measurement is not finite")
-    return RunningBest(what=str(data["what"]), newest=newest, best=best, versions=versions)
+    return BestRunningMean(what=str(data["what"]), newest=newest, best=best, versions=versions)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -464,13 +464,13 @@ class BestCheckpointTracker:
     """Distance from the best mean, in the bad direction, at which the run ends."""
     checkpoints: int = 1
     """Number of newest checkpoints that a run may resume from."""
-    measured: RunningBest = NOT_MEASURED
-    _saved: deque[RunningBest] = field(init=False)
+    measured: BestRunningMean = NOT_MEASURED
+    _saved: deque[BestRunningMean] = field(init=False)
 
     def __post_init__(self) -> None:
         what = f"{self._sign:+.0f} {self.metric} of {self.policy}, {self.window}{self.over and f', {self.over}'}"
         if self.measured.what != what:
-            self.measured = RunningBest(what=what)
+            self.measured = BestRunningMean(what=what)
         self._saved = deque([self.measured], maxlen=self.checkpoints)
 
     def record_metrics(self, policy: str, metrics: Mapping[str, float], versions: Mapping[str, PolicyVersion]) -> None:

@@ -1,6 +1,6 @@
 """One agent of a running episode: the engine samples its turns, or the journal replays them.
 
-`LiveAgent.act` handles a turn: it turns new messages into tokens (`TokenRows`), gets the call's id in the journal and,
+`LiveAgent.act` handles a turn: it turns new messages into tokens (`AgentTokenRows`), gets the call's id in the journal and,
 if the journal does not hold the reply, samples it with the engine. Each interruption costs one more engine call: an
 abort, a park, the loss of the engine, the death of the previous process.
 
@@ -48,13 +48,13 @@ from agentrl.core.records import (
 )
 from agentrl.core.text import plural
 from agentrl.environment.base import Agent, LimitReachedError, check_reward_name, finite_reward, valid_unicode
-from agentrl.journal.entries import Pause, RewardEntry, TurnEntry, TurnVersionSpan, anchor_state_hash, request_hash
+from agentrl.journal.entries import RewardEntry, TurnEntry, TurnPause, TurnVersionSpan, anchor_state_hash, request_hash
 from agentrl.observe.metrics import DEMONSTRATED, GATE_PASSED, GATE_REFUSED
 from agentrl.rollout.branches import shortened_repr
-from agentrl.rollout.byte_formats import JsonFormat
+from agentrl.rollout.byte_formats import JsonChatFormat
 from agentrl.rollout.call_journal import CallExecution, encode, encode_arguments
 from agentrl.rollout.template_history import applicable_rewrite_causes
-from agentrl.rollout.turn_entries import completion_from_entry, decode_message, message_data
+from agentrl.rollout.turn_entries import completion_from_entry, decode_message, encode_message
 
 if TYPE_CHECKING:
     from agentrl.core.ports import ChatFormat, EngineSession
@@ -125,7 +125,7 @@ class TurnSampler:
         """Request id of the running engine call."""
         self._partial: PartialTurn | None = None
         """Turn in progress."""
-        self.pauses: tuple[Pause, ...] = ()
+        self.pauses: tuple[TurnPause, ...] = ()
         """Pauses of the turn in progress, or of the last turn."""
         self._sampled = 0
         """Number of tokens sampled so far, which determines the priority of a call."""
@@ -230,7 +230,7 @@ class TurnSampler:
         clock = self._episode.services.clock
         since = clock.monotonic()
         yield
-        self.pauses = (*self.pauses, Pause(turn.sampled, clock.monotonic() - since, why))
+        self.pauses = (*self.pauses, TurnPause(turn.sampled, clock.monotonic() - since, why))
 
     def _release_kv(self) -> None:
         if self._reservation is not None:
@@ -334,7 +334,7 @@ class LiveAgent(TurnSampler, Agent):
         super().__init__(episode, seat, index)
         self.rewards: tuple[float, ...] = ()
         self.counts: dict[str, float] = {}
-        self._rows = TokenRows(self._settings.chat_format, tools)
+        self._rows = AgentTokenRows(self._settings.chat_format, tools)
         self._turns: list[Turn] = []
         self._turn_rewards: dict[int, float] | None = None
         self._turn_states = b""
@@ -537,7 +537,7 @@ class LiveAgent(TurnSampler, Agent):
     def _tokens_of(self, completion: Completion) -> int:
         """Return the number of sampled tokens; for a remote endpoint its own count, else the bytes of its line."""
         chat_format, own = self._settings.chat_format, len(completion.token_ids)
-        if not isinstance(chat_format, JsonFormat):
+        if not isinstance(chat_format, JsonChatFormat):
             return own
         return chat_format.usage(completion.token_ids.tolist()).get("completion_tokens", own)
 
@@ -595,7 +595,7 @@ class LiveAgent(TurnSampler, Agent):
         before: int,
         completion: Completion,
         seconds: float,
-        pauses: tuple[Pause, ...],
+        pauses: tuple[TurnPause, ...],
         state: str | None = None,
     ) -> TurnEntry:
         """Make the journal entry of the agent's next turn.
@@ -629,7 +629,7 @@ class LiveAgent(TurnSampler, Agent):
                 [TurnVersionSpan(s.start, s.stop, s.version.lineage, s.version.step) for s in completion.spans]
             ),
             text=chat_format.decode(sampled),
-            messages=tuple([message_data(message) for message in messages]),
+            messages=tuple([encode_message(message) for message in messages]),
             temperature=self._settings.sampling.temperature,
             seconds=seconds,
             started=self._episode.services.clock.wall() - seconds,
@@ -653,7 +653,7 @@ class LiveAgent(TurnSampler, Agent):
         self._episode.partials.turn_recorded(call)
 
 
-class TokenRows:
+class AgentTokenRows:
     """Message ↔ token bookkeeping of one agent: its rows of tokens, the last of them open.
 
     1. A row's tokens are, turn by turn, `context_ids + token_ids`: exactly the engine's input and output, so the

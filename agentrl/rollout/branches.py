@@ -26,10 +26,10 @@ from agentrl.journal.entries import (
     ChildResultEntry,
     EffectEntry,
     EntryBody,
+    GatherOrderEntry,
     JournalEntry,
     NondeterministicValueEntry,
-    OrderEntry,
-    ResourceEntry,
+    ResourceCallEntry,
     RewardEntry,
     SpawnEntry,
     TimeLimitEntry,
@@ -429,7 +429,7 @@ def describe_entry(body: EntryBody) -> str:
             return f"the tool call {body.name}({shortened_repr(body.arguments)})"
         case EffectEntry():
             return f"the effect {body.name!r}"
-        case ResourceEntry():
+        case ResourceCallEntry():
             return f"the call {body.resource}.{body.method}({shortened_repr(body.arguments)})"
         case ChildResultEntry():
             return f"the wait for {body.child}"
@@ -441,7 +441,7 @@ def describe_entry(body: EntryBody) -> str:
             return f"{body.kind} = {shortened_repr(body.value)}"
         case TimeLimitEntry():
             return f"the end of the episode's time ({body.stop_reason})"
-        case OrderEntry():
+        case GatherOrderEntry():
             return f"the order in which {len(body.order)} branches ended"
     return f"an entry of kind {type(body).__struct_config__.tag}"
 

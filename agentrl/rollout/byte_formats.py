@@ -1,10 +1,10 @@
 """Chat formats that need no tokenizer: a token is a UTF-8 byte.
 
-`PlainFormat` is for tests, simulations and the environment checker: ids 256 and above are control tokens, tool calls
+`PlainChatFormat` is for tests, simulations and the environment checker: ids 256 and above are control tokens, tool calls
 are written in the Hermes form, and content never becomes a control token. It needs no files and no libraries, and costs
 little compared with the loop it tests.
 
-`JsonFormat` is for policies behind a chat endpoint, which take messages and return a message; their tokens are not
+`JsonChatFormat` is for policies behind a chat endpoint, which take messages and return a message; their tokens are not
 visible. The context is the conversation itself, a JSON line per message in OpenAI's form (the first may hold the
 tools), and the engine (`engines/remote.py`) reads it back, so journal, replay and forks work as for any other policy. A
 line with `refused` is not a message: the endpoint declined to answer. If it names a limit, such as the length of the
@@ -36,11 +36,11 @@ _CONTROL = re.compile("(" + "|".join(map(re.escape, _IDS)) + ")")
 _PROMPT = [START_TOKEN, *b"assistant\n"]
 
 
-class PlainFormat:
+class PlainChatFormat:
     """A chat format with `<|start|>role\\ncontent<|stop|>` per message, in bytes.
 
     Example:
-        >>> chat = PlainFormat()
+        >>> chat = PlainChatFormat()
         >>> chat.parse(chat.encode("hello") + [STOP_TOKEN]).content
         'hello'
     """
@@ -119,11 +119,11 @@ def _call_text(call: ToolCall) -> str:
     return f'{OPEN}{{"name":{json.dumps(call.name)},"arguments":{arguments}}}{CLOSE}'
 
 
-class JsonFormat:
+class JsonChatFormat:
     """A chat format with one line of JSON per message.
 
     Example:
-        >>> chat = JsonFormat()
+        >>> chat = JsonChatFormat()
         >>> chat.decode(chat.extend([Message(role="user", content="2 + 3?")], after="stop"))
         '{"role": "user", "content": "2 + 3?"}\\n'
     """

@@ -33,12 +33,12 @@ from agentrl.core.errors import (
 )
 from agentrl.core.records import REWARD
 from agentrl.environment.base import LimitReachedError, valid_unicode
-from agentrl.environment.containment import GlobalRandomState, GuardedAwaitable, RandomDrawDetector, StepGuard
+from agentrl.environment.containment import CoroutineStepGuard, GlobalRandomState, GuardedAwaitable, RandomDrawDetector
 from agentrl.journal.entries import (
     BeginEntry,
     CancelEntry,
+    EffectIntentEntry,
     EntryBody,
-    IntentEntry,
     JournalEntry,
     PatchMarkerEntry,
     RewardEntry,
@@ -481,9 +481,9 @@ class CallJournal:
     def intend(self, call: JournaledCall, name: str) -> bool:
         """Record that a `once` call is about to be performed; returns False if that was already recorded."""
         intent = self._unnumbered(f"{call.call_id}!")
-        if self.recall(intent, IntentEntry) is not None:
+        if self.recall(intent, EffectIntentEntry) is not None:
             return False
-        self.write(intent, IntentEntry(name))
+        self.write(intent, EffectIntentEntry(name))
         return True
 
     def patched(self, name: str) -> bool:
@@ -544,7 +544,7 @@ class CallJournal:
 
         The code has its own global random generators, or must not draw from them; a detected draw fails the episode.
         """
-        guard: StepGuard | None = None
+        guard: CoroutineStepGuard | None = None
         if self.own_random:
             guard = GlobalRandomState(ids.stable_hash64("branch", *branch.key, branch.path))
         elif self.detects_draws:

@@ -1,4 +1,4 @@
-"""`TemplateFormat`: the chat format of any local Hugging Face model directory, by its tokenizer and template.
+"""`TemplateChatFormat`: the chat format of any local Hugging Face model directory, by its tokenizer and template.
 
 Turns messages into the tokens that follow a sampled turn, and the tokens of a completion into a message. Needs only
 `tokenizers` and jinja2, not transformers.
@@ -39,10 +39,10 @@ from agentrl.rollout.chat_template import (
     valid_unicode,
 )
 from agentrl.rollout.template_history import (
-    detect_thinking_variant,
+    common_prefix_length,
+    detect_thinking_message_form,
     rewrite_causes,
-    shared_length,
-    thinking_message_variants,
+    thinking_message_forms,
 )
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ class _ReplyParts(NamedTuple):
     """Token ids without thinking and the white space after it."""
 
 
-class TemplateFormat:
+class TemplateChatFormat:
     """The `ChatFormat` of a Hugging Face model directory; made by `load`."""
 
     def __init__(
@@ -121,7 +121,7 @@ class TemplateFormat:
         self._plain = _without_control(tokenizer, self._control, anchor=False)
         self._anchored = _anchored(self._plain, _without_control(tokenizer, self._control, anchor=True))
         self._renumbered = _renumbered(self._anchored or self._plain, tokenizer)
-        self._encoded, self._encoded_plain = TokenCache(_KEPT_CHARACTERS), TokenCache(_KEPT_CHARACTERS)
+        self._encoded, self._encoded_plain = TokenizedTextCache(_KEPT_CHARACTERS), TokenizedTextCache(_KEPT_CHARACTERS)
         self._check_plain()
         self._silent = frozenset(t.token_id for t in tokens if t.special and t.literal not in markup)
         configured = stop_token_ids(directory)
@@ -136,7 +136,7 @@ class TemplateFormat:
         self._opens_thinking = bool(opening[1]) and not opening[2].strip()
         self._thinking_opening = "".join(opening[1:]) if self._opens_thinking else ""
         bare = self._render_text([("user", ".")], prompt=False)
-        self._header = prompt[shared_length(prompt, bare) :].removesuffix(self._thinking_opening)
+        self._header = prompt[common_prefix_length(prompt, bare) :].removesuffix(self._thinking_opening)
         self._check_history(forks)
         self._openings: dict[object, tuple[_Frame | None, Sequence[ToolSpec]]] = {}
         self._replies: dict[str, _Frame] = {}
@@ -152,7 +152,7 @@ class TemplateFormat:
     @classmethod
     def load(
         cls, model_dir: str | Path, *, reply_format: str = AUTO, history: Literal["keep", "fork"] = "keep"
-    ) -> TemplateFormat:
+    ) -> TemplateChatFormat:
         """Load tokenizer and template of a local model directory.
 
         Args:
@@ -283,9 +283,7 @@ class TemplateFormat:
         speech = _mark("s", number)
         value = _value("assistant", speech)
         if reply.thinking and self._history_marks is not None:
-            value = list(thinking_message_variants(self._history_marks, _mark("t", number), speech))[
-                self._thinking_form
-            ]
+            value = list(thinking_message_forms(self._history_marks, _mark("t", number), speech))[self._thinking_form]
         if answers and self._needs_calls:
             calls = self._standin_call(*(each.name or "probe" for each in answers))["tool_calls"]
             given = {"probe": speech + _mark("c", number)}
@@ -507,7 +505,7 @@ class TemplateFormat:
             )
         except ModelError:
             return self._closing
-        shared = shared_length(followed, alone)
+        shared = common_prefix_length(followed, alone)
         ends = set(self.reply_format.ends)
         markup = {self._control.ids.get(mark) for mark in self.reply_format.markup if mark not in ends} - {*configured}
         known = [piece for piece in followed if piece in configured][:1]
@@ -521,7 +519,7 @@ class TemplateFormat:
         self.rewrites: tuple[str, ...] = rewrite_causes(self._template, call, marks)
         self.forks = forks and not {"thinking", "tools", "prompt", "history"}.isdisjoint(self.rewrites)
         self._history_marks = (marks[0], "<|end|><|start|>assistant") if marks == HARMONY_THINKING else marks
-        self._thinking_form = detect_thinking_variant(self._template, call, marks)
+        self._thinking_form = detect_thinking_message_form(self._template, call, marks)
         self._needs_calls = self._takes_results_of_calls_only()
         asked = [Message(role="user", content="one")]
         if self.forks and self.rewritten([SampledTurn(asked, self.encode("two"))], asked, ()) is None:
@@ -544,7 +542,7 @@ class TemplateFormat:
         call = self._standin_call("probe")
         prompt = self._template.render([_value("user", ".")], [], prompt=True)
         rendered = self._template.render([_value("user", "."), call], [], prompt=False)
-        return rendered[shared_length(prompt, rendered) :]
+        return rendered[common_prefix_length(prompt, rendered) :]
 
     def _standin_call(self, *names: str) -> dict[str, Any]:
         """Make a turn that calls tools, with the probe in the arguments of each call."""
@@ -650,7 +648,7 @@ def _added_tokens(tokenizer: Tokenizer) -> list[AddedToken]:
     ]
 
 
-class TokenCache:
+class TokenizedTextCache:
     """A cache of the tokens of recently encoded texts; the oldest are evicted first.
 
     Args:

@@ -1,6 +1,6 @@
 """The context of a running episode: tools, effects, resources, child episodes and branches, all through the journal.
 
-`LiveContext` is the `ctx` of a program. Re-execution treats its calls by kind:
+`LiveEpisodeContext` is the `ctx` of a program. Re-execution treats its calls by kind:
 
 * plain code and tools run again, and their observations are compared;
 * effects and external tools are performed once and remembered; an effect raises its error, a tool makes it an
@@ -34,7 +34,7 @@ from agentrl.core.errors import (
     InfrastructureError,
     format_foreign_error,
 )
-from agentrl.core.ids import stable_hash64, uuid4
+from agentrl.core.ids import seeded_uuid4, stable_hash64
 from agentrl.core.ports import PolicyCounts
 from agentrl.core.records import EpisodeHeader, PolicyVersion, ProposalNovelty, StopReason, Task, ToolSpec
 from agentrl.environment.base import (
@@ -51,13 +51,13 @@ from agentrl.environment.base import (
     ResourceLevel,
     valid_unicode,
 )
-from agentrl.environment.containment import GlobalRandomState, call_with_random
+from agentrl.environment.containment import GlobalRandomState, call_with_random_state
 from agentrl.environment.registry import name_of
 from agentrl.journal.entries import (
     ChildResultEntry,
     EffectEntry,
     NondeterministicValueEntry,
-    ResourceEntry,
+    ResourceCallEntry,
     SpawnEntry,
     ToolEntry,
     request_hash,
@@ -96,7 +96,7 @@ MAX_UNDECLARED = 256
 """Maximum number of child episodes of an environment per attempt, if `fan_out` does not name it."""
 
 
-class LiveContext(EpisodeContext):
+class LiveEpisodeContext(EpisodeContext):
     """The `EpisodeContext` that `run` is given."""
 
     __slots__ = (
@@ -307,7 +307,7 @@ class LiveContext(EpisodeContext):
 
     def uuid(self) -> str:
         """Draw a UUID from the branch's random stream: the same on every execution, so it needs no entry."""
-        return uuid4(self.rng)
+        return seeded_uuid4(self.rng)
 
     async def sleep(self, seconds: float) -> None:
         """Wait; a recorded wait is not repeated."""
@@ -639,7 +639,7 @@ class JournaledResource(Resource):
         await journal.reach(call)
         self._calls += 1
         recorded = call.recorded
-        if isinstance(recorded, ResourceEntry):
+        if isinstance(recorded, ResourceCallEntry):
             if recorded.level != self._level:
                 journal.mismatch(call.call_id, f"{self.name} was {recorded.level}", f"the code now says {self._level}")
             if self._level == "pinned":
@@ -667,7 +667,7 @@ class JournaledResource(Resource):
                     with own.swapped_in():
                         self._restored()
                 value = after_journal_round_trip(
-                    await call_with_random(own, getattr(self._object, method), *arguments), where
+                    await call_with_random_state(own, getattr(self._object, method), *arguments), where
                 )
             except AgentRLError:
                 raise
@@ -678,11 +678,11 @@ class JournaledResource(Resource):
             if self._level == "snapshot":
                 state = self._new_state()
         seconds = clock.monotonic() - started
-        recorded = journal.recall(call, ResourceEntry)
+        recorded = journal.recall(call, ResourceCallEntry)
         if recorded is None:
             journal.write(
                 call,
-                ResourceEntry(
+                ResourceCallEntry(
                     self.name, self._level, method, value, seconds, to_journal_data(list(arguments)), problem, state
                 ),
             )
@@ -697,7 +697,7 @@ class JournaledResource(Resource):
         return value
 
     def _remembered(self, call: JournaledCall, where: str) -> Any:
-        recorded = self._episode.journal.recall(call, ResourceEntry)
+        recorded = self._episode.journal.recall(call, ResourceCallEntry)
         assert recorded is not None
         if recorded.state is not None:
             self._restore, self._state = recorded.state, encode(recorded.state)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from agentrl.rollout.branches import ProgramBranch
     from agentrl.rollout.call_journal import CallJournal
     from agentrl.rollout.kv_budget import KVBudget
-    from agentrl.rollout.turn_entries import EpisodePartials
+    from agentrl.rollout.turn_entries import EpisodePartialTurns
 
 
 AS_THE_RUN: Mapping[str, PolicySettings] = MappingProxyType({})
@@ -151,11 +151,11 @@ class LiveEpisode:
     spec: EpisodeSpec
     journal: CallJournal
     services: WorkerServices
-    partials: EpisodePartials
+    partials: EpisodePartialTurns
     began_under: Mapping[str, PolicySettings] = field(default_factory=lambda: AS_THE_RUN)
     """Settings the episode began with, if they differ from the run's now, keyed by seat, and by "" for `ctx.limits`."""
     agents: Sequence[EpisodeAgent] = ()
-    """See `LiveContext.agents`."""
+    """See `LiveEpisodeContext.agents`."""
     limit: TimeLimit | None = None
     """Time limit of the program, while it runs."""
     note: str = ""

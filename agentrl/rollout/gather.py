@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from agentrl.core import ids
 from agentrl.core.errors import GlobalRandomError, ReplayMismatchError
 from agentrl.environment.containment import as_episode_error
-from agentrl.journal.entries import OrderEntry
+from agentrl.journal.entries import GatherOrderEntry
 from agentrl.rollout.call_journal import begin_branch, current_branch
 
 if TYPE_CHECKING:
@@ -37,8 +37,8 @@ async def gather(journal: CallJournal, awaitables: Sequence[Awaitable[Any]]) -> 
     if isinstance(gathering.error, ReplayMismatchError):
         raise gathering.error
     await journal.reach(call, cancelled=cancelled)
-    if journal.recall(call, OrderEntry) is None:
-        journal.write(call, OrderEntry(tuple(gathering.finished)))
+    if journal.recall(call, GatherOrderEntry) is None:
+        journal.write(call, GatherOrderEntry(tuple(gathering.finished)))
     if gathering.error is not None:
         raise gathering.error
     return [task.result() for task in gathering.tasks]
@@ -71,7 +71,7 @@ class _Gathering:
         ]
         for own, task in zip(self._branches, self.tasks, strict=True):
             own.task = task
-        if not isinstance(call.recorded, OrderEntry):
+        if not isinstance(call.recorded, GatherOrderEntry):
             branch.children = self._branches
             if branch.is_dismissed:
                 journal.dismiss(self._branches)

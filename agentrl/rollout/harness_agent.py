@@ -33,15 +33,15 @@ from agentrl.core.ids import stable_hash64
 from agentrl.core.records import Completion, Message, SamplingMask, Turn, VersionSpan
 from agentrl.core.reply_formats import parse_json_value
 from agentrl.core.text import plural
-from agentrl.environment.base import Endpoint, LimitReachedError, describe_foreign_error
+from agentrl.environment.base import Endpoint, LimitReachedError, describe_user_code_error
 from agentrl.gateway.calls import ChatReply, ChatRequest, RequestRefusedError, bounded_repr
 from agentrl.journal.entries import ExternalRequestParameters, TurnEntry, encode_body, request_hash
 from agentrl.rollout.agent import CHARACTERS_PER_TOKEN, LiveAgent, TurnSampler
 from agentrl.rollout.branches import describe_entry, shortened_repr
-from agentrl.rollout.byte_formats import JsonFormat
-from agentrl.rollout.template_history import shared_length
+from agentrl.rollout.byte_formats import JsonChatFormat
+from agentrl.rollout.template_history import common_prefix_length
 from agentrl.rollout.token_tree import TokenTree, tools_text
-from agentrl.rollout.turn_entries import completion_from_entry, message_data, slice_completion
+from agentrl.rollout.turn_entries import completion_from_entry, encode_message, slice_completion
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -78,7 +78,7 @@ BYTES_PER_TOKEN = 4
 _LETTERS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 
 
-class RowSampler(TurnSampler):
+class TokenRowSampler(TurnSampler):
     """Samples the turns of one row."""
 
     __slots__ = ("_row",)
@@ -122,7 +122,7 @@ class HarnessAgent(LiveAgent):
                 f"seat {seat!r} is held by an external agent, which sends its own history: set model.history = 'keep'"
             )
         self._tree = TokenTree(self._settings.chat_format, volatile)
-        self._samplers: dict[int, RowSampler] = {}
+        self._samplers: dict[int, TokenRowSampler] = {}
         self._asked: Counter[bytes] = Counter()
         self._ignored = ignored
         self._in_progress = 0
@@ -228,7 +228,7 @@ class HarnessAgent(LiveAgent):
             turn=len(self._turns),
             context_ids=placed.context_ids,
             parent_context=placed.before,
-            messages=tuple(message_data(message) for message in _new(request, placed)),
+            messages=tuple(encode_message(message) for message in _new(request, placed)),
             request=_request_entry(request, placed, sampling),
         )
         self._episode.journal.write_again(call, entry)
@@ -260,7 +260,7 @@ class HarnessAgent(LiveAgent):
         placed = self._find_row(request)
         sampler = self._samplers.get(placed.row.number)
         if sampler is None:
-            sampler = self._samplers[placed.row.number] = RowSampler(self._episode, self.seat, placed.row.number)
+            sampler = self._samplers[placed.row.number] = TokenRowSampler(self._episode, self.seat, placed.row.number)
         started = clock.monotonic()
         try:
             self._note_difference(call, request, placed, sampling)
@@ -289,7 +289,7 @@ class HarnessAgent(LiveAgent):
 
     async def _completion(
         self,
-        sampler: RowSampler,
+        sampler: TokenRowSampler,
         call: JournaledCall,
         placed: RequestPlacement,
         sampling: SamplingParams,
@@ -309,7 +309,7 @@ class HarnessAgent(LiveAgent):
         """Note how a request that is not recorded differs from the recorded ones; a replay ends there."""
         journal = self._episode.journal
         if not self.difference and (unasked := journal.unasked_turns(self.seat)):
-            messages = [message_data(message) for message in _new(request, placed)]
+            messages = [encode_message(message) for message in _new(request, placed)]
             asked = _request_entry(request, placed, sampling, with_tools=True)
             self.difference = describe_request_difference(unasked, messages, asked)
         journal.check_new(call, self.difference)
@@ -337,7 +337,7 @@ class HarnessAgent(LiveAgent):
         except LimitReachedError as limit:
             message, refused = Message(role="assistant", content=""), limit
         calls = message.tool_calls
-        if isinstance(chat_format, JsonFormat):  # an endpoint identifies calls by the ids that it assigned
+        if isinstance(chat_format, JsonChatFormat):  # an endpoint identifies calls by the ids that it assigned
             text = message.content
             prompt_tokens = chat_format.usage(sampled).get("prompt_tokens", prompt_tokens)
         else:
@@ -409,7 +409,7 @@ class HarnessAgent(LiveAgent):
             raise RequestRefusedError(f"the model's chat template refuses the messages: {error}") from None
         except (TypeError, ValueError, LookupError, AttributeError, OverflowError, RecursionError) as error:
             raise RequestRefusedError(
-                f"the model's chat format cannot express the messages or tools: {describe_foreign_error(error)}"
+                f"the model's chat format cannot express the messages or tools: {describe_user_code_error(error)}"
             ) from error
 
     def _check_demands(self, request: ChatRequest) -> None:
@@ -628,7 +628,7 @@ def describe_request_difference(
         asked: the request's new messages.
         request: what else it asks for, with its tools.
     """
-    then = max(recorded, key=lambda turn: shared_length(str(turn.messages), str(tuple(asked))))
+    then = max(recorded, key=lambda turn: common_prefix_length(str(turn.messages), str(tuple(asked))))
     where = f"turn {then.turn} of seat {then.seat!r}"
     before = then.request or request
     if before.tools is not None and before.tools != request.tools:
@@ -649,13 +649,13 @@ def describe_request_difference(
 def _two_values(was: object, came: object) -> str:
     """Quote two values, from shortly before the place where they begin to differ."""
     first, second = str(was), str(came)
-    at = max(shared_length(first, second) - 20, 0)
+    at = max(common_prefix_length(first, second) - 20, 0)
     return f"{shortened_repr(first[at:])}, now {shortened_repr(second[at:])}"
 
 
 def _said_instead(text: str, sampled: Completion, chat_format: ChatFormat) -> Completion:
     """Make a completion of other text, under the version that began the replaced one."""
-    if isinstance(chat_format, JsonFormat):
+    if isinstance(chat_format, JsonChatFormat):
         given = parse_json_value(text)
         message = given if isinstance(given, dict) else {"role": "assistant", "content": text}
         text = json.dumps(message) + "\n"
@@ -677,7 +677,7 @@ def is_external_turn(entry: JournalEntry) -> bool:
     return not ids.has_call_number(entry.call_id) and isinstance(entry.decode(), TurnEntry)
 
 
-def turns_with_context(entries: Iterable[JournalEntry]) -> Iterator[JournalEntry]:
+def external_turns_with_context(entries: Iterable[JournalEntry]) -> Iterator[JournalEntry]:
     """Yield the turns that external agents requested in one attempt, in order, each with its whole context and its
     tools."""
     rows: dict[tuple[str, int], bytes] = {}

@@ -35,7 +35,7 @@ from agentrl.gateway.server import Gateway
 from agentrl.journal.entries import BeginEntry, JournalEntry, SeatSettings, code_digest
 from agentrl.journal.port import TurnLog
 from agentrl.rollout.call_journal import CallJournal, begin_branch, current_branch
-from agentrl.rollout.context import LiveContext
+from agentrl.rollout.context import LiveEpisodeContext
 from agentrl.rollout.episode import (
     AS_THE_RUN,
     LiveEpisode,
@@ -45,9 +45,9 @@ from agentrl.rollout.episode import (
     TimeLimit,
     WorkerServices,
 )
-from agentrl.rollout.harness_agent import turns_with_context
+from agentrl.rollout.harness_agent import external_turns_with_context
 from agentrl.rollout.kv_budget import kv_budget_of
-from agentrl.rollout.turn_entries import EpisodePartials
+from agentrl.rollout.turn_entries import EpisodePartialTurns
 
 CHECKED_EPISODES = 32
 """Number of new episodes of each environment whose steps a runner checks for draws from the global random generators.
@@ -93,7 +93,7 @@ class EpisodeRunner:
         self._run_settings = {"": self._services.policy_settings("").recorded}
         """Settings of the run in the form of `BeginEntry.settings`, shared by all episodes without overrides."""
         self._own_settings = {policy: own.recorded for policy, own in settings.policies.items()}
-        self._running: dict[str, LiveContext] = {}
+        self._running: dict[str, LiveEpisodeContext] = {}
         """Context of the newest attempt, keyed by episode."""
 
     def stop(self, spec: EpisodeSpec) -> None:
@@ -173,7 +173,7 @@ class EpisodeRunner:
         recorded: Iterable[JournalEntry],
         answers: Iterable[JournalEntry],
         recalls_from: int,
-    ) -> LiveContext:
+    ) -> LiveEpisodeContext:
         """Make the journal and the context of an attempt, and journal its first entry."""
         for seat in environment.seats:
             if seat not in spec.seats:
@@ -186,14 +186,14 @@ class EpisodeRunner:
         self._checked[environment] += journal.is_new and journal.detects_draws
         begin_branch(journal.enter(ids.ROOT_BRANCH))
         began_under = self._begin(journal, spec, environment, recalls_from)
-        partials = EpisodePartials(
+        partials = EpisodePartialTurns(
             self._log, spec.episode_id, spec.attempt, clock=self.clock, kept=spec.purpose == "train", resumed=resumed
         )
         episode = LiveEpisode(spec, journal, self._services, partials, began_under)
-        self._running[spec.episode_id] = context = LiveContext(episode, environment)
+        self._running[spec.episode_id] = context = LiveEpisodeContext(episode, environment)
         return context
 
-    def _header(self, context: LiveContext, stop_reason: StopReason, seconds: float) -> EpisodeHeader:
+    def _header(self, context: LiveEpisodeContext, stop_reason: StopReason, seconds: float) -> EpisodeHeader:
         spec, agents = context.episode.spec, sorted(context.agents, key=lambda agent: (agent.seat, agent.index))
         # Sorted by seat and index, as the journal returns them, so that the rows of a step have the same order after a
         # resume.
@@ -229,7 +229,7 @@ class EpisodeRunner:
             context.close()
             context.episode.close()
 
-    def finished(self, context: LiveContext) -> None:
+    def finished(self, context: LiveEpisodeContext) -> None:
         """Hook after a program has returned, before its commit; overridden to compare executions."""
 
     async def flush(self) -> None:
@@ -268,7 +268,7 @@ class EpisodeRunner:
             begin = entries[0].decode() if entries else None
             if isinstance(begin, BeginEntry) and begin.recalls_from > since:
                 since, found = begin.recalls_from, {}
-            found.update({entry.call_id: entry for entry in turns_with_context(entries)})
+            found.update({entry.call_id: entry for entry in external_turns_with_context(entries)})
         return since, tuple(found.values())
 
     def forget(self, spec: EpisodeSpec) -> None:
@@ -364,7 +364,7 @@ class EpisodeRunner:
                 )
         return found
 
-    def _reward_truncated(self, context: LiveContext, environment: type[Environment]) -> None:
+    def _reward_truncated(self, context: LiveEpisodeContext, environment: type[Environment]) -> None:
         value = environment.truncated_reward
         if value is not None:
             for agent in context.agents:
@@ -387,7 +387,7 @@ def _ignore_stuck(task: asyncio.Task[Any]) -> None:
     """Ignore a stuck program."""
 
 
-def _call_program(environment: type[Environment], context: LiveContext) -> Awaitable[None]:
+def _call_program(environment: type[Environment], context: LiveEpisodeContext) -> Awaitable[None]:
     """Call the `run` method of a new instance of the environment."""
     return environment().run(context)
 

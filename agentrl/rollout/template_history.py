@@ -81,17 +81,19 @@ def applicable_rewrite_causes(
             yield cause
 
 
-def thinking_message_variants(thinking: tuple[str, str], thought: str, content: str) -> Iterator[dict[str, Any]]:
+def thinking_message_forms(thinking: tuple[str, str], thought: str, content: str) -> Iterator[dict[str, Any]]:
     """Yield the forms in which templates accept a turn with thinking, as messages."""
     yield {"role": "assistant", "content": content, "reasoning_content": thought}
     yield {"role": "assistant", "content": content, "thinking": thought}
     yield {"role": "assistant", "content": f"{thinking[0]}\n{thought}\n{thinking[1]}\n\n{content}"}
 
 
-def detect_thinking_variant(template: ChatTemplate, call: Mapping[str, Any], thinking: tuple[str, str] | None) -> int:
-    """Return the number of the form in `thinking_message_variants` from which the template reads thinking."""
+def detect_thinking_message_form(
+    template: ChatTemplate, call: Mapping[str, Any], thinking: tuple[str, str] | None
+) -> int:
+    """Return the number of the form in `thinking_message_forms` from which the template reads thinking."""
     check = _TemplateCheck(template, call)
-    forms = list(thinking_message_variants(thinking, _THOUGHT, PROBE)) if thinking is not None else []
+    forms = list(thinking_message_forms(thinking, _THOUGHT, PROBE)) if thinking is not None else []
     return next((n for n, form in enumerate(forms) if check.shows_thinking(form)), 0)
 
 
@@ -114,7 +116,7 @@ class _TemplateCheck:
         first, second = self._text(_ASK), self._text(_ASK, _SAID, _MORE)
         place = second.partition(PROBE)[0]
         if second and not place.startswith(first):
-            shared = shared_length(first, place)
+            shared = common_prefix_length(first, place)
             if thinking is not None and _bare(place, thinking) == _bare(first, thinking):
                 yield "thinking"
             else:
@@ -127,7 +129,7 @@ class _TemplateCheck:
 
     def leaves_out_thinking(self, thinking: tuple[str, str]) -> bool:
         """Whether thinking disappears after the user's next message."""
-        forms = list(thinking_message_variants(thinking, _THOUGHT, PROBE))
+        forms = list(thinking_message_forms(thinking, _THOUGHT, PROBE))
         is_kept = any(_THOUGHT in self._text(_ASK, form, _MORE) for form in forms)
         is_known = any(self.shows_thinking(form) for form in forms)
         return not is_kept and (is_known or thinking[1] in self._template.source)
@@ -142,7 +144,7 @@ class _TemplateCheck:
     def of_tools(self) -> Iterator[RewriteCause]:
         """Yield the causes that show with tools."""
         listed, longer = self._text(_ASK, tools=[_TOOL]), self._text(_ASK, _SAID, _MORE, tools=[_TOOL])
-        if longer and "one" in listed[shared_length(listed, longer) :]:
+        if longer and "one" in listed[common_prefix_length(listed, longer) :]:
             yield "tools"
         one = self._text(_ASK, self._call, _result("r1"), prompt=False)
         two = self._text(_ASK, self._call, _result("r1"), _result("r2"), prompt=False)
@@ -154,7 +156,7 @@ def _result(content: str) -> dict[str, Any]:
     return {"role": "tool", "name": "probe", "tool_call_id": "call00000", "content": content}
 
 
-def shared_length(one: Sequence[object], other: Sequence[object]) -> int:
+def common_prefix_length(one: Sequence[object], other: Sequence[object]) -> int:
     """Return the length of the common prefix of two texts, in characters or pieces."""
     return len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))))
 

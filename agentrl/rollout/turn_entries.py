@@ -1,7 +1,7 @@
 """Turns on disk: the journal entry of a finished turn, and the partials of a turn in progress.
 
 `completion_from_entry` reads an entry back. `PartialTurn` collects a turn over several engine calls and, if need be,
-several processes; `EpisodePartials` decides when new tokens are written to disk, and reads those of an earlier process.
+several processes; `EpisodePartialTurns` decides when new tokens are written to disk, and reads those of an earlier process.
 
 Invariants: tokens reach the disk in order, each once; tokens read from disk are never sampled again; a turn that ends
 before `FIRST_SECONDS` writes no partial.
@@ -20,9 +20,9 @@ import numpy as np
 from agentrl.core.errors import EngineError, JournalError
 from agentrl.core.records import (
     Completion,
+    ExpertRoutingRestart,
     Message,
     PolicyVersion,
-    RoutingRestart,
     SamplingMask,
     SamplingMaskStatus,
     VersionSpan,
@@ -32,8 +32,8 @@ from agentrl.journal.entries import (
     PartialTurnTokens,
     TurnEntry,
     TurnVersionSpan,
-    decode_partial,
-    encode_partial,
+    decode_partial_turn,
+    encode_partial_turn,
 )
 from agentrl.rollout.call_journal import to_journal_data
 
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from agentrl.rollout.call_journal import JournaledCall
 
 
-def message_data(message: Message) -> dict[str, Any]:
+def encode_message(message: Message) -> dict[str, Any]:
     """Convert a message to data that the journal can hold, without empty fields."""
     data: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.tool_calls:
@@ -64,7 +64,7 @@ def message_data(message: Message) -> dict[str, Any]:
 
 
 def decode_message(data: Mapping[str, Any]) -> Message:
-    """Decode a message that `message_data` wrote.
+    """Decode a message that `encode_message` wrote.
 
     Raises:
         JournalError: `data` is not a message.
@@ -104,7 +104,7 @@ def completion_from_entry(entry: TurnEntry) -> Completion:
         spans=_spans(entry.weights_of or entry.policy, entry.spans),
         expert_routing=routing,
         routing_start=entry.routing_start,
-        routing_breaks=tuple(RoutingRestart(*at) for at in entry.routing_breaks),
+        routing_breaks=tuple(ExpertRoutingRestart(*at) for at in entry.routing_breaks),
         sampling_mask=mask,
         cached_tokens=entry.cached_tokens,
     )
@@ -124,7 +124,7 @@ _NO_PIECES: list[Completion] = []
 _NONE_FOUND: dict[str, list[JournalEntry]] = {}
 
 
-class EpisodePartials:
+class EpisodePartialTurns:
     """The partials of one attempt.
 
     Args:
@@ -167,7 +167,7 @@ class EpisodePartials:
         """Write tokens of a call to disk with the next group commit."""
         if not self._kept:
             return
-        body = encode_partial(
+        body = encode_partial_turn(
             PartialTurnTokens(
                 start=start,
                 token_ids=piece.token_ids.tobytes(),
@@ -213,7 +213,7 @@ class PartialTurn:
         "sampled",
     )
 
-    def __init__(self, partials: EpisodePartials, call: JournaledCall, clock: Clock, *, masked: bool) -> None:
+    def __init__(self, partials: EpisodePartialTurns, call: JournaledCall, clock: Clock, *, masked: bool) -> None:
         self.pieces: list[Completion] = _NO_PIECES
         self.sampled = 0
         """Number of tokens in `pieces`."""
@@ -380,7 +380,7 @@ def _contiguous(entries: Iterable[JournalEntry], asked: bytes, policy: str) -> l
     reached = 0
     for entry in entries:
         try:
-            partial = decode_partial(entry.body)
+            partial = decode_partial_turn(entry.body)
             piece = Completion(
                 token_ids=np.frombuffer(partial.token_ids, dtype="<i4"),
                 logprobs=np.frombuffer(partial.logprobs, dtype="<f4"),
@@ -412,12 +412,12 @@ def _joined_masks(pieces: Sequence[Completion]) -> SamplingMask | None:
     return SamplingMask(counts=np.concatenate(counts), token_ids=np.concatenate(ids))
 
 
-def _joined_routing(pieces: Sequence[Completion]) -> tuple[int, ExpertArray | None, tuple[RoutingRestart, ...]]:
+def _joined_routing(pieces: Sequence[Completion]) -> tuple[int, ExpertArray | None, tuple[ExpertRoutingRestart, ...]]:
     """Join start, rows and breaks of the routing; where a call computed positions again, the joined rows repeat
     them.
     """
     parts: list[ExpertArray] = []
-    breaks: list[RoutingRestart] = []
+    breaks: list[ExpertRoutingRestart] = []
     rows = start = end = 0
     for piece in pieces:
         if piece.expert_routing is None:
@@ -425,9 +425,9 @@ def _joined_routing(pieces: Sequence[Completion]) -> tuple[int, ExpertArray | No
         if not parts:
             start = piece.routing_start
         elif piece.routing_start != end:
-            breaks.append(RoutingRestart(rows, piece.routing_start))
-        breaks += (RoutingRestart(rows + row, position) for row, position in piece.routing_breaks)
-        last = piece.routing_breaks[-1] if piece.routing_breaks else RoutingRestart(0, piece.routing_start)
+            breaks.append(ExpertRoutingRestart(rows, piece.routing_start))
+        breaks += (ExpertRoutingRestart(rows + row, position) for row, position in piece.routing_breaks)
+        last = piece.routing_breaks[-1] if piece.routing_breaks else ExpertRoutingRestart(0, piece.routing_start)
         end = last.position + len(piece.expert_routing) - last.row
         rows += len(piece.expert_routing)
         parts.append(piece.expert_routing)

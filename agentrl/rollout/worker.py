@@ -23,7 +23,7 @@ from agentrl.core.errors import (
     StorageError,
 )
 from agentrl.core.records import EpisodeHeader, EpisodeSpec
-from agentrl.environment.base import Environment, describe_foreign_error, describe_raise_location
+from agentrl.environment.base import Environment, describe_raise_location, describe_user_code_error
 from agentrl.environment.registry import resolve
 from agentrl.rollout.episode import GRACE_S
 from agentrl.rollout.kv_budget import KVBudget
@@ -204,7 +204,7 @@ class AsyncioWorker:
                 reason, begin_again = error.reason, error.begin_again
                 detail = f"{error}{describe_raise_location(error.__cause__)}{_noted(error)}"
             except Exception as error:  # noqa: BLE001 - the boundary: an environment may raise anything
-                reason, detail = "environment_error", f"{describe_foreign_error(error)}{_noted(error)}"
+                reason, detail = "environment_error", f"{describe_user_code_error(error)}{_noted(error)}"
             self._runner.forget(spec)
             if task not in self._tasks:
                 return
@@ -234,7 +234,7 @@ class AsyncioWorker:
                 environment.load()
             except Exception as error:
                 raise EnvironmentDefinitionError(
-                    f"{environment.__qualname__}.load() raised {describe_foreign_error(error)}"
+                    f"{environment.__qualname__}.load() raised {describe_user_code_error(error)}"
                 ) from error
             self._loaded.add(name)
         return environment

@@ -1,6 +1,6 @@
 """Calibration: makes a plan from a real run, with the lengths, turns, tools, engines and trainers in its journal.
 
-Only data of the journal is used. The speed of engines is fitted to the seconds of turns (`fit_rates`). A turn takes
+Only data of the journal is used. The speed of engines is fitted to the seconds of turns (`fit_engine_rates`). A turn takes
 the seconds of its tokens, each as long as a forward pass with all running calls, and the seconds of the contexts
 computed during it, its own and those of others. Seconds per token do not fall as more calls run; nothing else is
 assumed about their curve, which is fitted at powers of two with enough turns and extrapolated linearly beyond the last
@@ -22,7 +22,7 @@ import msgspec
 from agentrl.config.load import validate_section
 from agentrl.core.errors import InputError
 from agentrl.journal.entries import TurnEntry
-from agentrl.simulation.plan import FURTHEST, Plan
+from agentrl.simulation.plan import FURTHEST, SimulationPlan
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -55,7 +55,7 @@ class BusyShares(msgspec.Struct, frozen=True):
 class Calibration(msgspec.Struct, frozen=True, kw_only=True):
     """Measurements of a run that a simulation needs."""
 
-    plan: Plan
+    plan: SimulationPlan
     steps: int
     """Number of optimizer steps of the first policy that learns."""
     skipped: int
@@ -122,7 +122,7 @@ def read_calibration(reader: RunReader) -> Calibration:
             "engine": {
                 "replicas": replicas,
                 "slots": config["engine"]["slots"],
-                **fit_rates(turns, config["engine"]["slots"], replicas),
+                **fit_engine_rates(turns, config["engine"]["slots"], replicas),
             },
             "trainer": {
                 "step_seconds": max(fmean(seconds for _, seconds, _, _ in window), 1e-6),
@@ -130,7 +130,7 @@ def read_calibration(reader: RunReader) -> Calibration:
             },
         },
         str(reader.path),
-        Plan,
+        SimulationPlan,
     )
     return Calibration(
         plan=plan,
@@ -219,7 +219,7 @@ def _environments(reader: RunReader, seen: Mapping[str, _Seen]) -> dict[str, Any
             roots[name] += count
         else:
             fan_out[str(parent).rpartition(":")[2]][name] += count
-    likeness = sibling_correlation(reader.log.members())
+    likeness = sibling_length_correlation(reader.log.members())
     made = {}
     for name in sorted(seen, key=lambda name: -roots[name]):
         found = seen[name]
@@ -241,7 +241,7 @@ def _environments(reader: RunReader, seen: Mapping[str, _Seen]) -> dict[str, Any
     return made
 
 
-def sibling_correlation(members: Iterable[tuple[EpisodeSpec, EpisodeHeader]]) -> float:
+def sibling_length_correlation(members: Iterable[tuple[EpisodeSpec, EpisodeHeader]]) -> float:
     """Return the correlation of siblings' log-tokens: the mean product of their deviations over the pairs of all
     groups."""
     logs: dict[tuple[str, str], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
@@ -300,7 +300,7 @@ class TimedTurn(NamedTuple):
     """Number of tokens of its whole context that no cache held."""
 
 
-def fit_rates(turns: Sequence[TimedTurn], slots: int, replicas: int) -> dict[str, Any]:
+def fit_engine_rates(turns: Sequence[TimedTurn], slots: int, replicas: int) -> dict[str, Any]:
     """Fit the rates of a replica by least squares, in the form of `[engine]` in a plan.
 
     The time at which a call got a slot is unknown: while `n` calls compete for `slots`, each is assumed to run for

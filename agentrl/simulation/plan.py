@@ -2,7 +2,7 @@
 
     agentrl simulate examples/07_simulate.toml
 
-The settings of a run have their production names and are passed on unchanged (`Plan.config`), so production's checks
+The settings of a run have their production names and are passed on unchanged (`SimulationPlan.config`), so production's checks
 hold here too. Further bounds limit a plan's size: far beyond any real one, and small enough to be simulated in
 reasonable time.
 
@@ -336,7 +336,7 @@ class TrainerPlan(Section):
     """Seconds between the end of a step and the first token of its version."""
 
 
-class Plan(Section):
+class SimulationPlan(Section):
     """Plan of a simulated run."""
 
     seed: int = 0
@@ -351,7 +351,7 @@ class Plan(Section):
     trainer: TrainerPlan = TrainerPlan()
 
     @model_validator(mode="after")
-    def _check_children(self) -> Plan:
+    def _check_children(self) -> SimulationPlan:
         for name, environment in self.environments.items():
             if not name.isidentifier() or name.startswith("__"):
                 raise ValueError(f"environments, key {format_short(name)}: expected a name such as Repair or solve_2")
@@ -370,7 +370,7 @@ class Plan(Section):
         return self
 
     @model_validator(mode="after")
-    def _check_learners(self) -> Plan:
+    def _check_learners(self) -> SimulationPlan:
         if not self.trained:
             raise ValueError(
                 "policies: none is trained, so there are no steps to simulate; set kind = 'trained' for one"
@@ -378,7 +378,7 @@ class Plan(Section):
         return self
 
     @model_validator(mode="after")
-    def _check_numbers(self) -> Plan:
+    def _check_numbers(self) -> SimulationPlan:
         sizes = {f"policies.{name}.step_size": policy.step_size for name, policy in self.policies.items()}
         for name, size in {**sizes, "credit.group_size": self.credit.group_size}.items():
             if size > MAX_EPISODES:
@@ -393,7 +393,7 @@ class Plan(Section):
         return self
 
     @model_validator(mode="after")
-    def _check_blocks(self) -> Plan:
+    def _check_blocks(self) -> SimulationPlan:
         for name, environment in self.environments.items():
             longest = environment.longest_context()
             if longest > MAX_BLOCKS * self.grain:
@@ -405,7 +405,7 @@ class Plan(Section):
         return self
 
     @model_validator(mode="after")
-    def _check_memory(self) -> Plan:
+    def _check_memory(self) -> SimulationPlan:
         """Refuse conversations that exceed a replica's memory alone and so could never end."""
         room = self.kv_tokens
         for name, environment in self.environments.items():
@@ -596,7 +596,7 @@ class Plan(Section):
             raise ConfigError(describe_validation_error(error)) from None
 
 
-def load(path: str | Path, over: Plan | None = None) -> Plan:
+def load(path: str | Path, over: SimulationPlan | None = None) -> SimulationPlan:
     """Read a plan from a TOML file.
 
     Args:
@@ -613,7 +613,7 @@ def load(path: str | Path, over: Plan | None = None) -> Plan:
         if "model" in data.get("engine", {}):
             base["engine"] = {key: base["engine"][key] for key in ("replicas", "slots")}
         data = _over(data, base)
-    return validate_section(data, path, Plan)
+    return validate_section(data, path, SimulationPlan)
 
 
 def _over(data: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from agentrl.core.ports import GenerateRequest
     from agentrl.core.records import FinishReason, SampledTurn, ToolSpec
     from agentrl.environment.base import Agent
-    from agentrl.simulation.plan import EnvironmentPlan, Plan, SeatPlan
+    from agentrl.simulation.plan import EnvironmentPlan, SeatPlan, SimulationPlan
 
 
 class SimulatedTasks:
@@ -96,7 +96,7 @@ class _Player:
         self._context += sampled + self._answer
 
 
-def make_root_environment(plan: Plan) -> type[Environment]:
+def make_root_environment(plan: SimulationPlan) -> type[Environment]:
     """Create the root environment of a plan. All environments are in one module, where production looks for
     children.
     """

@@ -16,7 +16,7 @@ from agentrl.app.policies import units_per_root_group
 from agentrl.core.errors import ConfigError
 from agentrl.environment.base import Environment
 from agentrl.inspection.render import TerminalPage, run_timeline_page
-from agentrl.simulation.plan import Plan
+from agentrl.simulation.plan import SimulationPlan
 from agentrl.simulation.program import make_root_environment
 
 if TYPE_CHECKING:
@@ -64,18 +64,18 @@ class Knob(msgspec.Struct, frozen=True):
     name: str
     now: Any
     then: Any
-    plan: Plan
+    plan: SimulationPlan
     costs: str = ""
 
 
-def knobs(plan: Plan) -> Iterator[Knob]:
+def knobs(plan: SimulationPlan) -> Iterator[Knob]:
     """Yield the settings that a person can change, with each neighbouring value that production accepts."""
     for knob in _knobs(plan):
         if knob.now != knob.then and _is_possible(knob.plan):
             yield knob
 
 
-def _knobs(plan: Plan) -> Iterator[Knob]:
+def _knobs(plan: SimulationPlan) -> Iterator[Knob]:
     for name, policy in plan.trained.items():
         for then in (policy.max_staleness + 1, policy.max_staleness - 1):
             yield _knob(plan, f"policies.{name}.max_staleness", then)
@@ -97,7 +97,7 @@ def _knobs(plan: Plan) -> Iterator[Knob]:
         yield _knob(plan, "credit.group_size", then, costs="learning")
 
 
-def _hardware(plan: Plan) -> Iterator[Knob]:
+def _hardware(plan: SimulationPlan) -> Iterator[Knob]:
     for then in (plan.engine.replicas + 1, plan.engine.replicas - 1):
         yield _knob(plan, "engine.replicas", then, costs="hardware")
     if plan.kv_tokens is not None:
@@ -112,14 +112,14 @@ def _hardware(plan: Plan) -> Iterator[Knob]:
             yield _knob(plan, "trainer.step_seconds", seconds, costs="hardware")
 
 
-def _knob(plan: Plan, name: str, then: Any, *, costs: str = "") -> Knob:
+def _knob(plan: SimulationPlan, name: str, then: Any, *, costs: str = "") -> Knob:
     now: Any = plan
     for part in name.split("."):
         now = now[part] if isinstance(now, dict) else getattr(now, part)
     return Knob(name, now, then, _changed(plan, name, then), costs)
 
 
-def _changed(plan: Plan, name: str, value: Any) -> Plan:
+def _changed(plan: SimulationPlan, name: str, value: Any) -> SimulationPlan:
     """Return the plan with another value of a setting, without validation."""
 
     def put(owner: Any, path: Sequence[str]) -> Any:
@@ -130,20 +130,20 @@ def _changed(plan: Plan, name: str, value: Any) -> Plan:
             return {**owner, head: put(owner[head], rest)}
         return owner.model_copy(update={head: put(getattr(owner, head), rest)})
 
-    changed: Plan = put(plan, name.split("."))
+    changed: SimulationPlan = put(plan, name.split("."))
     return changed
 
 
-def _is_possible(plan: Plan) -> bool:
+def _is_possible(plan: SimulationPlan) -> bool:
     try:
-        checked = Plan.model_validate(plan.model_dump(mode="json"))
+        checked = SimulationPlan.model_validate(plan.model_dump(mode="json"))
         validate_simulation_plan(checked)
     except (ConfigError, ValueError):
         return False
     return True
 
 
-def validate_simulation_plan(plan: Plan) -> None:
+def validate_simulation_plan(plan: SimulationPlan) -> None:
     """Refuse a plan that production would refuse at the start.
 
     Raises:
@@ -153,7 +153,9 @@ def validate_simulation_plan(plan: Plan) -> None:
     units_per_root_group(plan.config(1), environment)
 
 
-def try_knobs(plan: Plan, base: SimulationResult, measure: Callable[[Plan], SimulationResult]) -> Iterator[KnobResult]:
+def try_knobs(
+    plan: SimulationPlan, base: SimulationResult, measure: Callable[[SimulationPlan], SimulationResult]
+) -> Iterator[KnobResult]:
     """Simulate the plan with each knob changed."""
     for knob in knobs(plan):
         measured = measure(knob.plan)
@@ -225,7 +227,11 @@ def format_setting(value: Any) -> str:
 
 
 def simulation_page(
-    name: str, plan: Plan, measured: SimulationResult, turned: Sequence[KnobResult], run: BusyShares | None = None
+    name: str,
+    plan: SimulationPlan,
+    measured: SimulationResult,
+    turned: Sequence[KnobResult],
+    run: BusyShares | None = None,
 ) -> TerminalPage:
     """Return a page with assumptions, busy shares, the timeline, and the effect of each knob.
 
@@ -271,7 +277,7 @@ def simulation_page(
     return page
 
 
-def assumptions(plan: Plan) -> list[tuple[str, str]]:
+def assumptions(plan: SimulationPlan) -> list[tuple[str, str]]:
     """Return the assumptions of a simulation as rows of label and text."""
     engine, rates = plan.engine, plan.rates
     by = f"{engine.model} on {engine.gpus} × {engine.gpu}, " if engine.model else ""

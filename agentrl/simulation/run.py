@@ -18,19 +18,19 @@ from dataclasses import dataclass, field
 from statistics import fmean, quantiles
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from agentrl.app.assemble import RunParts, assemble
+from agentrl.app.assemble import RunParts, assemble_orchestrator
 from agentrl.core.clock import LoopClock
 from agentrl.core.errors import CheckFailedError
 from agentrl.core.records import PolicyVersion
 from agentrl.engines.fleet import ReplicatedEngine
-from agentrl.inspection.timelines import RunTimeline, occupancy
+from agentrl.inspection.timelines import RunTimeline, span_occupancy
 from agentrl.journal.port import PruneTotals
 from agentrl.orchestrator.versions import ServedVersions
 from agentrl.rollout.worker import AsyncioWorker
 from agentrl.simulation.engine import EmulatedEngine
 from agentrl.simulation.program import LengthChatFormat, SimulatedTasks, make_root_environment, requested_turn_length
 from agentrl.simulation.recording_trainer import RecordingTrainer
-from agentrl.simulation.virtual_time import SimLoop
+from agentrl.simulation.virtual_time import VirtualTimeEventLoop
 
 if TYPE_CHECKING:
     from agentrl.core.ports import Engine, GenerateRequest
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from agentrl.orchestrator.loop import Orchestrator
     from agentrl.rollout.kv_budget import KVBudget
     from agentrl.simulation.engine import EmulatedSession
-    from agentrl.simulation.plan import Plan
+    from agentrl.simulation.plan import SimulationPlan
 
 PARTS = 72
 """Number of intervals of a timeline."""
@@ -60,7 +60,7 @@ SNAPSHOTS_PER_STEP = 24
 class Scenario:
     """Plan and length of a simulation."""
 
-    plan: Plan
+    plan: SimulationPlan
     steps: int = 40
     """Number of steps of the first policy that learns."""
     skipped: int = 12
@@ -77,7 +77,7 @@ def simulate_run(scenario: Scenario) -> SimulationResult:
     Raises:
         ConfigError: production refuses the plan.
     """
-    loop = SimLoop(scenario.plan.seed, max_steps=1 << 40, trace=0)
+    loop = VirtualTimeEventLoop(scenario.plan.seed, max_steps=1 << 40, trace=0)
     began = time.process_time()
     with asyncio.Runner(loop_factory=lambda: loop) as runner, _no_collections():
         recorder = runner.run(_run(scenario))
@@ -123,7 +123,7 @@ async def _run(scenario: Scenario) -> Recorder:
         tasks=SimulatedTasks(plan.seed),
         versions=versions,
     )
-    journal.orchestrator = orchestrator = assemble(config, make_root_environment(plan), parts)
+    journal.orchestrator = orchestrator = assemble_orchestrator(config, make_root_environment(plan), parts)
     worker = orchestrator.dispatcher.worker
     assert isinstance(worker, AsyncioWorker)
     for engine in recorder.engines:
@@ -135,7 +135,7 @@ async def _run(scenario: Scenario) -> Recorder:
     return recorder
 
 
-def _engine(plan: Plan, recorder: Recorder, versions: Mapping[str, PolicyVersion]) -> Engine:
+def _engine(plan: SimulationPlan, recorder: Recorder, versions: Mapping[str, PolicyVersion]) -> Engine:
     grain, rates = recorder.grain, plan.rates
     for _ in range(plan.engine.replicas):
         recorder.engines.append(
@@ -152,7 +152,7 @@ def _engine(plan: Plan, recorder: Recorder, versions: Mapping[str, PolicyVersion
     return recorder.engines[0] if len(recorder.engines) == 1 else ReplicatedEngine(recorder.engines)
 
 
-def step_seconds(plan: Plan, recorder: Recorder) -> Callable[[TrainBatch], float]:
+def step_seconds(plan: SimulationPlan, recorder: Recorder) -> Callable[[TrainBatch], float]:
     """Return a function from a batch to the duration of its step, in seconds."""
     rate = plan.train_rate()
 
@@ -165,7 +165,7 @@ def step_seconds(plan: Plan, recorder: Recorder) -> Callable[[TrainBatch], float
     return seconds
 
 
-async def _look(plan: Plan, recorder: Recorder, orchestrator: Orchestrator, kv_budget: KVBudget) -> None:
+async def _look(plan: SimulationPlan, recorder: Recorder, orchestrator: Orchestrator, kv_budget: KVBudget) -> None:
     """Record regularly the reason that holds admission back and the use of the engine."""
     every = plan.least_step_seconds() / SNAPSHOTS_PER_STEP
     while True:
@@ -188,7 +188,7 @@ class _Nobody:
 # --- records while it runs --------------------------------------------------------------------------------------------
 
 
-class Step(NamedTuple):
+class OptimizerStep(NamedTuple):
     """Optimizer step of a simulation."""
 
     policy: str
@@ -225,7 +225,7 @@ class StartedEpisode(NamedTuple):
 class Recorder:
     """Records of a simulation. Lengths are in blocks of `grain` tokens."""
 
-    def __init__(self, plan: Plan, grain: int) -> None:
+    def __init__(self, plan: SimulationPlan, grain: int) -> None:
         self.plan = plan
         self.grain = grain
         self.engines: list[RecordingEngine] = []
@@ -239,7 +239,7 @@ class Recorder:
         """Number of blocks to sample in calls that run or wait for a slot, keyed by episode."""
         self.contexts: Counter[str] = Counter()
         """Length of all conversations of an episode, in blocks, keyed by episode."""
-        self.steps: list[Step] = []
+        self.steps: list[OptimizerStep] = []
         self.snapshots: list[Snapshot] = []
         self.taken: Counter[str] = Counter()
         """Number of steps taken, keyed by policy."""
@@ -249,7 +249,7 @@ class Recorder:
         """Number of trajectories trained beyond `max_lag`."""
 
     def busy(self) -> tuple[float, float, float, float]:
-        """Return the totals over all engines; see `Step.engine`."""
+        """Return the totals over all engines; see `OptimizerStep.engine`."""
         active = sum(engine.busy_seconds() for engine in self.engines)
         return (
             sum(engine.slot_seconds for engine in self.engines),
@@ -390,7 +390,7 @@ class RecordingJournal(NullJournal):
         recorder, policy = self._recorder, row.version.policy
         units = tuple(unit.episode_id for unit in row.batch.units)
         now = asyncio.get_running_loop().time()
-        recorder.steps.append(Step(policy, now, row.report.seconds, units, recorder.busy()))
+        recorder.steps.append(OptimizerStep(policy, now, row.report.seconds, units, recorder.busy()))
         recorder.taken[policy] = row.version.step
         if self._is_over() and self.orchestrator is not None:
             self.orchestrator.stop()
@@ -413,14 +413,14 @@ class RecordingEngine(EmulatedEngine):
     def submit(self, session: EmulatedSession, request: GenerateRequest) -> Any:
         """See `EmulatedEngine.submit`; records the call."""
         call = super().submit(session, request)
-        self._recorder.asked[episode_of(request)] += call.length
+        self._recorder.asked[request_episode_id(request)] += call.length
         return call
 
     def finish(self, call: Any) -> Any:
         """See `EmulatedEngine.finish`; records the call."""
         before = call.session.context
         completion = super().finish(call)
-        episode = episode_of(call.request)
+        episode = request_episode_id(call.request)
         self._recorder.contexts[episode] += call.session.context - before
         by_version = self._recorder.spans[episode]
         for span in completion.spans:
@@ -430,7 +430,7 @@ class RecordingEngine(EmulatedEngine):
         return completion
 
 
-def episode_of(request: GenerateRequest) -> str:
+def request_episode_id(request: GenerateRequest) -> str:
     """Return the episode of a call from its request id, which consists of episode, attempt and call id."""
     return request.request_id.rsplit(".", 2)[0]
 
@@ -488,7 +488,9 @@ class SimulationResult:
     """CPU seconds of the simulation."""
 
 
-def compute_simulation_result(plan: Plan, recorder: Recorder, skipped: int, cpu_seconds: float) -> SimulationResult:
+def compute_simulation_result(
+    plan: SimulationPlan, recorder: Recorder, skipped: int, cpu_seconds: float
+) -> SimulationResult:
     """Compute the results from the records after the skipped steps."""
     first = next(iter(plan.trained))
     own = [step for step in recorder.steps if step.policy == first]
@@ -537,7 +539,7 @@ def _kind(recorder: Recorder, episode: str) -> tuple[str, bool]:
     return recorder.begun[episode].environment, "~" in episode
 
 
-def _kinds_with(plan: Plan, policy: str) -> set[tuple[str, bool]]:
+def _kinds_with(plan: SimulationPlan, policy: str) -> set[tuple[str, bool]]:
     """Return the kinds of episodes in which a policy plays."""
     config = plan.config(1)
     return {
@@ -549,7 +551,7 @@ def _kinds_with(plan: Plan, policy: str) -> set[tuple[str, bool]]:
     }
 
 
-def _lags(recorder: Recorder, window: Sequence[Step]) -> tuple[list[tuple[str, int, int]], list[int]]:
+def _lags(recorder: Recorder, window: Sequence[OptimizerStep]) -> tuple[list[tuple[str, int, int]], list[int]]:
     """Return the trained tokens as (policy, lag, number), and for each unit the steps from admission to training."""
     counts: Counter[tuple[str, int]] = Counter()
     units = []
@@ -585,7 +587,7 @@ def _held(recorder: Recorder, begin: float, end: float) -> dict[str, float]:
     return {reason: count / len(looks) for reason, count in reasons.most_common()}
 
 
-def _steps_per_second(plan: Plan, recorder: Recorder, units: int) -> float:
+def _steps_per_second(plan: SimulationPlan, recorder: Recorder, units: int) -> float:
     """Return an upper bound on the first policy's steps per second for any schedule that never ends.
 
     `units` is the number of units of that policy that were started.
@@ -595,7 +597,7 @@ def _steps_per_second(plan: Plan, recorder: Recorder, units: int) -> float:
     return min(plan.capacity() / work, 1 / max(fmean(step.seconds for step in recorder.steps), 1e-9))
 
 
-def _least_seconds(plan: Plan, recorder: Recorder, own: Sequence[Step]) -> float:
+def _least_seconds(plan: SimulationPlan, recorder: Recorder, own: Sequence[OptimizerStep]) -> float:
     """Return a lower bound on the seconds of any schedule of the started work. It is the largest of three times: all
     work through all slots plus one step, all steps, and the longest parent and child plus one step."""
     longest: dict[str, int] = {}
@@ -610,7 +612,7 @@ def _least_seconds(plan: Plan, recorder: Recorder, own: Sequence[Step]) -> float
     return max(work + step, len(own) * step, path / plan.rates(1) + step)
 
 
-def _timeline(plan: Plan, recorder: Recorder, begin: float, end: float) -> RunTimeline:
+def _timeline(plan: SimulationPlan, recorder: Recorder, begin: float, end: float) -> RunTimeline:
     part = (end - begin) / PARTS
     spans: dict[str, list[tuple[float, float]]] = {name: [] for name in plan.environments}
     for name, begun in recorder.begun.items():
@@ -623,7 +625,7 @@ def _timeline(plan: Plan, recorder: Recorder, begin: float, end: float) -> RunTi
         stop = step.at - publish
         if begin < stop <= end:
             trainers[step.policy].append((max(stop - step.seconds, begin) - begin, stop - begin))
-    at_work = {name: occupancy(found, PARTS, part) for name, found in trainers.items()}
+    at_work = {name: span_occupancy(found, PARTS, part) for name, found in trainers.items()}
     engine = _engine_shares(plan, recorder, begin, part)
     ends = [int((at - begin) / part) for at in recorder.ended.values() if begin <= at < end]
     counts = Counter(ends)
@@ -631,7 +633,7 @@ def _timeline(plan: Plan, recorder: Recorder, begin: float, end: float) -> RunTi
         began=begin,
         seconds=end - begin,
         part=part,
-        in_flight={name: occupancy(found, PARTS, part) for name, found in spans.items()},
+        in_flight={name: span_occupancy(found, PARTS, part) for name, found in spans.items()},
         committed=[counts[place] for place in range(PARTS)],
         dropped=[0] * PARTS,
         trainers=at_work,
@@ -649,7 +651,7 @@ def _timeline(plan: Plan, recorder: Recorder, begin: float, end: float) -> RunTi
     )
 
 
-def _engine_shares(plan: Plan, recorder: Recorder, begin: float, part: float) -> list[float]:
+def _engine_shares(plan: SimulationPlan, recorder: Recorder, begin: float, part: float) -> list[float]:
     """Return the used share of the engines' capacity in each interval, interpolated between snapshots."""
     looks = recorder.snapshots
     at = 0

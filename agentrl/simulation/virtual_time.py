@@ -148,7 +148,7 @@ class _Ready:
             self._segments.append((steps, []))
 
 
-class SimLoop(asyncio.BaseEventLoop):
+class VirtualTimeEventLoop(asyncio.BaseEventLoop):
     """Seeded event loop with virtual time; usually run through `simulate`.
 
     Example:
@@ -276,7 +276,7 @@ class SimLoop(asyncio.BaseEventLoop):
 
 
 def simulate(main: Callable[[], Coroutine[Any, Any, T]], *, seed: int, max_steps: int = 2_000_000) -> T:
-    """Run `main()` to its end under `SimLoop(seed)`.
+    """Run `main()` to its end under `VirtualTimeEventLoop(seed)`.
 
     Args:
         main: a coroutine function without arguments.
@@ -299,7 +299,7 @@ def simulate(main: Callable[[], Coroutine[Any, Any, T]], *, seed: int, max_steps
         >>> simulate(main, seed=7)
         'slept'
     """
-    loop = SimLoop(seed, max_steps=max_steps)
+    loop = VirtualTimeEventLoop(seed, max_steps=max_steps)
     with asyncio.Runner(loop_factory=lambda: loop) as runner:
         try:
             result = runner.run(main())
@@ -312,12 +312,12 @@ def simulate(main: Callable[[], Coroutine[Any, Any, T]], *, seed: int, max_steps
 
 def _keep_failure(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
     """Record an exception that asyncio would only log as a failure of the simulation; an exception handler."""
-    assert isinstance(loop, SimLoop)
+    assert isinstance(loop, VirtualTimeEventLoop)
     loop._failures.append(context.get("exception") or SimulationError(str(context["message"])))
 
 
 def _refusal(name: str, reason: str) -> Callable[..., Never]:
-    def refuse(self: SimLoop, *args: object, **kwargs: object) -> Never:
+    def refuse(self: VirtualTimeEventLoop, *args: object, **kwargs: object) -> Never:
         raise SimulationError(f"{name} under the simulated loop: {reason}")
 
     refuse.__doc__ = f"Refused: {reason}."
@@ -325,7 +325,7 @@ def _refusal(name: str, reason: str) -> Callable[..., Never]:
 
 
 for _name, _reason in _PORTS.items():
-    setattr(SimLoop, _name, _refusal(_name, _reason))
+    setattr(VirtualTimeEventLoop, _name, _refusal(_name, _reason))
 
 
 # --- who runs, and where it stands ------------------------------------------------------------------------------------

@@ -30,24 +30,24 @@ from agentrl.core.errors import AgentRLError
 from agentrl.core.records import EpisodeSpec, SeatBinding, Task
 from agentrl.core.text import plural
 from agentrl.engines.scripted import Script
-from agentrl.environment.base import Environment, ResourceLevel, describe_foreign_error
+from agentrl.environment.base import Environment, ResourceLevel, describe_user_code_error
 from agentrl.environment.harness import HarnessEnvironment
 from agentrl.environment.registry import module_of, name_of, resolve
 from agentrl.environment.tools import ToolEnvironment
 from agentrl.journal.entries import (
     EffectEntry,
-    IntentEntry,
+    EffectIntentEntry,
     JournalEntry,
     NondeterministicValueEntry,
-    ResourceEntry,
+    ResourceCallEntry,
     ToolEntry,
     TurnEntry,
 )
-from agentrl.observe.blocked import watch_loop
+from agentrl.observe.blocked import watch_event_loop
 from agentrl.rollout.branches import REMEDY, shortened_repr
-from agentrl.rollout.harness_agent import describe_request_difference, turns_with_context
+from agentrl.rollout.harness_agent import describe_request_difference, external_turns_with_context
 from agentrl.simulation.virtual_time import simulate
-from agentrl.testing.execution import POLICY, RESOURCE_LOST, ExecutedEpisode, execute, random_policy
+from agentrl.testing.execution import POLICY, RESOURCE_LOST, ExecutedEpisode, execute_episode, random_policy
 from agentrl.testing.malformed_reply_check import TASKS as FORMAT_TASKS
 from agentrl.testing.malformed_reply_check import EpisodeFormatReward, find_format_reward_faults
 from agentrl.testing.side_effects import MODEL_ADVICE, calls_language_model, watch_side_effects
@@ -205,7 +205,7 @@ def _check_hash_order(found: type[Environment], report: EnvironmentReport) -> No
     """Play a task again in a process with different string hashes, as after `--resume`, and compare."""
     name = f"{module_of(found)}:{found.__qualname__}"
     task = _tasks(found, 1, report)[0]
-    first = asyncio.run(execute(found, _spec(found, task, 0, 0), random_policy(found)))
+    first = asyncio.run(execute_episode(found, _spec(found, task, 0, 0), random_policy(found)))
     if isinstance(first, str):
         return  # it was reported before, for the same task
     seed = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
@@ -235,7 +235,7 @@ def _play_here(name: str, asked: Path, told: Path) -> None:
     found = resolve(name)
     task = _tasks(found, 1, EnvironmentReport(environment=name))[0]
     answers = msgspec.msgpack.decode(asked.read_bytes(), type=list[JournalEntry])
-    again = asyncio.run(execute(found, _spec(found, task, 0, 0), random_policy(found), answers=answers))
+    again = asyncio.run(execute_episode(found, _spec(found, task, 0, 0), random_policy(found), answers=answers))
     told.write_bytes(msgspec.msgpack.encode(again if isinstance(again, str) else again.entries))
 
 
@@ -286,7 +286,7 @@ def replay_from_every_entry(
         spec = _spec(found, task, number, 0)
 
         async def main(spec: EpisodeSpec = spec) -> str | None:
-            first = await execute(found, spec, script)
+            first = await execute_episode(found, spec, script)
             if isinstance(first, str):
                 return first
             report.episodes += 1
@@ -305,7 +305,7 @@ def _check_format(environment: type[Environment], tasks: Sequence[Task], seed: i
     def play(task: Task, number: int, script: Script) -> EpisodeFormatReward | str:
         report.on_progress(f"whether a broken chat format pays: game {number + 1} on task {task.id!r}")
         spec = _spec(environment, task, number, seed)
-        outcome = asyncio.run(execute(environment, spec, script))
+        outcome = asyncio.run(execute_episode(environment, spec, script))
         if isinstance(outcome, str):
             return outcome
         broken = outcome.counts.of_all_policies("broken turns") > 0
@@ -321,7 +321,7 @@ def _tasks(environment: type[Environment], count: int, report: EnvironmentReport
         chosen = [source[index] for index in range(min(count, len(source)))]
         repeated = [again[index] for index in range(len(chosen))]
     except Exception as error:  # noqa: BLE001 - foreign code: whatever it raises is the finding
-        report.findings.append(f"tasks('train', seed=0) raised {describe_foreign_error(error)}")
+        report.findings.append(f"tasks('train', seed=0) raised {describe_user_code_error(error)}")
         return []
     if not chosen:
         report.findings.append("tasks('train', seed=0) is empty")
@@ -354,8 +354,8 @@ async def _check_episode(
     spec = _spec(environment, task, number, seed)
     script = random_policy(environment)
     report.on_progress(f"episode {number + 1}, task {task.id!r}: playing it")
-    with watch_loop(told.append, repeated_s=REPEATED_S, users_only=True), watch_side_effects(environment) as seen:
-        first = await execute(environment, spec, script)
+    with watch_event_loop(told.append, repeated_s=REPEATED_S, users_only=True), watch_side_effects(environment) as seen:
+        first = await execute_episode(environment, spec, script)
     report.findings += [f"task {task.id!r}: {text}" for text in seen.findings.values()]
     if seen.asked_model:
         told.clear()  # the blocking call was the model's own answer, which must be replaced, not awaited
@@ -406,7 +406,7 @@ async def resume_at_every_entry(
             f"{part}killed after entry {cut} of {len(entries)} and resumed ({before} of {len(cuts)} kills)"
         )
         answers = [entry for entry in entries[cut:] if _is_external(entry)]
-        again = await execute(environment, spec, script, entries[:cut], answers=answers)
+        again = await execute_episode(environment, spec, script, entries[:cut], answers=answers)
         report.resumptions += 1
         if isinstance(again, str):
             problem, remedy = again, ""
@@ -433,18 +433,18 @@ async def _recall_everything(
     if not environment.replay_stable:
         report.resume_class = "pinned"
         return None
-    recalled = list(turns_with_context(first.entries))
+    recalled = list(external_turns_with_context(first.entries))
     turns = {entry.call_id: body for entry in recalled if isinstance(body := entry.decode(), TurnEntry)}
     for count in sorted({min(1, len(recalled)), len(recalled)}):
         report.on_progress(f"{part}begun again with {plural(count, 'recorded reply', 'recorded replies')}")
         following = dataclasses.replace(spec, attempt=1)
-        again = await execute(environment, following, script, answers=recalled[:count])
+        again = await execute_episode(environment, following, script, answers=recalled[:count])
         report.resumptions += 1
         if isinstance(again, str):
             return f"begun again with {plural(count, 'recorded reply', 'recorded replies')}: {again}"
         asked = {
             entry.call_id: body
-            for entry in turns_with_context(again.entries)
+            for entry in external_turns_with_context(again.entries)
             if isinstance(body := entry.decode(), TurnEntry)
         }
         missing = [body for call_id, body in turns.items() if call_id not in asked][:count]
@@ -459,12 +459,12 @@ async def _recall_everything(
 
 
 def _has_pinned(entries: Sequence[JournalEntry]) -> bool:
-    return any(isinstance(body := entry.decode(), ResourceEntry) and body.level == "pinned" for entry in entries)
+    return any(isinstance(body := entry.decode(), ResourceCallEntry) and body.level == "pinned" for entry in entries)
 
 
 def _weaker(known: ResourceLevel, entries: Sequence[JournalEntry]) -> ResourceLevel:
     """Return the weakest resource level that the environment has used."""
-    levels = {body.level for entry in entries if isinstance(body := entry.decode(), ResourceEntry)} | {known}
+    levels = {body.level for entry in entries if isinstance(body := entry.decode(), ResourceCallEntry)} | {known}
     return "pinned" if "pinned" in levels else "snapshot" if "snapshot" in levels else "replay"
 
 
@@ -508,7 +508,7 @@ def _differing_call(first: Sequence[JournalEntry], again: Sequence[JournalEntry]
 def _acts(entries: Sequence[JournalEntry]) -> dict[str, JournalEntry]:
     """Return the entries by call id, without the intents of `once` acts, which are not written if their answer is
     supplied."""
-    return {entry.call_id: entry for entry in entries if not isinstance(entry.decode(), IntentEntry)}
+    return {entry.call_id: entry for entry in entries if not isinstance(entry.decode(), EffectIntentEntry)}
 
 
 def _result(entry: JournalEntry) -> object:
@@ -516,7 +516,7 @@ def _result(entry: JournalEntry) -> object:
     match entry.decode():
         case ToolEntry(observation=observation):
             return observation
-        case ResourceEntry(value=value, error=error):
+        case ResourceCallEntry(value=value, error=error):
             return (value, error)
         case TurnEntry(token_ids=token_ids):
             return token_ids

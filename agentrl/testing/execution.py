@@ -1,4 +1,4 @@
-"""Plays episodes in memory with a scripted policy: `execute` for the checker, over a recorded prefix; `play` for tests.
+"""Plays episodes in memory with a scripted policy: `execute_episode` for the checker, over a recorded prefix; `play` for tests.
 
 `random_policy` is a policy without a model; `play` uses the replies of a test.
 """
@@ -20,7 +20,7 @@ from agentrl.core.ports import SamplingParams
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion, SeatBinding
 from agentrl.credit.advantages import ADVANTAGES
 from agentrl.engines.scripted import Script, ScriptedEngine
-from agentrl.environment.base import EpisodeLimits, describe_foreign_error
+from agentrl.environment.base import EpisodeLimits, describe_user_code_error
 from agentrl.environment.games import LEGAL_ACTIONS, PettingZooEnvironment
 from agentrl.environment.harness import HarnessEnvironment
 from agentrl.environment.registry import name_of, resolve
@@ -29,11 +29,11 @@ from agentrl.journal.entries import TurnEntry
 from agentrl.orchestrator.buffer import EpisodeBuffer, WholeGroupRelease
 from agentrl.orchestrator.dispatch import ChangeCondition, Dispatcher
 from agentrl.orchestrator.metrics import EpisodeTotals
-from agentrl.rollout.byte_formats import STOP_TOKEN, PlainFormat
+from agentrl.rollout.byte_formats import STOP_TOKEN, PlainChatFormat
 from agentrl.rollout.episode import RolloutSettings
 from agentrl.rollout.runner import EpisodeRunner
 from agentrl.rollout.worker import AsyncioWorker
-from agentrl.simulation.virtual_time import SimLoop
+from agentrl.simulation.virtual_time import VirtualTimeEventLoop
 from agentrl.testing.memory_journal import MemoryJournal
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from agentrl.environment.base import Environment, OnCodeChange
     from agentrl.journal.entries import JournalEntry
     from agentrl.journal.port import JournalStore
-    from agentrl.rollout.context import LiveContext
+    from agentrl.rollout.context import LiveEpisodeContext
 
 POLICY = "random"
 PARTITION = "0"
@@ -54,7 +54,7 @@ TIMEOUT_S = 30.0
 PROGRAM_TIMEOUT_S = 120.0
 """Time limit of an episode of an external agent, whose program may take long to start on a busy machine."""
 RESOURCE_LOST = "resource_lost: "
-"""Prefix of the answer of `execute` if re-execution reached a pinned resource."""
+"""Prefix of the answer of `execute_episode` if re-execution reached a pinned resource."""
 _FIRST_LINE = re.compile(r"\n|<\|")
 """Pattern for the end of the first line or of the message."""
 
@@ -76,12 +76,12 @@ class _StateRunner(EpisodeRunner):
         super().__init__(**services)
         self.states: dict[str, dict[str, Any]] = {}
 
-    def finished(self, context: LiveContext) -> None:
+    def finished(self, context: LiveEpisodeContext) -> None:
         told = {resource.name: resource.state() for resource in context.resources}
         self.states[context.episode.spec.episode_id] = {name: s for name, s in told.items() if s is not None}
 
 
-async def execute(
+async def execute_episode(
     environment: type[Environment],
     spec: EpisodeSpec,
     script: Script,
@@ -119,13 +119,13 @@ async def execute(
     except GlobalRandomError as error:
         if recorded:
             return str(error)
-        return await execute(environment, spec, script, answers=answers, max_turns=max_turns)
+        return await execute_episode(environment, spec, script, answers=answers, max_turns=max_turns)
     except EpisodeError as error:
         return f"{RESOURCE_LOST if error.reason == 'resource_lost' else ''}{error}"
     except AgentRLError as error:
         return str(error)
     except Exception as error:  # noqa: BLE001 - foreign code: whatever it raises is the finding
-        return f"run() raised {describe_foreign_error(error)}"
+        return f"run() raised {describe_user_code_error(error)}"
     if failures:
         return f"a child episode failed: {failures[0]}"
     if dispatcher.worker.last_failure:
@@ -143,7 +143,7 @@ def plain_rollout_settings(
     episode_timeout_s: float = TIMEOUT_S,
     on_code_change: OnCodeChange | None = None,
 ) -> RolloutSettings:
-    """Return sampling settings and limits for episodes in `PlainFormat`."""
+    """Return sampling settings and limits for episodes in `PlainChatFormat`."""
     return RolloutSettings(
         sampling=SamplingParams(max_tokens=max_tokens, stop_token_ids=(STOP_TOKEN,)),
         limits=EpisodeLimits(max_turns=max_turns, max_tokens=max_tokens, max_context=max_context),
@@ -180,11 +180,11 @@ def wire_dispatcher(
     )
     runner = runner_type(
         engine=engine,
-        chat_format=PlainFormat(),
+        chat_format=PlainChatFormat(),
         store=store,
         log=store.turn_log(PARTITION),
         host=dispatcher,
-        clock=LoopClock() if isinstance(asyncio.get_running_loop(), SimLoop) else SystemClock(),
+        clock=LoopClock() if isinstance(asyncio.get_running_loop(), VirtualTimeEventLoop) else SystemClock(),
         settings=settings,
     )
     dispatcher.worker = AsyncioWorker(
@@ -241,7 +241,7 @@ def play(
         seats={seat: SeatBinding(POLICY) for seat in found.seats},
         group_id="g0",
     )
-    outcome = asyncio.run(execute(found, spec, script))
+    outcome = asyncio.run(execute_episode(found, spec, script))
     if isinstance(outcome, str):
         raise CheckFailedError(f"{spec.environment}: {outcome}")
     header = outcome.header
@@ -263,7 +263,7 @@ def random_policy(environment: type[Environment]) -> Script:
     """
     tools = list(environment.tool_table().values()) if issubclass(environment, ToolEnvironment) else []
     is_told = issubclass(environment, PettingZooEnvironment)
-    chat_format = PlainFormat()
+    chat_format = PlainChatFormat()
 
     def script(request: GenerateRequest, policy: str, version: PolicyVersion) -> list[int]:
         draw = random_stream("check", request.seed)

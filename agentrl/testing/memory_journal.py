@@ -61,7 +61,7 @@ class UnitDropped:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Publication:
+class VersionPublication:
     """Record of a published version."""
 
     weights: WeightsRef
@@ -78,7 +78,7 @@ class MetricRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pruning:
+class AttemptPruning:
     """Record of an attempt whose entries were deleted."""
 
     episode_id: str
@@ -87,7 +87,15 @@ class Pruning:
 
 
 ControlRecord = (
-    Admission | EpisodeEnd | UnitDropped | Proposal | FrozenGroupBaselines | Publication | StepRow | MetricRow | Pruning
+    Admission
+    | EpisodeEnd
+    | UnitDropped
+    | Proposal
+    | FrozenGroupBaselines
+    | VersionPublication
+    | StepRow
+    | MetricRow
+    | AttemptPruning
 )
 
 
@@ -194,7 +202,7 @@ class MemoryTurnLog:
 
 
 def fullest_partition(logs: Mapping[str, MemoryTurnLog], episode_id: str, attempt: int) -> MemoryTurnLog | None:
-    """Return the partition with the most entries of an attempt; see `TurnReader.partition_of`."""
+    """Return the partition with the most entries of an attempt; see `TurnLogReader.partition_of`."""
 
     def held(log: MemoryTurnLog) -> tuple[int, int]:
         return len(log.read(episode_id, attempt)), len(log.read_partials(episode_id, attempt))
@@ -289,7 +297,7 @@ class MemoryJournal:
 
     def record_version(self, weights: WeightsRef, parent: PolicyVersion | None) -> None:
         """Record a published version."""
-        self._record(Publication(weights=weights, parent=parent))
+        self._record(VersionPublication(weights=weights, parent=parent))
 
     def record_step(self, row: StepRow) -> None:
         """Record an optimizer step and the units it consumed."""
@@ -307,7 +315,9 @@ class MemoryJournal:
             attempts = settled & {(entry.episode_id, entry.attempt) for entry in log.entries[: log.on_disk]}
             if attempts and not stopped():
                 given_up.episodes += len(attempts)
-                self._record(*[Pruning(episode_id=name, attempt=number, rule=str(rule)) for name, number in attempts])
+                self._record(
+                    *[AttemptPruning(episode_id=name, attempt=number, rule=str(rule)) for name, number in attempts]
+                )
                 await self.flush()
                 self._remove(log, attempts)
         return given_up
@@ -372,7 +382,9 @@ class MemoryJournal:
 
     def published(self, version: PolicyVersion) -> WeightsRef | None:
         """Return the published weights of a version."""
-        found = (r.weights for r in self.on_disk() if isinstance(r, Publication) and r.weights.version == version)
+        found = (
+            r.weights for r in self.on_disk() if isinstance(r, VersionPublication) and r.weights.version == version
+        )
         return next(found, None)
 
     def ended_children(self, parents: Collection[str]) -> dict[str, EpisodeHeader]:
@@ -434,7 +446,7 @@ class MemoryJournal:
         return {
             (record.weights.version.policy, record.weights.version.lineage): record.parent
             for record in self.on_disk()
-            if isinstance(record, Publication)
+            if isinstance(record, VersionPublication)
             and record.parent is not None
             and record.parent.lineage < record.weights.version.lineage
         }
@@ -474,7 +486,7 @@ class MemoryJournal:
 
     def highest_lineage(self) -> int:
         """Return the largest lineage of any published version; -1 before the first."""
-        return max((r.weights.version.lineage for r in self.on_disk() if isinstance(r, Publication)), default=-1)
+        return max((r.weights.version.lineage for r in self.on_disk() if isinstance(r, VersionPublication)), default=-1)
 
     def info(self) -> Mapping[str, Any]:
         """Return the run's identity."""
@@ -528,7 +540,7 @@ class MemoryJournal:
 
     def pruned(self, episodes: Collection[str]) -> set[tuple[str, int]]:
         """Return the attempts of these episodes whose entries were deleted."""
-        found = (record for record in self.on_disk() if isinstance(record, Pruning))
+        found = (record for record in self.on_disk() if isinstance(record, AttemptPruning))
         return {(record.episode_id, record.attempt) for record in found if record.episode_id in episodes}
 
     def resolved_units(
@@ -538,7 +550,9 @@ class MemoryJournal:
         to its drop reason."""
         rows = [r for r in self.on_disk() if isinstance(r, StepRow)]
         parents: dict[PolicyVersion, PolicyVersion] = {
-            r.weights.version: r.parent for r in self.on_disk() if isinstance(r, Publication) and r.parent is not None
+            r.weights.version: r.parent
+            for r in self.on_disk()
+            if isinstance(r, VersionPublication) and r.parent is not None
         }
         parents.update((row.version, row.report.started_from) for row in rows)
         surviving: set[PolicyVersion] = set()

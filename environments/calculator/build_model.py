@@ -16,7 +16,7 @@ from agentrl.core.records import Message
 from agentrl.environments.calculator.demonstrations import demonstrate
 from agentrl.environments.calculator.env import Calculator
 from agentrl.learn import tiny_model
-from agentrl.rollout.chat_format import TemplateFormat
+from agentrl.rollout.chat_format import TemplateChatFormat
 from agentrl.rollout.chat_template import ChatTemplate
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def build(directory: Path, *, seed: int, steps: int) -> None:
     corpus = tiny_model.format_corpus(ChatTemplate(directory), shown)
     tokenizer = tiny_model.train_tokenizer(corpus, vocabulary=VOCABULARY)
     tiny_model.write_tokenizer(directory, tokenizer, special=tiny_model.SPECIAL, markup=tiny_model.MARKUP)
-    chat = TemplateFormat.load(directory)
+    chat = TemplateChatFormat.load(directory)
     pad, stop = chat.encode("<|pad|>")[0], chat.stop_token_ids[0]
     model = tiny_model.random_model(
         vocabulary=tokenizer.get_vocab_size(), pad_token=pad, stop_token=stop, context=CONTEXT, hidden=128, layers=4

@@ -19,7 +19,7 @@ from agentrl.core.records import Message
 from agentrl.environment.gym import SeededGame
 from agentrl.environments.frozen_lake.env import MOVES, FrozenLake
 from agentrl.learn import tiny_model
-from agentrl.rollout.chat_format import TemplateFormat
+from agentrl.rollout.chat_format import TemplateChatFormat
 
 if TYPE_CHECKING:
     from random import Random
@@ -43,7 +43,7 @@ def build(directory: Path, *, seed: int, steps: int) -> None:
     tokenizer = byte_tokenizer()
     tiny_model.write_chat_template(directory, TEMPLATE, pad="<|pad|>", end="<|end|>", context=CONTEXT)
     tiny_model.write_tokenizer(directory, tokenizer, special=SPECIAL, markup=())
-    chat = TemplateFormat.load(directory)
+    chat = TemplateChatFormat.load(directory)
     pad, _, _, end = chat.encode("".join(SPECIAL))
     model = tiny_model.random_model(
         vocabulary=tokenizer.get_vocab_size(), pad_token=pad, stop_token=end, context=CONTEXT, hidden=96, layers=3
@@ -63,7 +63,7 @@ def byte_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def game_row(chat: TemplateFormat, task: Task, random: Random) -> tiny_model.Row:
+def game_row(chat: TemplateChatFormat, task: Task, random: Random) -> tiny_model.Row:
     """A game of random moves in the tokens that reinforcement learning will see; all but the first message counts."""
     game = SeededGame(FrozenLake(), task)
     ids = chat.start([Message(role="user", content=game.reset())], [])

@@ -13,7 +13,7 @@ from agentrl.core.ids import random_stream
 from agentrl.core.records import Task
 from agentrl.environment.gym import GymEpisode, SeededGame
 from agentrl.environments.frozen_lake.env import MOVES, FrozenLake
-from agentrl.rollout.chat_format import TemplateFormat
+from agentrl.rollout.chat_format import TemplateChatFormat
 
 MAP = ["SFFF", "FHFH", "FFFH", "HFFG"]
 MODEL = Path(__file__).parent / "model"
@@ -104,7 +104,7 @@ def test_it_resumes_at_every_entry() -> None:
 
 
 def test_a_move_is_one_token_that_ends_the_turn_and_an_observation_eight() -> None:
-    chat = TemplateFormat.load(MODEL)
+    chat = TemplateChatFormat.load(MODEL)
     for move in MOVES:
         assert len(chat.encode(move)) == 1
         assert chat.encode(move)[0] in chat.stop_token_ids

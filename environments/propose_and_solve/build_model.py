@@ -22,7 +22,7 @@ from agentrl.environments.calculator import build_model as calculator
 from agentrl.environments.calculator.demonstrations import call_text, observation
 from agentrl.environments.propose_and_solve.env import PROMPT, Solve, Sum, drawn_sum
 from agentrl.learn import tiny_model
-from agentrl.rollout.chat_format import TemplateFormat
+from agentrl.rollout.chat_format import TemplateChatFormat
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -45,7 +45,7 @@ def build(directory: Path, *, seed: int, steps: int) -> None:
     )
     shutil.copyfile(source / "tokenizer.json", directory / "tokenizer.json")
     vocabulary = Tokenizer.from_file(str(directory / "tokenizer.json")).get_vocab_size()
-    chat = TemplateFormat.load(directory)
+    chat = TemplateChatFormat.load(directory)
     pad, stop = chat.encode("<|pad|>")[0], chat.stop_token_ids[0]
     model = tiny_model.random_model(
         vocabulary=vocabulary, pad_token=pad, stop_token=stop, context=CONTEXT, hidden=128, layers=4
@@ -56,7 +56,7 @@ def build(directory: Path, *, seed: int, steps: int) -> None:
     tiny_model.save_model(model, directory, stop_tokens=stop)
 
 
-def shown_row(chat: TemplateFormat, tools: Sequence[ToolSpec], random: Random) -> tiny_model.Row:
+def shown_row(chat: TemplateChatFormat, tools: Sequence[ToolSpec], random: Random) -> tiny_model.Row:
     """One conversation, of a proposer or, twice as often, of a solver: ids, and which of them are said."""
     if random.random() < 1 / 3:
         (terms,) = random.choices(list(PROPOSED), list(PROPOSED.values()))

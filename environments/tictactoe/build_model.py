@@ -17,7 +17,7 @@ from agentrl.core.ids import random_stream
 from agentrl.environments.frozen_lake.build_model import TEMPLATE, byte_tokenizer
 from agentrl.environments.tictactoe.env import FREE, LINES, OTHER, OWN, TicTacToe, random_player
 from agentrl.learn import tiny_model
-from agentrl.rollout.chat_format import TemplateFormat
+from agentrl.rollout.chat_format import TemplateChatFormat
 
 if TYPE_CHECKING:
     from random import Random
@@ -38,7 +38,7 @@ def build(directory: Path, *, seed: int, steps: int) -> None:
     tokenizer = byte_tokenizer()
     tiny_model.write_chat_template(directory, TEMPLATE, pad="<|pad|>", end="<|end|>", context=CONTEXT)
     tiny_model.write_tokenizer(directory, tokenizer, special=SPECIAL, markup=(*MOVES, *WORDS))
-    chat = TemplateFormat.load(directory)
+    chat = TemplateChatFormat.load(directory)
     pad, _, _, end = chat.encode("".join(SPECIAL))
     model = tiny_model.random_model(
         vocabulary=tokenizer.get_vocab_size(), pad_token=pad, stop_token=end, context=CONTEXT, hidden=64, layers=1
@@ -49,7 +49,7 @@ def build(directory: Path, *, seed: int, steps: int) -> None:
     tiny_model.save_model(model, directory, stop_tokens=[end, *(chat.encode(move)[0] for move in MOVES)])
 
 
-def shown_row(chat: TemplateFormat, task: Task, random: Random) -> tiny_model.Row:
+def shown_row(chat: TemplateChatFormat, task: Task, random: Random) -> tiny_model.Row:
     """The board a training game begins with, and any legal move."""
     message = agentrl.user(TicTacToe().game(task).reset()["observation"])
     ids = chat.start([message], [])

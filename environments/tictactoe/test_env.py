@@ -13,7 +13,7 @@ from agentrl.core.records import Task
 from agentrl.environment.games import GameEpisode, GamePosition
 from agentrl.environments.tictactoe.build_model import MOVES
 from agentrl.environments.tictactoe.env import FREE, LINES, TicTacToe, is_won, random_player
-from agentrl.rollout.chat_format import TemplateFormat
+from agentrl.rollout.chat_format import TemplateChatFormat
 from tests.unit.episodes import play
 
 pytest.importorskip("textarena", reason="the extra games is not installed")
@@ -119,7 +119,7 @@ def test_it_resumes_at_every_entry() -> None:
 
 
 def test_a_move_is_one_token_that_ends_the_turn_and_a_line_another() -> None:
-    chat = TemplateFormat.load(MODEL)
+    chat = TemplateChatFormat.load(MODEL)
     for move in MOVES:
         assert len(chat.encode(move)) == 1
         assert chat.encode(move)[0] in chat.stop_token_ids

@@ -10,14 +10,16 @@ from transformers import PreTrainedTokenizerFast
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.tool_parsers import ToolParserManager
 
-from agentrl.config.fields import package_directory
+from agentrl.config.fields import resolve_package_directory
 from agentrl.core.reply_formats import REPLY_FORMATS
 from tests.reply_samples import CALLS, WEATHER
 
 
 def tokenizer(markup: tuple[str, ...]) -> PreTrainedTokenizerFast:
     """The shipped tokenizer with the marks of a format as tokens."""
-    made = Tokenizer.from_file(str(Path(package_directory("agentrl.environments.calculator:model"), "tokenizer.json")))
+    made = Tokenizer.from_file(
+        str(Path(resolve_package_directory("agentrl.environments.calculator:model"), "tokenizer.json"))
+    )
     also = ("<think>", "</think>", "<|start|>", "<|end|>", "<s>", "</s>")
     made.add_special_tokens([AddedToken(mark, special=True, normalized=False) for mark in (*markup, *also)])
     with tempfile.TemporaryDirectory() as directory:

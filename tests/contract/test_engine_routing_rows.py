@@ -11,7 +11,7 @@ import pytest
 
 from agentrl.core.records import TrajectoryRow
 from agentrl.engines.embedded.engine import EmbeddedEngine
-from agentrl.engines.wire import CompletionReply, completed_message, completion_from_message
+from agentrl.engines.wire import CompletionReply, completion_from_message, message_from_completion
 from agentrl.journal.entries import BeginEntry, EntryBody, JournalEntry, TurnEntry, TurnVersionSpan, encode_body
 from agentrl.journal.rows import assemble_trajectories
 from tests.contract.engine_kinds import ModelZoo, load_engine, prompt, request, version
@@ -28,7 +28,7 @@ async def conversation(engine: EmbeddedEngine, number: int, turns: int) -> Traje
         before = len(context)
         observed = prompt(30, 0) if turn == 0 else prompt(3 + number, 9 * number + turn)
         context = np.concatenate([context, observed])
-        sent = completed_message(
+        sent = message_from_completion(
             0, await session.generate(request(f"{number}-{turn}", context, seed=number, max_tokens=20))
         )
         completion = completion_from_message(msgspec.msgpack.decode(msgspec.msgpack.encode(sent), type=CompletionReply))

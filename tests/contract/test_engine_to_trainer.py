@@ -17,7 +17,7 @@ from agentrl.config.sections import EngineConfig, EnvironmentConfig, ModelConfig
 from agentrl.core.errors import ConfigError
 from agentrl.core.records import (
     EpisodeDataLocation,
-    RoutingSpan,
+    ExpertRoutingSpan,
     SamplingMask,
     SamplingMaskStatus,
     TrainingSample,
@@ -55,7 +55,7 @@ def sampled(zoo: ModelZoo, architecture: str, dtype: str) -> TrajectoryRow:
             behavior_logprobs=np.concatenate([blank.astype(np.float32), completion.logprobs]),
             turn_index=np.concatenate([blank - 1, np.zeros(TOKENS, np.int32)]),
             spans=(),
-            routing=(RoutingSpan(0, PROMPT + TOKENS, routing.astype(np.int16)),),
+            routing=(ExpertRoutingSpan(0, PROMPT + TOKENS, routing.astype(np.int16)),),
             sampling_mask=SamplingMask(counts=np.concatenate([blank, mask.counts]), token_ids=mask.token_ids),
         )
 

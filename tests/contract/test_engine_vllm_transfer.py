@@ -17,7 +17,7 @@ from agentrl.engines import transfer, wire
 from agentrl.engines.transfer import (
     FileSender,
     PublishedWeightSource,
-    WeightRecipient,
+    WeightDestination,
     WeightSenders,
     WeightTransferConnection,
 )
@@ -48,7 +48,7 @@ class TrainerEnd:
     async def _send(self, number: int, wanted: PolicyVersion, address: str) -> None:
         try:
             source = PublishedWeightSource(self.tensors, self.passes(iter(self.tensors.items())))
-            recipient = WeightRecipient(address=address, transfer="file", processes=1, silence_s=60.0)
+            recipient = WeightDestination(address=address, transfer="file", processes=1, silence_s=60.0)
             await asyncio.to_thread(self.outbox.send, source, wanted, recipient)
             self.sent += 1
         except TrainerError as error:
@@ -157,7 +157,7 @@ IN_SUITE = pytest.mark.usefixtures("make_vllm")
 """They import vLLM, which the process of other tests is to be without."""
 
 
-IPC = WeightRecipient(address="", transfer="ipc", processes=1, silence_s=60.0)
+IPC = WeightDestination(address="", transfer="ipc", processes=1, silence_s=60.0)
 
 
 class Listens(WeightTransferConnection):
@@ -184,7 +184,7 @@ def test_shared_memory_is_described_as_vllm_takes_it_without_a_class_on_the_way(
     from agentrl.engines.vllm import senders, worker
 
     link, source = Listens(), PublishedWeightSource(TENSORS, iter(TENSORS.items()))
-    found: Any = senders.init_info(IPC, source)
+    found: Any = senders.trainer_init_info(IPC, source)
     assert (found.backend, found.packed, found.packed_buffer_size_bytes) == ("agentrl_ipc", True, transfer.CHUNK_BYTES)
     assert found.is_sender
     sender: Any = senders.IpcSender.__new__(senders.IpcSender)  # its __init__ asks CUDA for the card
@@ -212,7 +212,9 @@ def test_broadcasts_are_met_by_an_id_and_no_port() -> None:
     from agentrl.engines.vllm import senders
 
     source = PublishedWeightSource(TENSORS, iter(TENSORS.items()))
-    found: Any = senders.init_info(WeightRecipient(address="", transfer="nccl", processes=4, silence_s=60.0), source)
+    found: Any = senders.trainer_init_info(
+        WeightDestination(address="", transfer="nccl", processes=4, silence_s=60.0), source
+    )
     assert (found.backend, found.world_size, found.is_sender) == ("agentrl_nccl", 5, True)
     payload = senders.nccl_join_message(bytes(range(128)), found)
     taken = NCCLWeightTransferInitInfo(**payload)

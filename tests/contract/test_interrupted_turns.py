@@ -25,7 +25,7 @@ from agentrl.core.records import (
 from agentrl.engines.embedded.engine import EmbeddedEngine
 from agentrl.environment.base import EpisodeLimits
 from agentrl.journal.rows import assemble_trajectories
-from agentrl.rollout.byte_formats import PlainFormat
+from agentrl.rollout.byte_formats import PlainChatFormat
 from agentrl.rollout.episode import RolloutSettings
 from agentrl.rollout.runner import EpisodeRunner
 from agentrl.rollout.turn_entries import join_completions
@@ -107,7 +107,7 @@ def test_a_leased_turn_goes_on_under_its_version_as_long_as_its_session_lives(
 # --- episodes ---------------------------------------------------------------------------------------------------------
 
 
-class SmallFormat(PlainFormat):
+class SmallFormat(PlainChatFormat):
     """Bytes folded into a small vocabulary; no turn ends before its limit."""
 
     stop_token_ids: tuple[int, ...] = ()

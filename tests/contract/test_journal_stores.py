@@ -19,7 +19,13 @@ from agentrl.core.records import (
     WeightsRef,
     dropped_header,
 )
-from agentrl.journal.entries import JournalEntry, PartialTurnTokens, TurnVersionSpan, decode_partial, encode_partial
+from agentrl.journal.entries import (
+    JournalEntry,
+    PartialTurnTokens,
+    TurnVersionSpan,
+    decode_partial_turn,
+    encode_partial_turn,
+)
 from agentrl.journal.port import StepRow
 from tests.contract.journal_kinds import AnyJournal, OnJournal, entry
 from tests.support.builders import make_episode_header, make_spec
@@ -243,7 +249,7 @@ def test_an_empty_journal_says_so(on_journal: OnJournal) -> None:
 
 
 def partial(spec: EpisodeSpec, call_id: str, start: int) -> JournalEntry:
-    body = encode_partial(PartialTurnTokens(start, b"\0" * 8, b"\0" * 8, (TurnVersionSpan(0, 2, 0, 0),)))
+    body = encode_partial_turn(PartialTurnTokens(start, b"\0" * 8, b"\0" * 8, (TurnVersionSpan(0, 2, 0, 0),)))
     return JournalEntry(spec.episode_id, spec.attempt, call_id, b"asked", body)
 
 
@@ -256,7 +262,7 @@ def test_partials_are_kept_beside_the_entries_until_they_are_removed(on_journal:
         await log.flush()
 
         found = log.read_partials("e0", 0)
-        assert [(entry.call_id, decode_partial(entry.body).start) for entry in found] == [
+        assert [(entry.call_id, decode_partial_turn(entry.body).start) for entry in found] == [
             ("r#0", 0),
             ("r#1", 0),
             ("r#0", 2),

@@ -12,7 +12,7 @@ from agentrl.app.forks import find_parent
 from agentrl.core.errors import JournalError
 from agentrl.core.records import EpisodeDataLocation, EpisodeSpec
 from agentrl.inspection.reader import RunReader
-from agentrl.journal.entries import JournalEntry, PartialTurnTokens, encode_body, encode_partial, episode_digest
+from agentrl.journal.entries import JournalEntry, PartialTurnTokens, encode_body, encode_partial_turn, episode_digest
 from agentrl.journal.store import SqliteJournal
 from tests.contract.journal_kinds import AnyJournal, OnJournal, entry
 from tests.journal_cases import entries_with
@@ -20,7 +20,7 @@ from tests.support.builders import make_episode_header, make_spec
 
 
 def partial(spec: EpisodeSpec, start: int, call: str = "r#2") -> JournalEntry:
-    body = encode_partial(PartialTurnTokens(start=start, token_ids=b"\1\0\0\0", logprobs=b"\0\0\0\0", spans=()))
+    body = encode_partial_turn(PartialTurnTokens(start=start, token_ids=b"\1\0\0\0", logprobs=b"\0\0\0\0", spans=()))
     return JournalEntry(spec.episode_id, spec.attempt, call, b"asked", body)
 
 

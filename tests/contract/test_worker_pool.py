@@ -21,7 +21,7 @@ from agentrl.cluster.worker_pool import WorkerPool
 from agentrl.core.clock import SystemClock
 from agentrl.core.network import Address
 from agentrl.core.records import ProcessStatus
-from agentrl.journal.reader import TurnReader
+from agentrl.journal.reader import TurnLogReader
 from benchmarks.scheduling_workers import Listening
 from tests.contract import worker_environments as environments
 from tests.contract.worker_cases import Workplace, config_of, run, workplace
@@ -54,7 +54,7 @@ def test_episodes_are_those_one_process_plays(tmp_path: Path) -> None:
             at.open()
             at.submit(*(at.spec(f"e{number}") for number in range(4)))
             await at.drained()
-            reader = TurnReader(at.journal.directory)
+            reader = TurnLogReader(at.journal.directory)
             found = {}
             for name, header in at.ends.items():
                 assert header.location is not None
@@ -107,7 +107,7 @@ def test_the_episodes_of_a_killed_worker_go_on_in_another_and_nothing_is_sampled
             await at.drained()
             assert set(at.times) == {f"e{number}" for number in range(6)}
             assert set(at.times.values()) == {1}
-            reader = TurnReader(at.journal.directory)
+            reader = TurnLogReader(at.journal.directory)
             for name in its:
                 location = at.ends[name].location
                 assert location is not None

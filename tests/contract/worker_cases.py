@@ -22,7 +22,7 @@ from agentrl.credit.advantages import ADVANTAGES
 from agentrl.engines.child_process import ChildProgram
 from agentrl.engines.client import ProcessEngine
 from agentrl.environment.base import Environment
-from agentrl.environment.containment import stop_loop_in_forks
+from agentrl.environment.containment import stop_loop_in_forked_process
 from agentrl.environment.registry import name_of
 from agentrl.journal.store import SqliteJournal
 from agentrl.orchestrator.buffer import EpisodeBuffer, WholeGroupRelease
@@ -147,7 +147,7 @@ async def workplace(
             *(config, environment, engine, journal.directory, at.told.append, directory / "workers.log", SystemClock())
         )
         if pool is None:
-            stack.enter_context(stop_loop_in_forks())
+            stack.enter_context(stop_loop_in_forked_process())
             chat_format = make_chat_format(config)
             attach_local_worker(*(config, environment, dispatcher, engine, chat_format, journal, SystemClock(), fail))
         else:

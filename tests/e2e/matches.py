@@ -20,7 +20,7 @@ from agentrl.app.policies import weights_from_directory
 from agentrl.core.records import TrajectoryRow
 from agentrl.inspection.reader import RunReader
 from agentrl.journal.entries import TurnEntry
-from agentrl.journal.reader import EpisodeKey, TurnReader
+from agentrl.journal.reader import AttemptLocation, TurnLogReader
 from agentrl.journal.rows import assemble_trajectories
 
 
@@ -121,13 +121,13 @@ def answering(text: str) -> Iterator[str]:
 
 def played(run: Path) -> list[tuple[TurnEntry, TrajectoryRow]]:
     """Every turn of training with its row."""
-    reader, log = RunReader(run), TurnReader(run / "journal")
+    reader, log = RunReader(run), TurnLogReader(run / "journal")
     found = []
     for line in reader.episodes():
         entries = reader.episode(line.episode).entries
         turns = {entry.seat: entry for _, entry in entries if isinstance(entry, TurnEntry)}
         partition = next((run / "journal").glob("turns-*.db")).name
-        rows = assemble_trajectories(log.read_many([EpisodeKey(partition, line.episode, 0, len(entries))])[0])
+        rows = assemble_trajectories(log.read_many([AttemptLocation(partition, line.episode, 0, len(entries))])[0])
         found += [(turns[t.seat], t.rows[0]) for t in rows if t.rows]
     reader.close()
     log.close()

@@ -18,7 +18,7 @@ import pytest
 
 from agentrl.core.clock import SystemClock
 from agentrl.inspection.reader import RunReader
-from agentrl.journal.process import check_partitions_unlocked, retry_until_unlocked
+from agentrl.journal.process import check_partitions_unlocked, retry_until_writer_exits
 from benchmarks import coevolution_kills, durability_deterministic
 from benchmarks.killed_runs import digests
 from tests.processes import descendants, running
@@ -84,7 +84,7 @@ def test_workers_in_actors_outlive_a_run_that_is_killed_and_are_waited_for(
         wait_until(process, lambda: entries(run) > 30)
         assert process.poll() is None, one._log("killed")
         workers = [process.number for process in running() if WORKER in command_of(process.number)]
-    asyncio.run(retry_until_unlocked(lambda: check_partitions_unlocked(run / "journal"), print, SystemClock()))
+    asyncio.run(retry_until_writer_exits(lambda: check_partitions_unlocked(run / "journal"), print, SystemClock()))
     written = entries(run)
     while any(WORKER in command_of(worker) for worker in workers):
         time.sleep(0.02)

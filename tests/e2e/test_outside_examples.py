@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import agentrl
-from agentrl.rollout.chat_format import TemplateFormat
+from agentrl.rollout.chat_format import TemplateChatFormat
 from tests.markdown_pages import ROOT
 
 EXAMPLES = ROOT / "examples"
@@ -66,7 +66,7 @@ def test_a_repair_is_rewarded_by_its_test_alone(repairs: dict[str, Any], tmp_pat
 def test_what_the_model_is_shown_is_what_mini_asks_for(repairs: dict[str, Any], tmp_path: Path) -> None:
     """The calls of a demonstration are calls of mini's tool, and its model is one that agentrl loads."""
     repairs["build_model"](tmp_path, steps=2)
-    chat = TemplateFormat.load(tmp_path)
+    chat = TemplateChatFormat.load(tmp_path)
     shown = next(repairs["repairs"](0)).messages
     for message in shown:
         if message.role == "assistant":

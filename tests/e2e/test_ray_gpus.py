@@ -32,7 +32,7 @@ import sys
 
 import ray
 
-from agentrl.cluster.session import RaySession, process_strategy, reserved_gpus
+from agentrl.cluster.session import RaySession, process_scheduling_strategy, gpu_reservation
 from agentrl.core.errors import ConfigError
 from tests.unit.test_device_plan import configuration
 
@@ -47,7 +47,7 @@ def hold(config):
     session.start()
     plan, actors = session.plan(config), []
     for process, (node, count) in plan.gpu_bundles().items():
-        strategy = process_strategy(node, process)
+        strategy = process_scheduling_strategy(node, process)
         actors.append(ray.remote(num_cpus=0, num_gpus=count, scheduling_strategy=strategy)(Holder).remote())
     places = ray.get([actor.place.remote() for actor in actors])
     assert [node for node, _ in places] == [node.id for node, _ in plan.gpu_bundles().values()]
@@ -63,7 +63,7 @@ def hold(config):
 _EACH_PLAN = f"""{_BEGIN}
 async def main():
     for size in ((1, 1, 1), (2, 2, 1), (1, 1, 2), (2, 1, 2)):
-        async with reserved_gpus():
+        async with gpu_reservation():
             print(hold(configuration(*size)), hold(configuration(*size)))
 
 asyncio.run(main())
@@ -71,7 +71,7 @@ asyncio.run(main())
 
 _FIRST_RUN = f"""{_BEGIN}
 async def main():
-    async with reserved_gpus():
+    async with gpu_reservation():
         print(hold(configuration(2, 1, 1)), flush=True)
         input()
         print(hold(configuration(2, 1, 1)), flush=True)
@@ -81,7 +81,7 @@ asyncio.run(main())
 
 _SECOND_RUN = f"""{_BEGIN}
 async def main():
-    async with reserved_gpus():
+    async with gpu_reservation():
         for ranks in (2, 1):
             try:
                 hold(configuration(ranks, 1, 1))
@@ -101,7 +101,7 @@ cluster.add_node(num_gpus=2, **settings)
 
 
 async def main():
-    async with reserved_gpus():
+    async with gpu_reservation():
         sys.argv.append(cluster.address)
         print(hold(configuration(2, 1, 1)))
         cluster.remove_node(lost)

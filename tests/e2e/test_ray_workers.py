@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from agentrl.cluster.engine_actors import RayPlacement
-from agentrl.journal.reader import TurnReader
+from agentrl.journal.reader import TurnLogReader
 from tests.contract import worker_environments as environments
 from tests.contract.worker_cases import run, workplace
 from tests.processes import running
@@ -48,7 +48,7 @@ def test_episodes_of_workers_in_actors_go_on_when_process_or_actor_dies(tmp_path
             ]
             assert set(at.times.values()) == {1}
             assert len(at.times) == 6
-            reader = TurnReader(at.journal.directory)
+            reader = TurnLogReader(at.journal.directory)
             for name, header in at.ends.items():
                 assert header.location is not None
                 entries = reader.read(header.location.partition, name, 0, entries=header.location.entries)

@@ -15,13 +15,13 @@ import msgspec
 import pytest
 
 from agentrl.cli.main import main
-from agentrl.config.load import check_unchanged
+from agentrl.config.load import check_settings_unchanged
 from agentrl.config.run import RunConfig
 from agentrl.core.errors import ConfigError, StorageError
 from agentrl.inspection.reader import RunReader
 from agentrl.journal.control import row_checksum
 from agentrl.journal.entries import BeginEntry, JournalEntry, TurnEntry, encode_body, entry_checksum, episode_digest
-from agentrl.observe.run_state import SILENT_S, read_status, write_status
+from agentrl.observe.run_state import SILENT_S, read_run_snapshot, write_run_snapshot
 from benchmarks.resume_fields import (
     NOT_RUN,
     TRAINED,
@@ -81,17 +81,17 @@ DETERMINISTIC = RunConfig(
     ids=lambda each: each.key,
 )
 def test_of_a_deterministic_run_less_may_differ(setting: Setting) -> None:
-    """`check_unchanged` is asked: the run above cannot be deterministic, with policies of all kinds."""
+    """`check_settings_unchanged` is asked: the run above cannot be deterministic, with policies of all kinds."""
     before = DETERMINISTIC.model_dump(mode="json")
     section = _within(before, setting)
     assert section is not None
     *_, last = setting.key.split(".")
     section[last] = {"another": "value"} if isinstance(section[last], dict) else "another value"
     if setting.rule.allows(deterministic=True):
-        assert [each.key for each in check_unchanged(before, DETERMINISTIC)] == [setting.key]
+        assert [each.key for each in check_settings_unchanged(before, DETERMINISTIC)] == [setting.key]
     else:
         with pytest.raises(ConfigError, match=setting.key):
-            check_unchanged(before, DETERMINISTIC)
+            check_settings_unchanged(before, DETERMINISTIC)
 
 
 def test_an_unfinished_episode_keeps_its_temperature_and_a_new_one_takes_the_new(killed: Path, tmp_path: Path) -> None:
@@ -129,9 +129,9 @@ def test_a_run_whose_rows_mix_temperatures_goes_on_and_says_what_it_dropped(
 def test_a_resume_says_what_it_does(killed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "run"
     shutil.copytree(killed, path)
-    status = read_status(path)
+    status = read_run_snapshot(path)
     assert status is not None
-    write_status(path, dataclasses.replace(status, wall=status.wall - 2 * SILENT_S))  # else it may only be slow
+    write_run_snapshot(path, dataclasses.replace(status, wall=status.wall - 2 * SILENT_S))  # else it may only be slow
     reader = RunReader(path)
     assert reader.standing() == "killed"
     reader.close()

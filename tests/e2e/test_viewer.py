@@ -19,7 +19,7 @@ import pytest
 
 from agentrl.cli.main import main
 from agentrl.core.text import escape_text
-from agentrl.inspection.comparisons import compare_across_runs
+from agentrl.inspection.comparisons import compare_episodes_across_runs
 from agentrl.inspection.reader import RunReader
 from agentrl.inspection.timelines import run_timeline
 from agentrl.inspection.viewer import page
@@ -250,7 +250,7 @@ def test_two_episodes_part_where_the_query_layer_says(tab: Tab, sample_file: str
     reader = RunReader(sample_run)
     names = [line.episode for line in reader.episodes("environment ~ Solve and purpose = train", limit=12)]
     for a, b in zip(names, [*names[4:], *names[:4]], strict=True):
-        found = compare_across_runs(reader, a, reader, b).departure
+        found = compare_episodes_across_runs(reader, a, reader, b).departure
         show(tab, f"{sample_file}#/compare?a={quote(a)}&b={quote(b)}")
         if found is None or found.what == "environment":
             assert "the same" in text(tab, ".verdict")

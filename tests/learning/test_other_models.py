@@ -14,7 +14,7 @@ import transformers
 import agentrl
 from agentrl.config.load import load
 from agentrl.journal.entries import TurnEntry
-from agentrl.journal.reader import TurnReader
+from agentrl.journal.reader import TurnLogReader
 
 pytestmark = [pytest.mark.learning, pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -106,7 +106,7 @@ def test_a_random_model_is_trained_with_its_own_template(
     assert all(math.isfinite(step["loss"]) for step in run.metrics)
     assert run.metrics[0]["k3"] < 1e-6, "engine and trainer disagree about the same weights"
     assert [entry["step"] for entry in run.summary["evaluations"]] == [0, 1, 2]
-    entries = TurnReader(run.path / "journal").read("turns-0.db", "e0", 0)
+    entries = TurnLogReader(run.path / "journal").read("turns-0.db", "e0", 0)
     first = next(body for body in (entry.decode() for entry in entries) if isinstance(body, TurnEntry))
     assert first.messages[0]["role"] == "user"
     assert len(first.token_ids) > 0

@@ -19,13 +19,13 @@ from agentrl.core.records import (
     Task,
     TrajectoryHeader,
 )
-from agentrl.credit.advantages import ReleaseRule, leave_one_out
+from agentrl.credit.advantages import GroupReleaseRule, leave_one_out
 from agentrl.credit.baselines import RewardHistory
 from agentrl.orchestrator.buffer import (
     EpisodeBuffer,
     FirstFinishersRelease,
+    GroupReleasePolicy,
     ReadyUnit,
-    ReleasePolicy,
     WholeGroupRelease,
 )
 
@@ -67,7 +67,7 @@ def header_for(spec: EpisodeSpec, ending: str, reward: float) -> EpisodeHeader:
 class BufferMachine(RuleBasedStateMachine):
     """Admits groups, ends their members in any order, takes and resolves units."""
 
-    rule: ClassVar[ReleaseRule] = ReleaseRule(1.0)
+    rule: ClassVar[GroupReleaseRule] = GroupReleaseRule(1.0)
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class BufferMachine(RuleBasedStateMachine):
         self.open_groups: dict[str, int] = {}
         self.committed_units: dict[str, int] = {}
 
-    def release(self) -> ReleasePolicy:
+    def release(self) -> GroupReleasePolicy:
         return WholeGroupRelease("ab", leave_one_out)
 
     @act(size=st.integers(1, 4))
@@ -164,9 +164,9 @@ class BufferMachine(RuleBasedStateMachine):
 class LateBufferMachine(BufferMachine):
     """The same where the first half of a group is released together and the others one by one."""
 
-    rule = ReleaseRule(0.5)
+    rule = GroupReleaseRule(0.5)
 
-    def release(self) -> ReleasePolicy:
+    def release(self) -> GroupReleasePolicy:
         return FirstFinishersRelease("ab", self.rule, history=RewardHistory(), freeze=self.freeze, frozen=self.frozen)
 
     def freeze(self, baselines: FrozenGroupBaselines) -> None:

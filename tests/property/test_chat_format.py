@@ -1,4 +1,4 @@
-"""TemplateFormat and PlainFormat on arbitrary content and arbitrary samples, with the shipped model's tokenizer."""
+"""TemplateChatFormat and PlainChatFormat on arbitrary content and arbitrary samples, with the shipped model's tokenizer."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from agentrl.core.ports import ChatFormat
 from agentrl.core.records import Message, Role
-from agentrl.rollout.byte_formats import PlainFormat
-from agentrl.rollout.chat_format import TemplateFormat
+from agentrl.rollout.byte_formats import PlainChatFormat
+from agentrl.rollout.chat_format import TemplateChatFormat
 
 MODEL = Path(__file__).parents[2] / "environments/calculator/model"
-FORMATS: dict[str, ChatFormat] = {"template": TemplateFormat.load(MODEL), "plain": PlainFormat()}
+FORMATS: dict[str, ChatFormat] = {"template": TemplateChatFormat.load(MODEL), "plain": PlainChatFormat()}
 CONTROLS = [
     "<|im_start|>",
     "<|im_end|>",

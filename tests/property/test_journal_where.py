@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from agentrl.core.errors import InputError
 from agentrl.core.text import escape_line, escape_text
-from agentrl.inspection.where import MAX_DEPTH, FilterColumn, parse
+from agentrl.inspection.where import MAX_DEPTH, FilterColumn, parse_where_filter
 
 pytestmark = pytest.mark.property
 
@@ -66,7 +66,7 @@ def rows() -> sqlite3.Connection:
 
 
 def matching(text: str) -> list[int]:
-    condition = parse(text, COLUMNS)
+    condition = parse_where_filter(text, COLUMNS)
     connection = rows()
     found = connection.execute(f"SELECT rowid FROM t WHERE {condition.sql} ORDER BY rowid", condition.values).fetchall()
     connection.close()
@@ -108,16 +108,16 @@ def test_filters_mean_what_they_say(text: str, expected: list[int]) -> None:
 )
 def test_what_is_no_filter_is_refused(text: str) -> None:
     with pytest.raises(InputError, match="--where"):
-        parse(text, COLUMNS)
+        parse_where_filter(text, COLUMNS)
 
 
 def test_nesting_and_length_are_bounded() -> None:
     with pytest.raises(InputError, match="nested"):
-        parse("(" * (MAX_DEPTH + 1) + "turns = 1" + ")" * (MAX_DEPTH + 1), COLUMNS)
+        parse_where_filter("(" * (MAX_DEPTH + 1) + "turns = 1" + ")" * (MAX_DEPTH + 1), COLUMNS)
     with pytest.raises(InputError, match="nested"):
-        parse("not " * (MAX_DEPTH + 1) + "turns = 1", COLUMNS)
+        parse_where_filter("not " * (MAX_DEPTH + 1) + "turns = 1", COLUMNS)
     with pytest.raises(InputError, match="at most"):
-        parse("turns = 1 or " * 1000 + "turns = 1", COLUMNS)
+        parse_where_filter("turns = 1 or " * 1000 + "turns = 1", COLUMNS)
 
 
 @settings(max_examples=500, deadline=None)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl.credit.advantages import ReleaseRule, baseline_members, leave_one_out, shrunk_advantage
+from agentrl.credit.advantages import GroupReleaseRule, baseline_members, leave_one_out, shrunk_advantage
 from tests.release_toy import (
     APART,
     REWARDS,
@@ -64,7 +64,7 @@ def test_waiting_for_all_is_leave_one_out() -> None:
 
 @given(st.floats(0.01, 1.0), st.integers(1, 64))
 def test_a_group_waits_for_two_at_least_and_for_all_at_most(share: float, size: int) -> None:
-    waited_for = ReleaseRule(share).waited_for(size)
+    waited_for = GroupReleaseRule(share).waited_for(size)
     assert min(2, size) <= waited_for <= size
 
 

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl.core.records import FinishReason, Message, ToolSpec
-from agentrl.rollout.byte_formats import STOP_TOKEN, PlainFormat
+from agentrl.rollout.byte_formats import STOP_TOKEN, PlainChatFormat
 from agentrl.rollout.token_tree import RequestPlacement, TokenTree
 
-FORMAT = PlainFormat()
+FORMAT = PlainChatFormat()
 TOOLS = (ToolSpec(name="look", description="", parameters={"properties": {"at": {}}}),)
 REPLIES = [b"yes", b"no", b" yes", b"caf\xc3\xa9", b"\xff", b"\xfe", b'<tool_call>{"name": "look"}</tool_call>']
 """Some are equal as text and differ as tokens."""

@@ -9,7 +9,7 @@ import pytest
 
 import agentrl
 from agentrl.core.errors import EffectError
-from agentrl.journal.entries import CancelEntry, EffectEntry, OrderEntry
+from agentrl.journal.entries import CancelEntry, EffectEntry, GatherOrderEntry
 from tests.replay.executions import Stage, resumed_everywhere
 
 
@@ -121,7 +121,7 @@ def test_shared_state_evolves_in_the_recorded_order(fails: str) -> None:
     stage = Stage(environment=Racing, data={"fails": fails})
     whole = stage.play()
     assert whole.error is None
-    assert of(OrderEntry, whole.bodies)
+    assert of(GatherOrderEntry, whole.bodies)
     assert bool(of(CancelEntry, whole.bodies)) is bool(fails)
     for cut in range(1, len(whole.entries) + 1):
         resumed = stage.play(whole.entries[:cut], seed=cut)

@@ -13,7 +13,7 @@ from agentrl.core.errors import EpisodeError, ReplayMismatchError
 from agentrl.core.records import PolicyVersion
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.environment.base import OnCodeChange
-from agentrl.journal.entries import BeginEntry, JournalEntry, PatchMarkerEntry, ResourceEntry, encode_body
+from agentrl.journal.entries import BeginEntry, JournalEntry, PatchMarkerEntry, ResourceCallEntry, encode_body
 from agentrl.rollout.worker import MAX_ATTEMPTS
 from agentrl.testing.execution import PARTITION, plain_rollout_settings, wire_dispatcher
 from agentrl.testing.memory_journal import Admission, EpisodeEnd, MemoryJournal
@@ -164,7 +164,7 @@ def test_on_code_change(
 
 def test_a_lost_resource_begins_the_episode_again_but_not_for_ever() -> None:
     entries = Stage(environment=Pinned).play().entries
-    assert any(isinstance(entry.decode(), ResourceEntry) for entry in entries)
+    assert any(isinstance(entry.decode(), ResourceCallEntry) for entry in entries)
     first = asyncio.run(resumed(Pinned, entries))
     assert (first.header.drop_reason, first.header.attempt) == (None, 1)
     last = asyncio.run(resumed(Pinned, entries, attempt=MAX_ATTEMPTS - 1))

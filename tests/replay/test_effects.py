@@ -11,7 +11,7 @@ import pytest
 
 import agentrl
 from agentrl.core.errors import EffectError
-from agentrl.journal.entries import EffectEntry, IntentEntry, ResourceEntry, ToolEntry
+from agentrl.journal.entries import EffectEntry, EffectIntentEntry, ResourceCallEntry, ToolEntry
 from agentrl.rollout.byte_formats import STOP_TOKEN
 from tests.replay.executions import Execution, Stage, digits_among_draws, resumed_everywhere, told
 
@@ -51,7 +51,7 @@ def test_effects_come_back_as_they_were_and_are_not_repeated() -> None:
     effects = [body for body in whole.bodies.values() if isinstance(body, EffectEntry)]
     assert [effect.error for effect in effects] == [None, "LookupError: no such thing"]
     assert "r#0!" in whole.bodies
-    assert isinstance(whole.bodies["r#0!"], IntentEntry)
+    assert isinstance(whole.bodies["r#0!"], EffectIntentEntry)
 
 
 def test_a_once_effect_without_a_result_ends_the_episode_by_name() -> None:
@@ -122,7 +122,7 @@ def test_a_once_tool_leaves_its_intent() -> None:
     assert [type(body).__name__ for body in whole.bodies.values()][:4] == [
         "BeginEntry",
         "TurnEntry",
-        "IntentEntry",
+        "EffectIntentEntry",
         "ToolEntry",
     ]
     assert stage.play(whole.entries[:4]).transcript == whole.transcript
@@ -219,7 +219,7 @@ def test_a_resource_comes_back_from_every_prefix(level: str) -> None:
         random.seed(2)
         assert again.error is None
         assert again.transcript == whole.transcript
-    last = max(i for i, entry in enumerate(whole.entries) if isinstance(entry.decode(), ResourceEntry))
+    last = max(i for i, entry in enumerate(whole.entries) if isinstance(entry.decode(), ResourceCallEntry))
     assert all(counter.log == counters[0].log for counter in counters[: last + 1])
     assert counters[0].applied == 8
     assert (counters[-1].applied == 8) is (level == "replay")
@@ -227,14 +227,14 @@ def test_a_resource_comes_back_from_every_prefix(level: str) -> None:
 
 def test_the_states_of_a_snapshot_are_recorded_once_each() -> None:
     (whole, *_), _ = played("snapshot")
-    calls = [body for body in whole.bodies.values() if isinstance(body, ResourceEntry)]
+    calls = [body for body in whole.bodies.values() if isinstance(body, ResourceCallEntry)]
     assert [call.state is None for call in calls] == [False, False, False, False, True, False, False, False]
     assert [call.arguments for call in calls][:2] == [[1], [1]]
 
 
 def test_a_pinned_resource_is_lost_with_its_process() -> None:
     (whole, *resumed), _ = played("pinned")
-    first = next(i for i, entry in enumerate(whole.entries) if isinstance(entry.decode(), ResourceEntry))
+    first = next(i for i, entry in enumerate(whole.entries) if isinstance(entry.decode(), ResourceCallEntry))
     assert all(again.error is None for again in resumed[:first])
     for again in resumed[first:]:
         assert again.error is not None

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, TypeVar
 import pytest
 
 import agentrl
-from agentrl.app.forks import ForkParent, ended_child_episodes, find_parent, fork_spec, weights_at_fork_point
+from agentrl.app.forks import ForkParent, ended_child_episodes, find_parent, fork_episode_spec, weights_at_fork_point
 from agentrl.app.policies import serve_configured_weights, weights_from_directory
 from agentrl.core.errors import InputError, JournalError
 from agentrl.core.ports import GenerateRequest
@@ -120,7 +120,7 @@ class World:
 
     async def fork(self, parent: ForkParent, environment: type[agentrl.Environment], n: int = 1) -> list[EpisodeHeader]:
         first = self.store.next_number("f")
-        specs = [fork_spec(parent, first + index, self.journal, environment, n) for index in range(n)]
+        specs = [fork_episode_spec(parent, first + index, self.journal, environment, n) for index in range(n)]
         headers = await self.dispatcher.play_forks(specs, ended_child_episodes(parent))
         assert not self.failures, self.failures
         assert all(header.drop_reason is None for header in headers), self.dispatcher.worker.last_failure
@@ -320,7 +320,7 @@ def test_a_fork_over_a_pinned_resource_is_dropped_by_name(tmp_path: Path) -> Non
         await world.play(Walk)
         await world.store.flush()
         parent = find_parent(world.journal, "e0", None, 1)
-        return await world.dispatcher.play_forks([fork_spec(parent, 0, world.journal, Walk, 1)], {})
+        return await world.dispatcher.play_forks([fork_episode_spec(parent, 0, world.journal, Walk, 1)], {})
 
     (header,) = within(tmp_path / "run", play)
     assert header.drop_reason == "resource_lost"

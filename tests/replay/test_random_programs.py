@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 import agentrl
 from agentrl.core.errors import EffectError
-from agentrl.journal.entries import IntentEntry, JournalEntry
+from agentrl.journal.entries import EffectIntentEntry, JournalEntry
 from agentrl.rollout.call_journal import current_branch
 from tests.replay.executions import Stage
 
@@ -178,7 +178,7 @@ def check(program: list[Any], seed: int) -> int:
         assert resumed.error is None, (cut, resumed.error)
         assert resumed.entries[:cut] == whole.entries[:cut]
         log = Program.last.log
-        once = [body.name for body in resumed.bodies.values() if isinstance(body, IntentEntry)]
+        once = [body.name for body in resumed.bodies.values() if isinstance(body, EffectIntentEntry)]
         Program.performed.clear()
         again = stage.play(resumed.entries, seed=seed + cut + 1)
         assert again.error is None, (cut, again.error)

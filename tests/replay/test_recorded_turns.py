@@ -11,12 +11,12 @@ import agentrl
 from agentrl.core.errors import ReplayMismatchError
 from agentrl.core.records import FinishReason, Message, ToolSpec
 from agentrl.journal.entries import TurnEntry
-from agentrl.rollout.byte_formats import PlainFormat
+from agentrl.rollout.byte_formats import PlainChatFormat
 from agentrl.testing import execution
 from tests.replay.executions import Stage
 
 
-class Changing(PlainFormat):
+class Changing(PlainChatFormat):
     """Counts what it tokenises; can become another format."""
 
     tokenised: ClassVar[int] = 0
@@ -49,7 +49,7 @@ class Talk(agentrl.Environment):
 
 @pytest.fixture(autouse=True)
 def _unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(execution, "PlainFormat", Changing)
+    monkeypatch.setattr(execution, "PlainChatFormat", Changing)
     monkeypatch.setattr(Changing, "tokenised", 0)
     for name in ("described", "answer", "max_tokens"):
         monkeypatch.setattr(Talk, name, getattr(Talk, name))

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 import agentrl
-from agentrl.app.recovery import Recovery, ResumeState, read_resume_state
+from agentrl.app.recovery import ResumeCheckpoint, ResumeState, read_resume_state
 from agentrl.config.run import RunConfig
 from agentrl.core.errors import EngineError
 from agentrl.core.files import LOCAL, Disk
@@ -26,7 +26,7 @@ from agentrl.journal.port import RunLog
 from agentrl.orchestrator.buffer import Ledger
 from agentrl.orchestrator.checkpoints import CheckpointWriter
 from agentrl.orchestrator.loop import Orchestrator
-from agentrl.orchestrator.versions import NOT_MEASURED, RunningBest
+from agentrl.orchestrator.versions import NOT_MEASURED, BestRunningMean
 from agentrl.rollout.runner import EpisodeRunner
 from agentrl.rollout.worker import AsyncioWorker
 from agentrl.testing.memory_journal import ControlRecord
@@ -98,7 +98,7 @@ class CursorWriter(CheckpointWriter):
         versions: Mapping[str, PolicyVersion],
         ledger: Ledger,
         roles: RoleMeans | None = None,
-        measured: RunningBest = NOT_MEASURED,
+        measured: BestRunningMean = NOT_MEASURED,
         opponents: Mapping[str, Sequence[PolicyVersion]] = MappingProxyType({}),
     ) -> Path:
         with contextlib.suppress(FileExistsError):
@@ -112,7 +112,7 @@ class CursorWriter(CheckpointWriter):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CursorRecovery(Recovery):
+class CursorRecovery(ResumeCheckpoint):
     """Takes what was consumed from that file."""
 
     consumed: Mapping[str, PolicyVersion]
@@ -125,7 +125,7 @@ class CursorInItsOwnFile(CrashScenario):
     def checkpoints(self, machine: Machine) -> CheckpointWriter:
         return CursorWriter(machine.disk)
 
-    def recovery(self, machine: Machine) -> Recovery:
+    def recovery(self, machine: Machine) -> ResumeCheckpoint:
         found, disk = super().recovery(machine), machine.disk
         consumed = {}
         for name in disk.names(CursorWriter.cursor):
@@ -165,18 +165,18 @@ class GlobalCallCounter(CrashScenario):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SameLineage(Recovery):
+class SameLineage(ResumeCheckpoint):
     """Goes on in the lineage of the dead."""
 
     def first_versions(
         self, config: RunConfig, journal: RunLog, versions: Path, *, disk: Disk = LOCAL
     ) -> dict[str, PolicyVersion]:
-        first = Recovery.first_versions(self, config, journal, versions, disk=disk)
+        first = ResumeCheckpoint.first_versions(self, config, journal, versions, disk=disk)
         return {name: version._replace(lineage=0) for name, version in first.items()}
 
 
 class VersionReuse(CrashScenario):
-    def recovery(self, machine: Machine) -> Recovery:
+    def recovery(self, machine: Machine) -> ResumeCheckpoint:
         found = super().recovery(machine)
         return SameLineage(manifest=found.manifest, rejected=found.rejected)
 

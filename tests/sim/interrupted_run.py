@@ -25,12 +25,12 @@ from agentrl.credit.advantages import ADVANTAGES
 from agentrl.engines.scripted import ScriptedEngine, ScriptedSession
 from agentrl.environment.base import EpisodeLimits
 from agentrl.environment.registry import name_of
-from agentrl.journal.entries import JournalEntry, TurnEntry, decode_partial
+from agentrl.journal.entries import JournalEntry, TurnEntry, decode_partial_turn
 from agentrl.journal.port import TurnLog
 from agentrl.journal.store import SqliteJournal
 from agentrl.orchestrator.buffer import EpisodeBuffer, WholeGroupRelease
 from agentrl.orchestrator.dispatch import ChangeCondition, Dispatcher
-from agentrl.rollout.byte_formats import STOP_TOKEN, PlainFormat
+from agentrl.rollout.byte_formats import STOP_TOKEN, PlainChatFormat
 from agentrl.rollout.episode import RolloutSettings
 from agentrl.rollout.runner import EpisodeRunner
 from agentrl.rollout.worker import AsyncioWorker
@@ -199,7 +199,7 @@ class Life:
         )
         self.runner = EpisodeRunner(
             engine=self.engine,
-            chat_format=PlainFormat(),
+            chat_format=PlainChatFormat(),
             store=self.journal,
             log=self.journal.turn_log("0"),
             host=self.dispatcher,
@@ -249,7 +249,7 @@ def tokens_on_disk(log: TurnLog, episodes: Collection[str]) -> dict[str, int]:
             if isinstance(body, TurnEntry):
                 known[request_name(entry)] = len(body.token_ids) // 4
         for entry in log.read_partials(episode, 0):
-            partial = decode_partial(entry.body)
+            partial = decode_partial_turn(entry.body)
             name = request_name(entry)
             known[name] = max(known.get(name, 0), partial.start + len(partial.token_ids) // 4)
     return known

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import agentrl
-from agentrl.app.assemble import RunParts, assemble
+from agentrl.app.assemble import RunParts, assemble_orchestrator
 from agentrl.app.policies import pinned_policy_step_lags
 from agentrl.app.recovery import ResumeState, serve_opponents_and_pins, start_opponent_pools
 from agentrl.config.run import RunConfig
@@ -20,7 +20,7 @@ from agentrl.orchestrator import loop
 from agentrl.orchestrator.evaluation import HeldOutSplit
 from agentrl.orchestrator.loop import Orchestrator, RunOutcome
 from agentrl.orchestrator.versions import ServedVersions
-from agentrl.rollout.byte_formats import STOP_TOKEN, PlainFormat
+from agentrl.rollout.byte_formats import STOP_TOKEN, PlainChatFormat
 from agentrl.simulation.recording_trainer import RecordingTrainer
 from agentrl.testing.memory_journal import MemoryJournal
 
@@ -175,7 +175,7 @@ class SmallRun:
         parts = RunParts(
             served=served,
             trainer=self.trainer,
-            chat_format=PlainFormat(),
+            chat_format=PlainChatFormat(),
             store=self.journal,
             observer=self.seen,
             clock=LoopClock(),
@@ -186,7 +186,7 @@ class SmallRun:
             parents=self.journal.parents(),
             resume_state=self.resume_state,
         )
-        self.orchestrator = assemble(self.config, self.environment, parts)
+        self.orchestrator = assemble_orchestrator(self.config, self.environment, parts)
         if self.during is not None:
             self.during(self.orchestrator)
         outcome = await self.orchestrator.run()

@@ -9,7 +9,7 @@ import pytest
 import agentrl
 from agentrl.core.records import Task
 from agentrl.environment.games import Game, GameEnvironment, GamePosition
-from agentrl.observe.alarms import alarms
+from agentrl.observe.alarms import find_alarms
 from agentrl.observe.run_state import RunDisplaySettings, RunState
 from agentrl.rollout.byte_formats import STOP_TOKEN
 from agentrl.testing.memory_journal import EpisodeEnd
@@ -141,7 +141,7 @@ def test_an_agent_that_never_moves_legally_is_named_and_the_other_plays_on(simul
         for policy, step, metrics in run.seen.steps:
             state.record(policy, step, metrics)
             assert metrics["reward/mean"] == (1.0 if policy == "white" else Brawl.illegal_reward)
-        raised = [alarm for alarm in alarms(state) if alarm.name == "illegal_output"]
+        raised = [alarm for alarm in find_alarms(state) if alarm.name == "illegal_output"]
         assert [alarm.policy for alarm in raised] == ["black"]
         assert "turns/illegal" in raised[0].text
 

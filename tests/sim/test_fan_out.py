@@ -16,7 +16,7 @@ from agentrl.journal.entries import SpawnEntry
 from agentrl.rollout.branches import ReplayOrder
 from agentrl.rollout.context import MAX_UNDECLARED
 from agentrl.simulation.virtual_time import simulate
-from agentrl.testing.execution import POLICY, execute, random_policy
+from agentrl.testing.execution import POLICY, execute_episode, random_policy
 from agentrl.testing.memory_journal import Admission, EpisodeEnd
 from agentrl.testing.plugin import SeededSimulation
 from tests.replay.executions import Stage, resumed_everywhere
@@ -307,7 +307,7 @@ def test_what_a_gather_does_does_not_grow_with_the_square_of_its_branches(monkey
     monkeypatch.setattr(ReplayOrder, "_release", counted)
     spec = Stage(environment=Many).spec
     seats = {"proposer": SeatBinding(POLICY)}
-    executed = asyncio.run(execute(Many, dataclasses.replace(spec, seats=seats), random_policy(Many)))
+    executed = asyncio.run(execute_episode(Many, dataclasses.replace(spec, seats=seats), random_policy(Many)))
     assert not isinstance(executed, str)
     assert 0 < looks["all"] < 50
 

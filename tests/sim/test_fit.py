@@ -13,7 +13,7 @@ import pytest
 from agentrl.core.ports import GenerateRequest, SamplingParams
 from agentrl.core.records import PolicyVersion
 from agentrl.engines.fleet import ReplicatedEngine
-from agentrl.simulation.calibration import TimedTurn, fit_rates
+from agentrl.simulation.calibration import TimedTurn, fit_engine_rates
 from agentrl.simulation.engine import EmulatedEngine
 from agentrl.simulation.plan import DecodeRateCurve
 from agentrl.simulation.program import requested_turn_length
@@ -87,13 +87,13 @@ def turns_of(
 
 
 def rates_of(turns: list[TimedTurn], *, slots: int = 64, replicas: int = 1) -> tuple[DecodeRateCurve, dict[str, Any]]:
-    found = fit_rates(turns, slots, replicas)
+    found = fit_engine_rates(turns, slots, replicas)
     return DecodeRateCurve(found["rates"]), found
 
 
 def check(turns: list[TimedTurn], *, slots: int = 64, replicas: int = 1, within: float = 0.1) -> dict[str, Any]:
     """Rates are those that were emulated, as far as slots go."""
-    found = fit_rates(turns, slots, replicas)
+    found = fit_engine_rates(turns, slots, replicas)
     rates = DecodeRateCurve(found["rates"])
     for count, rate in MEASURED.items():
         if count <= slots:
@@ -129,7 +129,7 @@ def test_calls_are_spread_over_replicas() -> None:
 
 
 def test_one_conversation_tells_one_rate() -> None:
-    found = fit_rates(turns_of(conversations=1), slots=64, replicas=1)
+    found = fit_engine_rates(turns_of(conversations=1), slots=64, replicas=1)
     assert list(found["rates"]) == [1]
     assert found["rates"][1] == pytest.approx(400)
 
@@ -137,7 +137,7 @@ def test_one_conversation_tells_one_rate() -> None:
 def test_turns_that_are_all_alike_take_what_they_took() -> None:
     """Four at once: what was contexts and what tokens is unknown; where they waited, contexts are left out."""
     turns = [TimedTurn(10.0 * (n // 4), 10.0 * (n // 4) + 8.0, 100, 50, 50) for n in range(40)]
-    found = fit_rates(turns, slots=4, replicas=1)
+    found = fit_engine_rates(turns, slots=4, replicas=1)
     assert 100 / found["rates"][4] + 4 * 50 / found["prefill_rate"] == pytest.approx(8)
-    assert fit_rates(turns, slots=2, replicas=1) == {"rates": {2: pytest.approx(25)}}
-    assert fit_rates(turns[:1], slots=4, replicas=1) == {"rates": {1: pytest.approx(12.5)}}
+    assert fit_engine_rates(turns, slots=2, replicas=1) == {"rates": {2: pytest.approx(25)}}
+    assert fit_engine_rates(turns[:1], slots=4, replicas=1) == {"rates": {1: pytest.approx(12.5)}}

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from agentrl.cluster.elastic import JoiningNodes, ScalableProcessKind
+from agentrl.cluster.elastic import JoiningNodeWatcher, ScalableProcessKind
 from agentrl.cluster.session import LOOK_S
 from agentrl.config.devices import Node
 from agentrl.core.clock import LoopClock
@@ -37,7 +37,7 @@ class Cluster:
         for number, process in enumerate(self.machine.pool.processes):
             process.placement = OnNode(self, self.alive[number % nodes])
         pool = self.machine.pool
-        self.joining = JoiningNodes(
+        self.joining = JoiningNodeWatcher(
             [
                 ScalableProcessKind("worker", lambda: len(pool.processes), lambda node: pool.add(OnNode(self, node))),
                 ScalableProcessKind("engine", lambda: len(self.engines), self.engines.append, lambda node: self.room),

@@ -14,7 +14,7 @@ import agentrl
 from agentrl.app.recovery import read_resume_state
 from agentrl.core.ids import random_stream
 from agentrl.core.records import PolicyVersion
-from agentrl.observe.alarms import alarms
+from agentrl.observe.alarms import find_alarms
 from agentrl.observe.run_state import RunDisplaySettings, RunState
 from agentrl.orchestrator.scheduler import BoundedStaleness
 from agentrl.simulation.virtual_time import simulate
@@ -177,7 +177,7 @@ def test_what_admission_could_not_know_of_is_counted_and_raises_the_alarm() -> N
     raised = set()
     for name, step, values in run.seen.steps:
         state.record(name, step, values)
-        raised |= {alarm.name for alarm in alarms(state)}
+        raised |= {alarm.name for alarm in find_alarms(state)}
     assert sum(values.get("staleness/exceeded", 0.0) for _, _, values in run.seen.steps) > 0
     assert "max_lag" in raised
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import agentrl
-from agentrl.app.parts import environment_of, held_out, task_source
+from agentrl.app.parts import environment_of, held_out_task_splits, task_source
 from agentrl.app.policies import units_per_root_group
 from agentrl.app.recovery import read_resume_state
 from agentrl.config.run import RunConfig
@@ -152,7 +152,7 @@ def test_a_configuration_names_members_options_and_splits() -> None:
     assert [root.__name__ for root in root_environments(environment)] == ["Digits", "Easy"]
     source = task_source(chosen, environment, "train")
     assert len(source) == 10 + 9
-    splits, available = held_out(chosen, environment)
+    splits, available = held_out_task_splits(chosen, environment)
     assert [(split.name, len(split.tasks)) for split in splits] == [("Digits@held_out", 3), ("Easy@held_out", 3)]
     assert available == 10 + 9
     assert units_per_root_group(chosen, environment)[0].units == {"guesser": 4}
@@ -163,7 +163,7 @@ def test_splits_and_environments_beside_the_trained_one() -> None:
     chosen = config_for(environment={"id": f"{__name__}:Easy", "options": {"count": 7}}, evaluation={"tasks": tasks})
     environment = environment_of(chosen)
     assert len(task_source(chosen, environment, "train")) == 7, "options are those of what is trained"
-    splits, _ = held_out(chosen, environment)
+    splits, _ = held_out_task_splits(chosen, environment)
     assert {split.name: len(split.tasks) for split in splits} == {
         "Easy@held_out": 2,
         "Easy@hard": 1,
@@ -174,14 +174,14 @@ def test_splits_and_environments_beside_the_trained_one() -> None:
     ]
     alone = config_for(environment={"id": f"{__name__}:Easy"}, evaluation={"tasks": {"held_out": 2, "hard": 2}})
     assert environment_of(alone) is Easy
-    assert [split.name for split in held_out(alone, Easy)[0]] == ["held_out", "hard"]
+    assert [split.name for split in held_out_task_splits(alone, Easy)[0]] == ["held_out", "hard"]
 
 
 def test_the_tasks_to_evaluate_on_are_drawn_from_the_whole_list_by_the_seed() -> None:
     ordered = [Task(id=f"{number}", data={}) for number in range(1000)]
 
     def drawn(seed: int) -> list[int]:
-        [split], available = held_out(config_for(seed=seed, evaluation={"tasks": 64}), Digits, ordered)
+        [split], available = held_out_task_splits(config_for(seed=seed, evaluation={"tasks": 64}), Digits, ordered)
         assert available == len(ordered)
         return [int(task.id) for task in split.tasks]
 
@@ -197,7 +197,7 @@ def test_what_a_mixture_cannot_be_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"environment.options.count.*for each class name \(Digits, Easy\)"):
         task_source(config(options={"count": 3}), BOTH, "train")
     with pytest.raises(ConfigError, match="Digits has no split 'hard'; it has train, held_out"):
-        held_out(config_for(environment={"id": "unused"}, evaluation={"tasks": {"hard": 3}}), Digits)
+        held_out_task_splits(config_for(environment={"id": "unused"}, evaluation={"tasks": {"hard": 3}}), Digits)
     with pytest.raises(ConfigError, match=r"number of units .* Ask"):
         units_per_root_group(config(), mixture({Ask: 1.0, Digits: 1.0}))
     with pytest.raises(InputError, match="tasks= and held_out="):

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from agentrl.app.policies import check_capabilities
+from agentrl.app.policies import check_engine_capabilities
 from agentrl.app.recovery import read_resume_state
 from agentrl.core.errors import ConfigError
 from agentrl.core.ports import GenerateRequest
@@ -213,7 +213,7 @@ def test_too_few_places_for_adapters_are_refused_at_the_start(adapters: int, fit
     engine = ScriptedEngine([[1]], versions={})
     capabilities = replace(engine.capabilities, adapters=adapters)
     with contextlib.nullcontext() if fits else pytest.raises(ConfigError, match="7 adapters at once"):
-        check_capabilities(config(), capabilities)
+        check_engine_capabilities(config(), capabilities)
 
 
 def test_the_harder_ones_are_drawn_more_often() -> None:

@@ -12,7 +12,7 @@ from agentrl.app.recovery import ResumeState, read_resume_state
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, FrozenGroupBaselines, PolicyVersion, Proposal
 from agentrl.journal.store import SqliteJournal
 from agentrl.orchestrator.checkpoints import find_newest_checkpoint
-from agentrl.testing.memory_journal import Admission, EpisodeEnd, MetricRow, Publication, UnitDropped
+from agentrl.testing.memory_journal import Admission, EpisodeEnd, MetricRow, UnitDropped, VersionPublication
 from tests.sim.crash_cases import Talk
 from tests.support.crash_scenario import CHECKPOINTS, CrashScenario, Machine
 from tests.support.sim_journal import SimJournal
@@ -50,7 +50,7 @@ async def written(records: SimJournal, directory: Path) -> SqliteJournal:
                 await journal.commit_episode(record.spec, record.header, record.digest, record.metrics, record.detail)
             case UnitDropped():
                 journal.record_drop(record.episode_id, record.attempt, record.policy, record.reason)
-            case Publication():
+            case VersionPublication():
                 journal.record_version(record.weights, record.parent)
             case MetricRow():
                 journal.record_metrics(record.policy, record.step, record.values)

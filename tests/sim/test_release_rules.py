@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from agentrl.simulation.plan import Plan
+from agentrl.simulation.plan import SimulationPlan
 from agentrl.simulation.run import Scenario, SimulationResult, simulate_run
 from benchmarks.scheduling_simulated import altered, plan
 
@@ -15,7 +15,9 @@ def measured(rule: str, staleness: int = 1, steps: int = 8) -> SimulationResult:
     """A quarter of the benchmark's steps."""
     made = plan(rule, staleness=staleness, slots=16).model_dump(mode="json")
     made["policies"]["solver"]["step_size"] = 64
-    return simulate_run(altered(Scenario(plan=Plan.model_validate(made), steps=steps, skipped=3), rule, staleness))
+    return simulate_run(
+        altered(Scenario(plan=SimulationPlan.model_validate(made), steps=steps, skipped=3), rule, staleness)
+    )
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from agentrl.app.recovery import read_resume_state
 from agentrl.core.ids import random_stream
 from agentrl.core.ports import GenerateRequest
 from agentrl.core.records import PolicyVersion
-from agentrl.simulation.virtual_time import SimLoop
+from agentrl.simulation.virtual_time import VirtualTimeEventLoop
 from agentrl.testing.plugin import SeededSimulation
 from tests.sim.small_run import SmallRun, config_for, guess
 from tests.sim.test_several_policies import Solve
@@ -115,7 +115,7 @@ def drawn(seed: int) -> tuple[type[agentrl.Environment], dict[str, Any]]:
 def test_no_ratio_bound_or_schedule_deadlocks(simulated_loop: SeededSimulation) -> None:
     async def main() -> None:
         loop = asyncio.get_running_loop()
-        assert isinstance(loop, SimLoop)
+        assert isinstance(loop, VirtualTimeEventLoop)
         environment, changes = drawn(loop.seed)  # `make sim` draws more
         run = SmallRun(config=config_for(**changes), environment=environment)
         await run.run()

@@ -10,11 +10,11 @@ import pytest
 from agentrl.app.recovery import read_resume_state
 from agentrl.core.records import PolicyVersion
 from agentrl.journal.port import StepRow
-from agentrl.observe.alarms import LENGTH_STEPS, alarms
+from agentrl.observe.alarms import LENGTH_STEPS, find_alarms
 from agentrl.observe.run_state import RunDisplaySettings, RunState
 from agentrl.orchestrator.buffer import ReadyUnit
 from agentrl.orchestrator.loop import Orchestrator
-from agentrl.simulation.plan import Plan
+from agentrl.simulation.plan import SimulationPlan
 from agentrl.simulation.run import Scenario, simulate_run
 from agentrl.testing.plugin import SeededSimulation
 from tests.sim.small_run import SmallRun, config_for
@@ -48,7 +48,7 @@ def run(
         alter(orchestrator)
 
     tail = {"p50": 32, "p90": 160, "cap": 1280}
-    plan = Plan.model_validate(
+    plan = SimulationPlan.model_validate(
         {
             "max_in_flight": 1 << 20,
             "environments": {
@@ -101,12 +101,12 @@ def test_nothing_is_said_where_all_is_trained(release: str) -> None:
     assert newest["selection_bias/reward_shift"] == pytest.approx(0.0)
     assert newest["selection_bias/held_share"] == 0.0
     assert newest["selection_bias/overtaken"] < 6.0
-    assert [alarm for alarm in alarms(state) if alarm.name == "selection_bias"] == []
+    assert [alarm for alarm in find_alarms(state) if alarm.name == "selection_bias"] == []
 
 
 def test_a_scheduler_that_drops_long_ones_is_named() -> None:
     state = run("late", without_long_ones)
-    (alarm,) = (alarm for alarm in alarms(state) if alarm.name == "selection_bias")
+    (alarm,) = (alarm for alarm in find_alarms(state) if alarm.name == "selection_bias")
     assert "shorter" in alarm.text
     assert "faster" in alarm.text
     assert "truncated_reward" in alarm.advice
@@ -114,7 +114,7 @@ def test_a_scheduler_that_drops_long_ones_is_named() -> None:
 
 def test_a_scheduler_that_holds_long_ones_back_is_named() -> None:
     state = run("episode", long_ones_last, max_staleness=6)  # so that those do not fill the bound
-    (alarm,) = (alarm for alarm in alarms(state) if alarm.name == "selection_bias")
+    (alarm,) = (alarm for alarm in find_alarms(state) if alarm.name == "selection_bias")
     assert "shorter" in alarm.text
     newest = list(state.policies["solver"].steps.values())[-1]
     assert newest["selection_bias/held_share"] > 0.02

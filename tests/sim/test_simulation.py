@@ -14,7 +14,7 @@ from agentrl.core.errors import EngineError
 from agentrl.core.ports import GenerateRequest, SamplingParams
 from agentrl.core.records import Completion, PolicyVersion, VersionSpan, WeightsRef
 from agentrl.simulation.engine import EmulatedEngine
-from agentrl.simulation.plan import Plan, QuantileDistribution
+from agentrl.simulation.plan import QuantileDistribution, SimulationPlan
 from agentrl.simulation.program import SimulatedTasks, requested_turn_length
 from agentrl.simulation.run import Scenario, SimulationResult, simulate_run
 from agentrl.simulation.virtual_time import simulate
@@ -209,9 +209,9 @@ def test_a_context_that_outgrows_the_memory_alone_is_refused() -> None:
         engine(kv_tokens=100, max_context=300)
 
 
-def small(release: str, **changes: object) -> Plan:
+def small(release: str, **changes: object) -> SimulationPlan:
     tail = {"p50": 32, "p90": 160, "cap": 1280}
-    return Plan.model_validate(
+    return SimulationPlan.model_validate(
         {
             "environments": {
                 "Propose": {"seats": {"proposer": {"tokens": tail}}, "fan_out": {"Solve": 8}},
@@ -226,7 +226,7 @@ def small(release: str, **changes: object) -> Plan:
     )
 
 
-def measured(plan: Plan, steps: int = 10) -> SimulationResult:
+def measured(plan: SimulationPlan, steps: int = 10) -> SimulationResult:
     return simulate_run(Scenario(plan=plan, steps=steps, skipped=3))
 
 
@@ -266,7 +266,7 @@ def test_tasks_differ_and_are_the_same_again() -> None:
 def test_what_is_measured_adds_up_with_arithmetic() -> None:
     """Equal jobs of 100 tokens, two slots of 10 tokens a second, no tail: a step of 8 takes the engine 40 s."""
     same = {"p50": 100, "p90": 100, "cap": 100}
-    plan = Plan.model_validate(
+    plan = SimulationPlan.model_validate(
         {
             "environments": {"Same": {"seats": {"agent": {"tokens": same}}, "prompt": 20}},
             "policies": {"policy": {"step_size": 8}},
@@ -291,7 +291,7 @@ def test_replicas_share_the_work() -> None:
 
 def test_turns_tools_and_several_policies_take_their_time() -> None:
     tail = {"p50": 40, "p90": 80, "cap": 200}
-    plan = Plan.model_validate(
+    plan = SimulationPlan.model_validate(
         {
             "environments": {
                 "Debate": {

@@ -13,7 +13,7 @@ from agentrl.core.errors import CheckFailedError
 from agentrl.core.ports import GenerateRequest
 from agentrl.core.records import PolicyVersion
 from agentrl.journal.entries import TimeLimitEntry
-from agentrl.observe.alarms import alarms
+from agentrl.observe.alarms import find_alarms
 from agentrl.observe.run_state import RunDisplaySettings, RunSnapshot, RunState
 from agentrl.rollout.byte_formats import STOP_TOKEN
 from agentrl.rollout.episode import GRACE_S
@@ -268,7 +268,7 @@ def test_time_that_ends_episodes_is_counted_and_dropping_for_it_raises_an_alarm(
     assert reasons == {"completed", "time_limit"}
     status = RunSnapshot(phase="training", dropped={"episode_timeout": 3}, trained=200)
     state = RunState(plan=RunDisplaySettings(max_staleness={"guesser": 1}), status=status)
-    assert [alarm.name for alarm in alarms(state)] == ["dropped_by_time"]
+    assert [alarm.name for alarm in find_alarms(state)] == ["dropped_by_time"]
 
 
 def test_a_tool_environment_gives_the_reward_it_gives_for_every_limit(simulated_loop: SeededSimulation) -> None:

@@ -9,7 +9,7 @@ import pytest
 import agentrl
 from agentrl.core.ports import GenerateRequest
 from agentrl.core.records import PolicyVersion
-from agentrl.observe.alarms import alarms
+from agentrl.observe.alarms import find_alarms
 from agentrl.observe.metrics import find_registered_metric
 from agentrl.observe.run_state import RunDisplaySettings, RunSnapshot, RunState
 from agentrl.orchestrator.loop import Orchestrator
@@ -54,7 +54,7 @@ def test_a_policy_that_falls_into_illegal_output_is_named(simulated_loop: Seeded
         state = RunState(plan=RunDisplaySettings(max_staleness={"guesser": 1}))
         for policy, step, metrics in run.seen.steps:
             state.record(policy, step, metrics)
-        names = {alarm.name for alarm in alarms(state)}
+        names = {alarm.name for alarm in find_alarms(state)}
         assert {"format_pays", "illegal_output"} <= names
         first, last = run.seen.steps[0][2], run.seen.steps[-1][2]
         assert first["format/broken_turns"] < 0.3 < last["format/broken_turns"] <= 1.0

@@ -69,7 +69,7 @@ class Process:
         match message:
             case wire.WorkerSetup() as work:
                 self._machine.processes[work.number] = self
-                self._say(wire.Ready())
+                self._say(wire.WorkerReady())
             case wire.StartEpisode() as start:
                 self._children[start.number] = asyncio.Queue()
                 self._machine.tasks.append(asyncio.get_running_loop().create_task(self._play(start)))
@@ -99,11 +99,11 @@ class Process:
                 return
             disk[name] += 1
             if is_moved:
-                self._say(wire.MadeProgress(number=start.number))
+                self._say(wire.EpisodeProgressed(number=start.number))
                 is_moved = False
         if not self._dead.is_set():
             header = replace(dropped_header(start.spec, ""), drop_reason=None, stop_reason="completed")
-            self._say(wire.encode_ended(start.number, header))
+            self._say(wire.encode_episode_ended(start.number, header))
 
     async def _spawn(self, start: wire.StartEpisode, children: Sequence[Task]) -> None:
         if self._dead.is_set():

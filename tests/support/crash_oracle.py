@@ -28,10 +28,10 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
-from agentrl.journal.entries import ResourceEntry, TurnEntry
+from agentrl.journal.entries import ResourceCallEntry, TurnEntry
 from agentrl.orchestrator.checkpoints import find_newest_checkpoint, resumable_versions
 from agentrl.simulation.recording_trainer import TRAINED_FILE
-from agentrl.testing.memory_journal import Admission, EpisodeEnd, Publication, UnitDropped
+from agentrl.testing.memory_journal import Admission, EpisodeEnd, UnitDropped, VersionPublication
 from tests.support.crash_scenario import CHECKPOINTS
 
 if TYPE_CHECKING:
@@ -160,7 +160,7 @@ def _pinned(machine: Machine) -> frozenset[str]:
         entry.episode_id
         for log in machine.journal.turn_logs.values()
         for entry in log.entries[: log.on_disk]
-        if isinstance(body := entry.decode(), ResourceEntry) and body.level == "pinned"
+        if isinstance(body := entry.decode(), ResourceCallEntry) and body.level == "pinned"
     )
 
 
@@ -209,7 +209,7 @@ def _ledger(machine: Machine, trained: Counter[UnitKey], trainable: Sequence[str
 def _versions(machine: Machine) -> list[str]:
     weights: dict[PolicyVersion, str] = {}
     violations = []
-    for publication in _on_disk(machine.journal, Publication):
+    for publication in _on_disk(machine.journal, VersionPublication):
         version, sha256 = publication.weights.version, publication.weights.sha256
         if weights.setdefault(version, sha256) != sha256:
             violations.append(f"versions: {version} names two different weights")

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agentrl.app.assemble import RunParts, assemble
+from agentrl.app.assemble import RunParts, assemble_orchestrator
 from agentrl.app.policies import pinned_policy_step_lags, seats_by_episode_kind
-from agentrl.app.recovery import Recovery, clear_leftovers
+from agentrl.app.recovery import ResumeCheckpoint, remove_leftover_directories
 from agentrl.config.run import RunConfig
 from agentrl.core.clock import LoopClock
 from agentrl.core.records import PolicyVersion, Task, WeightsRef
@@ -23,10 +23,10 @@ from agentrl.engines.scripted import ScriptedEngine
 from agentrl.journal.port import StepRow
 from agentrl.orchestrator.checkpoints import CheckpointWriter
 from agentrl.orchestrator.versions import ServedVersions
-from agentrl.rollout.byte_formats import STOP_TOKEN, PlainFormat
+from agentrl.rollout.byte_formats import STOP_TOKEN, PlainChatFormat
 from agentrl.simulation.recording_trainer import RecordingTrainer
-from agentrl.simulation.virtual_time import SimLoop
-from agentrl.testing.memory_journal import Publication
+from agentrl.simulation.virtual_time import VirtualTimeEventLoop
+from agentrl.testing.memory_journal import VersionPublication
 from tests.support.sim_disk import SimDisk, SimulatedCrashError
 from tests.support.sim_journal import SimJournal
 
@@ -118,9 +118,9 @@ class CrashScenario:
         """An empty journal; its rounds are short, so that turns are committed one by one."""
         return SimJournal(disk, flush_seconds=0.01)
 
-    def recovery(self, machine: Machine) -> Recovery:
+    def recovery(self, machine: Machine) -> ResumeCheckpoint:
         """What a process takes over."""
-        return Recovery.find(CHECKPOINTS, disk=machine.disk)
+        return ResumeCheckpoint.find(CHECKPOINTS, disk=machine.disk)
 
     def checkpoints(self, machine: Machine) -> CheckpointWriter:
         """What writes the checkpoints."""
@@ -152,7 +152,7 @@ class CrashScenario:
         disk, journal = machine.disk, machine.journal
         recovery = self.recovery(machine)
         machine.rejected = recovery.rejected
-        clear_leftovers(CHECKPOINTS, VERSIONS, disk=disk)
+        remove_leftover_directories(CHECKPOINTS, VERSIONS, disk=disk)
         clock = LoopClock()
         trainer = RecordingTrainer(
             self.trainable, clock=clock, step_seconds=0.7, publish_seconds=0.1, versions=VERSIONS, disk=disk
@@ -167,7 +167,7 @@ class CrashScenario:
         parts = RunParts(
             served=served,
             trainer=trainer,
-            chat_format=PlainFormat(),
+            chat_format=PlainChatFormat(),
             store=journal,
             observer=_Unheard(),
             clock=clock,
@@ -181,7 +181,7 @@ class CrashScenario:
             running_best=recovery.running_best(VERSIONS, disk=disk),
             disk=disk,
         )
-        orchestrator = assemble(self.config, self.environment, parts)
+        orchestrator = assemble_orchestrator(self.config, self.environment, parts)
         self.rewired(orchestrator, machine)
         await orchestrator.run()
         orchestrator.buffer.ledger.check()
@@ -189,11 +189,11 @@ class CrashScenario:
 
     def run(self, machine: Machine, *, seed: int) -> BaseException | None:
         """Run a life in a simulated loop of its own until it ends; what ended it, None for the end of the run."""
-        loop = SimLoop(seed)
+        loop = VirtualTimeEventLoop(seed)
         with asyncio.Runner(loop_factory=lambda: loop) as runner:
             return runner.run(self._until_its_end(machine, loop))
 
-    async def _until_its_end(self, machine: Machine, loop: SimLoop) -> BaseException | None:
+    async def _until_its_end(self, machine: Machine, loop: VirtualTimeEventLoop) -> BaseException | None:
         crashed: asyncio.Future[None] = loop.create_future()
 
         def stop() -> None:
@@ -230,7 +230,7 @@ class _WitnessedEngine(ScriptedEngine):
         lineage = {
             record.weights.version.step
             for record in on_disk
-            if isinstance(record, Publication) and record.weights.version[:2] == version[:2]
+            if isinstance(record, VersionPublication) and record.weights.version[:2] == version[:2]
         }
         made = any(isinstance(record, StepRow) and record.version == version for record in on_disk)
         is_known = version.step in lineage and (made or version.step == min(lineage))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from agentrl.config.run import RunConfig
 from agentrl.config.sections import BestConfig
 from agentrl.core.records import PolicyVersion
-from agentrl.orchestrator.versions import BestCheckpointTracker, read_running_best
+from agentrl.orchestrator.versions import BestCheckpointTracker, decode_best_running_mean
 
 
 def hear(best: BestCheckpointTracker, values: list[float], *, first: int = 1) -> None:
@@ -92,7 +92,7 @@ def test_a_choice_that_is_read_back_goes_on_as_if_it_had_never_stopped(
     hear(whole, values)
     first = tracker(window=window, smallest=smallest, stop_fall=0.5)
     hear(first, values[:cut])
-    found = read_running_best(json.loads(json.dumps(first.measured.as_data())))
+    found = decode_best_running_mean(json.loads(json.dumps(first.measured.as_data())))
     second = tracker(window=window, smallest=smallest, stop_fall=0.5, measured=found)
     assert second.why_stop() == first.why_stop()
     hear(second, values[cut:], first=cut + 1)
@@ -111,7 +111,7 @@ def test_a_choice_that_is_read_back_goes_on_as_if_it_had_never_stopped(
 )
 def test_what_is_no_measurement_is_refused(data: dict[str, Any]) -> None:
     with pytest.raises((ValueError, TypeError)):
-        read_running_best(data)
+        decode_best_running_mean(data)
 
 
 def test_files_stay_that_a_checkpoint_may_still_go_back_to() -> None:

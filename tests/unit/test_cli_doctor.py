@@ -41,7 +41,7 @@ def missing() -> list[Check]:
 def test_a_probe_that_fails_hides_no_other_and_what_is_missing_is_exit_code_1(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doctor, "SECTIONS", {"here": (failing, missing, doctor.python)})
+    monkeypatch.setattr(doctor, "SECTIONS", {"here": (failing, missing, doctor.python_checks)})
     assert main(["doctor"]) == 1
     said = capsys.readouterr().out
     assert "failing" in said
@@ -66,19 +66,19 @@ def test_a_file_that_hides_a_library_is_named(
 
 
 def test_a_package_that_is_absent_or_old_is_told_with_its_command() -> None:
-    absent = doctor.package("no-such-package-here", {}, extra="train", needed=True)
+    absent = doctor.distribution_check("no-such-package-here", {}, extra="train", needed=True)
     assert (absent.level, absent.found) == ("missing", "not installed")
     assert absent.fix == install_command("train")
-    optional = doctor.package("no-such-package-here", {}, extra="ray", needed=False)
+    optional = doctor.distribution_check("no-such-package-here", {}, extra="ray", needed=False)
     assert (optional.level, optional.found) == (
         "note",
         "not installed; needed for several trainer ranks and for cluster.address",
     )
-    old = doctor.package("numpy", {"numpy": "99.1"}, extra="train", needed=True)
+    old = doctor.distribution_check("numpy", {"numpy": "99.1"}, extra="train", needed=True)
     assert old.level == "missing"
     assert "older than 99.1" in old.found
     assert old.fix.endswith("--upgrade")
-    assert doctor.package("numpy", {"numpy": "2.1"}, extra="train", needed=True).level == "ok"
+    assert doctor.distribution_check("numpy", {"numpy": "2.1"}, extra="train", needed=True).level == "ok"
 
 
 def test_a_missing_library_is_one_line_with_the_extra_that_brings_it(

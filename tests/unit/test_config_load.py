@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from agentrl.config.load import all_keys, check_unchanged, dump_toml, load
+from agentrl.config.load import all_keys, check_settings_unchanged, dump_toml, load
 from agentrl.config.run import RunConfig
 from agentrl.core.errors import ConfigError
 
@@ -44,7 +44,9 @@ def test_an_argument_of_a_function_may_differ_on_resume() -> None:
     def made(**loss: Any) -> RunConfig:
         return RunConfig.model_validate(tomllib.loads(BASE) | {"trainer": {"loss": loss}})
 
-    found = check_unchanged(made(name="ppo", clip_high=0.3).model_dump(mode="json"), made(name="ppo", clip_low=0.1))
+    found = check_settings_unchanged(
+        made(name="ppo", clip_high=0.3).model_dump(mode="json"), made(name="ppo", clip_low=0.1)
+    )
     assert [(each.key, each.before, each.now) for each in found] == [
         ("trainer.loss.clip_low", None, 0.1),
         ("trainer.loss.clip_high", 0.3, None),
@@ -277,10 +279,10 @@ def test_a_deterministic_run_is_resumed_with_the_waves_it_had(tmp_path: Path, ch
     before = load(write(tmp_path), settings).model_dump(mode="json")
     now = load(write(tmp_path), [*settings, change])
     if not refused:
-        assert [each.key for each in check_unchanged(before, now)] == ["policies.policy.learning_rate"]
+        assert [each.key for each in check_settings_unchanged(before, now)] == ["policies.policy.learning_rate"]
         return
     with pytest.raises(ConfigError, match=refused):
-        check_unchanged(before, now)
+        check_settings_unchanged(before, now)
 
 
 def test_all_that_vllm_does_not_give_is_named_at_once(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from agentrl.core.errors import JournalError
-from agentrl.core.records import EpisodeDataLocation, RoutingSpan, SamplingMask, TrajectoryCredit, Unit
+from agentrl.core.records import EpisodeDataLocation, ExpertRoutingSpan, SamplingMask, TrajectoryCredit, Unit
 from agentrl.credit.samples import unit_samples
 from tests.support.builders import make_trajectory
 
@@ -62,8 +62,8 @@ def test_a_token_whose_mask_was_not_recorded_is_not_trained() -> None:
 def test_a_row_routed_twice_is_a_sample_per_routing_that_share_no_token() -> None:
     trajectory = make_trajectory(turns=2, context_tokens=2, sampled_tokens=3)
     (row,) = trajectory.rows
-    first = RoutingSpan(0, 4, np.zeros((3, 1, 2), np.int16))
-    second = RoutingSpan(4, 10, np.ones((9, 1, 2), np.int16))
+    first = ExpertRoutingSpan(0, 4, np.zeros((3, 1, 2), np.int16))
+    second = ExpertRoutingSpan(4, 10, np.ones((9, 1, 2), np.int16))
     unit = make_unit(TrajectoryCredit("agent", 0, 1.0, 2.0, 0.0))
     (whole,) = unit_samples(unit, [replace(trajectory, rows=(replace(row, routing=(first,)),))])
     assert whole.expert_routing is first.experts

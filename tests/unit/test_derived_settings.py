@@ -12,7 +12,7 @@ import pytest
 
 from agentrl.app import memory as planned
 from agentrl.app import memory as run_memory
-from agentrl.app.memory import MAX_MICRO_BATCH, MIN_CONTEXT, USED_SHARE, memory_plan, with_chosen_token_limits
+from agentrl.app.memory import MAX_MICRO_BATCH, MIN_CONTEXT, USED_SHARE, estimate_memory, with_chosen_token_limits
 from agentrl.cli.main import main
 from agentrl.config.load import load
 from agentrl.config.run import RunConfig
@@ -85,11 +85,11 @@ def test_a_context_is_as_long_as_the_model_has_positions(repository: Path, monke
 def test_memory_bounds_contexts_and_micro_batches(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     least = configured(repository, engine={"max_context": MIN_CONTEXT}, trainer={"micro_batch_tokens": MIN_CONTEXT})
     free(monkeypatch, 1)
-    size = int(1.3 * memory_plan(least).total / USED_SHARE)
+    size = int(1.3 * estimate_memory(least).total / USED_SHARE)
     free(monkeypatch, size)
     config = with_chosen_token_limits(configured(repository), {})
     assert MIN_CONTEXT <= config.engine.max_context < POSITIONS
-    assert memory_plan(config).total <= size
+    assert estimate_memory(config).total <= size
     free(monkeypatch, 1 << 36)
     kept = with_chosen_token_limits(configured(repository), config.model_dump(mode="json"))
     assert (kept.engine, kept.trainer) == (config.engine, config.trainer), "a resumed run keeps what was found"

@@ -6,12 +6,12 @@ import numpy as np
 import torch
 
 from agentrl.engines.counter_random import uniform
-from agentrl.engines.embedded.forward import SamplingBatch, sample, sampling_filter_mask
+from agentrl.engines.embedded.forward import RowSamplingParameters, sample, sampling_filter_mask
 
 
-def batch(uniforms: list[float], **filters: float) -> SamplingBatch:
+def batch(uniforms: list[float], **filters: float) -> RowSamplingParameters:
     rows = len(uniforms)
-    return SamplingBatch(
+    return RowSamplingParameters(
         uniforms=np.array(uniforms),
         temperature=np.full(rows, filters.get("temperature", 1.0), np.float32),
         top_k=np.full(rows, filters.get("top_k", 0), np.int64),

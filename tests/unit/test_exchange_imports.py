@@ -27,7 +27,7 @@ from agentrl.inspection.conversation import (
 from agentrl.inspection.reader import RunReader
 from agentrl.inspection.search import episodes_with_words
 from agentrl.inspection.tokens import episode_tokens
-from agentrl.inspection.viewer.questions import answer_question
+from agentrl.inspection.viewer.questions import answer_viewer_query
 
 TRACES = Path(__file__).parents[1] / "exchange_files" / "verifiers_0_4_traces.jsonl"
 """Written by verifiers 0.4.0: one agent and tokens; branches, several agents, no tokens; an episode that failed."""
@@ -217,7 +217,7 @@ def test_an_episode_that_is_called_as_a_fork_would_be_is_found(
         assert "forks/f0" in capsys.readouterr().out
     assert main(["episode", "diff", str(run), "forks/f0", "forks/f1"]) == 0
     reader = RunReader(run)
-    told = json.loads(answer_question(reader, "conversation", {"episode": "forks/f1"}))
+    told = json.loads(answer_viewer_query(reader, "conversation", {"episode": "forks/f1"}))
     reader.close()
     assert told["summary"]["episode"] == "forks/f1"
 

@@ -13,10 +13,10 @@ import pytest
 
 from agentrl.cli.main import main
 from agentrl.core.clock import SystemClock
-from agentrl.journal.entries import EntryBody, JournalEntry, Pause, RewardEntry, TurnEntry, encode_body
-from agentrl.journal.process import record_state
+from agentrl.journal.entries import EntryBody, JournalEntry, RewardEntry, TurnEntry, TurnPause, encode_body
+from agentrl.journal.process import record_process_state
 from agentrl.journal.store import SqliteJournal
-from agentrl.observe.run_state import RunSnapshot, write_status
+from agentrl.observe.run_state import RunSnapshot, write_run_snapshot
 from tests.journal_cases import entries_with, header, spec, weights, write_run
 
 Happening = Callable[[Path], Coroutine[Any, Any, None]]
@@ -27,8 +27,8 @@ def run(tmp_path: Path) -> Path:
     """One that goes on."""
     path = tmp_path / "run"
     asyncio.run(write_run(path))
-    record_state(path, "running")
-    write_status(path, RunSnapshot(phase="", wall=SystemClock().wall()))  # else it would have been killed
+    record_process_state(path, "running")
+    write_run_snapshot(path, RunSnapshot(phase="", wall=SystemClock().wall()))  # else it would have been killed
     return path
 
 
@@ -53,13 +53,13 @@ async def end_another(run: Path) -> None:
 
 
 async def end_the_run(run: Path) -> None:
-    record_state(run, "finished")
+    record_process_state(run, "finished")
 
 
 async def take_a_turn(run: Path) -> None:
     turn = entries_with(99, "What is new?")[1]
     assert isinstance(turn, TurnEntry)
-    await append(run, "r#0", msgspec.structs.replace(turn, pauses=(Pause(1, 0.25, "parked"),)))
+    await append(run, "r#0", msgspec.structs.replace(turn, pauses=(TurnPause(1, 0.25, "parked"),)))
 
 
 async def publish_and_take_another(run: Path) -> None:

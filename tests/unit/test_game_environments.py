@@ -15,7 +15,7 @@ from agentrl.core.ports import GenerateRequest, SamplingParams
 from agentrl.core.records import PolicyVersion, Task
 from agentrl.environment.games import LEGAL_ACTIONS, Game, GameEnvironment, GameEpisode, GamePosition
 from agentrl.journal.entries import RewardEntry, TurnEntry
-from agentrl.rollout.byte_formats import PlainFormat
+from agentrl.rollout.byte_formats import PlainChatFormat
 from agentrl.testing.execution import random_policy
 from tests.unit.episodes import Played, play
 
@@ -297,7 +297,7 @@ def test_the_random_policy_takes_actions_it_is_told_are_legal() -> None:
             raise NotImplementedError
 
     says = random_policy(Told)
-    chat_format = PlainFormat()
+    chat_format = PlainChatFormat()
     told = f"{LEGAL_ACTIONS}5\nmoved\n{LEGAL_ACTIONS}red 7, wild\n"
     conversation = np.frombuffer(told.encode(), np.uint8).astype(np.int32)
     answers = []

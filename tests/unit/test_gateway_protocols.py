@@ -15,7 +15,7 @@ from agentrl.gateway.calls import ChatProtocol, ChatReply, ChatRequest, RequestR
 from agentrl.gateway.chat_completions import ChatCompletionsProtocol
 from agentrl.gateway.messages import AnthropicMessagesProtocol
 from agentrl.gateway.responses import OpenAIResponsesProtocol
-from agentrl.rollout.byte_formats import PlainFormat
+from agentrl.rollout.byte_formats import PlainChatFormat
 from agentrl.rollout.token_tree import TokenTree
 from tests.unit.episodes import Played, play
 from tests.unit.test_gateway import CALL, Loop, turns
@@ -183,7 +183,7 @@ def echoed(protocol: ChatProtocol) -> Message:
 )
 def test_a_reply_that_a_client_sends_back_is_known(protocol: ChatProtocol) -> None:
     """Also one whose arguments are no JSON."""
-    tree = TokenTree(PlainFormat())
+    tree = TokenTree(PlainChatFormat())
     assert tree.identity([echoed(protocol)], ()) == tree.identity([SAID], ())
 
 

@@ -28,7 +28,7 @@ from agentrl.core.records import (
     Unit,
 )
 from agentrl.credit.advantages import generalized_advantages
-from agentrl.learn.storage import read_columns
+from agentrl.learn.storage import read_step_columns
 from agentrl.learn.trainer import PolicyTrainer
 from tests.learn_cases import make_rows, run_config, write_model
 
@@ -243,7 +243,7 @@ def test_the_policy_gets_the_gradient_of_its_own_loss(model: Path, tmp_path: Pat
     assert report.metrics["value/loss"] == pytest.approx(0.5 * (advantages**2).sum() / 40.0, rel=1e-5)
     explained = 1.0 - (returns - values).var() / returns.var()
     assert report.metrics["value/explained_variance"] == pytest.approx(explained, rel=1e-4)
-    rows, columns = read_columns(tmp_path / "gae" / str(report.columns))
+    rows, columns = read_step_columns(tmp_path / "gae" / str(report.columns))
     keys = [(*row, int(columns["position"][at])) for row, a, b in _ranges(rows, columns) for at in range(a, b)]
     assert sorted(keys) == sorted(expected)
     assert columns["advantages"].tolist() == pytest.approx([expected[key][0] for key in keys], abs=1e-5)

@@ -24,17 +24,17 @@ import agentrl
 from agentrl.app.parts import RunFactories
 from agentrl.app.training import run_training
 from agentrl.cli.main import main
-from agentrl.cluster.worker_wire import EpisodeEnded, decode_header, encode_ended
+from agentrl.cluster.worker_wire import EpisodeEnded, decode_episode_header, encode_episode_ended
 from agentrl.config.run import RunConfig
 from agentrl.core.errors import EnvironmentDefinitionError, InputError
 from agentrl.core.ids import group_id_of
 from agentrl.core.ports import Engine, GenerateRequest, Trainer
 from agentrl.core.records import PolicyVersion
-from agentrl.credit.advantages import Group, gigpo, leave_one_out, make_estimator
+from agentrl.credit.advantages import Group, gigpo, leave_one_out, make_advantage_estimator
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.journal.entries import TurnEntry, anchor_state_hash
 from agentrl.learn.function_check import check_advantage
-from agentrl.rollout.byte_formats import STOP_TOKEN, PlainFormat
+from agentrl.rollout.byte_formats import STOP_TOKEN, PlainChatFormat
 from agentrl.simulation.recording_trainer import RecordingTrainer
 from tests.journal_oracle import judge
 from tests.sim.small_run import TASKS, config_for
@@ -119,7 +119,7 @@ def test_without_states_it_is_the_mean_of_the_group() -> None:
 
 
 def test_a_discount_of_none_is_refused_by_name() -> None:
-    estimator = make_estimator("gigpo", {"discount": 1.5})
+    estimator = make_advantage_estimator("gigpo", {"discount": 1.5})
     with pytest.raises(InputError, match=r"gigpo raised ValueError: discount = 1\.5: it must be from 0 to 1"):
         estimator(Group(rewards=(1.0, 0.0), episodes=("a", "b")))
 
@@ -232,7 +232,7 @@ def train(directory: Path, environment: type[agentrl.Environment] = Corridor, **
 
     config = config_for(name="run", directory=str(directory), **changes)
     factories = RunFactories(
-        engine=engine, trainer=trainer, chat_format=lambda config: PlainFormat(), clock=NoWaiting()
+        engine=engine, trainer=trainer, chat_format=lambda config: PlainChatFormat(), clock=NoWaiting()
     )
     asyncio.run(run_training(config, environment, tasks=TASKS, quiet=True, factories=factories))
     return directory / "run"
@@ -324,9 +324,9 @@ def test_the_states_of_an_episode_come_back_from_a_worker() -> None:
     spec = make_spec("e0")
     plain = make_episode_header(spec)
     header = replace(plain, trajectories=(replace(plain.trajectories[0], turn_states=bytes(range(24))),))
-    sent = msgspec.msgpack.decode(msgspec.msgpack.encode(encode_ended(1, header)), type=EpisodeEnded)
+    sent = msgspec.msgpack.decode(msgspec.msgpack.encode(encode_episode_ended(1, header)), type=EpisodeEnded)
     assert header.location is not None
-    found = decode_header(spec, sent, header.location.partition)
+    found = decode_episode_header(spec, sent, header.location.partition)
     assert found == header
     assert found.trajectories[0].states == (bytes(range(8)), bytes(range(8, 16)), bytes(range(16, 24)))
 

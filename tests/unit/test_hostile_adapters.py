@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from agentrl.core.errors import EngineError
 from agentrl.core.files import sha256_of
 from agentrl.core.records import PolicyVersion, WeightsRef
-from agentrl.engines.weights import copy_weights, read_adapter
+from agentrl.engines.weights import copy_weight_files, read_adapter
 
 A, B = (f"base_model.model.layer.lora_{half}.weight" for half in "AB")
 MATRICES = {A: torch.ones(4, 6), B: torch.ones(6, 4)}
@@ -94,11 +94,11 @@ def test_where_there_is_no_room_for_a_copy_is_told_with_what_to_do(tmp_path: Pat
     (tmp_path / "run").mkdir()
     weights = published(tmp_path / "run", json.dumps(PLAIN).encode())
     place = tmp_path / "place"
-    copied = copy_weights(weights, place)
+    copied = copy_weight_files(weights, place)
     assert read_adapter(copied).rank == 4
     (place / "adapter_model.safetensors").unlink()
     (place / "adapter_model.safetensors").symlink_to("/dev/full")
     with pytest.raises(EngineError, match=rf"solver@0.7 refused: there is no room .* in {place} \(.*; make room there"):
-        copy_weights(weights, place)
+        copy_weight_files(weights, place)
     with pytest.raises(EngineError, match=r"absent/adapter_model.safetensors cannot be read \(No such file"):
-        copy_weights(replace(weights, path=str(tmp_path / "absent")), place)
+        copy_weight_files(replace(weights, path=str(tmp_path / "absent")), place)

@@ -26,9 +26,9 @@ from agentrl.core.errors import EnvironmentDefinitionError, EnvironmentFaultErro
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.environment.registry import as_environment
 from agentrl.inspection.reader import RunReader
-from agentrl.journal.process import ProcessRecord
+from agentrl.journal.process import RunProcessRecord
 from agentrl.journal.store import SqliteJournal
-from agentrl.rollout.byte_formats import PlainFormat
+from agentrl.rollout.byte_formats import PlainChatFormat
 from agentrl.simulation.recording_trainer import RecordingTrainer
 from tests.sim.small_run import TASKS, config_for, guess
 
@@ -137,7 +137,7 @@ def play(
     factories = RunFactories(
         engine=engine,
         trainer=lambda config, directory: RecordingTrainer(["guesser"]),
-        chat_format=lambda config: PlainFormat(),
+        chat_format=lambda config: PlainChatFormat(),
     )
     running = run_training(config, environment, tasks=TASKS, quiet=quiet, factories=factories, resume=resume)
     return together(running, Path(directory) / "run")
@@ -256,10 +256,10 @@ def test_a_process_that_was_killed_is_told_of_with_its_episodes_and_two_are_susp
     async def nothing(ctx: agentrl.EpisodeContext) -> None: ...
 
     assert die_in(tmp_path, resume=False, by=by) == code
-    first = ProcessRecord.read(tmp_path / "run")
+    first = RunProcessRecord.read(tmp_path / "run")
     assert (first.state, first.is_playing) == ("running", True)
     assert die_in(tmp_path, resume=True, by=by) == code
-    second = ProcessRecord.read(tmp_path / "run")
+    second = RunProcessRecord.read(tmp_path / "run")
     assert second.process != first.process
     store = SqliteJournal(tmp_path / "run/journal")
     following = second.next(store)
@@ -270,7 +270,7 @@ def test_a_process_that_was_killed_is_told_of_with_its_episodes_and_two_are_susp
     told = capsys.readouterr().err
     assert re.search(r"WARNING .* died .*\(task 'digit-5'\)", told)
     assert re.search(r"\(task 'digit-5'\).* 2 such deaths in a row: .*worker processes.* chat format", told)
-    last = ProcessRecord.read(tmp_path / "run")
+    last = RunProcessRecord.read(tmp_path / "run")
     assert (last.state, last.is_playing, last.has_killer) == ("finished", False, False)
 
 

@@ -20,8 +20,8 @@ from agentrl.core.errors import ConfigError, JournalError, StorageError
 from agentrl.core.files import replace_file
 from agentrl.inspection.reader import RunReader
 from agentrl.inspection.statistics import run_state
-from agentrl.journal.process import ProcessRecord, read_process_state, record_state
-from agentrl.journal.reader import TurnReader
+from agentrl.journal.process import RunProcessRecord, read_process_state, record_process_state
+from agentrl.journal.reader import TurnLogReader
 from agentrl.journal.run_log import RunStart, SettingChange, SqliteRunLog
 from agentrl.journal.store import SqliteJournal
 from agentrl.observe.alarms import Alarm, write_alarm
@@ -35,11 +35,11 @@ from agentrl.observe.run_state import (
     RunSnapshot,
     RunState,
     read_metrics,
-    read_status,
-    write_status,
+    read_run_snapshot,
+    write_run_snapshot,
 )
 from agentrl.observe.sinks import format_prometheus_metrics, open_sinks
-from agentrl.observe.view import MAX_TEXT, curve, render_run_screen, sparkline, terminal_safe_line
+from agentrl.observe.view import MAX_TEXT, plot_curve, render_run_screen, sparkline, terminal_safe_line
 from tests.journal_cases import write_run
 
 ESCAPES = "\x1b]52;c;aGk=\x07\x9b31m\u202e[bold][/x]"
@@ -70,7 +70,7 @@ def test_any_numbers_can_be_shown(points: dict[int, float], steps: int) -> None:
 
 @given(st.lists(st.floats(-1e100, 1e100), min_size=1, max_size=8))
 def test_any_curve_can_be_drawn(values: list[float]) -> None:
-    assert curve(values)
+    assert plot_curve(values)
     assert len(sparkline(values)) == len(values)
 
 
@@ -88,15 +88,15 @@ def test_a_record_of_the_process_beyond_all_measure_is_not_believed(tmp_path: Pa
     """One more death, and Python would refuse to write the count."""
     (tmp_path / "process.json").write_text(json.dumps({"state": "running", "is_playing": True, **record}))
     assert read_process_state(tmp_path) == "unknown"
-    found = ProcessRecord.read(tmp_path)
+    found = RunProcessRecord.read(tmp_path)
     assert (found.episodes, found.evaluated, found.has_killer) == ({}, {}, True)
-    record_state(tmp_path, "stopped")
+    record_process_state(tmp_path, "stopped")
     assert read_process_state(tmp_path) == "stopped"
-    assert ProcessRecord.read(tmp_path).has_killer
+    assert RunProcessRecord.read(tmp_path).has_killer
 
 
 def test_only_a_run_without_a_record_was_never_led(tmp_path: Path) -> None:
-    assert (read_process_state(tmp_path), ProcessRecord.read(tmp_path)) == ("", ProcessRecord())
+    assert (read_process_state(tmp_path), RunProcessRecord.read(tmp_path)) == ("", RunProcessRecord())
 
 
 @pytest.mark.parametrize(
@@ -111,12 +111,12 @@ def test_only_a_run_without_a_record_was_never_led(tmp_path: Path) -> None:
 )
 def test_a_status_beyond_all_measure_counts_as_absent(tmp_path: Path, status: dict[str, object]) -> None:
     (tmp_path / "status.json").write_text(json.dumps(status))
-    assert read_status(tmp_path) is None
+    assert read_run_snapshot(tmp_path) is None
 
 
 def test_long_texts_of_a_status_are_cut(tmp_path: Path) -> None:
-    write_status(tmp_path, RunSnapshot(phase="p" * 500_000, waits=("w" * 500_000,), in_flight=1))
-    state = RunState(plan=RunDisplaySettings(), status=read_status(tmp_path))
+    write_run_snapshot(tmp_path, RunSnapshot(phase="p" * 500_000, waits=("w" * 500_000,), in_flight=1))
+    state = RunState(plan=RunDisplaySettings(), status=read_run_snapshot(tmp_path))
     assert len(shown(state)) < 4 * MAX_TEXT
     assert terminal_safe_line("x" * MAX_TEXT) == "x" * MAX_TEXT
 
@@ -154,7 +154,7 @@ def test_a_journal_is_opened_only_where_it_lies(tmp_path: Path, place: str, act:
 
     def read() -> None:
         RunReader(mine).close()
-        TurnReader(mine / "journal").read("turns-w0.db", "e0", 0)
+        TurnLogReader(mine / "journal").read("turns-w0.db", "e0", 0)
 
     with pytest.raises(
         JournalError, match=f"{place}: this is a symbolic link, which may lead to another run's journal"

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from jinja2.filters import FILTERS
 
 from agentrl.core.errors import ModelError
-from agentrl.rollout.chat_format import TemplateFormat
+from agentrl.rollout.chat_format import TemplateChatFormat
 from agentrl.rollout.chat_template import MAX_STEPS, MIN_BUILT_BYTES, AddedToken, ChatTemplate, ControlTokens
 from tests.unit.test_chat_format import QWEN, QWEN_MARKUP, QWEN_SPECIAL, write_model
 
@@ -42,7 +42,7 @@ NESTED = "{% for i in range(99999) %}" * 4 + "{% endfor %}" * 4
 )
 def test_a_hostile_template_is_refused(tmp_path: Path, template: str, complaint: str) -> None:
     with pytest.raises(ModelError, match=complaint):
-        TemplateFormat.load(write_model(tmp_path, template, QWEN_SPECIAL))
+        TemplateChatFormat.load(write_model(tmp_path, template, QWEN_SPECIAL))
 
 
 DOUBLED = "{% set ns = namespace(x='x' * 999999) %}{% for i in range(999) %}{% set ns.x = EXPRESSION %}{% endfor %}"
@@ -255,7 +255,7 @@ def test_a_hostile_file_is_refused(tmp_path: Path, name: str, content: bytes) ->
     write_model(tmp_path, QWEN, QWEN_SPECIAL, QWEN_MARKUP)
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ModelError):
-        TemplateFormat.load(tmp_path)
+        TemplateChatFormat.load(tmp_path)
 
 
 def test_a_lone_surrogate_of_a_template_is_replaced(tmp_path: Path) -> None:

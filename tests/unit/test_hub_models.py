@@ -52,7 +52,7 @@ def test_a_run_is_resumed_with_the_commit_it_began_with(cache: Path) -> None:
     before: dict[str, Any] = json.loads(began.model_dump_json())
     assert with_downloaded_models(named(NAME, NAME), before) == began, "although main is another commit now"
     newer = with_downloaded_models(named(f"{NAME}@{NEW}"), before)
-    assert Path(newer.model.path).name == NEW, "which check_unchanged will refuse"
+    assert Path(newer.model.path).name == NEW, "which check_settings_unchanged will refuse"
     other = {"model": {"path": str(cache.parent / "models--a--b/snapshots" / OLD)}, "policies": "damaged"}
     assert Path(with_downloaded_models(named(), other).model.path).name == NEW
 

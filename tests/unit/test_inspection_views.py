@@ -19,7 +19,7 @@ from rich.console import Console
 from agentrl.cli.main import main
 from agentrl.core.errors import InputError, JournalError
 from agentrl.core.text import escape_text
-from agentrl.inspection.comparisons import compare_across_runs, compare_episodes, fork_tree
+from agentrl.inspection.comparisons import compare_episodes, compare_episodes_across_runs, fork_tree
 from agentrl.inspection.conversation import EffectAct, PolicyTurn, RewardAct, ToolAct, read_conversation
 from agentrl.inspection.reader import EpisodeLine, RunReader
 from agentrl.inspection.reasons import Reason, explain_episode
@@ -48,10 +48,10 @@ from agentrl.inspection.timelines import (
     TimelineBar,
     TimelineLane,
     episode_timeline,
-    occupancy,
     run_timeline,
+    span_occupancy,
 )
-from agentrl.inspection.tokens import Vocabulary, episode_tokens, read_step_rows
+from agentrl.inspection.tokens import Vocabulary, episode_tokens, read_step_row_columns
 from tests.journal_cases import HOSTILE, write_run
 
 
@@ -227,7 +227,7 @@ def test_the_time_between_a_parent_and_its_fork_is_no_wait(reader: RunReader) ->
 
 def test_an_episode_is_the_same_as_itself_and_names_are_told_apart(reader: RunReader) -> None:
     line = first(reader, "status = trained")
-    same = compare_across_runs(reader, line.episode, reader, line.episode)
+    same = compare_episodes_across_runs(reader, line.episode, reader, line.episode)
     assert same.departure is None
     assert "they are the same" in shown(difference_page(same))
     with pytest.raises(InputError, match="is not a fork"):
@@ -381,7 +381,7 @@ def test_a_cut_file_of_columns_is_told(damaged: Path, size: int) -> None:
 @pytest.mark.parametrize("name", ["../../etc/passwd", "/etc/passwd", "", 7])
 def test_columns_outside_the_run_are_not_read(damaged: Path, name: object) -> None:
     with pytest.raises(JournalError):
-        read_step_rows(damaged, name)
+        read_step_row_columns(damaged, name)
 
 
 def test_every_byte_of_a_file_of_columns_changed_gives_an_answer_or_a_named_error(damaged: Path) -> None:
@@ -391,7 +391,7 @@ def test_every_byte_of_a_file_of_columns_changed_gives_an_answer_or_a_named_erro
     for at in range(0, len(whole), 7):
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 0x55]) + whole[at + 1 :])
         try:
-            read_step_rows(damaged, "steps/proposer/0.1.safetensors")
+            read_step_row_columns(damaged, "steps/proposer/0.1.safetensors")
             read += 1
         except JournalError:
             continue
@@ -469,4 +469,4 @@ def test_times_beyond_all_floats_are_drawn_at_the_edge() -> None:
         problems=[],
     )
     assert timeline_page(line).__rich__() is not None
-    assert occupancy([(0.0, float("inf"))], 4, 1.0)[:3] == [1.0, 1.0, 1.0]
+    assert span_occupancy([(0.0, float("inf"))], 4, 1.0)[:3] == [1.0, 1.0, 1.0]

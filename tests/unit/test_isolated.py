@@ -20,7 +20,7 @@ import pytest
 import agentrl
 from agentrl.core.errors import EffectError, EnvironmentDefinitionError
 from agentrl.core.records import Task
-from agentrl.environment.isolated import IsolatedError, IsolatedObject, isolated
+from agentrl.environment.isolated import IsolatedObject, IsolatedObjectError, isolated
 
 
 class Game:
@@ -111,9 +111,9 @@ def test_it_answers_from_a_process_of_its_own() -> None:
 def test_the_end_of_its_process_is_an_error_of_the_call(how: str, told: str) -> None:
     async def play(game: Any) -> int:
         process: int = await game.process()
-        with pytest.raises(IsolatedError, match=told):
+        with pytest.raises(IsolatedObjectError, match=told):
             await game.end(how)
-        with pytest.raises(IsolatedError, match="the process of Game has ended"):
+        with pytest.raises(IsolatedObjectError, match="the process of Game has ended"):
             await game.add(1)
         return process
 
@@ -131,11 +131,11 @@ def test_the_end_of_its_process_is_an_error_of_the_call(how: str, told: str) -> 
 )
 def test_what_it_raises_is_raised_under_its_name_and_it_goes_on(how: str, kind: str, told: str) -> None:
     async def play(game: Any) -> None:
-        with pytest.raises(IsolatedError, match=told) as caught:
+        with pytest.raises(IsolatedObjectError, match=told) as caught:
             await game.end(how)
         assert type(caught.value).__name__ == kind
         assert await game.add(1) == 1
-        with pytest.raises(IsolatedError, match="no attribute 'nothing'"):
+        with pytest.raises(IsolatedObjectError, match="no attribute 'nothing'"):
             await game.nothing()
 
     ask(isolated(Game, memory_bytes=1 << 32), play)
@@ -143,9 +143,9 @@ def test_what_it_raises_is_raised_under_its_name_and_it_goes_on(how: str, kind: 
 
 def test_a_factory_that_raises_says_so_once_and_then_again() -> None:
     async def play(game: Any) -> None:
-        with pytest.raises(IsolatedError, match="below zero"):
+        with pytest.raises(IsolatedObjectError, match="below zero"):
             await game.add(1)
-        with pytest.raises(IsolatedError, match="has ended: Game raised ValueError: below zero"):
+        with pytest.raises(IsolatedObjectError, match="has ended: Game raised ValueError: below zero"):
             await game.add(1)
 
     ask(isolated(Game, -1), play)

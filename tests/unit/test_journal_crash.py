@@ -15,9 +15,9 @@ import pytest
 from agentrl.core.records import PolicyVersion
 from agentrl.journal import schema
 from agentrl.journal.entries import episode_digest
-from agentrl.journal.reader import TurnReader
+from agentrl.journal.reader import TurnLogReader
 from agentrl.journal.run_log import SqliteRunLog
-from agentrl.journal.schema import open_to_write
+from agentrl.journal.schema import open_database_to_write
 from agentrl.journal.store import SqliteJournal, WorkerJournal
 from tests.journal_cases import spec, write
 
@@ -69,7 +69,7 @@ def test_kill_9_loses_nothing_acknowledged(tmp_path: Path, after: int) -> None:
                 process.send_signal(signal.SIGKILL)
                 break
         acknowledged += [int(line) for line in process.stdout if line.endswith("\n")]
-    log, reader = SqliteRunLog(tmp_path), TurnReader(tmp_path)
+    log, reader = SqliteRunLog(tmp_path), TurnLogReader(tmp_path)
     committed = list(log.ready_units({"policy": PolicyVersion("policy", 0, 0)}))
     assert {f"e{number}" for number in acknowledged} <= {each.episode_id for each, _ in committed}
     rows = log.rows("SELECT episode, digest FROM episodes")
@@ -190,7 +190,7 @@ def test_a_full_disk_fails_every_waiter_and_leaves_no_half_transaction(tmp_path:
     assert first_failed > 0
     assert "turns-w0.db: could not be written" in answer[1]
     assert "--resume" in answer[1]
-    log, reader = SqliteRunLog(tmp_path), TurnReader(tmp_path)
+    log, reader = SqliteRunLog(tmp_path), TurnLogReader(tmp_path)
     committed = {episode for (episode,) in log.rows("SELECT episode FROM episodes")}
     assert committed == {f"e{number}" for number in range(first_failed)}
     for episode in committed:
@@ -244,7 +244,7 @@ def test_what_a_killed_writer_left_unpublished_never_comes_back(tmp_path: Path, 
             if n < 3:
                 process.stdin.write("\n")
                 process.stdin.flush()
-        reader = TurnReader(tmp_path)
+        reader = TurnLogReader(tmp_path)
         assert len(reader.read("turns-w0.db", "e0", 0)) == 3
         process.kill()
     back = ["dd", f"if={tmp_path / 'header'}", f"of={index}", "bs=96", "count=1", "conv=notrunc"]
@@ -273,4 +273,4 @@ def test_a_partition_is_opened_while_its_writer_is_busy(tmp_path: Path, monkeypa
     with closing(sqlite3.connect(partition, isolation_level=None)) as writer:
         writer.execute("BEGIN IMMEDIATE")
         monkeypatch.setattr(schema, "BUSY_MS", 10)
-        open_to_write(partition, "turns", {}).close()
+        open_database_to_write(partition, "turns", {}).close()

@@ -15,7 +15,7 @@ from agentrl.core.errors import JournalError, StorageError
 from agentrl.core.records import PolicyVersion, Task
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.journal.entries import JournalEntry
-from agentrl.journal.reader import EpisodeKey, TurnReader
+from agentrl.journal.reader import AttemptLocation, TurnLogReader
 from agentrl.journal.run_log import SqliteRunLog
 from agentrl.journal.store import SqliteJournal
 from agentrl.rollout.byte_formats import STOP_TOKEN
@@ -30,7 +30,7 @@ def test_another_format_is_refused_by_name(tmp_path: Path, file: str) -> None:
         connection.execute("UPDATE meta SET value = '7' WHERE key = 'format'")
     connection.close()
     with pytest.raises(JournalError, match="format '7'"):
-        SqliteRunLog(tmp_path) if file == "control.db" else TurnReader(tmp_path).read(file, "e0", 0)
+        SqliteRunLog(tmp_path) if file == "control.db" else TurnLogReader(tmp_path).read(file, "e0", 0)
 
 
 def test_tables_of_their_own_are_refused(tmp_path: Path) -> None:
@@ -83,9 +83,9 @@ def test_what_is_no_database_is_a_named_error(tmp_path: Path) -> None:
     with pytest.raises(JournalError, match=r"control\.db"):
         SqliteJournal(tmp_path)
     with pytest.raises(JournalError, match="no such file"):
-        TurnReader(tmp_path).read("turns-w9.db", "e0", 0)
+        TurnLogReader(tmp_path).read("turns-w9.db", "e0", 0)
     with pytest.raises(JournalError, match="not the name"):
-        TurnReader(tmp_path).read("../../etc/passwd", "e0", 0)
+        TurnLogReader(tmp_path).read("../../etc/passwd", "e0", 0)
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_a_changed_entry_is_an_error_that_names_it_and_others_stay_readable(tmp_
     with sqlite3.connect(tmp_path / "turns-w0.db") as connection:
         assert connection.execute(change).rowcount == 1
     connection.close()
-    reader = TurnReader(tmp_path)
+    reader = TurnLogReader(tmp_path)
     with pytest.raises(JournalError, match=r"episode 'e1', call"):
         reader.read("turns-w0.db", "e1", 0)
     assert len(reader.read("turns-w0.db", "e2", 0, entries=3)) == 3
@@ -124,7 +124,7 @@ def test_missing_entries_are_found(tmp_path: Path) -> None:
         connection.execute("DELETE FROM entries WHERE call = 'r#1'")
     connection.close()
     with pytest.raises(JournalError, match=r"2 entries in turns-w0\.db, but it was committed with 3"):
-        TurnReader(tmp_path).read_many([EpisodeKey("turns-w0.db", "e0", 0, 3)])
+        TurnLogReader(tmp_path).read_many([AttemptLocation("turns-w0.db", "e0", 0, 3)])
 
 
 def test_entries_that_are_whole_but_not_those_of_the_commit_are_found(tmp_path: Path) -> None:
@@ -132,7 +132,7 @@ def test_entries_that_are_whole_but_not_those_of_the_commit_are_found(tmp_path: 
     log = SqliteRunLog(tmp_path)
     ((digest,),) = log.rows("SELECT digest FROM episodes")
     log.close()
-    reader = TurnReader(tmp_path)
+    reader = TurnLogReader(tmp_path)
     assert len(reader.read("turns-w0.db", "e0", 0, entries=3, digest=digest)) == 3
     reader.close()
     with sqlite3.connect(tmp_path / "turns-w0.db") as connection:  # one for another, each with its checksum
@@ -140,7 +140,7 @@ def test_entries_that_are_whole_but_not_those_of_the_commit_are_found(tmp_path: 
         connection.execute(f"{copied} WHERE call = 'r#0'")
         connection.execute("DELETE FROM entries WHERE call = 'r#1'")
     connection.close()
-    reader = TurnReader(tmp_path)
+    reader = TurnLogReader(tmp_path)
     assert len(reader.read("turns-w0.db", "e0", 0, entries=3)) == 3
     with pytest.raises(JournalError, match=r"episode e0 attempt 0: 3 entries in turns-w0\.db, but not those"):
         reader.read("turns-w0.db", "e0", 0, entries=3, digest=digest)
@@ -190,7 +190,7 @@ def test_a_changed_partial_is_left_out(tmp_path: Path, change: str) -> None:
         with sqlite3.connect(tmp_path / "turns-w0.db") as connection:
             connection.execute(f"UPDATE partials SET {change} WHERE id = 2")
         connection.close()
-        reader = TurnReader(tmp_path)
+        reader = TurnLogReader(tmp_path)
         found = [entry.body for entry in reader.partials("turns-w0.db", "e0", 0)]
         reader.close()
         assert found == [b"\x00", b"\x02"]

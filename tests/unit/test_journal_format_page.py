@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.journal.schema import open_to_read
+from agentrl.journal.schema import open_database_to_read
 from tests.journal_cases import write_run
 
 PAGE = Path(__file__).parents[2] / "docs" / "journal_format.md"
@@ -40,7 +40,7 @@ def test_every_table_and_column_is_on_the_page(journal: Path) -> None:
     for kind, name in (("control", "control.db"), ("turns", "turns-w0.db")):
         heading = "`control.db`" if kind == "control" else "`turns-WORKER.db`"
         section = next(section for section in sections if section.startswith(heading))
-        connection = open_to_read(journal / name, kind)  # type: ignore[arg-type]
+        connection = open_database_to_read(journal / name, kind)  # type: ignore[arg-type]
         tables = connection.execute("SELECT name FROM sqlite_master WHERE type IN ('table', 'view')").fetchall()
         for (table,) in tables:
             line = next(line for line in section.splitlines() if line.startswith(f"| `{table}`"))

@@ -20,7 +20,7 @@ from agentrl.core.errors import TrainerLostError
 from agentrl.core.ports import Engine, GenerateRequest
 from agentrl.core.records import PolicyVersion
 from agentrl.engines.scripted import ScriptedEngine
-from agentrl.rollout.byte_formats import STOP_TOKEN, PlainFormat
+from agentrl.rollout.byte_formats import STOP_TOKEN, PlainChatFormat
 from agentrl.simulation.recording_trainer import RecordingTrainer
 from tests.journal_oracle import entry_checksum, judge, row_checksum
 from tests.sim.small_run import TASKS, config_for
@@ -246,7 +246,7 @@ def test_every_kind_of_credit_follows_from_the_page_also_after_a_loss(
         return ScriptedEngine(digit, versions=versions)
 
     factories = RunFactories(
-        engine=engine, trainer=trainer, chat_format=lambda config: PlainFormat(), clock=NoWaiting()
+        engine=engine, trainer=trainer, chat_format=lambda config: PlainChatFormat(), clock=NoWaiting()
     )
     asyncio.run(run_training(config, Guesses, tasks=TASKS, quiet=True, factories=factories))
     assert len(trainers) == 2

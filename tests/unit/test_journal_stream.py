@@ -13,7 +13,7 @@ from agentrl.cluster.journal_stream import JournalReceiver, StreamedJournal
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import EngineLostError, EpisodeError
 from agentrl.journal.entries import JournalEntry
-from agentrl.journal.reader import TurnReader
+from agentrl.journal.reader import TurnLogReader
 from agentrl.journal.schema import MAX_VALUE_BYTES
 from agentrl.journal.store import SqliteJournal
 
@@ -31,7 +31,7 @@ async def receiving(directory: Path) -> tuple[SqliteJournal, JournalReceiver]:
 
 
 def kept(directory: Path, partition: str) -> list[str]:
-    reader = TurnReader(directory)
+    reader = TurnLogReader(directory)
     try:
         return [each.call_id for each in reader.read(partition, "e-1", 0)]
     finally:

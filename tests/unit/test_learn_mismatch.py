@@ -12,7 +12,13 @@ import pytest
 from agentrl.core.records import PolicyVersion, VersionSpan
 from agentrl.credit.samples import token_lags, trained_positions
 from agentrl.learn.packing import pack
-from agentrl.learn.storage import MergedRankColumns, StepColumns, mismatch_metrics, read_columns, seat_mismatch_metrics
+from agentrl.learn.storage import (
+    MergedRankColumns,
+    StepColumns,
+    mismatch_metrics,
+    read_step_columns,
+    seat_mismatch_metrics,
+)
 from tests.learn_cases import make_samples
 
 NOW = PolicyVersion("policy", 1, 7)
@@ -80,7 +86,7 @@ def test_rows_of_all_ranks_are_measured_and_one_stale_token_makes_its_row_stale(
     assert found["mismatch/max_difference"] == pytest.approx(0.25)
     assert found["lag_tokens/1"] == int((trained_positions(samples)[1] < 11).sum())
     merged.write(tmp_path / "step.safetensors")
-    _, written = read_columns(tmp_path / "step.safetensors")
+    _, written = read_step_columns(tmp_path / "step.safetensors")
     assert written["lag"].tolist()[-counts[3] :] == [-1] * counts[3]
     expected = np.concatenate(
         [sample.behavior_logprobs[at] for sample, at in zip(samples, trained_positions(samples), strict=True)]

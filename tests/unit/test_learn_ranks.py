@@ -9,7 +9,7 @@ import torch
 
 from agentrl.core.errors import TrainerLostError
 from agentrl.learn import ranks
-from agentrl.learn.ranks import ProcessGroup, balanced_shares, serve_rendezvous
+from agentrl.learn.ranks import DistributedRankGroup, balanced_shares, serve_rendezvous
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def _restored_interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_tensors_of_the_host_and_empty_messages_pass_through(device: str) -> None:
     rendezvous, store = serve_rendezvous("127.0.0.1")
-    group = ProcessGroup(rendezvous, rank=0, device=torch.device(device), addresses=["127.0.0.1"], store=store)
+    group = DistributedRankGroup(rendezvous, rank=0, device=torch.device(device), addresses=["127.0.0.1"], store=store)
     try:
         totals = torch.tensor([1.5, 2.5], dtype=torch.float64)
         group.sum([totals, torch.ones(2, 2, dtype=torch.float64, device=device)])
@@ -63,4 +63,4 @@ def test_a_rank_that_does_not_come_is_named_with_its_node(monkeypatch: pytest.Mo
     addresses = ["127.0.0.1", "10.78.0.2", "10.78.0.3"]
     store.set("present/1", addresses[1])
     with pytest.raises(TrainerLostError, match=r"rank 2 on node 10.78.0.3 did not join the group within 0.5 s"):
-        ProcessGroup(rendezvous, rank=0, device=torch.device("cpu"), addresses=addresses, store=store)
+        DistributedRankGroup(rendezvous, rank=0, device=torch.device("cpu"), addresses=addresses, store=store)

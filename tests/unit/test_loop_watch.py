@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 
-from agentrl.observe.blocked import is_user_code, watch_loop
+from agentrl.observe.blocked import is_user_code, watch_event_loop
 
 
 def told_during(
@@ -24,7 +24,7 @@ def told_during(
         heard.set()
 
     async def main() -> None:
-        with watch_loop(tell, longest_s=0.05, users_only=users_only):
+        with watch_event_loop(tell, longest_s=0.05, users_only=users_only):
             await act(heard)
 
     asyncio.run(main())

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from agentrl.config.sections import ADVANTAGES as ADVANTAGE_NAMES
 from agentrl.config.sections import LOSSES
-from agentrl.credit.advantages import ADVANTAGES, OF_GROUPS, Group, make_estimator
+from agentrl.credit.advantages import ADVANTAGES, OF_GROUPS, Group, make_advantage_estimator
 from agentrl.learn.losses import BUILT_IN, kl_divergence
 from benchmarks.learning_losses import oracle_errors
 from tests.loss_cases import batch_of, evaluated, loss_named
@@ -270,10 +270,10 @@ def test_pass_at_k_is_the_mean_over_subsets() -> None:
             return sum(max(rewards[i] for i in each) for each in chosen) / len(chosen)
 
         expected = [5 * (mean(subsets) - mean([each for each in subsets if i not in each])) for i in range(5)]
-        found = [each.value for each in make_estimator("pass_at_k", {"k": k})(group)]
+        found = [each.value for each in make_advantage_estimator("pass_at_k", {"k": k})(group)]
         assert found == pytest.approx(expected)
     group = Group(rewards=rewards, episodes=tuple("abcde"))
-    assert [each.value for each in make_estimator("pass_at_k", {"k": 1})(group)] == pytest.approx(
+    assert [each.value for each in make_advantage_estimator("pass_at_k", {"k": 1})(group)] == pytest.approx(
         [each.value for each in ADVANTAGES["leave_one_out"](rewards, tuple("abcde"))]
     )
 
@@ -283,9 +283,13 @@ def test_the_estimators_over_a_step() -> None:
     group = Group(rewards=rewards, episodes=tuple("abcd"), groups=groups)
     tensor = torch.tensor(rewards, dtype=torch.float64)
     plain = (tensor - tensor.mean()) / (tensor.std(correction=0) + 1e-8)
-    assert [each.value for each in make_estimator("reinforce_plus_plus", {})(group)] == pytest.approx(plain.tolist())
+    assert [each.value for each in make_advantage_estimator("reinforce_plus_plus", {})(group)] == pytest.approx(
+        plain.tolist()
+    )
     centred = torch.tensor([0.5, -0.5, 1.0, -1.0], dtype=torch.float64)
     expected = (centred / (centred.std(correction=0) + 1e-8)).tolist()
-    found = make_estimator("reinforce_plus_plus_baseline", {})(group)
+    found = make_advantage_estimator("reinforce_plus_plus_baseline", {})(group)
     assert [each.value for each in found] == pytest.approx(expected)
-    assert [each.value for each in make_estimator("max_rl", {})(group)] == pytest.approx([-0.2, -1.0, 1.4, -0.2])
+    assert [each.value for each in make_advantage_estimator("max_rl", {})(group)] == pytest.approx(
+        [-0.2, -1.0, 1.4, -0.2]
+    )

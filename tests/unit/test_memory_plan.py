@@ -11,7 +11,7 @@ import torch
 
 from agentrl.app import memory as run_memory
 from agentrl.app import parts
-from agentrl.app.memory import MemoryPlan, memory_plan
+from agentrl.app.memory import MemoryEstimate, estimate_memory
 from agentrl.cli.main import main
 from agentrl.config.load import load
 from agentrl.config.run import RunConfig
@@ -51,7 +51,7 @@ def allocated(config: RunConfig) -> int:
 )
 def test_the_activations_of_the_plan_are_those_of_a_real_step(repository: Path, overrides: list[str]) -> None:
     config = configured(repository, *overrides)
-    (planned,) = (part.bytes for part in memory_plan(config).parts if part.name.startswith("activations"))
+    (planned,) = (part.bytes for part in estimate_memory(config).parts if part.name.startswith("activations"))
     assert planned == allocated(config)
 
 
@@ -64,7 +64,7 @@ def test_the_divergence_from_a_reference_is_planned(repository: Path) -> None:
     teacher = ["--trainer.loss.name=distillation", f"--policies.solver.reference={config.model.path}"]
     (planned,) = (
         part.bytes
-        for part in memory_plan(configured(repository, *teacher)).parts
+        for part in estimate_memory(configured(repository, *teacher)).parts
         if part.name.startswith("activations")
     )
     (model,) = load_models(config, torch.device("cpu")).values()
@@ -83,7 +83,7 @@ def test_the_divergence_from_a_reference_is_planned(repository: Path) -> None:
 
 def test_rounded_copies_of_all_weights_change_the_activations_by_little(repository: Path) -> None:
     config = configured(repository, "--model.dtype=bfloat16")
-    plan = {part.name: part.bytes for part in memory_plan(config).parts if part.bytes}
+    plan = {part.name: part.bytes for part in estimate_memory(config).parts if part.bytes}
     (planned,) = (size for name, size in plan.items() if name.startswith("activations"))
     (trained,) = (size for name, size in plan.items() if name.startswith("trained parameters"))
     assert planned == pytest.approx(allocated(config), rel=0.1), (
@@ -93,7 +93,7 @@ def test_rounded_copies_of_all_weights_change_the_activations_by_little(reposito
 
 
 def test_each_part_is_its_arithmetic(repository: Path) -> None:
-    parts = {part.name: part for part in memory_plan(configured(repository)).parts if part.bytes}
+    parts = {part.name: part for part in estimate_memory(configured(repository)).parts if part.bytes}
     (trained,) = (part.bytes for name, part in parts.items() if name.startswith("trained parameters"))
     weights = json.loads((repository / "environments/calculator/model/config.json").read_text())
     kept = 2 * weights["num_key_value_heads"] * weights["head_dim"] * weights["num_hidden_layers"] * 4
@@ -103,7 +103,7 @@ def test_each_part_is_its_arithmetic(repository: Path) -> None:
 
 def test_bfloat16_halves_the_weights_of_an_engine(repository: Path) -> None:
     def weights(*overrides: str) -> int:
-        plan = memory_plan(configured(repository, "--policies.solver.lora.rank=4", *overrides))
+        plan = estimate_memory(configured(repository, "--policies.solver.lora.rank=4", *overrides))
         return sum(part.bytes for part in plan.parts if part.name.startswith("weights in"))
 
     assert weights("--model.dtype=float32") == 2 * weights("--model.dtype=bfloat16")
@@ -155,7 +155,7 @@ def test_sizes_of_no_model_are_named_at_once(repository: Path, tmp_path: Path, n
     path = tmp_path / "model/config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), name: value}))
     with pytest.raises(ModelError, match=f"config.json says {name} = 1"):
-        memory_plan(configured(repository, f"--model.path={tmp_path / 'model'}"))
+        estimate_memory(configured(repository, f"--model.path={tmp_path / 'model'}"))
 
 
 def test_a_context_beyond_the_positions_is_named(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -189,11 +189,13 @@ def test_doctor_names_offloading_and_counts_what_is_offloaded(
 ) -> None:
     monkeypatch.setattr(run_memory, "memory", lambda: Memory(free=1 << 36, total=1 << 36))
 
-    def planned(*overrides: str, ranks: int = 1) -> MemoryPlan:
+    def planned(*overrides: str, ranks: int = 1) -> MemoryEstimate:
         cards(monkeypatch, ranks, 24)
-        return memory_plan(configured(repository, "--cluster.address=local", f"--trainer.ranks={ranks}", *overrides))
+        return estimate_memory(
+            configured(repository, "--cluster.address=local", f"--trainer.ranks={ranks}", *overrides)
+        )
 
-    def trained(plan: MemoryPlan | None) -> list[str]:
+    def trained(plan: MemoryEstimate | None) -> list[str]:
         return [] if plan is None else [part.name for part in plan.parts if "AdamW" in part.name]
 
     plain, one = planned(), planned("--trainer.sharding=offload")

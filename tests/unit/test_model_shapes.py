@@ -14,7 +14,7 @@ from transformers import Gemma3Config, MistralConfig
 from agentrl.core.errors import ModelError
 from agentrl.core.records import TrainingSample
 from agentrl.engines.embedded.forward import check_slots_match_forward, load_model
-from agentrl.engines.models import computation_change_lengths, kv_bytes_per_token, read_meta_model
+from agentrl.engines.models import context_length_thresholds, kv_bytes_per_token, read_meta_model
 from agentrl.learn.forward import ATTENTION, token_logprobs
 from agentrl.learn.models import load_models, prefix_tree_is_exact
 from agentrl.learn.packing import pack
@@ -197,7 +197,7 @@ def test_the_check_at_start_sees_what_only_long_rows_show() -> None:
         model = transformers.AutoModelForCausalLM.from_config(_MODELS[kind](), dtype=torch.float32).eval()
         if kind.startswith("llama"):
             model.config.original_max_position_embeddings = length  # in its rope's parameters alone it is no length
-        assert computation_change_lengths(model.config, 128) == [length]
+        assert context_length_thresholds(model.config, 128) == [length]
         assert prefix_tree_is_exact(model, 32)
         lengths = "12, 13, 15, 31, 37"
         with pytest.raises(ModelError, match=rf"rows of {lengths} tokens together, differ.*max_context to at most 32"):

@@ -23,7 +23,7 @@ from agentrl.core.records import PolicyVersion
 from agentrl.credit.advantages import Group, gdpo
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.environment.base import check_reward_name
-from agentrl.rollout.byte_formats import PlainFormat
+from agentrl.rollout.byte_formats import PlainChatFormat
 from agentrl.simulation.recording_trainer import RecordingTrainer
 from tests.journal_oracle import judge
 from tests.sim.small_run import TASKS, config_for, guess
@@ -53,7 +53,7 @@ def train(directory: Path, **credit: Any) -> None:
 
     config = config_for(name="run", directory=str(directory), credit={"group_size": 4, **credit})
     factories = RunFactories(
-        engine=engine, trainer=trainer, chat_format=lambda config: PlainFormat(), clock=NoWaiting()
+        engine=engine, trainer=trainer, chat_format=lambda config: PlainChatFormat(), clock=NoWaiting()
     )
     asyncio.run(run_training(config, Guesses, tasks=TASKS, quiet=True, factories=factories))
 

@@ -23,11 +23,17 @@ from agentrl.core.errors import StorageError
 from agentrl.core.records import PolicyVersion, ProcessStatus
 from agentrl.inspection.reader import RunReader
 from agentrl.inspection.statistics import run_state
-from agentrl.journal.process import ProcessRecord, State, find_writing_process, record_state, recording_process_state
+from agentrl.journal.process import (
+    RunProcessRecord,
+    State,
+    find_writing_process,
+    record_process_state,
+    recording_process_state,
+)
 from agentrl.journal.store import SqliteJournal
 from agentrl.observe.docs_page import render_metrics_page
 from agentrl.observe.metrics import METRICS, find_registered_metric
-from agentrl.observe.progress import evaluation_line, format_step_metrics
+from agentrl.observe.progress import format_evaluation_metrics, format_step_metrics
 from agentrl.observe.run_directory import RunDirectory
 from agentrl.observe.run_observer import EnduringStream, RunObserver
 from agentrl.observe.run_state import (
@@ -38,11 +44,11 @@ from agentrl.observe.run_state import (
     bottleneck,
     display_settings_from_config,
     read_metrics,
-    read_status,
+    read_run_snapshot,
     with_engine_share,
-    write_status,
+    write_run_snapshot,
 )
-from agentrl.observe.view import curve, duration, render_run_screen, sparkline
+from agentrl.observe.view import format_duration, plot_curve, render_run_screen, sparkline
 
 STEP = {
     "reward/mean": 0.5,
@@ -106,15 +112,15 @@ def test_a_pipe_gets_a_plain_line_per_step(tmp_path: Path) -> None:
     )
     assert observer.steps == [{"step": 3.0, **STEP}]
     assert len(directory.metrics.read_text().splitlines()) == 2
-    status = read_status(directory.path)
+    status = read_run_snapshot(directory.path)
     assert status is not None
 
 
 def test_each_policy_gets_a_line_of_its_own_with_its_seats() -> None:
     of = {"evaluation/reward": 0.0, "evaluation/reward/o": -0.25, "evaluation/reward/x": 0.25, "evaluation/episodes": 8}
-    told = evaluation_line(PolicyVersion("player", 0, 3), of)
+    told = format_evaluation_metrics(PolicyVersion("player", 0, 3), of)
     assert told == "held-out reward 0.000 over 8 tasks (player@0.3, o -0.250, x 0.250)"
-    missing = evaluation_line(PolicyVersion("other", 0, 1), {"evaluation/episodes": 8})
+    missing = format_evaluation_metrics(PolicyVersion("other", 0, 1), {"evaluation/episodes": 8})
     assert missing == "held-out tasks were played without other@0.1"
 
 
@@ -140,7 +146,7 @@ def test_a_terminal_gets_one_screen_that_says_who_waits_for_whom(
     assert "step 3/40" in shown
     assert "trainer waits for episodes: 3 of 8 units are ready" in shown
     assert "5 in flight" in shown
-    written = read_status(directory.path)
+    written = read_run_snapshot(directory.path)
     assert written is not None
     assert written.in_flight == 5
 
@@ -250,9 +256,9 @@ def test_damaged_metrics_status_and_configurations_are_read_as_far_as_they_go(tm
     read_metrics(tmp_path / "metrics.jsonl", state)
     assert state.policies["p"].steps == {1: {"loss": 0.5}}
     (tmp_path / "status.json").write_text("{")
-    assert read_status(tmp_path) is None
-    write_status(tmp_path, RunSnapshot(phase="training", dropped={"x": 1}))
-    assert read_status(tmp_path) == RunSnapshot(phase="training", dropped={"x": 1})
+    assert read_run_snapshot(tmp_path) is None
+    write_run_snapshot(tmp_path, RunSnapshot(phase="training", dropped={"x": 1}))
+    assert read_run_snapshot(tmp_path) == RunSnapshot(phase="training", dropped={"x": 1})
 
 
 def test_the_engine_is_named_where_it_is_the_bottleneck_and_where_it_starves() -> None:
@@ -285,8 +291,8 @@ def test_the_bottleneck_is_what_is_busy_or_what_holds_work_back(
 def test_the_view_shows_what_each_node_does(tmp_path: Path) -> None:
     engine = ProcessStatus(name="engine 0", node="10.0.0.2", gpus=("0", "1"), doing="serves")
     worker = ProcessStatus(name="worker 1", node="10.0.0.2", doing="plays 7 episodes")
-    write_status(tmp_path, RunSnapshot(phase="training", processes=(engine, worker), bottleneck="engines"))
-    state = RunState(plan=RunDisplaySettings(), status=read_status(tmp_path))
+    write_run_snapshot(tmp_path, RunSnapshot(phase="training", processes=(engine, worker), bottleneck="engines"))
+    state = RunState(plan=RunDisplaySettings(), status=read_run_snapshot(tmp_path))
     stream = io.StringIO()
     Console(file=stream, width=100).print(render_run_screen(state))
     assert "10.0.0.2    engine 0 on GPU 0, 1 serves · worker 1 plays 7 episodes" in stream.getvalue()
@@ -332,7 +338,7 @@ def test_sparklines_and_durations() -> None:
     assert sparkline([1.0, 1.0, math.nan]) == "▄▄"
     assert sparkline([]) == ""
     assert len(sparkline(list(range(1000)), width=7)) == 7
-    assert [duration(seconds) for seconds in (0, 59.6, 3600)] == ["0:00", "1:00", "1:00:00"]
+    assert [format_duration(seconds) for seconds in (0, 59.6, 3600)] == ["0:00", "1:00", "1:00:00"]
 
 
 def test_the_page_of_metrics_is_up_to_date() -> None:
@@ -347,7 +353,7 @@ def test_what_was_not_measured_is_left_out() -> None:
 
 
 def test_a_rising_curve_starts_low_and_ends_high() -> None:
-    lines = curve([0.1 * value for value in range(11)], title="reward", width=20, height=5).splitlines()
+    lines = plot_curve([0.1 * value for value in range(11)], title="reward", width=20, height=5).splitlines()
     assert lines[0].strip() == "reward  0.00 → 1.00"
     plotted = [line.split("┤")[-1].split("│")[-1] for line in lines[1:6]]
     assert [len(line) - len(line.lstrip()) for line in plotted] == sorted(
@@ -364,7 +370,7 @@ def test_a_rising_curve_starts_low_and_ends_high() -> None:
     st.integers(1, 20),
 )
 def test_any_values_fit_the_frame(values: list[float], width: int, height: int) -> None:
-    lines = curve(values, width=width, height=height).splitlines()
+    lines = plot_curve(values, width=width, height=height).splitlines()
     if any(math.isfinite(value) for value in values):
         assert len(lines) == max(height, 2) + 3
         margin = lines[-2].index("└")
@@ -411,14 +417,14 @@ def test_how_a_process_left_a_run_stays_behind(
         if error is not None:
             raise error
         if state is not None:
-            record_state(directory.path, state)
-    write_status(directory.path, RunSnapshot(phase="training", waits=("a task",), wall=1.0))
+            record_process_state(directory.path, state)
+    write_run_snapshot(directory.path, RunSnapshot(phase="training", waits=("a task",), wall=1.0))
     assert reader.standing() == "running"
     asyncio.run(journal.close())
     assert reader.standing() == outcome
     found = run_state(reader)
     assert (found.standing, found.status) == (outcome, RunSnapshot(phase="training", wall=1.0))
-    write_status(directory.path, RunSnapshot(phase="training", wall=time.time()))
+    write_run_snapshot(directory.path, RunSnapshot(phase="training", wall=time.time()))
     assert reader.standing() == ("running" if outcome == "killed" else outcome), "the process in its lock lives"
     lock = directory.path / "journal" / "run.lock"
     ended = subprocess.Popen([sys.executable, "-c", ""])
@@ -427,7 +433,7 @@ def test_how_a_process_left_a_run_stays_behind(
     assert reader.standing() == outcome, "it has ended, and its parent has not waited for it yet"
     ended.wait()
     assert reader.standing() == outcome, "there is no such process"
-    record = ProcessRecord.read(directory.path)
+    record = RunProcessRecord.read(directory.path)
     record.machine = "another"
     record.write(directory.path)
     assert reader.standing() == ("running" if outcome == "killed" else outcome), "its lock may be another container's"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.observe.alarms import MEANINGS, alarms
+from agentrl.observe.alarms import MEANINGS, find_alarms
 from agentrl.observe.run_directory import RunDirectory
 from agentrl.observe.run_observer import RunObserver
 from agentrl.observe.run_state import RunDisplaySettings, RunSnapshot, RunState
@@ -52,7 +52,7 @@ def a_run(steps: int, *, status: RunSnapshot | None = None, before: int = 0, **c
 
 
 def names(state: RunState) -> list[str]:
-    return [alarm.name for alarm in alarms(state)]
+    return [alarm.name for alarm in find_alarms(state)]
 
 
 def test_a_mismatch_needs_tokens_and_they_may_lie_apart() -> None:
@@ -80,8 +80,8 @@ def test_a_run_that_goes_well_raises_none() -> None:
     status = RunSnapshot(
         phase="training", trained=500, dropped={"environment_error": 12, "run_ended": 900, "frozen": 99}
     )
-    assert alarms(a_run(40, status=status)) == []
-    assert alarms(RunState(plan=PLAN)) == []
+    assert find_alarms(a_run(40, status=status)) == []
+    assert find_alarms(RunState(plan=PLAN)) == []
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_a_run_that_goes_well_raises_none() -> None:
 )
 def test_an_alarm_names_what_went_wrong_and_what_to_try(name: str, changes: dict[str, float]) -> None:
     steps, before = (11, 0) if name == "format_pays" else (5, 10)
-    (alarm,) = alarms(a_run(steps, before=before, **changes))
+    (alarm,) = find_alarms(a_run(steps, before=before, **changes))
     assert alarm.name == name
     assert alarm.policy == "solver"
     assert alarm.name in MEANINGS
@@ -131,7 +131,7 @@ PROPOSING = {
     ],
 )
 def test_a_collapse_of_what_is_proposed_is_the_run_s(name: str, changes: dict[str, float], advice: str) -> None:
-    (alarm,) = alarms(a_run(5, before=10, **{**PROPOSING, **changes}))
+    (alarm,) = find_alarms(a_run(5, before=10, **{**PROPOSING, **changes}))
     assert (alarm.name, alarm.policy) == (name, "")
     assert name in MEANINGS
     assert advice in alarm.advice
@@ -210,14 +210,14 @@ def test_steps_that_see_a_part_of_what_was_dispatched_are_named_after_twenty(
     changes: dict[str, float], says: str
 ) -> None:
     assert names(a_run(19, **changes)) == []
-    (alarm,) = alarms(a_run(20, **changes))
+    (alarm,) = find_alarms(a_run(20, **changes))
     assert alarm.name == "selection_bias"
     assert says in alarm.text
 
 
 @pytest.mark.parametrize("reason", ["environment_error", "episode_timeout", "something_new"])
 def test_a_reason_that_takes_everything_is_named(reason: str) -> None:
-    (alarm,) = alarms(RunState(plan=PLAN, status=RunSnapshot(phase="training", trained=20, dropped={reason: 20})))
+    (alarm,) = find_alarms(RunState(plan=PLAN, status=RunSnapshot(phase="training", trained=20, dropped={reason: 20})))
     assert (alarm.name, alarm.policy) == ("dropped", "")
     assert f"20 of 40 episodes that ended were dropped because of {reason}" in alarm.text
 
@@ -226,7 +226,7 @@ def test_what_was_not_measured_raises_nothing() -> None:
     state = RunState(plan=RunDisplaySettings())
     for step in range(1, 30):
         state.record("solver", step, {})
-    assert alarms(state) == []
+    assert find_alarms(state) == []
 
 
 def test_an_alarm_is_shown_once_and_kept_in_a_file(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from rich.console import Console
 
 from agentrl.core.records import EpisodeHeader, TrajectoryHeader
-from agentrl.observe.alarms import MEANINGS, alarms
+from agentrl.observe.alarms import MEANINGS, find_alarms
 from agentrl.observe.run_state import RunDisplaySettings, RunState, display_settings_from_config
 from agentrl.observe.view import render_run_screen
 from tests.support.builders import make_episode_header
@@ -32,17 +32,17 @@ def games(rates: list[float], *, each: int = 32, seed: int = 0, **more: float) -
 
 
 def test_who_loses_to_its_past_is_named() -> None:
-    (alarm,) = alarms(games([0.6] * 20 + [0.25] * 5))
+    (alarm,) = find_alarms(games([0.6] * 20 + [0.25] * 5))
     assert (alarm.name, alarm.policy) == ("loses_to_past", "player")
     assert "agentrl run winrates" in alarm.advice
     assert alarm.name in MEANINGS
 
 
 def test_who_has_the_weaker_side_or_stronger_opponents_does_not_lose_to_its_past() -> None:
-    assert [seed for seed in range(40) if alarms(games([0.3] * 40, seed=seed))] == []
-    assert [seed for seed in range(40) if alarms(games([0.9] * 10 + [0.55] * 30, seed=seed))] == []
-    assert alarms(games([0.6] * 20 + [0.0], each=32)) == [], "one odd step"
-    assert alarms(games([0.6] * 20 + [0.2] * 5, each=2)) == [], "ten games"
+    assert [seed for seed in range(40) if find_alarms(games([0.3] * 40, seed=seed))] == []
+    assert [seed for seed in range(40) if find_alarms(games([0.9] * 10 + [0.55] * 30, seed=seed))] == []
+    assert find_alarms(games([0.6] * 20 + [0.0], each=32)) == [], "one odd step"
+    assert find_alarms(games([0.6] * 20 + [0.2] * 5, each=2)) == [], "ten games"
 
 
 def won(share: float, decided: float) -> RunState:
@@ -50,13 +50,13 @@ def won(share: float, decided: float) -> RunState:
 
 
 def test_a_seat_that_wins_whoever_plays_it_is_named() -> None:
-    (alarm,) = alarms(won(0.99, 20.0))
+    (alarm,) = find_alarms(won(0.99, 20.0))
     assert (alarm.name, alarm.policy) == ("one_seat_wins", "")
     assert "seat x wins 99% of the 100 decided games" in alarm.text
     assert "role_mean" in alarm.advice
     assert alarm.name in MEANINGS
-    assert alarms(won(0.85, 20.0)) == [], "who moves first may well win more often"
-    assert alarms(won(0.99, 2.0)) == [], "ten games"
+    assert find_alarms(won(0.85, 20.0)) == [], "who moves first may well win more often"
+    assert find_alarms(won(0.99, 2.0)) == [], "ten games"
 
 
 def header(**rewards: float | None) -> EpisodeHeader:
@@ -86,25 +86,25 @@ def two(steps: list[str], **plan: object) -> RunState:
 
 
 def test_a_policy_that_gets_no_units_any_more_is_named() -> None:
-    (alarm,) = alarms(two(["proposer", "solver"] * 10 + ["proposer"] * 30))
+    (alarm,) = find_alarms(two(["proposer", "solver"] * 10 + ["proposer"] * 30))
     assert (alarm.name, alarm.policy) == ("starved", "solver")
     assert "the other policies took 30 steps since its step 10" in alarm.text
     assert "agentrl run ledger" in alarm.advice
     assert alarm.name in MEANINGS
-    (alarm,) = alarms(two(["proposer"] * 100))
+    (alarm,) = find_alarms(two(["proposer"] * 100))
     assert "since its step 0" in alarm.text
 
 
 def test_a_policy_that_steps_rarely_is_not_starved() -> None:
-    assert alarms(two((["proposer"] * 8 + ["solver"]) * 5 + ["proposer"] * 30)) == []
-    assert alarms(two(["proposer"] * 60)) == []
+    assert find_alarms(two((["proposer"] * 8 + ["solver"]) * 5 + ["proposer"] * 30)) == []
+    assert find_alarms(two(["proposer"] * 60)) == []
     phased = frozenset({"proposer", "solver"})
-    assert alarms(two(["proposer", "solver"] * 10 + ["proposer"] * 30, phased=phased)) == []
-    assert alarms(two(["proposer", "solver"] * 10 + ["proposer"] * 30, own_steps={"solver": 10})) == []
+    assert find_alarms(two(["proposer", "solver"] * 10 + ["proposer"] * 30, phased=phased)) == []
+    assert find_alarms(two(["proposer", "solver"] * 10 + ["proposer"] * 30, own_steps={"solver": 10})) == []
 
 
 def test_a_seat_that_moves_too_fast_is_named_though_the_mean_is_healthy() -> None:
-    (alarm,) = alarms(games([0.5] * 10, **{"k3": 0.01, "seat_k3/x": 0.002, "seat_k3/o": 0.09}))
+    (alarm,) = find_alarms(games([0.5] * 10, **{"k3": 0.01, "seat_k3/x": 0.002, "seat_k3/o": 0.09}))
     assert alarm.name == "off_policy"
     assert "in seat o 0.090" in alarm.text
 

@@ -12,15 +12,15 @@ from agentrl.core.clock import SystemClock
 from agentrl.core.ports import SamplingParams
 from agentrl.core.records import (
     Completion,
+    ExpertRoutingRestart,
     PolicyVersion,
-    RoutingRestart,
     SamplingMask,
     SamplingMaskStatus,
     VersionSpan,
 )
-from agentrl.journal.entries import JournalEntry, PartialTurnTokens, TurnVersionSpan, encode_partial
+from agentrl.journal.entries import JournalEntry, PartialTurnTokens, TurnVersionSpan, encode_partial_turn
 from agentrl.rollout.call_journal import JournaledCall
-from agentrl.rollout.turn_entries import EpisodePartials, PartialTurn, join_completions, slice_completion
+from agentrl.rollout.turn_entries import EpisodePartialTurns, PartialTurn, join_completions, slice_completion
 from agentrl.testing.memory_journal import MemoryTurnLog
 from tests.support.builders import make_completion
 
@@ -71,7 +71,7 @@ def test_kept_sets_are_concatenated_and_a_piece_without_had_none() -> None:
 
 
 def test_routings_are_concatenated_and_break_where_positions_begin_again() -> None:
-    again = {**routing(0, 1, 2, 3, 4, 5, 6, 40, 50, 60, 70), "routing_breaks": (RoutingRestart(6, 3),)}
+    again = {**routing(0, 1, 2, 3, 4, 5, 6, 40, 50, 60, 70), "routing_breaks": (ExpertRoutingRestart(6, 3),)}
     whole = join_completions(
         [piece([5, 6], **routing(3, 30, 31)), piece([1]), piece([7], **again), piece([8], **routing(7, 9))]
     )
@@ -96,7 +96,7 @@ def row(
         logprobs=np.zeros(len(tokens), "<f4").tobytes(),
         spans=(TurnVersionSpan(0, len(tokens), 0, step),),
     )
-    return JournalEntry("e0", 0, "r#1", asked, encode_partial(partial) if body is None else body)
+    return JournalEntry("e0", 0, "r#1", asked, encode_partial_turn(partial) if body is None else body)
 
 
 def recalled(*rows: JournalEntry, masked: bool = False) -> PartialTurn:
@@ -105,7 +105,7 @@ def recalled(*rows: JournalEntry, masked: bool = False) -> PartialTurn:
     for entry in rows:
         log.append_partial(entry)
     asyncio.run(log.flush())
-    partials = EpisodePartials(log, "e0", 0, clock=SystemClock(), kept=True, resumed=True)
+    partials = EpisodePartialTurns(log, "e0", 0, clock=SystemClock(), kept=True, resumed=True)
     return partials.turn(CALL, "policy", masked=masked)
 
 
@@ -119,7 +119,13 @@ def recalled(*rows: JournalEntry, masked: bool = False) -> PartialTurn:
         ([row(0, [5, 6]), row(2, [7], asked=b"another!")], 2),
         ([row(0, [5, 6]), row(2, [], body=b"\x93rotten"), row(2, [7])], 2),
         (
-            [row(0, [5, 6], body=encode_partial(PartialTurnTokens(0, b"123", b"123", (TurnVersionSpan(0, 1, 0, 0),))))],
+            [
+                row(
+                    0,
+                    [5, 6],
+                    body=encode_partial_turn(PartialTurnTokens(0, b"123", b"123", (TurnVersionSpan(0, 1, 0, 0),))),
+                )
+            ],
             0,
         ),
         (
@@ -127,7 +133,9 @@ def recalled(*rows: JournalEntry, masked: bool = False) -> PartialTurn:
                 row(
                     0,
                     [5, 6],
-                    body=encode_partial(PartialTurnTokens(0, b"1234" * 2, b"1234" * 2, (TurnVersionSpan(1, 2, 0, 0),))),
+                    body=encode_partial_turn(
+                        PartialTurnTokens(0, b"1234" * 2, b"1234" * 2, (TurnVersionSpan(1, 2, 0, 0),))
+                    ),
                 )
             ],
             0,

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from agentrl.cluster.trainer_pool import LEARNING, RayTrainerPool, refuse_patches
+from agentrl.cluster.trainer_pool import LEARNING, RayTrainerPool, refuse_monkeypatches
 from agentrl.core.errors import ConfigError
 from agentrl.learn import loss_batch, losses, trainer
 from tests.sim.small_run import config_for
@@ -15,7 +15,7 @@ from tests.sim.small_run import config_for
 
 def test_nothing_is_refused_where_nothing_was_replaced() -> None:
     assert {losses.__name__, trainer.__name__} <= set(LEARNING)
-    refuse_patches()
+    refuse_monkeypatches()
 
 
 def mine(*_: object, **__: object) -> torch.Tensor:

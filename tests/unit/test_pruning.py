@@ -16,7 +16,7 @@ import pytest
 
 from agentrl.app.recovery import read_resume_state
 from agentrl.cli.main import main
-from agentrl.core.errors import PrunedError, StorageError
+from agentrl.core.errors import PrunedDataError, StorageError
 from agentrl.core.records import ForkPoint, PolicyVersion
 from agentrl.inspection.reader import RunReader
 from agentrl.inspection.steps import step_view
@@ -24,7 +24,7 @@ from agentrl.journal import pruning
 from agentrl.journal.entries import RewardEntry, encode_body, entry_checksum
 from agentrl.journal.port import PruneRule, PruneTotals
 from agentrl.journal.process import RunLock
-from agentrl.journal.reader import TurnReader
+from agentrl.journal.reader import TurnLogReader
 from agentrl.journal.run_log import SqliteRunLog
 from agentrl.journal.store import NonDecreasingClock, SqliteJournal
 from agentrl.orchestrator.versions import NOT_MEASURED
@@ -96,8 +96,8 @@ def test_a_reader_says_when_and_by_which_rule_and_not_that_it_is_damaged(tmp_pat
         assert "by the rule journal.keep = 0" in problem
     assert not reader.episode("e2").problems
     reader.close()
-    with pytest.raises(PrunedError, match="episode e0 attempt 0: its tokens were pruned on"):
-        TurnReader(tmp_path / "journal").read("turns-w0.db", "e0", 0, entries=4)
+    with pytest.raises(PrunedDataError, match="episode e0 attempt 0: its tokens were pruned on"):
+        TurnLogReader(tmp_path / "journal").read("turns-w0.db", "e0", 0, entries=4)
 
 
 def test_the_columns_of_a_pruned_step_are_said_to_be_pruned(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from agentrl.app.training import run_training
 from agentrl.cli.sample_environment import Propose
-from agentrl.cli.sample_run import sample_config, sample_factories
+from agentrl.cli.sample_run import sample_run_config, sample_run_factories
 from agentrl.config.run import RunConfig
 from agentrl.core.ids import root_episode_number
 from agentrl.core.ports import Engine
@@ -53,10 +53,10 @@ def test_a_whole_group_is_released_with_its_last_member(sample_run: Path) -> Non
 
 
 def test_early_and_late_members_are_told_apart(tmp_path: Path) -> None:
-    values = sample_config(tmp_path, "late").model_dump()
+    values = sample_run_config(tmp_path, "late").model_dump()
     credit = {"group_size": 2, "release": "late"}
     config = RunConfig(**{**values, "steps": 4, "credit": credit, "trainer": {"loss": {"normalizer": 64}}})
-    run = asyncio.run(run_training(config, Propose, quiet=True, factories=sample_factories()))
+    run = asyncio.run(run_training(config, Propose, quiet=True, factories=sample_run_factories()))
     reader = RunReader(run.path)
     log = SqliteRunLog(run.path / "journal")
     frozen = log.baselines()
@@ -75,14 +75,14 @@ def test_early_and_late_members_are_told_apart(tmp_path: Path) -> None:
 
 
 def test_who_waited_for_room_in_the_engines_memory_is_told(tmp_path: Path) -> None:
-    factories = sample_factories()
+    factories = sample_run_factories()
 
     async def short_of_memory(*arguments: Any) -> Engine:
         engine = await factories.engine(*arguments)
         engine.capabilities = replace(engine.capabilities, kv_tokens=400, prefill_rate=100_000.0)
         return engine
 
-    config = RunConfig(**{**sample_config(tmp_path, "short").model_dump(), "steps": 2})
+    config = RunConfig(**{**sample_run_config(tmp_path, "short").model_dump(), "steps": 2})
     run = asyncio.run(run_training(config, Propose, quiet=True, factories=replace(factories, engine=short_of_memory)))
     reader = RunReader(run.path)
     lines = reader.episodes("status = trained", limit=1000)

@@ -12,7 +12,7 @@ from agentrl.config.policies import PolicyConfig
 from agentrl.config.sections import EngineConfig
 from agentrl.core.records import TrainingSample
 from agentrl.learn.forward import token_logprobs
-from agentrl.learn.memory import trainer_memory
+from agentrl.learn.memory import predict_trainer_memory
 from agentrl.learn.models import load_models
 from agentrl.learn.packing import pack
 from tests.learn_cases import LORA, make_samples, run_config, write_model
@@ -61,6 +61,6 @@ def test_the_gradient_is_the_same(tmp_path: Path, kind: str, lora: bool) -> None
 def test_the_memory_plan_knows_it(tmp_path: Path) -> None:
     path = write_model(tmp_path / "model")
     plain, recomputed = (
-        trainer_memory(run_config(path, recompute=recompute)).activations for recompute in (False, True)
+        predict_trainer_memory(run_config(path, recompute=recompute)).activations for recompute in (False, True)
     )
     assert recomputed < plain

@@ -17,7 +17,7 @@ from agentrl.core.errors import ConfigError, InputError, ModelError
 from agentrl.core.records import PolicyVersion
 from agentrl.learn.loss_batch import LossBatch, TokenColumns
 from agentrl.learn.losses import dpo
-from agentrl.learn.memory import trainer_memory
+from agentrl.learn.memory import predict_trainer_memory
 from agentrl.learn.trainer import PolicyTrainer
 from tests.learn_cases import LORA, Episodes, make_rows, run_config, write_model, write_tokenizer
 from tests.loss_cases import batch_of, evaluated, loss_named
@@ -146,7 +146,7 @@ def test_an_adapter_of_the_base_is_a_reference(models: tuple[Path, Path], tmp_pa
 
 
 def test_a_reference_is_counted_in_the_memory(models: tuple[Path, Path]) -> None:
-    with_one, without = (trainer_memory(config_of(models[0], teacher)) for teacher in (models[1], ""))
+    with_one, without = (predict_trainer_memory(config_of(models[0], teacher)) for teacher in (models[1], ""))
     assert with_one.weights - without.weights == (models[1] / "model.safetensors").stat().st_size // 4 * 4 or (
         with_one.weights > without.weights
     )

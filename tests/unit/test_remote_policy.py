@@ -25,10 +25,10 @@ from agentrl.core.errors import CheckFailedError, ConfigError, EngineLostError, 
 from agentrl.core.ports import GenerateRequest, SamplingParams
 from agentrl.core.records import Message, ToolCall, ToolSpec
 from agentrl.engines.external import EngineWithExternalPolicies
-from agentrl.engines.remote import MAX_ANSWER_BYTES, REFUSAL_SHOWN, REFUSED_IN_A_ROW, RemoteEndpoint
+from agentrl.engines.remote import MAX_ANSWER_BYTES, REFUSAL_SHOWN, REFUSED_IN_A_ROW, RemotePolicyClient
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.journal.entries import TurnEntry
-from agentrl.rollout.byte_formats import JsonFormat
+from agentrl.rollout.byte_formats import JsonChatFormat
 from agentrl.testing.memory_journal import EpisodeEnd
 from tests.sim.small_run import SmallRun, config_for
 
@@ -259,7 +259,7 @@ def test_an_endpoint_that_refuses_everything_from_some_time_on_is_no_limit_eithe
 
         async with TestServer(_app(handler)) as server:
             config = RemotePolicy(kind="remote", url=str(server.make_url("/v1")), model="m")
-            endpoint = RemoteEndpoint(policy="judge", config=config)
+            endpoint = RemotePolicyClient(policy="judge", config=config)
             said = np.frombuffer(b'{"role": "user", "content": "Sure?"}\n', np.uint8).astype(np.int32)
             asked = GenerateRequest(request_id="r", token_ids=said, sampling=SamplingParams(max_tokens=9), seed=0)
             for _ in range(1 + REFUSED_IN_A_ROW):
@@ -358,7 +358,7 @@ def test_a_key_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_tools_and_calls_go_to_and_fro_in_their_form() -> None:
-    chat = JsonFormat()
+    chat = JsonChatFormat()
     tool = ToolSpec(name="add", description="Add.", parameters={"type": "object"})
     first = json.loads(chat.decode(chat.start([], [tool])))
     assert first["tools"][0]["function"]["name"] == "add"
@@ -430,7 +430,7 @@ def test_a_key_in_the_body_of_an_error_is_in_no_message(monkeypatch: pytest.Monk
 def test_a_word_that_serves_as_a_key_is_left_in_what_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHORT_KEY", "none")
     config = RemotePolicy(kind="remote", url="https://h/v1", model="m", api_key_env="SHORT_KEY")
-    assert RemoteEndpoint(policy="judge", config=config)._without_key("none of them") == "none of them"
+    assert RemotePolicyClient(policy="judge", config=config)._without_key("none of them") == "none of them"
 
 
 def test_a_redirect_takes_the_key_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -457,7 +457,7 @@ def test_a_redirect_takes_the_key_nowhere(monkeypatch: pytest.MonkeyPatch) -> No
 
 async def _refused_by(url: str, told: str, error: type[Exception] = EpisodeError, timeout_s: float = 20.0) -> None:
     config = RemotePolicy(kind="remote", url=url, model="m", api_key_env="JUDGE_KEY", timeout_s=timeout_s)
-    endpoint = RemoteEndpoint(policy="judge", config=config)
+    endpoint = RemotePolicyClient(policy="judge", config=config)
     said = np.frombuffer(b'{"role": "user", "content": "Sure?"}\n', np.uint8).astype(np.int32)
     asked = GenerateRequest(request_id="r", token_ids=said, sampling=SamplingParams(max_tokens=9), seed=0)
     try:
@@ -545,4 +545,4 @@ def test_tokens_are_those_the_endpoint_counts_and_go_to_nobody(monkeypatch: pyte
     assert {trajectory.tokens for trajectory in judged} == {6}
     assert [message for body in asked for message in body["messages"] if "usage" in message] == []
     recorded = np.frombuffer(entries_of(run)[0].token_ids, "<i4").tolist()
-    assert JsonFormat().usage(recorded) == {"prompt_tokens": 11, "completion_tokens": 3}
+    assert JsonChatFormat().usage(recorded) == {"prompt_tokens": 11, "completion_tokens": 3}

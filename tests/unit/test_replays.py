@@ -15,7 +15,7 @@ from agentrl.app.forks import fork
 from agentrl.app.replays import ReplayResult, environment_to_run, replay
 from agentrl.cli import sample_environment
 from agentrl.cli.main import main
-from agentrl.cli.sample_run import sample_factories
+from agentrl.cli.sample_run import sample_run_factories
 from agentrl.core.errors import InputError
 from agentrl.inspection.comparisons import fork_tree
 from agentrl.inspection.conversation import PolicyTurn, RewardAct, read_conversation
@@ -44,7 +44,7 @@ def other(directory: Path, *changes: tuple[str, str]) -> str:
 
 
 def replayed(run: Path, line: EpisodeLine, **options: object) -> ReplayResult:
-    (found,) = replay(run, [(line.episode, line.attempt)], factories=sample_factories(), **options)  # type: ignore[arg-type]
+    (found,) = replay(run, [(line.episode, line.attempt)], factories=sample_run_factories(), **options)  # type: ignore[arg-type]
     return found
 
 
@@ -57,7 +57,7 @@ def solved(sample_run: Path) -> EpisodeLine:
 def test_every_episode_of_the_sample_run_is_executed_again_identically(sample_run: Path) -> None:
     for run in (sample_run, sample_run / "forks"):
         lines = episodes(run)
-        found = replay(run, [(line.episode, line.attempt) for line in lines], factories=sample_factories())
+        found = replay(run, [(line.episode, line.attempt) for line in lines], factories=sample_run_factories())
         assert [(each.episode, each.text) for each in found if each.outcome != "identical"] == []
         ended = {each.episode: each for each in found}
         assert all(ended[line.episode].calls == ended[line.episode].recorded for line in lines if line.stop_reason)
@@ -209,12 +209,12 @@ def copied(sample_run: Path, tmp_path: Path) -> Path:
 
 
 def test_an_edited_fork_is_told_something_else_also_when_executed_again(copied: Path, solved: EpisodeLine) -> None:
-    (edited,) = fork(copied, solved.episode, at=0, edit="2 + 2 =", factories=sample_factories())
-    (again,) = fork(copied / "forks", edited.episode_id, at=-1, factories=sample_factories())
+    (edited,) = fork(copied, solved.episode, at=0, edit="2 + 2 =", factories=sample_run_factories())
+    (again,) = fork(copied / "forks", edited.episode_id, at=-1, factories=sample_run_factories())
     for name in (edited.episode_id, again.episode_id):
         turns = [act for act in conversation_of(copied / "forks", name) if isinstance(act, PolicyTurn)]
         assert turns[0].messages == [{"role": "user", "content": "2 + 2 ="}]
-        found = replay(copied / "forks", [(name, None)], factories=sample_factories())
+        found = replay(copied / "forks", [(name, None)], factories=sample_run_factories())
         assert [each.outcome for each in found] == ["identical"]
     reader = RunReader(copied)
     tree = {entry.line.episode: entry for entry in fork_tree(reader)}
@@ -226,9 +226,9 @@ def test_an_edited_fork_is_told_something_else_also_when_executed_again(copied: 
 def test_a_policy_that_the_run_does_not_have_is_named(copied: Path, solved: EpisodeLine) -> None:
     for asked in ("nobody@0.1", "checker=nobody@0.1"):
         with pytest.raises(InputError, match="--policy: the run has no policy 'nobody'; it has proposer, solver"):
-            fork(copied, solved.episode, at=0, policy=asked, factories=sample_factories())
+            fork(copied, solved.episode, at=0, policy=asked, factories=sample_run_factories())
     with pytest.raises(InputError, match="the episode has no seat 'nobody'; it has solver, checker"):
-        fork(copied, solved.episode, at=0, policy="nobody=solver", factories=sample_factories())
+        fork(copied, solved.episode, at=0, policy="nobody=solver", factories=sample_run_factories())
     with sqlite3.connect(copied / "journal" / "control.db") as database:
         ((config,),) = database.execute("SELECT value FROM meta WHERE key = 'info'")
         database.execute("UPDATE meta SET value = ? WHERE key = 'info'", (config.replace('"checker"', '"judge"'),))
@@ -236,7 +236,7 @@ def test_a_policy_that_the_run_does_not_have_is_named(copied: Path, solved: Epis
     with pytest.raises(
         InputError, match="the episode: the run has no policy 'checker'; it has proposer, solver, judge"
     ):
-        fork(copied, solved.episode, at=0, factories=sample_factories())
+        fork(copied, solved.episode, at=0, factories=sample_run_factories())
 
 
 def test_a_fork_is_named_in_the_run_it_belongs_to(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -262,16 +262,18 @@ def turns_of(run: Path, episode: str) -> list[PolicyTurn]:
 
 def test_a_fork_is_played_by_whom_it_is_asked_for(copied: Path, solved: EpisodeLine) -> None:
     run, name = copied / "forks", solved.episode
-    (older,) = fork(copied, name, at=0, policy="solver@0.0", factories=sample_factories())
+    (older,) = fork(copied, name, at=0, policy="solver@0.0", factories=sample_run_factories())
     assert {act.versions[0][1] for act in turns_of(run, older.episode_id) if act.seat == "solver"} == {"solver@0.0"}
-    (moved,) = fork(copied, name, at=0, policy=["checker=solver@1.8"], factories=sample_factories())
+    (moved,) = fork(copied, name, at=0, policy=["checker=solver@1.8"], factories=sample_run_factories())
     own = turns_of(run, moved.episode_id)
     assert {act.policy for act in own} == {"solver"}
     assert {act.versions[0][1] for act in own} == {"solver@1.8"}, "a policy has the same weights in all its seats"
-    (again,) = fork(run, moved.episode_id, at=-1, factories=sample_factories())
+    (again,) = fork(run, moved.episode_id, at=-1, factories=sample_run_factories())
     assert turns_of(run, again.episode_id)[-1].versions == [(0, "solver@1.8")], "a fork of it is played likewise"
     for fork_id in (older.episode_id, moved.episode_id, again.episode_id):
-        assert [each.outcome for each in replay(run, [(fork_id, None)], factories=sample_factories())] == ["identical"]
+        assert [each.outcome for each in replay(run, [(fork_id, None)], factories=sample_run_factories())] == [
+            "identical"
+        ]
     reader = RunReader(copied)
     tree = {entry.line.episode: entry.version for entry in fork_tree(reader)}
     reader.close()
@@ -289,7 +291,7 @@ def test_who_has_not_acted_yet_plays_with_the_weights_of_that_time(copied: Path)
         at,
     )
     reader.close()
-    made = fork(copied, parent.episode, at=0, n=3, policy="proposer@0.0", factories=sample_factories())
+    made = fork(copied, parent.episode, at=0, n=3, policy="proposer@0.0", factories=sample_run_factories())
     for each in made:
         assert turns_of(copied / "forks", each.episode_id)[0].versions == [(0, "proposer@0.0")] != began.versions
     children = [line for line in episodes(copied / "forks", "parent != null") if line.turns]
@@ -309,7 +311,7 @@ def test_who_has_not_acted_yet_plays_with_the_weights_of_that_time(copied: Path)
 )
 def test_players_there_are_not_are_refused(sample_run: Path, solved: EpisodeLine, asked: str, told: str) -> None:
     with pytest.raises(InputError, match=told):
-        fork(sample_run, solved.episode, at=0, policy=asked, factories=sample_factories())
+        fork(sample_run, solved.episode, at=0, policy=asked, factories=sample_run_factories())
 
 
 def test_the_commands_play_and_compare(

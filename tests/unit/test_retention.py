@@ -18,7 +18,7 @@ from agentrl.engines.scripted import ScriptedEngine
 from agentrl.inspection.reader import RunReader
 from agentrl.journal.port import PruneRule, PruneTotals
 from agentrl.orchestrator.checkpoints import CheckpointWriter, JournalRetention, VersionRetention
-from agentrl.rollout.byte_formats import PlainFormat
+from agentrl.rollout.byte_formats import PlainChatFormat
 from agentrl.simulation.recording_trainer import RecordingTrainer
 from agentrl.testing.memory_journal import MemoryJournal
 from tests.sim.small_run import TASKS, Guess, config_for, guess
@@ -135,7 +135,7 @@ def test_a_run_that_cannot_make_room_writes_a_checkpoint_ends_with_74_and_goes_o
         def trainer(config: RunConfig, directory: Path) -> RecordingTrainer:
             return RecordingTrainer(["guesser"], versions=directory / "versions")
 
-        return RunFactories(engine=engine, trainer=trainer, chat_format=lambda config: PlainFormat())
+        return RunFactories(engine=engine, trainer=trainer, chat_format=lambda config: PlainChatFormat())
 
     def train(budget_mib: int, *, resume: bool) -> Run:
         journal = {"keep": 0, "budget_mib": budget_mib}

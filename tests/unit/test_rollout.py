@@ -11,7 +11,7 @@ import agentrl
 from agentrl.core.errors import EnvironmentDefinitionError
 from agentrl.journal.entries import ChildResultEntry, RewardEntry, SpawnEntry, TurnEntry
 from agentrl.journal.rows import assemble_trajectories
-from agentrl.rollout.byte_formats import STOP_TOKEN, PlainFormat
+from agentrl.rollout.byte_formats import STOP_TOKEN, PlainChatFormat
 from tests.unit.episodes import play
 
 
@@ -232,7 +232,7 @@ def test_rows_rebuilt_from_the_journal_are_what_the_engine_saw() -> None:
     assert [row.token_ids.tolist() for row in host.rows] == [second, third]
     sampled = [bytes(row.token_ids[row.loss_mask & (row.token_ids != STOP_TOKEN)].tolist()) for row in host.rows]
     assert sampled == [b"a\xff\xc3", b"b"]
-    said = PlainFormat().parse(list(replies[0])).content
+    said = PlainChatFormat().parse(list(replies[0])).content
     assert said.encode() != replies[0], "tokenising the text again would give the same tokens: nothing is shown"
 
 

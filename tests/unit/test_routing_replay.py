@@ -17,7 +17,7 @@ from agentrl.config.policies import LoraConfig, PolicyConfig
 from agentrl.config.run import RunConfig
 from agentrl.config.sections import EngineConfig
 from agentrl.core.errors import ModelError
-from agentrl.core.records import PolicyVersion, RoutingSpan, TrainingSample, VersionSpan
+from agentrl.core.records import ExpertRoutingSpan, PolicyVersion, TrainingSample, VersionSpan
 from agentrl.engines.embedded.capture import chosen_experts, find_routers
 from agentrl.learn.forward import RoutingReplay, token_logprobs
 from agentrl.learn.models import PolicyModel, load_models
@@ -232,7 +232,7 @@ def test_a_step_says_how_much_was_not_recorded_and_how_far_engine_and_trainer_ar
             replace(
                 row,
                 behavior_logprobs=logprobs.astype(np.float32),
-                routing=(RoutingSpan(0, length, routing),),
+                routing=(ExpertRoutingSpan(0, length, routing),),
                 spans=(VersionSpan(0, length, version),),
             )
         )

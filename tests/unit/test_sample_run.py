@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from agentrl.cli.main import main
-from agentrl.cli.sample_run import is_sample, sample_config, write_sample_run
+from agentrl.cli.sample_run import is_sample_run, sample_run_config, write_sample_run
 from agentrl.core.errors import RunDirectoryError
 from agentrl.inspection.reader import RunReader
 from agentrl.journal.entries import TurnEntry
@@ -44,8 +44,8 @@ def test_it_holds_one_of_everything(sample_run: Path) -> None:
 
 
 def test_its_configuration_is_known_again_and_it_overwrites_nothing(sample_run: Path) -> None:
-    assert is_sample(json.loads((sample_run / "config.json").read_text()))
-    assert not is_sample(sample_config("runs", "run").model_copy(update={"model": None}).model_dump())
+    assert is_sample_run(json.loads((sample_run / "config.json").read_text()))
+    assert not is_sample_run(sample_run_config("runs", "run").model_copy(update={"model": None}).model_dump())
     with pytest.raises(RunDirectoryError, match="exists"):
         write_sample_run(sample_run.parent)
 

@@ -16,9 +16,9 @@ import pytest
 
 from agentrl.cli.main import main
 from agentrl.core.errors import ConfigError
-from agentrl.journal.entries import Pause, TurnEntry
-from agentrl.simulation.calibration import TimedTurn, covered_share, sibling_correlation, timed_turn
-from agentrl.simulation.plan import Plan, load
+from agentrl.journal.entries import TurnEntry, TurnPause
+from agentrl.simulation.calibration import TimedTurn, covered_share, sibling_length_correlation, timed_turn
+from agentrl.simulation.plan import SimulationPlan, load
 from agentrl.simulation.report import knobs
 from tests.support.builders import make_episode_header, make_spec
 
@@ -206,7 +206,7 @@ def test_bounds_of_production_hold(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 def test_neighbours_that_production_refuses_are_left_out() -> None:
-    plan = Plan.model_validate(tomllib.loads(SMALL))
+    plan = SimulationPlan.model_validate(tomllib.loads(SMALL))
     names = [(knob.name, knob.then) for knob in knobs(plan)]
     assert ("policies.solver.max_staleness", 0) in names
     assert ("policies.solver.max_staleness", -1) not in names
@@ -271,7 +271,7 @@ def test_a_turn_is_what_it_took_the_engine() -> None:
         started=100.0,
         cached_tokens=70,
         parent_context=80,
-        pauses=(Pause(2, 4.0, "parked"), Pause(3, 2.0, "engine_lost")),
+        pauses=(TurnPause(2, 4.0, "parked"), TurnPause(3, 2.0, "engine_lost")),
     )
     assert timed_turn(entry) == TimedTurn(106.0, 110.0, tokens=5, context=20, computed=30)
     for broken in ({"token_ids": b""}, {"seconds": 6.0}, {"seconds": math.nan}, {"seconds": math.inf}):
@@ -305,5 +305,5 @@ def test_the_likeness_of_siblings_is_found(likeness: float) -> None:
             spec = make_spec(f"e{4 * group + member}", group_id=f"g{group}")
             z = common + draw.gauss(0, math.sqrt(1 - likeness))
             members.append((spec, make_episode_header(spec, tokens=round(math.exp(6.0 + 1.2 * z)))))
-    assert sibling_correlation(members) == pytest.approx(likeness, abs=0.05)
-    assert sibling_correlation(members[:1]) == 0.0
+    assert sibling_length_correlation(members) == pytest.approx(likeness, abs=0.05)
+    assert sibling_length_correlation(members[:1]) == 0.0

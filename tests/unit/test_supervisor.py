@@ -35,11 +35,11 @@ from agentrl.core.ports import Engine, GenerateRequest
 from agentrl.core.records import EpisodeSpec, PolicyVersion, StepReport
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.journal.entries import EntryBody, JournalEntry, TurnEntry, TurnVersionSpan
-from agentrl.journal.process import ProcessRecord, RunLock
+from agentrl.journal.process import RunLock, RunProcessRecord
 from agentrl.journal.run_log import RunStart, SettingChange
 from agentrl.journal.store import SqliteJournal
 from agentrl.observe.run_directory import RunDirectory
-from agentrl.rollout.byte_formats import PlainFormat
+from agentrl.rollout.byte_formats import PlainChatFormat
 from agentrl.simulation.recording_trainer import RecordingTrainer
 from tests import journal_cases
 from tests.sim.small_run import TASKS, Guess, config_for, guess
@@ -120,7 +120,7 @@ class Lives:
             credit={"group_size": 4, "advantage": advantage},
         )
         factories = RunFactories(
-            engine=self.engine, trainer=self.trainer, chat_format=lambda config: PlainFormat(), clock=self.clock
+            engine=self.engine, trainer=self.trainer, chat_format=lambda config: PlainChatFormat(), clock=self.clock
         )
         running = run_training(
             config, Guess, tasks=TASKS, held_out=TASKS[:held_out], quiet=quiet, factories=factories, resume=resume
@@ -339,7 +339,7 @@ def test_a_run_refused_because_another_process_writes_it_leaves_it_alone(tmp_pat
 def begins(run: Path, *, died: bool = True, workers: int = 1) -> dict[str, int]:
     """Deaths in a row, by episode, as a process finds them that goes on with the run and ends like this."""
     store = SqliteJournal(run / "journal")
-    record = ProcessRecord.read(run).next(store)
+    record = RunProcessRecord.read(run).next(store)
     asyncio.run(store.close())
     record.is_playing, record.workers = died, workers
     record.write(run)
@@ -369,11 +369,11 @@ def test_deaths_of_the_process_count_in_a_row_while_an_episode_gets_nowhere(tmp_
     asyncio.run(write(specs=[replace(both[1], attempt=1)]))
     assert begins(tmp_path) == {"e0": 2, "e1": 1}
     (tmp_path / "process.json").write_bytes(b"\xff{")
-    record = ProcessRecord.read(tmp_path)
+    record = RunProcessRecord.read(tmp_path)
     assert (record.state, record.has_killer) == ("unknown", True)
     assert "process.json" in record.fault
     assert begins(tmp_path) == {"e0": 1, "e1": 1}, "they may have died before: it is not known how often"
-    assert ProcessRecord.read(tmp_path).has_killer, "episodes run in worker processes from now on"
+    assert RunProcessRecord.read(tmp_path).has_killer, "episodes run in worker processes from now on"
 
 
 def test_a_life_that_died_before_it_published_anything_keeps_its_lineage(tmp_path: Path) -> None:
@@ -393,7 +393,7 @@ def test_an_evaluation_that_kills_is_counted_by_its_task(tmp_path: Path) -> None
     journal = tmp_path / "journal"
     for life in range(3):
         store = SqliteJournal(journal)
-        record = ProcessRecord.read(tmp_path).next(store)
+        record = RunProcessRecord.read(tmp_path).next(store)
         assert record.evaluated == ({"t7": life} if life else {})
         record.write(tmp_path)
         store.admit(replace(journal_cases.spec(7, purpose="evaluate"), episode_id=f"v{life}"))

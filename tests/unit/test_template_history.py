@@ -10,7 +10,7 @@ import pytest
 import agentrl
 from agentrl.core.errors import EnvironmentDefinitionError
 from agentrl.core.records import Message, SampledTurn
-from agentrl.rollout.chat_format import TemplateFormat
+from agentrl.rollout.chat_format import TemplateChatFormat
 from agentrl.rollout.template_history import RewriteCause, applicable_rewrite_causes
 from benchmarks.serving_formats import CHATML, PLANTED, Talk, model, play
 from tests.unit.test_chat_format import QWEN, QWEN_MARKUP, QWEN_SPECIAL, write_model
@@ -28,16 +28,16 @@ def user(text: str) -> Message:
 
 @pytest.mark.parametrize("cause", get_args(RewriteCause))
 def test_each_planted_way_of_rewriting_is_found(cause: RewriteCause, tmp_path: Path) -> None:
-    assert TemplateFormat.load(model(tmp_path, cause, PLANTED[cause])).rewrites == (cause,)
+    assert TemplateChatFormat.load(model(tmp_path, cause, PLANTED[cause])).rewrites == (cause,)
 
 
 def test_a_template_that_only_appends_rewrites_nothing(tmp_path: Path) -> None:
-    chat = TemplateFormat.load(model(tmp_path, "plain", CHATML), history="fork")
+    chat = TemplateChatFormat.load(model(tmp_path, "plain", CHATML), history="fork")
     assert (chat.rewrites, chat.forks) == ((), False)
 
 
 def test_a_fork_holds_what_was_sampled_token_by_token(tmp_path: Path) -> None:
-    chat = TemplateFormat.load(write_model(tmp_path, QWEN, QWEN_SPECIAL, QWEN_MARKUP), history="fork")
+    chat = TemplateChatFormat.load(write_model(tmp_path, QWEN, QWEN_SPECIAL, QWEN_MARKUP), history="fork")
     assert chat.forks
     reply = [chat.encode(letter)[0] for letter in '{"name": "add", "arguments"']  # unlike any tokeniser writes it
     assert reply != chat.encode(chat.decode(reply))
@@ -56,9 +56,9 @@ def test_a_fork_holds_what_was_sampled_token_by_token(tmp_path: Path) -> None:
 def test_rows_of_a_forked_episode_are_one_unit_and_train_each_sampled_token_once(tmp_path: Path) -> None:
     directory = model(tmp_path, "thinks", PLANTED["thinking"])
     said = [f"{THOUGHT}One.", "Two.", f"{THOUGHT}Three."]
-    _, rows, wrong = play(Talk, TemplateFormat.load(directory, history="fork"), said)
+    _, rows, wrong = play(Talk, TemplateChatFormat.load(directory, history="fork"), said)
     assert (rows, wrong) == (2, {}), "the second question rewrites the first reply, the third nothing more"
-    _, rows, wrong = play(Talk, TemplateFormat.load(directory, history="keep"), said)
+    _, rows, wrong = play(Talk, TemplateChatFormat.load(directory, history="keep"), said)
     assert (rows, wrong) == (1, {})
 
 
@@ -71,10 +71,10 @@ class Outside(Loop):
 
 def test_a_forked_history_is_refused_for_agents_from_outside(tmp_path: Path) -> None:
     directory = model(tmp_path, "thinks", PLANTED["thinking"])
-    header, _, _ = play(Outside, TemplateFormat.load(directory, history="keep"), ["One."])
+    header, _, _ = play(Outside, TemplateChatFormat.load(directory, history="keep"), ["One."])
     assert header.drop_reason is None
     with pytest.raises(EnvironmentDefinitionError, match=r"'main' is held by an external agent.*= 'keep'"):
-        play(Outside, TemplateFormat.load(directory, history="fork"), ["One."])
+        play(Outside, TemplateChatFormat.load(directory, history="fork"), ["One."])
 
 
 def test_causes_are_counted_where_they_apply() -> None:

@@ -20,7 +20,7 @@ from agentrl.config.sections import LOSSES
 from agentrl.core.errors import ConfigError, InputError, LossError, NonFiniteError
 from agentrl.core.functions import FunctionDeclaration, capture_function_code, find_function, find_function_code
 from agentrl.core.records import TrajectoryCredit, TrajectoryRow, Unit
-from agentrl.credit.advantages import OF_GROUPS, Estimator, Group, StepCreditAssigner, make_estimator
+from agentrl.credit.advantages import OF_GROUPS, AdvantageEstimator, Group, StepCreditAssigner, make_advantage_estimator
 from agentrl.credit.baselines import RewardHistory
 from agentrl.journal.run_log import RunStart
 from agentrl.learn.function_check import check_advantage, check_loss
@@ -176,19 +176,19 @@ def test_a_loss_or_an_advantage_that_breaks_its_contract_ends_a_run_with_one_exi
 
 def test_an_estimator_credits_each_agent_and_each_turn() -> None:
     group = Group(rewards=(1.0, 0.0), episodes=("e0", "e1"), turn_rewards=(((0, 1.0),), ()))
-    estimator = make_estimator(f"{SCRIPT}:centred", {})
+    estimator = make_advantage_estimator(f"{SCRIPT}:centred", {})
     assert [(each.value, each.baseline) for each in estimator(group)] == [(0.5, 0.5), (-0.5, 0.5)]
     assert [each.by_turn for each in estimator.to_go(group)] == [(0.5, 0.0), (-0.5, 0.0)]
     with pytest.raises(InputError, match="too_few returned 1 advantages for a group of 2"):
-        make_estimator(f"{SCRIPT}:too_few", {})(group)
+        make_advantage_estimator(f"{SCRIPT}:too_few", {})(group)
     with pytest.raises(InputError, match="pass_at_k raised ValueError"):
-        make_estimator("pass_at_k", {"k": 2})(group)
+        make_advantage_estimator("pass_at_k", {"k": 2})(group)
     with pytest.raises(ConfigError, match=r"credit\.advantage: pass_at_k: "):
-        make_estimator("pass_at_k", {"n": 2})
+        make_advantage_estimator("pass_at_k", {"n": 2})
 
 
 def test_an_estimator_over_the_step_compares_each_seat_on_its_own() -> None:
-    credits = StepCreditAssigner(make_estimator(f"{SCRIPT}:over_the_step", {}), group_size=2)
+    credits = StepCreditAssigner(make_advantage_estimator(f"{SCRIPT}:over_the_step", {}), group_size=2)
     unit = Episodes(make_rows(0, 1)).units()[0]
     units: list[tuple[str, Unit]] = [
         ("env", replace(unit, episode_id=f"e{n}", credits=(TrajectoryCredit(seat, 0, reward, reward, 0.0),)))
@@ -354,7 +354,7 @@ def test_the_page_s_advantage_over_the_step_is_above_the_mean_of_each_group(tmp_
     reference = from_the_page("above_group_mean", tmp_path)
     assert check_advantage(reference).findings == []
     group = Group(rewards=(1.0, 5.0, 0.0, 7.0), episodes=("a", "b", "c", "d"), groups=("x", "y", "x", "y"))
-    assert [each.value for each in make_estimator(reference, {})(group)] == [0.5, -1.0, -0.5, 1.0]
+    assert [each.value for each in make_advantage_estimator(reference, {})(group)] == [0.5, -1.0, -0.5, 1.0]
 
 
 def test_the_page_has_every_option_with_its_default() -> None:
@@ -431,7 +431,7 @@ def test_an_estimator_sees_how_long_each_agent_of_a_group_was() -> None:
         weighted = sum(n * reward for n, reward in zip(group.tokens, group.rewards, strict=True))
         return [reward - weighted / sum(group.tokens) for reward in group.rewards]
 
-    estimator = Estimator(name="opo", function=opo, mark=FunctionDeclaration("advantage"), options={})
+    estimator = AdvantageEstimator(name="opo", function=opo, mark=FunctionDeclaration("advantage"), options={})
     buffer = EpisodeBuffer(["policy"], WholeGroupRelease(["policy"], estimator))
     specs = [make_spec(f"e{number}", group_size=2) for number in range(2)]
     for spec in specs:
@@ -449,7 +449,7 @@ def test_an_estimator_sees_the_mean_of_earlier_groups() -> None:
         seen.append(group.history)
         return [reward - group.mean for reward in group.rewards]
 
-    estimator = Estimator(name="centred", function=centred, mark=FunctionDeclaration("advantage"), options={})
+    estimator = AdvantageEstimator(name="centred", function=centred, mark=FunctionDeclaration("advantage"), options={})
     buffer = EpisodeBuffer(["policy"], WholeGroupRelease(["policy"], estimator, history=RewardHistory()))
     for first, rewards in ((0, (1.0, 0.5)), (2, (0.0, 0.0))):
         specs = [make_spec(f"e{first + number}", group_size=2) for number in range(2)]

@@ -17,7 +17,7 @@ from agentrl.cli.main import main
 from agentrl.core.errors import InputError
 from agentrl.inspection.reader import RunReader
 from agentrl.inspection.viewer import page
-from agentrl.inspection.viewer.questions import QUESTIONS, answer_question, as_json
+from agentrl.inspection.viewer.questions import QUESTIONS, answer_viewer_query, as_json
 from tests.journal_cases import HOSTILE, write_run
 
 VIEWER = Path(page.__file__).parent
@@ -114,29 +114,33 @@ def test_the_sample_run_s_page_answers_what_the_page_asks(sample_run: Path, tmp_
         f"step {step['policy']} {step['lineage']} {step['step']}" for step in rest[index["blocks"]["steps"] - 1]
     } < set(index["blocks"])
     assert "episode forks/f0 0" in index["blocks"]
-    assert rest[index["blocks"]["evaluations"] - 1] == json.loads(answer_question(reader, "evaluations", {}))
+    assert rest[index["blocks"]["evaluations"] - 1] == json.loads(answer_viewer_query(reader, "evaluations", {}))
     reader.close()
 
 
 def test_questions_are_answered_for_episodes_and_forks(sample_run: Path) -> None:
     reader = RunReader(sample_run)
-    assert json.loads(answer_question(reader, "conversation", {"episode": "e1"}))["summary"]["episode"] == "e1"
-    assert json.loads(answer_question(reader, "conversation", {"episode": "forks/f0"}))["summary"]["purpose"] == "fork"
-    [row] = json.loads(answer_question(reader, "tokens", {"episode": "e1"}))["rows"]
+    assert json.loads(answer_viewer_query(reader, "conversation", {"episode": "e1"}))["summary"]["episode"] == "e1"
+    assert (
+        json.loads(answer_viewer_query(reader, "conversation", {"episode": "forks/f0"}))["summary"]["purpose"] == "fork"
+    )
+    [row] = json.loads(answer_viewer_query(reader, "tokens", {"episode": "e1"}))["rows"]
     assert row["count"] == len(row["columns"]["id"]) == len(row["columns"]["loss_mask"])
     assert "kept" not in row["columns"], "of which nothing is known"
     found = json.loads(
-        answer_question(reader, "episodes", {"where": "reward < 0", "limit": "3", "sort": "reward", "ascending": "1"})
+        answer_viewer_query(
+            reader, "episodes", {"where": "reward < 0", "limit": "3", "sort": "reward", "ascending": "1"}
+        )
     )
     assert len(found["lines"]) == 3 < found["total"]
-    assert json.loads(answer_question(reader, "run", {}))["statuses"]["dropped"] > 0
-    assert json.loads(answer_question(reader, "pulse", {}))["ended"]
-    evaluations = json.loads(answer_question(reader, "evaluations", {}))
+    assert json.loads(answer_viewer_query(reader, "run", {}))["statuses"]["dropped"] > 0
+    assert json.loads(answer_viewer_query(reader, "pulse", {}))["ended"]
+    evaluations = json.loads(answer_viewer_query(reader, "evaluations", {}))
     assert next(each["step"] for each in evaluations if each["policy"] == "solver") == 0
     assert all({"reward", "reward_error"} <= each["metrics"].keys() for each in evaluations)
     for question in QUESTIONS:
         asked = {"episode": "e1", "step": "5", "policy": "solver"}
-        json.loads(answer_question(reader, question, asked))
+        json.loads(answer_viewer_query(reader, question, asked))
     reader.close()
 
 
@@ -157,7 +161,7 @@ def test_a_wrong_question_is_refused_in_words(
 ) -> None:
     reader = RunReader(sample_run)
     with pytest.raises(InputError, match=re.escape(says)):
-        answer_question(reader, question, parameters)
+        answer_viewer_query(reader, question, parameters)
     reader.close()
 
 

@@ -9,10 +9,10 @@ from random import Random
 from typing import Any
 
 import pytest
+from agentrl.app.build_tiny_model import build_tiny_model, format_reply
 
 import agentrl
-from agentrl.app import warm_up as module
-from agentrl.app.warm_up import format_reply, warm_up
+from agentrl.app import build_tiny_model as module
 from agentrl.cli.main import main
 from agentrl.config.run import RunConfig
 from agentrl.core.errors import AgentRLError, CheckFailedError, InputError
@@ -144,7 +144,7 @@ def test_what_cannot_be_learned_from_is_refused_and_leaves_nothing(
     environment: type, error: type[AgentRLError], told: str, tmp_path: Path
 ) -> None:
     with pytest.raises(error, match=told):
-        warm_up(environment, tmp_path / "out")
+        build_tiny_model(environment, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 
 

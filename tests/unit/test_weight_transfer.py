@@ -24,13 +24,13 @@ from agentrl.engines.transfer import (
     IncomingTransfer,
     PublishedWeightSource,
     TransferCall,
+    WeightDestination,
     WeightOffer,
     WeightReceiver,
-    WeightRecipient,
     WeightSenders,
 )
 from agentrl.engines.weights import map_weights_to_state
-from agentrl.learn.ranks import OneRank, Ranks
+from agentrl.learn.ranks import RankGroup, SingleRankGroup
 from agentrl.learn.trainer import PolicyTrainer
 from tests.contract.engine_kinds import ModelZoo
 from tests.learn_cases import run_config
@@ -82,8 +82,8 @@ class Engine:
         delivery.answer()
 
 
-def recipient(address: str, silence_s: float = 60.0) -> WeightRecipient:
-    return WeightRecipient(address=address, transfer="file", processes=1, silence_s=silence_s)
+def recipient(address: str, silence_s: float = 60.0) -> WeightDestination:
+    return WeightDestination(address=address, transfer="file", processes=1, silence_s=silence_s)
 
 
 def source(tensors: dict[str, Tensor]) -> PublishedWeightSource:
@@ -231,7 +231,7 @@ def test_an_offer_in_the_hub_s_layout_is_compared_with_the_model(tmp_path: Path)
             )
 
 
-def sent(ranks: Ranks, model: str, directory: str, address: str, sharding: str) -> list[str]:
+def sent(ranks: RankGroup, model: str, directory: str, address: str, sharding: str) -> list[str]:
     """Publish, send what was published, then fail to send another version; the messages of the failures."""
     config = run_config(Path(model), sharding=sharding, ranks=ranks.size)
     trainer = PolicyTrainer(config, Path(directory), ranks=ranks, read=lambda units: [])
@@ -257,7 +257,7 @@ def check_sent(engine: Engine, directory: Path, errors: Sequence[Sequence[str]])
 
 def test_a_trainer_sends_what_it_published_and_nothing_else(repository: Path, tmp_path: Path) -> None:
     with Engine(tmp_path) as engine:
-        errors = sent(OneRank(), str(repository / MODEL), str(tmp_path), engine.address, "none")
+        errors = sent(SingleRankGroup(), str(repository / MODEL), str(tmp_path), engine.address, "none")
     check_sent(engine, tmp_path, [errors])
 
 

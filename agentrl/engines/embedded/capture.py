@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from agentrl.core.errors import EngineCapabilityError
-from agentrl.core.records import RoutingRestart, SamplingMask
+from agentrl.core.records import ExpertRoutingRestart, SamplingMask
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 _MOST_EXPERTS = 256
 
 
-class CapturedRouting(NamedTuple):
+class RecordedExpertRouting(NamedTuple):
     """The routing of a call, for its completion."""
 
     rows: ExpertArray
     start: int
-    breaks: tuple[RoutingRestart, ...]
+    breaks: tuple[ExpertRoutingRestart, ...]
 
 
 @dataclass(slots=True)
@@ -131,7 +131,7 @@ class ExpertRoutingRecorder:
         if self._rows is not None:
             self._put(target, 0, self._rows[source, :length].copy())
 
-    def routing_of_call(self, slot: int, computed: int) -> CapturedRouting | None:
+    def routing_of_call(self, slot: int, computed: int) -> RecordedExpertRouting | None:
         """Return the routing of the slot's call, which ends with KV of `computed` positions; None before any pass."""
         if self._rows is None:
             return None
@@ -139,8 +139,8 @@ class ExpertRoutingRecorder:
         stop = max(calls.start, computed) if calls.behind else calls.reached
         parts = [*calls.parts, (calls.start, self._rows[slot, calls.start : stop].copy())]
         ends = np.cumsum([len(rows) for _, rows in parts]).tolist()
-        breaks = (RoutingRestart(row, start) for row, (start, _) in zip(ends, parts[1:], strict=False))
-        return CapturedRouting(np.concatenate([rows for _, rows in parts]), parts[0][0], tuple(breaks))
+        breaks = (ExpertRoutingRestart(row, start) for row, (start, _) in zip(ends, parts[1:], strict=False))
+        return RecordedExpertRouting(np.concatenate([rows for _, rows in parts]), parts[0][0], tuple(breaks))
 
 
 def chosen_experts(output: object) -> Tensor:

@@ -61,7 +61,7 @@ from agentrl.engines.versions import (
     VersionTable,
     empty_completion,
     policies_keeping_version,
-    refresh_needing_adapters,
+    refresh_mode_needing_adapters,
     run_shielded,
     version_refused_error,
 )
@@ -202,7 +202,7 @@ class EmbeddedEngine(InProcessEngine[EmbeddedVersion]):
             ModelError: the directory holds no model that can be served with these arguments.
             EngineCapabilityError: the model or the settings lack a requested capability.
         """
-        if adapter_slots == 0 and (needing := refresh_needing_adapters(refresh)):
+        if adapter_slots == 0 and (needing := refresh_mode_needing_adapters(refresh)):
             raise EngineCapabilityError(
                 f"engine.refresh = {needing!r} needs several adapters at once; set adapter_slots, or refresh = 'token' "
                 "or 'turn'"

@@ -27,9 +27,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import EngineCapabilityError, ModelError
-from agentrl.core.machine import memory
-from agentrl.engines.embedded.slots import SamplingBatch, SlotColumns, SlotKvCache
-from agentrl.engines.models import computation_change_lengths, computing_in_float32, kv_bytes_per_token, read_model
+from agentrl.core.machine import machine_memory
+from agentrl.engines.embedded.slots import RowSamplingParameters, SlotColumns, SlotKvCache
+from agentrl.engines.models import computing_in_float32, context_length_thresholds, kv_bytes_per_token, read_model
 from agentrl.engines.versions import LiveVersion
 
 if TYPE_CHECKING:
@@ -299,7 +299,7 @@ class ForwardPassRunner:
         return torch.from_numpy(array).to(self._device)
 
 
-def sample(logits: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor, Tensor | None]:
+def sample(logits: Tensor, batch: RowSamplingParameters) -> tuple[Tensor, Tensor, Tensor | None]:
     """Draw one token per row.
 
     Args:
@@ -351,7 +351,7 @@ def check_kv_memory(model: PreTrainedModel, *, slots: int, max_context: int) -> 
     """
     if model.device.type != "cpu":
         return
-    needed, free = slots * (max_context + 1) * kv_bytes_per_token(model.config), memory().free
+    needed, free = slots * (max_context + 1) * kv_bytes_per_token(model.config), machine_memory().free
     if needed > free:
         raise EngineCapabilityError(
             f"keys and values of {slots} contexts of {max_context} tokens take {needed >> 20} MiB, and {free >> 20} "
@@ -372,7 +372,7 @@ def check_slots_match_forward(model: PreTrainedModel, path: str, *, max_context:
     try:
         with computing_in_float32(model):
             difference = _largest_difference(model, _CONTEXTS, _PIECES)
-            for length in computation_change_lengths(model.config, max_context):
+            for length in context_length_thresholds(model.config, max_context):
                 grown = min(length + 5, max_context)
                 contexts = (tuple(random.integers(0, few, grown).tolist()), _CONTEXTS[1])
                 pieces = ((length - 1, 2), (grown - length, 1), (1, 1))

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingBatch:
+class RowSamplingParameters:
     """Sampling parameters of each row of a pass, `[B]` each."""
 
     uniforms: NDArray[np.float64]
@@ -93,10 +93,10 @@ class SlotColumns:
         self._stops[slot] = -1
         self._stops[slot, : len(stops)] = stops
 
-    def sampling(self, slots: Slots) -> SamplingBatch:
+    def sampling(self, slots: Slots) -> RowSamplingParameters:
         """Return the sampling parameters for the next token of each of `slots`."""
         number = self._sampled_before[slots] + self.length[slots] - self.prompt[slots]
-        return SamplingBatch(
+        return RowSamplingParameters(
             uniforms=uniform(self._seeds[slots], number),
             temperature=self._temperature[slots],
             top_k=self._top_k[slots],

@@ -30,7 +30,7 @@ from agentrl.engines.versions import (
     VersionedSession,
     empty_completion,
     policies_keeping_version,
-    refresh_needing_adapters,
+    refresh_mode_needing_adapters,
 )
 from agentrl.engines.vllm.startup import (
     VllmSettings,
@@ -162,7 +162,7 @@ class VllmEngine(InProcessEngine[VllmVersion]):
                 f"vLLM serves full weights of one policy, not of {', '.join(sorted(versions))}; give the policies a "
                 "lora section, or remove engine.vllm"
             )
-        if adapters == 0 and (needing := refresh_needing_adapters(settings.refresh)):
+        if adapters == 0 and (needing := refresh_mode_needing_adapters(settings.refresh)):
             raise EngineCapabilityError(
                 f"engine.refresh = {needing!r} needs several adapters at once; with full weights set it to 'token' or "
                 "'turn'"

@@ -23,7 +23,7 @@ from agentrl.engines.transfer import CHUNK_BYTES
 if TYPE_CHECKING:
     from vllm.distributed.weight_transfer.base import TrainerInitInfo
 
-    from agentrl.engines.transfer import PublishedWeightSource, WeightRecipient, WeightTransferConnection
+    from agentrl.engines.transfer import PublishedWeightSource, WeightDestination, WeightTransferConnection
 
 IPC, NCCL = "agentrl_ipc", "agentrl_nccl"
 
@@ -113,7 +113,7 @@ def plain_cuda_handle(handle: tuple[Any, ...]) -> list[Any]:
     return [int(size[0]), int(offset), *rest]
 
 
-def init_info(recipient: WeightRecipient, source: PublishedWeightSource) -> TrainerInitInfo:
+def trainer_init_info(recipient: WeightDestination, source: PublishedWeightSource) -> TrainerInitInfo:
     """Make vLLM's settings of a transfer for the trainer."""
     largest = max(tensor.nbytes for tensor in source.layout.values())
     buffer = max(CHUNK_BYTES, largest)
@@ -130,11 +130,13 @@ def init_info(recipient: WeightRecipient, source: PublishedWeightSource) -> Trai
     )
 
 
-def connect_sender(recipient: WeightRecipient, link: WeightTransferConnection, source: PublishedWeightSource) -> Any:
+def connect_sender(recipient: WeightDestination, link: WeightTransferConnection, source: PublishedWeightSource) -> Any:
     """Make a sender, and connect it to the engine."""
     client: Any = link  # its `finish_weight_update` takes no label, because the engine knows it
     weights: Any = source
-    return WeightTransferTrainerFactory.trainer_init(init_info(recipient, source), client=client, source=weights)
+    return WeightTransferTrainerFactory.trainer_init(
+        trainer_init_info(recipient, source), client=client, source=weights
+    )
 
 
 for _name, _sender in ((IPC, IpcSender), (NCCL, NcclSender)):

@@ -21,7 +21,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import EngineCapabilityError, EngineError
-from agentrl.core.machine import memory
+from agentrl.core.machine import machine_memory
 from agentrl.engines.models import dtype_name, kv_bytes_per_token, model_dtype, read_meta_model
 from agentrl.engines.vllm import worker
 from agentrl.engines.vllm.arguments import check_arguments
@@ -149,7 +149,7 @@ def _memory(shapes: PreTrainedModel, settings: VllmSettings, *, kv_memory: int) 
     slots, max_context = settings.slots, settings.max_context
     blocks = -(-max_context // _BLOCK)
     block = _BLOCK * kv_bytes_per_token(shapes.config)
-    on_gpu, (free, total) = torch.cuda.is_available(), memory()
+    on_gpu, (free, total) = torch.cuda.is_available(), machine_memory()
     if settings.memory_share and not on_gpu:
         kv_memory = int(settings.memory_share * total) - sum(each.nbytes for each in shapes.parameters())
     is_given = kv_memory or (settings.memory_share and not on_gpu)

@@ -45,7 +45,7 @@ from agentrl.engines.weights import (
     check_adapter,
     check_canary_answer,
     check_dtypes,
-    copy_weights,
+    copy_weight_files,
     map_weights_to_state,
     read_adapter,
     read_canary,
@@ -219,7 +219,7 @@ class VllmVersionTable(VersionTable[VllmVersion]):
     def _copy_checked(self, weights: WeightsRef, copy: Path) -> Canary | None:
         """Copy the weights and check the copy, which vLLM reads, and which stays if the run's own file changes or is
         pruned."""
-        adapter = read_adapter(copy_weights(weights, copy))
+        adapter = read_adapter(copy_weight_files(weights, copy))
         check_adapter(weights, adapter, self._model, max_rank=self._max_rank)
         return self._of_the_model(weights, adapter.canary)
 
@@ -370,7 +370,7 @@ class VllmVersionTable(VersionTable[VllmVersion]):
 
     def _copy_full(self, weights: WeightsRef, copy: Path) -> Canary | None:
         """Copy and check the weights (see `_copy_checked`), so that nothing is left to check while vLLM is paused."""
-        return self._check_full(weights, read_weights(copy_weights(weights, copy)))
+        return self._check_full(weights, read_weights(copy_weight_files(weights, copy)))
 
     def _check_full(self, weights: WeightsRef, file: WeightFile) -> Canary | None:
         expected, canary = self._model.state_dict(), read_canary(weights, file)

@@ -24,7 +24,7 @@ from agentrl.inspection.search import episodes_with_words
 from agentrl.inspection.steps import evaluation_list, step_list, step_view
 from agentrl.inspection.timelines import episode_timeline, run_timeline, timeline_from_conversation
 from agentrl.inspection.tokens import TokenRow, episode_tokens
-from agentrl.observe.run_state import read_status
+from agentrl.observe.run_state import read_run_snapshot
 
 Parameters = Mapping[str, str]
 
@@ -71,7 +71,7 @@ class RunProgress(msgspec.Struct, frozen=True, kw_only=True):
     """Time of the last write; it changes with every write."""
 
 
-def answer_question(reader: RunReader, question: str, parameters: Parameters) -> bytes:
+def answer_viewer_query(reader: RunReader, question: str, parameters: Parameters) -> bytes:
     """Answer a question, as JSON.
 
     Raises:
@@ -96,7 +96,7 @@ def as_json(value: Any) -> bytes:
 def run_summary(reader: RunReader, statuses: Mapping[str, int]) -> RunSummary:
     """Make the run's summary, with the given numbers of episodes."""
     line = reader.line()
-    status = read_status(reader.path) if reader.standing() == "running" else None
+    status = read_run_snapshot(reader.path) if reader.standing() == "running" else None
     return RunSummary(
         name=line.name,
         path=line.path,
@@ -121,7 +121,7 @@ def tokens_in_columns(row: TokenRow) -> dict[str, Any]:
     return {**told, "count": len(row.tokens), "columns": columns}
 
 
-def answer_about_episode(reader: RunReader, parameters: Parameters) -> dict[str, Any]:
+def answer_episode_queries(reader: RunReader, parameters: Parameters) -> dict[str, Any]:
     """Answer all questions about one episode, which is read once."""
     with _located(reader, parameters) as (where, episode, attempt):
         view = read_conversation(where, episode, attempt)

@@ -24,7 +24,7 @@ from agentrl.core.errors import AgentRLError, InputError, StorageError
 from agentrl.core.files import os_error_advice
 from agentrl.inspection.reader import RunReader
 from agentrl.inspection.viewer.page import viewer_page
-from agentrl.inspection.viewer.questions import answer_question
+from agentrl.inspection.viewer.questions import answer_viewer_query
 
 HOST = "127.0.0.1"
 _HEADERS = {
@@ -123,7 +123,7 @@ def _application(reader: RunReader, thread: ThreadPoolExecutor, token: str) -> w
         question, parameters = request.match_info["question"], dict(request.query)
         try:
             found = await asyncio.get_running_loop().run_in_executor(
-                thread, answer_question, reader, question, parameters
+                thread, answer_viewer_query, reader, question, parameters
             )
         except AgentRLError as error:
             return _refusal(400 if isinstance(error, InputError) else 500, str(error))
