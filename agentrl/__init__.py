@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from agentrl.app.forks import fork
     from agentrl.app.training import Run, train
     from agentrl.config.run import RunConfig
+    from agentrl.core.custom_functions import advantage, loss
     from agentrl.core.errors import AgentRLError, InfrastructureError
-    from agentrl.core.functions import advantage, loss
     from agentrl.core.records import Message, Task, ToolCall, Turn
     from agentrl.credit.advantages import Group
     from agentrl.environment.base import (
@@ -72,13 +72,13 @@ _HOME = {
     "ToolEnvironment": "environment.tools",
     "ToolEpisode": "environment.tools",
     "Turn": "core.records",
-    "advantage": "core.functions",
+    "advantage": "core.custom_functions",
     "check_environment": "testing.check",
     "evaluate": "app.evaluation",
     "fork": "app.forks",
     "gym_environment": "environment.gym",
     "learnability": "environment.tasks",
-    "loss": "core.functions",
+    "loss": "core.custom_functions",
     "make": "environment.registry",
     "register": "environment.registry",
     "spec": "environment.registry",

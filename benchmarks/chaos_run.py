@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import agentrl
-from agentrl.app.parts import RunFactories
+from agentrl.app.run_parts import RunFactories
 from agentrl.app.training import run_training
 from agentrl.config.run import RunConfig
 from agentrl.core.clock import SystemClock

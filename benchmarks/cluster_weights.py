@@ -23,7 +23,7 @@ from pathlib import Path
 
 from transformers import AutoModelForCausalLM
 
-from agentrl.app.parts import make_engine
+from agentrl.app.run_parts import make_engine
 from agentrl.cluster.engine_actors import RayPlacement
 from agentrl.cluster.session import RaySession
 from agentrl.config.devices import Node

@@ -2,8 +2,8 @@
 
 Writes the journal of a run of many committed and trained episodes with the store's own calls, seals a checkpoint, and
 asks it in a process of its own, so that the figures are not those of the writer: how long until a resumed run knows
-what is left (`ResumeCheckpoint.find`, `ResumeCheckpoint.resume_state`), what memory that takes, how long `run ledger` and `run list`
-take. Then prunes it, and measures the journal's bytes per episode before and after.
+what is left (`ResumeCheckpoint.find`, `ResumeCheckpoint.resume_state`), what memory that takes, how long `run ledger`
+and `run list` take. Then prunes it, and measures the journal's bytes per episode before and after.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ from agentrl.cli.main import main
 from agentrl.core.ids import random_stream
 from agentrl.core.text import escape_text
 from agentrl.exchange.formats import EXPORTS
-from agentrl.journal.control import CHECKED, row_checksum
+from agentrl.journal.control_rows import CHECKED, row_checksum
 from agentrl.journal.entries import entry_checksum
 
 MEMORY_BYTES = 512 << 20

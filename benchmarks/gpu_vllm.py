@@ -34,7 +34,7 @@ from typing import Any
 
 import torch
 
-from agentrl.app.parts import (
+from agentrl.app.run_parts import (
     RunFactories,
     device_plan,
     engines_behind_router,
@@ -48,7 +48,7 @@ from agentrl.config.run import RunConfig
 from agentrl.core.ports import Engine, Trainer
 from agentrl.core.records import PolicyVersion
 from agentrl.engines.client import ProcessEngine
-from agentrl.engines.transfer import WeightDestination, WeightSendingTrainer
+from agentrl.engines.weight_transfer import WeightDestination, WeightSendingTrainer
 from agentrl.environment.registry import resolve
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -30,8 +30,8 @@ import numpy as np
 
 import agentrl
 import agentrl.environments
-from agentrl.app import parts
-from agentrl.app.parts import RunFactories, make_chat_format
+from agentrl.app import run_parts
+from agentrl.app.run_parts import RunFactories, make_chat_format
 from agentrl.app.supervisor import run_guarding_event_loop
 from agentrl.app.training import run_training
 from agentrl.config.run import RunConfig
@@ -130,7 +130,7 @@ def play(act: str, directory: str, *, resume: bool) -> int:
         resource.setrlimit(resource.RLIMIT_AS, (used + 3 * MEMORY_BYTES, resource.RLIM_INFINITY))
     from benchmarks.hostile_environments import Hostile as Importable  # not `__main__`'s
 
-    parts.SILENCE_S = SILENCE_S  # a process that hangs is found sooner
+    run_parts.SILENCE_S = SILENCE_S  # a process that hangs is found sooner
 
     try:
         run_guarding_event_loop(

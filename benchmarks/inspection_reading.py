@@ -20,8 +20,8 @@ from pathlib import Path
 
 from agentrl.core.ids import random_stream
 from agentrl.core.records import EpisodeDataLocation, EpisodeHeader, EpisodeSpec, PolicyVersion, Task
-from agentrl.journal import control
-from agentrl.journal.control import row_checksum
+from agentrl.journal import control_rows
+from agentrl.journal.control_rows import row_checksum
 from agentrl.journal.entries import (
     BeginEntry,
     JournalEntry,
@@ -131,12 +131,12 @@ def write_large_run(run: Path, count: int, sampled: int = SAMPLED) -> None:
             ],
         )
         rows = [
-            ("admissions", control.encode_admission_row(spec, 1e9 + number)),
+            ("admissions", control_rows.encode_admission_row(spec, 1e9 + number)),
             (
                 "episodes",
-                control.encode_episode_row(spec, header, episode_digest(entries), {}, "", 1e9 + number + 60, None),
+                control_rows.encode_episode_row(spec, header, episode_digest(entries), {}, "", 1e9 + number + 60, None),
             ),
-            *(("trajectories", row) for row in control.encode_trajectory_rows(header)),
+            *(("trajectories", row) for row in control_rows.encode_trajectory_rows(header)),
         ]
         for table, row in rows:
             values = (*row, row_checksum(table, row))

@@ -14,8 +14,8 @@ import tempfile
 from pathlib import Path
 
 import agentrl
-from agentrl.app.parts import RunFactories
 from agentrl.app.replays import recompute_step_loss, replay, replay_steps
+from agentrl.app.run_parts import RunFactories
 from agentrl.cli.main import main
 from agentrl.cli.sample_run import sample_run_factories, write_sample_run
 from agentrl.core.text import escape_text

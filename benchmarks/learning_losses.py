@@ -19,8 +19,8 @@ import torch
 
 from agentrl.config.run import RunConfig
 from agentrl.config.sections import LossConfig, TrainerConfig
+from agentrl.core.custom_functions import capture_function_code
 from agentrl.core.errors import ConfigError, TrainerError
-from agentrl.core.functions import capture_function_code
 from agentrl.core.records import PolicyVersion, StepReport, TrajectoryRow
 from agentrl.credit.advantages import ADVANTAGES, generalized_advantages
 from agentrl.learn.loss_batch import IDS, LossBatch, TokenColumns

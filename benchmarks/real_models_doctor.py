@@ -24,7 +24,7 @@ import numpy as np
 import torch
 import transformers
 
-from agentrl.app.memory import estimate_memory
+from agentrl.app.memory_estimate import estimate_memory
 from agentrl.config.policies import LoraConfig, PolicyConfig
 from agentrl.config.run import RunConfig
 from agentrl.config.sections import (
@@ -37,7 +37,7 @@ from agentrl.config.sections import (
 )
 from agentrl.core.machine import process_anonymous_memory_bytes
 from agentrl.core.records import EpisodeDataLocation, TrainBatch, Trajectory, TrajectoryCredit, TrajectoryRow, Unit
-from agentrl.learn.memory import make_worst_case_samples
+from agentrl.learn.memory_prediction import make_worst_case_samples
 from agentrl.learn.models import load_models
 from agentrl.learn.trainer import PolicyTrainer
 from benchmarks.real_models_memory import SHAPE, SMALL

@@ -33,7 +33,7 @@ from agentrl.config.sections import EngineConfig, EnvironmentConfig, ModelConfig
 from agentrl.core.records import PolicyVersion, TrainingSample
 from agentrl.engines.models import runnable_on_meta
 from agentrl.learn.forward import token_logprobs
-from agentrl.learn.memory import AllocationCounter
+from agentrl.learn.memory_prediction import AllocationCounter
 from agentrl.learn.models import PolicyModel, load_models
 from agentrl.learn.packing import pack
 from agentrl.learn.storage import Publisher

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, get_args, get_origin
 
 import agentrl
-from agentrl.app.parts import RunFactories
+from agentrl.app.run_parts import RunFactories
 from agentrl.app.training import Run, run_training
 from agentrl.config.fields import ResumeRule, Section, resolve_package_directory
 from agentrl.config.load import check_settings_unchanged, resume_rule_of, sections_in_annotation

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from agentrl.app.assemble import RunParts, assemble_orchestrator
-from agentrl.app.parts import make_workers
+from agentrl.app.run_parts import make_workers
 from agentrl.cluster import worker_wire
 from agentrl.core.clock import SystemClock
 from agentrl.core.records import PolicyVersion

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import agentrl
-from agentrl.observe.view import plot_curve
+from agentrl.observe.run_screen import plot_curve
 
 STEPS, EVERY = 60, 15
 """Optimizer steps in all, and between two versions that join the pool of past versions."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from agentrl.config.policies import AnyPolicy, PolicyConfig
 from agentrl.config.sections import CreditConfig, OptimizerConfig
-from agentrl.core.functions import loss
+from agentrl.core.custom_functions import loss
 from agentrl.core.records import PolicyVersion, Trajectory, Unit
 from agentrl.learn.loss_batch import LossBatch
 from agentrl.learn.ranks import (

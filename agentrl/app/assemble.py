@@ -138,7 +138,7 @@ def assemble_orchestrator(config: RunConfig, environment: type[Environment], par
         clock=parts.clock,
         observer=parts.observer,
         evaluator=Evaluator(
-            held_out=parts.held_out_task_splits,
+            held_out=parts.held_out,
             attempts=config.evaluation.attempts,
             dispatcher=dispatcher,
             versions=parts.served,

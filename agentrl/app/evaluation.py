@@ -19,8 +19,10 @@ from pydantic import ValidationError
 
 from agentrl.app.assemble import attach_local_worker, make_dispatcher
 from agentrl.app.hub import with_downloaded_models
-from agentrl.app.memory import with_chosen_token_limits
-from agentrl.app.parts import (
+from agentrl.app.memory_estimate import with_chosen_token_limits
+from agentrl.app.policies import frozen_policy_weights, serve_configured_weights, weights_from_directory
+from agentrl.app.recovery import ResumeState
+from agentrl.app.run_parts import (
     environment_of,
     held_out_task_splits,
     importable_environment_code,
@@ -28,8 +30,6 @@ from agentrl.app.parts import (
     make_chat_format,
     make_engine,
 )
-from agentrl.app.policies import frozen_policy_weights, serve_configured_weights, weights_from_directory
-from agentrl.app.recovery import ResumeState
 from agentrl.cluster.session import gpu_reservation
 from agentrl.config.policies import ExternalPolicyConfig, FrozenPolicy, RemotePolicy
 from agentrl.config.run import RunConfig
@@ -38,11 +38,11 @@ from agentrl.core.errors import CheckFailedError, EngineLostError, InputError, R
 from agentrl.core.records import EpisodeHeader, PolicyVersion, Task, WeightsRef
 from agentrl.core.text import plural
 from agentrl.credit.advantages import ADVANTAGES
-from agentrl.engines.remote import RemotePolicyClient
+from agentrl.engines.remote_policy import RemotePolicyClient
 from agentrl.environment.base import Environment
 from agentrl.inspection.conversation import PolicyTurn, read_conversation
 from agentrl.inspection.reader import RunReader
-from agentrl.journal.process import record_process_state, recording_process_state
+from agentrl.journal.run_process import record_process_state, recording_process_state
 from agentrl.observe.run_state import MetricsFile
 from agentrl.orchestrator.buffer import EpisodeBuffer, WholeGroupRelease
 from agentrl.orchestrator.dispatch import ChangeCondition

@@ -19,9 +19,9 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from agentrl.app.evaluation import play_without_training, with_frozen_policies
-from agentrl.app.parts import RunFactories
 from agentrl.app.policies import serve_configured_weights, weights_from_directory
 from agentrl.app.replays import environment_to_run, recorded_environment_code
+from agentrl.app.run_parts import RunFactories
 from agentrl.cluster.session import gpu_reservation
 from agentrl.config.load import recorded_config
 from agentrl.config.policies import OpponentPoolPolicy

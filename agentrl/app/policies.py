@@ -33,8 +33,8 @@ from agentrl.environment.mixture import root_environments, seat_prefix, trained_
 from agentrl.orchestrator.scheduler import GroupDemand
 from agentrl.orchestrator.versions import ServedVersions, record_published_version
 from agentrl.rollout.byte_formats import JsonChatFormat
-from agentrl.rollout.context import MAX_CHILD_DEPTH
 from agentrl.rollout.episode import PolicySettings, RolloutSettings
+from agentrl.rollout.episode_context import MAX_CHILD_DEPTH
 
 if TYPE_CHECKING:
     from agentrl.journal.port import JournalStore

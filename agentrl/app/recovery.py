@@ -1,8 +1,9 @@
 """Finds the state a run starts from: its newest checkpoint, and the unfinished work in its journal.
 
-A first start and a resume take the same path: `find_start_point` reads the disk, and finds nothing in a new run. Then the
-trainer starts from the checkpoint, and `ResumeCheckpoint.publish_first_versions` publishes the first versions of this start and
-loads them into the engine. Only then do episodes run. `agentrl.app.supervisor` and the crash tests use this path.
+A first start and a resume take the same path: `find_start_point` reads the disk, and finds nothing in a new run. Then
+the trainer starts from the checkpoint, and `ResumeCheckpoint.publish_first_versions` publishes the first versions of
+this start and loads them into the engine. Only then do episodes run. `agentrl.app.supervisor` and the crash tests use
+this path.
 
 Invariant: a version id never names other weights. A new lineage is larger than any in the journal, and than any on
 disk, where a start that died before it was recorded may have left files.
@@ -26,9 +27,9 @@ from agentrl.config.run import RunConfig
 from agentrl.config.sections import ADVANTAGES, LOSSES
 from agentrl.core import ids
 from agentrl.core.clock import Clock
+from agentrl.core.custom_functions import FunctionCode, Kind, check_options, find_function
 from agentrl.core.errors import ConfigError, EngineError, RunDirectoryError, StorageError
 from agentrl.core.files import LOCAL, Disk, remove_staging_directories
-from agentrl.core.functions import FunctionCode, Kind, check_options, find_function
 from agentrl.core.ports import Trainer
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, FrozenGroupBaselines, PolicyVersion, Proposal
 from agentrl.core.text import plural

@@ -26,12 +26,13 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from agentrl.app.parts import RunFactories
 from agentrl.app.policies import MAX_EXTERNAL_CONTEXT, rollout_settings
+from agentrl.app.run_parts import RunFactories
 from agentrl.config.load import recorded_config
 from agentrl.config.run import RunConfig
 from agentrl.config.sections import LOSSES
 from agentrl.core import ids
+from agentrl.core.custom_functions import find_function_code
 from agentrl.core.errors import (
     AgentRLError,
     EnvironmentDefinitionError,
@@ -40,7 +41,6 @@ from agentrl.core.errors import (
     JournalError,
     ReplayMismatchError,
 )
-from agentrl.core.functions import find_function_code
 from agentrl.core.machine import install_command
 from agentrl.core.ports import EngineCapabilities
 from agentrl.core.records import EpisodeDataLocation, PolicyVersion, TrainBatch, TrajectoryCredit, Unit, WeightsRef
@@ -52,7 +52,7 @@ from agentrl.inspection.comparisons import Outcome, ReplayResult
 from agentrl.inspection.reader import RunReader, verified_control_rows
 from agentrl.inspection.steps import StepLine, step_list, step_view
 from agentrl.inspection.tokens import read_step_row_columns
-from agentrl.journal.control import ADMISSION_COLUMNS, decode_admission_row
+from agentrl.journal.control_rows import ADMISSION_COLUMNS, decode_admission_row
 from agentrl.journal.entries import BeginEntry, ChildResultEntry, JournalEntry, decode_entries, encode_body
 from agentrl.journal.reader import AttemptLocation, TurnLogReader
 from agentrl.journal.rows import assemble_trajectories
@@ -312,7 +312,7 @@ def environment_to_run(
 
 def recorded_environment_code(info: Mapping[str, Any]) -> Mapping[str, str]:
     """Return references to the code of a run's environments, by name, from its journal's `info`; see
-    `app.parts.environment_code_references`."""
+    `app.run_parts.environment_code_references`."""
     code = info.get("code")
     return {name: where for name, where in code.items() if isinstance(where, str)} if isinstance(code, dict) else {}
 

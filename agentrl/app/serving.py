@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from agentrl.app.evaluation import Directory, play_in_new_run, prepare_evaluation
-from agentrl.app.parts import environment_of
+from agentrl.app.run_parts import environment_of
 from agentrl.core.errors import EnvironmentDefinitionError, RunDirectoryError
 from agentrl.core.records import EpisodeHeader, Task
 from agentrl.environment.base import Endpoint, Environment, EpisodeContext

@@ -6,9 +6,9 @@ process; after a loss the next start follows, within a budget. Invariant: every 
 the data on disk alone.
 
 With `workers = 1` environments share the run's process, and one that kills it kills the run. At the next `--resume`,
-`RunProcessRecord` tells how the previous process ended and which episodes were running. If one of them made no progress at
-two deaths in a row, or an environment broke the event loop, the run continues as with `workers = 2`: the pool of worker
-processes finds the episode that kills, and drops it by name.
+`RunProcessRecord` tells how the previous process ended and which episodes were running. If one of them made no progress
+at two deaths in a row, or an environment broke the event loop, the run continues as with `workers = 2`: the pool of
+worker processes finds the episode that kills, and drops it by name.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from agentrl.app.assemble import RunParts, assemble_orchestrator
-from agentrl.app.parts import (
+from agentrl.app.policies import frozen_policy_weights, pinned_policy_step_lags, serve_configured_weights
+from agentrl.app.recovery import UserCodeDigests, find_start_point
+from agentrl.app.run_parts import (
     RunFactories,
     connect_engines_to_trainer,
     engines_behind_router,
@@ -35,8 +37,6 @@ from agentrl.app.parts import (
     make_workers,
     watch_joining_nodes,
 )
-from agentrl.app.policies import frozen_policy_weights, pinned_policy_step_lags, serve_configured_weights
-from agentrl.app.recovery import UserCodeDigests, find_start_point
 from agentrl.cluster.nodes import wait_for_nodes
 from agentrl.cluster.worker_pool import SUSPECTED
 from agentrl.config.load import SettingDifference
@@ -58,9 +58,9 @@ from agentrl.core.records import PolicyVersion
 from agentrl.credit.advantages import AdvantageEstimator
 from agentrl.environment.base import Environment, TaskSource, describe_user_code_error
 from agentrl.environment.containment import exit_forked_process, stop_loop_in_forked_process
-from agentrl.journal.process import NAMED, RunProcessRecord, format_episode_list, record_process_state
 from agentrl.journal.run_log import SqliteRunLog
-from agentrl.observe.blocked import is_user_code, watch_event_loop
+from agentrl.journal.run_process import NAMED, RunProcessRecord, format_episode_list, record_process_state
+from agentrl.observe.blocked_loop import is_user_code, watch_event_loop
 from agentrl.observe.run_state import RunSnapshot
 from agentrl.orchestrator.checkpoints import CheckpointWriter
 from agentrl.orchestrator.evaluation import HeldOutSplit
@@ -236,8 +236,10 @@ async def _run_once(setup: RunSetup) -> Orchestrator:
        progress at two deaths in a row, episodes are played in worker processes (`_new_record`).
     2. Checkpoints and journal determine where the run continues, and which work is left (`find_start_point`).
     3. The trainer starts from the checkpoint, then the engine and the workers. The journal records the start before its
-       first versions are published, and the versions before the engine serves them (`ResumeCheckpoint.publish_first_versions`).
-    4. `assemble` builds the loop and hands it the remaining work (`Dispatcher.restore`): units still to be trained
+       first versions are published, and the versions before the engine serves them
+       (`ResumeCheckpoint.publish_first_versions`).
+    4. `assemble_orchestrator` builds the loop and hands it the remaining work (`Dispatcher.restore`): units still to be
+    trained
        return to the buffer, and unfinished episodes to their workers, which replay their recorded calls and continue.
     """
     store, observer, directory, clock = setup.store, setup.observer, setup.directory, setup.factories.clock

@@ -13,18 +13,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from agentrl.app.hub import with_downloaded_models
-from agentrl.app.memory import with_chosen_token_limits
-from agentrl.app.parts import (
-    RunFactories,
-    check_ray_installed,
-    device_plan,
-    environment_of,
-    importable_environment_code,
-    load_config,
-    make_engine,
-    task_source,
-)
-from agentrl.app.parts import held_out_task_splits as held_out_source
+from agentrl.app.memory_estimate import with_chosen_token_limits
 from agentrl.app.policies import (
     base_model_chat_formats,
     base_models,
@@ -34,16 +23,27 @@ from agentrl.app.policies import (
     units_per_root_group,
 )
 from agentrl.app.recovery import UserCodeDigests, load_user_functions
+from agentrl.app.run_parts import (
+    RunFactories,
+    check_ray_installed,
+    device_plan,
+    environment_of,
+    importable_environment_code,
+    load_config,
+    make_engine,
+    task_source,
+)
+from agentrl.app.run_parts import held_out_task_splits as held_out_source
 from agentrl.app.supervisor import RunSetup, cancel_run_on_ctrl_c, run_guarding_event_loop, supervise
 from agentrl.cluster.session import gpu_reservation
 from agentrl.config.load import SettingDifference, check_settings_unchanged
 from agentrl.config.run import RunConfig
+from agentrl.core.custom_functions import capture_function_code
 from agentrl.core.errors import ConfigError
-from agentrl.core.functions import capture_function_code
 from agentrl.core.ports import Observer
 from agentrl.core.records import Task
 from agentrl.environment.base import Environment, TaskSource
-from agentrl.journal.process import record_process_state
+from agentrl.journal.run_process import record_process_state
 from agentrl.observe.run_directory import RunDirectory
 from agentrl.orchestrator.loop import Orchestrator
 
@@ -250,7 +250,7 @@ async def _opened(
 ) -> AsyncIterator[tuple[SqliteJournal, RunObserver, Sequence[SettingDifference]]]:
     """Open journal and observer, which outlive restarts, and close them at the end. Yields them, and the settings that
     differ from those of the previous process."""
-    from agentrl.journal.process import check_partitions_unlocked, recording_process_state, retry_until_writer_exits
+    from agentrl.journal.run_process import check_partitions_unlocked, recording_process_state, retry_until_writer_exits
     from agentrl.journal.store import SqliteJournal
     from agentrl.observe.run_observer import RunObserver
     from agentrl.observe.run_state import display_settings_from_config

@@ -22,8 +22,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from agentrl.app.parts import external_policies, make_chat_format
 from agentrl.app.policies import rollout_settings
+from agentrl.app.run_parts import external_policies, make_chat_format
 from agentrl.cluster import worker_wire as wire
 from agentrl.cluster.journal_stream import StreamedJournal
 from agentrl.config.run import RunConfig
@@ -41,10 +41,10 @@ from agentrl.engines.external import SamplerWithExternalPolicies
 from agentrl.engines.wire import read_frame, send
 from agentrl.environment.containment import exit_forked_process, stop_loop_in_forked_process
 from agentrl.environment.registry import register_source_files, resolve
-from agentrl.journal.control import unserialisable_task_error
-from agentrl.journal.process import retry_until_writer_exits
+from agentrl.journal.control_rows import unserialisable_task_error
+from agentrl.journal.run_process import retry_until_writer_exits
 from agentrl.journal.store import WorkerJournal
-from agentrl.observe.blocked import watch_event_loop
+from agentrl.observe.blocked_loop import watch_event_loop
 from agentrl.rollout.runner import EpisodeRunner
 from agentrl.rollout.worker import AsyncioWorker
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable
 
-    from agentrl.app.memory import MemoryEstimate
+    from agentrl.app.memory_estimate import MemoryEstimate
     from agentrl.config.run import RunConfig
 
 Level = Literal["ok", "note", "missing"]
@@ -274,7 +274,7 @@ def placement_checks(config: RunConfig | None = None) -> list[Check]:
 
     config = config or load(shipped_example("01_tool_use"))
     if config.engine.kind == "vllm":
-        from agentrl.app.parts import check_vllm_usable
+        from agentrl.app.run_parts import check_vllm_usable
 
         try:
             check_vllm_usable(config)
@@ -300,7 +300,7 @@ def placement_checks(config: RunConfig | None = None) -> list[Check]:
 
 def _nodes(config: RunConfig) -> list[Check]:
     """Check each node of the cluster, and list what is placed there or missing."""
-    from agentrl.app.parts import check_ray_installed, environment_code_references, environment_of
+    from agentrl.app.run_parts import check_ray_installed, environment_code_references, environment_of
 
     try:
         check_ray_installed()
@@ -321,7 +321,7 @@ def _engine_process(config: RunConfig) -> str:
 def memory_fit_checks(config: RunConfig) -> list[Check]:
     """Predict the peak memory of each process of a run, and compare it with the free memory."""
     from agentrl.app.hub import with_downloaded_models
-    from agentrl.app.memory import estimate_memory, with_chosen_token_limits
+    from agentrl.app.memory_estimate import estimate_memory, with_chosen_token_limits
 
     try:
         chosen = with_chosen_token_limits(with_downloaded_models(config, {}, download=False), {})
@@ -350,8 +350,8 @@ def _plan_checks(plan: MemoryEstimate, where: str = "") -> list[Check]:
 
 def _gpu_checks(config: RunConfig, plan: MemoryEstimate) -> list[Check]:
     """Show the device plan of a run, and check that each process fits its share of a GPU."""
-    from agentrl.app.memory import gpu_memory_needs
-    from agentrl.app.parts import device_plan
+    from agentrl.app.memory_estimate import gpu_memory_needs
+    from agentrl.app.run_parts import device_plan
 
     devices = device_plan(config)
     checks = [Check(name="devices", found=line) for line in devices.lines()]

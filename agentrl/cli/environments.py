@@ -202,7 +202,7 @@ def _read(child: int, reading: int, longest_s: float) -> tuple[int | None, bytes
 
 def _whereabouts(child: int, reading: int) -> str:
     """Return the innermost line of user code in a child that does not end."""
-    from agentrl.observe.blocked import is_user_code
+    from agentrl.observe.blocked_loop import is_user_code
 
     stack = b""
     with contextlib.suppress(ProcessLookupError):
@@ -231,7 +231,7 @@ def _exit_words(status: int) -> str:
 
 def env_warm_up(options: argparse.Namespace) -> int:
     """`agentrl env warm-up ID --out DIR [--demonstrations FILE.jsonl] [--steps N] [--early SHARE] [--until SHARE]`."""
-    from agentrl.app.warm_up import build_tiny_model
+    from agentrl.app.tiny_model_builder import build_tiny_model
     from agentrl.observe.progress import ProgressLine
 
     if options.steps < 1:

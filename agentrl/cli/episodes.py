@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Mapping, Sequence
 
-    from agentrl.app.parts import RunFactories
+    from agentrl.app.run_parts import RunFactories
     from agentrl.inspection.reader import EpisodeLine, RunReader
 
 MAX_EDIT_BYTES = 1 << 20

@@ -206,7 +206,7 @@ def run_view(options: argparse.Namespace) -> int:
 def _frame(reader: RunReader, width: int) -> tuple[RenderableType, bool]:
     """Return the screen to show, and whether the run has ended."""
     from agentrl.inspection.statistics import run_state
-    from agentrl.observe.view import render_run_screen
+    from agentrl.observe.run_screen import render_run_screen
 
     state = run_state(reader)
     status = state.status
@@ -310,8 +310,8 @@ def run_prune(reader: RunReader, options: argparse.Namespace) -> RunAnswer:
     """`agentrl run prune [RUN] [--keep STEPS] [--dry-run]`."""
     from agentrl.inspection.render import pruned_page
     from agentrl.journal.port import PruneRule
-    from agentrl.journal.process import check_partitions_unlocked
     from agentrl.journal.pruning import prune
+    from agentrl.journal.run_process import check_partitions_unlocked
     from agentrl.journal.store import SqliteJournal
     from agentrl.orchestrator.checkpoints import resumable_versions
 
@@ -385,7 +385,7 @@ def _say(line: str) -> None:
 def run_mirror(options: argparse.Namespace) -> int:
     """`agentrl run mirror [RUN] --to PLACE`: until the run has ended."""
     from agentrl.cluster.mirror import Mirror, open_run_copy
-    from agentrl.journal.process import read_process_state
+    from agentrl.journal.run_process import read_process_state
 
     if not 0 < options.every <= 86_400:
         raise InputError("--every must be a number of seconds, at most 86400")

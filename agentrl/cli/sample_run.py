@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from agentrl.app.forks import fork
-from agentrl.app.parts import RunFactories
+from agentrl.app.run_parts import RunFactories
 from agentrl.app.training import Run, run_training
 from agentrl.cli.sample_environment import Propose, held_out_tasks, scripted_reply_tokens
 from agentrl.config.run import RunConfig

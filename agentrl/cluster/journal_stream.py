@@ -30,7 +30,7 @@ from agentrl.core.records import ProcessStatus
 from agentrl.engines.child_process import ChildProgram, LocalPlacement, Supervisor, die_with_parent
 from agentrl.engines.wire import WireMessage, read_frame, send
 from agentrl.journal.entries import JournalEntry
-from agentrl.journal.process import retry_until_writer_exits
+from agentrl.journal.run_process import retry_until_writer_exits
 from agentrl.journal.store import WorkerJournal, check_entry_size
 
 if TYPE_CHECKING:

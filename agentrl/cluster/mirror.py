@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import AgentRLError, InputError, JournalError, StorageError
 from agentrl.core.files import LOCAL, open_regular, os_error_advice
-from agentrl.journal.process import LOCK_FILE
+from agentrl.journal.run_process import LOCK_FILE
 from agentrl.journal.schema import CONTROL_FILE, open_database_to_read, open_database_to_write, read_meta_table
 
 CALL_S = 120.0

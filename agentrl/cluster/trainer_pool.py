@@ -31,8 +31,8 @@ from agentrl.cluster.session import (
 from agentrl.config.run import RunConfig
 from agentrl.config.sections import LOSSES
 from agentrl.core.clock import SystemClock
+from agentrl.core.custom_functions import FunctionCode, find_function_code, is_monkeypatched
 from agentrl.core.errors import AgentRLError, ConfigError, TrainerError, TrainerLostError
-from agentrl.core.functions import FunctionCode, find_function_code, is_monkeypatched
 from agentrl.core.records import ProcessStatus
 from agentrl.engines.child_process import gpu_visibility_variables
 
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
     from agentrl.config.devices import NodePlan
     from agentrl.core.records import PolicyVersion, StepReport, TrainBatch, Trajectory, Unit, WeightsRef
-    from agentrl.engines.transfer import WeightDestination
+    from agentrl.engines.weight_transfer import WeightDestination
     from agentrl.learn.ranks import Rendezvous
 
 PATIENCE_S = 60.0

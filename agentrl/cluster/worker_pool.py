@@ -30,7 +30,7 @@ from agentrl.core.clock import ATTEMPTS
 from agentrl.core.errors import AgentRLError, EngineError
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, ProcessStatus, dropped_header
 from agentrl.core.text import plural
-from agentrl.journal.process import NAMED
+from agentrl.journal.run_process import NAMED
 
 if TYPE_CHECKING:
     from agentrl.cluster.journal_stream import JournalReceiver

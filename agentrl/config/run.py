@@ -49,8 +49,8 @@ from agentrl.config.sections import (
     SamplingConfig,
     TrainerConfig,
 )
+from agentrl.core.custom_functions import Kind, installed_functions
 from agentrl.core.errors import ConfigError
-from agentrl.core.functions import Kind, installed_functions
 from agentrl.core.ids import is_safe_name
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
 """Shared vocabulary: records, ids, ports, clock, randomness, errors.
 
-Only `files`, `functions`, `machine` and `network` do I/O.
+Only `files`, `custom_functions`, `machine` and `network` do I/O.
 """

@@ -219,7 +219,7 @@ class ChatFormat(Protocol):
     fingerprint: bytes
     """Identifies tokenizer and template: formats with equal fingerprints produce equal tokens."""
     rewrites: tuple[str, ...]
-    """Ways in which the template rewrites earlier turns; see `rollout.template_history`."""
+    """Ways in which the template rewrites earlier turns; see `rollout.template_checks`."""
     forks: bool
     """Whether a rewritten history begins a new row; if not, the model keeps seeing the tokens it saw and sampled."""
 

@@ -4,9 +4,9 @@ The rewards are those of one policy in one seat over the episodes of a group, in
 order. Episodes are compared with episodes: agents of one episode share its outcome, so none is a baseline for another.
 The advantage is 0 for an episode alone in its group, and if all rewards are equal.
 
-If the members of a group do not wait for each other (`GroupReleaseRule`), the first m of K finishers are released together,
-with m fixed before any of them is sampled, and every later one when it finishes. Each member is compared with the first
-m - 1 finishers *among the others*, with weight 1.
+If the members of a group do not wait for each other (`GroupReleaseRule`), the first m of K finishers are released
+together, with m fixed before any of them is sampled, and every later one when it finishes. Each member is compared with
+the first m - 1 finishers *among the others*, with weight 1.
 
 This is unbiased, because a member's comparison set depends only on the others, whether it finished early or late. An
 early member is compared with the other m - 1 of the first m, which are the first m - 1 of the others; a late one with
@@ -23,8 +23,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
 
 from agentrl.core import ids
+from agentrl.core.custom_functions import FunctionDeclaration, check_options, declaration_of, find_function
 from agentrl.core.errors import InputError
-from agentrl.core.functions import FunctionDeclaration, check_options, declaration_of, find_function
 from agentrl.core.records import REWARD, Unit
 
 E = TypeVar("E", bound=Hashable)

@@ -134,21 +134,18 @@ class EngineConnection:
     async def generate(self, session: int, request: GenerateRequest, on_delta: NewTokensCallback | None) -> Completion:
         """Make one call of a session."""
         call = self.next_call()
+        message = wire.message_from_generate_request(call, session, request, deltas=on_delta is not None)
         if on_delta is not None:
             self._listeners[call] = (request.request_id, on_delta)
         try:
-            reply = await self.ask(
-                call, wire.message_from_generate_request(call, session, request, deltas=on_delta is not None)
-            )
+            reply = await self.ask(call, message)
         except asyncio.CancelledError:
             self.send(wire.CancelRequest(call=call))
             raise
         finally:
             self._listeners.pop(call, None)
         if not isinstance(reply, wire.CompletionReply):
-            raise EngineError(
-                f"call {request.request_id}: the engine's process sent an unexpected answer ({type(reply).__name__})"
-            )
+            raise EngineError(f"call {request.request_id}: unexpected answer of the engine: {type(reply).__name__}")
         return wire.completion_from_message(reply)
 
     async def serve(self, current: Collection[WeightsRef], pinned: Collection[WeightsRef]) -> None:
@@ -421,7 +418,7 @@ class ProcessEngine:
     """Capabilities of the engine, known once the process has served."""
     deliver: Callable[[PolicyVersion, str], Awaitable[None]] | None = None
     """Makes the trainer send full weights of a version to an address when the process asks; None: the process loads
-    files. Set by `app.parts.connect_engines_to_trainer`."""
+    files. Set by `app.run_parts.connect_engines_to_trainer`."""
 
     def __init__(
         self,

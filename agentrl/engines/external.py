@@ -1,4 +1,4 @@
-"""External policies, which no engine of the run serves: behind an endpoint (`remote.py`), or programs (bots).
+"""External policies, which no engine of the run serves: behind an endpoint (`remote_policy.py`), or programs (bots).
 
 Owns: the routing of calls to policies, and the calls of bots. An external policy receives the conversation as JSON
 lines (`rollout/byte_formats.py`), one token per byte; its completion is such a line with logprob 0, recorded and

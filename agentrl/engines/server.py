@@ -35,7 +35,7 @@ from agentrl.core.network import Listener
 from agentrl.core.ports import Engine
 from agentrl.engines import wire
 from agentrl.engines.child_process import MAKE_ROOM, PRIVATE_DIRECTORY_VARIABLE, die_with_parent
-from agentrl.engines.transfer import WeightReceivingEngine
+from agentrl.engines.weight_transfer import WeightReceivingEngine
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -19,7 +19,7 @@ from gymnasium import spaces
 from agentrl.core.errors import EnvironmentDefinitionError
 from agentrl.core.records import Message, Task
 from agentrl.environment.base import Environment, EpisodeLimits, LimitReachedError, TaskSource
-from agentrl.environment.plain_context import ParseText, UnjournaledContext
+from agentrl.environment.unjournaled_context import ParseText, UnjournaledContext
 
 Asked = tuple[tuple[Message, ...], "asyncio.Future[str]"]
 CHARACTERS = string.printable

@@ -28,7 +28,7 @@ import msgspec
 from agentrl.core.errors import InputError, JournalError
 from agentrl.exchange.episodes import encode_json
 from agentrl.exchange.files import decode_json, read_whole_file, walk_directories
-from agentrl.exchange.foreign import (
+from agentrl.exchange.imported_episodes import (
     NOT_RECORDED,
     ImportedAgent,
     ImportedEpisode,

@@ -26,7 +26,7 @@ from agentrl.exchange.formats import EXPORTS
 from agentrl.inspection.comparisons import FORKS, fork_tree
 from agentrl.inspection.search import episodes_with_words
 from agentrl.inspection.viewer.page import self_contained_page
-from agentrl.inspection.viewer.questions import QUESTIONS, Parameters, answer_episode_queries, as_json, run_summary
+from agentrl.inspection.viewer.queries import QUESTIONS, Parameters, answer_episode_queries, as_json, run_summary
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -43,7 +43,7 @@ class ImportFormat(NamedTuple):
 
     help: str
     read: str
-    """Reference `module:function`; called with a path, returns its episodes as `foreign.ImportedEpisode`."""
+    """Reference `module:function`; called with a path, returns its episodes as `imported_episodes.ImportedEpisode`."""
 
 
 IMPORTS: Mapping[str, ImportFormat] = {

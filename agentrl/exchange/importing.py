@@ -20,7 +20,8 @@ from agentrl.core.clock import SystemClock
 from agentrl.core.errors import EpisodeError, InputError, StorageError
 from agentrl.core.files import os_error_advice, rename_durably
 from agentrl.exchange.files import check_storable, staging_path
-from agentrl.exchange.foreign import (
+from agentrl.exchange.formats import IMPORTS
+from agentrl.exchange.imported_episodes import (
     ImportedReply,
     all_policy_replies,
     build_episode_header,
@@ -28,12 +29,11 @@ from agentrl.exchange.foreign import (
     make_journal_entries,
     missing_data,
 )
-from agentrl.exchange.formats import IMPORTS
 from agentrl.journal.entries import episode_digest
 from agentrl.journal.store import SqliteJournal
 
 if TYPE_CHECKING:
-    from agentrl.exchange.foreign import ImportedEpisode
+    from agentrl.exchange.imported_episodes import ImportedEpisode
     from agentrl.journal.entries import JournalEntry
 
 WORKER = "import"

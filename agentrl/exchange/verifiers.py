@@ -15,7 +15,7 @@ import msgspec
 
 from agentrl.core.errors import InputError
 from agentrl.exchange.files import decode_json, json_lines, walk_directories
-from agentrl.exchange.foreign import (
+from agentrl.exchange.imported_episodes import (
     UNKNOWN,
     ImportedAgent,
     ImportedEpisode,

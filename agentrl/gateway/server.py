@@ -33,10 +33,10 @@ from typing import TYPE_CHECKING, Any
 
 from agentrl.core.errors import AgentRLError, StorageError
 from agentrl.gateway import bodies
+from agentrl.gateway.anthropic_messages import AnthropicMessagesProtocol
 from agentrl.gateway.calls import ChatProtocol, ChatReply, ChatRequest, GatewaySeat, RequestRefusedError, bounded_repr
 from agentrl.gateway.chat_completions import ChatCompletionsProtocol, openai_refusal
-from agentrl.gateway.messages import AnthropicMessagesProtocol
-from agentrl.gateway.responses import OpenAIResponsesProtocol
+from agentrl.gateway.openai_responses import OpenAIResponsesProtocol
 
 if TYPE_CHECKING:
     from aiohttp import web

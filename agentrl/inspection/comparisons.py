@@ -14,7 +14,7 @@ from agentrl.core.errors import InputError, JournalError
 from agentrl.core.records import PolicyVersion
 from agentrl.inspection.reader import EpisodeLine, RunReader
 from agentrl.inspection.tokens import decode_int32
-from agentrl.journal.control import ADMISSION_COLUMNS, decode_admission_row
+from agentrl.journal.control_rows import ADMISSION_COLUMNS, decode_admission_row
 from agentrl.journal.entries import BeginEntry, EntryBody, RewardEntry, TurnEntry
 
 if TYPE_CHECKING:

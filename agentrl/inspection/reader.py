@@ -5,8 +5,8 @@ Needs neither torch, ray, numpy nor the environment's code. Returns content unes
 module; the answer is a record of plain data for any renderer and JSON. `COLUMNS` maps an episode's columns to SQL.
 
 Damage is found and named. SQLite stores any type in any column: queries trust the declared types, and rows are checked
-only after a query fails (`convert_damage_errors`), so that reading pays nothing for it. `verified_control_rows` leaves out rows
-with a wrong checksum and reports them; `check_json_encodable` refuses an entry that is neither text nor JSON.
+only after a query fails (`convert_damage_errors`), so that reading pays nothing for it. `verified_control_rows` leaves
+out rows with a wrong checksum and reports them; `check_json_encodable` refuses an entry that is neither text nor JSON.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from agentrl.core.clock import SystemClock
 from agentrl.core.errors import AgentRLError, InputError, JournalError
 from agentrl.core.records import ForkPoint, PolicyVersion
 from agentrl.inspection.ledger import RunLedger, run_ledger
-from agentrl.inspection.where import FilterColumn, parse_where_filter
-from agentrl.journal.control import row_checksum
+from agentrl.inspection.where_filter import FilterColumn, parse_where_filter
+from agentrl.journal.control_rows import row_checksum
 from agentrl.journal.entries import BeginEntry, EntryBody, JournalEntry, decode_entries
-from agentrl.journal.process import is_writer_dead, read_process_state
 from agentrl.journal.reader import TurnLogReader, load_fork_prefix
 from agentrl.journal.run_log import SqliteRunLog
+from agentrl.journal.run_process import is_writer_dead, read_process_state
 from agentrl.journal.schema import CONTROL_FILE, all_rows
 from agentrl.observe.run_state import SILENT_S, read_run_snapshot
 
@@ -158,7 +158,7 @@ def verified_control_rows(
 
     Args:
         log: the run's control log.
-        table: one of `journal.control.CHECKED`.
+        table: one of `journal.control_rows.CHECKED`.
         condition: SQL, optionally with ORDER BY or LIMIT; a constant of this package, never content.
         parameters: values of its placeholders.
         problems: receives a message for each row with a wrong checksum.
@@ -354,7 +354,8 @@ class RunReader:
         among: Collection[str] | None = None,
         training_first: bool = False,
     ) -> list[EpisodeLine]:
-        """Return the episodes that pass a filter (`where.parse_where_filter`), sorted by a column; those without a value come last.
+        """Return the episodes that pass a filter (`where_filter.parse_where_filter`), sorted by a column; those without
+        a value come last.
 
         Args:
             where: the filter.

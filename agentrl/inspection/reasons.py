@@ -17,7 +17,7 @@ from agentrl.inspection.conversation import (
     reward_components,
 )
 from agentrl.inspection.reader import verified_control_rows
-from agentrl.journal.control import decode_admission_row, decode_baselines_row
+from agentrl.journal.control_rows import decode_admission_row, decode_baselines_row
 from agentrl.observe.alarms import ADVICE_ON_DROPS
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from rich.text import Text
 from agentrl.core.text import escape_line, escape_text, format_rate, plural
 from agentrl.inspection.statistics import win_rate_matrix
 from agentrl.observe.metrics import find_registered_metric
-from agentrl.observe.view import plot_curve
+from agentrl.observe.run_screen import plot_curve
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

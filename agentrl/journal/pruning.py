@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import StorageError
-from agentrl.journal.control import ADMISSION_COLUMNS, LINE, UNRESOLVED, decode_admission_row
+from agentrl.journal.control_rows import ADMISSION_COLUMNS, LINE, UNRESOLVED, decode_admission_row
 from agentrl.journal.port import PruneTotals
 from agentrl.journal.schema import (
     CONTROL_FILE,

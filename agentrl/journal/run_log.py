@@ -15,7 +15,7 @@ import msgspec
 
 from agentrl.core.errors import JournalError
 from agentrl.core.records import PolicyVersion, Proposal, WeightsRef
-from agentrl.journal.control import (
+from agentrl.journal.control_rows import (
     ADMISSION_COLUMNS,
     EPISODE_COLUMNS,
     LINE,

@@ -32,12 +32,12 @@ import msgspec
 from agentrl.core.clock import Clock, SystemClock
 from agentrl.core.errors import EpisodeError, InputError, StorageError
 from agentrl.core.ids import is_safe_name
-from agentrl.journal import control
+from agentrl.journal import control_rows
 from agentrl.journal.entries import entry_checksum
-from agentrl.journal.process import RunLock, find_writing_process
 from agentrl.journal.pruning import prune
 from agentrl.journal.reader import TurnLogReader, load_fork_prefix
 from agentrl.journal.run_log import START_KEY, ControlLogReader, RunStart, SqliteRunLog
+from agentrl.journal.run_process import RunLock, find_writing_process
 from agentrl.journal.schema import (
     CONTROL_FILE,
     MAX_VALUE_BYTES,
@@ -195,8 +195,9 @@ class SqliteTurnLog:
         ]
 
     def _discard_unpublished(self, partitions: Sequence[Path]) -> None:
-        """Discard the unpublished commits that killed writers left (see `open_database_to_write`): their entries must not appear
-        once an episode was taken over without them. A writer that lives did so when it opened its partition."""
+        """Discard the unpublished commits that killed writers left (see `open_database_to_write`): their entries must
+        not appear once an episode was taken over without them. A writer that lives did so when it opened its
+        partition."""
         for path in partitions:
             open_database_to_write(path, "turns", {}, run=self._run).close()
             self._discarded[path.name] = _log_state(path)
@@ -273,7 +274,7 @@ class ControlTableWriter:
     def write(self, connection: sqlite3.Connection, items: list[Sequence[Any]]) -> None:
         """Insert rows, each with its checksum last if the table has one; called by the writer."""
         if self.checksum:
-            items = [control.with_checksum(self.name, item) for item in items]
+            items = [control_rows.with_checksum(self.name, item) for item in items]
         insert_rows(connection, self._insert, self._width, items)
 
 
@@ -284,9 +285,9 @@ class ControlTables:
         def record(name: str, columns: str) -> ControlTableWriter:
             return ControlTableWriter(database, name, columns, checksum=True, once=True)
 
-        self.admissions = record("admissions", control.ADMISSION_COLUMNS)
-        self.episodes = record("episodes", control.EPISODE_COLUMNS)
-        self.trajectories = record("trajectories", control.TRAJECTORY_COLUMNS)
+        self.admissions = record("admissions", control_rows.ADMISSION_COLUMNS)
+        self.episodes = record("episodes", control_rows.EPISODE_COLUMNS)
+        self.trajectories = record("trajectories", control_rows.TRAJECTORY_COLUMNS)
         self.unit_drops = record("unit_drops", "episode attempt policy reason dropped_at")
         self.proposals = record("proposals", "number episode attempt call environment key structure")
         self.baselines = record("baselines", "group_id finishers earlier")
@@ -345,7 +346,7 @@ class SqliteJournal(ControlLogReader):
         self._writer.add(database)
         self._turn_logs: dict[str, SqliteTurnLog] = {}
         self._turns = TurnLogReader(self.directory)
-        self._learning = control.learning_policies(self.info())
+        self._learning = control_rows.learning_policies(self.info())
 
     def turn_log(self, worker: str) -> SqliteTurnLog:
         """Return the partition of a worker, created if missing.
@@ -366,15 +367,15 @@ class SqliteJournal(ControlLogReader):
             InputError: the data of a task cannot be serialised; none is admitted.
         """
         now = self._clock.wall()
-        self._writer.put(*[(self._tables.admissions, control.encode_admission_row(spec, now)) for spec in specs])
+        self._writer.put(*[(self._tables.admissions, control_rows.encode_admission_row(spec, now)) for spec in specs])
 
     async def commit_episode(
         self, spec: EpisodeSpec, header: EpisodeHeader, digest: bytes, metrics: Mapping[str, float], detail: str = ""
     ) -> None:
         """Record a committed or dropped episode once its entries are on disk; waits for the disk."""
         tables = self._tables
-        row = control.encode_episode_row(spec, header, digest, metrics, detail, self._clock.wall(), self._learning)
-        trajectories = [(tables.trajectories, trajectory) for trajectory in control.encode_trajectory_rows(header)]
+        row = control_rows.encode_episode_row(spec, header, digest, metrics, detail, self._clock.wall(), self._learning)
+        trajectories = [(tables.trajectories, trajectory) for trajectory in control_rows.encode_trajectory_rows(header)]
         self._writer.put((tables.episodes, row), *trajectories)
         await self._writer.wait()
 
@@ -388,20 +389,20 @@ class SqliteJournal(ControlLogReader):
 
     def record_baselines(self, baselines: FrozenGroupBaselines) -> None:
         """See `JournalStore.record_baselines`."""
-        self._writer.put((self._tables.baselines, control.encode_baselines_row(baselines)))
+        self._writer.put((self._tables.baselines, control_rows.encode_baselines_row(baselines)))
 
     def record_version(self, weights: WeightsRef, parent: PolicyVersion | None) -> None:
         """See `JournalStore.record_version`."""
-        self._writer.put((self._tables.versions, control.encode_version_row(weights, parent, self._clock.wall())))
+        self._writer.put((self._tables.versions, control_rows.encode_version_row(weights, parent, self._clock.wall())))
 
     def record_step(self, row: StepRow) -> None:
         """See `JournalStore.record_step`."""
-        units = [(self._tables.step_units, unit) for unit in control.encode_step_unit_rows(row)]
-        self._writer.put((self._tables.steps, control.encode_step_row(row, self._clock.wall())), *units)
+        units = [(self._tables.step_units, unit) for unit in control_rows.encode_step_unit_rows(row)]
+        self._writer.put((self._tables.steps, control_rows.encode_step_row(row, self._clock.wall())), *units)
 
     def record_metrics(self, policy: str, step: int, values: Mapping[str, float]) -> None:
         """Record metric values at a step; NaN and infinity become NULL."""
-        rows = control.encode_metric_rows(policy, step, values, self._clock.wall())
+        rows = control_rows.encode_metric_rows(policy, step, values, self._clock.wall())
         self._writer.put(*[(self._tables.metrics, row) for row in rows])
 
     def record_start(self, start: RunStart) -> None:

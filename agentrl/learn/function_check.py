@@ -5,7 +5,7 @@ with a gradient, return the same when called again, leave its input and the rand
 on the order of rows nor on the values of ids, which ranks and micro-batches change. An advantage is called on groups
 like those of runs.
 
-Owns: the batches and groups, the findings. Does not own: finding the functions (`core.functions`).
+Owns: the batches and groups, the findings. Does not own: finding the functions (`core.custom_functions`).
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from agentrl.config.sections import LOSSES, LossConfig, TrainerConfig
+from agentrl.core.custom_functions import FunctionDeclaration
 from agentrl.core.errors import AgentRLError
-from agentrl.core.functions import FunctionDeclaration
 from agentrl.credit.advantages import AdvantageEstimator, Group, make_advantage_estimator
 from agentrl.learn.loss_batch import IDS, LossBatch, TokenColumns, TokenGradients
 from agentrl.learn.losses import Loss, make_loss

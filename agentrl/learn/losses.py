@@ -29,8 +29,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from agentrl.core.custom_functions import (
+    FunctionCode,
+    FunctionDeclaration,
+    check_options,
+    declaration_of,
+    find_function_code,
+)
 from agentrl.core.errors import LossError
-from agentrl.core.functions import FunctionCode, FunctionDeclaration, check_options, declaration_of, find_function_code
 from agentrl.learn.loss_batch import LOG_RATIO_LIMIT, Id, LossBatch, TokenGradients
 
 if TYPE_CHECKING:

@@ -53,14 +53,14 @@ from agentrl.core.ids import stable_hash64
 from agentrl.core.records import PolicyVersion, StepReport, TrainingSample, WeightsRef
 from agentrl.credit.samples import input_digest, row_digest, token_lags, trained_positions
 from agentrl.engines.models import dtype_name
-from agentrl.engines.transfer import (
+from agentrl.engines.versions import Canary
+from agentrl.engines.weight_transfer import (
     FileSender,
     PublishedWeightSource,
     WeightDestination,
     WeightSenders,
     WeightTransferConnection,
 )
-from agentrl.engines.versions import Canary
 from agentrl.learn.loss_batch import LOG_RATIO_LIMIT
 from agentrl.learn.packing import MicroBatch
 from agentrl.learn.ranks import exhaust_on_exit, gather_tensors_sequentially, local_row_slice, local_shard

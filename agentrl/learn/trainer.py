@@ -30,18 +30,18 @@ from torch import Tensor
 
 from agentrl.config.run import RunConfig
 from agentrl.core.clock import SystemClock
+from agentrl.core.custom_functions import FunctionCode
 from agentrl.core.errors import ConfigError, NonFiniteError, StorageError, TrainerError
-from agentrl.core.functions import FunctionCode
 from agentrl.core.records import PolicyVersion, StepReport, TrainBatch, TrainingSample, Unit, WeightsRef
 from agentrl.credit.advantages import generalized_advantages
 from agentrl.credit.samples import ReadUnits, read_samples
-from agentrl.engines.transfer import WeightDestination
+from agentrl.engines.weight_transfer import WeightDestination
 from agentrl.journal.rows import make_unit_reader
 from agentrl.learn.forward import TOP_TOKENS, HeadOutput
 from agentrl.learn.learner import Learner, StepAccumulator
 from agentrl.learn.loss_batch import LossBatch, TokenColumns, TokenGradients
 from agentrl.learn.losses import SUMS, Loss, loss_metrics, make_loss, token_metric_sums
-from agentrl.learn.memory import shard_count
+from agentrl.learn.memory_prediction import shard_count
 from agentrl.learn.models import PolicyModel, load_models, load_references
 from agentrl.learn.packing import MicroBatch, pack
 from agentrl.learn.ranks import (

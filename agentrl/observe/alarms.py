@@ -1,8 +1,8 @@
 """Alarms: problems in a run that do not end it, each with advice. Pure functions of `RunState`.
 
 An alarm looks at a window of the newest steps, so that a single odd step raises none, and stays silent if its inputs
-were not measured. The name of an alarm is stable; its text contains the measured values. `find_alarms.jsonl` has a line for
-each alarm that a run raised.
+were not measured. The name of an alarm is stable; its text contains the measured values. `find_alarms.jsonl` has a line
+for each alarm that a run raised.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol, TextIO
 
 from agentrl.core.clock import SystemClock
 from agentrl.core.text import format_rate, plural
-from agentrl.observe.view import format_duration, render_run_screen, terminal_safe_line
+from agentrl.observe.run_screen import format_duration, render_run_screen, terminal_safe_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping

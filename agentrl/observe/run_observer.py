@@ -20,6 +20,7 @@ from agentrl.core.clock import Clock, SystemClock
 from agentrl.core.text import escape_line, plural
 from agentrl.observe.alarms import find_alarms, write_alarm
 from agentrl.observe.progress import Display, make_progress_display, spinner
+from agentrl.observe.run_screen import plot_curve
 from agentrl.observe.run_state import (
     MetricsFile,
     RunDisplaySettings,
@@ -31,7 +32,6 @@ from agentrl.observe.run_state import (
     write_run_snapshot,
 )
 from agentrl.observe.sinks import Sink
-from agentrl.observe.view import plot_curve
 
 if TYPE_CHECKING:
     from types import TracebackType

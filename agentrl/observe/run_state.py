@@ -195,7 +195,7 @@ class RunState:
     policies: dict[str, PolicyMetricHistory] = field(default_factory=dict)
     status: RunSnapshot | None = None
     standing: str = "running"
-    """State of the process that leads the run: `running`, or how it ended; see `agentrl.journal.process`."""
+    """State of the process that leads the run: `running`, or how it ended; see `agentrl.journal.run_process`."""
     problem: str = ""
     """Description of parts of the run that could not be read, for people."""
 

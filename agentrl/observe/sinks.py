@@ -19,7 +19,7 @@ from typing import Any, Literal, Protocol
 from agentrl.core.errors import ConfigError
 from agentrl.core.machine import install_command
 from agentrl.observe.metrics import find_registered_metric
-from agentrl.observe.view import terminal_safe_line
+from agentrl.observe.run_screen import terminal_safe_line
 
 SinkName = Literal["trackio", "wandb", "tensorboard"]
 

@@ -36,7 +36,7 @@ from agentrl.environment.registry import name_of, resolve
 from agentrl.journal.port import JournalStore
 from agentrl.orchestrator.buffer import EpisodeBuffer, UnitDrop
 from agentrl.orchestrator.tasks import MEMORY_SIZE, ProposalNoveltyTracker, Seen
-from agentrl.rollout.context import MAX_CHILD_DEPTH
+from agentrl.rollout.episode_context import MAX_CHILD_DEPTH
 
 PREFIX: Mapping[Purpose, str] = {"train": "e", "evaluate": "v", "replay": "p", "fork": "f"}
 LATER: Mapping[Purpose, int] = {"train": 0, "fork": 1, "replay": 1, "evaluate": 2}

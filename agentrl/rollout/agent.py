@@ -1,8 +1,8 @@
 """One agent of a running episode: the engine samples its turns, or the journal replays them.
 
-`LiveAgent.act` handles a turn: it turns new messages into tokens (`AgentTokenRows`), gets the call's id in the journal and,
-if the journal does not hold the reply, samples it with the engine. Each interruption costs one more engine call: an
-abort, a park, the loss of the engine, the death of the previous process.
+`LiveAgent.act` handles a turn: it turns new messages into tokens (`AgentTokenRows`), gets the call's id in the journal
+and, if the journal does not hold the reply, samples it with the engine. Each interruption costs one more engine call:
+an abort, a park, the loss of the engine, the death of the previous process.
 
 Invariants
 1. A turn is in the journal before the environment sees it, with the tokens exactly as they were sampled.
@@ -53,7 +53,7 @@ from agentrl.observe.metrics import DEMONSTRATED, GATE_PASSED, GATE_REFUSED
 from agentrl.rollout.branches import shortened_repr
 from agentrl.rollout.byte_formats import JsonChatFormat
 from agentrl.rollout.call_journal import CallExecution, encode, encode_arguments
-from agentrl.rollout.template_history import applicable_rewrite_causes
+from agentrl.rollout.template_checks import applicable_rewrite_causes
 from agentrl.rollout.turn_entries import completion_from_entry, decode_message, encode_message
 
 if TYPE_CHECKING:

@@ -1,14 +1,14 @@
 """Chat formats that need no tokenizer: a token is a UTF-8 byte.
 
-`PlainChatFormat` is for tests, simulations and the environment checker: ids 256 and above are control tokens, tool calls
-are written in the Hermes form, and content never becomes a control token. It needs no files and no libraries, and costs
-little compared with the loop it tests.
+`PlainChatFormat` is for tests, simulations and the environment checker: ids 256 and above are control tokens, tool
+calls are written in the Hermes form, and content never becomes a control token. It needs no files and no libraries, and
+costs little compared with the loop it tests.
 
 `JsonChatFormat` is for policies behind a chat endpoint, which take messages and return a message; their tokens are not
 visible. The context is the conversation itself, a JSON line per message in OpenAI's form (the first may hold the
-tools), and the engine (`engines/remote.py`) reads it back, so journal, replay and forks work as for any other policy. A
-line with `refused` is not a message: the endpoint declined to answer. If it names a limit, such as the length of the
-context, the line has `limit`. A line's `usage` is the endpoint's own count of tokens, which is never sent back.
+tools), and the engine (`engines/remote_policy.py`) reads it back, so journal, replay and forks work as for any other
+policy. A line with `refused` is not a message: the endpoint declined to answer. If it names a limit, such as the length
+of the context, the line has `limit`. A line's `usage` is the endpoint's own count of tokens, which is never sent back.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ from agentrl.rollout.chat_template import (
     tool_for_template,
     valid_unicode,
 )
-from agentrl.rollout.template_history import (
+from agentrl.rollout.template_checks import (
     common_prefix_length,
     detect_thinking_message_form,
     rewrite_causes,

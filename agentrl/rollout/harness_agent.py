@@ -39,7 +39,7 @@ from agentrl.journal.entries import ExternalRequestParameters, TurnEntry, encode
 from agentrl.rollout.agent import CHARACTERS_PER_TOKEN, LiveAgent, TurnSampler
 from agentrl.rollout.branches import describe_entry, shortened_repr
 from agentrl.rollout.byte_formats import JsonChatFormat
-from agentrl.rollout.template_history import common_prefix_length
+from agentrl.rollout.template_checks import common_prefix_length
 from agentrl.rollout.token_tree import TokenTree, tools_text
 from agentrl.rollout.turn_entries import completion_from_entry, encode_message, slice_completion
 
@@ -531,7 +531,7 @@ async def open_endpoint(
     perform: Callable[..., Awaitable[Any]],
 ) -> AsyncIterator[Endpoint]:
     """Open the endpoint of `EpisodeContext.endpoint`; adds the agents of the seats to `agents`. `perform` is
-    `context.perform_effect`."""
+    `episode_context.perform_effect`."""
     spec, journal = episode.spec, episode.journal
     is_replay = spec.purpose == "replay"
     if is_replay and not recall:

@@ -35,7 +35,6 @@ from agentrl.gateway.server import Gateway
 from agentrl.journal.entries import BeginEntry, JournalEntry, SeatSettings, code_digest
 from agentrl.journal.port import TurnLog
 from agentrl.rollout.call_journal import CallJournal, begin_branch, current_branch
-from agentrl.rollout.context import LiveEpisodeContext
 from agentrl.rollout.episode import (
     AS_THE_RUN,
     LiveEpisode,
@@ -45,6 +44,7 @@ from agentrl.rollout.episode import (
     TimeLimit,
     WorkerServices,
 )
+from agentrl.rollout.episode_context import LiveEpisodeContext
 from agentrl.rollout.harness_agent import external_turns_with_context
 from agentrl.rollout.kv_budget import kv_budget_of
 from agentrl.rollout.turn_entries import EpisodePartialTurns

@@ -1,7 +1,8 @@
 """Turns on disk: the journal entry of a finished turn, and the partials of a turn in progress.
 
 `completion_from_entry` reads an entry back. `PartialTurn` collects a turn over several engine calls and, if need be,
-several processes; `EpisodePartialTurns` decides when new tokens are written to disk, and reads those of an earlier process.
+several processes; `EpisodePartialTurns` decides when new tokens are written to disk, and reads those of an earlier
+process.
 
 Invariants: tokens reach the disk in order, each once; tokens read from disk are never sampled again; a turn that ends
 before `FIRST_SECONDS` writes no partial.

@@ -1,7 +1,7 @@
 """Calibration: makes a plan from a real run, with the lengths, turns, tools, engines and trainers in its journal.
 
-Only data of the journal is used. The speed of engines is fitted to the seconds of turns (`fit_engine_rates`). A turn takes
-the seconds of its tokens, each as long as a forward pass with all running calls, and the seconds of the contexts
+Only data of the journal is used. The speed of engines is fitted to the seconds of turns (`fit_engine_rates`). A turn
+takes the seconds of its tokens, each as long as a forward pass with all running calls, and the seconds of the contexts
 computed during it, its own and those of others. Seconds per token do not fall as more calls run; nothing else is
 assumed about their curve, which is fitted at powers of two with enough turns and extrapolated linearly beyond the last
 two.

@@ -2,8 +2,8 @@
 
     agentrl simulate examples/07_simulate.toml
 
-The settings of a run have their production names and are passed on unchanged (`SimulationPlan.config`), so production's checks
-hold here too. Further bounds limit a plan's size: far beyond any real one, and small enough to be simulated in
+The settings of a run have their production names and are passed on unchanged (`SimulationPlan.config`), so production's
+checks hold here too. Further bounds limit a plan's size: far beyond any real one, and small enough to be simulated in
 reasonable time.
 
 `QuantileDistribution` is given by its quantiles. `GPUS` and `MODELS` estimate the speed of engines and trainers by the
@@ -30,7 +30,7 @@ from agentrl.config.fields import Episodes, MaybeSteps, Positive, Section, Share
 from agentrl.config.load import describe_validation_error, format_short, read_toml, validate_section
 from agentrl.config.run import RunConfig
 from agentrl.core.errors import ConfigError
-from agentrl.rollout.context import MAX_CHILD_DEPTH
+from agentrl.rollout.episode_context import MAX_CHILD_DEPTH
 
 MOST = 10_000_000
 """Maximum tokens, seconds or turns of a prompt, an episode, a tool or a step; far beyond any real plan."""

@@ -17,7 +17,7 @@ from agentrl.core.errors import ConfigError
 from agentrl.environment.base import Environment
 from agentrl.inspection.render import TerminalPage, run_timeline_page
 from agentrl.simulation.plan import SimulationPlan
-from agentrl.simulation.program import make_root_environment
+from agentrl.simulation.simulated_environments import make_root_environment
 
 if TYPE_CHECKING:
     from agentrl.inspection.timelines import RunTimeline

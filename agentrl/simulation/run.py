@@ -28,8 +28,13 @@ from agentrl.journal.port import PruneTotals
 from agentrl.orchestrator.versions import ServedVersions
 from agentrl.rollout.worker import AsyncioWorker
 from agentrl.simulation.engine import EmulatedEngine
-from agentrl.simulation.program import LengthChatFormat, SimulatedTasks, make_root_environment, requested_turn_length
 from agentrl.simulation.recording_trainer import RecordingTrainer
+from agentrl.simulation.simulated_environments import (
+    LengthChatFormat,
+    SimulatedTasks,
+    make_root_environment,
+    requested_turn_length,
+)
 from agentrl.simulation.virtual_time import VirtualTimeEventLoop
 
 if TYPE_CHECKING:

@@ -43,7 +43,7 @@ from agentrl.journal.entries import (
     ToolEntry,
     TurnEntry,
 )
-from agentrl.observe.blocked import watch_event_loop
+from agentrl.observe.blocked_loop import watch_event_loop
 from agentrl.rollout.branches import REMEDY, shortened_repr
 from agentrl.rollout.harness_agent import describe_request_difference, external_turns_with_context
 from agentrl.simulation.virtual_time import simulate

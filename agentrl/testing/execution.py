@@ -1,4 +1,5 @@
-"""Plays episodes in memory with a scripted policy: `execute_episode` for the checker, over a recorded prefix; `play` for tests.
+"""Plays episodes in memory with a scripted policy: `execute_episode` for the checker, over a recorded prefix; `play`
+for tests.
 
 `random_policy` is a policy without a model; `play` uses the replies of a test.
 """
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
     from agentrl.environment.base import Environment, OnCodeChange
     from agentrl.journal.entries import JournalEntry
     from agentrl.journal.port import JournalStore
-    from agentrl.rollout.context import LiveEpisodeContext
+    from agentrl.rollout.episode_context import LiveEpisodeContext
 
 POLICY = "random"
 PARTITION = "0"

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from agentrl.environment.base import valid_unicode
-from agentrl.observe.blocked import is_user_code
+from agentrl.observe.blocked_loop import is_user_code
 from agentrl.rollout.call_journal import running_branch
 
 if TYPE_CHECKING:

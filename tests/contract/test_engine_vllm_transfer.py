@@ -13,8 +13,8 @@ import torch
 
 from agentrl.core.errors import EngineError, TrainerError
 from agentrl.core.records import PolicyVersion
-from agentrl.engines import transfer, wire
-from agentrl.engines.transfer import (
+from agentrl.engines import weight_transfer, wire
+from agentrl.engines.weight_transfer import (
     FileSender,
     PublishedWeightSource,
     WeightDestination,
@@ -60,7 +60,7 @@ def test_weights_that_a_trainer_sends_serve_as_those_of_its_file_would(
     make_vllm: MakeVllm, zoo: ModelZoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The published files are of no use but for their canaries: what serves is what was sent."""
-    monkeypatch.setattr(transfer, "CHUNK_BYTES", 1 << 16)
+    monkeypatch.setattr(weight_transfer, "CHUNK_BYTES", 1 << 16)
 
     async def main() -> None:
         engine, context = make_vllm(), prompt(40)
@@ -102,7 +102,7 @@ def test_what_a_trainer_cannot_send_is_loaded_from_its_file(
     make_vllm: MakeVllm, zoo: ModelZoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It dies before, or in the middle, while vLLM stands still; it offers another model; it sends half of it."""
-    monkeypatch.setattr(transfer, "CHUNK_BYTES", 1 << 16)
+    monkeypatch.setattr(weight_transfer, "CHUNK_BYTES", 1 << 16)
 
     async def main() -> None:
         engine, context = make_vllm(), prompt(40)
@@ -169,7 +169,7 @@ class Listens(WeightTransferConnection):
 
     def _request(self, message: Any) -> Any:
         self.asked.append((message.method, message.info))
-        return transfer.TransferReply()
+        return weight_transfer.TransferReply()
 
 
 TENSORS = {"a.weight": torch.zeros(4, 2, dtype=torch.bfloat16), "b.bias": torch.zeros(3)}
@@ -185,7 +185,11 @@ def test_shared_memory_is_described_as_vllm_takes_it_without_a_class_on_the_way(
 
     link, source = Listens(), PublishedWeightSource(TENSORS, iter(TENSORS.items()))
     found: Any = senders.trainer_init_info(IPC, source)
-    assert (found.backend, found.packed, found.packed_buffer_size_bytes) == ("agentrl_ipc", True, transfer.CHUNK_BYTES)
+    assert (found.backend, found.packed, found.packed_buffer_size_bytes) == (
+        "agentrl_ipc",
+        True,
+        weight_transfer.CHUNK_BYTES,
+    )
     assert found.is_sender
     sender: Any = senders.IpcSender.__new__(senders.IpcSender)  # its __init__ asks CUDA for the card
     sender.client = link
@@ -194,8 +198,10 @@ def test_shared_memory_is_described_as_vllm_takes_it_without_a_class_on_the_way(
     )
     ((method, info),) = link.asked
     assert method == "update"
-    sent = transfer._REQUEST.decode(wire.encode_frame(transfer.TransferCall(method="update", info=info))[4:])
-    assert isinstance(sent, transfer.TransferCall)
+    sent = weight_transfer._REQUEST.decode(
+        wire.encode_frame(weight_transfer.TransferCall(method="update", info=info))[4:]
+    )
+    assert isinstance(sent, weight_transfer.TransferCall)
     handles = {gpu: worker.cuda_handle_from_plain(handle) for gpu, handle in sent.info["ipc_handles"].items()}
     assert handles == {"GPU-1": SHARED + HANDLE}
     taken = IPCWeightTransferUpdateInfo(**{**sent.info, "ipc_handles": handles})

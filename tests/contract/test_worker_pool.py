@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from agentrl.app.parts import make_workers
+from agentrl.app.run_parts import make_workers
 from agentrl.cluster import worker_wire
 from agentrl.cluster.worker_pool import WorkerPool
 from agentrl.core.clock import SystemClock
@@ -181,7 +181,7 @@ def test_a_turn_that_a_killed_worker_was_sampling_goes_on_from_its_last_token_on
 
 def test_a_stopped_worker_holds_up_nobody_else_and_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agentrl.cluster.worker_process.BEHIND_S", 1.5)
-    monkeypatch.setattr("agentrl.app.parts.SILENCE_S", 6.0)
+    monkeypatch.setattr("agentrl.app.run_parts.SILENCE_S", 6.0)
 
     async def main() -> None:
         async with workplace(tmp_path, 2, max_in_flight=12) as at:
@@ -279,7 +279,7 @@ def test_a_parent_of_a_child_that_kills_workers_goes_on_without_it(tmp_path: Pat
 HOLDS = """
 import sys
 from pathlib import Path
-from agentrl.journal.process import RunLock
+from agentrl.journal.run_process import RunLock
 lock = RunLock(Path(sys.argv[1]), "turns-0.lock")
 print("held", flush=True)
 sys.stdin.read()
@@ -455,9 +455,9 @@ def test_an_event_of_an_episode_crosses_in_at_most_256_bytes(tmp_path: Path) -> 
             "ChildEpisodeEnded",
             "RememberProposal",
             "ProposalReply",
-            "Park",
+            "ParkEpisode",
             "EpisodeParked",
-            "Unpark",
+            "UnparkEpisode",
         }
         assert max(events.values()) <= EVENT_BYTES, events
         (sent,) = {size for said, size in placement.frames if isinstance(said, worker_wire.SpawnChildEpisodes)}

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.app.assemble import attach_local_worker, make_dispatcher
-from agentrl.app.parts import make_chat_format, make_workers
 from agentrl.app.recovery import ResumeState
+from agentrl.app.run_parts import make_chat_format, make_workers
 from agentrl.cluster.worker_pool import WorkerPool
 from agentrl.config.run import RunConfig
 from agentrl.core.clock import SystemClock

@@ -18,7 +18,7 @@ import pytest
 
 from agentrl.core.clock import SystemClock
 from agentrl.inspection.reader import RunReader
-from agentrl.journal.process import check_partitions_unlocked, retry_until_writer_exits
+from agentrl.journal.run_process import check_partitions_unlocked, retry_until_writer_exits
 from benchmarks import coevolution_kills, durability_deterministic
 from benchmarks.killed_runs import digests
 from tests.processes import descendants, running

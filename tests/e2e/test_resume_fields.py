@@ -19,7 +19,7 @@ from agentrl.config.load import check_settings_unchanged
 from agentrl.config.run import RunConfig
 from agentrl.core.errors import ConfigError, StorageError
 from agentrl.inspection.reader import RunReader
-from agentrl.journal.control import row_checksum
+from agentrl.journal.control_rows import row_checksum
 from agentrl.journal.entries import BeginEntry, JournalEntry, TurnEntry, encode_body, entry_checksum, episode_digest
 from agentrl.observe.run_state import SILENT_S, read_run_snapshot, write_run_snapshot
 from benchmarks.resume_fields import (

@@ -19,7 +19,7 @@ from agentrl.config.run import RunConfig
 from agentrl.environments.propose_and_solve import env
 from agentrl.inspection.reader import RunReader
 from agentrl.inspection.steps import step_list
-from agentrl.journal.control import row_checksum
+from agentrl.journal.control_rows import row_checksum
 
 pytestmark = [pytest.mark.learning, pytest.mark.slow, pytest.mark.timeout(300)]
 

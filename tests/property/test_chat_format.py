@@ -1,4 +1,4 @@
-"""TemplateChatFormat and PlainChatFormat on arbitrary content and arbitrary samples, with the shipped model's tokenizer."""
+"""`TemplateChatFormat` and `PlainChatFormat` on arbitrary content and samples, with the shipped model's tokenizer."""
 
 from __future__ import annotations
 

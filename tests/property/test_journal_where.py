@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from agentrl.core.errors import InputError
 from agentrl.core.text import escape_line, escape_text
-from agentrl.inspection.where import MAX_DEPTH, FilterColumn, parse_where_filter
+from agentrl.inspection.where_filter import MAX_DEPTH, FilterColumn, parse_where_filter
 
 pytestmark = pytest.mark.property
 

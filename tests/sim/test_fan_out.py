@@ -14,7 +14,7 @@ from agentrl.core.errors import CheckFailedError, EpisodeError
 from agentrl.core.records import PolicyVersion, SeatBinding, Task
 from agentrl.journal.entries import SpawnEntry
 from agentrl.rollout.branches import ReplayOrder
-from agentrl.rollout.context import MAX_UNDECLARED
+from agentrl.rollout.episode_context import MAX_UNDECLARED
 from agentrl.simulation.virtual_time import simulate
 from agentrl.testing.execution import POLICY, execute_episode, random_policy
 from agentrl.testing.memory_journal import Admission, EpisodeEnd

@@ -16,7 +16,7 @@ from agentrl.engines.fleet import ReplicatedEngine
 from agentrl.simulation.calibration import TimedTurn, fit_engine_rates
 from agentrl.simulation.engine import EmulatedEngine
 from agentrl.simulation.plan import DecodeRateCurve
-from agentrl.simulation.program import requested_turn_length
+from agentrl.simulation.simulated_environments import requested_turn_length
 from agentrl.simulation.virtual_time import simulate
 
 pytestmark = pytest.mark.sim

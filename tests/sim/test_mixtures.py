@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 import agentrl
-from agentrl.app.parts import environment_of, held_out_task_splits, task_source
 from agentrl.app.policies import units_per_root_group
 from agentrl.app.recovery import read_resume_state
+from agentrl.app.run_parts import environment_of, held_out_task_splits, task_source
 from agentrl.config.run import RunConfig
 from agentrl.core.errors import ConfigError, EnvironmentDefinitionError, InputError
 from agentrl.core.records import Task

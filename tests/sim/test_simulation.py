@@ -15,8 +15,8 @@ from agentrl.core.ports import GenerateRequest, SamplingParams
 from agentrl.core.records import Completion, PolicyVersion, VersionSpan, WeightsRef
 from agentrl.simulation.engine import EmulatedEngine
 from agentrl.simulation.plan import QuantileDistribution, SimulationPlan
-from agentrl.simulation.program import SimulatedTasks, requested_turn_length
 from agentrl.simulation.run import Scenario, SimulationResult, simulate_run
+from agentrl.simulation.simulated_environments import SimulatedTasks, requested_turn_length
 from agentrl.simulation.virtual_time import simulate
 from benchmarks import scheduling_memory
 

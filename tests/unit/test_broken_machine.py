@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.app.parts import check_vllm_usable
+from agentrl.app.run_parts import check_vllm_usable
 from agentrl.cli import doctor
 from agentrl.cli.environments import FILES, write_environment
 from agentrl.cli.main import main

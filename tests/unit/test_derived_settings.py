@@ -10,9 +10,15 @@ from typing import Any
 
 import pytest
 
-from agentrl.app import memory as planned
-from agentrl.app import memory as run_memory
-from agentrl.app.memory import MAX_MICRO_BATCH, MIN_CONTEXT, USED_SHARE, estimate_memory, with_chosen_token_limits
+from agentrl.app import memory_estimate as planned
+from agentrl.app import memory_estimate as run_memory
+from agentrl.app.memory_estimate import (
+    MAX_MICRO_BATCH,
+    MIN_CONTEXT,
+    USED_SHARE,
+    estimate_memory,
+    with_chosen_token_limits,
+)
 from agentrl.cli.main import main
 from agentrl.config.load import load
 from agentrl.config.run import RunConfig

@@ -27,7 +27,7 @@ from agentrl.inspection.conversation import (
 from agentrl.inspection.reader import RunReader
 from agentrl.inspection.search import episodes_with_words
 from agentrl.inspection.tokens import episode_tokens
-from agentrl.inspection.viewer.questions import answer_viewer_query
+from agentrl.inspection.viewer.queries import answer_viewer_query
 
 TRACES = Path(__file__).parents[1] / "exchange_files" / "verifiers_0_4_traces.jsonl"
 """Written by verifiers 0.4.0: one agent and tokens; branches, several agents, no tokens; an episode that failed."""

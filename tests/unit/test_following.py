@@ -14,7 +14,7 @@ import pytest
 from agentrl.cli.main import main
 from agentrl.core.clock import SystemClock
 from agentrl.journal.entries import EntryBody, JournalEntry, RewardEntry, TurnEntry, TurnPause, encode_body
-from agentrl.journal.process import record_process_state
+from agentrl.journal.run_process import record_process_state
 from agentrl.journal.store import SqliteJournal
 from agentrl.observe.run_state import RunSnapshot, write_run_snapshot
 from tests.journal_cases import entries_with, header, spec, weights, write_run

@@ -11,10 +11,10 @@ import pytest
 
 import agentrl
 from agentrl.core.records import Message, ToolCall
+from agentrl.gateway.anthropic_messages import AnthropicMessagesProtocol
 from agentrl.gateway.calls import ChatProtocol, ChatReply, ChatRequest, RequestRefusedError
 from agentrl.gateway.chat_completions import ChatCompletionsProtocol
-from agentrl.gateway.messages import AnthropicMessagesProtocol
-from agentrl.gateway.responses import OpenAIResponsesProtocol
+from agentrl.gateway.openai_responses import OpenAIResponsesProtocol
 from agentrl.rollout.byte_formats import PlainChatFormat
 from agentrl.rollout.token_tree import TokenTree
 from tests.unit.episodes import Played, play

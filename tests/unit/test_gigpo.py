@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 import agentrl
-from agentrl.app.parts import RunFactories
+from agentrl.app.run_parts import RunFactories
 from agentrl.app.training import run_training
 from agentrl.cli.main import main
 from agentrl.cluster.worker_wire import EpisodeEnded, decode_episode_header, encode_episode_ended

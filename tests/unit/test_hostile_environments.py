@@ -18,7 +18,7 @@ from typing import ClassVar
 import pytest
 
 import agentrl
-from agentrl.app.parts import RunFactories
+from agentrl.app.run_parts import RunFactories
 from agentrl.app.supervisor import run_guarding_event_loop
 from agentrl.app.training import Run, run_training
 from agentrl.cluster.worker_pool import SUSPECTED
@@ -26,7 +26,7 @@ from agentrl.core.errors import EnvironmentDefinitionError, EnvironmentFaultErro
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.environment.registry import as_environment
 from agentrl.inspection.reader import RunReader
-from agentrl.journal.process import RunProcessRecord
+from agentrl.journal.run_process import RunProcessRecord
 from agentrl.journal.store import SqliteJournal
 from agentrl.rollout.byte_formats import PlainChatFormat
 from agentrl.simulation.recording_trainer import RecordingTrainer

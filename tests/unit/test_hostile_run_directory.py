@@ -20,14 +20,15 @@ from agentrl.core.errors import ConfigError, JournalError, StorageError
 from agentrl.core.files import replace_file
 from agentrl.inspection.reader import RunReader
 from agentrl.inspection.statistics import run_state
-from agentrl.journal.process import RunProcessRecord, read_process_state, record_process_state
 from agentrl.journal.reader import TurnLogReader
 from agentrl.journal.run_log import RunStart, SettingChange, SqliteRunLog
+from agentrl.journal.run_process import RunProcessRecord, read_process_state, record_process_state
 from agentrl.journal.store import SqliteJournal
 from agentrl.observe.alarms import Alarm, write_alarm
 from agentrl.observe.progress import spinner
 from agentrl.observe.run_directory import RunDirectory
 from agentrl.observe.run_observer import RunObserver
+from agentrl.observe.run_screen import MAX_TEXT, plot_curve, render_run_screen, sparkline, terminal_safe_line
 from agentrl.observe.run_state import (
     MAX_POLICIES,
     MetricsFile,
@@ -39,7 +40,6 @@ from agentrl.observe.run_state import (
     write_run_snapshot,
 )
 from agentrl.observe.sinks import format_prometheus_metrics, open_sinks
-from agentrl.observe.view import MAX_TEXT, plot_curve, render_run_screen, sparkline, terminal_safe_line
 from tests.journal_cases import write_run
 
 ESCAPES = "\x1b]52;c;aGk=\x07\x9b31m\u202e[bold][/x]"

@@ -14,7 +14,7 @@ from agentrl.cli.main import main
 from agentrl.core.errors import JournalError
 from agentrl.inspection.ledger import RunLedger
 from agentrl.inspection.reader import RunReader
-from agentrl.journal.control import CHECKED, row_checksum
+from agentrl.journal.control_rows import CHECKED, row_checksum
 from agentrl.journal.entries import JournalEntry, TurnEntry, TurnVersionSpan, encode_body, entry_checksum
 from tests.journal_cases import write_run
 

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 import agentrl
-from agentrl.app.parts import RunFactories
+from agentrl.app.run_parts import RunFactories
 from agentrl.app.training import run_training
 from agentrl.config.run import RunConfig
 from agentrl.core.errors import TrainerLostError

@@ -13,7 +13,7 @@ from torch import nn
 
 from agentrl.core.errors import ModelError
 from agentrl.engines.models import read_meta_model, read_model
-from agentrl.learn.memory import AllocationCounter
+from agentrl.learn.memory_prediction import AllocationCounter
 from tests.learn_cases import run_config, write_model
 from tests.rank_processes import on_ranks
 from tests.sharding_cases import FUNCTION, alone, case, gradient_error

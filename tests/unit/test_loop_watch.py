@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 
-from agentrl.observe.blocked import is_user_code, watch_event_loop
+from agentrl.observe.blocked_loop import is_user_code, watch_event_loop
 
 
 def told_during(

@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from agentrl.app import memory as run_memory
-from agentrl.app import parts
-from agentrl.app.memory import MemoryEstimate, estimate_memory
+from agentrl.app import memory_estimate as run_memory
+from agentrl.app import run_parts
+from agentrl.app.memory_estimate import MemoryEstimate, estimate_memory
 from agentrl.cli.main import main
 from agentrl.config.load import load
 from agentrl.config.run import RunConfig
 from agentrl.core.errors import ModelError
 from agentrl.core.machine import Gpu, Memory
 from agentrl.learn.forward import TOP_TOKENS, token_logprobs
-from agentrl.learn.memory import AllocationCounter, make_worst_case_samples
+from agentrl.learn.memory_prediction import AllocationCounter, make_worst_case_samples
 from agentrl.learn.models import load_models
 from agentrl.learn.packing import pack
 
@@ -166,7 +166,7 @@ def test_a_context_beyond_the_positions_is_named(repository: Path, capsys: pytes
 def cards(monkeypatch: pytest.MonkeyPatch, count: int, gib: int) -> None:
     """A machine with GPUs."""
     there = tuple(Gpu(str(at), "card", Memory(gib << 30, gib << 30)) for at in range(count))
-    monkeypatch.setattr(parts, "gpus", lambda: there)
+    monkeypatch.setattr(run_parts, "gpus", lambda: there)
 
 
 VLLM = ("--engine.vllm.enforce_eager=true", "--policies.solver.lora.rank=4")
@@ -236,7 +236,7 @@ def test_memory_of_a_gpu_that_another_process_holds_is_told_by_doctor_and_before
     repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     gpu = Gpu("0", "card", Memory(free=2 << 30, total=24 << 30))
-    monkeypatch.setattr(parts, "gpus", lambda: (gpu,))
+    monkeypatch.setattr(run_parts, "gpus", lambda: (gpu,))
     file = str(repository / "examples/01_tool_use.toml")
     words = "GPU 0: engine 0 takes 45% of its memory, 10.8 GiB, and 2.0 are free: stop what else computes there"
     assert main(["doctor", file, *VLLM]) == 1

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import agentrl
-from agentrl.app.parts import RunFactories
+from agentrl.app.run_parts import RunFactories
 from agentrl.app.training import run_training
 from agentrl.cli.main import main
 from agentrl.config.run import RunConfig

@@ -23,7 +23,7 @@ from agentrl.core.errors import StorageError
 from agentrl.core.records import PolicyVersion, ProcessStatus
 from agentrl.inspection.reader import RunReader
 from agentrl.inspection.statistics import run_state
-from agentrl.journal.process import (
+from agentrl.journal.run_process import (
     RunProcessRecord,
     State,
     find_writing_process,
@@ -36,6 +36,7 @@ from agentrl.observe.metrics import METRICS, find_registered_metric
 from agentrl.observe.progress import format_evaluation_metrics, format_step_metrics
 from agentrl.observe.run_directory import RunDirectory
 from agentrl.observe.run_observer import EnduringStream, RunObserver
+from agentrl.observe.run_screen import format_duration, plot_curve, render_run_screen, sparkline
 from agentrl.observe.run_state import (
     MetricsFile,
     RunDisplaySettings,
@@ -48,7 +49,6 @@ from agentrl.observe.run_state import (
     with_engine_share,
     write_run_snapshot,
 )
-from agentrl.observe.view import format_duration, plot_curve, render_run_screen, sparkline
 
 STEP = {
     "reward/mean": 0.5,

@@ -9,8 +9,8 @@ from rich.console import Console
 
 from agentrl.core.records import EpisodeHeader, TrajectoryHeader
 from agentrl.observe.alarms import MEANINGS, find_alarms
+from agentrl.observe.run_screen import render_run_screen
 from agentrl.observe.run_state import RunDisplaySettings, RunState, display_settings_from_config
-from agentrl.observe.view import render_run_screen
 from tests.support.builders import make_episode_header
 
 CONFIG = {

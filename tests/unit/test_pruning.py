@@ -23,9 +23,9 @@ from agentrl.inspection.steps import step_view
 from agentrl.journal import pruning
 from agentrl.journal.entries import RewardEntry, encode_body, entry_checksum
 from agentrl.journal.port import PruneRule, PruneTotals
-from agentrl.journal.process import RunLock
 from agentrl.journal.reader import TurnLogReader
 from agentrl.journal.run_log import SqliteRunLog
+from agentrl.journal.run_process import RunLock
 from agentrl.journal.store import NonDecreasingClock, SqliteJournal
 from agentrl.orchestrator.versions import NOT_MEASURED
 from tests.journal_cases import spec, step_of, weights, write, write_episode, write_run

@@ -12,7 +12,7 @@ from agentrl.config.policies import PolicyConfig
 from agentrl.config.sections import EngineConfig
 from agentrl.core.records import TrainingSample
 from agentrl.learn.forward import token_logprobs
-from agentrl.learn.memory import predict_trainer_memory
+from agentrl.learn.memory_prediction import predict_trainer_memory
 from agentrl.learn.models import load_models
 from agentrl.learn.packing import pack
 from tests.learn_cases import LORA, make_samples, run_config, write_model

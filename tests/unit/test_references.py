@@ -17,7 +17,7 @@ from agentrl.core.errors import ConfigError, InputError, ModelError
 from agentrl.core.records import PolicyVersion
 from agentrl.learn.loss_batch import LossBatch, TokenColumns
 from agentrl.learn.losses import dpo
-from agentrl.learn.memory import predict_trainer_memory
+from agentrl.learn.memory_prediction import predict_trainer_memory
 from agentrl.learn.trainer import PolicyTrainer
 from tests.learn_cases import LORA, Episodes, make_rows, run_config, write_model, write_tokenizer
 from tests.loss_cases import batch_of, evaluated, loss_named

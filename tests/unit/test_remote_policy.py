@@ -18,14 +18,14 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 import agentrl
-from agentrl.app.parts import external_policies
+from agentrl.app.run_parts import external_policies
 from agentrl.config.policies import RemotePolicy
 from agentrl.core import clock as core_clock
 from agentrl.core.errors import CheckFailedError, ConfigError, EngineLostError, EpisodeError, JournalError
 from agentrl.core.ports import GenerateRequest, SamplingParams
 from agentrl.core.records import Message, ToolCall, ToolSpec
 from agentrl.engines.external import EngineWithExternalPolicies
-from agentrl.engines.remote import MAX_ANSWER_BYTES, REFUSAL_SHOWN, REFUSED_IN_A_ROW, RemotePolicyClient
+from agentrl.engines.remote_policy import MAX_ANSWER_BYTES, REFUSAL_SHOWN, REFUSED_IN_A_ROW, RemotePolicyClient
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.journal.entries import TurnEntry
 from agentrl.rollout.byte_formats import JsonChatFormat

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from agentrl.app.parts import RunFactories
+from agentrl.app.run_parts import RunFactories
 from agentrl.app.training import Run, run_training
 from agentrl.config.run import RunConfig
 from agentrl.core.errors import StorageError

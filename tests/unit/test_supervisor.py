@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from agentrl.app.parts import RunFactories
+from agentrl.app.run_parts import RunFactories
 from agentrl.app.training import Run, run_training
 from agentrl.cli.main import main
 from agentrl.config.run import RunConfig
@@ -35,8 +35,8 @@ from agentrl.core.ports import Engine, GenerateRequest
 from agentrl.core.records import EpisodeSpec, PolicyVersion, StepReport
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.journal.entries import EntryBody, JournalEntry, TurnEntry, TurnVersionSpan
-from agentrl.journal.process import RunLock, RunProcessRecord
 from agentrl.journal.run_log import RunStart, SettingChange
+from agentrl.journal.run_process import RunLock, RunProcessRecord
 from agentrl.journal.store import SqliteJournal
 from agentrl.observe.run_directory import RunDirectory
 from agentrl.rollout.byte_formats import PlainChatFormat

@@ -11,7 +11,7 @@ import agentrl
 from agentrl.core.errors import EnvironmentDefinitionError
 from agentrl.core.records import Message, SampledTurn
 from agentrl.rollout.chat_format import TemplateChatFormat
-from agentrl.rollout.template_history import RewriteCause, applicable_rewrite_causes
+from agentrl.rollout.template_checks import RewriteCause, applicable_rewrite_causes
 from benchmarks.serving_formats import CHATML, PLANTED, Talk, model, play
 from tests.unit.test_chat_format import QWEN, QWEN_MARKUP, QWEN_SPECIAL, write_model
 from tests.unit.test_gateway import Loop, ask

@@ -17,8 +17,8 @@ from agentrl.app.recovery import load_user_functions
 from agentrl.cli.main import main
 from agentrl.config.run import RunConfig
 from agentrl.config.sections import LOSSES
+from agentrl.core.custom_functions import FunctionDeclaration, capture_function_code, find_function, find_function_code
 from agentrl.core.errors import ConfigError, InputError, LossError, NonFiniteError
-from agentrl.core.functions import FunctionDeclaration, capture_function_code, find_function, find_function_code
 from agentrl.core.records import TrajectoryCredit, TrajectoryRow, Unit
 from agentrl.credit.advantages import OF_GROUPS, AdvantageEstimator, Group, StepCreditAssigner, make_advantage_estimator
 from agentrl.credit.baselines import RewardHistory

@@ -17,7 +17,7 @@ from agentrl.cli.main import main
 from agentrl.core.errors import InputError
 from agentrl.inspection.reader import RunReader
 from agentrl.inspection.viewer import page
-from agentrl.inspection.viewer.questions import QUESTIONS, answer_viewer_query, as_json
+from agentrl.inspection.viewer.queries import QUESTIONS, answer_viewer_query, as_json
 from tests.journal_cases import HOSTILE, write_run
 
 VIEWER = Path(page.__file__).parent

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from agentrl.core.errors import EngineError, TrainerError
 from agentrl.core.records import PolicyVersion, WeightsRef
-from agentrl.engines import transfer, wire
+from agentrl.engines import weight_transfer, wire
 from agentrl.engines.models import read_meta_model
-from agentrl.engines.transfer import (
+from agentrl.engines.weight_transfer import (
     FileSender,
     IncomingTransfer,
     PublishedWeightSource,
@@ -69,7 +69,7 @@ class Engine:
         assert delivery is not None
         self.offer = delivery.offer
         delivery.answer(error=self.refused, directory=str(self._directory))
-        with contextlib.suppress(transfer.TransferError):
+        with contextlib.suppress(weight_transfer.TransferError):
             while True:
                 self._do(delivery, await delivery.next_call())
         delivery.close()
@@ -93,7 +93,7 @@ def source(tensors: dict[str, Tensor]) -> PublishedWeightSource:
 def test_tensors_arrive_in_files_that_are_written_before_the_engine_stands_still(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transfer, "CHUNK_BYTES", 100)
+    monkeypatch.setattr(weight_transfer, "CHUNK_BYTES", 100)
     tensors = {f"layer.{each}": torch.randn(3, 4).bfloat16() for each in range(9)}
     seen: list[str] = []
 
@@ -127,7 +127,7 @@ def test_an_engine_that_refuses_is_heard_and_one_that_is_gone_is_named(tmp_path:
 def test_an_engine_that_hangs_holds_up_no_trainer(tmp_path: Path, answers: int) -> None:
     """It accepts so many messages, the offer among them, and then says nothing, with its connection open."""
     address, ended = str(tmp_path / "weights"), threading.Event()
-    said = wire.encode_frame(transfer.TransferReply(directory=str(tmp_path)))
+    said = wire.encode_frame(weight_transfer.TransferReply(directory=str(tmp_path)))
 
     def hang() -> None:
         connection, _ = listening.accept()
@@ -167,7 +167,7 @@ def test_a_trainer_that_hangs_holds_up_no_engine(tmp_path: Path) -> None:
         writer.write(wire.encode_frame(source({"a": torch.zeros(2)}).offer(VERSION, 0.2)))
         delivery = await asking
         assert delivery is not None
-        with pytest.raises(transfer.TransferError, match=r"sent nothing for 0\.2 s"):
+        with pytest.raises(weight_transfer.TransferError, match=r"sent nothing for 0\.2 s"):
             await delivery.next_call()
         delivery.close()
         writer.close()

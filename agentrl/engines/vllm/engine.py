@@ -24,7 +24,6 @@ from agentrl.core.errors import EngineCapabilityError, EngineError, EngineLostEr
 from agentrl.core.ids import stable_hash64
 from agentrl.core.ports import EngineCapabilities
 from agentrl.core.records import Completion, VersionSpan
-from agentrl.engines.transfer import WeightReceiver
 from agentrl.engines.versions import (
     InProcessEngine,
     VersionedSession,
@@ -40,6 +39,7 @@ from agentrl.engines.vllm.startup import (
     start_vllm,
 )
 from agentrl.engines.vllm.versions import VllmVersion, VllmVersionTable
+from agentrl.engines.weight_transfer import WeightReceiver
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence

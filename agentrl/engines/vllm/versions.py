@@ -38,8 +38,8 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from agentrl.core.errors import EngineError, EngineLostError, VersionNotServedError
 from agentrl.core.files import WEIGHT_FILES
 from agentrl.engines.child_process import PRIVATE_DIRECTORY_VARIABLE
-from agentrl.engines.transfer import TransferCall, TransferError
 from agentrl.engines.versions import LiveVersion, VersionTable, run_shielded, version_refused_error
+from agentrl.engines.weight_transfer import TransferCall, TransferError
 from agentrl.engines.weights import (
     WeightFile,
     check_adapter,
@@ -61,9 +61,9 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from agentrl.core.records import Float32Array, Int32Array, PolicyVersion, WeightsRef
-    from agentrl.engines.transfer import IncomingTransfer, WeightOffer, WeightReceiver
     from agentrl.engines.versions import Canary
     from agentrl.engines.vllm.startup import VllmSettings
+    from agentrl.engines.weight_transfer import IncomingTransfer, WeightOffer, WeightReceiver
 
 _FIRST_LABEL = "default"
 """Label of the weights with which vLLM was started."""

@@ -24,7 +24,7 @@ from agentrl.core.errors import AgentRLError, InputError, StorageError
 from agentrl.core.files import os_error_advice
 from agentrl.inspection.reader import RunReader
 from agentrl.inspection.viewer.page import viewer_page
-from agentrl.inspection.viewer.questions import answer_viewer_query
+from agentrl.inspection.viewer.queries import answer_viewer_query
 
 HOST = "127.0.0.1"
 _HEADERS = {

@@ -1,5 +1,5 @@
 // Where answers come from: the server that gave this page, or the file that it is. Both answer the same questions, which
-// agentrl/inspection/viewer/questions.py names: `ask(question, parameters)` gives a promise of the answer.
+// agentrl/inspection/viewer/queries.py names: `ask(question, parameters)` gives a promise of the answer.
 
 import { cell, parseWhere } from "./where.js";
 import { told } from "./text.js";

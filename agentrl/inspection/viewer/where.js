@@ -1,5 +1,5 @@
 // The filter language of `--where`, for a page that has its episodes with it: `reward < 0 and not (turns > 4)`.
-// The same language as agentrl/inspection/where.py; a test holds them against each other.
+// The same language as agentrl/inspection/where_filter.py; a test holds them against each other.
 
 const TOKEN = /\s*(?:([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?(?![\w.#~/]))|("[^"]*"|'[^']*')|(<=|>=|!=|<>|==|=|<|>|~)|([()])|([^\s()<>=!~"']+))/y;
 const KINDS = ["number", "quoted", "operator", "bracket", "word"];

@@ -33,7 +33,7 @@ from agentrl.engines.child_process import SILENCE_S, ChildProgram, LocalPlacemen
 from agentrl.engines.client import AddressableEngine, ProcessEngine
 from agentrl.engines.external import EngineWithExternalPolicies, NoEngine
 from agentrl.engines.fleet import ReplicatedEngine
-from agentrl.engines.transfer import WeightDestination, WeightSendingTrainer
+from agentrl.engines.weight_transfer import WeightDestination, WeightSendingTrainer
 from agentrl.environment.base import Environment, Split, TaskSource, describe_user_code_error
 from agentrl.environment.mixture import (
     MemberTasks,
@@ -106,7 +106,7 @@ def external_policies(config: RunConfig) -> dict[str, ExternalPolicy]:
         EnvironmentDefinitionError: there is no such bot.
     """
     from agentrl.engines.external import Bot
-    from agentrl.engines.remote import RemotePolicyClient
+    from agentrl.engines.remote_policy import RemotePolicyClient
 
     endpoints = {
         name: RemotePolicyClient(policy=name, config=policy) for name, policy in config.of_kind(RemotePolicy).items()

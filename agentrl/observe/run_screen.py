@@ -91,9 +91,9 @@ def format_duration(seconds: float) -> str:
     """Format a duration in seconds for people.
 
     Example:
-        >>> duration(3725)
+        >>> format_duration(3725)
         '1:02:05'
-        >>> duration(65)
+        >>> format_duration(65)
         '1:05'
     """
     minutes, rest = divmod(round(max(seconds, 0.0)), 60)

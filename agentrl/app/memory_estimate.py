@@ -10,8 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agentrl.app.parts import device_plan
 from agentrl.app.policies import adapter_slots_needed, largest_lora_rank
+from agentrl.app.run_parts import device_plan
 from agentrl.config.fields import base_model_display_name
 from agentrl.config.run import RunConfig
 from agentrl.core.errors import ConfigError
@@ -268,7 +268,7 @@ def _limit(plan: MemoryEstimate) -> int:
 def _trainer(config: RunConfig, *, on_gpu: bool) -> list[MemoryPart]:
     if not config.trained:
         return []
-    from agentrl.learn.memory import predict_trainer_memory
+    from agentrl.learn.memory_prediction import predict_trainer_memory
 
     held = predict_trainer_memory(config)
     if config.trains_in_process:

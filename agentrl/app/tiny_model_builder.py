@@ -21,16 +21,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agentrl.app.evaluation import evaluate
-from agentrl.app.parts import task_source
+from agentrl.app.run_parts import task_source
 from agentrl.config.run import RunConfig
 from agentrl.core.errors import AgentRLError, CheckFailedError, InputError
 from agentrl.core.ids import random_stream
 from agentrl.core.records import Message, Task, ToolSpec
 from agentrl.core.reply_formats import CLOSE, OPEN, parse_hermes
 from agentrl.environment.base import Environment, EpisodeLimits, describe_user_code_error
-from agentrl.environment.plain_context import UnjournaledAgent, UnjournaledContext
 from agentrl.environment.registry import resolve
 from agentrl.environment.tools import ToolEnvironment
+from agentrl.environment.unjournaled_context import UnjournaledAgent, UnjournaledContext
 
 if TYPE_CHECKING:
     from agentrl.environment.base import Reply

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from agentrl.config.run import RunConfig
-from agentrl.core.functions import FunctionDeclaration
+from agentrl.core.custom_functions import FunctionDeclaration
 from agentrl.core.records import TrainingSample
 from agentrl.engines.models import dtype_name, outermost_layers, runnable_on_meta
 from agentrl.engines.weights import device_memory
