@@ -21,7 +21,7 @@ from agentrl.core.clock import Clock
 from agentrl.core.files import LOCAL, Disk
 from agentrl.core.ports import ChatFormat, Engine, Observer, Trainer
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion
-from agentrl.credit.advantages import ADVANTAGES, AdvantageEstimator, GroupReleaseRule, StepCreditAssigner
+from agentrl.credit.advantages import ADVANTAGES, AdvantageEstimator, GroupReleaseRule, OptimizerStepCreditAssigner
 from agentrl.credit.baselines import DecayingMean, RoleMeans, SeatRole
 from agentrl.environment.base import Environment, TaskSource
 from agentrl.environment.mixture import root_environments
@@ -263,10 +263,12 @@ def _release(config: RunConfig, parts: RunParts) -> GroupReleasePolicy:
     )
 
 
-def _step_advantages(config: RunConfig, estimator: AdvantageEstimator | None) -> StepCreditAssigner | None:
+def _step_advantages(config: RunConfig, estimator: AdvantageEstimator | None) -> OptimizerStepCreditAssigner | None:
     if estimator is None or estimator.mark.over != "step":
         return None
-    return StepCreditAssigner(estimator, group_size=config.credit.group_size, weights=config.credit.reward_weights)
+    return OptimizerStepCreditAssigner(
+        estimator, group_size=config.credit.group_size, weights=config.credit.reward_weights
+    )
 
 
 def _roles(config: RunConfig, means: Mapping[SeatRole, DecayingMean]) -> RoleMeans | None:

@@ -346,7 +346,7 @@ def make_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     top.add_argument(
-        "--version", action="store_const", dest="command", const="doctor:version", help="print the version"
+        "--version", action="store_const", dest="command", const="doctor:print_version", help="print the version"
     )
     top.set_defaults(command=None, parser=top, takes_overrides=False, reads=True)
     commands = top.add_subparsers(title="commands", metavar="COMMAND")

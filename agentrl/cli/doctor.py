@@ -100,7 +100,7 @@ def _run(probe: Callable[[], list[Check]]) -> list[Check]:
         return [Check(name=name, found=f"unknown ({type(error).__name__}: {error})", level="note")]
 
 
-def version(options: argparse.Namespace) -> int:
+def print_version(options: argparse.Namespace) -> int:
     """`agentrl --version`."""
     sys.stdout.write(f"agentrl {metadata.version('agentrl')}\n")
     return 0

@@ -462,7 +462,7 @@ class AdvantageEstimator:
         return [each._replace(by_turn=turns) for each, turns in zip(self(group), by_turn, strict=True)]
 
 
-class StepCreditAssigner:
+class OptimizerStepCreditAssigner:
     """Assigns credit to the units of an optimizer step with an estimator over the step.
 
     Args:

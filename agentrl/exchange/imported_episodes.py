@@ -281,7 +281,7 @@ class _ForeignMessage(Protocol):
     name: str | None
 
 
-def message_without_empty_fields(message: _ForeignMessage) -> dict[str, Any]:
+def decode_imported_message(message: _ForeignMessage) -> dict[str, Any]:
     """Return a message without empty fields."""
     told: dict[str, Any] = {"role": message.role, "content": flatten_message_text(message.content)}
     if message.tool_calls:

@@ -21,10 +21,10 @@ from agentrl.exchange.imported_episodes import (
     ImportedEpisode,
     ImportedReply,
     MessageRow,
+    decode_imported_message,
     decode_imported_tool_call,
     finite_numbers,
     flatten_message_text,
-    message_without_empty_fields,
     with_observations,
 )
 from agentrl.journal.entries import TurnVersionSpan
@@ -311,7 +311,7 @@ def _row(
     for number in path:
         node = trace.nodes[number]
         if not node.sampled or number in said:
-            row.append(message_without_empty_fields(node.message))
+            row.append(decode_imported_message(node.message))
             context += node.token_ids
             continue
         sampled = sum(node.mask)
@@ -345,7 +345,7 @@ def _rollout(told: _Rollout, where: str) -> ImportedEpisode:
     """Convert a line of `results.jsonl`: messages and a reward, without tokens and times."""
     number = where.rpartition(" ")[2]
     row: MessageRow = [
-        message_without_empty_fields(message)
+        decode_imported_message(message)
         for message in ([_Message("user", told.prompt)] if isinstance(told.prompt, str) else told.prompt)
     ]
     said = [_Message("assistant", told.completion)] if isinstance(told.completion, str) else told.completion
@@ -355,7 +355,7 @@ def _rollout(told: _Rollout, where: str) -> ImportedEpisode:
             text, reasoning = flatten_message_text(message.content), message.reasoning_content or ""
             row.append(ImportedReply(text=text, reasoning=reasoning, calls=calls))
         else:
-            row.append(message_without_empty_fields(message))
+            row.append(decode_imported_message(message))
     task = f"{told.task or 'task'}-{told.example_id if told.example_id is not None else number}"
     agent = ImportedAgent(
         seat="agent",

@@ -35,7 +35,7 @@ from agentrl.core.errors import CheckFailedError, NonFiniteError, UntrainableUni
 from agentrl.core.ports import Engine, Observer, Trainer
 from agentrl.core.records import PolicyVersion, StepReport, TrainBatch
 from agentrl.core.text import plural
-from agentrl.credit.advantages import StepCreditAssigner
+from agentrl.credit.advantages import OptimizerStepCreditAssigner
 from agentrl.credit.baselines import RoleMeans
 from agentrl.environment.mixture import trained_root_environments
 from agentrl.environment.registry import name_of
@@ -113,7 +113,7 @@ class Orchestrator:
     best: BestCheckpointTracker
     roles: RoleMeans | None = None
     """Role-conditioned baselines; None if rewards are compared in groups."""
-    step_advantages: StepCreditAssigner | None = None
+    step_advantages: OptimizerStepCreditAssigner | None = None
     """Estimator over the units of each step; None if rewards are compared in groups."""
     tell: Callable[[str], None] = lambda line: None
     """Callback that shows a line to people."""

@@ -78,7 +78,7 @@ BYTES_PER_TOKEN = 4
 _LETTERS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 
 
-class TokenRowSampler(TurnSampler):
+class HarnessRowSampler(TurnSampler):
     """Samples the turns of one row."""
 
     __slots__ = ("_row",)
@@ -122,7 +122,7 @@ class HarnessAgent(LiveAgent):
                 f"seat {seat!r} is held by an external agent, which sends its own history: set model.history = 'keep'"
             )
         self._tree = TokenTree(self._settings.chat_format, volatile)
-        self._samplers: dict[int, TokenRowSampler] = {}
+        self._samplers: dict[int, HarnessRowSampler] = {}
         self._asked: Counter[bytes] = Counter()
         self._ignored = ignored
         self._in_progress = 0
@@ -260,7 +260,7 @@ class HarnessAgent(LiveAgent):
         placed = self._find_row(request)
         sampler = self._samplers.get(placed.row.number)
         if sampler is None:
-            sampler = self._samplers[placed.row.number] = TokenRowSampler(self._episode, self.seat, placed.row.number)
+            sampler = self._samplers[placed.row.number] = HarnessRowSampler(self._episode, self.seat, placed.row.number)
         started = clock.monotonic()
         try:
             self._note_difference(call, request, placed, sampling)
@@ -289,7 +289,7 @@ class HarnessAgent(LiveAgent):
 
     async def _completion(
         self,
-        sampler: TokenRowSampler,
+        sampler: HarnessRowSampler,
         call: JournaledCall,
         placed: RequestPlacement,
         sampling: SamplingParams,

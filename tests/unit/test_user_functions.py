@@ -20,7 +20,13 @@ from agentrl.config.sections import LOSSES
 from agentrl.core.custom_functions import FunctionDeclaration, capture_function_code, find_function, find_function_code
 from agentrl.core.errors import ConfigError, InputError, LossError, NonFiniteError
 from agentrl.core.records import TrajectoryCredit, TrajectoryRow, Unit
-from agentrl.credit.advantages import OF_GROUPS, AdvantageEstimator, Group, StepCreditAssigner, make_advantage_estimator
+from agentrl.credit.advantages import (
+    OF_GROUPS,
+    AdvantageEstimator,
+    Group,
+    OptimizerStepCreditAssigner,
+    make_advantage_estimator,
+)
 from agentrl.credit.baselines import RewardHistory
 from agentrl.journal.run_log import RunStart
 from agentrl.learn.function_check import check_advantage, check_loss
@@ -188,7 +194,7 @@ def test_an_estimator_credits_each_agent_and_each_turn() -> None:
 
 
 def test_an_estimator_over_the_step_compares_each_seat_on_its_own() -> None:
-    credits = StepCreditAssigner(make_advantage_estimator(f"{SCRIPT}:over_the_step", {}), group_size=2)
+    credits = OptimizerStepCreditAssigner(make_advantage_estimator(f"{SCRIPT}:over_the_step", {}), group_size=2)
     unit = Episodes(make_rows(0, 1)).units()[0]
     units: list[tuple[str, Unit]] = [
         ("env", replace(unit, episode_id=f"e{n}", credits=(TrajectoryCredit(seat, 0, reward, reward, 0.0),)))
