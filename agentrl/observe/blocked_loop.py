@@ -117,6 +117,8 @@ class _Watch:
             frame = sys._current_frames().get(self._owner) if seconds > self._repeated_s else None
             if frame is None or frame.f_globals.get("__name__") in ("selectors", "asyncio.base_events"):
                 continue
+            if self._stopped.is_set():  # the frame is that of `stop`, below code that did not block
+                return
             stack = _user_frames(frame)
             place = (stack[0].f_code.co_filename, stack[0].f_lineno)
             if self._users_only and not is_user_code(place[0]):

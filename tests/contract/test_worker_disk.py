@@ -33,14 +33,14 @@ except StorageError as error:
 SAY = """
 import asyncio, socket
 from agentrl.app.worker_server import report_failure
-from agentrl.engines.wire import receive
+from agentrl.engines.wire import read_frame
 
 async def main():
     ours, theirs = socket.socketpair()
     reader, ours_too = await asyncio.open_connection(sock=ours)
     _, writer = await asyncio.open_connection(sock=theirs)
     report_failure(writer, RuntimeError("a bug"))
-    print(await receive(reader))
+    print(await read_frame(reader))
 
 asyncio.run(main())
 """

@@ -47,13 +47,13 @@ import msgspec
 from agentrl.environment.registry import resolve
 from agentrl.journal.entries import JournalEntry
 from agentrl.testing.check import _spec
-from agentrl.testing.execution import execute, random_policy
+from agentrl.testing.execution import execute_episode, random_policy
 
 name, kept = sys.argv[1], Path(sys.argv[2])
 found = resolve(name)
 recorded = msgspec.msgpack.decode(kept.read_bytes(), type=list[JournalEntry]) if kept.exists() else []
 task = found.tasks("train")[0]
-outcome = asyncio.run(execute(found, _spec(found, task, 0, 0), random_policy(found), recorded))
+outcome = asyncio.run(execute_episode(found, _spec(found, task, 0, 0), random_policy(found), recorded))
 if isinstance(outcome, str):
     sys.exit(outcome)
 kept.write_bytes(msgspec.msgpack.encode(outcome.entries[:2]))

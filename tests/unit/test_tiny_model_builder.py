@@ -9,10 +9,10 @@ from random import Random
 from typing import Any
 
 import pytest
-from agentrl.app.build_tiny_model import build_tiny_model, format_reply
 
 import agentrl
-from agentrl.app import build_tiny_model as module
+from agentrl.app import tiny_model_builder as module
+from agentrl.app.tiny_model_builder import build_tiny_model, format_reply
 from agentrl.cli.main import main
 from agentrl.config.run import RunConfig
 from agentrl.core.errors import AgentRLError, CheckFailedError, InputError
