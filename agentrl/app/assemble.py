@@ -359,6 +359,7 @@ def make_dispatcher(
         policy_of=config.policy_of,
         run_seed=config.seed,
         group_size=config.credit.group_size,
+        max_in_flight=config.max_in_flight,
         buffer=buffer,
         store=store,
         changed=changed,

@@ -73,8 +73,8 @@ class RunConfig(Section):
     """Optimizer steps of each policy that learns: one number for all, or a table with the number of each, such as `{
     proposer = 40, solver = 13 }`."""
     max_in_flight: Free[Episodes] = 256
-    """Maximum number of episodes that run at once. Staleness bounds them too; this limit protects memory and
-    services."""
+    """Maximum number of training episodes that run at once; an evaluation runs as many of its own beside them.
+    Staleness bounds the former too; this limit protects memory and services."""
     workers: Free[Annotated[Positive, NumberUnit("processes")]] = 1
     """Processes that play episodes; 1: the run's own. Use more if environments need more CPU than one core has. When
     one dies, its calls in flight are lost and its episodes continue in the others (docs/operations.md)."""

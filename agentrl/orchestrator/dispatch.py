@@ -144,6 +144,9 @@ class Dispatcher:
     policy_of: PolicyOf
     run_seed: int
     group_size: int
+    max_in_flight: int
+    """Maximum number of root episodes of an evaluation, or of forks, that run at once. For training, the scheduler
+    decides."""
     buffer: EpisodeBuffer
     store: JournalStore
     changed: ChangeCondition
@@ -352,15 +355,15 @@ class Dispatcher:
             for index, task in enumerate(tasks)
             for spec in self._root_specs(task, "evaluate", (first + index,), f"v{first + index}", 1, pins)
         ]
-        self._evaluating = self._start_with_futures(specs)
-        return [*await asyncio.gather(*self._evaluating), *self._evaluated]
+        self._evaluating = [asyncio.get_running_loop().create_future() for _ in specs]
+        return [*await self._play(specs, self._evaluating), *self._evaluated]
 
     async def play_forks(
         self, specs: Sequence[EpisodeSpec], ended_children: Mapping[str, EpisodeHeader]
     ) -> list[EpisodeHeader]:
         """Run forks to their ends, outside buffer and ledger; they share their parents' ended children."""
         self.ended_children = {**self.ended_children, **ended_children}
-        return await asyncio.gather(*self._start_with_futures(specs))
+        return await self._play(specs, [asyncio.get_running_loop().create_future() for _ in specs])
 
     async def end_running(self, reason: str) -> None:
         """Stop every episode in flight; training episodes are dropped with `reason`."""
@@ -452,12 +455,21 @@ class Dispatcher:
             end = self._root_end if on_end is None else partial(self._end, spec, on_end)
             self.worker.submit(spec, end, resume=resume)
 
-    def _start_with_futures(self, specs: Sequence[EpisodeSpec]) -> list[asyncio.Future[EpisodeHeader]]:
-        """Start episodes that are not trained; returns a future for each header."""
-        loop = asyncio.get_running_loop()
-        ends: list[asyncio.Future[EpisodeHeader]] = [loop.create_future() for _ in specs]
-        self._start([(spec, partial(_settle, end)) for spec, end in zip(specs, ends, strict=True)])
-        return ends
+    async def _play(
+        self, specs: Sequence[EpisodeSpec], ends: Sequence[asyncio.Future[EpisodeHeader]]
+    ) -> list[EpisodeHeader]:
+        """Run root episodes that are not trained, `max_in_flight` at once; a header settles its future in `ends`."""
+        waiting = zip(specs, ends, strict=True)
+
+        async def play_one_after_another() -> None:
+            for spec, end in waiting:
+                self._start([(spec, partial(_settle, end))])
+                await end
+
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(min(self.max_in_flight, len(specs))):
+                tasks.create_task(play_one_after_another())
+        return [end.result() for end in ends]
 
     def _end_root(self, header: EpisodeHeader) -> None:
         """Receive the header of a root episode."""

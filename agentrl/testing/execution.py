@@ -175,6 +175,7 @@ def wire_dispatcher(
         policy_of=lambda seat, group: policy,
         run_seed=0,
         group_size=1,
+        max_in_flight=1,
         buffer=EpisodeBuffer((), WholeGroupRelease((), ADVANTAGES["none"])),
         store=store,
         changed=ChangeCondition(),

@@ -184,6 +184,7 @@ class Life:
             policy_of=lambda seat, group: seat.rpartition(".")[2],
             run_seed=self.run_seed,
             group_size=GROUP_SIZE,
+            max_in_flight=GROUP_SIZE,
             buffer=EpisodeBuffer(POLICIES, WholeGroupRelease(POLICIES, ADVANTAGES["leave_one_out"])),
             store=self.journal,
             changed=ChangeCondition(),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
+from collections import Counter
+from dataclasses import replace
 from typing import ClassVar
 
 import pytest
@@ -227,6 +229,30 @@ def test_evaluation_is_pinned_and_does_not_hold_up_training(simulated_loop: Seed
         assert scores[1:] == scores[:1] * 2, "the script knows no weights, only seeds"
         trained = {unit.episode_id for batch in run.trainer.batches for unit in batch.units}
         assert not [episode_id for episode_id in trained if episode_id.startswith("v")]
+
+    simulated_loop.run(main)
+
+
+def test_an_evaluation_runs_no_more_episodes_at_once_than_max_in_flight(simulated_loop: SeededSimulation) -> None:
+    class Counting(Guess):
+        running: ClassVar[Counter[bool]] = Counter()
+        most: ClassVar[Counter[bool]] = Counter()
+
+        async def run(self, ctx: agentrl.EpisodeContext) -> None:
+            is_held_out = ctx.task.id.startswith("held-out")
+            self.running[is_held_out] += 1
+            self.most[is_held_out] = max(self.most[is_held_out], self.running[is_held_out])
+            await super().run(ctx)
+            self.running[is_held_out] -= 1
+
+    async def main() -> None:
+        Counting.running.clear()
+        held_out = [replace(task, id=f"held-out-{task.id}") for task in TASKS]
+        config = config_for(steps=2, step_size=4, max_in_flight=4, evaluation={"tasks": len(held_out)})
+        run = SmallRun(config=config, environment=Counting, held_out=held_out)
+        await run.run()
+        assert [each["guesser"]["evaluation/episodes"] for each in run.seen.evaluations] == [len(held_out)] * 2
+        assert Counting.most == {True: 4, False: 4}
 
     simulated_loop.run(main)
 
