@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from agentrl.learn.ranks import DistributedRankGroup, Rendezvous, serve_rendezvous
+from agentrl.engines.weight_transfer import Rendezvous, serve_rendezvous
+from agentrl.learn.ranks import DistributedRankGroup
 from tests.support.warm import WARM
 
 PATIENCE_S = 600.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
+import itertools
 import os
 import random
 import re
@@ -53,7 +54,7 @@ from agentrl.rollout.byte_formats import JsonChatFormat
 if TYPE_CHECKING:
     from agentrl.cluster.elastic import JoiningNodeWatcher, ScalableProcessKind
     from agentrl.cluster.session import RaySession
-    from agentrl.config.devices import Node
+    from agentrl.config.devices import Node, Transfer
     from agentrl.engines.external import ExternalPolicy
     from agentrl.orchestrator.loop import Orchestrator
 
@@ -228,30 +229,39 @@ def engines_behind_router(engine: Engine) -> Sequence[Engine]:
 
 
 def connect_engines_to_trainer(config: RunConfig, engine: Engine, trainer: Trainer) -> None:
-    """Let the run's engines receive full weights from its trainer, each over the transport of the device plan."""
-    if config.on_cluster or not isinstance(trainer, WeightSendingTrainer):
-        return  # engines on other machines receive a version's files over the network
-    plan, number, section, silence_s = device_plan(config), 0, config.engine, _silence_s(config)
-    for fleet in engines_behind_router(engine):
-        for each in fleet.engines if isinstance(fleet, ReplicatedEngine) else [fleet]:
-            if isinstance(each, ProcessEngine):
-                recipient = WeightDestination(
-                    address="",
-                    transfer=plan.transfer_to(number),
-                    processes=section.devices,
-                    silence_s=silence_s,
-                )
-                each.deliver = _delivery(trainer, recipient)
-            number += 1
+    """Let the run's engines receive full weights from its trainer."""
+    fleets = engines_behind_router(engine)
+    engines = [each for fleet in fleets for each in (fleet.engines if isinstance(fleet, ReplicatedEngine) else [fleet])]
+    for number, each in enumerate(engines):
+        if isinstance(each, ProcessEngine):
+            connect_engine_to_trainer(config, each, number, trainer)
 
 
-def _delivery(
-    trainer: WeightSendingTrainer, recipient: WeightDestination
-) -> Callable[[PolicyVersion, str], Awaitable[None]]:
+def connect_engine_to_trainer(config: RunConfig, engine: ProcessEngine, number: int, trainer: Trainer) -> None:
+    """Let an engine, which no other engine of the run has the number of, receive full weights from a trainer.
+
+    On one machine the device plan chooses the transport. Between machines it is `nccl` if the engine has GPUs, as rank
+    0 then has too, otherwise `gloo`.
+    """
+    if not isinstance(trainer, WeightSendingTrainer):
+        return
+    plan, silence_s = device_plan(config), _silence_s(config)
+
     def deliver(version: PolicyVersion, address: str) -> Awaitable[None]:
-        return trainer.send(version, replace(recipient, address=address))
+        if config.on_cluster:
+            transfer: Transfer = "nccl" if any(status.gpus for status in engine.statuses()) else "gloo"
+        else:
+            transfer = plan.transfer_to(number)
+        recipient = WeightDestination(
+            number=number,
+            address=address,
+            transfer=transfer,
+            processes=config.engine.devices,
+            silence_s=silence_s,
+        )
+        return trainer.send(version, recipient)
 
-    return deliver
+    engine.deliver = deliver
 
 
 def device_plan(config: RunConfig) -> DevicePlan:
@@ -368,6 +378,7 @@ def watch_joining_nodes(
     config: RunConfig,
     environment: type[Environment],
     engine: Engine,
+    trainer: Trainer,
     versions: Mapping[str, PolicyVersion],
     workers: WorkerPool | None,
     clock: Clock,
@@ -379,6 +390,7 @@ def watch_joining_nodes(
         config: of the run.
         environment: class of root episodes.
         engine: the run's engine; replicas are added to it if it has several.
+        trainer: the run's trainer, which sends weights to the new replicas too.
         versions: version of each policy with which an engine starts.
         workers: the worker processes of the run; None: it has none.
         clock: times the looks at the cluster.
@@ -395,7 +407,12 @@ def watch_joining_nodes(
         config.ray_address,
     )
     session.start()
+    numbers = itertools.count(config.engine.count * len(config.bases))
     growing = []
+
+    def connect(engine: ProcessEngine) -> None:
+        connect_engine_to_trainer(config, engine, next(numbers), trainer)
+
     if workers is not None:
         growing.append(
             ScalableProcessKind(
@@ -406,7 +423,7 @@ def watch_joining_nodes(
         )
     for base, fleet in zip(config.bases, engines_behind_router(engine), strict=False):
         if isinstance(fleet, ReplicatedEngine):
-            growing.append(_growing_fleet(config, base, fleet, versions, tell))
+            growing.append(_growing_fleet(config, base, fleet, versions, connect, tell))
     return JoiningNodeWatcher(
         growing,
         pool=workers,
@@ -422,9 +439,10 @@ def _growing_fleet(
     base: RunConfig,
     fleet: ReplicatedEngine,
     versions: Mapping[str, PolicyVersion],
+    connect: Callable[[ProcessEngine], None],
     tell: Callable[[str], None],
 ) -> ScalableProcessKind:
-    """Describe how a base model's engine gets one more replica."""
+    """Describe how a base model's engine gets one more replica, which `connect` connects to the trainer."""
     from agentrl.cluster.elastic import ScalableProcessKind
     from agentrl.cluster.engine_actors import RayPlacement
 
@@ -435,7 +453,9 @@ def _growing_fleet(
     def start(node: Node) -> None:
         held = [Gpu(str(at), "", Memory(0, 0), node.id) for at in range(devices if node.gpus else 0)]
         placement = RayPlacement(lambda _: (node, held), address=address)
-        fleet.add(ProcessEngine(program, own, placement=placement, silence_s=silence_s, tell=tell))
+        engine = ProcessEngine(program, own, placement=placement, silence_s=silence_s, tell=tell)
+        connect(engine)
+        fleet.add(engine)
 
     def most(node: Node) -> int:
         on_gpus = any(status.gpus for status in fleet.statuses())

@@ -278,7 +278,7 @@ async def _run_once(setup: RunSetup) -> Orchestrator:
         orchestrator = assemble_orchestrator(config, setup.environment, parts)
         if config.on_cluster:
             joining = watch_joining_nodes(
-                *(config, setup.environment, engine, point.versions, workers), clock=clock, tell=observer.warn
+                *(config, setup.environment, engine, trainer, point.versions, workers), clock=clock, tell=observer.warn
             )
             stack.push_async_callback(joining.close)
         setup.factories.assembled(orchestrator)

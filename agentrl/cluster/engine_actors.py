@@ -10,6 +10,7 @@ ends.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 from agentrl.cluster.session import (
@@ -21,7 +22,7 @@ from agentrl.cluster.session import (
     shorten_ray_error,
 )
 from agentrl.config.devices import Node
-from agentrl.core.network import Address, Listener, connect
+from agentrl.core.network import Address, Listener, connect, interface_of
 from agentrl.core.text import plural
 from agentrl.engines.child_process import LocalPlacement
 
@@ -65,9 +66,12 @@ class EngineActor:
 
         connection = await self._connections.get()
         self._listener.close()
-        self._process = await LocalPlacement(gpus=gpus).start_with(program, connection)
-        node = ray.get_runtime_context().get_node_id()
-        return self._process.process_id, Node(node, ray.util.get_node_ip_address())
+        node = Node(ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address())
+        interface = "lo"
+        with contextlib.suppress(OSError):  # raised for IPv6; weights then come as files
+            interface = interface_of(node.address)
+        self._process = await LocalPlacement(gpus=gpus, interface=interface).start_with(program, connection)
+        return self._process.process_id, node
 
     async def wait(self) -> str:
         """See `ChildProcessHandle.wait`, of the process that was started."""

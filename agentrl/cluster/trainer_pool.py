@@ -41,8 +41,7 @@ if TYPE_CHECKING:
 
     from agentrl.config.devices import NodePlan
     from agentrl.core.records import PolicyVersion, StepReport, TrainBatch, Trajectory, Unit, WeightsRef
-    from agentrl.engines.weight_transfer import WeightDestination
-    from agentrl.learn.ranks import Rendezvous
+    from agentrl.engines.weight_transfer import Rendezvous, WeightDestination
 
 PATIENCE_S = 60.0
 """Seconds for which the other ranks may continue after one refused a call; after that the group counts as stuck."""
@@ -161,7 +160,7 @@ class TrainerRank:
 
     def serve(self) -> Rendezvous:
         """Serve, as rank 0, the store through which the group forms."""
-        from agentrl.learn.ranks import serve_rendezvous
+        from agentrl.engines.weight_transfer import serve_rendezvous
 
         rendezvous, self._store = serve_rendezvous(self._addresses[self._rank])
         return rendezvous

@@ -33,7 +33,7 @@ CONTEXTS = 0.05
 """Share of a GPU's memory that the CUDA contexts of two processes take, which neither allocator counts."""
 
 
-Transfer = Literal["file", "ipc", "nccl"]
+Transfer = Literal["file", "ipc", "nccl", "gloo"]
 """Transport that carries a full set of weights from a trainer to an engine."""
 
 
@@ -62,9 +62,9 @@ class DevicePlan:
         return self.gpus[self.ranks[rank]] if self.ranks else None
 
     def transfer_to(self, number: int) -> Transfer:
-        """Choose the transport for full weights to an engine: `ipc` if its only GPU is rank 0's, `nccl` if it shares no
-        GPU with rank 0, `file` otherwise and between machines."""
-        if not (self.ranks and self.engines) or self.gpus[0].node:
+        """Choose the transport for full weights to an engine on the same machine: `ipc` if its only GPU is rank 0's,
+        `nccl` if it shares no GPU with rank 0, `file` otherwise."""
+        if not (self.ranks and self.engines):
             return "file"
         held = self.engines[number]
         if held == self.ranks[:1]:

@@ -122,6 +122,10 @@ class TrainerLostError(TrainerError):
     """The trainer's process, or its Ray session, died: steps since the newest checkpoint are lost."""
 
 
+class SupersededVersionError(TrainerError):
+    """A trainer was asked for the weights of a version after it had made the next one."""
+
+
 class LossError(TrainerError):
     """A loss raised, or did not return a loss per token that depends on the batch."""
 

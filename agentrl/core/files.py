@@ -27,6 +27,9 @@ T = TypeVar("T")
 STAGING = ".tmp-"
 """Prefix of the names of half-built directories."""
 _MADE = os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+_LENGTH_BYTES = 8
+_MAX_HEADER_BYTES = 100_000_000
+"""Maximum size of a safetensors header, as the format's own reader has it."""
 WEIGHT_FILES: Mapping[str, tuple[str, ...]] = {
     "full": ("model.safetensors",),
     "adapter": ("adapter_model.safetensors", "adapter_config.json"),
@@ -36,10 +39,10 @@ scale."""
 
 
 def read_files_in_pieces(
-    directory: Path, names: Sequence[str], size: int
+    directory: Path, names: Sequence[str], size: int, *, start: int = 0
 ) -> Iterator[tuple[list[tuple[str, int, bytes]], bool]]:
     """Yield lists of (file name, bytes before, bytes) of files in a directory, each of at most `size` bytes, and
-    whether a list is the last.
+    whether a list is the last; without the first `start` bytes of the first file.
 
     Raises:
         OSError: a file cannot be read.
@@ -47,8 +50,8 @@ def read_files_in_pieces(
     read: list[tuple[str, int, bytes]] = []
     room = size
     for name in names:
-        start = 0
         with (directory / name).open("rb") as file:
+            file.seek(start)
             while data := file.read(room or size):
                 if not room:
                     yield read, False
@@ -56,7 +59,23 @@ def read_files_in_pieces(
                 read.append((name, start, data))
                 start += len(data)
                 room -= len(data)
+        start = 0
     yield read, True
+
+
+def read_safetensors_header(path: Path) -> bytes:
+    """Return the first bytes of a safetensors file: the length of its JSON header, in 8 bytes, and the header.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it has no header.
+    """
+    with path.open("rb") as file:
+        length = file.read(_LENGTH_BYTES)
+        size = int.from_bytes(length, "little")
+        if size > _MAX_HEADER_BYTES or len(header := file.read(size)) < size:
+            raise ValueError(f"a header of {size:,} bytes")
+    return length + header
 
 
 def open_regular(path: Path) -> BufferedReader:

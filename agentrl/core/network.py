@@ -123,6 +123,24 @@ async def connect(address: Address) -> tuple[asyncio.StreamReader, asyncio.Strea
     return reader, writer
 
 
+def connect_socket(address: Address, timeout_s: float) -> socket.socket:
+    """Connect to a listener from a thread without an event loop; returns a blocking socket with a timeout.
+
+    Raises:
+        OSError: see `connect`.
+    """
+
+    async def dial() -> socket.socket:
+        _, writer = await connect(address)
+        connected: socket.socket = writer.get_extra_info("socket").dup()
+        writer.close()  # of its own descriptor; the connection stays open
+        return connected
+
+    connected = asyncio.run(dial())
+    connected.settimeout(timeout_s)
+    return connected
+
+
 def _proof(token: str, role: bytes, nonce: bytes, own: bytes) -> bytes:
     return hmac.digest(token.encode(), role + nonce + own, "sha256")
 

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 PRIVATE_DIRECTORY_VARIABLE = "AGENTRL_PRIVATE_FILES"
 """Environment variable with the path of the child's private directory."""
+INTERFACE_VARIABLE = "AGENTRL_NETWORK_INTERFACE"
+"""Environment variable with the network interface on which a child on a cluster reaches the other machines."""
 _PREFIX = "agentrl-child-"
 _MARK = "made_for_a_child"
 """Name of an empty file that marks a directory as a child's, so that no other directory is removed."""
@@ -143,12 +145,13 @@ class LocalPlacement:
     Args:
         log: file to which their error streams are appended; None: this process's error stream.
         gpus: ids of their GPUs as in `CUDA_VISIBLE_DEVICES`; empty: the GPUs of this process.
+        interface: network interface towards the other machines of a cluster.
     """
 
-    def __init__(self, log: Path | None = None, *, gpus: Sequence[str] = ()) -> None:
+    def __init__(self, log: Path | None = None, *, gpus: Sequence[str] = (), interface: str = "lo") -> None:
         self._log = log
         self.gpus = tuple(gpus)
-        self._gpus = gpu_visibility_variables(gpus) if gpus else {}
+        self._own = {**(gpu_visibility_variables(gpus) if gpus else {}), INTERFACE_VARIABLE: interface}
 
     async def start(self, program: ChildProgram) -> LocalChildProcess:
         """See `ProcessPlacement.start`."""
@@ -195,7 +198,7 @@ class LocalPlacement:
             "PYTHONPATH": paths,
             "PYTHONSAFEPATH": "1",
             PRIVATE_DIRECTORY_VARIABLE: str(files.path),
-            **self._gpus,
+            **self._own,
         }
         try:
             process = await asyncio.create_subprocess_exec(

@@ -15,7 +15,6 @@ import asyncio
 import contextlib
 import itertools
 from collections import Counter
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, runtime_checkable
 
 from agentrl.core.clock import RetryBudget, SystemClock
@@ -25,16 +24,18 @@ from agentrl.core.errors import (
     EngineFailedError,
     EngineLostError,
     InputError,
+    SupersededVersionError,
+    TrainerLostError,
     VersionNotServedError,
     rebuild_error,
 )
-from agentrl.core.files import WEIGHT_FILES, read_files_in_pieces
 from agentrl.core.ids import stable_hash64
 from agentrl.core.network import SCHEME, Address, connect
 from agentrl.core.records import ProcessStatus
 from agentrl.engines import wire
 from agentrl.engines.child_process import SILENCE_S, LocalPlacement, Supervisor
-from agentrl.engines.versions import WantedVersions, in_loading_order, run_shielded, version_refused_error
+from agentrl.engines.versions import WantedVersions, in_loading_order, run_shielded
+from agentrl.engines.weight_transfer import VersionFiles
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
@@ -46,10 +47,6 @@ if TYPE_CHECKING:
 
 LOAD_BOUND = 1.25
 """Multiple of the mean load up to which an engine takes conversations that share its cached prefixes."""
-CHUNK_BYTES = 4 << 20
-"""Number of bytes of a version's file in one message."""
-CHUNKS = 4
-"""Number of such messages on the way at a time."""
 LOSSES_OF_AN_UPDATE = 2
 """Number of deaths during one update after which the update counts as their cause."""
 
@@ -77,10 +74,8 @@ class EngineConnection:
         """Seconds that the process has computed."""
         self.sessions = 0
         """Number of conversations that use the connection."""
-        self.host = ""
-        """Machine at the other end, which cannot read files of this one; "" for this machine."""
-        self._sent: set[str] = set()
-        """Digests of the versions whose files were sent to the process."""
+        self.files: VersionFiles | None = None
+        """Sends files to a process on another machine; None: it is on this one, and reads them."""
         self._writer = writer
         self._on_message = on_message
         self._on_end = on_end
@@ -151,58 +146,26 @@ class EngineConnection:
     async def serve(self, current: Collection[WeightsRef], pinned: Collection[WeightsRef]) -> None:
         """See `agentrl.core.ports.Engine.serve`."""
         wanted = in_loading_order(current, pinned)
-        new = [weights for weights in wanted if self.host and weights.sha256 not in self._sent]
-        chunks: list[asyncio.Task[None]] = []
+        pieces: list[asyncio.Task[None]] = []
         try:
-            for weights in new:
-                await self._send_files(weights, chunks)
+            if self.files is not None:
+                await self.files.send(wanted, pieces)
         except EngineError:
-            await asyncio.gather(*chunks, return_exceptions=True)
+            await asyncio.gather(*pieces, return_exceptions=True)
             raise
         call = self.next_call()
         request = wire.ServeVersionsRequest(call=call, current=list(current), pinned=in_loading_order((), pinned))
         serving = self.ask(call, request)
-        # Asked for before the chunks are acknowledged, which would take as long again. What came only in part is
+        # Asked for before the pieces are acknowledged, which would take as long again. What came only in part is
         # refused by its digest; why it came in part is raised first.
-        for answer in await asyncio.gather(*chunks, serving, return_exceptions=True):
+        answers: list[object] = await asyncio.gather(*pieces, serving, return_exceptions=True)
+        if self.files is not None:
+            answers = [*self.files.take_failures(wanted), *answers]
+        for answer in answers:
             if isinstance(answer, BaseException):
                 raise answer
-        self._sent = {weights.sha256 for weights in wanted}
-
-    async def _send_files(self, weights: WeightsRef, chunks: list[asyncio.Task[None]]) -> None:
-        """Send the files of a version, chunk by chunk; add the answers to `chunks`, of which at most `CHUNKS` are open.
-
-        Files that fit into one message's size are on the way together, with the request that follows them: over Ray
-        each write is acknowledged before the next one leaves.
-
-        Raises:
-            EngineError: the files cannot be read here.
-        """
-        reading = read_files_in_pieces(Path(weights.path), WEIGHT_FILES[weights.kind], CHUNK_BYTES)
-        is_last = False
-        while not is_last:
-            try:
-                read, is_last = await asyncio.to_thread(next, reading)
-            except OSError as error:
-                raise version_refused_error(
-                    weights, f"{error.filename or weights.path} cannot be read ({error.strerror})"
-                ) from error
-            for name, start, data in read:
-                call = self.next_call()
-                chunk = wire.WeightChunk(call=call, sha256=weights.sha256, name=name, start=start, data=data)
-                chunks.append(asyncio.get_running_loop().create_task(self._send_chunk(weights, chunk)))
-            if not is_last and len(chunks) >= CHUNKS:
-                await asyncio.wait({chunks[-CHUNKS]})
-
-    async def _send_chunk(self, weights: WeightsRef, chunk: wire.WeightChunk) -> None:
-        try:
-            await self.ask(chunk.call, chunk)
-        except EngineLostError:
-            raise
-        except EngineError as error:
-            raise version_refused_error(
-                weights, f"machine {self.host} cannot store them: {error}", type(error)
-            ) from error
+        if self.files is not None:
+            self.files.served(wanted)
 
     async def drain(self, error: AgentRLError) -> None:
         """Read everything a dead process sent, then fail the calls it did not answer."""
@@ -441,6 +404,8 @@ class ProcessEngine:
         """Errors of pinned versions that a former process served and the next one could not load, until they are
         unpinned."""
         self._connection: EngineConnection | None = None
+        self._host = ""
+        """Machine of the process, which cannot read files of this one; "" for this machine."""
         self._is_welcomed = False
         """Whether the process has received its versions; before that, no other message is sent to it."""
         self._address = ""
@@ -449,13 +414,14 @@ class ProcessEngine:
         """See `AddressableEngine.on_move`."""
         self._busy_before = 0.0
         """Seconds that former processes have computed."""
+        self._tell = tell or (lambda line: None)
         self.supervisor = Supervisor(
             "the engine's process",
             self,
             budget=RetryBudget(attempts),
             silence_s=silence_s,
             clock=clock or SystemClock(),
-            tell=tell or (lambda line: None),
+            tell=self._tell,
         )
 
     async def ready(self) -> ProcessEngine:
@@ -477,7 +443,7 @@ class ProcessEngine:
         self._connection = EngineConnection(
             child.reader, child.writer, on_message=self._on_message, on_end=self.supervisor.kill
         )
-        self._connection.host = child.host
+        self._host = child.host
         return child
 
     def _on_message(self, reply: wire.Reply) -> None:
@@ -487,18 +453,26 @@ class ProcessEngine:
                 self.supervisor.achieved()
             case wire.BusyHeartbeat() if self._connection is not None and reply.seconds > self._connection.busy:
                 self.supervisor.achieved()  # another client may have loaded them
-            case wire.WeightsRequest():
+            case wire.WeightsRequest() if self._connection is not None:
                 task = asyncio.get_running_loop().create_task(self._send_weights(reply, self._connection))
                 self._sending.add(task)
                 task.add_done_callback(self._sending.discard)
 
-    async def _send_weights(self, wanted: wire.WeightsRequest, connection: EngineConnection | None) -> None:
-        """Make the trainer send weights that the process asked for; otherwise the process loads the published file."""
-        if self.deliver is not None:
-            with contextlib.suppress(AgentRLError):  # the trainer's own caller reports a lost trainer
+    async def _send_weights(self, wanted: wire.WeightsRequest, connection: EngineConnection) -> None:
+        """Make the trainer send weights that the process asked for, or send the rest of their file; if the trainer does
+        not, the process loads that file."""
+        try:
+            if not wanted.address:
+                if connection.files is not None:
+                    await connection.files.send_rest(wanted.version)
+            elif self.deliver is not None:
                 await self.deliver(wanted.version, wanted.address)
-        if connection is not None:
-            connection.send(wire.WeightTransferEnded(number=wanted.number))
+        except (SupersededVersionError, TrainerLostError):
+            pass  # the trainer's own caller reports a lost trainer
+        except AgentRLError as error:
+            if connection.is_open:
+                self._tell(f"the trainer did not send {wanted.version} ({error}); the engine loads the published file")
+        connection.send(wire.WeightTransferEnded(number=wanted.number))
 
     async def welcome(self) -> None:
         """See `SupervisedProcessOwner.welcome`: gives a fresh process the versions of its predecessor."""
@@ -509,12 +483,14 @@ class ProcessEngine:
             factory=self._program.factory,
             arguments=dict(self._program.arguments),
             versions=self._first_versions,
-            host=connection.host,
+            host=self._host,
         )
         loaded = await connection.ask(0, load)
         if not isinstance(loaded, wire.EngineLoadedReply):
             raise EngineLostError("the engine's process sent an unexpected answer")
         self.capabilities = loaded.capabilities
+        if self._host:
+            connection.files = VersionFiles(connection, self._host, only_headers=loaded.receives_weights)
         await self._restore(connection)
         self._is_welcomed = True
         self._address = loaded.address
@@ -561,7 +537,7 @@ class ProcessEngine:
 
     def statuses(self) -> list[ProcessStatus]:
         """See `ProcessStatusSource.statuses`."""
-        node = "" if self._connection is None else self._connection.host
+        node = "" if self._connection is None else self._host
         doing = "serves" if self._address else "starts"
         return [ProcessStatus(name="engine", node=node, gpus=self._placement.gpus, doing=doing)]
 

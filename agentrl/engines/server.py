@@ -94,6 +94,10 @@ class ConnectionHandler:
         except AgentRLError as error:
             self._sessions[message.session] = error
 
+    def request_weights(self, number: int, version: PolicyVersion, address: str) -> None:
+        """Ask the owner for full weights; see `WeightReceiver.listen`."""
+        wire.send(self._writer, wire.WeightsRequest(number=number, version=version, address=address))
+
     def _not_sent(self, message: wire.WeightTransferEnded) -> None:
         if isinstance(self._engine, WeightReceivingEngine):
             self._engine.inbox.not_sent(message.number)
@@ -301,16 +305,20 @@ class EngineServer:
             self._clients.discard(client)
             writer.close()
 
-    async def take_deliveries(self, owner: asyncio.StreamWriter) -> None:
-        """Let trainers send weights to an engine that requests them through its owner."""
+    async def accept_weights(self, host: str) -> bool:
+        """Let trainers send weights to an engine that requests them through its owner; returns whether it does.
+
+        Args:
+            host: see `listen`.
+        """
         private = os.environ.get(PRIVATE_DIRECTORY_VARIABLE)
-        address = f"{private}/weights"
-        if isinstance(self._engine, WeightReceivingEngine) and private and len(address) <= LONGEST_ADDRESS:
-
-            def tell(number: int, version: PolicyVersion, address: str) -> None:
-                wire.send(owner, wire.WeightsRequest(number=number, version=version, address=address))
-
-            await self._engine.inbox.listen(address, tell)
+        path = f"{private}/weights"
+        if not isinstance(self._engine, WeightReceivingEngine):
+            return False
+        if not host and (private is None or len(path) > LONGEST_ADDRESS):
+            return False
+        await self._engine.inbox.listen(path, self.owner.request_weights, host=host)
+        return True
 
     async def exit_process(self) -> None:
         """End this process, whose engine is dead, after every call has sent its tokens."""
@@ -366,8 +374,11 @@ async def _serve(connection: socket.socket) -> None:
         await writer.drain()
         return
     server = EngineServer(engine, writer)
-    await server.take_deliveries(writer)
-    wire.send(writer, wire.EngineLoadedReply(capabilities=engine.capabilities, address=await server.listen(load.host)))
+    receives = await server.accept_weights(load.host)
+    loaded = wire.EngineLoadedReply(
+        capabilities=engine.capabilities, address=await server.listen(load.host), receives_weights=receives
+    )
+    wire.send(writer, loaded)
     busy = asyncio.get_running_loop().create_task(server.owner.report_busy())
     while (body := await wire.read_frame(reader)) is not None:
         server.owner.handle(wire.REQUESTS.decode(body))

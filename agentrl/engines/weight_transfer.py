@@ -2,40 +2,59 @@
 
 An engine that should serve full weights asks its owner for them (`wire.WeightsRequest`), who makes every rank of the
 trainer send them.
-Rank 0 connects to the engine's Unix socket, offers names, dtypes and shapes, and drives vLLM's protocol over the
-connection: init, start, update once or more, finish. `DevicePlan.transfer_to` chooses what carries the bytes: `ipc` on
-one GPU, `nccl` between two, `file` elsewhere, by files in the engine's private directory.
+Rank 0 connects to the engine's Unix socket or, on another machine, to its TCP port with a token, offers names, dtypes
+and shapes, and drives vLLM's protocol over the connection: init, start, update once or more, finish.
+`app.run_parts.connect_engine_to_trainer` chooses what carries the bytes: `ipc` on one GPU, `nccl` between two, `gloo`
+between machines without GPUs, `file` elsewhere, by files in the engine's private directory.
 
 Owns `WeightReceiver` and `IncomingTransfer`, the engine's ends; `WeightTransferConnection` (vLLM's
-`VLLMWeightSyncClient`) and `WeightSenders`, the trainer's ends; and `FileSender`. Imports nothing heavy: the senders
-for `ipc` and `nccl` are in `vllm/senders.py`.
-Invariant: if no weights are sent, because the trainer has moved on, is dead or is on another machine, the engine loads
-the published file with the same weights; each end waits for the other for at most `silence_s` seconds.
+`VLLMWeightSyncClient`) and `WeightSenders`, the trainer's ends; `FileSender` and `GlooSender`; and `VersionFiles`, by
+which the engine's owner sends files. Imports nothing heavy: the senders for `ipc` and `nccl` are in `vllm/senders.py`.
+Invariant: if no weights are sent, because the trainer has moved on, is dead or cannot be reached, the engine loads the
+published file with the same weights, on another machine after its owner has sent it; each end waits for the other for
+at most `silence_s` seconds, and for a tensor by `gloo` for at most `STALL_S`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import msgspec
 
-from agentrl.core.errors import TrainerError
+from agentrl.core.errors import EngineError, EngineLostError, TrainerError
+from agentrl.core.files import WEIGHT_FILES, read_files_in_pieces, read_safetensors_header
+from agentrl.core.network import SCHEME, Address, Listener, connect_socket, interface_of, own_address
 from agentrl.core.records import PolicyVersion
 from agentrl.engines import wire
+from agentrl.engines.versions import version_refused_error
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch._C._distributed_c10d import TCPStore
+    from torch.distributed import Work
 
     from agentrl.config.devices import Transfer
+    from agentrl.core.records import WeightsRef
 
 CHUNK_BYTES = 1 << 28
-"""Maximum bytes of tensors in one file, unless a single tensor is larger."""
+"""Maximum bytes of tensors in one file or update, unless a single tensor is larger."""
+STALL_S = 60.0
+"""Seconds for one tensor over gloo after which either end gives up."""
+JOIN_TIMEOUT = timedelta(seconds=45)
+"""Time that a process waits for the others to join a group."""
+PIECE_BYTES = 4 << 20
+"""Number of bytes of a version's file in one message."""
+PIECES = 4
+"""Number of such messages on the way at a time."""
 
 
 class WeightOffer(wire.WireMessage, frozen=True, tag="Offer"):
@@ -130,20 +149,29 @@ class WeightReceiver:
 
     def __init__(self) -> None:
         self._address = ""
-        self._server: asyncio.Server | None = None
+        self._server: asyncio.Server | Listener | None = None
         self._tell: Callable[[int, PolicyVersion, str], None] = lambda number, version, address: None
         self._numbers = itertools.count(1)
-        self._waiting: dict[int, tuple[PolicyVersion, asyncio.Future[IncomingTransfer | None]]] = {}
+        self._waiting: dict[int, tuple[PolicyVersion | None, asyncio.Future[IncomingTransfer | None]]] = {}
+        """Requests by number, each with the version that a trainer may send; None: it asks for a file."""
 
-    async def listen(self, address: str, tell: Callable[[int, PolicyVersion, str], None]) -> None:
-        """Accept trainers at a Unix socket.
+    async def listen(self, path: str, tell: Callable[[int, PolicyVersion, str], None], *, host: str = "") -> None:
+        """Accept trainers at a Unix socket or at a TCP port.
 
         Args:
-            address: path in a directory that only this user can enter.
-            tell: passes a request to the engine's owner: its number, the version, the address.
+            path: of the Unix socket, in a directory that only this user can enter.
+            tell: passes a request to the engine's owner: its number, the version, and the address of this end; "" asks
+                for the version's file.
+            host: address of this machine, for trainers on other machines, which then use a TCP port and a token; "":
+                they use the Unix socket.
         """
-        self._server = await asyncio.start_unix_server(self._receive, address)
-        self._address, self._tell = address, tell
+        self._tell = tell
+        if host:
+            self._server = Listener(self._receive)
+            self._address = str(await self._server.listen(host))
+        else:
+            self._server = await asyncio.start_unix_server(self._receive, path)
+            self._address = path
 
     def close(self) -> None:
         """Refuse further deliveries."""
@@ -153,19 +181,28 @@ class WeightReceiver:
 
     async def ask(self, version: PolicyVersion) -> IncomingTransfer | None:
         """Request a version; returns its delivery, or None if no trainer sends it."""
-        if not self._address:
-            return None
+        return await self._request(version, self._address, version) if self._address else None
+
+    async def fetch(self, version: PolicyVersion) -> None:
+        """Wait until the owner has sent what is missing of a version's file here; if it cannot, the file's digest shows
+        that."""
+        if self._address:
+            await self._request(version, "", None)
+
+    async def _request(
+        self, version: PolicyVersion, address: str, awaited: PolicyVersion | None
+    ) -> IncomingTransfer | None:
         number = next(self._numbers)
         future: asyncio.Future[IncomingTransfer | None] = asyncio.get_running_loop().create_future()
-        self._waiting[number] = (version, future)
-        self._tell(number, version, self._address)
+        self._waiting[number] = (awaited, future)
+        self._tell(number, version, address)
         try:
             return await future
         finally:
             del self._waiting[number]
 
     def not_sent(self, number: int) -> None:
-        """Note the owner's answer that no trainer will send, or is still sending, the requested version."""
+        """Note the owner's answer that nothing more will be sent: no trainer sends the version, or all was sent."""
         _, future = self._waiting.get(number, (None, None))
         if future is not None and not future.done():
             future.set_result(None)
@@ -179,6 +216,8 @@ class WeightReceiver:
         for version, future in self._waiting.values():
             if isinstance(offer, WeightOffer) and offer.version == version and not future.done():
                 future.set_result(IncomingTransfer(offer, reader, writer))
+                with contextlib.suppress(OSError):
+                    await writer.wait_closed()  # the listener closes the connection when this returns
                 return
         writer.close()
 
@@ -197,13 +236,30 @@ class WeightReceivingEngine(Protocol):
 class WeightDestination:
     """A trainer's description of an engine that requested weights."""
 
+    number: int
+    """Number of the engine, which its next process will have too."""
     address: str
-    """Path of the engine's Unix socket."""
+    """Path of the engine's Unix socket, or its `core.network.Address`."""
     transfer: Transfer
     processes: int
     """Number of processes that hold the engine's model."""
     silence_s: float
     """Seconds without a message after which either end considers the other hung."""
+
+    @property
+    def place(self) -> str:
+        """The address without its token, for messages."""
+        return self.host or self.address
+
+    @property
+    def host(self) -> str:
+        """Address of the engine's machine; "": it is on this one, without a cluster."""
+        return Address.parse(self.address).host if self.address.startswith(SCHEME) else ""
+
+    @property
+    def interface(self) -> str:
+        """This machine's network interface on the route to the engine."""
+        return interface_of(own_address(self.host)) if self.host else "lo"
 
 
 @runtime_checkable
@@ -214,7 +270,8 @@ class WeightSendingTrainer(Protocol):
         """Send the full weights of a policy's current version.
 
         Raises:
-            TrainerError: the version is no longer current, or the engine did not accept the weights.
+            SupersededVersionError: the version is no longer current.
+            TrainerError: the engine did not accept the weights.
         """
         ...
 
@@ -246,10 +303,15 @@ class PublishedWeightSource:
         return WeightOffer(
             version=version,
             names=list(self.layout),
-            dtype_names=[str(tensor.dtype).removeprefix("torch.") for tensor in described],
+            dtype_names=[dtype_name(tensor) for tensor in described],
             shapes=[list(tensor.shape) for tensor in described],
             silence_s=silence_s,
         )
+
+
+def dtype_name(tensor: Tensor) -> str:
+    """Return the name of a tensor's dtype, as vLLM's messages have it."""
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 class WeightTransferConnection:
@@ -262,19 +324,26 @@ class WeightTransferConnection:
     def __init__(self, recipient: WeightDestination) -> None:
         self.directory = Path()
         """Directory from which the engine reads files."""
+        self.on_failure: Callable[[], None] = lambda: None
+        """Called when an update failed, in whose broadcast another thread may wait for the engine."""
         self._recipient = recipient
         self._socket: socket.socket | None = None
 
     def offer(self, offer: WeightOffer) -> None:
         """Connect, and offer tensors."""
         self.close()
-        address = self._recipient.address
+        address, silence_s = self._recipient.address, self._recipient.silence_s
         try:
-            self._socket = socket.socket(socket.AF_UNIX)
-            self._socket.settimeout(self._recipient.silence_s)
-            self._socket.connect(address)
+            if address.startswith(SCHEME):
+                self._socket = connect_socket(Address.parse(address), silence_s)
+            else:
+                self._socket = socket.socket(socket.AF_UNIX)
+                self._socket.settimeout(silence_s)
+                self._socket.connect(address)
         except OSError as error:
-            raise TrainerError(f"no engine accepts weights at {address} ({error.strerror})") from error
+            raise TrainerError(
+                f"no engine accepts weights at {self._recipient.place} ({error.strerror or error})"
+            ) from error
         self.directory = Path(self._request(offer).directory)
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
@@ -287,7 +356,11 @@ class WeightTransferConnection:
 
     def update_weights(self, update_info: Any) -> None:
         """See vLLM's `VLLMWeightSyncClient`."""
-        self._request(TransferCall(method="update", info=update_info))
+        try:
+            self._request(TransferCall(method="update", info=update_info))
+        except TrainerError:
+            self.on_failure()
+            raise
 
     def finish_weight_update(self) -> None:
         """See vLLM's `VLLMWeightSyncClient`; the engine knows the version's label."""
@@ -311,7 +384,7 @@ class WeightTransferConnection:
                 self._recipient.silence_s,
             )
             raise TrainerError(
-                f"the engine at {self._recipient.address} has not answered {what!r} for {silence_s:g} s, so nothing "
+                f"the engine at {self._recipient.place} has not answered {what!r} for {silence_s:g} s, so nothing "
                 "more is sent to it; when it answers again, it loads the published file"
             ) from error
         except (OSError, msgspec.MsgspecError) as error:
@@ -328,6 +401,17 @@ class WeightTransferConnection:
                 raise ConnectionResetError("the connection was closed")
             read += more
         return bytes(read)
+
+
+def in_chunks(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+    """Group tensors, each contiguous, into chunks of `CHUNK_BYTES`."""
+    chunk: dict[str, Tensor] = {}
+    for name, tensor in tensors:
+        if chunk and sum(each.nbytes for each in chunk.values()) + tensor.nbytes > CHUNK_BYTES:
+            yield chunk
+            chunk = {}
+        chunk[name] = tensor.contiguous()
+    yield chunk
 
 
 class FileSender:
@@ -348,13 +432,8 @@ class FileSender:
         self.link.finish_weight_update()
 
     def _written(self) -> Iterator[Path]:
-        chunk: dict[str, Tensor] = {}
-        for number, (name, tensor) in enumerate(self.source):
-            if chunk and sum(each.nbytes for each in chunk.values()) + tensor.nbytes > CHUNK_BYTES:
-                yield self._write(number, chunk)
-                chunk.clear()
-            chunk[name] = tensor.contiguous()
-        yield self._write(-1, chunk)
+        for number, chunk in enumerate(in_chunks(self.source)):
+            yield self._write(number, chunk)
 
     def _write(self, number: int, chunk: dict[str, Tensor]) -> Path:
         from safetensors.torch import save_file
@@ -367,8 +446,117 @@ class FileSender:
         """See `TrainerWeightTransferEngine.shutdown`; nothing to release."""
 
 
+class Rendezvous(NamedTuple):
+    """Address of the store that rank 0 serves, where a group meets."""
+
+    host: str
+    port: int
+
+
+def serve_rendezvous(host: str) -> tuple[Rendezvous, TCPStore]:
+    """Serve the store of a group on one address of this machine and a free port, as rank 0."""
+    from torch._C._distributed_c10d import TCPStore
+
+    listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    port = listener.getsockname()[1]
+    # Given a listening socket, the store listens only at that address, and owns the socket.
+    store = TCPStore(
+        host, port, is_master=True, wait_for_workers=False, timeout=JOIN_TIMEOUT, master_listen_fd=listener.detach()
+    )
+    return Rendezvous(host, port), store
+
+
+class GlooBroadcast:
+    """A group of a trainer's rank 0 and the processes of an engine, on the network between their machines.
+
+    It is a group of its own, bound to one address, whatever gloo's environment variables say.
+
+    Args:
+        store: where the group meets.
+        rank: number of this process; rank 0 sends.
+        size: number of processes.
+        host: address of this machine on the route to the others.
+
+    Raises:
+        RuntimeError: the others did not come within `STALL_S`; so do `start` and the result's `wait`.
+    """
+
+    def __init__(self, store: TCPStore, *, rank: int, size: int, host: str) -> None:
+        import torch.distributed
+
+        gloo: Any = torch.distributed.ProcessGroupGloo
+        options = gloo._Options()
+        options._timeout = timedelta(seconds=STALL_S)
+        options._devices = [gloo.create_device(hostname=host)]
+        self._group = gloo(store, rank, size, options)
+        self._store = store
+
+    def start(self, tensors: Iterable[Tensor]) -> list[Work]:
+        """Start to send contiguous tensors or to receive into them; a waiting list keeps them alive."""
+        import torch
+        from torch.distributed import BroadcastOptions
+
+        options = BroadcastOptions()
+        options.rootRank = 0
+        flat = [tensor.view(-1).view(torch.uint8) for tensor in tensors if tensor.numel()]  # gloo lacks some dtypes
+        return [self._group.broadcast([each], options) for each in flat]
+
+
+def join_broadcast(rendezvous: Rendezvous, *, rank: int, size: int) -> GlooBroadcast:
+    """Join a group at the store that rank 0 serves.
+
+    Raises:
+        RuntimeError: see `GlooBroadcast`.
+    """
+    from torch._C._distributed_c10d import TCPStore
+
+    store = TCPStore(rendezvous.host, rendezvous.port, is_master=False, timeout=JOIN_TIMEOUT)
+    return GlooBroadcast(store, rank=rank, size=size, host=own_address(rendezvous.host))
+
+
+class GlooSender:
+    """Broadcasts weights over the network to the processes of an engine on another machine, without GPUs."""
+
+    def __init__(
+        self, recipient: WeightDestination, link: WeightTransferConnection, source: PublishedWeightSource
+    ) -> None:
+        self.link = link
+        self.source = source
+        host, size = own_address(recipient.host), 1 + recipient.processes
+        rendezvous, store = serve_rendezvous(host)
+        info = {"host": host, "port": rendezvous.port, "size": size}
+        with ThreadPoolExecutor(max_workers=1) as thread:  # both ends block until the other one has joined
+            met = thread.submit(link.init_weight_transfer_engine, {"backend": "gloo", "info": info})
+            self._group = GlooBroadcast(store, rank=0, size=size, host=host)
+            met.result()
+
+    def send_weights(self) -> None:
+        """See vLLM's `TrainerWeightTransferEngine`."""
+        self.link.start_weight_update()
+        missing = set(self.source.layout)
+        for chunk in in_chunks(self.source):
+            missing -= chunk.keys()
+            sending = self._group.start(chunk.values())
+            self.link.update_weights(
+                {
+                    "names": list(chunk),
+                    "dtype_names": [dtype_name(each) for each in chunk.values()],
+                    "shapes": [list(each.shape) for each in chunk.values()],
+                }
+            )
+            for each in sending:
+                each.wait()
+        if missing:
+            raise TrainerError(f"{len(missing)} offered tensors do not exist: {', '.join(sorted(missing)[:4])}")
+        self.link.finish_weight_update()
+
+    def shutdown(self) -> None:
+        """See `TrainerWeightTransferEngine.shutdown`; the group ends with its last use."""
+        del self._group
+
+
 class WeightSenders:
-    """The senders of rank 0: one per engine, because `ipc` and `nccl` connect to an engine only once.
+    """The senders of rank 0: one per engine, because `ipc`, `nccl` and `gloo` connect to a process only once.
 
     Args:
         make: makes the sender of an engine, on the rank's device.
@@ -378,8 +566,8 @@ class WeightSenders:
         self, make: Callable[[WeightDestination, WeightTransferConnection, PublishedWeightSource], Any]
     ) -> None:
         self._make = make
-        self._senders: dict[str, tuple[WeightTransferConnection, Any]] = {}
-        """Connections and senders, keyed by the engine's address."""
+        self._senders: dict[int, tuple[WeightDestination, WeightTransferConnection, Any]] = {}
+        """Engines, connections and senders, keyed by the engine's number."""
 
     def send(self, source: PublishedWeightSource, version: PolicyVersion, recipient: WeightDestination) -> None:
         """Send the weights of a source to an engine.
@@ -387,18 +575,140 @@ class WeightSenders:
         Raises:
             TrainerError: the engine refused the weights, or is gone.
         """
-        for address in [each for each in self._senders if not Path(each).exists()]:
-            self._senders.pop(address)[1].shutdown()
-        link, sender = self._senders.pop(recipient.address, (WeightTransferConnection(recipient), None))
+        known, link, sender = self._senders.pop(
+            recipient.number, (recipient, WeightTransferConnection(recipient), None)
+        )
+        if known != recipient:  # its process has died; the next one has another address
+            sender.shutdown()
+            link, sender = WeightTransferConnection(recipient), None
         try:
             link.offer(source.offer(version, recipient.silence_s))
             sender = sender or self._make(recipient, link, source)
             sender.source = source
             sender.send_weights()
-            self._senders[recipient.address] = (link, sender)
+            self._senders[recipient.number] = (recipient, link, sender)
         except BaseException:
             if sender is not None:
                 sender.shutdown()
             raise
         finally:
             link.close()
+
+
+# --- files from the engine's owner ------------------------------------------------------------------------------------
+
+
+class Requests(Protocol):
+    """The connection to an engine's process; see `client.EngineConnection`."""
+
+    def next_call(self) -> int:
+        """Return a number for a call."""
+        ...
+
+    async def ask(self, call: int, message: wire.Request) -> wire.Reply:
+        """Send a message and wait for its answer."""
+        ...
+
+
+class VersionFiles:
+    """Sends the files of versions to a process that cannot read those of its owner, piece by piece.
+
+    Args:
+        connection: connection to the process.
+        host: machine of the process, for messages.
+        only_headers: whether the process asks for full weights; of their files only the headers are sent first.
+    """
+
+    def __init__(self, connection: Requests, host: str, *, only_headers: bool) -> None:
+        self._connection = connection
+        self._host = host
+        self._only_headers = only_headers
+        self._sent: set[str] = set()
+        """Digests of the versions that the process has, at least their headers."""
+        self._rest: dict[PolicyVersion, tuple[WeightsRef, int]] = {}
+        """Versions of which only a header was sent, and its bytes."""
+        self._failures: dict[PolicyVersion, EngineError] = {}
+        """Why the rest of a version could not be sent."""
+
+    async def send(self, wanted: Iterable[WeightsRef], pieces: list[asyncio.Task[None]]) -> None:
+        """Send what the process needs to be asked for versions; add the answers to `pieces`, of which at most `PIECES`
+        are open.
+
+        Files that fit into one message's size are on the way together, with the request that follows them: over Ray
+        each write is acknowledged before the next one leaves.
+
+        Raises:
+            EngineError: the files cannot be read here.
+        """
+        for weights in wanted:
+            if weights.sha256 in self._sent:
+                continue
+            if self._only_headers and weights.kind == "full":
+                await self._send_header(weights, pieces)
+            else:
+                await self._send_files(weights, pieces)
+
+    async def send_rest(self, version: PolicyVersion) -> None:
+        """Send the rest of a version's file, if only its header was sent; returns when it is there."""
+        weights, start = self._rest.pop(version, (None, 0))
+        if weights is None:
+            return
+        pieces: list[asyncio.Task[None]] = []
+        try:
+            await self._send_files(weights, pieces, start)
+        except EngineError as error:
+            self._failures[version] = error
+        for answer in await asyncio.gather(*pieces, return_exceptions=True):
+            if isinstance(answer, EngineError):
+                self._failures.setdefault(version, answer)
+
+    def take_failures(self, wanted: Iterable[WeightsRef]) -> list[EngineError]:
+        """Return why the rest of these versions could not be sent, and forget it."""
+        return [self._failures.pop(each.version) for each in wanted if each.version in self._failures]
+
+    def served(self, wanted: Collection[WeightsRef]) -> None:
+        """Note that the process serves these versions, and has removed its copies of others."""
+        self._sent = {weights.sha256 for weights in wanted}
+        self._rest = {each.version: self._rest[each.version] for each in wanted if each.version in self._rest}
+
+    async def _send_header(self, weights: WeightsRef, pieces: list[asyncio.Task[None]]) -> None:
+        (name,) = WEIGHT_FILES["full"]
+        try:
+            header = await asyncio.to_thread(read_safetensors_header, Path(weights.path) / name)
+        except (OSError, ValueError) as error:
+            raise version_refused_error(weights, f"{weights.path}/{name} cannot be read ({error})") from error
+        self._rest[weights.version] = (weights, len(header))
+        self._send_piece(weights, pieces, name, 0, header)
+
+    async def _send_files(self, weights: WeightsRef, pieces: list[asyncio.Task[None]], start: int = 0) -> None:
+        names = WEIGHT_FILES[weights.kind]
+        reading = read_files_in_pieces(Path(weights.path), names, PIECE_BYTES, start=start)
+        is_last = False
+        while not is_last:
+            try:
+                read, is_last = await asyncio.to_thread(next, reading)
+            except OSError as error:
+                raise version_refused_error(
+                    weights, f"{error.filename or weights.path} cannot be read ({error.strerror})"
+                ) from error
+            for name, before, data in read:
+                self._send_piece(weights, pieces, name, before, data)
+            if not is_last and len(pieces) >= PIECES:
+                await asyncio.wait({pieces[-PIECES]})
+
+    def _send_piece(
+        self, weights: WeightsRef, pieces: list[asyncio.Task[None]], name: str, start: int, data: bytes
+    ) -> None:
+        call = self._connection.next_call()
+        chunk = wire.WeightChunk(call=call, sha256=weights.sha256, name=name, start=start, data=data)
+        pieces.append(asyncio.get_running_loop().create_task(self._answered(weights, chunk)))
+
+    async def _answered(self, weights: WeightsRef, chunk: wire.WeightChunk) -> None:
+        try:
+            await self._connection.ask(chunk.call, chunk)
+        except EngineLostError:
+            raise
+        except EngineError as error:
+            raise version_refused_error(
+                weights, f"machine {self._host} cannot store them: {error}", type(error)
+            ) from error

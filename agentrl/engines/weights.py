@@ -22,12 +22,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import msgspec
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import load as load_safetensors
 from torch import nn
 
 from agentrl.core.errors import EngineStorageError
-from agentrl.core.files import WEIGHT_FILES
+from agentrl.core.files import WEIGHT_FILES, read_safetensors_header
 from agentrl.core.machine import Memory, machine_memory
 from agentrl.engines.child_process import MAKE_ROOM
 from agentrl.engines.models import (
@@ -112,18 +112,24 @@ def read_weights(weights: WeightsRef, *, beside: bytes = b"") -> WeightFile:
     return WeightFile(tensors, header.get("__metadata__") or {})
 
 
+class _Header(msgspec.Struct):
+    """The part of a safetensors header that does not describe tensors."""
+
+    metadata: dict[str, str] = msgspec.field(name="__metadata__", default_factory=dict)
+
+
 def read_metadata(weights: WeightsRef) -> dict[str, str]:
-    """Read the metadata of a version's safetensors file whose tensors arrive another way.
+    """Read the metadata of a version's safetensors file whose tensors arrive another way; its header suffices.
 
     Raises:
         EngineError: the file cannot be read.
     """
     path = Path(weights.path) / WEIGHT_FILES[weights.kind][0]
     try:
-        with safe_open(path, framework="pt") as file:
-            return file.metadata() or {}
-    except (OSError, SafetensorError) as error:
+        header = msgspec.json.decode(read_safetensors_header(path)[8:], type=_Header)
+    except (OSError, ValueError) as error:  # msgspec's errors are ValueErrors
         raise version_refused_error(weights, f"{path} cannot be read ({error})") from error
+    return header.metadata
 
 
 def map_weights_to_state(

@@ -147,6 +147,8 @@ class EngineLoadedReply(WireMessage, frozen=True):
 
     capabilities: EngineCapabilities
     address: str
+    receives_weights: bool = False
+    """Whether it asks for full weights (`WeightsRequest`): then only the header of their file is sent first."""
 
 
 class CompletionReply(WireMessage, frozen=True):
@@ -204,12 +206,14 @@ class BusyHeartbeat(WireMessage, frozen=True):
 
 
 class WeightsRequest(WireMessage, frozen=True):
-    """Request of the engine: it accepts full weights of a version at a Unix socket. Only `WeightTransferEnded` answers
+    """Request of the engine: it accepts full weights of a version from a trainer. Only `WeightTransferEnded` answers
     it, if anything does."""
 
     number: int
     version: PolicyVersion
     address: str
+    """Path of a Unix socket, or a `core.network.Address`; "": no trainer sends them, and the owner sends the rest of
+    the file."""
 
 
 Reply = (

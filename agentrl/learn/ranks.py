@@ -17,11 +17,10 @@ GPU yet.
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import msgspec
 import torch
@@ -35,6 +34,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from agentrl.core.errors import AgentRLError, ModelError, StorageError, TrainerError, TrainerLostError
 from agentrl.core.network import interface_of
 from agentrl.engines.models import outermost_layers
+from agentrl.engines.weight_transfer import JOIN_TIMEOUT, Rendezvous
 from agentrl.learn.forward import HeadOutput, token_logprobs
 
 if TYPE_CHECKING:
@@ -45,8 +45,6 @@ T = TypeVar("T")
 
 TIMEOUT = timedelta(minutes=10)
 """Time that a rank waits for the others in a collective operation."""
-JOIN_TIMEOUT = timedelta(seconds=45)
-"""Time that a rank waits for the others to join the group."""
 
 
 def equal_shares(count: int, ranks: int) -> list[range]:
@@ -217,24 +215,6 @@ class SingleRankGroup:
 
     def mesh(self, shards: int) -> DeviceMesh | None:
         """See `RankGroup.mesh`: there is no group."""
-
-
-class Rendezvous(NamedTuple):
-    """Address of the store that rank 0 serves, where the ranks of a group meet."""
-
-    host: str
-    port: int
-
-
-def serve_rendezvous(host: str) -> tuple[Rendezvous, TCPStore]:
-    """Serve the store of a group on one address of this machine and a free port, as rank 0."""
-    listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-    port = listener.getsockname()[1]
-    # Given a listening socket, the store listens only at that address, and owns the socket.
-    store = TCPStore(
-        host, port, is_master=True, wait_for_workers=False, timeout=JOIN_TIMEOUT, master_listen_fd=listener.detach()
-    )
-    return Rendezvous(host, port), store
 
 
 class DistributedRankGroup:

@@ -56,6 +56,7 @@ from agentrl.engines.models import dtype_name
 from agentrl.engines.versions import Canary
 from agentrl.engines.weight_transfer import (
     FileSender,
+    GlooSender,
     PublishedWeightSource,
     WeightDestination,
     WeightSenders,
@@ -336,6 +337,8 @@ def _sender(recipient: WeightDestination, link: WeightTransferConnection, source
     """Return the sender of full weights to an engine: vLLM's own where both have GPUs."""
     if recipient.transfer == "file":
         return FileSender(recipient, link, source)
+    if recipient.transfer == "gloo":
+        return GlooSender(recipient, link, source)
     from agentrl.engines.vllm.senders import connect_sender
 
     return connect_sender(recipient, link, source)

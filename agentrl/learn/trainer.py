@@ -31,7 +31,7 @@ from torch import Tensor
 from agentrl.config.run import RunConfig
 from agentrl.core.clock import SystemClock
 from agentrl.core.custom_functions import FunctionCode
-from agentrl.core.errors import ConfigError, NonFiniteError, StorageError, TrainerError
+from agentrl.core.errors import ConfigError, NonFiniteError, StorageError, SupersededVersionError, TrainerError
 from agentrl.core.records import PolicyVersion, StepReport, TrainBatch, TrainingSample, Unit, WeightsRef
 from agentrl.credit.advantages import generalized_advantages
 from agentrl.credit.samples import ReadUnits, read_samples
@@ -581,12 +581,13 @@ class PolicyTrainer:
         """Send the policy's full weights to an engine that asked for them. All ranks must call this.
 
         Raises:
-            TrainerError: the policy is at another version, or the engine did not accept its weights.
+            SupersededVersionError: the policy is at another version.
+            TrainerError: the engine did not accept its weights.
         """
         learner = self._learner(version.policy)
         if learner.version != version or learner.step != version.step or learner.model.kind != "full":
             at = f"{learner.version}, step {learner.step}"
-            raise TrainerError(f"policy {version.policy!r} is at {at}; {version} is not sent")
+            raise SupersededVersionError(f"policy {version.policy!r} is at {at}; {version} is not sent")
 
         def deliver() -> bytes:
             if self._ranks.rank == 0:

@@ -10,14 +10,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from agentrl.core.errors import EngineError, EngineLostError, EngineStorageError
+from agentrl.core.errors import EngineError, EngineLostError, EngineStorageError, TrainerError
 from agentrl.core.network import SCHEME, Address
 from agentrl.core.ports import GenerateRequest, SamplingParams
 from agentrl.core.records import PolicyVersion
 from agentrl.engines import wire
 from agentrl.engines.child_process import PRIVATE_DIRECTORY_VARIABLE
-from agentrl.engines.client import CHUNK_BYTES, EngineClient, EngineConnection, ProcessEngine
-from tests.contract.elsewhere import START, Elsewhere, program, written
+from agentrl.engines.client import EngineClient, EngineConnection, ProcessEngine
+from agentrl.engines.weight_transfer import (
+    PIECE_BYTES,
+    GlooSender,
+    PublishedWeightSource,
+    VersionFiles,
+    WeightDestination,
+    WeightSenders,
+)
+from tests.contract.elsewhere import START, Elsewhere, asking_program, program, tensors_of, written, written_full
 
 REQUEST = GenerateRequest(
     request_id="call", token_ids=np.array([1, 2], np.int32), sampling=SamplingParams(max_tokens=8), seed=0
@@ -43,7 +51,7 @@ def refuse_versions(process_id: int | None) -> Path:
 def test_versions_travel_as_bytes_and_a_second_process_is_sent_them_again(tmp_path: Path) -> None:
     async def main() -> None:
         engine = await made(tmp_path)
-        large = written(tmp_path / "1", 1, 2 * CHUNK_BYTES + 17)
+        large = written(tmp_path / "1", 1, 2 * PIECE_BYTES + 17)
         await engine.serve([large], ())
         small = written(tmp_path / "2", 2, 10)
         await engine.serve([small], [large])
@@ -89,7 +97,7 @@ def test_an_adapter_and_the_request_to_serve_it_take_one_round_trip(tmp_path: Pa
     async def main() -> None:
         writer, reader = UnansweredWriter(), asyncio.StreamReader()
         connection = EngineConnection(reader, writer, on_message=lambda reply: None, on_end=lambda why: None)
-        connection.host = "another"
+        connection.files = VersionFiles(connection, "another", only_headers=True)
         serving = asyncio.create_task(connection.serve([written(tmp_path / "1", 1, 1000)], ()))
         while not writer.sent:
             await asyncio.sleep(0.01)
@@ -98,6 +106,76 @@ def test_an_adapter_and_the_request_to_serve_it_take_one_round_trip(tmp_path: Pa
         await connection.drain(EngineLostError("it is over"))
         with pytest.raises(EngineLostError):
             await serving
+
+    asyncio.run(main())
+
+
+class Trainer:
+    """Rank 0, in a thread: sends some versions, and refuses the others."""
+
+    def __init__(self, *steps: int) -> None:
+        self.told: list[str] = []
+        self.sent: list[int] = []
+        self._steps = steps
+        self._senders = WeightSenders(GlooSender)
+
+    async def deliver(self, version: PolicyVersion, address: str) -> None:
+        if version.step not in self._steps:
+            raise TrainerError("it is busy")
+        tensors = tensors_of(version.step)
+        source = PublishedWeightSource(tensors, iter(tensors.items()))
+        recipient = WeightDestination(number=0, address=address, transfer="gloo", processes=1, silence_s=60.0)
+        await asyncio.to_thread(self._senders.send, source, version, recipient)
+        self.sent.append(version.step)
+
+
+async def connected(directory: Path, trainer: Trainer) -> ProcessEngine:
+    engine = ProcessEngine(asking_program(directory), START, placement=Elsewhere(), tell=trainer.told.append)
+    engine.deliver = trainer.deliver
+    return await engine.ready()
+
+
+def test_a_trainer_sends_all_weights_and_of_their_file_only_the_header_travels(tmp_path: Path) -> None:
+    async def main() -> None:
+        trainer = Trainer(1, 2, 3)
+        engine = await connected(tmp_path, trainer)
+        for step in (1, 2):
+            await engine.serve([written_full(tmp_path / str(step), step)], ())
+        assert engine.supervisor.process_id is not None
+        os.kill(engine.supervisor.process_id, signal.SIGKILL)
+        while not engine.supervisor.losses:
+            await asyncio.sleep(0.01)
+        await engine.ready()  # it asks for version 2 again
+        await engine.serve([written_full(tmp_path / "3", 3)], ())
+        assert trainer.sent == [1, 2, 2, 3]
+        assert not any("the trainer did not send" in line for line in trainer.told)
+        await engine.close()
+
+    asyncio.run(main())
+
+
+def test_what_no_trainer_sends_is_asked_for_as_a_file(tmp_path: Path) -> None:
+    async def main() -> None:
+        trainer = Trainer(2)
+        engine = await connected(tmp_path, trainer)
+        for step in (1, 2, 3):
+            await engine.serve([written_full(tmp_path / str(step), step)], ())
+        assert trainer.sent == [2]
+        assert trainer.told == [
+            f"the trainer did not send solver@0.{step} (it is busy); the engine loads the published file"
+            for step in (1, 3)
+        ]
+        changed = written_full(tmp_path / "4", 4)
+        os.truncate(tmp_path / "4" / "model.safetensors", 500)
+        with pytest.raises(EngineError, match="other files than were published"):
+            await engine.serve([changed], ())
+        refusing = refuse_versions(engine.supervisor.process_id)
+        with pytest.raises(EngineStorageError, match=r"solver@0\.5 refused: machine .*: .* make room"):
+            await engine.serve([written_full(tmp_path / "5", 5)], ())
+        refusing.unlink()
+        completion = await engine.open("session", "solver").generate(REQUEST)
+        assert [span.version.step for span in completion.spans] == [3]
+        await engine.close()
 
     asyncio.run(main())
 
@@ -124,7 +202,7 @@ def test_a_machine_that_cannot_keep_a_version_is_named_and_serves_the_one_before
         completion = await engine.open("session", "solver").generate(REQUEST)
         assert [span.version.step for span in completion.spans] == [1]
         refusing.unlink()
-        await engine.serve([written(tmp_path / "3", 3, 2 * CHUNK_BYTES + 17)], ())
+        await engine.serve([written(tmp_path / "3", 3, 2 * PIECE_BYTES + 17)], ())
         await engine.close()
 
     asyncio.run(main())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from agentrl.core.records import PolicyVersion
 from agentrl.engines import weight_transfer, wire
 from agentrl.engines.weight_transfer import (
     FileSender,
+    GlooSender,
     PublishedWeightSource,
     WeightDestination,
     WeightSenders,
@@ -29,26 +31,29 @@ from tests.contract.vllm_suite import MakeVllm
 class TrainerEnd:
     """Sends tensors to an engine that asks for them, in a thread, as rank 0 does."""
 
-    def __init__(self, engine: Any, path: Path) -> None:
-        self.outbox = WeightSenders(FileSender)
+    def __init__(self, engine: Any, path: Path, *, host: str = "") -> None:
+        self.outbox = WeightSenders(GlooSender if host else FileSender)
         self.tensors: Mapping[str, torch.Tensor] = {}
         self.passes: Callable[[Iterator[Any]], Iterator[Any]] = iter
         self.errors: list[str] = []
         self.sent = 0
         self._engine = engine
-        self._address = str(path / "weights")
+        self._path, self._host = str(path / "weights"), host
         self._tasks: list[asyncio.Task[None]] = []
 
     async def listen(self) -> None:
-        await self._engine.inbox.listen(self._address, self._wanted)
+        await self._engine.inbox.listen(self._path, self._wanted, host=self._host)
 
     def _wanted(self, number: int, wanted: PolicyVersion, address: str) -> None:
         self._tasks.append(asyncio.get_running_loop().create_task(self._send(number, wanted, address)))
 
     async def _send(self, number: int, wanted: PolicyVersion, address: str) -> None:
+        if not address:  # the file is here already
+            self._engine.inbox.not_sent(number)
+            return
         try:
             source = PublishedWeightSource(self.tensors, self.passes(iter(self.tensors.items())))
-            recipient = WeightDestination(address=address, transfer="file", processes=1, silence_s=60.0)
+            recipient = WeightDestination(number=0, address=address, transfer="file", processes=1, silence_s=60.0)
             await asyncio.to_thread(self.outbox.send, source, wanted, recipient)
             self.sent += 1
         except TrainerError as error:
@@ -56,15 +61,16 @@ class TrainerEnd:
         self._engine.inbox.not_sent(number)
 
 
+@pytest.mark.parametrize("host", ["", "127.0.0.1"])
 def test_weights_that_a_trainer_sends_serve_as_those_of_its_file_would(
-    make_vllm: MakeVllm, zoo: ModelZoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make_vllm: MakeVllm, zoo: ModelZoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: str
 ) -> None:
     """The published files are of no use but for their canaries: what serves is what was sent."""
     monkeypatch.setattr(weight_transfer, "CHUNK_BYTES", 1 << 16)
 
     async def main() -> None:
         engine, context = make_vllm(), prompt(40)
-        trainer = TrainerEnd(engine, tmp_path)
+        trainer = TrainerEnd(engine, tmp_path, host=host)
         await trainer.listen()
         running = asyncio.ensure_future(engine.open("s", "solver").generate(request("a", context, max_tokens=400)))
         for step in (1, 2):
@@ -98,20 +104,39 @@ class LeavesInTheMiddle(FileSender):
         raise TrainerError("the trainer died")
 
 
+class LeavesInTheMiddleOfTheNetwork(GlooSender):
+    def send_weights(self) -> None:
+        self.source = replace(self.source, tensors=itertools.islice(self.source.tensors, 2))
+        super().send_weights()
+
+
+@pytest.mark.parametrize(
+    ("host", "leaves", "half"),
+    [
+        ("", LeavesInTheMiddle, "parameters are not in the file"),
+        ("127.0.0.1", LeavesInTheMiddleOfTheNetwork, "offered tensors do not exist"),
+    ],
+)
 def test_what_a_trainer_cannot_send_is_loaded_from_its_file(
-    make_vllm: MakeVllm, zoo: ModelZoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make_vllm: MakeVllm,
+    zoo: ModelZoo,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    host: str,
+    leaves: Any,
+    half: str,
 ) -> None:
     """It dies before, or in the middle, while vLLM stands still; it offers another model; it sends half of it."""
     monkeypatch.setattr(weight_transfer, "CHUNK_BYTES", 1 << 16)
 
     async def main() -> None:
         engine, context = make_vllm(), prompt(40)
-        trainer = TrainerEnd(engine, tmp_path)
+        trainer = TrainerEnd(engine, tmp_path, host=host)
         await trainer.listen()
         for step in range(1, 5):
             tensors = trainer.tensors = tensors_of(zoo, step)
             trainer.passes = cut if step == 1 else iter
-            trainer.outbox = WeightSenders(LeavesInTheMiddle if step == 2 else FileSender)
+            trainer.outbox = WeightSenders(leaves if step == 2 else GlooSender if host else FileSender)
             if step == 3:
                 trainer.tensors = shapes_of_another(tensors)
             if step == 4:
@@ -124,7 +149,7 @@ def test_what_a_trainer_cannot_send_is_loaded_from_its_file(
         assert trainer.sent == 0
         assert len(trainer.errors) == 4, trainer.errors
         assert "has shape (3,)" in trainer.errors[2]
-        assert "parameters are not in the file" in trainer.errors[3]
+        assert half in trainer.errors[3]
         await engine.close()
 
     make_vllm.run(main)
@@ -157,7 +182,7 @@ IN_SUITE = pytest.mark.usefixtures("make_vllm")
 """They import vLLM, which the process of other tests is to be without."""
 
 
-IPC = WeightDestination(address="", transfer="ipc", processes=1, silence_s=60.0)
+IPC = WeightDestination(number=0, address="", transfer="ipc", processes=1, silence_s=60.0)
 
 
 class Listens(WeightTransferConnection):
@@ -219,9 +244,10 @@ def test_broadcasts_are_met_by_an_id_and_no_port() -> None:
 
     source = PublishedWeightSource(TENSORS, iter(TENSORS.items()))
     found: Any = senders.trainer_init_info(
-        WeightDestination(address="", transfer="nccl", processes=4, silence_s=60.0), source
+        WeightDestination(number=0, address="", transfer="nccl", processes=4, silence_s=60.0), source
     )
     assert (found.backend, found.world_size, found.is_sender) == ("agentrl_nccl", 5, True)
+    assert found.interface == "lo"
     payload = senders.nccl_join_message(bytes(range(128)), found)
     taken = NCCLWeightTransferInitInfo(**payload)
     assert taken.nccl_unique_id_bytes == bytes(range(128))
@@ -247,6 +273,7 @@ def test_one_backend_takes_files_and_what_vllm_s_own_take() -> None:
     from agentrl.engines.vllm import senders, worker
 
     assert WeightTransferEngineFactory._registry[worker.BACKEND]() is worker.VersionTransferEngine
+    assert WeightTransferEngineFactory._registry[worker.GLOO]() is worker.GlooTransferEngine
     assert WeightTransferTrainerFactory._registry[senders.IPC]() is senders.IpcSender
     assert WeightTransferTrainerFactory._registry[senders.NCCL]() is senders.NcclSender
     backend = worker.VersionTransferEngine.__new__(worker.VersionTransferEngine)

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from agentrl.core.errors import TrainerLostError
+from agentrl.engines.weight_transfer import serve_rendezvous
 from agentrl.learn import ranks
-from agentrl.learn.ranks import DistributedRankGroup, balanced_shares, serve_rendezvous
+from agentrl.learn.ranks import DistributedRankGroup, balanced_shares
 
 
 @pytest.fixture

@@ -8,26 +8,41 @@ import subprocess
 import sys
 from pathlib import Path
 
-from agentrl.engines.child_process import PRIVATE_DIRECTORY_VARIABLE
+from agentrl.engines.child_process import INTERFACE_VARIABLE, PRIVATE_DIRECTORY_VARIABLE
 
 _HOSTILE = {
     "VLLM_WORKER_MULTIPROC_METHOD": "fork",
     "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
     "VLLM_RPC_BASE_PATH": "/tmp",
     "GLOO_SOCKET_IFNAME": "eth0",
+    "NCCL_SOCKET_IFNAME": "eth0",
     "VLLM_LOGGING_LEVEL": "DEBUG",
 }
 
 
-def test_the_users_environment_opens_nothing(tmp_path: Path, repository: Path) -> None:
+def environment_of(repository: Path, **told: str) -> dict[str, str]:
+    """The variables of vLLM's process, started with these."""
     program = "import json, os, agentrl.engines.vllm.process; print(json.dumps(dict(os.environ)))"
-    told = {**os.environ, **_HOSTILE, PRIVATE_DIRECTORY_VARIABLE: str(tmp_path)}
-    ran = subprocess.run([sys.executable, "-c", program], cwd=repository, env=told, capture_output=True, check=True)
-    found = json.loads(ran.stdout)
+    environment = {**os.environ, **told}
+    ran = subprocess.run(
+        [sys.executable, "-c", program], cwd=repository, env=environment, capture_output=True, check=True
+    )
+    found: dict[str, str] = json.loads(ran.stdout)
+    return found
+
+
+def test_on_a_cluster_only_nccl_uses_the_interface_of_the_node(tmp_path: Path, repository: Path) -> None:
+    found = environment_of(repository, **{PRIVATE_DIRECTORY_VARIABLE: str(tmp_path), INTERFACE_VARIABLE: "eth1"})
+    assert (found["NCCL_SOCKET_IFNAME"], found["GLOO_SOCKET_IFNAME"]) == ("eth1", "lo")
+
+
+def test_the_users_environment_opens_nothing(tmp_path: Path, repository: Path) -> None:
+    found = environment_of(repository, **_HOSTILE, **{PRIVATE_DIRECTORY_VARIABLE: str(tmp_path)})
     assert {name: found[name] for name in _HOSTILE} == {
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "0",
         "VLLM_RPC_BASE_PATH": str(tmp_path),
         "GLOO_SOCKET_IFNAME": "lo",
+        "NCCL_SOCKET_IFNAME": "lo",
         "VLLM_LOGGING_LEVEL": "DEBUG",
     }

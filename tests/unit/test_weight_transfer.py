@@ -15,19 +15,26 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from agentrl.config.devices import Transfer
 from agentrl.core.errors import EngineError, TrainerError
+from agentrl.core.network import SCHEME, Address
 from agentrl.core.records import PolicyVersion, WeightsRef
 from agentrl.engines import weight_transfer, wire
 from agentrl.engines.models import read_meta_model
 from agentrl.engines.weight_transfer import (
     FileSender,
+    GlooBroadcast,
+    GlooSender,
     IncomingTransfer,
     PublishedWeightSource,
+    Rendezvous,
     TransferCall,
     WeightDestination,
     WeightOffer,
     WeightReceiver,
     WeightSenders,
+    WeightTransferConnection,
+    join_broadcast,
 )
 from agentrl.engines.weights import map_weights_to_state
 from agentrl.learn.ranks import RankGroup, SingleRankGroup
@@ -43,8 +50,10 @@ VERSION = PolicyVersion("policy", 0, 0)
 class Engine:
     """The engine's end in a thread: takes a version into a directory, as vLLM's backend does."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, host: str = "") -> None:
         self.address = str(directory / "weights")
+        self._host = host
+        self._group: GlooBroadcast | None = None
         self.received: dict[str, Tensor] = {}
         self.asked: list[str] = []
         self.offer: WeightOffer | None = None
@@ -63,7 +72,12 @@ class Engine:
 
     async def _take(self) -> None:
         inbox = WeightReceiver()
-        await inbox.listen(self.address, lambda number, version, address: self._listens.set())
+
+        def asked(number: int, version: PolicyVersion, address: str) -> None:
+            self.address = address
+            self._listens.set()
+
+        await inbox.listen(self.address, asked, host=self._host)
         async with asyncio.timeout(50):
             delivery = await inbox.ask(VERSION)
         assert delivery is not None
@@ -77,13 +91,26 @@ class Engine:
 
     def _do(self, delivery: IncomingTransfer, asked: TransferCall) -> None:
         self.asked.append(asked.method)
+        if asked.method == "init":
+            found = asked.info["info"]
+            self._group = join_broadcast(Rendezvous(found["host"], found["port"]), rank=1, size=found["size"])
         if asked.method == "update":
-            self.received |= load_file(asked.info["path"])
+            self.received |= self._received(asked.info)
         delivery.answer()
+
+    def _received(self, info: dict[str, Any]) -> dict[str, Tensor]:
+        if self._group is None:
+            return load_file(info["path"])
+        dtypes = [getattr(torch, name) for name in info["dtype_names"]]
+        tensors = [torch.empty(shape, dtype=dtype) for shape, dtype in zip(info["shapes"], dtypes, strict=True)]
+        for each in self._group.start(tensors):
+            each.wait()
+        return dict(zip(info["names"], tensors, strict=True))
 
 
 def recipient(address: str, silence_s: float = 60.0) -> WeightDestination:
-    return WeightDestination(address=address, transfer="file", processes=1, silence_s=silence_s)
+    transfer: Transfer = "gloo" if address.startswith(SCHEME) else "file"
+    return WeightDestination(number=0, address=address, transfer=transfer, processes=1, silence_s=silence_s)
 
 
 def source(tensors: dict[str, Tensor]) -> PublishedWeightSource:
@@ -111,6 +138,94 @@ def test_tensors_arrive_in_files_that_are_written_before_the_engine_stands_still
     assert {name: (each.dtype, each.shape) for name, each in engine.offer.tensors().items()} == {
         name: (each.dtype, each.shape) for name, each in tensors.items()
     }
+
+
+HOST = "127.0.0.1"
+
+
+def test_tensors_arrive_over_the_network_at_an_engine_that_is_told_its_token(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weight_transfer, "CHUNK_BYTES", 100)
+    tensors = {f"layer.{each}": torch.randn(3, 4).bfloat16() for each in range(5)}
+    tensors |= {"odd": torch.arange(5).half(), "turned": torch.randn(3, 5).t(), "none": torch.zeros(0)}
+    with Engine(tmp_path, host=HOST) as engine:
+        WeightSenders(GlooSender).send(source(tensors), VERSION, recipient(engine.address))
+    assert engine.asked == ["init", "start", "update", "update", "finish"]
+    assert engine.received.keys() == tensors.keys()
+    assert all(torch.equal(engine.received[name], tensor) for name, tensor in tensors.items())
+
+
+def test_a_trainer_with_a_wrong_token_sends_nothing_and_is_not_told_the_right_one(tmp_path: Path) -> None:
+    with Engine(tmp_path, host=HOST) as engine:
+        address = Address.parse(engine.address)
+        wrong = str(address._replace(token="0" * len(address.token)))
+        with pytest.raises(TrainerError, match=rf"no engine accepts weights at {HOST} \(the listener did not") as found:
+            WeightSenders(GlooSender).send(source({"a": torch.zeros(2)}), VERSION, recipient(wrong))
+        assert wrong not in str(found.value)
+        WeightSenders(GlooSender).send(source({"a": torch.ones(2)}), VERSION, recipient(engine.address))
+    assert torch.equal(engine.received["a"], torch.ones(2))
+
+
+def test_an_engine_that_takes_no_tensor_holds_up_no_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It answers, and does not receive: more than the connection holds is on the way."""
+    monkeypatch.setattr(weight_transfer, "STALL_S", 1.0)
+    monkeypatch.setattr(Engine, "_received", lambda engine, info: {})
+    with Engine(tmp_path, host=HOST) as engine:
+        sender = WeightSenders(GlooSender)
+        with pytest.raises(RuntimeError, match="Timed out waiting 1000ms for send"):
+            sender.send(source({"a": torch.zeros(1 << 25)}), VERSION, recipient(engine.address))
+    assert engine.asked == ["init", "start", "update"]
+
+
+def test_a_broadcast_to_an_engine_that_is_gone_is_ended(tmp_path: Path) -> None:
+    """By whoever asked for the update; nccl, in another thread, knows no time limit."""
+    ended: list[str] = []
+    with Engine(tmp_path) as engine:
+        link = WeightTransferConnection(recipient(engine.address))
+        link.on_failure = lambda: ended.append("broadcast")
+        engine.refused = "another model"
+        with pytest.raises(TrainerError, match="another model"):
+            link.offer(source({"a": torch.zeros(2)}).offer(VERSION, 1.0))
+        assert ended == []
+        link.close()
+        with pytest.raises(TrainerError):
+            link.update_weights({})
+        assert ended == ["broadcast"]
+
+
+def test_a_destination_tells_its_place_but_not_its_token() -> None:
+    address = str(Address(HOST, 4711, "secret"))
+    there, here = recipient(address), recipient("/private/weights")
+    assert (there.place, there.host, there.interface) == (HOST, HOST, "lo")
+    assert (here.place, here.host, here.interface) == ("/private/weights", "", "lo")
+
+
+def test_a_file_is_asked_for_apart_from_its_weights(tmp_path: Path) -> None:
+    """An offer of the version that comes too late answers no request for its file."""
+
+    async def main() -> None:
+        inbox = WeightReceiver()
+        await inbox.fetch(VERSION)  # nobody to ask: the file is read by path
+        asked: list[tuple[int, PolicyVersion, str]] = []
+        await inbox.listen("", lambda *each: asked.append(each), host=HOST)
+        fetching = asyncio.ensure_future(inbox.fetch(VERSION))
+        trainer = asyncio.ensure_future(inbox.ask(VERSION))
+        await asyncio.sleep(0)
+        (first, _, nowhere), (second, _, address) = asked
+        assert (nowhere, Address.parse(address).host) == ("", HOST)
+        inbox.not_sent(second)
+        assert await trainer is None
+        link = WeightTransferConnection(recipient(address))
+        with pytest.raises(TrainerError, match="the engine closed the connection"):
+            await asyncio.to_thread(link.offer, source({"a": torch.zeros(2)}).offer(VERSION, 1.0))
+        link.close()
+        assert not fetching.done()
+        inbox.not_sent(first)
+        await fetching
+        inbox.close()
+
+    asyncio.run(main())
 
 
 def test_an_engine_that_refuses_is_heard_and_one_that_is_gone_is_named(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from multiprocessing import shared_memory
 from pathlib import Path
 from typing import Any
 
-from agentrl.engines.child_process import PRIVATE_DIRECTORY_VARIABLE, die_with_parent
+from agentrl.engines.child_process import INTERFACE_VARIABLE, PRIVATE_DIRECTORY_VARIABLE, die_with_parent
 
 _ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
@@ -25,7 +25,7 @@ _ENVIRONMENT = {
     "VLLM_HOST_IP": "127.0.0.1",
     "VLLM_LOOPBACK_IP": "127.0.0.1",
     "GLOO_SOCKET_IFNAME": "lo",
-    "NCCL_SOCKET_IFNAME": "lo",
+    "NCCL_SOCKET_IFNAME": os.environ.get(INTERFACE_VARIABLE, "lo"),
     # A forked worker would not import this module, and so not die with its parent.
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     "VLLM_ALLOW_INSECURE_SERIALIZATION": "0",

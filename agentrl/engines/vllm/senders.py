@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import os
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -34,10 +35,13 @@ class IpcInit(IPCTrainerInitInfo):
     backend = IPC
 
 
+@dataclass
 class NcclInit(NCCLTrainerInitInfo):
     """See vLLM's `NCCLTrainerInitInfo`; address and port are unused."""
 
     backend = NCCL
+    interface: str = "lo"
+    """Network interface on the route to the engine, which its processes have too."""
 
 
 class IpcSender(IPCTrainerWeightTransferEngine):
@@ -70,11 +74,17 @@ class NcclSender(NCCLTrainerWeightTransferEngine):
     """Broadcasts from this rank's GPU to those of the engine's processes."""
 
     @classmethod
-    def trainer_init(cls, init_info: NCCLTrainerInitInfo, *, client: Any, source: Any = None) -> Self:
+    def trainer_init(
+        cls,
+        init_info: NcclInit,  # type: ignore[override]
+        *,
+        client: Any,
+        source: Any = None,
+    ) -> Self:
         """Join the group of the engine's processes."""
         from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
 
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", init_info.interface)
         unique = bytes(NCCLLibrary().ncclGetUniqueId().internal)
         engine = cls(
             client=client,
@@ -89,6 +99,7 @@ class NcclSender(NCCLTrainerWeightTransferEngine):
             device = torch.accelerator.current_device_index()
             engine.model_update_group = nccl_common.uid_init_process_group(unique, 0, init_info.world_size, device)
             met.result()
+        client.on_failure = engine.shutdown  # nccl knows no time limit: this ends a broadcast to an engine that is gone
         return engine
 
 
@@ -127,6 +138,7 @@ def trainer_init_info(recipient: WeightDestination, source: PublishedWeightSourc
         world_size=processes,
         packed=True,
         packed_buffer_size_bytes=buffer,
+        interface=recipient.interface,
     )
 
 

@@ -325,7 +325,7 @@ class VllmVersionTable(VersionTable[VllmVersion]):
         delivery, canary = await self._offered(weights, copy)
         try:
             if delivery is None:
-                canary = await asyncio.to_thread(self._copy_full, weights, copy)
+                canary = await self._copy_full(weights, copy)
             self.held.add(policy)  # a turn that began now would reuse prefixes of the version being replaced
             while self.leases.refresh_of(policy) == "turn" and self.of_policy(policy).calls:
                 await self._change()
@@ -368,9 +368,11 @@ class VllmVersionTable(VersionTable[VllmVersion]):
             raise version_refused_error(weights, f"its trainer's offer of weights is invalid ({error})") from error
         return self._check_full(weights, WeightFile(tensors, read_metadata(weights)))
 
-    def _copy_full(self, weights: WeightsRef, copy: Path) -> Canary | None:
+    async def _copy_full(self, weights: WeightsRef, copy: Path) -> Canary | None:
         """Copy and check the weights (see `_copy_checked`), so that nothing is left to check while vLLM is paused."""
-        return self._check_full(weights, read_weights(copy_weight_files(weights, copy)))
+        await self._inbox.fetch(weights.version)
+        read = await asyncio.to_thread(lambda: read_weights(copy_weight_files(weights, copy)))
+        return await asyncio.to_thread(self._check_full, weights, read)
 
     def _check_full(self, weights: WeightsRef, file: WeightFile) -> Canary | None:
         expected, canary = self._model.state_dict(), read_canary(weights, file)
@@ -403,7 +405,7 @@ class VllmVersionTable(VersionTable[VllmVersion]):
             if delivery is None or not await self._control.receive(delivery, str(new.version)):
                 # The trainer is gone or cannot continue; load the file, which has the same weights.
                 if delivery is not None:
-                    await asyncio.to_thread(self._copy_full, weights, copy)
+                    await self._copy_full(weights, copy)
                     new.file = str(copy / WEIGHT_FILES["full"][0])
                 await self._overwrite(weights, new, old)
             self._labels[str(new.version)] = new.version
@@ -432,6 +434,7 @@ class VllmVersionTable(VersionTable[VllmVersion]):
             EngineLostError: vLLM's weights belong to no version now.
         """
         try:
+            await self._inbox.fetch(old.version)
             await self._control.load_full(old.file, str(old.version))
         except Exception as error:
             self._control.lost = True
@@ -499,7 +502,8 @@ class VllmControl:
             while await self.answer(delivery, asked, label):
                 if asked.method == "finish":
                     return True
-                is_begun, asked = True, await delivery.next_call()
+                is_begun = True
+                asked = await delivery.next_call()
             is_begun = False  # a failed update needs no ending
         except TransferError:
             pass

@@ -1,8 +1,9 @@
 """Loading of full weights inside vLLM's worker processes: a backend of vLLM's weight-transfer protocol.
 
-It loads files, and passes weights over `ipc` or `nccl` to vLLM's own backends of these names, so that one vLLM accepts
-both: a restarted engine has only the file. Each worker imports this module by name (`worker_extension_cls`), which
-registers the backend. Reads safetensors only, and unpickles nothing.
+It loads files, and passes weights over `ipc`, `nccl` or `gloo` to the backends of these names, so that one vLLM accepts
+all: a restarted engine has only the file. The first two are vLLM's own, the third is `GlooTransferEngine`. Each worker
+imports this module by name (`worker_extension_cls`), which registers the backends. Reads safetensors only, and
+unpickles nothing.
 Invariant: a version is loaded completely, or an error is raised; its content is checked before vLLM pauses.
 """
 
@@ -24,19 +25,21 @@ from vllm.lora.request import LoRARequest
 from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from agentrl.engines.weight_transfer import GlooBroadcast, Rendezvous, join_broadcast
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from torch import Tensor
 
-BACKEND = "agentrl"
+BACKEND, GLOO = "agentrl", "gloo"
 
 
 @dataclass
 class TransferInit(WeightTransferInitInfo):
     """Transport besides files, with the arguments of vLLM's backend of that name."""
 
-    backend: Literal["file", "ipc", "nccl"] = "file"
+    backend: Literal["file", "ipc", "nccl", "gloo"] = "file"
     info: dict[str, Any] = field(default_factory=dict)
 
 
@@ -51,6 +54,60 @@ class TransferUpdate(WeightTransferUpdateInfo):
     sent: dict[str, Any] | None = None
 
 
+@dataclass
+class GlooInit(WeightTransferInitInfo):
+    """Where a gloo group meets, and its size; rank 0 is the trainer's."""
+
+    host: str
+    port: int
+    size: int
+
+
+@dataclass
+class GlooUpdate(WeightTransferUpdateInfo):
+    """The tensors that rank 0 sends next."""
+
+    names: list[str]
+    dtype_names: list[str]
+    shapes: list[list[int]]
+
+
+class GlooTransferEngine(WeightTransferEngine[GlooInit, GlooUpdate]):
+    """Receives weights on CPUs over the network; `VersionTransferEngine` begins and ends the updates."""
+
+    init_info_cls = GlooInit
+    update_info_cls = GlooUpdate
+
+    _group: GlooBroadcast | None = None
+
+    def init_transfer_engine(self, init_info: GlooInit) -> None:
+        """Join the group of the trainer's rank 0."""
+        self._group = join_broadcast(
+            Rendezvous(init_info.host, init_info.port), rank=1 + self.parallel_config.rank, size=init_info.size
+        )
+
+    def start_weight_update(self) -> None:
+        """See `VersionTransferEngine`."""
+
+    def receive_weights(self, update_info: GlooUpdate) -> None:
+        """Receive and load tensors."""
+        if self._group is None:
+            raise ValueError("the trainer has not announced the weights it sends")
+        dtypes = [getattr(torch, name) for name in update_info.dtype_names]
+        received = [torch.empty(shape, dtype=dtype) for dtype, shape in zip(dtypes, update_info.shapes, strict=True)]
+        for each in self._group.start(received):
+            each.wait()
+        model: Any = self.model
+        model.load_weights(zip(update_info.names, received, strict=True))
+
+    def finish_weight_update(self) -> None:
+        """See `VersionTransferEngine`."""
+
+    def shutdown(self) -> None:
+        """Leave the group."""
+        self._group = None
+
+
 class VersionTransferEngine(WeightTransferEngine[TransferInit, TransferUpdate]):
     """Loads a version over the serving weights."""
 
@@ -59,7 +116,7 @@ class VersionTransferEngine(WeightTransferEngine[TransferInit, TransferUpdate]):
     supports_draft_weight_update = False
 
     _sent: WeightTransferEngine[Any, Any] | None = None
-    """vLLM's own backend, for weights that do not come as a file."""
+    """Backend for weights that do not come as a file."""
     _over = "file"
     _loaded: set[str]
     """Names of the parameters that an update has loaded so far."""
@@ -93,7 +150,7 @@ class VersionTransferEngine(WeightTransferEngine[TransferInit, TransferUpdate]):
             torch.accelerator.synchronize()
 
     def parse_update_info(self, update_dict: dict[str, Any]) -> TransferUpdate:
-        """Parse an update: a file, or the update of vLLM's own backend."""
+        """Parse an update: a file, or the update of another backend."""
         return TransferUpdate(sent=update_dict) if "names" in update_dict else TransferUpdate(**update_dict)
 
     def receive_weights(self, update_info: TransferUpdate) -> None:
@@ -181,5 +238,6 @@ class WorkerExtension:
         self.model_runner.lora_manager.add_dummy_lora(blank, rank)
 
 
-if BACKEND not in WeightTransferEngineFactory._registry:  # registering twice is an error
-    WeightTransferEngineFactory.register_engine(BACKEND, VersionTransferEngine)
+for _name, _backend in ((BACKEND, VersionTransferEngine), (GLOO, GlooTransferEngine)):
+    if _name not in WeightTransferEngineFactory._registry:  # registering twice is an error
+        WeightTransferEngineFactory.register_engine(_name, _backend)
