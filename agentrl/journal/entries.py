@@ -367,7 +367,7 @@ def request_hash(*parts: bytes) -> bytes:
     return hashlib.blake2b(framed, digest_size=8).digest()
 
 
-def gigpo_anchor_state_hash(state: str | None, messages: Iterable[Message]) -> bytes:
+def gigpo_state_hash(state: str | None, messages: Iterable[Message]) -> bytes:
     """Hash the anchor state of a turn, in `STATE_BYTES`: the state that the program said, else the role and content of
     each of the turn's new messages but system messages, which only the first turn has.
     """

@@ -48,14 +48,7 @@ from agentrl.core.records import (
 )
 from agentrl.core.text import plural
 from agentrl.environment.base import Agent, LimitReachedError, check_reward_name, finite_reward, valid_unicode
-from agentrl.journal.entries import (
-    RewardEntry,
-    TurnEntry,
-    TurnPause,
-    TurnVersionSpan,
-    gigpo_anchor_state_hash,
-    request_hash,
-)
+from agentrl.journal.entries import RewardEntry, TurnEntry, TurnPause, TurnVersionSpan, gigpo_state_hash, request_hash
 from agentrl.observe.metrics import DEMONSTRATED, GATE_PASSED, GATE_REFUSED
 from agentrl.rollout.branches import shortened_repr
 from agentrl.rollout.byte_formats import JsonChatFormat
@@ -468,7 +461,7 @@ class LiveAgent(TurnSampler, Agent):
     def _note_state(self, state: str | None, messages: Sequence[Message]) -> None:
         """Note the anchor state of a turn that is in the journal, if the run's advantage compares turns."""
         if self._episode.services.settings.compares_turns:
-            self._turn_states += gigpo_anchor_state_hash(state, messages)
+            self._turn_states += gigpo_state_hash(state, messages)
 
     def restart(self, *messages: Message) -> None:
         """Begin a new row; the messages are sent with the next `act`."""

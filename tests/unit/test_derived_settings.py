@@ -35,7 +35,7 @@ def configured(repository: Path, **sections: Any) -> RunConfig:
 
 
 def free(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    monkeypatch.setattr(run_memory, "memory", lambda: Memory(free=size, total=size))
+    monkeypatch.setattr(run_memory, "machine_memory", lambda: Memory(free=size, total=size))
     monkeypatch.setattr(planned, "_programs", lambda parts: [])
 
 

@@ -32,7 +32,7 @@ from agentrl.core.ports import Engine, GenerateRequest, Trainer
 from agentrl.core.records import PolicyVersion
 from agentrl.credit.advantages import Group, gigpo, leave_one_out, make_advantage_estimator
 from agentrl.engines.scripted import ScriptedEngine
-from agentrl.journal.entries import TurnEntry, gigpo_anchor_state_hash
+from agentrl.journal.entries import TurnEntry, gigpo_state_hash
 from agentrl.learn.function_check import check_advantage
 from agentrl.rollout.byte_formats import STOP_TOKEN, PlainChatFormat
 from agentrl.simulation.recording_trainer import RecordingTrainer
@@ -253,7 +253,7 @@ def test_the_state_that_the_program_says_is_compared(tmp_path: Path) -> None:
         for (blob,) in rows(run, "SELECT turn_states FROM trajectories")
         for at in range(0, len(blob), 8)
     }
-    assert states == {gigpo_anchor_state_hash(f"at {place}", ()) for place in (0, 1)}
+    assert states == {gigpo_state_hash(f"at {place}", ()) for place in (0, 1)}
     apart = [json.loads(text) for (text,) in rows(run, "SELECT turn_advantages FROM step_units")]
     assert any(len({round(value, 9) for value in turns}) > 1 for turns in apart), "turns have credit of their own"
 
@@ -333,10 +333,10 @@ def test_the_states_of_an_episode_come_back_from_a_worker() -> None:
 
 def test_without_a_state_it_is_what_the_environment_said() -> None:
     """A way back to the start is the start, although only the first turn has the instructions."""
-    first = gigpo_anchor_state_hash(None, [agentrl.system("Walk."), agentrl.user("a room")])
-    assert first == gigpo_anchor_state_hash(None, [agentrl.user("a room")])
-    assert first != gigpo_anchor_state_hash(None, [agentrl.user("a room"), agentrl.user("")])
-    assert first != gigpo_anchor_state_hash("a room", [agentrl.user("a room")])
+    first = gigpo_state_hash(None, [agentrl.system("Walk."), agentrl.user("a room")])
+    assert first == gigpo_state_hash(None, [agentrl.user("a room")])
+    assert first != gigpo_state_hash(None, [agentrl.user("a room"), agentrl.user("")])
+    assert first != gigpo_state_hash("a room", [agentrl.user("a room")])
 
 
 def test_a_tool_environment_says_its_state() -> None:

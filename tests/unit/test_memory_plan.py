@@ -113,7 +113,7 @@ def test_bfloat16_halves_the_weights_of_an_engine(repository: Path) -> None:
 def test_doctor_says_what_a_run_will_hold(
     repository: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(run_memory, "memory", lambda: Memory(free=1 << 36, total=1 << 36))
+    monkeypatch.setattr(run_memory, "machine_memory", lambda: Memory(free=1 << 36, total=1 << 36))
     assert main(["doctor", str(repository / "examples/01_tool_use.toml"), "--trainer.ranks=3", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     found = [(check["name"], check["found"]) for check in report["sections"]["memory"]]
@@ -125,7 +125,7 @@ def test_doctor_says_what_a_run_will_hold(
 def test_a_rank_of_several_holds_its_shard(
     repository: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(run_memory, "memory", lambda: Memory(free=1 << 36, total=1 << 36))
+    monkeypatch.setattr(run_memory, "machine_memory", lambda: Memory(free=1 << 36, total=1 << 36))
     ranks = ["doctor", str(repository / "examples/01_tool_use.toml"), "--trainer.ranks=4", "--json"]
     assert main([*ranks, "--trainer.sharding=full"]) == 0
     report = json.loads(capsys.readouterr().out)
@@ -138,7 +138,7 @@ def test_a_rank_of_several_holds_its_shard(
 def test_doctor_says_what_does_not_fit_and_what_to_turn(
     repository: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(run_memory, "memory", lambda: Memory(free=1 << 28, total=1 << 30))
+    monkeypatch.setattr(run_memory, "machine_memory", lambda: Memory(free=1 << 28, total=1 << 30))
     assert main(["doctor", str(repository / "examples/01_tool_use.toml")]) == 1
     said = capsys.readouterr().out
     assert "it does not fit" in said
@@ -187,7 +187,7 @@ def test_doctor_prints_the_device_plan_and_each_share(
 def test_doctor_names_offloading_and_counts_what_is_offloaded(
     repository: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(run_memory, "memory", lambda: Memory(free=1 << 36, total=1 << 36))
+    monkeypatch.setattr(run_memory, "machine_memory", lambda: Memory(free=1 << 36, total=1 << 36))
 
     def planned(*overrides: str, ranks: int = 1) -> MemoryEstimate:
         cards(monkeypatch, ranks, 24)
@@ -212,7 +212,7 @@ def test_doctor_names_offloading_and_counts_what_is_offloaded(
     cards(monkeypatch, 1, 24)
     assert main(["doctor", *offloaded]) == 0
     assert "free in main memory" in " ".join(capsys.readouterr().out.split())
-    monkeypatch.setattr(run_memory, "memory", lambda: Memory(free=1 << 20, total=1 << 36))
+    monkeypatch.setattr(run_memory, "machine_memory", lambda: Memory(free=1 << 20, total=1 << 36))
     assert main(["doctor", *offloaded]) == 1
     assert "free in main memory: it does not fit" in " ".join(capsys.readouterr().out.split())
 
