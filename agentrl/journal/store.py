@@ -6,10 +6,11 @@ The process of the run writes through `SqliteJournal`; a worker process writes i
 Group commit: one thread per process, `GroupCommitWriter`, writes all rows that were queued since its last round.
 Callers only append to a deque, which never blocks. A round takes all queued rows, writes the turn partitions and syncs
 them, then the control log and syncs it, then resolves the waiters; so a control row is never on disk before the entries
-it names, and waiters share their syncs. A round may begin between any two calls: the rows of one `put` reach the disk
-together or not at all, those of two may not. A failed round rolls back, fails its waiters and every later one: nothing
-after it is ever written. Rows go in by multi-row INSERTs: sqlite3 releases the interpreter lock at every statement, and
-regaining it from a busy event loop can take milliseconds.
+it names, and waiters share their syncs. Half of a round's cost does not depend on its rows, so that a round for which
+only commits wait begins the later the more callers shared the last one. A round may begin between any two calls: the
+rows of one `put` reach the disk together or not at all, those of two may not. A failed round rolls back, fails its
+waiters and every later one: nothing after it is ever written. Rows go in by multi-row INSERTs: sqlite3 releases the
+interpreter lock at every statement, and regaining it from a busy event loop can take milliseconds.
 
 Owns: the run lock, the write connections, the writer thread, the names of the files. Does not read entries' bodies.
 Invariants: calls never block; `commit_episode` returns after the episode's entries and then its record are on disk;
@@ -66,6 +67,9 @@ FLUSH_SECONDS = 0.2
 """Seconds that a queued row waits for a round at most, if no caller waits for it."""
 LINGER_SECONDS = 0.004
 """Seconds that a round waits for more rows once a caller waits for it."""
+LONGEST_LINGER_SECONDS = 0.05
+"""Seconds that a round waits at most if only commits wait for it: `LINGER_SECONDS` for each caller that shared the last
+round."""
 
 _CHUNK = 32
 """Maximum number of rows in one INSERT."""
@@ -377,7 +381,7 @@ class SqliteJournal(ControlLogReader):
         row = control_rows.encode_episode_row(spec, header, digest, metrics, detail, self._clock.wall(), self._learning)
         trajectories = [(tables.trajectories, trajectory) for trajectory in control_rows.encode_trajectory_rows(header)]
         self._writer.put((tables.episodes, row), *trajectories)
-        await self._writer.wait()
+        await self._writer.wait(urgent=False)
 
     def record_drop(self, episode_id: str, attempt: int, policy: str, reason: str) -> None:
         """See `JournalStore.record_drop`."""
@@ -587,7 +591,12 @@ class GroupCommitWriter:
 
     def __init__(self, name: str) -> None:
         self._queue: deque[Sequence[tuple[TableWriter, Any]] | CommitWaiter] = deque()
+        self._awaited = threading.Event()
+        """Set when a caller waits for a round."""
         self._urgent = threading.Event()
+        """Set when a caller waits for a round that must not linger for more commits."""
+        self._sharers = 1
+        """Number of callers that waited for the last round which anybody waited for."""
         self._closing = threading.Event()
         self._failure: str | None = None
         self._failure_seen = False
@@ -612,8 +621,9 @@ class GroupCommitWriter:
         if self._failure is not None:
             raise self._error()
 
-    async def wait(self) -> None:
-        """Wait until everything queued before this call is on disk.
+    async def wait(self, *, urgent: bool = True) -> None:
+        """Wait until everything queued before this call is on disk; unless `urgent`, the round may linger for more
+        commits.
 
         Raises:
             StorageError: a write failed, now or before; nothing queued since the last success counts as written.
@@ -624,8 +634,9 @@ class GroupCommitWriter:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[None] = loop.create_future()
         self._queue.append(CommitWaiter(loop, future))
-        if not self._urgent.is_set():  # setting takes a lock, and a thousand callers may wait for the same round
-            self._urgent.set()
+        for event in (self._urgent, self._awaited) if urgent else (self._awaited,):
+            if not event.is_set():  # setting takes a lock, and a thousand callers may wait for the same round
+                event.set()
         try:
             await future
         except StorageError:
@@ -639,6 +650,7 @@ class GroupCommitWriter:
         """
         self._closing.set()
         self._urgent.set()
+        self._awaited.set()
         while self._thread.is_alive():
             await asyncio.to_thread(self._thread.join)
         if self._failure is not None and not self._failure_seen:
@@ -654,8 +666,8 @@ class GroupCommitWriter:
         try:
             closing = False
             while not closing:
-                if self._urgent.wait(FLUSH_SECONDS):
-                    self._closing.wait(LINGER_SECONDS)
+                self._linger()
+                self._awaited.clear()
                 self._urgent.clear()
                 closing = self._closing.is_set()
                 self._round()
@@ -666,8 +678,18 @@ class GroupCommitWriter:
             for database in self._databases:
                 database.connection.close()
 
+    def _linger(self) -> None:
+        """Return when a round is due."""
+        if not self._awaited.wait(FLUSH_SECONDS - LONGEST_LINGER_SECONDS):
+            return
+        self._urgent.wait(min(self._sharers * LINGER_SECONDS, LONGEST_LINGER_SECONDS))
+        if self._urgent.is_set():
+            self._closing.wait(LINGER_SECONDS)
+
     def _round(self) -> None:
         rows, waiters = self._take()
+        if waiters:
+            self._sharers = len(waiters)
         try:
             if self._failure is None:
                 for database in sorted({target.database for target in rows}, key=lambda database: database.order):

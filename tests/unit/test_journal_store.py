@@ -313,6 +313,38 @@ def _wal_commits(path: Path) -> int:
     return sum(int.from_bytes(frame[4:8], "big") > 0 for frame in frames)
 
 
+def test_a_round_waits_longer_for_commits_if_many_shared_the_last_one(tmp_path: Path) -> None:
+    async def main() -> None:
+        journal = SqliteJournal(tmp_path)
+        loop, waited = asyncio.get_running_loop(), list[float | None]()
+
+        class Recorded(threading.Event):
+            """Returns once every commit that was called is queued."""
+
+            def wait(self, timeout: float | None = None) -> bool:
+                waited.append(None if self.is_set() else timeout)
+                asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop).result()
+                return self.is_set()
+
+        async def commit(*numbers: int) -> None:
+            ended = [spec(number) for number in numbers]
+            await asyncio.gather(*(journal.commit_episode(each, header(each, 0), b"", {}) for each in ended))
+
+        journal._writer._urgent = Recorded()
+        await commit(1, 2, 3)
+        await commit(4)
+        await commit(5)
+        await commit(*range(6, 106))
+        await commit(106)
+        assert waited == [0.004, 0.012, 0.004, 0.004, 0.05]
+        await commit(*range(107, 207))
+        await journal.flush()
+        assert waited[-1] is None, "who flushes does not wait for commits"
+        await journal.close()
+
+    asyncio.run(main())
+
+
 def test_begin_entries_decode(tmp_path: Path) -> None:
     body = BeginEntry("calculator", "hash", "t", {"q": "2+3"}, 2**64 - 1, {"solver": "policy"}, "train", "g", 1, None)
     assert JournalEntry("e0", 0, "begin", b"", encode_body(body)).decode() == body
