@@ -2,25 +2,25 @@
 
 `adapter_publish_ms`: from the request to serve an adapter of the calculator until an embedded engine on another host
 serves it; `adapter_publish_over_one_host`: over the same with the engine in a process beside the run, median of
-interleaved pairs. `full_publish_gb_s`: all weights of a model to an engine on another host, kept there and checked;
-`bare_copy_gb_s`: the same bytes over a bare connection, into a file.
+interleaved pairs. `full_publish_gb_s`: all weights of a model from a trainer to an engine on another host, over gloo;
+`full_file_gb_s`: the same as a file, which the engine asks for, keeps and checks; `bare_copy_gb_s`: the same bytes over
+a bare connection, into a file. No engine loads them.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
-import os
 import shutil
 import socket
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
 from pathlib import Path
 
+import torch
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from agentrl.app.run_parts import make_engine
@@ -33,9 +33,10 @@ from agentrl.core.machine import Gpu
 from agentrl.core.records import PolicyVersion, WeightsRef
 from agentrl.engines.child_process import ChildProgram
 from agentrl.engines.client import ProcessEngine
-from agentrl.engines.scripted import ScriptedEngine
+from agentrl.engines.weight_transfer import GlooSender, PublishedWeightSource, WeightDestination, WeightSenders
 from benchmarks.cluster_run import EXAMPLE
 from benchmarks.embedded_engine import random_adapter
+from tests.contract.elsewhere import AskingEngine
 from tests.support.hosts import Hosts, unavailable
 
 START = {"solver": PolicyVersion("solver", 0, 0)}
@@ -46,6 +47,7 @@ QUICK = 8
 """So many times fewer pairs and bytes."""
 COPY_PORT = 7000
 BLOCK = 1 << 20
+TENSOR_BYTES = 4 << 20
 
 
 def figures(quick: bool) -> dict[str, float | None]:
@@ -71,12 +73,13 @@ async def measure(receiver: str, fewer: int) -> dict[str, float]:
     """All figures; runs on host 1."""
     root = Path(tempfile.mkdtemp())
     there, here = await adapters(root, PAIRS // fewer)
-    full, bare = await whole(root, receiver, FULL_BYTES // fewer)
+    full, filed, bare = await whole(root, receiver, FULL_BYTES // fewer)
     ratio = statistics.median(a / b for a, b in zip(there, here, strict=True))
     return {
         "adapter_publish_ms": 1e3 * statistics.median(there),
         "adapter_publish_over_one_host": ratio,
         "full_publish_gb_s": full,
+        "full_file_gb_s": filed,
         "bare_copy_gb_s": bare,
     }
 
@@ -103,45 +106,67 @@ async def adapters(root: Path, pairs: int) -> tuple[list[float], list[float]]:
     return taken[0][2:], taken[1][2:]  # without what is set up once
 
 
-class KeepingEngine(ScriptedEngine):
-    """Checks the digest of weights, as real engines do, and does not load them."""
-
-    def __init__(self, *, versions: Mapping[str, PolicyVersion]) -> None:
-        super().__init__([[5]], versions=versions)
+class TakingEngine(AskingEngine):
+    """Takes all weights from a trainer; if none sends them, takes their file, and checks its digest as real engines
+    do."""
 
     async def load(self, weights: WeightsRef) -> None:
         """See `ScriptedEngine.load`."""
+        incoming = await self.inbox.ask(weights.version)
+        if incoming is not None:
+            await self._received(incoming)
+            return
+        await self.inbox.fetch(weights.version)
         if await asyncio.to_thread(sha256_of, Path(weights.path, "model.safetensors")) != weights.sha256:
             raise SystemExit("other bytes than were sent")
 
 
-async def whole(root: Path, receiver: str, size: int) -> tuple[float, float]:
-    """Gigabytes a second of all weights to an engine on another host, and of a bare copy there; medians, by turns."""
+async def whole(root: Path, receiver: str, size: int) -> tuple[float, float, float]:
+    """Gigabytes a second of all weights to an engine on another host, from a trainer and as a file, and of a bare copy
+    there; medians, by turns."""
 
     def choose(session: RaySession) -> tuple[Node | None, list[Gpu]]:
         return session.nodes()[-1], []
 
     placement = RayPlacement(choose, address="auto")
-    program = ChildProgram("benchmarks.cluster_weights:KeepingEngine", {})
+    program = ChildProgram("benchmarks.cluster_weights:TakingEngine", {"owner": "/nowhere"})
     engine = await ProcessEngine(program, START, placement=placement, tell=print).ready()
-    published, copied = [], []
-    for step in range(1, COPIES + 1):
+    senders = WeightSenders(GlooSender)
+    tensors = {f"tensor.{number}": torch.randn(TENSOR_BYTES // 4) for number in range(size // TENSOR_BYTES)}
+
+    async def deliver(version: PolicyVersion, address: str) -> None:
+        source = PublishedWeightSource({name: each.to("meta") for name, each in tensors.items()}, iter(tensors.items()))
+        destination = WeightDestination(number=0, address=address, transfer="gloo", processes=1, silence_s=60.0)
+        await asyncio.to_thread(senders.send, source, version, destination)
+
+    async def published(step: int) -> float:
         directory = root / f"full-{step}"
         directory.mkdir()
-        content = os.urandom(BLOCK) * (size // BLOCK)
-        (directory / "model.safetensors").write_bytes(content)
-        digest = hashlib.sha256(content).hexdigest()
+        file = directory / "model.safetensors"
+        await asyncio.to_thread(save_file, tensors, file, {"step": str(step)})
         version = PolicyVersion("solver", 0, step)
+        weights = WeightsRef(version=version, path=str(directory), kind="full", sha256=sha256_of(file))
         begun = time.perf_counter()
-        await engine.serve([WeightsRef(version=version, path=str(directory), kind="full", sha256=digest)])
-        published.append(size / (time.perf_counter() - begun) / 1e9)
+        await engine.serve([weights])
+        return size / (time.perf_counter() - begun) / 1e9
+
+    sent, filed, copied = [], [], []
+    for step in range(1, COPIES + 1):
+        engine.deliver = deliver
+        sent.append(await published(2 * step))
+        engine.deliver = None
+        filed.append(await published(2 * step + 1))
         begun = time.perf_counter()
-        await asyncio.to_thread(copy, receiver, directory / "model.safetensors")
+        await asyncio.to_thread(copy, receiver, root / f"full-{2 * step}" / "model.safetensors")
         copied.append(size / (time.perf_counter() - begun) / 1e9)
-        shutil.rmtree(directory)
+        for number in (2 * step, 2 * step + 1):
+            shutil.rmtree(root / f"full-{number}")
     await engine.close()
-    print(f"all weights, {size >> 20} MiB: {published} GB/s, a bare copy {copied} GB/s", flush=True)
-    return statistics.median(published), statistics.median(copied)
+    print(
+        f"all weights, {size >> 20} MiB: from a trainer {sent} GB/s, as a file {filed} GB/s, a bare copy {copied} GB/s",
+        flush=True,
+    )
+    return statistics.median(sent), statistics.median(filed), statistics.median(copied)
 
 
 def copy(receiver: str, file: Path) -> None:

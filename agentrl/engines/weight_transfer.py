@@ -32,7 +32,7 @@ import msgspec
 
 from agentrl.core.errors import EngineError, EngineLostError, TrainerError
 from agentrl.core.files import WEIGHT_FILES, read_files_in_pieces, read_safetensors_header
-from agentrl.core.network import SCHEME, Address, Listener, connect_socket, interface_of, own_address
+from agentrl.core.network import SCHEME, SILENT_S, Address, Listener, connect_socket, interface_of, own_address
 from agentrl.core.records import PolicyVersion
 from agentrl.engines import wire
 from agentrl.engines.versions import version_refused_error
@@ -379,10 +379,9 @@ class WeightTransferConnection:
             self._socket.sendall(wire.encode_frame(message))
             said = _REPLY.decode(self._read(int.from_bytes(self._read(wire.HEAD_BYTES), "little")))
         except TimeoutError as error:
-            what, silence_s = (
-                message.method if isinstance(message, TransferCall) else "offer",
-                self._recipient.silence_s,
-            )
+            what = message.method if isinstance(message, TransferCall) else "offer"
+            # The kernel's own error has a number: the machine acknowledges nothing, however busy its engine may be.
+            silence_s = SILENT_S if error.errno else self._recipient.silence_s
             raise TrainerError(
                 f"the engine at {self._recipient.place} has not answered {what!r} for {silence_s:g} s, so nothing "
                 "more is sent to it; when it answers again, it loads the published file"
@@ -625,8 +624,11 @@ class VersionFiles:
         self._only_headers = only_headers
         self._sent: set[str] = set()
         """Digests of the versions that the process has, at least their headers."""
-        self._rest: dict[PolicyVersion, tuple[WeightsRef, int]] = {}
-        """Versions of which only a header was sent, and its bytes."""
+        self._rest: dict[str, tuple[WeightsRef, int]] = {}
+        """Versions of which only a header was sent, and its bytes, keyed by digest: steps that change nothing publish
+        the same file again."""
+        self._digests: dict[PolicyVersion, str] = {}
+        """Digests of the versions that the process may ask for."""
         self._failures: dict[PolicyVersion, EngineError] = {}
         """Why the rest of a version could not be sent."""
 
@@ -641,6 +643,7 @@ class VersionFiles:
             EngineError: the files cannot be read here.
         """
         for weights in wanted:
+            self._digests[weights.version] = weights.sha256
             if weights.sha256 in self._sent:
                 continue
             if self._only_headers and weights.kind == "full":
@@ -650,7 +653,7 @@ class VersionFiles:
 
     async def send_rest(self, version: PolicyVersion) -> None:
         """Send the rest of a version's file, if only its header was sent; returns when it is there."""
-        weights, start = self._rest.pop(version, (None, 0))
+        weights, start = self._rest.pop(self._digests.get(version, ""), (None, 0))
         if weights is None:
             return
         pieces: list[asyncio.Task[None]] = []
@@ -668,8 +671,9 @@ class VersionFiles:
 
     def served(self, wanted: Collection[WeightsRef]) -> None:
         """Note that the process serves these versions, and has removed its copies of others."""
-        self._sent = {weights.sha256 for weights in wanted}
-        self._rest = {each.version: self._rest[each.version] for each in wanted if each.version in self._rest}
+        self._digests = {weights.version: weights.sha256 for weights in wanted}
+        self._sent = set(self._digests.values())
+        self._rest = {digest: rest for digest, rest in self._rest.items() if digest in self._sent}
 
     async def _send_header(self, weights: WeightsRef, pieces: list[asyncio.Task[None]]) -> None:
         (name,) = WEIGHT_FILES["full"]
@@ -677,7 +681,7 @@ class VersionFiles:
             header = await asyncio.to_thread(read_safetensors_header, Path(weights.path) / name)
         except (OSError, ValueError) as error:
             raise version_refused_error(weights, f"{weights.path}/{name} cannot be read ({error})") from error
-        self._rest[weights.version] = (weights, len(header))
+        self._rest[weights.sha256] = (weights, len(header))
         self._send_piece(weights, pieces, name, 0, header)
 
     async def _send_files(self, weights: WeightsRef, pieces: list[asyncio.Task[None]], start: int = 0) -> None:

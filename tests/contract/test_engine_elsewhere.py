@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -176,6 +177,47 @@ def test_what_no_trainer_sends_is_asked_for_as_a_file(tmp_path: Path) -> None:
         completion = await engine.open("session", "solver").generate(REQUEST)
         assert [span.version.step for span in completion.spans] == [3]
         await engine.close()
+
+    asyncio.run(main())
+
+
+class Keeps:
+    """A connection to a process that keeps pieces of files, and asks nothing."""
+
+    def __init__(self) -> None:
+        self.kept = b""
+
+    def next_call(self) -> int:
+        return 1
+
+    async def ask(self, call: int, message: wire.Request) -> wire.Reply:
+        assert isinstance(message, wire.WeightChunk)
+        assert message.start == len(self.kept)
+        self.kept += message.data
+        return wire.AcknowledgementReply(call=call)
+
+
+def test_two_versions_of_the_same_weights_are_one_file(tmp_path: Path) -> None:
+    """As after a step that changed nothing: the header came with the first, the rest is asked for by the second."""
+
+    async def main() -> None:
+        connection = Keeps()
+        files = VersionFiles(connection, "another", only_headers=True)
+        first = written_full(tmp_path / "1", 1)
+        second = replace(first, version=first.version._replace(step=2))
+        content = (tmp_path / "1" / "model.safetensors").read_bytes()
+        for weights in (first, second):
+            pieces: list[asyncio.Task[None]] = []
+            await files.send([weights], pieces)
+            await asyncio.gather(*pieces)
+            files.served([weights])
+            assert len(connection.kept) < 1000
+        await files.send_rest(first.version)
+        assert len(connection.kept) < 1000, "it is no longer wanted"
+        for _ in range(2):
+            await files.send_rest(second.version)
+            assert connection.kept == content
+        assert files.take_failures([second]) == []
 
     asyncio.run(main())
 

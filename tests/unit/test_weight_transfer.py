@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import socket
 import threading
 from collections.abc import Iterator, Sequence
@@ -267,6 +268,23 @@ def test_an_engine_that_hangs_holds_up_no_trainer(tmp_path: Path, answers: int) 
         finally:
             ended.set()
             thread.join()
+
+
+class Unplugged:
+    """A connection whose other machine acknowledges nothing any more, as the kernel reports it."""
+
+    def sendall(self, data: bytes) -> None:
+        raise TimeoutError(errno.ETIMEDOUT, "Connection timed out")
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_machine_that_is_gone_is_told_from_an_engine_that_hangs() -> None:
+    link: Any = WeightTransferConnection(recipient(str(Address("10.0.0.2", 4711, "secret")), silence_s=300.0))
+    link._socket = Unplugged()
+    with pytest.raises(TrainerError, match=r"the engine at 10\.0\.0\.2 has not answered 'start' for 90 s"):
+        link.start_weight_update()
 
 
 def test_a_trainer_that_hangs_holds_up_no_engine(tmp_path: Path) -> None:
