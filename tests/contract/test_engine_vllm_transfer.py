@@ -155,6 +155,39 @@ def test_what_a_trainer_cannot_send_is_loaded_from_its_file(
     make_vllm.run(main)
 
 
+def test_half_of_the_weights_never_serve_when_the_file_fails_too(
+    make_vllm: MakeVllm, zoo: ModelZoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trainer dies in the middle, and the published file is damaged: the version before serves again."""
+    monkeypatch.setattr(weight_transfer, "CHUNK_BYTES", 1 << 16)
+
+    async def main() -> None:
+        engine, context = make_vllm(), prompt(40)
+        trainer = TrainerEnd(engine, tmp_path)
+        await trainer.listen()
+        first, second = (
+            write_full(
+                tmp_path / str(step),
+                version(step),
+                tensors_of(zoo, step),
+                canary=canary_of(zoo.load(seed=step), zoo.load()),
+            )
+            for step in (1, 2)
+        )
+        trainer.tensors = tensors_of(zoo, 1)
+        await engine.serve([first])
+        trainer.outbox, trainer.tensors = WeightSenders(LeavesInTheMiddle), tensors_of(zoo, 2)
+        with pytest.raises(EngineError, match=r"solver@0\.2 refused: the SHA-256 digest"):
+            await engine.serve([replace(second, sha256="0" * 64)])
+        assert (trainer.sent, trainer.errors) == (1, ["the trainer died"])
+        completion = await engine.open("s", "solver").generate(request("a", context))
+        assert steps(completion) == [1]
+        check_logprobs(zoo.load(seed=1), context, completion)
+        await engine.close()
+
+    make_vllm.run(main)
+
+
 def test_sent_weights_that_are_others_are_found_by_their_canary(
     make_vllm: MakeVllm, zoo: ModelZoo, tmp_path: Path
 ) -> None:

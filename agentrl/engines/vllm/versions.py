@@ -402,12 +402,7 @@ class VllmVersionTable(VersionTable[VllmVersion]):
         )
 
         async with self._control.paused(clear_cache=not self._keep_kv):
-            if delivery is None or not await self._control.receive(delivery, str(new.version)):
-                # The trainer is gone or cannot continue; load the file, which has the same weights.
-                if delivery is not None:
-                    await self._copy_full(weights, copy)
-                    new.file = str(copy / WEIGHT_FILES["full"][0])
-                await self._overwrite(weights, new, old)
+            await self._overwrite(weights, new, old, copy, delivery)
             self._labels[str(new.version)] = new.version
             del self.live[old.version]
             await self._begin_service(new, old, is_current=True)
@@ -418,13 +413,24 @@ class VllmVersionTable(VersionTable[VllmVersion]):
 
         await self._check_canary(weights, new, old, undo=undo)
 
-    async def _overwrite(self, weights: WeightsRef, new: VllmVersion, old: VllmVersion) -> None:
+    async def _overwrite(
+        self, weights: WeightsRef, new: VllmVersion, old: VllmVersion, copy: Path, delivery: IncomingTransfer | None
+    ) -> None:
+        """Replace the weights while vLLM is paused; after a failure it has the previous ones again."""
         try:
+            if delivery is not None:
+                if await self._control.receive(delivery, str(new.version)):
+                    return
+                # The trainer is gone or cannot continue; load the file, which has the same weights.
+                await self._copy_full(weights, copy)
+                new.file = str(copy / WEIGHT_FILES["full"][0])
             await self._control.load_full(new.file, str(new.version))
         except EngineDeadError:
             raise
         except Exception as error:
             await self._go_back(weights, old, f"vLLM cannot load them: {error}")
+            if isinstance(error, EngineError):
+                raise
             raise version_refused_error(weights, f"vLLM cannot load it ({type(error).__name__}: {error})") from error
 
     async def _go_back(self, weights: WeightsRef, old: VllmVersion, reason: str) -> None:
