@@ -469,10 +469,12 @@ class ProcessEngine:
                 await self.deliver(wanted.version, wanted.address)
         except (SupersededVersionError, TrainerLostError):
             pass  # the trainer's own caller reports a lost trainer
-        except AgentRLError as error:
+        except Exception as error:  # noqa: BLE001 - whatever it is, the engine waits for the answer below
             if connection.is_open:
-                self._tell(f"the trainer did not send {wanted.version} ({error}); the engine loads the published file")
-        connection.send(wire.WeightTransferEnded(number=wanted.number))
+                why = error if isinstance(error, AgentRLError) else repr(error)
+                self._tell(f"the trainer did not send {wanted.version} ({why}); the engine loads the published file")
+        finally:
+            connection.send(wire.WeightTransferEnded(number=wanted.number))
 
     async def welcome(self) -> None:
         """See `SupervisedProcessOwner.welcome`: gives a fresh process the versions of its predecessor."""

@@ -698,7 +698,9 @@ class VersionFiles:
             for name, before, data in read:
                 self._send_piece(weights, pieces, name, before, data)
             if not is_last and len(pieces) >= PIECES:
-                await asyncio.wait({pieces[-PIECES]})
+                await asyncio.wait({oldest := pieces[-PIECES]})
+                if oldest.cancelled() or oldest.exception() is not None:
+                    return  # the caller finds the refusal in `pieces`
 
     def _send_piece(
         self, weights: WeightsRef, pieces: list[asyncio.Task[None]], name: str, start: int, data: bytes

@@ -15,7 +15,7 @@ from agentrl.core.errors import EngineError, EngineLostError, EngineStorageError
 from agentrl.core.network import SCHEME, Address
 from agentrl.core.ports import GenerateRequest, SamplingParams
 from agentrl.core.records import PolicyVersion
-from agentrl.engines import wire
+from agentrl.engines import weight_transfer, wire
 from agentrl.engines.child_process import PRIVATE_DIRECTORY_VARIABLE
 from agentrl.engines.client import EngineClient, EngineConnection, ProcessEngine
 from agentrl.engines.weight_transfer import (
@@ -181,6 +181,25 @@ def test_what_no_trainer_sends_is_asked_for_as_a_file(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
+def test_an_unexpected_error_of_the_trainer_leaves_no_engine_waiting(tmp_path: Path) -> None:
+    async def main() -> None:
+        trainer = Trainer()
+        engine = await connected(tmp_path, trainer)
+
+        async def fail(version: PolicyVersion, address: str) -> None:
+            raise RuntimeError("nobody expected this")
+
+        engine.deliver = fail
+        await engine.serve([written_full(tmp_path / "1", 1)], ())
+        assert trainer.told == [
+            "the trainer did not send solver@0.1 (RuntimeError('nobody expected this')); the engine loads the "
+            "published file"
+        ]
+        await engine.close()
+
+    asyncio.run(main())
+
+
 class Keeps:
     """A connection to a process that keeps pieces of files, and asks nothing."""
 
@@ -218,6 +237,37 @@ def test_two_versions_of_the_same_weights_are_one_file(tmp_path: Path) -> None:
             await files.send_rest(second.version)
             assert connection.kept == content
         assert files.take_failures([second]) == []
+
+    asyncio.run(main())
+
+
+class IsFull(Keeps):
+    """Its disk takes no piece."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked = 0
+
+    async def ask(self, call: int, message: wire.Request) -> wire.Reply:
+        self.asked += 1
+        if self.asked > 1:  # the header fits
+            raise EngineStorageError("no space")
+        return wire.AcknowledgementReply(call=call)
+
+
+def test_a_machine_that_refuses_a_piece_is_sent_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_transfer, "PIECE_BYTES", 1 << 16)
+
+    async def main() -> None:
+        connection, weights = IsFull(), written_full(tmp_path / "1", 1)
+        files = VersionFiles(connection, "another", only_headers=True)
+        pieces: list[asyncio.Task[None]] = []
+        await files.send([weights], pieces)
+        await asyncio.gather(*pieces)
+        await files.send_rest(weights.version)
+        assert connection.asked == 1 + weight_transfer.PIECES
+        (error,) = files.take_failures([weights])
+        assert isinstance(error, EngineStorageError)
 
     asyncio.run(main())
 

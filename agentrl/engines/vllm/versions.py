@@ -37,6 +37,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from agentrl.core.errors import EngineError, EngineLostError, VersionNotServedError
 from agentrl.core.files import WEIGHT_FILES
+from agentrl.core.records import WeightsRef
 from agentrl.engines.child_process import PRIVATE_DIRECTORY_VARIABLE
 from agentrl.engines.versions import LiveVersion, VersionTable, run_shielded, version_refused_error
 from agentrl.engines.weight_transfer import TransferCall, TransferError
@@ -60,7 +61,7 @@ if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    from agentrl.core.records import Float32Array, Int32Array, PolicyVersion, WeightsRef
+    from agentrl.core.records import Float32Array, Int32Array, PolicyVersion
     from agentrl.engines.versions import Canary
     from agentrl.engines.vllm.startup import VllmSettings
     from agentrl.engines.weight_transfer import IncomingTransfer, WeightOffer, WeightReceiver
@@ -440,7 +441,11 @@ class VllmVersionTable(VersionTable[VllmVersion]):
             EngineLostError: vLLM's weights belong to no version now.
         """
         try:
-            await self._inbox.fetch(old.version)
+            if old.file:
+                await self._inbox.fetch(old.version)
+                directory = str(Path(old.file).parent)
+                file = WeightsRef(version=old.version, path=directory, kind="full", sha256=old.digest)
+                await asyncio.to_thread(read_weights, file)  # checks the digest
             await self._control.load_full(old.file, str(old.version))
         except Exception as error:
             self._control.lost = True

@@ -82,9 +82,9 @@ class GlooTransferEngine(WeightTransferEngine[GlooInit, GlooUpdate]):
 
     def init_transfer_engine(self, init_info: GlooInit) -> None:
         """Join the group of the trainer's rank 0."""
-        self._group = join_broadcast(
-            Rendezvous(init_info.host, init_info.port), rank=1 + self.parallel_config.rank, size=init_info.size
-        )
+        parallel = self.parallel_config
+        number = parallel.data_parallel_index * parallel.world_size + parallel.rank  # as vLLM counts for nccl
+        self._group = join_broadcast(Rendezvous(init_info.host, init_info.port), rank=1 + number, size=init_info.size)
 
     def start_weight_update(self) -> None:
         """See `VersionTransferEngine`."""
