@@ -51,6 +51,12 @@ STALL_S = 60.0
 """Seconds for one tensor over gloo after which either end gives up."""
 JOIN_TIMEOUT = timedelta(seconds=45)
 """Time that a process waits for the others to join a group."""
+ANSWER_S = 150.0
+"""Maximum seconds for which rank 0 waits for an engine's answer: the other ranks wait for rank 0 meanwhile, and give up
+after `ranks.TIMEOUT`."""
+OFFER_S = 15.0
+"""Seconds that an engine waits for a trainer's offer before it loads the published file: the trainer may be busy, or
+another engine may hold it up."""
 PIECE_BYTES = 4 << 20
 """Number of bytes of a version's file in one message."""
 PIECES = 4
@@ -180,8 +186,8 @@ class WeightReceiver:
             self._server.close()
 
     async def ask(self, version: PolicyVersion) -> IncomingTransfer | None:
-        """Request a version; returns its delivery, or None if no trainer sends it."""
-        return await self._request(version, self._address, version) if self._address else None
+        """Request a version; returns its delivery, or None if no trainer offers it within `OFFER_S`."""
+        return await self._request(version, self._address, version, OFFER_S) if self._address else None
 
     async def fetch(self, version: PolicyVersion) -> None:
         """Wait until the owner has sent what is missing of a version's file here; if it cannot, the file's digest shows
@@ -190,14 +196,15 @@ class WeightReceiver:
             await self._request(version, "", None)
 
     async def _request(
-        self, version: PolicyVersion, address: str, awaited: PolicyVersion | None
+        self, version: PolicyVersion, address: str, awaited: PolicyVersion | None, limit_s: float | None = None
     ) -> IncomingTransfer | None:
         number = next(self._numbers)
         future: asyncio.Future[IncomingTransfer | None] = asyncio.get_running_loop().create_future()
         self._waiting[number] = (awaited, future)
         self._tell(number, version, address)
         try:
-            return await future
+            await asyncio.wait({future}, timeout=limit_s)
+            return future.result() if future.done() else None
         finally:
             del self._waiting[number]
 
@@ -327,12 +334,13 @@ class WeightTransferConnection:
         self.on_failure: Callable[[], None] = lambda: None
         """Called when an update failed, in whose broadcast another thread may wait for the engine."""
         self._recipient = recipient
+        self._silence_s = min(recipient.silence_s, ANSWER_S)
         self._socket: socket.socket | None = None
 
     def offer(self, offer: WeightOffer) -> None:
         """Connect, and offer tensors."""
         self.close()
-        address, silence_s = self._recipient.address, self._recipient.silence_s
+        address, silence_s = self._recipient.address, self._silence_s
         try:
             if address.startswith(SCHEME):
                 self._socket = connect_socket(Address.parse(address), silence_s)
@@ -341,9 +349,8 @@ class WeightTransferConnection:
                 self._socket.settimeout(silence_s)
                 self._socket.connect(address)
         except OSError as error:
-            raise TrainerError(
-                f"no engine accepts weights at {self._recipient.place} ({error.strerror or error})"
-            ) from error
+            why = error.strerror or str(error) or "it does not answer"
+            raise TrainerError(f"no engine accepts weights at {self._recipient.place} ({why})") from error
         self.directory = Path(self._request(offer).directory)
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
@@ -381,7 +388,7 @@ class WeightTransferConnection:
         except TimeoutError as error:
             what = message.method if isinstance(message, TransferCall) else "offer"
             # The kernel's own error has a number: the machine acknowledges nothing, however busy its engine may be.
-            silence_s = SILENT_S if error.errno else self._recipient.silence_s
+            silence_s = SILENT_S if error.errno else self._silence_s
             raise TrainerError(
                 f"the engine at {self._recipient.place} has not answered {what!r} for {silence_s:g} s, so nothing "
                 "more is sent to it; when it answers again, it loads the published file"
@@ -550,12 +557,13 @@ class GlooSender:
         self.link.finish_weight_update()
 
     def shutdown(self) -> None:
-        """See `TrainerWeightTransferEngine.shutdown`; the group ends with its last use."""
+        """See `TrainerWeightTransferEngine.shutdown`; the group ends."""
         del self._group
 
 
 class WeightSenders:
-    """The senders of rank 0: one per engine, because `ipc`, `nccl` and `gloo` connect to a process only once.
+    """The senders of rank 0: one per engine for `ipc` and `nccl`, which connect to a process only once; otherwise one
+    per transfer.
 
     Args:
         make: makes the sender of an engine, on the rank's device.
@@ -585,13 +593,13 @@ class WeightSenders:
             sender = sender or self._make(recipient, link, source)
             sender.source = source
             sender.send_weights()
-            self._senders[recipient.number] = (recipient, link, sender)
-        except BaseException:
+            if recipient.transfer in ("ipc", "nccl"):
+                self._senders[recipient.number] = (recipient, link, sender)
+                sender = None
+        finally:
+            link.close()  # first: the engine then leaves the group, which ends broadcasts that have begun
             if sender is not None:
                 sender.shutdown()
-            raise
-        finally:
-            link.close()
 
 
 # --- files from the engine's owner ------------------------------------------------------------------------------------

@@ -141,7 +141,8 @@ def test_what_a_trainer_cannot_send_is_loaded_from_its_file(
                 trainer.tensors = shapes_of_another(tensors)
             if step == 4:
                 trainer.passes = lambda all_of_them: iter([next(all_of_them)])
-            await engine.serve([write_full(tmp_path / str(step), version(step), tensors)])
+            canary = canary_of(zoo.load(seed=step), zoo.load())
+            await engine.serve([write_full(tmp_path / str(step), version(step), tensors, canary=canary)])
             completion = await engine.open(f"s{step}", "solver").generate(request(f"r{step}", context))
             assert steps(completion) == [step]
             check_logprobs(zoo.load(seed=step), context, completion)

@@ -202,6 +202,23 @@ def test_a_destination_tells_its_place_but_not_its_token() -> None:
     assert (here.place, here.host, here.interface) == ("/private/weights", "", "lo")
 
 
+def test_a_trainer_that_offers_nothing_holds_up_no_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is busy; when it comes, the engine has loaded the file and takes no offer."""
+    monkeypatch.setattr(weight_transfer, "OFFER_S", 0.05)
+
+    async def main() -> None:
+        inbox, address = WeightReceiver(), str(tmp_path / "weights")
+        await inbox.listen(address, lambda number, version, address: None)
+        assert await inbox.ask(VERSION) is None
+        link = WeightTransferConnection(recipient(address))
+        with pytest.raises(TrainerError, match="the engine closed the connection"):
+            await asyncio.to_thread(link.offer, source({"a": torch.zeros(2)}).offer(VERSION, 1.0))
+        link.close()
+        inbox.close()
+
+    asyncio.run(main())
+
+
 def test_a_file_is_asked_for_apart_from_its_weights(tmp_path: Path) -> None:
     """An offer of the version that comes too late answers no request for its file."""
 

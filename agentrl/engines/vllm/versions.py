@@ -362,12 +362,16 @@ class VllmVersionTable(VersionTable[VllmVersion]):
         return None, None
 
     def _check_offer(self, weights: WeightsRef, offer: WeightOffer) -> Canary | None:
-        """Check the weights before any tensor has come; see `_copy_full`."""
+        """Check the weights before any tensor has come; see `_copy_full`. Only a canary tells whether the tensors are
+        those of the version: no digest covers them on the way."""
         try:
             tensors = offer.tensors()
         except ValueError as error:
             raise version_refused_error(weights, f"its trainer's offer of weights is invalid ({error})") from error
-        return self._check_full(weights, WeightFile(tensors, read_metadata(weights)))
+        canary = self._check_full(weights, WeightFile(tensors, read_metadata(weights)))
+        if canary is None:
+            raise version_refused_error(weights, "it has no canary, so only its published file can be checked")
+        return canary
 
     async def _copy_full(self, weights: WeightsRef, copy: Path) -> Canary | None:
         """Copy and check the weights (see `_copy_checked`), so that nothing is left to check while vLLM is paused."""

@@ -176,7 +176,11 @@ class VersionTransferEngine(WeightTransferEngine[TransferInit, TransferUpdate]):
         if self._over == "ipc":
             handles = {gpu: cuda_handle_from_plain(handle) for gpu, handle in info["ipc_handles"].items()}
             info = {**info, "ipc_handles": handles}
-        self._sent.receive_weights(self._sent.parse_update_info(info))
+        try:
+            self._sent.receive_weights(self._sent.parse_update_info(info))
+        except BaseException:
+            self.shutdown()  # the trainer may be waiting in a broadcast to this process
+            raise
 
     def _read(self, update_info: TransferUpdate) -> Iterable[tuple[str, Tensor]]:
         """Yield names and tensors, mapped into memory."""
@@ -197,8 +201,8 @@ class VersionTransferEngine(WeightTransferEngine[TransferInit, TransferUpdate]):
             if hasattr(layer, "cpu_linear") and layer.weight.numel():
                 layer.quant_method.process_weights_after_loading(layer)
 
-        if self._over == "ipc" and self._sent is not None:
-            self._sent.shutdown()  # releases only the trainer's buffer
+        if self._over in ("ipc", "gloo") and self._sent is not None:
+            self._sent.shutdown()  # of ipc, releases the trainer's buffer; a group of gloo serves one transfer
 
     def shutdown(self) -> None:
         """Disconnect from the trainer."""
