@@ -23,7 +23,7 @@ import itertools
 import socket
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
@@ -190,8 +190,8 @@ class WeightReceiver:
         return await self._request(version, self._address, version, OFFER_S) if self._address else None
 
     async def fetch(self, version: PolicyVersion) -> None:
-        """Wait until the owner has sent what is missing of a version's file here; if it cannot, the file's digest shows
-        that."""
+        """Wait until the owner has sent the missing part of a version's file, or has failed to: the file's digest tells
+        which."""
         if self._address:
             await self._request(version, "", None)
 
@@ -245,8 +245,8 @@ class WeightDestination:
 
     number: int
     """Number of the engine, which its next process will have too."""
-    address: str
-    """Path of the engine's Unix socket, or its `core.network.Address`."""
+    address: str = field(repr=False)
+    """Path of the engine's Unix socket, or its `core.network.Address`, which holds its token."""
     transfer: Transfer
     processes: int
     """Number of processes that hold the engine's model."""

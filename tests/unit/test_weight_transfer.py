@@ -199,6 +199,7 @@ def test_a_destination_tells_its_place_but_not_its_token() -> None:
     address = str(Address(HOST, 4711, "secret"))
     there, here = recipient(address), recipient("/private/weights")
     assert (there.place, there.host, there.interface) == (HOST, HOST, "lo")
+    assert "secret" not in repr(there)
     assert (here.place, here.host, here.interface) == ("/private/weights", "", "lo")
 
 

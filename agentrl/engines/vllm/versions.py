@@ -519,7 +519,7 @@ class VllmControl:
                     return True
                 is_begun = True
                 asked = await delivery.next_call()
-            is_begun = False  # a failed update needs no ending
+            is_begun = False  # vLLM's worker has ended the failed update itself
         except TransferError:
             pass
         if is_begun:
