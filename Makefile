@@ -40,9 +40,9 @@ demo: $(RUN_STAMP)  ## a language model learns to use a tool, in about two minut
 	@$(DEMO)
 
 # Files stay whole, since their tests share engines and runs, and start in the order of tests/conftest.py.
-PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-test: $(DEV_STAMP)  ## the tests, on three processes, since many wait for other processes; those that need Chromium, libfaketime or tensorboard are skipped without it
+test: $(DEV_STAMP)  ## the tests, on two processes; those that need Chromium, libfaketime or tensorboard are skipped without it
 	@$(PYTEST) -m 'not exhaustive'
 
 test-all: $(DEV_STAMP)  ## the tests, and those that repeat them with more cases or at full size; before a release

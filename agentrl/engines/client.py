@@ -165,7 +165,7 @@ class EngineConnection:
             if isinstance(answer, BaseException):
                 raise answer
         if self.files is not None:
-            self.files.served(wanted)
+            self.files.keep_only(wanted)
 
     async def drain(self, error: AgentRLError) -> None:
         """Read everything a dead process sent, then fail the calls it did not answer."""
@@ -464,7 +464,7 @@ class ProcessEngine:
         try:
             if not wanted.address:
                 if connection.files is not None:
-                    await connection.files.send_rest(wanted.version)
+                    await connection.files.send_remainder(wanted.version)
             elif self.deliver is not None:
                 await self.deliver(wanted.version, wanted.address)
         except (SupersededVersionError, TrainerLostError):

@@ -254,7 +254,7 @@ class WeightDestination:
     """Seconds without a message after which either end considers the other hung."""
 
     @property
-    def place(self) -> str:
+    def redacted_address(self) -> str:
         """The address without its token, for messages."""
         return self.host or self.address
 
@@ -350,7 +350,7 @@ class WeightTransferConnection:
                 self._socket.connect(address)
         except OSError as error:
             why = error.strerror or str(error) or "it does not answer"
-            raise TrainerError(f"no engine accepts weights at {self._recipient.place} ({why})") from error
+            raise TrainerError(f"no engine accepts weights at {self._recipient.redacted_address} ({why})") from error
         self.directory = Path(self._request(offer).directory)
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
@@ -390,8 +390,8 @@ class WeightTransferConnection:
             # The kernel's own error has a number: the machine acknowledges nothing, however busy its engine may be.
             silence_s = SILENT_S if error.errno else self._silence_s
             raise TrainerError(
-                f"the engine at {self._recipient.place} has not answered {what!r} for {silence_s:g} s, so nothing "
-                "more is sent to it; when it answers again, it loads the published file"
+                f"the engine at {self._recipient.redacted_address} has not answered {what!r} for {silence_s:g} s, so "
+                "nothing more is sent to it; when it answers again, it loads the published file"
             ) from error
         except (OSError, msgspec.MsgspecError) as error:
             raise TrainerError(f"the engine closed the connection while weights were sent ({error})") from error
@@ -659,7 +659,7 @@ class VersionFiles:
             else:
                 await self._send_files(weights, pieces)
 
-    async def send_rest(self, version: PolicyVersion) -> None:
+    async def send_remainder(self, version: PolicyVersion) -> None:
         """Send the rest of a version's file, if only its header was sent; returns when it is there."""
         weights, start = self._rest.pop(self._digests.get(version, ""), (None, 0))
         if weights is None:
@@ -677,7 +677,7 @@ class VersionFiles:
         """Return why the rest of these versions could not be sent, and forget it."""
         return [self._failures.pop(each.version) for each in wanted if each.version in self._failures]
 
-    def served(self, wanted: Collection[WeightsRef]) -> None:
+    def keep_only(self, wanted: Collection[WeightsRef]) -> None:
         """Note that the process serves these versions, and has removed its copies of others."""
         self._digests = {weights.version: weights.sha256 for weights in wanted}
         self._sent = set(self._digests.values())

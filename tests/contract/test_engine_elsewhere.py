@@ -231,12 +231,12 @@ def test_two_versions_of_the_same_weights_are_one_file(tmp_path: Path) -> None:
             pieces: list[asyncio.Task[None]] = []
             await files.send([weights], pieces)
             await asyncio.gather(*pieces)
-            files.served([weights])
+            files.keep_only([weights])
             assert len(connection.kept) < 1000
-        await files.send_rest(first.version)
+        await files.send_remainder(first.version)
         assert len(connection.kept) < 1000, "it is no longer wanted"
         for _ in range(2):
-            await files.send_rest(second.version)
+            await files.send_remainder(second.version)
             assert connection.kept == content
         assert files.take_failures([second]) == []
 
@@ -266,7 +266,7 @@ def test_a_machine_that_refuses_a_piece_is_sent_no_more(tmp_path: Path, monkeypa
         pieces: list[asyncio.Task[None]] = []
         await files.send([weights], pieces)
         await asyncio.gather(*pieces)
-        await files.send_rest(weights.version)
+        await files.send_remainder(weights.version)
         assert connection.asked == 1 + weight_transfer.PIECES
         (error,) = files.take_failures([weights])
         assert isinstance(error, EngineStorageError)
