@@ -198,9 +198,9 @@ def test_a_broadcast_to_an_engine_that_is_gone_is_ended(tmp_path: Path) -> None:
 def test_a_destination_tells_its_place_but_not_its_token() -> None:
     address = str(Address(HOST, 4711, "secret"))
     there, here = recipient(address), recipient("/private/weights")
-    assert (there.place, there.host, there.interface) == (HOST, HOST, "lo")
+    assert (there.redacted_address, there.host, there.interface) == (HOST, HOST, "lo")
     assert "secret" not in repr(there)
-    assert (here.place, here.host, here.interface) == ("/private/weights", "", "lo")
+    assert (here.redacted_address, here.host, here.interface) == ("/private/weights", "", "lo")
 
 
 def test_a_trainer_that_offers_nothing_holds_up_no_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
