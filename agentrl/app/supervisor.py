@@ -239,8 +239,8 @@ async def _run_once(setup: RunSetup) -> Orchestrator:
        first versions are published, and the versions before the engine serves them
        (`ResumeCheckpoint.publish_first_versions`).
     4. `assemble_orchestrator` builds the loop and hands it the remaining work (`Dispatcher.restore`): units still to be
-    trained
-       return to the buffer, and unfinished episodes to their workers, which replay their recorded calls and continue.
+       trained return to the buffer, and unfinished episodes to their workers, which replay their recorded calls and
+       continue.
     """
     store, observer, directory, clock = setup.store, setup.observer, setup.directory, setup.factories.clock
     await store.flush()

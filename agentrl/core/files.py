@@ -27,7 +27,8 @@ T = TypeVar("T")
 STAGING = ".tmp-"
 """Prefix of the names of half-built directories."""
 _MADE = os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-_LENGTH_BYTES = 8
+SAFETENSORS_LENGTH_BYTES = 8
+"""Size of the length that a safetensors file begins with."""
 _MAX_HEADER_BYTES = 100_000_000
 """Maximum size of a safetensors header, as the format's own reader has it."""
 WEIGHT_FILES: Mapping[str, tuple[str, ...]] = {
@@ -71,7 +72,7 @@ def read_safetensors_header(path: Path) -> bytes:
         ValueError: it has no header.
     """
     with path.open("rb") as file:
-        length = file.read(_LENGTH_BYTES)
+        length = file.read(SAFETENSORS_LENGTH_BYTES)
         size = int.from_bytes(length, "little")
         if size > _MAX_HEADER_BYTES or len(header := file.read(size)) < size:
             raise ValueError(f"a header of {size:,} bytes")

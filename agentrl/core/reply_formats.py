@@ -525,8 +525,8 @@ def parse_harmony(text: str) -> ReplyParts:
     content.
 
     Example:
-        >>>
-        parse_harmony('<|channel|>analysis<|message|>Easy.<|end|><|start|>assistant<|channel|>final<|message|>5')[:2]
+        >>> reply = '<|channel|>analysis<|message|>Easy.<|end|><|start|>assistant<|channel|>final<|message|>5'
+        >>> parse_harmony(reply)[:2]
         ('Easy.', '5')
     """
     thinking: list[str] = []

@@ -27,7 +27,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging as transformers_logging
 
 from agentrl.core.errors import ModelError
-from agentrl.core.files import WEIGHT_FILES
+from agentrl.core.files import SAFETENSORS_LENGTH_BYTES, WEIGHT_FILES, read_safetensors_header
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -113,8 +113,7 @@ def _checkpoint_dtype(path: Path) -> torch.dtype:
         found: Any = config.dtype or config.get_text_config().dtype
         if found is None:
             for file in sorted(path.glob("*.safetensors")):
-                with file.open("rb") as opened:
-                    header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
+                header = json.loads(read_safetensors_header(file)[SAFETENSORS_LENGTH_BYTES:])
                 stored = [each["dtype"] for name, each in header.items() if name != "__metadata__"]
                 found = next((_STORED[each] for each in stored if each in _STORED), None)
                 break

@@ -1,9 +1,9 @@
 """Transfer of full weights from the trainer to an engine: the connection between the two.
 
-An engine that should serve full weights asks its owner for them (`wire.WeightsRequest`), who makes every rank of the
-trainer send them.
-Rank 0 connects to the engine's Unix socket or, on another machine, to its TCP port with a token, offers names, dtypes
-and shapes, and drives vLLM's protocol over the connection: init, start, update once or more, finish.
+An engine that should serve full weights asks its owner for them (`wire.WeightsRequest`), and the owner makes every rank
+of the trainer send them. Rank 0 connects to the engine's Unix socket or, on another machine, to its TCP port with a
+token, offers names, dtypes and shapes, and drives vLLM's protocol over the connection: init, start, update once or
+more, finish.
 `app.run_parts.connect_engine_to_trainer` chooses what carries the bytes: `ipc` on one GPU, `nccl` between two, `gloo`
 between machines without GPUs, `file` elsewhere, by files in the engine's private directory.
 
@@ -11,8 +11,9 @@ Owns `WeightReceiver` and `IncomingTransfer`, the engine's ends; `WeightTransfer
 `VLLMWeightSyncClient`) and `WeightSenders`, the trainer's ends; `FileSender` and `GlooSender`; and `VersionFiles`, by
 which the engine's owner sends files. Imports nothing heavy: the senders for `ipc` and `nccl` are in `vllm/senders.py`.
 Invariant: if no weights are sent, because the trainer has moved on, is dead or cannot be reached, the engine loads the
-published file with the same weights, on another machine after its owner has sent it; each end waits for the other for
-at most `silence_s` seconds, and for a tensor by `gloo` for at most `STALL_S`.
+published file with the same weights, on another machine after its owner has sent it. Each wait has a limit: `OFFER_S`
+for an offer, `WeightOffer.silence_s` for the trainer's next call, at most `ANSWER_S` for the engine's answer, and
+`STALL_S` for a tensor by `gloo`.
 """
 
 from __future__ import annotations
@@ -187,7 +188,7 @@ class WeightReceiver:
 
     async def ask(self, version: PolicyVersion) -> IncomingTransfer | None:
         """Request a version; returns its delivery, or None if no trainer offers it within `OFFER_S`."""
-        return await self._request(version, self._address, version, OFFER_S) if self._address else None
+        return await self._request(version, self._address, OFFER_S) if self._address else None
 
     async def fetch(self, version: PolicyVersion) -> None:
         """Wait until the owner has sent the missing part of a version's file, or has failed to: the file's digest tells
@@ -195,12 +196,10 @@ class WeightReceiver:
         if self._address:
             await self._request(version, "", None)
 
-    async def _request(
-        self, version: PolicyVersion, address: str, awaited: PolicyVersion | None, limit_s: float | None = None
-    ) -> IncomingTransfer | None:
+    async def _request(self, version: PolicyVersion, address: str, limit_s: float | None) -> IncomingTransfer | None:
         number = next(self._numbers)
         future: asyncio.Future[IncomingTransfer | None] = asyncio.get_running_loop().create_future()
-        self._waiting[number] = (awaited, future)
+        self._waiting[number] = (version if address else None, future)
         self._tell(number, version, address)
         try:
             await asyncio.wait({future}, timeout=limit_s)
@@ -306,19 +305,16 @@ class PublishedWeightSource:
 
     def offer(self, version: PolicyVersion, silence_s: float) -> WeightOffer:
         """Make the offer of a version with these tensors; for `silence_s`, see `WeightOffer`."""
+        from agentrl.engines.models import dtype_name
+
         described = self.layout.values()
         return WeightOffer(
             version=version,
             names=list(self.layout),
-            dtype_names=[dtype_name(tensor) for tensor in described],
+            dtype_names=[dtype_name(tensor.dtype) for tensor in described],
             shapes=[list(tensor.shape) for tensor in described],
             silence_s=silence_s,
         )
-
-
-def dtype_name(tensor: Tensor) -> str:
-    """Return the name of a tensor's dtype, as vLLM's messages have it."""
-    return str(tensor.dtype).removeprefix("torch.")
 
 
 class WeightTransferConnection:
@@ -538,6 +534,8 @@ class GlooSender:
 
     def send_weights(self) -> None:
         """See vLLM's `TrainerWeightTransferEngine`."""
+        from agentrl.engines.models import dtype_name
+
         self.link.start_weight_update()
         missing = set(self.source.layout)
         for chunk in in_chunks(self.source):
@@ -546,7 +544,7 @@ class GlooSender:
             self.link.update_weights(
                 {
                     "names": list(chunk),
-                    "dtype_names": [dtype_name(each) for each in chunk.values()],
+                    "dtype_names": [dtype_name(each.dtype) for each in chunk.values()],
                     "shapes": [list(each.shape) for each in chunk.values()],
                 }
             )

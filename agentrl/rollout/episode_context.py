@@ -6,9 +6,8 @@
 * effects and external tools are performed once and remembered; an effect raises its error, a tool makes it an
   observation. A `once` act leaves its intent on disk before it happens;
 * a resource declares how it comes back (`JournaledResource`): `replay` makes the recorded calls again and compares
-them,
-  `snapshot` restores the state after the last of them, and a `pinned` object died with its process, so the episode
-  begins again.
+  them, `snapshot` restores the state after the last of them, and a `pinned` object died with its process, so the
+  episode begins again.
 
 Sampling is in `agent.py`.
 """
