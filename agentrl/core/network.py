@@ -155,6 +155,12 @@ def keep_alive(writer: asyncio.StreamWriter) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENT_S * 1000)
 
 
+def is_unacknowledged(error: TimeoutError) -> bool:
+    """Whether an error of a socket is the kernel's (see `keep_alive`), and not that of the socket's own timeout: the
+    other machine acknowledges nothing, however busy its program may be."""
+    return error.errno is not None
+
+
 def own_address(toward: str) -> str:
     """Return the address of this machine on the route to another; sends nothing.
 

@@ -23,17 +23,28 @@ import contextlib
 import itertools
 import socket
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
+from threading import Thread
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import msgspec
 
+from agentrl.core.clock import SystemClock
 from agentrl.core.errors import EngineError, EngineLostError, TrainerError
 from agentrl.core.files import WEIGHT_FILES, read_files_in_pieces, read_safetensors_header
-from agentrl.core.network import SCHEME, SILENT_S, Address, Listener, connect_socket, interface_of, own_address
+from agentrl.core.network import (
+    SCHEME,
+    SILENT_S,
+    Address,
+    Listener,
+    connect_socket,
+    interface_of,
+    is_unacknowledged,
+    own_address,
+)
 from agentrl.core.records import PolicyVersion
 from agentrl.engines import wire
 from agentrl.engines.versions import version_refused_error
@@ -46,6 +57,8 @@ if TYPE_CHECKING:
     from agentrl.config.devices import Transfer
     from agentrl.core.records import WeightsRef
 
+JoinedGroup = TypeVar("JoinedGroup")
+
 CHUNK_BYTES = 1 << 28
 """Maximum bytes of tensors in one file or update, unless a single tensor is larger."""
 STALL_S = 60.0
@@ -55,6 +68,9 @@ JOIN_TIMEOUT = timedelta(seconds=45)
 ANSWER_S = 150.0
 """Maximum seconds for which rank 0 waits for an engine's answer: the other ranks wait for rank 0 meanwhile, and give up
 after `ranks.TIMEOUT`."""
+REJOIN_S = 600.0
+"""Seconds after which rank 0 tries again to join a group with an engine that it could not join: each attempt may hold
+up both for `JOIN_TIMEOUT`."""
 OFFER_S = 15.0
 """Seconds that an engine waits for a trainer's offer before it loads the published file: the trainer may be busy, or
 another engine may hold it up."""
@@ -383,8 +399,7 @@ class WeightTransferConnection:
             said = _REPLY.decode(self._read(int.from_bytes(self._read(wire.HEAD_BYTES), "little")))
         except TimeoutError as error:
             what = message.method if isinstance(message, TransferCall) else "offer"
-            # The kernel's own error has a number: the machine acknowledges nothing, however busy its engine may be.
-            silence_s = SILENT_S if error.errno else self._silence_s
+            silence_s = SILENT_S if is_unacknowledged(error) else self._silence_s
             raise TrainerError(
                 f"the engine at {self._recipient.redacted_address} has not answered {what!r} for {silence_s:g} s, so "
                 "nothing more is sent to it; when it answers again, it loads the published file"
@@ -516,6 +531,33 @@ def join_broadcast(rendezvous: Rendezvous, *, rank: int, size: int) -> GlooBroad
     return GlooBroadcast(store, rank=rank, size=size, host=own_address(rendezvous.host))
 
 
+def join_with_engine(join: Callable[[], JoinedGroup], ask_engine: Callable[[], None]) -> JoinedGroup:
+    """Join a group as rank 0 while the engine, which is asked to, joins it as well: each blocks until the other comes.
+
+    A join that never ends is left to its thread, since nccl knows no time limit.
+
+    Args:
+        join: joins as rank 0; returns the group.
+        ask_engine: returns when the engine has joined.
+
+    Raises:
+        TrainerError: the engine did not join.
+        RuntimeError: this rank did not join, although the engine says that it has.
+        TimeoutError: the same, after `JOIN_TIMEOUT`.
+    """
+    joined = Future[JoinedGroup]()
+
+    def join_in_thread() -> None:
+        try:
+            joined.set_result(join())
+        except Exception as error:  # noqa: BLE001 - raised by `result` below
+            joined.set_exception(error)
+
+    Thread(target=join_in_thread, daemon=True).start()
+    ask_engine()
+    return joined.result(JOIN_TIMEOUT.total_seconds())
+
+
 class GlooSender:
     """Broadcasts weights over the network to the processes of an engine on another machine, without GPUs."""
 
@@ -527,10 +569,10 @@ class GlooSender:
         host, size = own_address(recipient.host), 1 + recipient.processes
         rendezvous, store = serve_rendezvous(host)
         info = {"host": host, "port": rendezvous.port, "size": size}
-        with ThreadPoolExecutor(max_workers=1) as thread:  # both ends block until the other one has joined
-            met = thread.submit(link.init_weight_transfer_engine, {"backend": "gloo", "info": info})
-            self._group = GlooBroadcast(store, rank=0, size=size, host=host)
-            met.result()
+        self._group = join_with_engine(
+            lambda: GlooBroadcast(store, rank=0, size=size, host=host),
+            lambda: link.init_weight_transfer_engine({"backend": "gloo", "info": info}),
+        )
 
     def send_weights(self) -> None:
         """See vLLM's `TrainerWeightTransferEngine`."""
@@ -571,15 +613,25 @@ class WeightSenders:
         self, make: Callable[[WeightDestination, WeightTransferConnection, PublishedWeightSource], Any]
     ) -> None:
         self._make = make
+        self._clock = SystemClock()
         self._senders: dict[int, tuple[WeightDestination, WeightTransferConnection, Any]] = {}
         """Engines, connections and senders, keyed by the engine's number."""
+        self._failed: dict[int, tuple[WeightDestination, float]] = {}
+        """Engines with which no sender could be made, and when by the clock, keyed by the engine's number."""
 
     def send(self, source: PublishedWeightSource, version: PolicyVersion, recipient: WeightDestination) -> None:
         """Send the weights of a source to an engine.
 
         Raises:
-            TrainerError: the engine refused the weights, or is gone.
+            TrainerError: the engine refused the weights or is gone, or it could not be connected to a sender less than
+                `REJOIN_S` ago.
         """
+        failed, failed_at = self._failed.get(recipient.number, (None, 0.0))
+        if failed == recipient and self._clock.monotonic() - failed_at < REJOIN_S:
+            raise TrainerError(
+                f"the engine at {recipient.redacted_address} could not be reached by {recipient.transfer}, which is "
+                f"tried again {REJOIN_S / 60:g} minutes after that; until then it loads published files"
+            )
         known, link, sender = self._senders.pop(
             recipient.number, (recipient, WeightTransferConnection(recipient), None)
         )
@@ -588,7 +640,7 @@ class WeightSenders:
             link, sender = WeightTransferConnection(recipient), None
         try:
             link.offer(source.offer(version, recipient.silence_s))
-            sender = sender or self._make(recipient, link, source)
+            sender = sender or self._connected(recipient, link, source)
             sender.source = source
             sender.send_weights()
             if recipient.transfer in ("ipc", "nccl"):
@@ -598,6 +650,15 @@ class WeightSenders:
             link.close()  # first: the engine then leaves the group, which ends broadcasts that have begun
             if sender is not None:
                 sender.shutdown()
+
+    def _connected(
+        self, recipient: WeightDestination, link: WeightTransferConnection, source: PublishedWeightSource
+    ) -> Any:
+        try:
+            return self._make(recipient, link, source)
+        except Exception:
+            self._failed[recipient.number] = recipient, self._clock.monotonic()
+            raise
 
 
 # --- files from the engine's owner ------------------------------------------------------------------------------------

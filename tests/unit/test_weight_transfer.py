@@ -48,6 +48,12 @@ MODEL = "environments/frozen_lake/model"
 VERSION = PolicyVersion("policy", 0, 0)
 
 
+@pytest.fixture(autouse=True)
+def patient_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that start as processes of their own may take a while until they offer anything."""
+    monkeypatch.setattr(weight_transfer, "OFFER_S", 120.0)
+
+
 class Engine:
     """The engine's end in a thread: takes a version into a directory, as vLLM's backend does."""
 
@@ -79,8 +85,7 @@ class Engine:
             self._listens.set()
 
         await inbox.listen(self.address, asked, host=self._host)
-        async with asyncio.timeout(50):
-            delivery = await inbox.ask(VERSION)
+        delivery = await inbox.ask(VERSION)
         assert delivery is not None
         self.offer = delivery.offer
         delivery.answer(error=self.refused, directory=str(self._directory))
@@ -166,6 +171,33 @@ def test_a_trainer_with_a_wrong_token_sends_nothing_and_is_not_told_the_right_on
         assert wrong not in str(found.value)
         WeightSenders(GlooSender).send(source({"a": torch.ones(2)}), VERSION, recipient(engine.address))
     assert torch.equal(engine.received["a"], torch.ones(2))
+
+
+def test_a_group_that_cannot_form_is_not_tried_again_with_every_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine says why, and is let alone until its process is another one."""
+    monkeypatch.setattr(weight_transfer, "STALL_S", 1.0)  # of the rank's own attempt, which nobody waits for
+    tensors = {"a": torch.ones(2)}
+
+    class BehindAFirewall(Engine):
+        def _do(self, delivery: IncomingTransfer, asked: TransferCall) -> None:
+            self.asked.append(asked.method)
+            delivery.answer(error="no route to the trainer's store")
+
+    sender = WeightSenders(GlooSender)
+    refused = pytest.raises(TrainerError, match="the engine refused the weights: no route to the trainer's store")
+    with BehindAFirewall(tmp_path, host=HOST) as engine, refused:
+        sender.send(source(tensors), VERSION, recipient(engine.address))
+    with pytest.raises(TrainerError, match="could not be reached by gloo, which is tried again 10 minutes after"):
+        sender.send(source(tensors), VERSION, recipient(engine.address))
+    assert engine.asked == ["init"]
+    with Engine(tmp_path, host=HOST) as restarted:
+        sender.send(source(tensors), VERSION, recipient(restarted.address))
+    assert torch.equal(restarted.received["a"], tensors["a"])
+    monkeypatch.setattr(weight_transfer, "REJOIN_S", 0.0)
+    with pytest.raises(TrainerError, match=f"no engine accepts weights at {HOST}"):
+        sender.send(source(tensors), VERSION, recipient(engine.address))
 
 
 def test_an_engine_that_takes_no_tensor_holds_up_no_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

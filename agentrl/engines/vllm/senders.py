@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import base64
 import os
-from concurrent.futures import Future
 from dataclasses import dataclass
-from threading import Thread
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -20,7 +18,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactor
 from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo, IPCTrainerWeightTransferEngine
 from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo, NCCLTrainerWeightTransferEngine
 
-from agentrl.engines.weight_transfer import CHUNK_BYTES, JOIN_TIMEOUT
+from agentrl.engines.weight_transfer import CHUNK_BYTES, join_with_engine
 
 if TYPE_CHECKING:
     from vllm.distributed.weight_transfer.base import TrainerInitInfo
@@ -95,19 +93,11 @@ class NcclSender(NCCLTrainerWeightTransferEngine):
             packed_num_buffers=init_info.packed_num_buffers,
         )
         payload = nccl_join_message(unique, init_info)
-        device, joined = torch.accelerator.current_device_index(), Future[Any]()
-
-        def join() -> None:
-            try:
-                joined.set_result(nccl_common.uid_init_process_group(unique, 0, init_info.world_size, device))
-            except Exception as error:  # noqa: BLE001 - raised by `result` below
-                joined.set_exception(error)
-
-        # Both ends block until the other one has joined, and nccl knows no time limit: a join that never ends is left
-        # to its thread, and the engine loads the published file.
-        Thread(target=join, daemon=True).start()
-        client.init_weight_transfer_engine({"backend": "nccl", "info": payload})
-        engine.model_update_group = joined.result(JOIN_TIMEOUT.total_seconds())
+        device = torch.accelerator.current_device_index()
+        engine.model_update_group = join_with_engine(
+            lambda: nccl_common.uid_init_process_group(unique, 0, init_info.world_size, device),
+            lambda: client.init_weight_transfer_engine({"backend": "nccl", "info": payload}),
+        )
         client.on_failure = engine.shutdown  # nccl knows no time limit: this ends a broadcast to an engine that is gone
         return engine
 
