@@ -20,13 +20,14 @@ class Source:
     tree: ast.Module
 
 
-@cache
 def sources(*folders: str) -> tuple[Source, ...]:
     """Every Python file under `folders`, in order of path; never empty for a folder that exists for a reason."""
-    found = []
-    for folder in folders:
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            text = path.read_text(encoding="utf-8")
-            found.append(Source(path=str(path.relative_to(ROOT)), text=text, tree=ast.parse(text)))
+    found = tuple(_source(path) for folder in folders for path in sorted((ROOT / folder).rglob("*.py")))
     assert found, f"no Python files under {folders}"
-    return tuple(found)
+    return found
+
+
+@cache
+def _source(path: Path) -> Source:
+    text = path.read_text(encoding="utf-8")
+    return Source(path=str(path.relative_to(ROOT)), text=text, tree=ast.parse(text))
