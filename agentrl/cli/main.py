@@ -21,6 +21,7 @@ from agentrl.cli.commands import make_parser
 from agentrl.cli.output import INTERNAL, INTERRUPTED
 from agentrl.core.errors import AgentRLError, CheckFailedError, InputError, StorageError, format_foreign_error
 from agentrl.core.files import os_error_advice
+from agentrl.core.machine import collect_garbage_rarely
 from agentrl.core.text import escape_line, escape_text
 
 EXTRAS = {
@@ -38,6 +39,7 @@ _MACHINE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line (default: that of the process) and return its exit code."""
     _prepare_streams()
+    collect_garbage_rarely()
     options = argparse.Namespace(reads=True, takes_overrides=None)
     try:
         try:

@@ -31,6 +31,7 @@ from agentrl.core.errors import (
     EngineStorageError,
 )
 from agentrl.core.files import WEIGHT_FILES
+from agentrl.core.machine import collect_garbage_rarely
 from agentrl.core.network import Listener
 from agentrl.core.ports import Engine
 from agentrl.engines import wire
@@ -389,6 +390,7 @@ def main() -> None:
     """Serve the inherited connection until it ends."""
     descriptor, parent = map(int, sys.argv[1:])
     die_with_parent(parent)
+    collect_garbage_rarely()
     asyncio.run(_serve_and_exit(socket.socket(fileno=descriptor)))
 
 

@@ -32,6 +32,7 @@ from dataclasses import dataclass, field
 
 from agentrl.core.clock import Clock
 from agentrl.core.errors import CheckFailedError, NonFiniteError, UntrainableUnitsError
+from agentrl.core.machine import collect_garbage_rarely
 from agentrl.core.ports import Engine, Observer, Trainer
 from agentrl.core.records import PolicyVersion, StepReport, TrainBatch
 from agentrl.core.text import plural
@@ -64,9 +65,6 @@ SKIPPED_IN_A_ROW = 3
 """Number of skipped steps of a policy in a row that ends the run."""
 UNTRAINABLE_IN_A_ROW = 4096
 """Number of untrainable units of a policy, with no step in between, that ends the run."""
-
-NEW_OBJECTS = 50_000
-"""Threshold of the youngest generation of the garbage collector during a run (Python's default: 700)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -451,14 +449,9 @@ class Orchestrator:
 
 @contextmanager
 def _rare_collections() -> Iterator[None]:
-    """Raise the garbage collector's thresholds within the context.
-
-    Reference counts free everything that ends in a run: an episode leaves no cycles. 10,000 episodes in flight are over
-    half a million objects; traversing them whenever they grow by a quarter is a third of the cost of resuming them.
-    """
+    """Collect garbage rarely within the context, since the process may be the user's; see `collect_garbage_rarely`."""
     before = gc.get_threshold()
-    if 0 < before[0] < NEW_OBJECTS:
-        gc.set_threshold(NEW_OBJECTS, *before[1:])
+    collect_garbage_rarely()
     try:
         yield
     finally:

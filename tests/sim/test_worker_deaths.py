@@ -274,7 +274,7 @@ def test_deaths_from_outside_drop_nobody_that_gets_on_in_between(simulated_loop:
     simulated_loop.run(main, seeds=SEEDS)
 
 
-@pytest.mark.parametrize("kills_at", [0, 3])
+@pytest.mark.parametrize("kills_at", [pytest.param(0, marks=pytest.mark.exhaustive), 3])
 def test_one_that_kills_is_found_beside_255_that_do_not(simulated_loop: SeededSimulation, kills_at: int) -> None:
     async def main() -> None:
         at = await machine(256, killers={77: kills_at})

@@ -294,7 +294,7 @@ def test_tools_that_were_never_called_are_named() -> None:
     assert f"Never called, and not tried: {', '.join(report.uncalled)}" in report.text
 
 
-@pytest.mark.parametrize("environment", [Adder, Trees])
+@pytest.mark.parametrize("environment", [pytest.param(Adder, marks=pytest.mark.exhaustive), Trees])
 def test_sound_environments_resume_from_every_entry(environment: type[agentrl.Environment]) -> None:
     report = check_environment(environment)
     assert report.passed, report.text

@@ -273,7 +273,10 @@ def test_the_game_forgives_one_illegal_action(textarena_game: TextArenaGame) -> 
     assert played.header.turns == 5
 
 
-@pytest.mark.parametrize("identifier", ["TicTacToe-v0", "KuhnPoker-v0", "PigDice-v0"])
+@pytest.mark.parametrize(
+    "identifier",
+    ["KuhnPoker-v0", *(pytest.param(game, marks=pytest.mark.exhaustive) for game in ("TicTacToe-v0", "PigDice-v0"))],
+)
 def test_text_games_resume_at_every_entry(textarena_game: TextArenaGame, identifier: str) -> None:
     report = agentrl.check_environment(textarena_game(identifier))
     assert report.passed, report.text

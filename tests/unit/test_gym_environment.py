@@ -184,9 +184,8 @@ def with_words_of_the_checker(game: type[agentrl.GymEnvironment]) -> type[agentr
     return Played
 
 
-@pytest.mark.parametrize(
-    "game", [Slippery, *(pytest.param(game, marks=pytest.mark.exhaustive) for game in GAMES if game is not Slippery)]
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("game", GAMES)
 def test_resumption_at_every_entry(game: type[agentrl.GymEnvironment]) -> None:
     for chosen in (game, with_words_of_the_checker(game)):
         report = agentrl.check_environment(chosen)

@@ -206,7 +206,7 @@ def expressions(draw: st.DrawFn, depth: int = 3) -> str:
 METHODS = [name for name in (*dir(str), *dir(list), *dir(dict), *dir(int)) if not name.startswith("_")]
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.lists(expressions(), min_size=1, max_size=3))
 def test_no_expression_builds_more_than_its_budget(tmp_path_factory: pytest.TempPathFactory, drawn: list[str]) -> None:
     body = "".join(f"{{% set ns.x = {one} %}}" for one in drawn)
