@@ -541,7 +541,7 @@ def join_with_engine(join: Callable[[], JoinedGroup], ask_engine: Callable[[], N
         ask_engine: returns when the engine has joined.
 
     Raises:
-        TrainerError: the engine did not join.
+        TrainerError: the engine did not join; if this rank did not either, the message says both.
         RuntimeError: this rank did not join, although the engine says that it has.
         TimeoutError: the same, after `JOIN_TIMEOUT`.
     """
@@ -554,7 +554,12 @@ def join_with_engine(join: Callable[[], JoinedGroup], ask_engine: Callable[[], N
             joined.set_exception(error)
 
     Thread(target=join_in_thread, daemon=True).start()
-    ask_engine()
+    try:
+        ask_engine()
+    except TrainerError as error:
+        if joined.done() and (own := joined.exception()) is not None:
+            raise TrainerError(f"{error}; rank 0 did not join either: {own}") from own
+        raise
     return joined.result(JOIN_TIMEOUT.total_seconds())
 
 

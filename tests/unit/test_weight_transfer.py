@@ -7,6 +7,7 @@ import contextlib
 import errno
 import socket
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -198,6 +199,21 @@ def test_a_group_that_cannot_form_is_not_tried_again_with_every_version(
     monkeypatch.setattr(weight_transfer, "REJOIN_S", 0.0)
     with pytest.raises(TrainerError, match=f"no engine accepts weights at {HOST}"):
         sender.send(source(tensors), VERSION, recipient(engine.address))
+
+
+def test_a_rank_that_cannot_join_says_so_beside_the_engine() -> None:
+    before = threading.active_count()
+
+    def join() -> None:
+        raise RuntimeError("no device for 10.0.0.7")
+
+    def ask_engine() -> None:
+        while threading.active_count() > before:  # the rank's attempt ends first
+            time.sleep(0.001)
+        raise TrainerError("the engine refused the weights: nobody came")
+
+    with pytest.raises(TrainerError, match=r"nobody came; rank 0 did not join either: no device for 10\.0\.0\.7"):
+        weight_transfer.join_with_engine(join, ask_engine)
 
 
 def test_an_engine_that_takes_no_tensor_holds_up_no_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
