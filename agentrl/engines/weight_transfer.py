@@ -534,7 +534,9 @@ def join_broadcast(rendezvous: Rendezvous, *, rank: int, size: int) -> GlooBroad
 def join_with_engine(join: Callable[[], JoinedGroup], ask_engine: Callable[[], None]) -> JoinedGroup:
     """Join a group as rank 0 while the engine, which is asked to, joins it as well: each blocks until the other comes.
 
-    A join that never ends is left to its thread, since nccl knows no time limit.
+    When the engine does not join, this rank's attempt is waited for, because a process that exits in the middle of one
+    is aborted. gloo's ends within `STALL_S`; nccl knows no time limit, so an attempt that lasts longer is left to its
+    thread.
 
     Args:
         join: joins as rank 0; returns the group.
@@ -553,10 +555,12 @@ def join_with_engine(join: Callable[[], JoinedGroup], ask_engine: Callable[[], N
         except Exception as error:  # noqa: BLE001 - raised by `result` below
             joined.set_exception(error)
 
-    Thread(target=join_in_thread, daemon=True).start()
+    thread = Thread(target=join_in_thread, daemon=True)
+    thread.start()
     try:
         ask_engine()
     except TrainerError as error:
+        thread.join(STALL_S)
         if joined.done() and (own := joined.exception()) is not None:
             raise TrainerError(f"{error}; rank 0 did not join either: {own}") from own
         raise
