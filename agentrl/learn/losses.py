@@ -523,28 +523,3 @@ def token_metric_sums(batch: LossBatch, gradients: TokenGradients, weights: Tens
             torch.zeros_like(w) if reference is None else (batch.logprobs - reference).double(),
         )
         return torch.stack([column.sum() for column in columns])
-
-
-def loss_metrics(sums: Tensor, loss: Loss) -> Mapping[str, float]:
-    """Compute means per trained token from the totals of `token_metric_sums`.
-
-    Returns:
-        `k3` (the k3 estimate of KL(mu || pi), Schulman 2020), `abs_logprob_difference`, `mean_ratio`, and
-        `effective_sample_fraction` = (sum w)² / (n · sum w²); `masked_fraction` and `truncated_fraction`, unless the
-        loss weighs tokens by a reference and not by their advantage; `reference_kl`, the mean of log pi - log ref,
-        where there is a reference; empty without tokens.
-    """
-    total = dict(zip(SUMS, sums.tolist(), strict=True))
-    count = total["measured_tokens"]
-    if not count:
-        return {}
-    compared = total["reference_tokens"]
-    found = {"reference_kl": total["reference_kl"] / compared} if compared else {}
-    if not loss.mark.reference:
-        found |= {f"{name}_fraction": total[name] / count for name in ("masked", "truncated")}
-    return found | {
-        "k3": total["k3"] / count,
-        "abs_logprob_difference": total["abs_logprob_difference"] / count,
-        "mean_ratio": total["ratio"] / count,
-        "effective_sample_fraction": total["ratio"] ** 2 / (count * total["ratio_squared"]),
-    }

@@ -40,7 +40,7 @@ from agentrl.journal.rows import make_unit_reader
 from agentrl.learn.forward import TOP_TOKENS, HeadOutput
 from agentrl.learn.learner import Learner, StepAccumulator
 from agentrl.learn.loss_batch import LossBatch, TokenColumns, TokenGradients
-from agentrl.learn.losses import SUMS, Loss, loss_metrics, make_loss, token_metric_sums
+from agentrl.learn.losses import SUMS, Loss, make_loss, token_metric_sums
 from agentrl.learn.memory_prediction import shard_count
 from agentrl.learn.models import PolicyModel, load_models, load_references
 from agentrl.learn.packing import MicroBatch, pack
@@ -687,13 +687,37 @@ def _metrics(total: Mapping[str, float], loss: Loss, *, learning_rate: float, ro
         "skipped_samples": total["skipped_samples"],
         "forwarded_tokens": total["forwarded_tokens"],
         "sharing": total["row_tokens"] / total["forwarded_tokens"] if total["forwarded_tokens"] else 1.0,
-        **loss_metrics(torch.tensor([total[name] for name in SUMS], dtype=torch.float64), loss),
+        **loss_metrics(total, loss),
     }
     if counted := total[SUMS[0]]:
         metrics |= {"entropy": total["entropy"] / counted, "kept_mass": total["kept_mass"] / counted}
     if routed and total["forwarded_tokens"]:
         metrics["unrouted_share"] = total["unrouted_tokens"] / total["forwarded_tokens"]
     return metrics
+
+
+def loss_metrics(total: Mapping[str, float], loss: Loss) -> Mapping[str, float]:
+    """Compute means per trained token from the totals of `losses.token_metric_sums`, by name.
+
+    Returns:
+        `k3` (the k3 estimate of KL(mu || pi), Schulman 2020), `abs_logprob_difference`, `mean_ratio`, and
+        `effective_sample_fraction` = (sum w)² / (n · sum w²); `masked_fraction` and `truncated_fraction`, unless the
+        loss weighs tokens by a reference and not by their advantage; `reference_kl`, the mean of log pi - log ref,
+        where there is a reference; empty without tokens.
+    """
+    count = total["measured_tokens"]
+    if not count:
+        return {}
+    compared = total["reference_tokens"]
+    found = {"reference_kl": total["reference_kl"] / compared} if compared else {}
+    if not loss.mark.reference:
+        found |= {f"{name}_fraction": total[name] / count for name in ("masked", "truncated")}
+    return found | {
+        "k3": total["k3"] / count,
+        "abs_logprob_difference": total["abs_logprob_difference"] / count,
+        "mean_ratio": total["ratio"] / count,
+        "effective_sample_fraction": total["ratio"] ** 2 / (count * total["ratio_squared"]),
+    }
 
 
 def _value_metrics(total: Mapping[str, float], units: int) -> dict[str, float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import pytest
 import torch
@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl.learn.loss_batch import LossBatch
-from agentrl.learn.losses import BUILT_IN, Loss, loss_metrics, token_metric_sums
+from agentrl.learn.losses import BUILT_IN, SUMS, Loss, token_metric_sums
+from agentrl.learn.trainer import loss_metrics
 from tests.loss_cases import batch_of, evaluated, loss_named
 from tests.markdown_pages import ROOT
 
@@ -76,6 +77,10 @@ def sums(loss: Loss, rows: Tokens) -> torch.Tensor:
     return token_metric_sums(given, evaluated(loss, given), torch.ones(len(rows)))
 
 
+def metrics_of(loss: Loss, rows: Tokens) -> Mapping[str, float]:
+    return loss_metrics(dict(zip(SUMS, sums(loss, rows).tolist(), strict=True)), loss)
+
+
 @pytest.mark.parametrize(("loss", "naive"), CASES)
 @settings(deadline=None)
 @given(rows=tokens)
@@ -102,7 +107,7 @@ def test_sums_add_up_over_pieces(loss: Loss, rows: Tokens, cut: int) -> None:
 def test_metrics_are_those_of_the_naive_loop(rows: Tokens) -> None:
     rows = [(lp, mu, a) for lp, mu, a in rows if abs(a) > 1e-3] or [(-1.0, -1.0, 1.0)]
     loss = loss_named("truncated", max_ratio=1.5, trust_region=0.1)
-    metrics = loss_metrics(sums(loss, rows), loss)
+    metrics = metrics_of(loss, rows)
     ratios = [clamped_ratio(lp, mu) for lp, mu, _ in rows]
     count = len(rows)
     masked = [naive_truncated(*row, max_ratio=1.5, trust_region=0.1)[1] == 0.0 for row in rows]
@@ -199,4 +204,4 @@ def test_the_gradient_of_ppo_at_a_large_ratio_is_that_of_the_dual_clip(log_ratio
     rows = [(-1.0, -1.0 - log_ratio, -1.0)]
     assert evaluated(loss_named("ppo"), batch(rows)).by_logprob.item() == pytest.approx(expected, rel=1e-12)
     loss = loss_named("ppo")
-    assert loss_metrics(sums(loss, rows), loss)["masked_fraction"] == float(expected == 0.0)
+    assert metrics_of(loss, rows)["masked_fraction"] == float(expected == 0.0)
